@@ -1,0 +1,249 @@
+"""The durable index of the SSD tier: which page lies in which slot. SQLite in WAL mode; docs/format.md has the format.
+
+A row is committed after its bytes are written and before its key becomes visible, and a slot is reused only after the
+deletion of its row is committed. So a kill at any instant leaves rows that are whole and whose bytes are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache import catalog_file
+from gdscache.catalog_file import CorruptCatalogError
+from gdscache.catalog_recovery import Recovered, delete_pages, namespaces_by_id, scan
+from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, SlotRangeError
+
+__all__ = ["Catalog", "Durability", "PageRecord", "Recovered"]
+
+log = logging.getLogger("gdscache.catalog")
+
+Durability = Literal["process", "power"]
+
+LOOKUP_SLOTS = 256  # slots a query while reading checksums
+PRUNE_NAMESPACES = 1024  # so many namespaces are kept before unused ones are looked for
+LOOKUP = f"SELECT slot, sums FROM checksums WHERE slot IN ({', '.join('?' * LOOKUP_SLOTS)})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PageRecord:
+    """One page in one slot. `key`, `parent` and `namespace` are 32 bytes each; the parent of a first page is the
+    namespace. `length` is the page's bytes without padding; `checksums` is uint64 of shape (layers,)."""
+
+    slot: int
+    key: bytes
+    parent: bytes
+    namespace: bytes
+    length: int
+    recency: int
+    checksums: npt.NDArray[np.uint64]
+
+
+class Catalog:
+    """The catalogue of one cache directory. Use `Catalog.open`; the directory must be owned (`CacheDirectory`).
+
+    Thread-safe: one connection writes and one reads, each under its own lock. After `close` every method raises
+    `EngineClosedError`; an error of the disk is raised as `IOFailedError`.
+    """
+
+    def __init__(self, directory: Path, extent_bytes: int, durability: Durability) -> None:
+        self.path = directory / catalog_file.CATALOG_NAME
+        self._directory = directory
+        self._extent_bytes = extent_bytes
+        self._synchronous = "FULL" if durability == "power" else "NORMAL"
+        self._write_lock = threading.Lock()
+        self._read_lock = threading.Lock()
+        self._writer: sqlite3.Connection | None = None
+        self._reader: sqlite3.Connection | None = None
+        self._namespace_ids: dict[bytes, int] = {}
+        self._prune_at = PRUNE_NAMESPACES
+        self._set_aside: Path | None = None
+
+    @classmethod
+    def open(cls, directory: Path, *, extent_bytes: int, durability: Durability) -> Catalog:
+        """Open or make `directory/catalog.sqlite` for extents of `extent_bytes`.
+
+        `durability`: `process` survives any kill of the process, `power` a loss of power too (each commit is flushed).
+        A corrupt catalogue is moved aside and an empty one takes its place; `recover` says where it went. Raises
+        `CatalogVersionError`, `ExtentSizeError`, `NotARegularFileError`, `InvalidValueError`, `IOFailedError`.
+        """
+        if durability not in ("process", "power"):
+            raise InvalidValueError(f"durability is {durability!r}", "set ssd.durability to process or power")
+        catalog = cls(directory, extent_bytes, durability)
+        try:
+            catalog._connect()
+        except CorruptCatalogError as error:
+            catalog._rebuild(error)
+        return catalog
+
+    def recover(self, slots: int) -> Recovered:
+        """All pages in slots below `slots`; every other row, and any that is not whole, is deleted.
+
+        Call it once, after `open` and before anything else. `slots` is how many leading slots have their bytes
+        (`Slab.valid_slots`). Namespaces without pages are forgotten. Checksums stay on disk.
+        """
+        with self._write_lock:
+            try:
+                with catalog_file.sqlite_errors(self.path, "read"):
+                    with self._transaction() as writer:
+                        recovered = scan(writer, slots, self._extent_bytes, self._set_aside)
+                    self._namespace_ids = _namespace_ids(self._connection(self._writer))
+                    return recovered
+            except CorruptCatalogError as error:
+                self._close_connections()
+                self._rebuild(error)
+                return Recovered(set_aside=self._set_aside)
+
+    def commit(self, insert: Sequence[PageRecord], delete: Sequence[int], touch: Mapping[int, int]) -> None:
+        """One transaction: rows of the slots in `delete` go, `insert` is added, then `touch` sets slot → recency.
+
+        All of it is durable when this returns, and none of it when it raises. A slot that still has a row cannot be
+        inserted (`SlotRangeError`); deleting or touching a slot without a row does nothing.
+        """
+        if not (insert or delete or touch):
+            return
+        with self._write_lock, self._in_use("written"):
+            try:
+                with self._transaction() as writer:
+                    delete_pages(writer, delete)
+                    ids = self._register(writer, {record.namespace for record in insert})
+                    writer.executemany(
+                        "INSERT INTO pages(slot, key, parent, namespace, length, recency) VALUES (?, ?, ?, ?, ?, ?)",
+                        [
+                            (int(r.slot), r.key, r.parent, ids[r.namespace], int(r.length), int(r.recency))
+                            for r in insert
+                        ],
+                    )
+                    writer.executemany(
+                        "INSERT OR REPLACE INTO checksums(slot, sums) VALUES (?, ?)",
+                        [(int(r.slot), r.checksums.astype("<u8", copy=False).tobytes()) for r in insert],
+                    )
+                    writer.executemany(
+                        "UPDATE pages SET recency = ? WHERE slot = ?", [(r, s) for s, r in touch.items()]
+                    )
+                self._namespace_ids = ids
+            except sqlite3.IntegrityError as error:
+                raise SlotRangeError(f"a slot that still has a page was written: {error}", "delete it first") from error
+
+    def checksums(self, slots: Sequence[int]) -> list[npt.NDArray[np.uint64] | None]:
+        """Checksums of the pages in `slots`, uint64 of shape (layers,) each; None where the catalogue has none."""
+        found: dict[int, npt.NDArray[np.uint64]] = {}
+        with self._read_lock, self._in_use("read"):
+            reader = self._connection(self._reader)
+            for at in range(0, len(slots), LOOKUP_SLOTS):
+                some: list[int | None] = [int(slot) for slot in slots[at : at + LOOKUP_SLOTS]]
+                for slot, sums in reader.execute(LOOKUP, some + [None] * (LOOKUP_SLOTS - len(some))):
+                    if isinstance(sums, bytes) and len(sums) % 8 == 0:
+                        found[slot] = np.frombuffer(sums, "<u8").astype(np.uint64, copy=False)
+        return [found.get(slot) for slot in slots]
+
+    def describe_namespace(self, digest: bytes, description: Mapping[str, object]) -> None:
+        """Keep what a namespace is, as JSON, for people who look into the directory."""
+        text = json.dumps(description, sort_keys=True)
+        with self._write_lock, self._in_use("written"):
+            with self._transaction() as writer:
+                ids = self._register(writer, {digest})
+                writer.execute("UPDATE namespaces SET description = ? WHERE digest = ?", (text, digest))
+            self._namespace_ids = ids
+
+    def namespaces(self) -> dict[bytes, dict[str, object]]:
+        """Digest → description (empty where none was given) of the namespaces that the catalogue knows."""
+        with self._read_lock, self._in_use("read"):
+            rows = self._connection(self._reader).execute("SELECT digest, description FROM namespaces").fetchall()
+        try:
+            return {digest: json.loads(text) for digest, text in rows}
+        except (TypeError, ValueError) as error:
+            raise IOFailedError(f"{self.path}: a namespace's description is damaged: {error}") from error
+
+    def count(self) -> int:
+        """Pages in the catalogue."""
+        with self._read_lock, self._in_use("read"):
+            return int(self._connection(self._reader).execute("SELECT count(*) FROM pages").fetchone()[0])
+
+    def close(self) -> None:
+        """Close the catalogue and fold its WAL in; twice is fine."""
+        with self._write_lock:
+            self._close_connections()
+
+    def __enter__(self) -> Catalog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _connect(self) -> None:
+        with contextlib.ExitStack() as undo:
+            opened = catalog_file.open_writer(self.path, self._extent_bytes, self._synchronous)
+            writer = undo.enter_context(contextlib.closing(opened))
+            reader = undo.enter_context(contextlib.closing(catalog_file.open_reader(self.path)))
+            with catalog_file.sqlite_errors(self.path, "read"):
+                self._namespace_ids = _namespace_ids(writer)
+            undo.pop_all()
+        self._writer, self._reader = writer, reader
+
+    def _rebuild(self, cause: CorruptCatalogError) -> None:
+        self._set_aside = catalog_file.set_aside(self.path)
+        log.error("%s: set aside as %s; the SSD tier starts empty", cause, self._set_aside)
+        self._connect()
+
+    def _close_connections(self) -> None:
+        with self._read_lock:
+            writer, reader = self._writer, self._reader
+            self._writer = self._reader = None
+            for connection in (reader, writer):
+                if connection is not None:
+                    connection.close()
+
+    def _connection(self, connection: sqlite3.Connection | None) -> sqlite3.Connection:
+        if connection is None:
+            raise EngineClosedError(f"the catalogue {self.path} is closed", "open the engine again")
+        return connection
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        writer = self._connection(self._writer)
+        with writer:  # commits, or rolls back when the block or the commit raises
+            writer.execute("BEGIN IMMEDIATE")
+            yield writer
+
+    @contextlib.contextmanager
+    def _in_use(self, what: str) -> Iterator[None]:
+        """A catalogue that turns out corrupt in use is only marked: the next open sets it aside."""
+        try:
+            with catalog_file.sqlite_errors(self.path, what):
+                yield
+        except CorruptCatalogError as error:
+            log.error("%s; it is set aside at the next open", error)
+            catalog_file.mark_suspect(self.path)
+            raise IOFailedError(str(error), "close and open the engine: its SSD tier then starts empty") from error
+
+    def _register(self, writer: sqlite3.Connection, digests: set[bytes]) -> dict[bytes, int]:
+        """Ids of the known namespaces and `digests`, within a transaction; the caller keeps them when it commits."""
+        known = self._namespace_ids
+        if digests <= known.keys():
+            return known
+        if len(known) + len(digests) > self._prune_at:
+            writer.execute("DELETE FROM namespaces WHERE id NOT IN (SELECT namespace FROM pages)")
+            known = _namespace_ids(writer)
+            self._prune_at = max(PRUNE_NAMESPACES, 2 * len(known))
+        new = [(digest,) for digest in digests - known.keys()]
+        writer.executemany("INSERT INTO namespaces(digest, description) VALUES (?, '{}')", new)
+        find = "SELECT id FROM namespaces WHERE digest = ?"
+        return known | {row[0]: writer.execute(find, row).fetchone()[0] for row in new}
+
+
+def _namespace_ids(connection: sqlite3.Connection) -> dict[bytes, int]:
+    return {digest: name for name, digest in namespaces_by_id(connection).items()}

@@ -1,0 +1,196 @@
+"""The catalogue's file: its schema, how it is made, checked at open, and moved aside when it is corrupt."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import logging
+import os
+import sqlite3
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from gdscache.errors import CatalogVersionError, ExtentSizeError, IOFailedError, NotARegularFileError
+
+log = logging.getLogger("gdscache.catalog")
+
+FORMAT_VERSION = 1
+CATALOG_NAME = "catalog.sqlite"
+NEW_NAME = "catalog.new"
+SUSPECT_NAME = "catalog.suspect"
+CORRUPT_PREFIX = "catalog.corrupt-"
+SIDECARS = ("-wal", "-shm")
+FILE_MODE = 0o600
+
+QUICK_CHECK_BYTES = 16 << 20  # larger catalogues are not walked at open: recovering reads every row anyway
+WAL_PAGES = 4096  # checkpoint after 16 MiB of log
+WAL_BYTES = 64 << 20  # what is left of a larger log is cut after a checkpoint
+
+SCHEMA = {
+    # Every version of the format keeps `meta` as it is: it is read to learn the version.
+    "meta": "CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID",
+    "namespaces": "CREATE TABLE namespaces(id INTEGER PRIMARY KEY, digest BLOB UNIQUE, description TEXT)",
+    "pages": (
+        "CREATE TABLE pages(slot INTEGER PRIMARY KEY, key BLOB, parent BLOB, namespace INTEGER, length INTEGER, "
+        "recency INTEGER)"
+    ),
+    "checksums": "CREATE TABLE checksums(slot INTEGER PRIMARY KEY, sums BLOB)",
+}
+
+
+class CorruptCatalogError(Exception):
+    """Internal: the catalogue cannot be used as it is. The caller sets it aside, or marks it for that."""
+
+
+@contextlib.contextmanager
+def sqlite_errors(path: Path, what: str) -> Iterator[None]:
+    """SQLite's errors as `CorruptCatalogError` (the file's content) or `IOFailedError` (everything else)."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        # No code: the error is the module's own, about text that does not decode.
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+        if code == sqlite3.SQLITE_READONLY and os.access(path, os.W_OK):
+            code = sqlite3.SQLITE_CORRUPT  # a header that claims a write version from the future
+        primary = code & 0xFF
+        if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG):
+            raise CorruptCatalogError(f"{path} is corrupt: {error}") from error
+        number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR: errno.EIO}.get(primary)
+        hint = "free space there" if number == errno.ENOSPC else "check the device, and who else uses this file"
+        raise IOFailedError(f"{path} cannot be {what}: {error}", hint, number) from error
+
+
+def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Connection:
+    """The writing connection to a checked catalogue, made if it is missing.
+
+    Raises `CatalogVersionError`, `ExtentSizeError`, `NotARegularFileError`, `IOFailedError`, `CorruptCatalogError`.
+    """
+    if not _exists(path):
+        _create(path, extent_bytes)
+    elif path.with_name(SUSPECT_NAME).exists():
+        raise CorruptCatalogError(f"{path} was found corrupt while it was in use")
+    with sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
+        writer = undo.enter_context(contextlib.closing(_connect(path)))
+        _check(writer, path, extent_bytes)
+        mode = writer.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise IOFailedError(
+                f"{path}: SQLite cannot use a WAL here (journal mode {mode})",
+                "set ssd.path to a directory on a local file system",
+            )
+        writer.execute(f"PRAGMA synchronous = {synchronous}")
+        writer.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+        writer.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+        undo.pop_all()
+        return writer
+
+
+def open_reader(path: Path) -> sqlite3.Connection:
+    """A second connection, which cannot write."""
+    with sqlite_errors(path, "opened"):
+        reader = _connect(path)
+        reader.execute("PRAGMA query_only = ON")
+        return reader
+
+
+def set_aside(path: Path) -> Path:
+    """Move a corrupt catalogue and its log to `catalog.corrupt-<UTC time>`; an older one of that kind goes."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    target = path.with_name(CORRUPT_PREFIX + now)
+    with _os_errors(path, "moved aside"):
+        for older in path.parent.glob(CORRUPT_PREFIX + "*"):
+            older.unlink()
+        path.replace(target)
+        for suffix in SIDECARS:
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{path}{suffix}").replace(f"{target}{suffix}")
+    return target
+
+
+def mark_suspect(path: Path) -> None:
+    """Leave a note for the next open: this catalogue was found corrupt while it was in use."""
+    try:
+        os.close(os.open(path.with_name(SUSPECT_NAME), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+    except OSError as error:
+        log.error("%s: the note %s cannot be written: %s", path, SUSPECT_NAME, error.strerror)
+
+
+def _exists(path: Path) -> bool:
+    with _os_errors(path, "opened"):
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:
+            return False
+    if not stat.S_ISREG(mode):
+        raise NotARegularFileError(f"{path} is not a regular file", "remove it, or set another ssd.path")
+    return True
+
+
+def _create(path: Path, extent_bytes: int) -> None:
+    """Make an empty catalogue under another name first: `path` is there with all its tables, or not at all."""
+    new = path.with_name(NEW_NAME)
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    meta = [("format_version", FORMAT_VERSION), ("extent_bytes", extent_bytes), ("created", created)]
+    with _os_errors(path, "made"):
+        new.unlink(missing_ok=True)
+        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+        with sqlite_errors(path, "made"), contextlib.closing(_connect(new)) as connection:
+            connection.execute("PRAGMA journal_mode = OFF")
+            with connection:
+                connection.execute("BEGIN")
+                for sql in SCHEMA.values():
+                    connection.execute(sql)
+                connection.executemany("INSERT INTO meta(name, value) VALUES (?, ?)", meta)
+        for leftover in (*(Path(f"{path}{suffix}") for suffix in SIDECARS), path.with_name(SUSPECT_NAME)):
+            leftover.unlink(missing_ok=True)  # of a catalogue that is gone: SQLite would replay its log into this one
+        new.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA cell_size_check = ON")
+    return connection
+
+
+def _check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> None:
+    if path.stat().st_size <= QUICK_CHECK_BYTES:
+        verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if verdict != "ok":
+            raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
+    tables = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE substr(name, 1, 7) <> 'sqlite_'"))
+    if tables.get("meta") != SCHEMA["meta"]:
+        raise CorruptCatalogError(f"{path} is not a catalogue: its tables are {sorted(tables)}")
+    meta = dict(connection.execute("SELECT name, value FROM meta"))
+    version, extent = meta.get("format_version"), meta.get("extent_bytes")
+    if not isinstance(version, int):
+        raise CorruptCatalogError(f"{path} is not a catalogue: its format_version is {version!r}")
+    if version != FORMAT_VERSION:
+        raise CatalogVersionError(
+            f"{path} has format version {version}; this gdscache reads version {FORMAT_VERSION}",
+            f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
+        )
+    if tables != SCHEMA or not isinstance(extent, int):
+        raise CorruptCatalogError(f"{path} does not have the tables of format version {FORMAT_VERSION}")
+    if extent != extent_bytes:
+        raise ExtentSizeError(
+            f"{path.parent} holds extents of {extent:,} bytes, and the model's pages need {extent_bytes:,}",
+            f"set another ssd.path for this model or page_tokens, or start empty: rm -r {path.parent}",
+        )
+
+
+@contextlib.contextmanager
+def _os_errors(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise IOFailedError(
+            f"{path} cannot be {what}: {error.strerror}", "check ssd.path: its space and its owner", error.errno
+        ) from error

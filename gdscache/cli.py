@@ -1,0 +1,135 @@
+"""The command line: `gdscache config schema`, `gdscache config check FILE`, `gdscache --version`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gdscache.config import Config, config_schema, load_config
+from gdscache.errors import GdsCacheError
+from gdscache.keys import namespace_digest
+from gdscache.sizes import about
+
+EXIT_REFUSED = 2
+
+app = typer.Typer(
+    name="gdscache",
+    help="A tiered cache for the KV cache of transformers: GPU, pinned CPU memory, SSD.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Look at configuration files.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+
+def _show_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        version = importlib.metadata.version("gdscache")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(not installed: run from a source tree)"
+    typer.echo(f"gdscache {version}")
+    raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@config_app.command("schema")
+def schema() -> None:
+    """Print the JSON schema of a configuration file, for editors."""
+    typer.echo(json.dumps(config_schema(), indent=2))
+
+
+@config_app.command("check")
+def check(
+    file: Annotated[Path, typer.Argument(help="A YAML file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check a configuration file and say what it means. Opens no tier and needs no GPU."""
+    meaning = describe(load_config(file))
+    if as_json:
+        typer.echo(json.dumps({"file": str(file), **meaning}, indent=2))
+        return
+    # Piped output has no width of its own; a namespace must stay on its line to be copied.
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+    console.print(f"{file}: valid")
+    console.print(_table(meaning))
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """What a configuration means, as plain data: sizes in bytes, whole pages a tier, the namespace in hex."""
+    layout = config.model.layout()
+    extent = layout.extent_bytes
+    capacities = {
+        "gpu": config.gpu.capacity,
+        "cpu": config.cpu.capacity if config.cpu else None,
+        "ssd": config.ssd.capacity if config.ssd else None,
+    }
+    return {
+        "model": config.model.name,
+        "kind": config.model.kind,
+        "layers": layout.n_layers,
+        "planes": [
+            f"{plane.name} {list(plane.shape)} {plane.dtype}"
+            for plane in dict.fromkeys(itertools.chain(*layout.layers))
+        ],
+        "page_tokens": layout.page_tokens,
+        "token_bytes": layout.token_bytes,
+        "page_bytes": layout.page_bytes,
+        "extent_bytes": extent,
+        "tiers": {
+            name: None if size is None else {"bytes": size, "pages": size // extent}
+            for name, size in capacities.items()
+        },
+        "ssd_path": str(config.ssd.path) if config.ssd else None,
+        "namespace": namespace_digest(config.model.namespace_fields()).hex(),
+    }
+
+
+def _table(meaning: dict[str, Any]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("model", f"{meaning['model']}: {meaning['layers']} layers, {meaning['kind']}")
+    for plane in meaning["planes"]:
+        table.add_row("plane", plane)
+    table.add_row("page", f"{meaning['page_tokens']} tokens of {meaning['token_bytes']:,} bytes")
+    table.add_row("page bytes", f"{meaning['page_bytes']:,} ({about(meaning['page_bytes'])})")
+    table.add_row("extent bytes", f"{meaning['extent_bytes']:,} ({about(meaning['extent_bytes'])})")
+    for name, tier in meaning["tiers"].items():
+        row = "none" if tier is None else _tier(tier["bytes"], tier["pages"], meaning["page_tokens"])
+        table.add_row(f"{name} tier", row)
+    if meaning["ssd_path"]:
+        table.add_row("ssd path", meaning["ssd_path"])
+    table.add_row("namespace", meaning["namespace"])
+    return table
+
+
+def _tier(size: int, pages: int, page_tokens: int) -> str:
+    return f"{about(size)}: {pages:,} pages, {pages * page_tokens:,} tokens"
+
+
+def main() -> None:
+    """The entry point. An error of gdscache is a message on stderr and exit status 2, not a traceback."""
+    try:
+        app(prog_name="gdscache")
+    except GdsCacheError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_REFUSED)

@@ -1,0 +1,241 @@
+"""The configuration of one engine: a YAML file or a mapping, checked as a whole before anything is opened.
+
+A tier exists when its section exists; `gpu` always does. Importing this needs neither torch nor a GPU library.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from gdscache.config_errors import COLLECT, Section, explain, reject
+from gdscache.config_file import read_mapping
+from gdscache.config_model import ModelConfig, PlaneConfig
+from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError
+from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size
+
+__all__ = [
+    "Config",
+    "CpuConfig",
+    "GpuConfig",
+    "LoadConfig",
+    "ModelConfig",
+    "PlaneConfig",
+    "SsdConfig",
+    "StoreConfig",
+    "config_schema",
+    "load_config",
+]
+
+
+def _switch(value: object) -> object:
+    """`on` and `off` are booleans to a YAML 1.1 reader, so a mapping may hold them as such."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Switch = Annotated[
+    Literal["auto", "on", "off"], BeforeValidator(_switch), WithJsonSchema({"enum": ["auto", "on", "off", True, False]})
+]
+
+
+_DEVICE = r"auto|cpu|cuda(:[0-9]+)?"
+_TRANSPORT = r"auto|posix|kvikio|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(_DEVICE, value):
+        raise ValueError("must be auto, cpu, cuda or cuda:N")
+    return value
+
+
+def _transport(value: str) -> str:
+    if not re.fullmatch(_TRANSPORT, value):
+        raise ValueError("must be auto, posix, kvikio or package.module:Class")
+    return value
+
+
+def _expand(value: object) -> Path:
+    """`~` and `$VARS` expanded, made absolute relative to the current directory; `{rank}` is left to `Config`."""
+    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
+        raise ValueError("must be a path")
+    text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", _variable, str(value))
+    if unknown := re.search(r"\{(?!rank\})[^}]*\}?", text):
+        raise ValueError(f"{unknown[0]} is not known; only {{rank}} is replaced")
+    try:
+        return Path.cwd() / Path(text).expanduser()
+    except RuntimeError as error:  # a `~name` without a home directory
+        raise ValueError(str(error)) from None
+
+
+def _variable(match: re.Match[str]) -> str:
+    name = match[1] or match[2]
+    if name not in os.environ:
+        raise ValueError(f"the environment variable {name} is not set")
+    return os.environ[name]
+
+
+Device = Annotated[str, AfterValidator(_device), WithJsonSchema({"type": "string", "pattern": f"^({_DEVICE})$"})]
+Transport = Annotated[
+    str, AfterValidator(_transport), WithJsonSchema({"type": "string", "pattern": f"^({_TRANSPORT})$"})
+]
+Directory = Annotated[Path, BeforeValidator(_expand), WithJsonSchema({"type": "string", "minLength": 1})]
+
+
+class GpuConfig(Section):
+    """The paged pool on the GPU, or in host memory where there is none, and its staging ring."""
+
+    device: Device = Field(default="auto", description="auto (cuda if there is one, else cpu), cpu, cuda or cuda:N")
+    capacity: Size = Field(
+        default=1 * GIB, description="page pool that the engine owns; unused when tensors are attached"
+    )
+    staging: Size = Field(default=256 * MIB, description="staging ring on the GPU; half for loads, half for stores")
+
+
+class CpuConfig(Section):
+    """The pinned pool in host memory."""
+
+    capacity: Size = Field(default=4 * GIB, description="page pool in host memory, allocated when the tier opens")
+    pin: Switch = Field(default="auto", description="page-lock the pool: auto (where CUDA is), on, off")
+
+
+class SsdConfig(Section):
+    """The slab and its catalogue on an SSD."""
+
+    path: Directory = Field(
+        description="directory of the tier; ~, $VARS and {rank} are replaced, a relative path starts where you are"
+    )
+    capacity: Size = Field(default=16 * GIB, description="size of the slab, reserved when the tier opens")
+    transport: Transport = Field(
+        default="auto", description="what moves the bytes: auto, posix, kvikio or package.module:Class"
+    )
+    direct_io: Switch = Field(default="auto", description="O_DIRECT, past the page cache: auto, on, off")
+    gds: Switch = Field(default="auto", description="GPUDirect Storage, straight between SSD and GPU: auto, on, off")
+    threads: int = Field(default=8, ge=1, le=1024, description="threads that read and write, 1 to 1024")
+    durability: Literal["process", "power"] = Field(
+        default="process",
+        description="what a committed page survives: process (any kill), power (a power cut; slower stores)",
+    )
+    reserve: int = Field(
+        default=64, ge=0, description="free slots kept ready, so that eviction never waits for a commit"
+    )
+
+
+class StoreConfig(Section):
+    """How pages are stored."""
+
+    queue: Size = Field(
+        default=1 * GIB, description="bytes accepted and not yet on the lowest tier; more is dropped, counted"
+    )
+    write_through: bool = Field(default=True, description="write stored pages on to the SSD in the background")
+
+
+class LoadConfig(Section):
+    """How pages are loaded."""
+
+    threads: int = Field(default=4, ge=1, le=1024, description="loads that run at once, 1 to 1024")
+    deadline: float = Field(default=30.0, gt=0, description="seconds that wait() and result() wait")
+    verify: Literal["always", "once"] = Field(
+        default="always",
+        description="hash a page on each load (always), or only when its bytes come from the SSD (once)",
+    )
+
+
+class Config(Section):
+    """One engine. `cpu` and `ssd` are None where there is no such tier."""
+
+    missing_key: ClassVar[type[ConfigError]] = GeometryError
+
+    rank: int = Field(default=0, ge=0, description="number of this process, for {rank} in ssd.path")
+    model: ModelConfig = Field(description="the model whose cache this is")
+    gpu: GpuConfig = Field(default=GpuConfig(), description="the GPU pool and its staging ring")
+    cpu: CpuConfig | None = Field(default=None, description="the pinned CPU pool; null or absent is no such tier")
+    ssd: SsdConfig | None = Field(default=None, description="the SSD tier; null or absent is no such tier")
+    host_buffer: Size = Field(
+        default=64 * MIB,
+        description="bounce reserve for pages that cannot stay in the CPU tier; half for loads, half for stores",
+    )
+    store: StoreConfig = Field(default=StoreConfig(), description="how pages are stored")
+    load: LoadConfig = Field(default=LoadConfig(), description="how pages are loaded")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object], source: str = "<dict>") -> Self:
+        """Check plain data as a file is checked. `source` names it in messages. Raises a `ConfigError` subclass."""
+        if not isinstance(data, Mapping):
+            raise ConfigFileError(f"{source}: holds {type(data).__name__}, not a mapping", _MAPPING_HINT)
+        try:
+            return cls.model_validate(dict(data), context=COLLECT)
+        except ValidationError as error:
+            raise explain(error, cls, source) from None
+
+    def dump(self) -> dict[str, Any]:
+        """Plain data, every key included, that `from_dict` reads back as an equal config."""
+        return self.model_dump(mode="json")
+
+    @field_validator("ssd")
+    @classmethod
+    def _replace_rank(cls, ssd: SsdConfig | None, info: ValidationInfo) -> SsdConfig | None:
+        if ssd is None or "rank" not in info.data:
+            return ssd
+        path = Path(str(ssd.path).replace("{rank}", str(info.data["rank"])))
+        return ssd.model_copy(update={"path": path})
+
+    @model_validator(mode="after")
+    def _holds_a_page(self, info: ValidationInfo) -> Self:
+        extent = self.model.layout().extent_bytes
+        halves = {"gpu.staging": self.gpu.staging}
+        wholes = {"gpu.capacity": self.gpu.capacity}
+        if self.cpu:
+            wholes["cpu.capacity"] = self.cpu.capacity
+        if self.ssd:
+            wholes["ssd.capacity"] = self.ssd.capacity
+        if self.cpu or self.ssd:
+            halves["host_buffer"] = self.host_buffer
+            wholes["store.queue"] = self.store.queue
+        need = f"one page needs {_figures(extent)}"
+        small = [f"{key} is {_figures(size)}, {need}" for key, size in wholes.items() if size < extent]
+        small += [
+            f"half of {key} is {_figures(size // 2)}, {need}" for key, size in halves.items() if size // 2 < extent
+        ]
+        if small:
+            hint = f"raise it to {format_size(extent)} or more ({format_size(2 * extent)} where a half counts), "
+            raise reject(CapacityError, "; ".join(small), hint + "or lower model.page_tokens", info)
+        return self
+
+
+def _figures(size: int) -> str:
+    return f"{format_size(size)} ({size:,} bytes)" if size % 1024 == 0 and size else f"{size:,} bytes"
+
+
+_MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"
+
+
+def load_config(path: str | os.PathLike[str]) -> Config:
+    """Read and check a YAML file; `~` is expanded. Raises a `ConfigError` subclass that names the file and the key."""
+    return Config.from_dict(read_mapping(Path(path).expanduser()), source=str(path))
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON schema (2020-12) of a configuration file, for editors. It knows keys, types and ranges, no cross checks."""
+    schema = Config.model_json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        for field in section["properties"].values():
+            field.pop("title", None)
+            if field.get("anyOf") == SIZE_SCHEMA["anyOf"]:
+                field["default"] = format_size(field["default"])
+            elif isinstance(field.get("default"), dict):
+                field["default"] = {}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gdscache configuration"}

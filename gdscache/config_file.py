@@ -1,0 +1,59 @@
+"""Reading a configuration file: YAML with plain types only, no key twice, and `on` / `off` as texts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gdscache.errors import ConfigFileError
+
+_BOOL = "tag:yaml.org,2002:bool"
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, with repeated keys refused and the booleans of YAML 1.2 (`true` and `false` only)."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML declares it so)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Checked here, before `<<` is merged in: a key may well override a merged one.
+        node = super().compose_mapping_node(anchor)
+        seen: dict[tuple[str, str], yaml.Mark] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if first := seen.get((key.tag, key.value)):
+                problem = f"the key {key.value!r} is there twice, first in line {first.line + 1}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen[key.tag, key.value] = key.start_mark
+        return node
+
+
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+
+
+def read_mapping(path: Path) -> dict[Any, Any]:
+    """The one mapping that a YAML file holds. Raises `ConfigFileError`, with the line where there is one."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigFileError(f"{path}: cannot be read: {error.strerror}", "name a YAML file") from None
+    try:
+        data = yaml.load(content, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise ConfigFileError(f"{place}: {error.problem or error.context}", "correct the YAML there") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigFileError(f"{path}: is not YAML: {reason}", "name a YAML file") from None
+    if not isinstance(data, dict):
+        kind = "nothing" if data is None else f"a {type(data).__name__}"
+        raise ConfigFileError(f"{path}: holds {kind}, not a mapping", "a configuration is a mapping of sections")
+    return data

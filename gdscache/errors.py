@@ -1,0 +1,143 @@
+"""Every error that gdscache raises: one class per cause, the values in the message, the setting to change in the hint.
+
+All classes derive from `GdsCacheError`, survive pickling (they cross processes), and never carry KV bytes or tokens.
+"""
+
+from __future__ import annotations
+
+
+class GdsCacheError(Exception):
+    """Base of all errors. `message` says what happened, with the values; `hint` says what to change."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+class ConfigError(GdsCacheError):
+    """A configuration that cannot be used; its subclasses name the cause."""
+
+
+class ConfigFileError(ConfigError):
+    """The configuration file is missing, unreadable or not YAML."""
+
+
+class UnknownKeyError(ConfigError):
+    """A key that no model knows. The message names the file, the key and the nearest known one."""
+
+
+class InvalidValueError(ConfigError):
+    """A value of the wrong type or out of range."""
+
+
+class CapacityError(ConfigError):
+    """A tier or buffer too small to hold one page."""
+
+
+class GeometryError(ConfigError):
+    """A model geometry that describes no page: missing, contradictory or unknown fields."""
+
+
+class StorageError(GdsCacheError):
+    """The SSD tier cannot be opened; its subclasses name the cause."""
+
+
+class NotADirectoryPathError(StorageError):
+    """The SSD path exists and is not a directory."""
+
+
+class NotARegularFileError(StorageError):
+    """Something else (a link, a directory, a device) stands where the cache keeps a file of its own."""
+
+
+class DirectoryNotWritableError(StorageError):
+    """The SSD path cannot be created or written."""
+
+
+class NoSpaceError(StorageError):
+    """The file system has less room than the slab needs."""
+
+
+class DirectoryInUseError(StorageError):
+    """Another process (or another engine of this one) owns the directory."""
+
+
+class CatalogVersionError(StorageError):
+    """The catalogue was written by another version of the format."""
+
+
+class ExtentSizeError(StorageError):
+    """The directory holds extents of another size."""
+
+
+class TransportUnavailableError(StorageError):
+    """The configured transport, or a hardware path set to `on`, cannot work on this machine."""
+
+
+class ShortIOError(StorageError):
+    """Fewer bytes were moved than asked for."""
+
+
+class IOFailedError(StorageError):
+    """A read or write failed. `errno` is kept where the system gave one."""
+
+    def __init__(self, message: str, hint: str = "", errno: int | None = None) -> None:
+        super().__init__(message, hint)
+        self.errno = errno
+
+
+class DeviceError(GdsCacheError):
+    """The configured device does not exist here, or does not fit what was given."""
+
+
+class PinnedMemoryError(GdsCacheError):
+    """Host memory could not be page-locked although the configuration asks for it."""
+
+
+class KernelUnavailableError(GdsCacheError):
+    """A CUDA kernel could not be built; the torch reference serves instead."""
+
+
+class PlanesError(GdsCacheError):
+    """Attached tensors do not match the configured planes."""
+
+
+class TokensError(GdsCacheError):
+    """Token ids that are not integers in [0, 2**32)."""
+
+
+class SlotCountError(GdsCacheError):
+    """The number of slots does not match the pages they are for."""
+
+
+class SlotRangeError(GdsCacheError):
+    """A slot outside the pool, named twice where it is written, or not an integer."""
+
+
+class PoolFullError(GdsCacheError):
+    """The GPU pool has no room for a sequence; nothing is held."""
+
+
+class LoadFailedError(GdsCacheError):
+    """The verdict on a load is bad. `page` is the first bad page of the sequence, `cause` its status."""
+
+    def __init__(self, message: str, hint: str = "", page: int = -1, cause: str = "") -> None:
+        super().__init__(message, hint)
+        self.page = page
+        self.cause = cause
+
+
+class DeadlineError(GdsCacheError):
+    """Something was not ready within its deadline. It may still become ready; what it uses stays reserved."""
+
+
+class EngineClosedError(GdsCacheError):
+    """The engine was closed."""
+
+
+class SequenceStateError(GdsCacheError):
+    """A sequence was used after it was left, or published before its pages were complete."""

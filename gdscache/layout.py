@@ -1,0 +1,150 @@
+"""Where the bytes of a page lie: planes, layers, extents. Arithmetic only; imports nothing heavy.
+
+A *page* is `page_tokens` consecutive tokens of all layers. Each layer has one or more *planes*: arrays whose rows
+are tokens. Attention kinds (MHA, GQA, MLA, quantised, indexed) differ in their list of planes and in nothing else.
+
+`layer_first` is how engines keep the GPU pool: one array per layer and plane. `page_first` is one contiguous
+*extent* a page, ordered layer → plane → token with no padding inside, padded to `EXTENT_ALIGNMENT` at its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+from gdscache.errors import GeometryError
+
+EXTENT_ALIGNMENT = 4096
+MAX_PAGE_TOKENS = 512
+GROUP_BYTES = 256 << 10
+
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plane:
+    """One kind of per-token row: its name, the shape of a token's row in elements, and the element type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise GeometryError(
+                f"plane {self.name!r}: unknown dtype {self.dtype!r}", f"one of {', '.join(DTYPE_BYTES)}"
+            )
+        if not self.shape or any(n < 1 for n in self.shape):
+            raise GeometryError(f"plane {self.name!r}: shape {self.shape} has no elements", "use positive sizes")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's row."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """One plane of one layer inside an extent."""
+
+    layer: int
+    plane: int
+    offset: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PageLayout:
+    """The planes of each layer and the tokens of a page; everything else follows from them.
+
+    `layers[i]` lists the planes of local layer `i` (layer 0 is the first layer *this* process holds).
+    """
+
+    layers: tuple[tuple[Plane, ...], ...]
+    page_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.page_tokens <= MAX_PAGE_TOKENS:
+            raise GeometryError(
+                f"page_tokens is {self.page_tokens}", f"set model.page_tokens to 1 ... {MAX_PAGE_TOKENS}"
+            )
+        if not self.layers or any(not planes for planes in self.layers):
+            raise GeometryError("a layout needs at least one layer, and every layer at least one plane")
+        for planes in self.layers:
+            names = [p.name for p in planes]
+            if len(set(names)) != len(names):
+                raise GeometryError(f"plane names repeat within a layer: {names}", "give each plane its own name")
+
+    @classmethod
+    def uniform(cls, planes: Sequence[Plane], n_layers: int, page_tokens: int) -> PageLayout:
+        """The usual case: every layer has the same planes."""
+        return cls(tuple(tuple(planes) for _ in range(n_layers)), page_tokens)
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """`pieces[layer][plane]`: where that plane's `page_tokens` rows lie in the extent."""
+        result, offset = [], 0
+        for layer, planes in enumerate(self.layers):
+            row = []
+            for index, plane in enumerate(planes):
+                nbytes = plane.row_bytes * self.page_tokens
+                row.append(Piece(layer, index, offset, nbytes))
+                offset += nbytes
+            result.append(tuple(row))
+        return tuple(result)
+
+    @cached_property
+    def layer_bounds(self) -> tuple[tuple[int, int], ...]:
+        """`(start, end)` byte offsets of each layer in the extent; what one checksum covers."""
+        return tuple((row[0].offset, row[-1].offset + row[-1].nbytes) for row in self.pieces)
+
+    @cached_property
+    def layer_groups(self) -> tuple[range, ...]:
+        """Consecutive layers of at least `GROUP_BYTES` a page (the last may have less): what is moved at a time."""
+        groups, first = [], 0
+        for layer, (_, end) in enumerate(self.layer_bounds):
+            if end - self.layer_bounds[first][0] >= GROUP_BYTES or layer == self.n_layers - 1:
+                groups.append(range(first, layer + 1))
+                first = layer + 1
+        return tuple(groups)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of a page, without the padding."""
+        return self.layer_bounds[-1][1]
+
+    @cached_property
+    def extent_bytes(self) -> int:
+        """Bytes of a page's extent: `page_bytes` rounded up to `EXTENT_ALIGNMENT`."""
+        return -(-self.page_bytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers and planes."""
+        return self.page_bytes // self.page_tokens
+
+    def full_pages(self, n_tokens: int) -> int:
+        """Pages that `n_tokens` fill completely; a partial tail has no page."""
+        return n_tokens // self.page_tokens
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages that `n_tokens` touch, a partial tail included."""
+        return -(-n_tokens // self.page_tokens)
+
+    def describe(self) -> list[object]:
+        """The layout as plain data: what a namespace digests and a catalogue shows."""
+        return [[[p.name, list(p.shape), p.dtype] for p in planes] for planes in self.layers]

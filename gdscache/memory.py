@@ -1,0 +1,147 @@
+"""Host memory that the tiers keep their bytes in: page-aligned, of an exact size, page-locked where CUDA is."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from typing import Any, Literal
+
+import torch
+
+from gdscache.errors import CapacityError, EngineClosedError, PinnedMemoryError
+
+HOST_PAGE = 4096
+MAX_REGISTRATION = 4 << 30
+
+Pin = Literal["auto", "on", "off"]
+
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of the process
+_log = logging.getLogger("gdscache.memory")
+
+
+class HostBuffer:
+    """Exactly `nbytes` of anonymous, zeroed, page-aligned host memory.
+
+    `pin="auto"` page-locks the memory where CUDA is available and goes on without when the driver refuses (one warning
+    names the cause, `pinned` is False); `"on"` raises `PinnedMemoryError` instead; `"off"` leaves it pageable. The lock
+    is taken on the current CUDA device and holds for all of them.
+
+    Registrations are at most 4 GiB each. One CUDA copy must not cross from one registration into the next, so pass
+    the size of what is copied at once as `unit` (bytes, at most 4 GiB): borders then fall on multiples of it.
+
+    Raises `CapacityError` for a size below one byte, `MemoryError` when the system has no such range to give.
+    """
+
+    def __init__(self, nbytes: int, pin: Pin = "auto", unit: int = HOST_PAGE) -> None:
+        if nbytes < 1:
+            raise CapacityError(f"a host buffer of {nbytes} bytes was asked for", "give the tier at least one page")
+        if not 1 <= unit <= MAX_REGISTRATION:
+            raise CapacityError(f"the unit of a host buffer is {unit} bytes", f"use 1 ... {MAX_REGISTRATION}")
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"cannot map {nbytes} bytes of host memory: {error}") from error
+        self.nbytes = nbytes
+        _advise_huge_pages(self._map)
+        # The tensor takes its bytes through a view that nobody else can release: torch keeps the object alive but not
+        # its buffer export, and without an export mmap would unmap the memory below a living tensor.
+        self._tensor: torch.Tensor | None = torch.frombuffer(memoryview(self._map), dtype=torch.uint8)
+        self._view: memoryview | None = memoryview(self._map)
+        self.address = self._tensor.data_ptr()
+        self._registered: list[int] = []
+        if pin != "off":
+            cause = self._register(unit)
+            if cause and pin == "on":
+                self.close()
+                raise PinnedMemoryError(
+                    f"{nbytes} bytes of host memory cannot be page-locked: {cause}",
+                    "set pin to auto or off, make the pool smaller, or raise the locked-memory limit (ulimit -l)",
+                )
+            if cause and torch.cuda.is_available():
+                _log.warning("host memory of %d bytes stays pageable: %s", nbytes, cause)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the memory is page-locked now."""
+        return bool(self._registered)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bytes as a uint8 tensor of shape (nbytes,), sharing the memory."""
+        if self._tensor is None:
+            raise _closed()
+        return self._tensor
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes as a writable memoryview, sharing the memory."""
+        if self._view is None:
+            raise _closed()
+        return self._view
+
+    def close(self) -> None:
+        """Give the page-lock and the memory back; again is fine.
+
+        Views and tensors that others still hold stay valid: the memory goes with the last of them. The caller sees to
+        it that no CUDA copy and no I/O is in flight.
+        """
+        self._unregister()
+        self._tensor = self._view = None
+        region, self._map = self._map, None
+        if region is not None:
+            try:
+                region.close()
+            except BufferError:
+                _log.debug("%d bytes of host memory are still in use; they go with the last view", self.nbytes)
+
+    def __enter__(self) -> HostBuffer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _register(self, unit: int) -> str:
+        """Page-lock all of it or nothing; the cause of a refusal, or an empty string."""
+        if not torch.cuda.is_available():
+            return "CUDA is not available"
+        cudart = _cudart()
+        step = MAX_REGISTRATION // unit * unit
+        for offset in range(0, self.nbytes, step):
+            size = min(step, self.nbytes - offset)
+            code = int(cudart.cudaHostRegister(self.address + offset, size, _REGISTER_PORTABLE))
+            if code:
+                self._unregister()
+                return f"cudaHostRegister of {size} bytes at offset {offset} answered {code} ({_explain(code)})"
+            self._registered.append(self.address + offset)
+        return ""
+
+    def _unregister(self) -> None:
+        if self._registered:
+            cudart = _cudart()
+            while self._registered:
+                code = int(cudart.cudaHostUnregister(self._registered.pop()))
+                if code:
+                    _log.warning("cudaHostUnregister answered %d (%s)", code, _explain(code))
+
+
+def _advise_huge_pages(region: mmap.mmap) -> None:
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None:
+        return
+    try:
+        region.madvise(advice)
+    except OSError as error:
+        _log.debug("the kernel gives no huge pages: %s", error)
+
+
+def _explain(code: int) -> str:
+    cudart = _cudart()
+    return str(cudart.cudaGetErrorString(cudart.cudaError(code)))
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the host buffer was closed", "keep the owner open while its memory is used")

@@ -1,0 +1,125 @@
+"""Paged planes: the tensors that hold the KV cache layer by layer, as the engine's own pool or as an attached engine's.
+
+A plane tensor has shape `(blocks, block_tokens, *row)`; blocks and tokens may be strided, a token's row must be
+contiguous. `block_tokens` divides `page_tokens`; a page is `page_tokens // block_tokens` blocks, anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gdscache.errors import PlanesError, SlotCountError, SlotRangeError
+from gdscache.layout import DTYPE_BYTES, PageLayout, Plane
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaneView:
+    """One plane as words: `words` has shape (blocks, block_tokens, row words), of the widest type that fits."""
+
+    words: torch.Tensor
+    word_bytes: int
+
+
+class PagedPlanes:
+    """All planes of a pool, checked against a layout.
+
+    `tensors[layer][plane]` has shape `(blocks, block_tokens, *plane.shape)` and the plane's dtype; all of them lie on
+    one device and have the same `blocks` and `block_tokens`. Raises `PlanesError` for anything else.
+    """
+
+    def __init__(self, layout: PageLayout, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
+        if len(tensors) != layout.n_layers:
+            raise PlanesError(f"{len(tensors)} layers of planes for a layout of {layout.n_layers}", "see model.layers")
+        self.layout = layout
+        self.tensors = [tuple(layer) for layer in tensors]
+        first = self._first(tensors)
+        self.blocks, self.block_tokens = int(first.shape[0]), int(first.shape[1])
+        self.device = first.device
+        self.views: list[tuple[PlaneView, ...]] = []
+        for number, (planes, given) in enumerate(zip(layout.layers, self.tensors, strict=True)):
+            if len(planes) != len(given):
+                raise PlanesError(f"layer {number} has {len(given)} tensors for planes {[p.name for p in planes]}")
+            views = [self._view(number, i, plane, t) for i, (plane, t) in enumerate(zip(planes, given, strict=True))]
+            self.views.append(tuple(views))
+        if layout.page_tokens % self.block_tokens:
+            raise PlanesError(
+                f"blocks of {self.block_tokens} tokens do not divide a page of {layout.page_tokens}",
+                "set model.page_tokens to a multiple of the engine's block size",
+            )
+
+    @classmethod
+    def allocate(cls, layout: PageLayout, slots: int, device: torch.device) -> PagedPlanes:
+        """A pool of `slots` pages of its own, zeroed, one block a page."""
+        tensors = [
+            [
+                torch.zeros((slots, layout.page_tokens, *p.shape), dtype=getattr(torch, p.dtype), device=device)
+                for p in planes
+            ]
+            for planes in layout.layers
+        ]
+        return cls(layout, tensors)
+
+    @property
+    def blocks_per_page(self) -> int:
+        return self.layout.page_tokens // self.block_tokens
+
+    @staticmethod
+    def _first(tensors: Sequence[Sequence[Any]]) -> torch.Tensor:
+        first = tensors[0][0] if tensors and len(tensors[0]) else None
+        if not isinstance(first, torch.Tensor) or first.dim() < 3:
+            raise PlanesError("planes must be tensors of shape (blocks, block_tokens, *row), as planes[layer][plane]")
+        return first
+
+    def _view(self, layer: int, index: int, plane: Plane, tensor: torch.Tensor) -> PlaneView:
+        where = f"layer {layer}, plane {plane.name!r}"
+        shape = (self.blocks, self.block_tokens, *plane.shape)
+        if tuple(tensor.shape) != shape or tensor.dtype != getattr(torch, plane.dtype):
+            raise PlanesError(
+                f"{where}: {tensor.dtype} of shape {tuple(tensor.shape)}, expected torch.{plane.dtype} of {shape}"
+            )
+        if tensor.device != self.device:
+            raise PlanesError(f"{where} is on {tensor.device}, layer 0 on {self.device}")
+        block_stride, token_stride, *row_strides = tensor.stride()
+        contiguous = [math.prod(plane.shape[i + 1 :]) for i in range(len(plane.shape))]
+        if any(s != c for s, c, n in zip(row_strides, contiguous, plane.shape, strict=True) if n > 1):
+            raise PlanesError(
+                f"{where}: a token's row is not contiguous (strides {tensor.stride()})",
+                "keep heads innermost: (blocks, block_tokens, heads, head_dim)",
+            )
+        item = DTYPE_BYTES[plane.dtype]
+        steps = [tensor.storage_offset() * item, block_stride * item, token_stride * item, plane.row_bytes]
+        word_bytes = math.gcd(8, self.layout.pieces[layer][index].offset, *steps)
+        words = tensor.as_strided((*shape[:2], math.prod(plane.shape)), (block_stride, token_stride, 1))
+        return PlaneView(words.view(_WORDS[word_bytes]), word_bytes)
+
+    def block_table(self, slots: Any) -> torch.Tensor:
+        """Block indices as a host int64 tensor of shape (pages, blocks_per_page).
+
+        `slots`: a list, numpy array or host tensor of int32 or int64, page after page. Raises `SlotRangeError` for
+        values that are not block numbers of this pool or named twice, `SlotCountError` for a broken page.
+        """
+        if isinstance(slots, torch.Tensor) and slots.device.type != "cpu":
+            raise SlotRangeError(f"slots are on {slots.device}", "pass host indices: reading them back would synchronise")
+        table = torch.as_tensor(slots)
+        if table.numel() == 0:
+            return torch.empty((0, self.blocks_per_page), dtype=torch.int64)
+        if table.dtype not in (torch.int32, torch.int64):
+            raise SlotRangeError(f"slots have dtype {table.dtype}", "pass int32 or int64 block indices")
+        table = table.reshape(-1).to(torch.int64)
+        low, high = int(table.min()), int(table.max())
+        if low < 0 or high >= self.blocks:
+            raise SlotRangeError(f"slots span {low} ... {high}, the pool has blocks 0 ... {self.blocks - 1}")
+        if table.numel() != table.unique().numel():
+            raise SlotRangeError("a slot is named twice", "every page needs blocks of its own")
+        if table.numel() % self.blocks_per_page:
+            raise SlotCountError(
+                f"{table.numel()} blocks are no whole number of pages of {self.blocks_per_page} blocks"
+            )
+        return table.view(-1, self.blocks_per_page)

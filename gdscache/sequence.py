@@ -1,0 +1,227 @@
+"""Sequence: one object for the life of a request, for engines that have no block manager of their own."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+
+from gdscache.errors import LoadFailedError, PoolFullError, SequenceStateError
+from gdscache.keys import as_tokens
+from gdscache.loading import LayerwiseLoad
+from gdscache.storing import StoreHandle
+from gdscache.streams import record
+from gdscache.tiers.gpu import GpuTier
+from gdscache.tiers.index import Entry, Page, PageState
+
+if TYPE_CHECKING:
+    from gdscache.engine import CacheEngine
+
+
+class Sequence:
+    """Slots for the pages of one token sequence, and the load of its longest cached prefix, begun.
+
+    Made by `CacheEngine.sequence`. `slots[i]` is the slot of page `i` in the planes, the partial tail included; the first
+    `cached_tokens // page_tokens` pages are cached, the others are the caller's to compute. Pages shared with other
+    sequences are read-only. Leaving without `commit` publishes nothing. One thread at a time.
+    """
+
+    def __init__(self, engine: CacheEngine, gpu: GpuTier, tokens: Any, salt: str) -> None:
+        self._engine = engine
+        self._manager = engine.manager
+        self._gpu = gpu
+        self._salt = salt
+        self._tokens = as_tokens(tokens)
+        self._pages = engine.pages(self._tokens, salt)
+        self._entries: list[Entry | None] = []  # per slot: the published page in it, None while it is private
+        self._slots: list[int] = []
+        self._load: LayerwiseLoad | None = None
+        self._verified = False
+        self._left = False
+        self._begin()
+
+    # -- what the caller sees ------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids so far."""
+        return [int(t) for t in self._tokens]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Slots of all pages, int64 of shape (pages,), on the host."""
+        return torch.tensor(self._slots, dtype=torch.int64)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that need no computing: at most `len(tokens) - 1`. `verify` may lower it, nothing else changes it."""
+        return self._cached * self._engine.layout.page_tokens
+
+    @property
+    def load(self) -> LayerwiseLoad | None:
+        """The load of what was not on the GPU yet, or None."""
+        return self._load
+
+    def wait(self, layer: int, seconds: float | None = None) -> None:
+        """Order the current stream after this layer's cached pages; see `LayerwiseLoad.wait`."""
+        self._check_open()
+        if self._load is not None:
+            self._load.wait(layer, seconds)
+
+    def verify(self, seconds: float | None = None) -> int:
+        """Wait for the verdict and lower `cached_tokens` to the good prefix, which is returned.
+
+        For callers who would rather recompute from the first bad page than start again: after this, `commit` publishes
+        all pages, those recomputed included.
+        """
+        self._check_open()
+        if self._load is not None and not self._verified:
+            self._cached = self._shared + self._load.result(seconds).tokens // self._engine.layout.page_tokens
+        self._verified = True
+        return self.cached_tokens
+
+    def append(self, tokens: Any) -> None:
+        """Add tokens that are to be computed. Raises `PoolFullError`, and changes nothing, when no slot is left."""
+        self._check_open()
+        grown = np.concatenate([self._tokens, as_tokens(tokens)])
+        layout = self._engine.layout
+        self._slots += self._take(layout.pages_for(len(grown)) - len(self._slots))
+        self._entries += [None] * (len(self._slots) - len(self._entries))
+        self._tokens = grown
+        if layout.full_pages(len(grown)) > len(self._pages):
+            self._pages = self._engine.pages(grown, self._salt)
+
+    def commit(self) -> StoreHandle:
+        """The verdict on the load, then every full page exists on the GPU and is on its way to the tiers below.
+
+        The caller has computed all tokens, on its current stream. Raises `LoadFailedError`, which names the first bad
+        page, and publishes nothing from that page on. May be called again after `append`.
+        """
+        self._check_open()
+        bad = self._first_bad()
+        entries = self._publish(len(self._pages) if bad is None else bad)
+        if bad is not None:
+            cause = self._load.result().pages[bad - self._shared].value if self._load is not None else ""
+            raise LoadFailedError(
+                f"page {bad} of the sequence was not loaded: {cause}",
+                "recompute from there: a new sequence() ends before it, or call verify() before computing",
+                bad,
+                cause,
+            )
+        return self._store(entries)
+
+    def close(self) -> None:
+        """Leave: private slots are free after the current stream's work, shared pages lose a reference. Twice is fine."""
+        if self._left:
+            return
+        self._left = True
+        if self._load is not None:
+            self._load.cancel()
+            self._load.release_event.synchronize(self._engine.config.load.deadline)
+        event = record(self._gpu.pool.device)
+        with self._manager.lock:
+            self._gpu.used(self._slots, event)
+            self._gpu.give(s for s, e in zip(self._slots, self._entries, strict=True) if e is None)
+        self._manager.end(self._lease)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._left:
+            raise SequenceStateError("the sequence was left", "make a new one with engine.sequence(tokens)")
+
+    def _begin(self) -> None:
+        layout, gpu = self._engine.layout, self._gpu
+        most = max(0, len(self._tokens) - 1) // layout.page_tokens
+        candidates = self._pages[:most]
+        with self._manager.lock:
+            self._epoch = self._manager.epoch(self._engine.namespace(self._salt))
+            self._manager.lookup(candidates, 0)
+            self._lease = self._manager.lease("sequence")
+            for page in candidates:
+                entry = gpu.index.get(page.key)
+                if entry is None:
+                    break
+                self._lease.add(gpu.index, entry)
+                self._entries.append(entry)
+            self._shared = len(self._entries)
+            self._slots = [e.slot for e in self._entries if e is not None]
+            try:
+                self._slots += self._take(layout.pages_for(len(self._tokens)) - self._shared)
+            except PoolFullError:
+                self._manager.end(self._lease)
+                raise
+            self._entries += [None] * (len(self._slots) - self._shared)
+            gpu.order_after(self._slots[: self._shared])
+            self._start_load(candidates)
+        self._cached = self._shared + (len(self._load.parts[0].plan.tasks) if self._load is not None else 0)
+
+    def _start_load(self, candidates: list[Page]) -> None:
+        rest = candidates[self._shared :]
+        if rest:
+            blocks = self.slots[self._shared : self._shared + len(rest)].view(-1, 1)
+            load = self._engine.loader.start([(rest, blocks)], "sequence", [record(self._gpu.pool.device)])
+            self._load = load if load.tokens else None
+
+    def _take(self, n: int) -> list[int]:
+        if n <= 0:
+            return []
+        with self._manager.lock:
+            slots = self._gpu.take(n)
+            if slots is None:
+                raise PoolFullError(
+                    f"{n} pages do not fit: {self._gpu.index.free_slots} of {self._gpu.index.slots} slots are free and "
+                    f"{len(self._gpu.private)} belong to open sequences",
+                    "raise gpu.capacity, or close sequences first",
+                )
+            self._gpu.order_after(slots, forget=True)
+            return slots
+
+    def _first_bad(self) -> int | None:
+        if self._load is None or self._verified:
+            return None
+        bad = self._load.result().first_bad
+        return None if bad is None else self._shared + bad
+
+    def _publish(self, pages: int) -> list[Entry]:
+        """Put the first `pages` pages into the GPU index; the entries that hold them, ours or another sequence's."""
+        gpu, published = self._gpu, []
+        event = record(gpu.pool.device)
+        with self._manager.lock:
+            if self._manager.epoch(self._engine.namespace(self._salt)) != self._epoch:
+                self._manager.count("dropped", "cleared", pages)
+                return []
+            for i, page in enumerate(self._pages[:pages]):
+                entry = self._entries[i] or gpu.index.find(page.key)
+                if entry is None:
+                    slot = self._slots[i]
+                    gpu.private.remove(slot)
+                    entry = gpu.index.insert(page, slot, PageState.VERIFIED)
+                    self._lease.add(gpu.index, entry)
+                    self._entries[i] = entry
+                    gpu.used((slot,), event)
+                published.append(entry)
+            gpu.index.touch(page.key for page in reversed(self._pages[:pages]))
+        return published
+
+    def _store(self, entries: list[Entry]) -> StoreHandle:
+        with self._manager.lock:
+            live = [e for e in entries if not e.dropped]
+            sources = self._manager.lease("store")
+            for entry in live:
+                sources.add(self._gpu.index, entry)
+        blocks = torch.tensor([e.slot for e in live], dtype=torch.int64).view(-1, 1)
+        return self._engine.submit_store([e.page for e in live], blocks, self._epoch, None, sources)

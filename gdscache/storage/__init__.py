@@ -1,0 +1,110 @@
+"""Bytes between files and memory: `open_transport` chooses, and imports only what it chose."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from gdscache.errors import TransportUnavailableError
+from gdscache.storage.base import IORequest, Op, Submission, Switch, Transport
+
+__all__ = ["IORequest", "Op", "Submission", "Transport", "open_transport"]
+
+_log = logging.getLogger("gdscache.storage")
+
+
+def open_transport(
+    transport: str, *, directory: Path, device: str, threads: int, direct_io: Switch, gds: Switch
+) -> Transport:
+    """The transport for the files in `directory`, with one log line that says which and why.
+
+    `transport` is `posix`, `kvikio`, `package.module:Class`, or `auto`: kvikio where `device` (`cpu` or `cuda:N`) is a
+    GPU and a byte-checked probe in `directory` proves that GPUDirect Storage works, else posix. `direct_io` and `gds`
+    are `auto`, `on` or `off`; with `gds="on"` anything but proven GPUDirect Storage is refused.
+
+    Raises `TransportUnavailableError` with the reason and what to change.
+    """
+    if transport not in ("auto", "posix", "kvikio") and ":" not in transport:
+        raise TransportUnavailableError(
+            f"unknown transport {transport!r}", "set transport to auto, posix, kvikio or package.module:Class"
+        )
+    choice, compat, reason = _choose(transport, directory, device, gds)
+    opened: Transport
+    if choice == "posix":
+        from gdscache.storage.posix import PosixTransport
+
+        opened = PosixTransport(threads=threads, direct_io=direct_io)
+    elif choice == "kvikio":
+        from gdscache.storage.kvikio import KvikioTransport
+
+        opened = KvikioTransport(threads=threads, direct_io=direct_io, compat=compat)
+    else:
+        opened = _construct(choice, threads, direct_io)
+    _log.info("transport %s, %d threads, for %s: %s", opened.name, threads, directory, reason)
+    return opened
+
+
+def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[str, Switch, str]:
+    """(what to open, kvikio's compat mode, the reason)."""
+    if gds == "on" and transport not in ("auto", "kvikio"):
+        raise _no_gds(f"transport {transport} does not use it")
+    if transport not in ("auto", "kvikio"):
+        return transport, "auto", "configured"
+    if not device.startswith("cuda"):
+        if gds == "on":
+            raise _no_gds(f"the device is {device}")
+        if transport == "auto":
+            return "posix", "auto", f"the device is {device}"
+        return "kvikio", "on", f"configured; the device is {device}, so files are read into host memory"
+    if gds == "off":
+        return ("posix", "auto", "gds is off") if transport == "auto" else ("kvikio", "on", "configured; gds is off")
+
+    from gdscache.storage.probe import probe_kvikio
+
+    probe = probe_kvikio(directory, int(device.partition(":")[2] or 0))
+    if probe.mode == "gds":
+        return "kvikio", "off", f"GPUDirect Storage works: {probe.reason}"
+    if gds == "on":
+        raise _no_gds(probe.reason)
+    if transport == "auto":
+        return "posix", "auto", f"no GPUDirect Storage: {probe.reason}"
+    if not probe.ok:
+        raise TransportUnavailableError(
+            f"kvikio does not work in {directory}: {probe.reason}", "set transport to posix"
+        )
+    return "kvikio", "on", f"configured, but no GPUDirect Storage: {probe.reason}"
+
+
+def _construct(target: str, threads: int, direct_io: Switch) -> Transport:
+    module_name, _, class_name = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise _bad_class(target, f"{module_name} cannot be imported: {error}") from error
+    found = getattr(module, class_name, None)
+    if not (inspect.isclass(found) and issubclass(found, Transport)):
+        raise _bad_class(target, f"{class_name!r} of {module_name} is no subclass of gdscache.storage.Transport")
+    if inspect.isabstract(found):
+        raise _bad_class(target, f"it lacks {', '.join(sorted(found.__abstractmethods__))}")
+    try:
+        inspect.signature(found).bind(threads=threads, direct_io=direct_io)
+    except TypeError as error:
+        raise _bad_class(target, f"it does not take the keywords threads and direct_io: {error}") from error
+    constructor: Callable[..., Transport] = found
+    return constructor(threads=threads, direct_io=direct_io)
+
+
+def _bad_class(target: str, cause: str) -> TransportUnavailableError:
+    return TransportUnavailableError(
+        f"transport {target!r}: {cause}", "name a subclass of gdscache.storage.Transport as package.module:Class"
+    )
+
+
+def _no_gds(cause: str) -> TransportUnavailableError:
+    return TransportUnavailableError(
+        f"gds is on, but GPUDirect Storage is not proven to work: {cause}",
+        "set gds to auto, or repair GPUDirect Storage (gdscheck -p shows what is missing)",
+    )

@@ -1,0 +1,176 @@
+"""The transport that runs anywhere: `preadv` and `pwritev` from threads, past the page cache where the system can."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdscache.errors import InvalidValueError, TransportUnavailableError
+from gdscache.layout import EXTENT_ALIGNMENT
+from gdscache.storage.base import Op, Switch, failed
+from gdscache.storage.workers import Piece, QueuedTransport, Result, Run
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("gdscache.storage")
+
+
+class PosixTransport(QueuedTransport):
+    """Reads and writes host memory with `threads` threads.
+
+    `direct_io="auto"` uses O_DIRECT in every directory where a write and a read through it give the same bytes, and
+    the page cache elsewhere (one warning a directory names the cause); `"on"` raises `TransportUnavailableError`
+    instead; `"off"` always uses the page cache.
+    """
+
+    name = "posix"
+    memory_kinds = frozenset({"host"})
+
+    def __init__(self, threads: int, direct_io: Switch = "auto") -> None:
+        if direct_io not in ("auto", "on", "off"):
+            raise InvalidValueError(f"direct_io is {direct_io!r}", "set direct_io to auto, on or off")
+        self._direct_io = direct_io
+        self._refusals: dict[Path, str] = {}
+        self._buffered: set[int] = set()
+        self._open_lock = threading.Lock()
+        super().__init__(threads)
+
+    @property
+    def direct(self) -> bool:
+        return bool(self._paths) and not self._buffered
+
+    def open(self, path: Path) -> int:
+        with self._open_lock:
+            self.check_open()
+            flags = os.O_RDWR | os.O_CLOEXEC
+            direct = self._direct_io != "off" and not self._refusal(path.parent)
+            try:
+                file = os.open(path, flags | os.O_DIRECT if direct else flags)
+            except OSError as error:
+                raise failed("open", str(path), 0, error) from error
+            if not direct:
+                self._buffered.add(file)
+            self.add_file(file, path)
+            return file
+
+    def register(self, memory: memoryview | torch.Tensor) -> None:
+        """Nothing to do: the system takes any memory."""
+
+    def deregister(self, memory: memoryview | torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def flush(self, file: int) -> None:
+        self.check_open()
+        path = self._path(file)
+        try:
+            os.fdatasync(file)
+        except OSError as error:
+            raise failed("flush", path, 0, error) from error
+
+    def describe(self) -> dict[str, object]:
+        refusals = {str(directory): cause for directory, cause in self._refusals.items() if cause}
+        return {"name": self.name, "threads": len(self._threads), "direct": self.direct, "direct_refused": refusals}
+
+    def move(self, run: Run) -> list[Result]:
+        pieces = run.pieces
+        try:
+            moved = _transfer(run.op, run.file, [_host(piece) for piece in pieces], run.offset, run.nbytes)
+        except (OSError, ValueError, MemoryError) as error:
+            if len(pieces) == 1:
+                return [(pieces[0].index, 0, failed(run.op.value, self._path(run.file), run.offset, error))]
+            # One bad sector must not cost its neighbours.
+            return [r for p in pieces for r in self.move(Run(run.op, run.file, run.submission, [p], p.nbytes))]
+        if moved == run.nbytes:
+            return [(piece.index, piece.nbytes, None) for piece in pieces]
+        end = run.offset + moved
+        return [(piece.index, min(max(end - piece.offset, 0), piece.nbytes), None) for piece in pieces]
+
+    def release(self) -> None:
+        with self._open_lock:
+            for file in self._paths:
+                os.close(file)
+            self._paths.clear()
+            self._buffered.clear()
+
+    def _refusal(self, directory: Path) -> str:
+        """Why O_DIRECT does not work in the directory, probed once; an empty string when it does."""
+        cause = self._refusals.get(directory)
+        if cause is None:
+            cause = self._refusals[directory] = probe_direct_io(directory)
+            if cause and self._direct_io == "on":
+                del self._refusals[directory]
+                raise TransportUnavailableError(
+                    f"direct_io is on, but O_DIRECT does not work in {directory}: {cause}",
+                    "set direct_io to auto or off, or move the directory to a file system with O_DIRECT",
+                )
+            if cause:
+                _log.warning("no O_DIRECT in %s, I/O goes through the page cache: %s", directory, cause)
+        return cause
+
+
+def probe_direct_io(directory: Path) -> str:
+    """Write and read one sector in a temporary file of `directory` with O_DIRECT, and compare.
+
+    Returns why it does not work, or an empty string when it does. Raises `IOFailedError` when the directory takes no
+    file at all.
+    """
+    try:
+        file, name = tempfile.mkstemp(prefix=".gdscache-probe-", dir=directory)
+    except OSError as error:
+        raise failed("probe", str(directory), 0, error) from error
+    try:
+        with mmap.mmap(-1, 2 * EXTENT_ALIGNMENT) as memory, memoryview(memory) as view:
+            view[:EXTENT_ALIGNMENT] = bytes(range(256)) * (EXTENT_ALIGNMENT // 256)
+            return _probe_sector(name, view[:EXTENT_ALIGNMENT], view[EXTENT_ALIGNMENT:])
+    finally:
+        os.close(file)
+        os.unlink(name)
+
+
+def _probe_sector(name: str, source: memoryview, target: memoryview) -> str:
+    with source, target:
+        try:
+            file = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            return f"open answers {error.strerror}"
+        try:
+            written, read = os.pwritev(file, [source], 0), os.preadv(file, [target], 0)
+        except OSError as error:
+            return f"I/O answers {error.strerror}"
+        finally:
+            os.close(file)
+        return "" if written == read == len(source) and source == target else "what was read is not what was written"
+
+
+def _host(piece: Piece) -> memoryview:
+    assert isinstance(piece.memory, memoryview)  # check_memory let nothing else through
+    return piece.memory
+
+
+def _transfer(op: Op, file: int, views: Sequence[memoryview], offset: int, nbytes: int) -> int:
+    """Move the bytes of `views`, one after the other, from or to `offset`; fewer only at the end of the file."""
+    call = os.preadv if op is Op.READ else os.pwritev
+    moved = call(file, views, offset)
+    while 0 < moved < nbytes:
+        # A continuation must start on a whole sector again; a file that ends within one has no more to give.
+        resume = moved // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+        more = call(file, _skip(views, resume), offset + resume)
+        if resume + more <= moved:
+            break
+        moved = resume + more
+    return moved
+
+
+def _skip(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    for at, view in enumerate(views):
+        if nbytes < view.nbytes:
+            return [view[nbytes:], *views[at + 1 :]]
+        nbytes -= view.nbytes
+    return []

@@ -1,0 +1,154 @@
+"""What kvikio can do on this machine, found out in a child process, because cuFile can hang or crash the process that
+asks it."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from gdscache.storage.base import failed
+
+PROBE_BYTES = 4 << 20
+PROC_MODULES = Path("/proc/modules")
+NVIDIA_FS_STATS = Path("/proc/driver/nvidia-fs/stats")
+
+_KILL_WAIT_S = 5.0
+_log = logging.getLogger("gdscache.storage")
+
+_CHILD = """
+import os, sys
+import torch, kvikio, kvikio.defaults
+
+path, device, mode, nbytes = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+torch.cuda.set_device(device)
+kvikio.defaults.set({"compat_mode": getattr(kvikio.CompatMode, mode), "gds_threshold": 0})
+source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+target = torch.zeros_like(source)
+torch.cuda.synchronize()
+file = kvikio.CuFile(path, "r+")
+written, read = file.pwrite(source).get(), file.pread(target).get()
+if (written, read) != (nbytes, nbytes):
+    sys.exit(f"wrote {written} and read {read} of {nbytes} bytes")
+if not torch.equal(source, target):
+    sys.exit("the bytes read into GPU memory are not those written")
+with open(path, "rb") as plain:
+    if plain.read() != source.cpu().numpy().tobytes():
+        sys.exit("the file does not hold the bytes written")
+file.close()
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """`mode` is the best proven path: `gds`, `compat` (kvikio works, through host memory) or `posix` (it does not)."""
+
+    ok: bool
+    mode: Literal["gds", "compat", "posix"]
+    reason: str
+
+
+def probe_kvikio(directory: Path, device_index: int, deadline_s: float = 20.0) -> ProbeResult:
+    """Write and read a few MiB between GPU memory and a temporary file in `directory`, and compare the bytes.
+
+    At most two children run, one with cuFile and one without, each killed after `deadline_s` seconds. `gds` is
+    answered only if the nvidia-fs driver counted the I/O; it counts for the whole machine, and only while its
+    statistics are switched on. Raises `IOFailedError` when the directory takes no file.
+    """
+    cause = _missing()
+    if cause:
+        return ProbeResult(False, "posix", cause)
+    try:
+        file, name = tempfile.mkstemp(prefix=".gdscache-probe-", dir=directory)
+    except OSError as error:
+        raise failed("probe", str(directory), 0, error) from error
+    try:
+        os.posix_fallocate(file, 0, PROBE_BYTES)
+        return _probe_file(name, device_index, deadline_s)
+    except OSError as error:
+        raise failed("probe", name, 0, error) from error
+    finally:
+        os.close(file)
+        os.unlink(name)
+
+
+def _probe_file(name: str, device_index: int, deadline_s: float) -> ProbeResult:
+    def child(mode: str) -> str:
+        return run_child(_CHILD, [name, str(device_index), mode, str(PROBE_BYTES)], deadline_s)
+
+    if PROC_MODULES.exists():
+        before = gds_operations()
+        refusal = child("OFF")
+        after = gds_operations()
+        if not refusal and min(new - old for old, new in zip(before, after, strict=True)) > 0:
+            return ProbeResult(True, "gds", f"nvidia-fs counted {after[0] - before[0]} reads of the probe")
+        if not refusal:
+            return ProbeResult(True, "compat", "cuFile works, but nvidia-fs counted no I/O of the probe")
+        cause = f"cuFile: {refusal}"
+    else:
+        cause = f"the kernel has no {PROC_MODULES}, without which cuFile never answers"
+    refusal = child("ON")
+    if refusal:
+        return ProbeResult(False, "posix", f"{cause}; kvikio without cuFile: {refusal}")
+    return ProbeResult(True, "compat", cause)
+
+
+def run_child(code: str, arguments: list[str], deadline_s: float) -> str:
+    """Run Python code in a child; why it failed (its last line), or an empty string. Never waits much longer than
+    `deadline_s`, even for a child that the kernel does not let die."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
+    environment["CUFILE_LOGFILE_PATH"] = os.devnull
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+        try:
+            status = process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            return f"no answer within {deadline_s:g} s"
+        finally:
+            _end(process)
+        if status == 0:
+            return ""
+        output.seek(0)
+        lines = output.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
+        return f"{last} (exit status {status})"
+
+
+def gds_operations() -> tuple[int, int]:
+    """Reads and writes that the nvidia-fs driver has counted since it was loaded; zeros where it is not."""
+    try:
+        text = NVIDIA_FS_STATS.read_text()
+    except OSError:
+        return 0, 0
+    reads, writes = (re.search(rf"^{kind}\s*:.*?\bn=(\d+)", text, re.MULTILINE) for kind in ("Reads", "Writes"))
+    return int(reads[1]) if reads else 0, int(writes[1]) if writes else 0
+
+
+def _missing() -> str:
+    if importlib.util.find_spec("kvikio") is None:
+        return "kvikio is not installed"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"no CUDA driver: {error}"
+    return ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+        try:
+            process.wait(_KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            _log.warning("the probe's child %d cannot be killed: it hangs in the kernel", process.pid)

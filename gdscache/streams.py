@@ -1,0 +1,77 @@
+"""Devices, streams and fences: the few CUDA facts that the rest of the engine needs, with their CPU counterparts."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from gdscache.errors import DeadlineError, DeviceError
+
+Event = torch.cuda.Event | None  # None: on a CPU-only engine everything queued is already done
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that `auto`, `cpu`, `cuda` or `cuda:N` means here. Raises `DeviceError` where there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError(f"gpu.device is {name!r} and torch sees no CUDA device", "set gpu.device to auto or cpu")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"gpu.device is {name!r}, there are {torch.cuda.device_count()} devices", "count from 0")
+    return torch.device("cuda", index)
+
+
+def record(device: torch.device) -> Event:
+    """An event after the work so far on the caller's current stream."""
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class Fence:
+    """Work that is queued by another thread and done later still. One writer signals it once; anybody waits."""
+
+    __slots__ = ("_event", "_queued")
+
+    def __init__(self) -> None:
+        self._queued = threading.Event()
+        self._event: Event = None
+
+    def signal(self, event: Event = None) -> None:
+        """The work is queued, and done when `event` is (None: it is done). Later signals change nothing."""
+        if not self._queued.is_set():
+            self._event = event
+            self._queued.set()
+
+    def done(self) -> bool:
+        """True when the work is finished; never waits."""
+        return self._queued.is_set() and (self._event is None or self._event.query())
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Order the current stream after the work: the thread waits until it is queued, the stream until it is done.
+
+        Raises `DeadlineError` when the work is not queued within `seconds`.
+        """
+        self._wait_queued(seconds)
+        if self._event is not None:
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
+
+    def synchronize(self, seconds: float | None = None) -> None:
+        """The calling thread waits until the work is done. Raises `DeadlineError` when it is not queued in time."""
+        self._wait_queued(seconds)
+        if self._event is not None:
+            self._event.synchronize()
+
+    def _wait_queued(self, seconds: float | None) -> None:
+        start = time.monotonic()
+        if not self._queued.wait(seconds):
+            waited = time.monotonic() - start
+            raise DeadlineError(f"not ready after {waited:.1f} s", "raise load.deadline, or see stats() for what hangs")

@@ -1,0 +1,107 @@
+"""The contract that every tier fulfils.
+
+A tier is an index (`PageIndex`: names, slots, states, leases) and the bytes of its slots. The manager decides under
+its lock, on indexes alone; bytes move outside the lock, between slots that are leased. Every operation has two phases:
+
+1. *Reserve and pin.* Under the lock: slots are taken (clean, unleased pages are evicted for them), the pages are
+   inserted as `PENDING` and leased by whoever will fill them; sources are leased. A load takes what it gets in this one
+   step and never waits for more.
+2. *Move bytes.* Outside the lock. Results are per page: bytes that are complete and equal to their checksums, or a cause.
+3. *Commit or drop.* Under the lock: a page becomes visible, or its reservation is undone; leases end.
+
+What a tier promises: `slots` times the extent size never exceeds its configured capacity, which is reserved when it
+opens; a slot is never given out while its page is leased; `check()` restates its invariants from scratch; `close()`
+may be called twice.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+import time
+from typing import Any
+
+from gdscache.tiers.index import Entry, PageIndex
+
+
+class Tier(abc.ABC):
+    """One level of the cache: an index and the bytes of its slots."""
+
+    name: str
+    index: PageIndex
+
+    @property
+    @abc.abstractmethod
+    def capacity(self) -> int:
+        """Bytes reserved for slots."""
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What `stats()` shows besides the counts: where the bytes are and how they are reached."""
+
+    def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
+        """What disagrees between the tier's index, its slots and its bytes; `fix` drops the pages concerned.
+
+        Takes the manager's `lock` itself, since reading records may need I/O.
+        """
+        with lock:
+            return self.index.check()
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give everything back. May be called twice."""
+
+
+class Lease:
+    """Pins on pages of any tiers, with an owner and an end. Made and ended by the manager, under its lock."""
+
+    __slots__ = ("entries", "owner", "since")
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.since = time.monotonic()
+        self.entries: dict[Entry, PageIndex] = {}
+
+    def add(self, index: PageIndex, entry: Entry) -> None:
+        """Pin one page; it must not be pinned by this lease already."""
+        index.lease(entry)
+        self.entries[entry] = index
+
+    def remove(self, entry: Entry) -> None:
+        """End the pin on one page before the others."""
+        self.entries.pop(entry).release(entry)
+
+    def end(self) -> None:
+        """Release every page. A second call does nothing."""
+        entries, self.entries = self.entries, {}
+        for entry, index in entries.items():
+            index.release(entry)
+
+
+class SlotPool:
+    """A fixed set of slots that threads take and give back: the bounce reserve. All or some, never more than there are."""
+
+    def __init__(self, slots: range) -> None:
+        self.slots = len(slots)
+        self._free = list(reversed(slots))
+        self._changed = threading.Condition()
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def try_take(self, most: int) -> list[int]:
+        """Up to `most` slots, at once, perhaps none."""
+        with self._changed:
+            return [self._free.pop() for _ in range(min(most, len(self._free)))]
+
+    def take(self, most: int, seconds: float) -> list[int]:
+        """One to `most` slots; waits until there is one, at most `seconds`, then returns none."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._free), seconds)
+            return [self._free.pop() for _ in range(min(most, len(self._free)))]
+
+    def give(self, slots: list[int]) -> None:
+        with self._changed:
+            self._free.extend(slots)
+            self._changed.notify_all()

@@ -1,0 +1,39 @@
+"""The bounce reserve: extents for pages that only pass through, with fixed shares for loads and for stores."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from gdscache.checksum import Checksums
+from gdscache.tiers.base import SlotPool
+
+
+class Extents(Protocol):
+    """Slots of one extent each, on the host or on a device, and the checksums that belong to them."""
+
+    slots: int
+    rows: torch.Tensor
+    checksums: Checksums
+
+    def memory(self, slot: int) -> memoryview | torch.Tensor: ...
+
+    def sign(self, slot: int) -> None: ...
+
+    def bad_layer(self, slot: int) -> int | None: ...
+
+    def close(self) -> None: ...
+
+
+class Bounce:
+    """Half of the slots are for loads, half for stores; neither borrows from the other."""
+
+    def __init__(self, extents: Extents) -> None:
+        self.extents = extents
+        half = extents.slots // 2
+        self.loads = SlotPool(range(half))
+        self.stores = SlotPool(range(half, 2 * half))
+
+    def close(self) -> None:
+        self.extents.close()

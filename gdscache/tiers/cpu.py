@@ -1,0 +1,81 @@
+"""Extents in host memory: the CPU tier, and the bounce buffers for pages that only pass through."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from gdscache.checksum import first_bad_layer, layer_checksums
+from gdscache.layout import PageLayout
+from gdscache.memory import HostBuffer, Pin
+from gdscache.tiers.base import Tier
+from gdscache.tiers.index import PageIndex, PageState
+
+
+class HostExtents:
+    """`capacity` bytes of page-aligned host memory, cut into extents, with the checksums that belong to each.
+
+    `rows` is a uint8 tensor of shape (slots, extent_bytes); `checksums` uint64 of shape (slots, layers).
+    """
+
+    def __init__(self, layout: PageLayout, capacity: int, pin: Pin) -> None:
+        self.layout = layout
+        self.slots = capacity // layout.extent_bytes
+        self.buffer = HostBuffer(capacity, pin, unit=layout.extent_bytes)
+        used = self.slots * layout.extent_bytes
+        self.rows: torch.Tensor = self.buffer.tensor[:used].view(self.slots, layout.extent_bytes)
+        self.checksums = np.zeros((self.slots, layout.n_layers), dtype=np.uint64)
+        self._view = self.buffer.view
+
+    def memory(self, slot: int) -> memoryview:
+        """The bytes of one slot's extent, padding included."""
+        start = slot * self.layout.extent_bytes
+        return self._view[start : start + self.layout.extent_bytes]
+
+    def sign(self, slot: int) -> None:
+        """Take the checksums of the slot's bytes as the truth about them."""
+        self.checksums[slot] = layer_checksums(self.memory(slot), self.layout.layer_bounds)
+
+    def bad_layer(self, slot: int) -> int | None:
+        """The first layer whose bytes are not what `checksums` says, or None."""
+        return first_bad_layer(self.memory(slot), self.layout.layer_bounds, self.checksums[slot])
+
+    def close(self) -> None:
+        """Give the memory back; views that others still hold keep it alive until they go."""
+        self.rows = torch.empty((0, self.layout.extent_bytes), dtype=torch.uint8)
+        self._view = memoryview(b"")
+        self.buffer.close()
+
+
+class CpuTier(Tier):
+    """The pinned CPU pool: exactly the configured bytes, page aligned, pinned where CUDA is."""
+
+    name = "cpu"
+
+    def __init__(self, layout: PageLayout, capacity: int, pin: Pin) -> None:
+        self.extents = HostExtents(layout, capacity, pin)
+        self.index = PageIndex(self.extents.slots)
+
+    @property
+    def capacity(self) -> int:
+        return self.extents.buffer.nbytes
+
+    def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
+        problems = super().check(lock, fix=fix)
+        with lock:
+            for entry in list(self.index):
+                layer = self.extents.bad_layer(entry.slot) if entry.state is PageState.VERIFIED else None
+                if layer is not None:
+                    problems.append(f"page {entry.key.hex()[:16]}: layer {layer} is not what was stored")
+                    if fix:
+                        self.index.drop(entry)
+        return problems
+
+    def describe(self) -> dict[str, Any]:
+        return {"pinned": self.extents.buffer.pinned}
+
+    def close(self) -> None:
+        self.extents.close()

@@ -1,0 +1,111 @@
+"""The GPU tier: paged planes that the engine owns. On a machine without a GPU the same pool lies in host memory.
+
+Published pages are in the index. Slots of a sequence that is still computing are taken from the index and carry no key
+until they are published. A slot that is given back may still be read by work on the caller's stream: the event of
+that work travels with the slot, and whoever takes the slot next is ordered after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from gdscache.checksum import first_bad_layer, layer_checksums
+from gdscache.layout import PageLayout
+from gdscache.planes import PagedPlanes
+from gdscache.streams import Event
+from gdscache.tiers.base import Tier
+from gdscache.tiers.index import PageIndex
+
+
+class GpuTier(Tier):
+    """A pool of page slots in planes of its own."""
+
+    name = "gpu"
+
+    def __init__(self, layout: PageLayout, capacity: int, device: torch.device) -> None:
+        slots = capacity // layout.page_bytes
+        self.pool = PagedPlanes.allocate(layout, slots, device)
+        self.index = PageIndex(slots)
+        self.private: set[int] = set()  # slots of sequences, without a page
+        self._capacity = slots * layout.page_bytes
+        self._last_use: dict[int, Event] = {}
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def planes(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The paged tensors of one layer, a tensor a plane: `(slots, page_tokens, *row)`."""
+        return self.pool.tensors[layer]
+
+    def take(self, n: int) -> list[int] | None:
+        """`n` private slots, evicting as needed, or None and nothing changed."""
+        slots = self.index.allocate(n)
+        if slots is not None:
+            self.private.update(slots)
+        return slots
+
+    def give(self, slots: Iterable[int]) -> None:
+        """Give private slots back."""
+        for slot in slots:
+            self.private.remove(slot)
+            self.index.free((slot,))
+
+    def used(self, slots: Iterable[int], event: Event) -> None:
+        """Remember that work up to `event` still uses these slots."""
+        if event is not None:
+            self._last_use.update(dict.fromkeys(slots, event))
+
+    def order_after(self, slots: Iterable[int], *, forget: bool = False) -> None:
+        """Order the current stream after the work that still uses these slots; `forget` it when they change hands."""
+        look = self._last_use.pop if forget else self._last_use.get
+        for event in {look(slot, None) for slot in slots} - {None}:
+            torch.cuda.current_stream(self.pool.device).wait_event(event)
+
+    def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
+        with lock:
+            return self.index.check(elsewhere=list(self.private))
+
+    def describe(self) -> dict[str, Any]:
+        return {"device": str(self.pool.device), "private_slots": len(self.private)}
+
+    def close(self) -> None:
+        self.pool.tensors = []
+        self.pool.views = []
+
+
+class DeviceExtents:
+    """Extents in GPU memory for I/O that goes straight to and from the device; the counterpart of `HostExtents`.
+
+    Checksums are taken on the host, from a copy: a kernel that takes them in place comes later.
+    """
+
+    def __init__(self, layout: PageLayout, capacity: int, device: torch.device) -> None:
+        self.layout = layout
+        self.slots = capacity // layout.extent_bytes
+        self.rows = torch.empty((self.slots, layout.extent_bytes), dtype=torch.uint8, device=device)
+        self.checksums = np.zeros((self.slots, layout.n_layers), dtype=np.uint64)
+
+    def memory(self, slot: int) -> torch.Tensor:
+        """The bytes of one slot's extent, padding included."""
+        return self.rows[slot]
+
+    def sign(self, slot: int) -> None:
+        """Take the checksums of the slot's bytes as the truth about them. Waits for the copy to the host."""
+        self.checksums[slot] = layer_checksums(self._host(slot), self.layout.layer_bounds)
+
+    def bad_layer(self, slot: int) -> int | None:
+        """The first layer whose bytes are not what `checksums` says, or None. Waits for the copy to the host."""
+        return first_bad_layer(self._host(slot), self.layout.layer_bounds, self.checksums[slot])
+
+    def _host(self, slot: int) -> memoryview:
+        return memoryview(self.rows[slot].cpu().numpy())
+
+    def close(self) -> None:
+        """Drop the buffer."""
+        self.rows = self.rows[:0].clone()

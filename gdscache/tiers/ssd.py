@@ -1,0 +1,236 @@
+"""The SSD tier: a preallocated slab of extents, a durable catalogue, and a transport that moves the bytes.
+
+The order of a store is: bytes written, row committed, key visible. A slot whose page is gone is *retired*, and free only
+when the deletion of its row is committed; deletions travel with the next commit, and a reserve of free slots keeps a
+store from waiting for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gdscache.catalog import Catalog, PageRecord
+from gdscache.checksum import Checksums
+from gdscache.config import SsdConfig
+from gdscache.directory import CacheDirectory
+from gdscache.layout import PageLayout
+from gdscache.slab import Slab
+from gdscache.storage import open_transport
+from gdscache.storage.base import IORequest, Op, Submission
+from gdscache.tiers.base import Tier
+from gdscache.tiers.index import Entry, Page, PageIndex, PageState
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("gdscache.ssd")
+_TOUCHES_KEPT = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotWrite:
+    """A page to write: its reserved entry, its bytes, and their checksums."""
+
+    entry: Entry
+    memory: memoryview | torch.Tensor
+    checksums: Checksums
+
+
+class SsdTier(Tier):
+    """Pages on an SSD. `lock` is the manager's lock; it guards the index and is never held over I/O."""
+
+    name = "ssd"
+
+    def __init__(self, layout: PageLayout, config: SsdConfig, device: str, lock: threading.RLock) -> None:
+        self.layout = layout
+        self.lock = lock
+        self.path = path = config.path
+        self.lost: Counter[str] = Counter()  # pages that recovery had to give up, by cause
+        slots = config.capacity // layout.extent_bytes
+        with contextlib.ExitStack() as undo:
+            self._directory = CacheDirectory.open(path)
+            undo.callback(self._directory.close)
+            self._catalog = Catalog.open(path, extent_bytes=layout.extent_bytes, durability=config.durability)
+            undo.callback(self._catalog.close)
+            self._slab = Slab.open(path, layout.extent_bytes, slots)
+            self._transport = open_transport(
+                config.transport,
+                directory=path,
+                device=device,
+                threads=config.threads,
+                direct_io=config.direct_io,
+                gds=config.gds,
+            )
+            undo.callback(self._transport.close)
+            self._file = self._transport.open(self._slab.path)
+            self._recover(slots)
+            undo.pop_all()
+        self._power = config.durability == "power"
+        self._reserve = min(config.reserve, slots // 8)
+        self._checksums = np.zeros((slots, layout.n_layers), dtype=np.uint64)
+        self._known = bytearray(slots)  # slots whose checksums are in memory
+        self._retired: list[int] = []
+        self._touched: dict[int, int] = {}
+        self._commit_lock = threading.Lock()
+        self._closed = False
+
+    def _recover(self, slots: int) -> None:
+        found = self._catalog.recover(min(slots, self._slab.valid_slots))
+        self.index = PageIndex(slots, recycle=self._retire)
+        self.index.restore(map(Page, found.keys, found.parents, found.namespaces), found.slots)
+        self._clock = (found.recency[-1] if found.recency else 0) + 1
+        self.lost.update(found.dropped)
+        if found.dropped:
+            _log.warning("%s: recovery gave up pages: %s", self.path, dict(found.dropped))
+        _log.info("%s: %d pages of %d bytes recovered", self.path, len(found.slots), self.layout.extent_bytes)
+
+    @property
+    def capacity(self) -> int:
+        return self.index.slots * self.layout.extent_bytes
+
+    @property
+    def memory_kinds(self) -> frozenset[str]:
+        """Where the transport can read to and write from: `host`, `cuda`."""
+        return self._transport.memory_kinds
+
+    def register(self, memory: memoryview | torch.Tensor) -> None:
+        """Tell the transport about a buffer that will be used for the life of the tier."""
+        self._transport.register(memory)
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def read(self, pages: Sequence[tuple[Entry, memoryview | torch.Tensor]]) -> Submission:
+        """Start reading leased pages, each into a buffer of one extent."""
+        return self._submit(Op.READ, pages)
+
+    def checksums(self, entries: Sequence[Entry]) -> list[Checksums | None]:
+        """The stored checksums of pages, uint64 of shape (layers,); None where the catalogue has none."""
+        unknown = [e.slot for e in entries if not self._known[e.slot]]
+        for slot, sums in zip(unknown, self._catalog.checksums(unknown) if unknown else [], strict=True):
+            if sums is not None and len(sums) == self.layout.n_layers:
+                self._checksums[slot] = sums
+                self._known[slot] = 1
+        return [self._checksums[e.slot] if self._known[e.slot] else None for e in entries]
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def reserve(self, pages: Sequence[Page]) -> list[Entry]:
+        """Reserve and lease slots for the first of `pages`, as many as there is room for. May commit deletions first."""
+        with self.lock:
+            short = len(pages) + self._reserve - self.index.free_slots - len(self._retired)
+            if short > 0:
+                self.index.evict(short)
+            commit_first = self.index.free_slots < len(pages) and bool(self._retired)
+        if commit_first:
+            self.commit(())
+        with self.lock:
+            fresh = [p for p in pages if self.index.find(p.key) is None]
+            entries = []
+            for page, slot in zip(fresh, self.index.take_free(len(fresh)), strict=False):
+                entry = self.index.insert(page, slot, PageState.PENDING)
+                self.index.lease(entry)
+                entries.append(entry)
+            return entries
+
+    def write(self, writes: Sequence[SlotWrite]) -> Submission:
+        """Start writing the bytes of reserved pages."""
+        return self._submit(Op.WRITE, [(w.entry, w.memory) for w in writes])
+
+    def commit(self, writes: Sequence[SlotWrite]) -> list[bool]:
+        """Make written pages durable and visible, and retired slots free; True for each page that is visible now.
+
+        Raises `IOFailedError` when the catalogue cannot be written; then nothing was committed.
+        """
+        with self._commit_lock:
+            if self._power and writes:
+                self._transport.flush(self._file)
+            with self.lock:
+                live = [w for w in writes if not w.entry.dropped]
+                deleted, self._retired = self._retired, []
+                touched, self._touched = self._touched, {}
+                clock = self._clock
+                self._clock += len(live)
+            records = [self._record(w, clock + i) for i, w in enumerate(live)]
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(self._unretire, deleted)
+                self._catalog.commit(records, deleted, touched)
+                on_failure.pop_all()
+            with self.lock:
+                for w in live:
+                    self._checksums[w.entry.slot] = w.checksums
+                    self._known[w.entry.slot] = 1
+                    self.index.commit(w.entry)
+                self.index.free(deleted)
+                return [not w.entry.dropped for w in writes]
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Count a use of each present page, tail first. The manager's lock is held. What is kept for disk is bounded."""
+        touched = self._touched
+        room = len(touched) < _TOUCHES_KEPT
+        for key in keys:
+            entry = self.index.get(key)
+            if entry is not None:
+                self.index.touch((key,))
+                if room:
+                    touched[entry.slot] = self._clock
+                    self._clock += 1
+
+    def commit_retired(self) -> None:
+        """Commit deletions that wait for the next store, if there are any."""
+        if self._retired:
+            self.commit(())
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _retire(self, slot: int) -> None:
+        self._known[slot] = 0
+        self._touched.pop(slot, None)
+        self._retired.append(slot)
+
+    def _unretire(self, slots: list[int]) -> None:
+        with self.lock:
+            self._retired.extend(slots)
+
+    def _submit(self, op: Op, pages: Sequence[tuple[Entry, Any]]) -> Submission:
+        return self._transport.submit(op, [IORequest(self._file, self._slab.offset(e.slot), m) for e, m in pages])
+
+    def _record(self, write: SlotWrite, recency: int) -> PageRecord:
+        e = write.entry
+        return PageRecord(
+            e.slot, e.key, e.parent, e.namespace, self.layout.page_bytes, recency, write.checksums
+        )
+
+    def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
+        """Write down what a namespace means, for people who inspect the directory."""
+        self._catalog.describe_namespace(digest, description)
+
+    def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
+        with self._commit_lock, lock:
+            problems = self.index.check(elsewhere=self._retired)
+            visible = sum(1 for e in self.index if self.index.get(e.key) is not None)
+            rows = self._catalog.count() - len(self._retired)
+        if rows != visible:
+            problems.append(f"the catalogue has {rows} pages, the index {visible}")
+        return problems
+
+    def describe(self) -> dict[str, Any]:
+        return {"path": str(self.path), "lost_at_recovery": dict(self.lost), "transport": self._transport.describe()}
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._transport.close()
+        try:
+            self.commit(())
+        finally:
+            self._catalog.close()
+            self._directory.close()

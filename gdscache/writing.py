@@ -1,0 +1,129 @@
+"""The way to the SSD: pages that are ready in host or staging memory, written in batches on a thread of its own.
+
+A batch is reserved, written and committed; the bytes of the next batch are under way while one is committed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from gdscache.checksum import Checksums
+from gdscache.errors import StorageError
+from gdscache.storage.base import Submission
+from gdscache.tiers.bounce import Extents
+from gdscache.tiers.index import Page
+from gdscache.tiers.manager import TierManager
+from gdscache.tiers.ssd import SlotWrite, SsdTier
+
+_log = logging.getLogger("gdscache.store")
+BATCH_BYTES = 32 << 20  # what one gather, and one write batch, takes at once
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A page to write. `finish` is called once, under the manager's lock: with "" when the page is committed, else why not."""
+
+    page: Page
+    epoch: int
+    extents: Extents
+    slot: int
+    finish: Callable[[str], None]
+
+    @property
+    def checksums(self) -> Checksums:
+        return self.extents.checksums[self.slot]
+
+
+class SsdWriter:
+    """Writes pages to the SSD tier in the background. `keys`: pages on their way; the manager's lock guards it."""
+
+    def __init__(self, manager: TierManager, ssd: SsdTier, extent_bytes: int) -> None:
+        self.keys: set[bytes] = set()
+        self._manager = manager
+        self._ssd = ssd
+        self._most = max(1, BATCH_BYTES // extent_bytes)
+        self._ready: deque[Outgoing] = deque()
+        self._flying: deque[tuple[list[tuple[Outgoing, SlotWrite]], Submission]] = deque()
+        self._dropping = False
+        self._thread = ThreadPoolExecutor(1, "gdscache-write")
+
+    def put(self, pages: Sequence[Outgoing]) -> None:
+        """Take pages over; their keys are in `keys` already."""
+        if pages:
+            with self._manager.lock:
+                self._ready.extend(pages)
+            self._thread.submit(self._run).add_done_callback(log_failure)
+
+    def close(self, *, drain: bool) -> None:
+        """Write what was taken over (or drop it), then end the thread."""
+        self._dropping = not drain
+        self._thread.shutdown(wait=True)
+
+    def _run(self) -> None:
+        while True:
+            with self._manager.lock:
+                batch = [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
+            if batch:
+                self._start(batch)
+            if self._flying and (len(self._flying) > 1 or not batch):
+                self._complete(*self._flying.popleft())
+            elif not batch:
+                return
+
+    def _start(self, batch: Sequence[Outgoing]) -> None:
+        try:
+            entries = [] if self._dropping else self._ssd.reserve([out.page for out in batch])
+        except StorageError as error:
+            _log.warning("the SSD tier takes no pages: %s", error)
+            entries = []
+        reserved = {entry.key: entry for entry in entries}
+        writes = []
+        with self._manager.lock:
+            for out in batch:
+                entry = reserved.get(out.page.key)
+                if entry is None:
+                    self._finish(out, "closed" if self._dropping else "ssd_full")
+                elif self._manager.epoch(out.page.namespace) != out.epoch:
+                    self._ssd.index.drop(entry)
+                    self._ssd.index.release(entry)
+                    self._finish(out, "cleared")
+                else:
+                    writes.append((out, SlotWrite(entry, out.extents.memory(out.slot), out.checksums.copy())))
+        if writes:
+            self._flying.append((writes, self._ssd.write([write for _, write in writes])))
+
+    def _complete(self, writes: list[tuple[Outgoing, SlotWrite]], submission: Submission) -> None:
+        errors = submission.wait()
+        causes = {id(write): "io_error" for (_, write), error in zip(writes, errors, strict=True) if error is not None}
+        written = [write for _, write in writes if id(write) not in causes]
+        for error in filter(None, errors):
+            _log.warning("a page was not written: %s", error)
+            break
+        try:
+            for write, visible in zip(written, self._ssd.commit(written), strict=True):
+                causes[id(write)] = "" if visible else "cleared"
+        except StorageError as error:
+            _log.warning("the catalogue takes no pages: %s", error)
+            causes.update((id(write), "io_error") for write in written)
+        with self._manager.lock:
+            for out, write in writes:
+                cause = causes[id(write)]
+                if cause:
+                    self._ssd.index.drop(write.entry)
+                self._ssd.index.release(write.entry)
+                self._finish(out, cause)
+
+    def _finish(self, out: Outgoing, cause: str) -> None:
+        self.keys.discard(out.page.key)
+        out.finish(cause)
+
+
+def log_failure(future: Future[None]) -> None:
+    """Done-callback of background work: an exception nobody waits for is written to the log."""
+    error = future.exception()
+    if error is not None:
+        _log.error("background work broke off", exc_info=error)
