@@ -12,9 +12,9 @@ import torch
 
 from gdscache.config import Config
 from gdscache.layout import PageLayout
-from gdscache.loading import Loader
+from gdscache.loader import Loader
 from gdscache.planes import PagedPlanes
-from gdscache.storing import Storer
+from gdscache.storer import Storer
 from gdscache.streams import resolve_device
 from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.cpu import CpuTier, HostExtents
@@ -22,7 +22,7 @@ from gdscache.tiers.gpu import DeviceExtents, GpuTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.ssd import SsdTier
 from gdscache.tiers.transfer import Mover
-from gdscache.writing import SsdWriter
+from gdscache.writer import SsdWriter
 
 _log = logging.getLogger("gdscache")
 

@@ -111,7 +111,7 @@ class Catalog:
         All of it is durable when this returns, and none of it when it raises. A slot that still has a row cannot be
         inserted (`SlotRangeError`); deleting or touching a slot without a row does nothing.
         """
-        if not (insert or delete or touch):
+        if not (len(insert) or len(delete) or len(touch)):
             return
         with self._write_lock, self._in_use("written"):
             try:
@@ -130,7 +130,7 @@ class Catalog:
                         [(int(r.slot), r.checksums.astype("<u8", copy=False).tobytes()) for r in insert],
                     )
                     writer.executemany(
-                        "UPDATE pages SET recency = ? WHERE slot = ?", [(r, s) for s, r in touch.items()]
+                        "UPDATE pages SET recency = ? WHERE slot = ?", [(int(r), int(s)) for s, r in touch.items()]
                     )
                 self._namespace_ids = ids
             except sqlite3.IntegrityError as error:

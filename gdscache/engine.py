@@ -17,7 +17,8 @@ from gdscache.config import Config, load_config
 from gdscache.errors import DeadlineError, EngineClosedError, SequenceStateError, SlotCountError, TokensError
 from gdscache.keys import as_tokens, namespace_digest, page_keys
 from gdscache.layout import PageLayout
-from gdscache.loading import LayerwiseLoad, Loader
+from gdscache.loader import Loader
+from gdscache.loading import LayerwiseLoad
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.storing import StoreHandle
 from gdscache.streams import Event, record
@@ -59,9 +60,10 @@ class CheckReport:
 class CacheEngine:
     """A tiered KV cache: GPU pool → pinned CPU pool → SSD.
 
-    `planes` attaches an engine's own paged tensors, `planes[layer][plane]` of shape `(blocks, block_tokens, *row)`; then
-    `lookup`, `load` and `store` take slots of those tensors. Without it the engine owns a pool, and `sequence` is the way.
-    All methods may be called from many threads. Raises a subclass of `GdsCacheError` naming what cannot be opened.
+    `planes` attaches an engine's own paged tensors, `planes[layer][plane]` of shape `(blocks, block_tokens, *row)`;
+    then `lookup`, `load` and `store` take slots of those tensors. Without it the engine owns a pool, and `sequence` is
+    the way.
+    All methods may be called from many threads. Raises a subclass of `GdsCacheError` that names what cannot be opened.
     """
 
     def __init__(self, config: Config, planes: Sequence[Sequence[torch.Tensor]] | None = None) -> None:
@@ -146,8 +148,8 @@ class CacheEngine:
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.
 
-        Loads as many pages as `slots` are for; `load.tokens` says how many are on their way, since the keys are resolved
-        again. The slots are written after the current stream's work so far, or after the event `after`.
+        Loads as many pages as `slots` are for; `load.tokens` says how many are on their way, since the keys are
+        resolved again. The slots are written after the current stream's work so far, or after the event `after`.
         """
         return self.load_many([(hit, slots)], after)
 
@@ -207,7 +209,7 @@ class CacheEngine:
         return self.loader.prefetch(pages, "prefetch")
 
     def clear(self) -> dict[str, int]:
-        """Drop every page from every tier; the pages removed, by tier. What is being stored meanwhile is dropped too."""
+        """Drop every page from every tier; the pages removed, by tier. What is being stored is dropped too."""
         return self.manager.clear()
 
     def invalidate(self, namespace: bytes) -> dict[str, int]:

@@ -42,7 +42,9 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
         try:
             return np.frombuffer(array("I", tokens), dtype="<u4")
         except (TypeError, OverflowError) as error:
-            raise TokensError(f"token ids must be integers in [0, 2**32): {error}", "pass token ids, not text") from None
+            raise TokensError(
+                f"token ids must be integers in [0, 2**32): {error}", "pass token ids, not text"
+            ) from None
     values = np.asarray(tokens)
     if values.ndim != 1:
         raise TokensError(f"token ids have shape {values.shape}", "pass one sequence at a time, of shape (tokens,)")

@@ -1,34 +1,19 @@
-"""Loads: the handle that a caller holds, and the worker that moves the pages of one load.
-
-Pages of the CPU tier are copied layer by layer; pages of the SSD are read into the CPU slots reserved for them, or
-through the bounce reserve, checked as they land, and copied with all layers. A verdict exists for every page before
-`result()` returns, and nothing is published from here except CPU copies of verified pages.
-"""
+"""The caller's side of loads: the handle of a load that is under way, and the report when it is over."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import torch
 
-from gdscache.config import LoadConfig
-from gdscache.errors import DeadlineError, ShortIOError
+from gdscache.errors import DeadlineError
 from gdscache.layout import PageLayout
-from gdscache.storage.base import Submission
 from gdscache.streams import Event, Fence
-from gdscache.tiers.base import Lease
-from gdscache.tiers.bounce import Bounce, Extents
-from gdscache.tiers.index import Page, PageState
-from gdscache.tiers.manager import LoadPlan, PageStatus, PageTask, TierManager
-from gdscache.tiers.transfer import Mover
-
-_ROUND_BYTES = 32 << 20  # SSD bytes that one round through the bounce reserve asks for at once
-_SCATTER_PAGES = 16  # landed pages that are copied with one call
+from gdscache.tiers.manager import LoadPlan, PageStatus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +65,7 @@ class LayerwiseLoad:
         self._layers[layer].wait(self._deadline if seconds is None else seconds)
 
     def results(self, seconds: float | None = None) -> list[LoadReport]:
-        """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it takes too long."""
+        """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
         try:
             self.future.result(self._deadline if seconds is None else seconds)
         except TimeoutError:
@@ -115,264 +100,3 @@ class LayerwiseLoad:
     def cancel(self) -> None:
         """Stop early. The slots stay the engine's until `release_event`; what was not loaded by then is `CANCELLED`."""
         self._cancelled.set()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Work:
-    """A task of a load, the lease that pins its pages, and its row in the load's block table."""
-
-    task: PageTask
-    lease: Lease
-    row: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Reading:
-    """Reads in flight, what they are for, and the slots that they land in."""
-
-    submission: Submission
-    work: Sequence[_Work]
-    slots: Sequence[int]
-
-
-class Loader:
-    """Runs loads on a few threads."""
-
-    def __init__(
-        self, manager: TierManager, mover: Mover, bounce: Bounce | None, layout: PageLayout, config: LoadConfig
-    ) -> None:
-        self.manager = manager
-        self.mover = mover
-        self.bounce = bounce
-        self.layout = layout
-        self.config = config
-        self._pool = ThreadPoolExecutor(config.threads, "gdscache-load")
-
-    def start(
-        self, requests: Sequence[tuple[Sequence[Page], torch.Tensor]], owner: str, after: Iterable[Event] = ()
-    ) -> LayerwiseLoad:
-        """Start moving pages into planes; a request is its pages and their blocks, int64 (pages, blocks_per_page)."""
-        with self.manager.lock:  # plans and the order of execution agree, so that waiting for another load ends
-            parts = []
-            for pages, blocks in requests:
-                plan = self.manager.plan_load(pages, owner)
-                parts.append(LoadPart(plan, blocks[: len(plan.tasks)]))
-            return self._submit(parts, tuple(after), copy=True)
-
-    def prefetch(self, pages: Sequence[Page], owner: str) -> LayerwiseLoad:
-        """Bring pages from the SSD into the CPU tier, as many as find a slot there, and no further."""
-        with self.manager.lock:
-            plan = self.manager.plan_load(pages, owner, pass_through=False)
-            return self._submit([LoadPart(plan, torch.empty((0, 1), dtype=torch.int64))], (), copy=False)
-
-    def _submit(self, parts: Sequence[LoadPart], after: tuple[Event, ...], *, copy: bool) -> LayerwiseLoad:
-        load = LayerwiseLoad(parts, self.layout, self.config.deadline)
-        load.future = self._pool.submit(_Run(self, load, after, copy=copy))
-        return load
-
-    def close(self) -> None:
-        """Wait for the loads that run."""
-        self._pool.shutdown(wait=True)
-
-
-class _Run:
-    """The execution of one load, on one thread."""
-
-    def __init__(self, loader: Loader, load: LayerwiseLoad, after: tuple[Event, ...], *, copy: bool) -> None:
-        self._manager = loader.manager
-        self._mover = loader.mover
-        self._bounce = loader.bounce
-        self._layout = loader.layout
-        self._always = loader.config.verify == "always"
-        self._until = time.monotonic() + loader.config.deadline
-        self._load = load
-        self._copy = copy
-        self._after = after
-        self._blocks = torch.cat([part.blocks for part in load.parts])
-        tasks = [(task, part.plan.lease) for part in load.parts for task in part.plan.tasks]
-        self._work = [_Work(task, lease, row) for row, (task, lease) in enumerate(tasks)]
-        self._readings: list[_Reading] = []
-
-    def __call__(self) -> None:
-        started = time.monotonic()
-        try:
-            self._move()
-        finally:
-            for reading in self._readings:  # nothing but an exception leaves reads behind
-                self._drain(reading)
-            event = self._mover.mark_loads() if self._copy else None
-            for layer in range(self._layout.n_layers):
-                self._load.signal(layer, event)
-            if event is not None:
-                event.synchronize()
-            self._finish(time.monotonic() - started)
-
-    def _move(self) -> None:
-        resident = [w for w in self._work if w.task.tier == "cpu" and w.task.filled is None]
-        shared = [w for w in self._work if w.task.filled is not None]
-        from_ssd = [w for w in self._work if w.task.tier == "ssd"]
-        kept = [(w, w.task.target.slot) for w in from_ssd if w.task.target is not None]
-        passing = [w for w in from_ssd if w.task.target is None]
-        begun = time.monotonic()
-        reading = None
-        if kept and self._manager.cpu is not None:
-            reading = self._read([w for w, _ in kept], self._manager.cpu.extents, [slot for _, slot in kept])
-        self._scatter_resident(resident, by_layer=not from_ssd and not shared)
-        self._manager.observe("cpu", len(resident) * self._layout.page_bytes, time.monotonic() - begun)
-        if reading is not None and self._manager.cpu is not None:
-            self._land(reading, self._manager.cpu.extents)
-        self._pass_through(passing)
-        self._manager.observe("ssd", len(from_ssd) * self._layout.page_bytes, time.monotonic() - begun)
-        self._wait_for_others(shared)
-
-    # -- pages that are in the CPU tier ------------------------------------------------------------------------------
-
-    def _scatter_resident(self, work: Sequence[_Work], *, by_layer: bool) -> None:
-        if not work or self._manager.cpu is None:
-            return
-        extents = self._manager.cpu.extents
-        rows = [w.task.source.slot for w in work]
-        if self._copying:
-            blocks = self._blocks[[w.row for w in work]]
-            for group in self._layout.layer_groups if by_layer else (range(self._layout.n_layers),):
-                event = self._mover.scatter(extents.rows, rows, blocks, group, self._after)
-                for layer in group if by_layer else ():
-                    self._load.signal(layer, event)
-        for w, slot in zip(work, rows, strict=True):
-            bad = self._always and extents.bad_layer(slot) is not None
-            self._verdict(w, PageStatus.CHECKSUM if bad else PageStatus.LOADED)
-
-    def _wait_for_others(self, work: Sequence[_Work]) -> None:
-        """Pages that another load was reading when this one was planned. It was planned earlier, so it does not wait."""
-        there = []
-        for w in work:
-            if w.task.filled is not None and not w.task.filled.wait(max(0.0, self._until - time.monotonic())):
-                self._verdict(w, PageStatus.DEADLINE)
-            elif w.task.source.state is PageState.PENDING:
-                self._verdict(w, PageStatus.IO_ERROR)
-            else:
-                there.append(w)
-        self._scatter_resident(there, by_layer=False)
-
-    # -- pages that come from the SSD --------------------------------------------------------------------------------
-
-    def _read(self, work: Sequence[_Work], extents: Extents, slots: Sequence[int]) -> _Reading:
-        ssd = self._manager.ssd
-        assert ssd is not None, "a page of the SSD tier without one"
-        for slot, sums in zip(slots, ssd.checksums([w.task.source for w in work]), strict=True):
-            extents.checksums[slot] = 0 if sums is None else sums
-        pages = [(w.task.source, extents.memory(slot)) for w, slot in zip(work, slots, strict=True)]
-        reading = _Reading(ssd.read(pages), work, slots)
-        self._readings.append(reading)
-        return reading
-
-    def _land(self, reading: _Reading, extents: Extents) -> list[int]:
-        """Check and copy pages as their reads complete; the slots whose I/O is over."""
-        over: list[int] = []
-        ready: list[tuple[_Work, int]] = []
-        try:
-            for i, error in reading.submission.completions(self._until):
-                slot = reading.slots[i]
-                over.append(slot)
-                status = self._landed(slot, error, extents)
-                if status is PageStatus.LOADED:
-                    ready.append((reading.work[i], slot))
-                else:
-                    self._verdict(reading.work[i], status)
-                if len(ready) == _SCATTER_PAGES:
-                    self._scatter_landed(ready, extents)
-                    ready = []
-            self._readings.remove(reading)
-        except DeadlineError:
-            self._drain(reading)
-        self._scatter_landed(ready, extents)
-        return over
-
-    @staticmethod
-    def _landed(slot: int, error: Exception | None, extents: Extents) -> PageStatus:
-        if error is not None:
-            return PageStatus.SHORT_READ if isinstance(error, ShortIOError) else PageStatus.IO_ERROR
-        return PageStatus.LOADED if extents.bad_layer(slot) is None else PageStatus.CHECKSUM
-
-    def _scatter_landed(self, ready: Sequence[tuple[_Work, int]], extents: Extents) -> None:
-        if ready and self._copying:
-            blocks = self._blocks[[w.row for w, _ in ready]]
-            self._mover.scatter(extents.rows, [slot for _, slot in ready], blocks, None, self._after)
-        for w, _ in ready:
-            self._verdict(w, PageStatus.LOADED)
-
-    def _pass_through(self, work: Sequence[_Work]) -> None:
-        """Pages with no place in the CPU tier: rounds through the bounce reserve, the next read under the copy.
-
-        Waits for a slot only while it holds none, so two loads never wait for each other.
-        """
-        if not work or self._bounce is None:
-            return
-        pool, extents, rest = self._bounce.loads, self._bounce.extents, list(work)
-        most = max(1, min(pool.slots // 2, _ROUND_BYTES // self._layout.extent_bytes))
-        rounds: list[_Reading] = []
-        while rest or rounds:
-            if rest and len(rounds) < 2 and not self._load.cancelled:
-                wanted = min(most, len(rest))
-                seconds = max(0.0, self._until - time.monotonic())
-                slots = pool.try_take(wanted) if rounds else pool.take(wanted, seconds)
-                if slots:
-                    rounds.append(self._read(rest[: len(slots)], extents, slots))
-                    del rest[: len(slots)]
-                    continue
-            if not rounds:
-                for w in rest:
-                    self._verdict(w, PageStatus.CANCELLED if self._load.cancelled else PageStatus.DEADLINE)
-                return
-            over = self._land(rounds.pop(0), extents)
-            event = self._mover.mark_loads()
-            if event is not None:
-                event.synchronize()
-            pool.give(over)
-
-    def _drain(self, reading: _Reading) -> None:
-        """Wait for reads that nobody takes any more. What is still in flight at the deadline keeps its memory for good."""
-        self._readings.remove(reading)
-        late = dict(enumerate(reading.work))
-        try:
-            for i, _ in reading.submission.completions(self._until):
-                del late[i]
-        except DeadlineError:
-            for w in late.values():
-                if w.task.status is PageStatus.PENDING:
-                    self._verdict(w, PageStatus.DEADLINE)
-                if w.task.target is not None:
-                    self._manager.quarantine(w.lease, [w.task.target])
-
-    # -- verdicts ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _copying(self) -> bool:
-        return self._copy and not self._load.cancelled
-
-    def _verdict(self, work: _Work, status: PageStatus) -> None:
-        if status is PageStatus.LOADED and self._load.cancelled:
-            status = PageStatus.CANCELLED
-        self._manager.finish_page(work.task, status)
-
-    def _finish(self, seconds: float) -> None:
-        failed = False
-        for part in self._load.parts:
-            for task in part.plan.tasks:
-                if task.status is PageStatus.PENDING:
-                    self._manager.finish_page(task, PageStatus.ABORTED)
-            part.report = self._report(part.plan.tasks, seconds)
-            failed = failed or part.report.first_bad is not None
-            self._manager.end(part.plan.lease)
-        self._load.release_event.signal()
-        if failed and self._manager.ssd is not None:
-            self._manager.ssd.commit_retired()
-
-    def _report(self, tasks: Sequence[PageTask], seconds: float) -> LoadReport:
-        statuses = tuple(task.status for task in tasks)
-        by_tier = Counter(task.tier for task in tasks if task.status is PageStatus.LOADED)
-        for name, pages in by_tier.items():
-            self._manager.count("bytes_loaded", name, pages * self._layout.page_bytes)
-        good = next((i for i, status in enumerate(statuses) if status is not PageStatus.LOADED), len(statuses))
-        nbytes = {name: pages * self._layout.page_bytes for name, pages in by_tier.items()}
-        return LoadReport(good * self._layout.page_tokens, statuses, nbytes, seconds)

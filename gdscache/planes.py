@@ -106,7 +106,9 @@ class PagedPlanes:
         values that are not block numbers of this pool or named twice, `SlotCountError` for a broken page.
         """
         if isinstance(slots, torch.Tensor) and slots.device.type != "cpu":
-            raise SlotRangeError(f"slots are on {slots.device}", "pass host indices: reading them back would synchronise")
+            raise SlotRangeError(
+                f"slots are on {slots.device}", "pass host indices: reading them back would synchronise"
+            )
         table = torch.as_tensor(slots)
         if table.numel() == 0:
             return torch.empty((0, self.blocks_per_page), dtype=torch.int64)
@@ -116,7 +118,7 @@ class PagedPlanes:
         low, high = int(table.min()), int(table.max())
         if low < 0 or high >= self.blocks:
             raise SlotRangeError(f"slots span {low} ... {high}, the pool has blocks 0 ... {self.blocks - 1}")
-        if table.numel() != table.unique().numel():
+        if table.numel() != len(set(table.tolist())):
             raise SlotRangeError("a slot is named twice", "every page needs blocks of its own")
         if table.numel() % self.blocks_per_page:
             raise SlotCountError(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Sequence:
     """Slots for the pages of one token sequence, and the load of its longest cached prefix, begun.
 
-    Made by `CacheEngine.sequence`. `slots[i]` is the slot of page `i` in the planes, the partial tail included; the first
+    Made by `CacheEngine.sequence`. `slots[i]` is the slot of page `i` in the planes, a partial tail included; the first
     `cached_tokens // page_tokens` pages are cached, the others are the caller's to compute. Pages shared with other
     sequences are read-only. Leaving without `commit` publishes nothing. One thread at a time.
     """

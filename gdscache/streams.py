@@ -31,8 +31,13 @@ def record(device: torch.device) -> Event:
     """An event after the work so far on the caller's current stream."""
     if device.type == "cpu":
         return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
+    return record_on(torch.cuda.current_stream(device))
+
+
+def record_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event after the work so far on a stream."""
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
     return event
 
 
@@ -53,7 +58,7 @@ class Fence:
 
     def done(self) -> bool:
         """True when the work is finished; never waits."""
-        return self._queued.is_set() and (self._event is None or self._event.query())
+        return self._queued.is_set() and (self._event is None or bool(self._event.query()))  # type: ignore[no-untyped-call]
 
     def wait(self, seconds: float | None = None) -> None:
         """Order the current stream after the work: the thread waits until it is queued, the stream until it is done.

@@ -1,4 +1,4 @@
-"""Gather and scatter in torch: the oracle of every other implementation, and what serves where no kernel can be built."""
+"""Gather and scatter in torch: the oracle of every other implementation, and what serves where there is no kernel."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The contract that every tier fulfils.
 
-A tier is an index (`PageIndex`: names, slots, states, leases) and the bytes of its slots. The manager decides under
-its lock, on indexes alone; bytes move outside the lock, between slots that are leased. Every operation has two phases:
+A tier is an index (`PageIndex`: names, slots, states, leases) and the bytes of its slots. The manager decides under its
+lock, on indexes alone; bytes move outside the lock, between slots that are leased. Every operation has its phases:
 
 1. *Reserve and pin.* Under the lock: slots are taken (clean, unleased pages are evicted for them), the pages are
-   inserted as `PENDING` and leased by whoever will fill them; sources are leased. A load takes what it gets in this one
-   step and never waits for more.
+   inserted as `PENDING` and leased by whoever will fill them; sources are leased. A load takes what it gets in this
+   one step and never waits for more.
 2. *Move bytes.* Outside the lock. Results are per page: bytes that are complete and equal to their checksums, or a cause.
 3. *Commit or drop.* Under the lock: a page becomes visible, or its reservation is undone; leases end.
 
@@ -79,7 +79,7 @@ class Lease:
 
 
 class SlotPool:
-    """A fixed set of slots that threads take and give back: the bounce reserve. All or some, never more than there are."""
+    """A fixed set of slots that threads take and give back: a share of the bounce reserve."""
 
     def __init__(self, slots: range) -> None:
         self.slots = len(slots)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gdscache.checksum import first_bad_layer, layer_checksums
@@ -64,8 +65,9 @@ class GpuTier(Tier):
     def order_after(self, slots: Iterable[int], *, forget: bool = False) -> None:
         """Order the current stream after the work that still uses these slots; `forget` it when they change hands."""
         look = self._last_use.pop if forget else self._last_use.get
-        for event in {look(slot, None) for slot in slots} - {None}:
-            torch.cuda.current_stream(self.pool.device).wait_event(event)
+        for event in {look(slot, None) for slot in slots}:
+            if event is not None:
+                torch.cuda.current_stream(self.pool.device).wait_event(event)
 
     def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
         with lock:
@@ -104,7 +106,8 @@ class DeviceExtents:
         return first_bad_layer(self._host(slot), self.layout.layer_bounds, self.checksums[slot])
 
     def _host(self, slot: int) -> memoryview:
-        return memoryview(self.rows[slot].cpu().numpy())
+        copy: npt.NDArray[np.uint8] = self.rows[slot].cpu().numpy()
+        return copy.data
 
     def close(self) -> None:
         """Drop the buffer."""

@@ -1,9 +1,9 @@
 """The index of one tier: which pages it holds, in which slot, in what state. Pure Python, no bytes, no I/O.
 
-A page goes `insert(PENDING) → commit`, or `insert(PENDING) → drop` when it fails. It is visible to `get` only after `commit`. A leased page is
-neither evicted nor overwritten; a page dropped while leased is invisible at once and gives its slot back at the last
-release. Eviction takes tails before heads: a page goes only when no child of it is in the tier, unless nothing else
-can go. Nothing here locks: the manager's lock guards every index.
+A page goes `insert(PENDING) → commit`, or `insert(PENDING) → drop` when it fails; `get` sees it only after `commit`.
+A leased page is neither evicted nor overwritten; a page dropped while leased is invisible at once and gives its slot
+back at the last release. Eviction takes tails before heads: a page goes only when no child of it is in the tier,
+unless nothing else can go. Nothing here locks: the manager's lock guards every index.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The SSD tier: a preallocated slab of extents, a durable catalogue, and a transport that moves the bytes.
 
-The order of a store is: bytes written, row committed, key visible. A slot whose page is gone is *retired*, and free only
-when the deletion of its row is committed; deletions travel with the next commit, and a reserve of free slots keeps a
-store from waiting for one.
+The order of a store is: bytes written, row committed, key visible. A slot whose page is gone is *retired*, and free
+only when the deletion of its row is committed; deletions travel with the next commit, and a reserve of free slots keeps
+a store from waiting for one.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class SsdTier(Tier):
     # -- writing --------------------------------------------------------------------------------------------------
 
     def reserve(self, pages: Sequence[Page]) -> list[Entry]:
-        """Reserve and lease slots for the first of `pages`, as many as there is room for. May commit deletions first."""
+        """Reserve and lease slots for the first of `pages`, as many as find room. May commit deletions first."""
         with self.lock:
             short = len(pages) + self._reserve - self.index.free_slots - len(self._retired)
             if short > 0:
@@ -172,7 +172,7 @@ class SsdTier(Tier):
                 return [not w.entry.dropped for w in writes]
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Count a use of each present page, tail first. The manager's lock is held. What is kept for disk is bounded."""
+        """Count a use of each present page, tail first, under the manager's lock. What is kept for disk is bounded."""
         touched = self._touched
         room = len(touched) < _TOUCHES_KEPT
         for key in keys:
@@ -204,9 +204,7 @@ class SsdTier(Tier):
 
     def _record(self, write: SlotWrite, recency: int) -> PageRecord:
         e = write.entry
-        return PageRecord(
-            e.slot, e.key, e.parent, e.namespace, self.layout.page_bytes, recency, write.checksums
-        )
+        return PageRecord(e.slot, e.key, e.parent, e.namespace, self.layout.page_bytes, recency, write.checksums)
 
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
         """Write down what a namespace means, for people who inspect the directory."""

@@ -15,7 +15,7 @@ import torch
 
 from gdscache import kernels
 from gdscache.planes import PagedPlanes
-from gdscache.streams import Event
+from gdscache.streams import Event, record_on
 
 
 class Lane:
@@ -27,7 +27,7 @@ class Lane:
         self.stream: torch.cuda.Stream | None = None
         self.staging: torch.Tensor | None = None
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device, priority=priority)
+            self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
             rows = staging_bytes // extent_bytes
             self.staging = torch.empty((rows, extent_bytes), dtype=torch.uint8, device=device)
 
@@ -47,9 +47,7 @@ class Lane:
         """An event behind everything that was queued on the lane so far."""
         if self.stream is None:
             return None
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        return event
+        return record_on(self.stream)
 
 
 class Mover:

@@ -25,7 +25,7 @@ BATCH_BYTES = 32 << 20  # what one gather, and one write batch, takes at once
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A page to write. `finish` is called once, under the manager's lock: with "" when the page is committed, else why not."""
+    """A page to write. `finish` is called once, under the manager's lock: with "" for a committed page, else why not."""
 
     page: Page
     epoch: int
@@ -35,7 +35,9 @@ class Outgoing:
 
     @property
     def checksums(self) -> Checksums:
-        return self.extents.checksums[self.slot]
+        """Of the bytes in the slot, uint64 of shape (layers,)."""
+        sums: Checksums = self.extents.checksums[self.slot]
+        return sums
 
 
 class SsdWriter:
