@@ -116,7 +116,7 @@ class Sequence:
         return self._store(entries)
 
     def close(self) -> None:
-        """Leave: private slots are free after the current stream's work, shared pages lose a reference. Twice is fine."""
+        """Leave: private slots go free after the current stream's work; shared ones lose a reference."""
         if self._left:
             return
         self._left = True

@@ -29,7 +29,7 @@ from gdscache.writer import BATCH_BYTES, Outgoing, SsdWriter, log_failure
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
-    """A store as accepted. `numbers[i]` is page `i`'s place in the handle; `sources` pins the blocks if they are ours."""
+    """A store as accepted. `numbers[i]` is page `i`'s place in the handle; `sources` pins blocks that are ours."""
 
     handle: StoreHandle
     numbers: list[int]

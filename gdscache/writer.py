@@ -25,7 +25,7 @@ BATCH_BYTES = 32 << 20  # what one gather, and one write batch, takes at once
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A page to write. `finish` is called once, under the manager's lock: with "" for a committed page, else why not."""
+    """A page to write. `finish` is called once, under the manager's lock: with "" when committed, else why not."""
 
     page: Page
     epoch: int

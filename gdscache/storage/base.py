@@ -6,6 +6,7 @@ A transport is not a tier: the same files work under each. Requests are multiple
 from __future__ import annotations
 
 import abc
+import ctypes
 import dataclasses
 import enum
 import errno
@@ -73,6 +74,7 @@ class Submission:
         self._moved = [0] * len(spans)
         self._errors: list[StorageError | None] = [None] * len(spans)
         self._ended: list[int] = []
+        self._watchers = 0  # waiters for less than the whole batch; nobody else is woken before its end
         self._changed = threading.Condition(threading.Lock())
 
     def finish(self, results: Sequence[tuple[int, int, StorageError | None]]) -> None:
@@ -86,7 +88,8 @@ class Submission:
                     if self._errors[index] is None and self._moved[index] != self._spans[index].nbytes:
                         self._errors[index] = self._short(index)
                     self._ended.append(index)
-            self._changed.notify_all()
+            if self._watchers or len(self._ended) == len(self._spans):
+                self._changed.notify_all()
 
     def completions(self, deadline: float | None = None) -> Iterator[tuple[int, StorageError | None]]:
         """`(index of the request, its error or None)` in the order of their ends, each once an iterator.
@@ -123,7 +126,10 @@ class Submission:
                     f"{len(self._spans) - len(self._ended)} of {len(self._spans)} {self._op.value}s have not ended",
                     "the device is slow or hangs; what is left keeps its memory until it ends",
                 )
+            partial = count < len(self._spans)
+            self._watchers += partial
             self._changed.wait(left)
+            self._watchers -= partial
 
     def _short(self, index: int) -> ShortIOError:
         span = self._spans[index]
@@ -222,7 +228,7 @@ def check_memory(
         if memory.readonly and op is Op.READ:
             raise refused("host memory is read-only", "pass a writable view")
         kind, nbytes = "host", memory.nbytes
-        address = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0]) if nbytes else 0
+        address = _address(memory) if nbytes else 0
     else:
         if str(memory.dtype) != "torch.uint8" or memory.dim() != 1 or not memory.is_contiguous():
             shape = tuple(memory.shape)
@@ -240,3 +246,11 @@ def check_memory(
             f"offset, length and address must be multiples of {EXTENT_ALIGNMENT}",
         )
     return memory
+
+
+def _address(memory: memoryview) -> int:
+    if memory.readonly:
+        return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+    return ctypes.addressof(
+        ctypes.c_char.from_buffer(memory)
+    )  # ten times as fast as numpy, but for writable memory only

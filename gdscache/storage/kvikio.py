@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdscache.errors import InvalidValueError, ShortIOError, StorageError, TransportUnavailableError
+from gdscache.errors import InvalidValueError, TransportUnavailableError
 from gdscache.storage.base import Op, Switch, failed
 from gdscache.storage.workers import MAX_RUN, Piece, QueuedTransport, Result, Run
 
@@ -142,12 +142,12 @@ class KvikioTransport(QueuedTransport):
             try:
                 started.append((piece, buffer, call(buffer, piece.nbytes, piece.offset)))
             except (RuntimeError, OSError, ValueError, MemoryError) as error:
-                results.append((piece.index, 0, self._cause(run, piece, error)))
+                results.append(self._failure(run, piece, error))
         for piece, _, future in started:
             try:
                 results.append((piece.index, future.get(), None))
             except (RuntimeError, OSError, ValueError, MemoryError) as error:
-                results.append((piece.index, 0, self._cause(run, piece, error)))
+                results.append(self._failure(run, piece, error))
         return results
 
     def release(self) -> None:
@@ -157,16 +157,12 @@ class KvikioTransport(QueuedTransport):
             self._files.clear()
             self._paths.clear()
 
-    def _cause(self, run: Run, piece: Piece, error: RuntimeError | OSError | ValueError | MemoryError) -> StorageError:
+    def _failure(self, run: Run, piece: Piece, error: RuntimeError | OSError | ValueError | MemoryError) -> Result:
         """What kvikio's error means: it says neither errno nor how far it came, so the file's size is asked."""
-        path = self._path(run.file)
-        left = os.fstat(run.file).st_size - piece.offset
+        left = max(os.fstat(run.file).st_size - piece.offset, 0)
         if run.op is Op.READ and left < piece.nbytes:
-            return ShortIOError(
-                f"read could move {max(left, 0)} of {piece.nbytes} bytes at offset {piece.offset} of {path}",
-                "the file was truncated",
-            )
-        return failed(run.op.value, path, piece.offset, error)
+            return piece.index, left, None
+        return piece.index, 0, failed(run.op.value, self._path(run.file), piece.offset, error)
 
 
 def _import_kvikio() -> Any:

@@ -6,7 +6,7 @@ lock, on indexes alone; bytes move outside the lock, between slots that are leas
 1. *Reserve and pin.* Under the lock: slots are taken (clean, unleased pages are evicted for them), the pages are
    inserted as `PENDING` and leased by whoever will fill them; sources are leased. A load takes what it gets in this
    one step and never waits for more.
-2. *Move bytes.* Outside the lock. Results are per page: bytes that are complete and equal to their checksums, or a cause.
+2. *Move bytes.* Outside the lock. Results are per page: complete bytes that match their checksums, or a cause.
 3. *Commit or drop.* Under the lock: a page becomes visible, or its reservation is undone; leases end.
 
 What a tier promises: `slots` times the extent size never exceeds its configured capacity, which is reserved when it

@@ -1,0 +1,71 @@
+# make demo | test: everything from a fresh clone. Needs Python >= 3.11, git and make; the rest goes into .venv.
+#
+#   PY=python3.12    another Python, for a new .venv
+#   GPU=auto|on|off  GPU libraries: where there is a GPU (auto), required (on), never (off)
+#
+# Without a GPU on Linux, PyPI's torch still brings its CUDA libraries (some GB). That is accepted: it is the build that
+# users have. To save the download, install a CPU build of torch into .venv first; it is then kept.
+
+PY ?= python3
+GPU ?= auto
+VENV := .venv
+BIN := $(VENV)/bin
+
+# On a terminal pip shows its own progress, elsewhere only what goes wrong.
+PIP_QUIET := $(shell test -t 2 || echo -q)
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install $(PIP_QUIET)
+
+CHECK_PYTHON := -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+	"error: gdscache needs Python 3.11 or newer, and %s is %s: use make PY=..." % (sys.executable, sys.version.split()[0]))'
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint soak bench install clean
+
+help:
+	@echo "make demo    the demo: a model's prefix cache through GPU, CPU and SSD, and a restart"
+	@echo "make test    the tests        make soak   long runs of kills and faults"
+	@echo "make lint    ruff and mypy    make bench  what the tiers give on this machine"
+	@echo "make clean   removes .venv and all that was built"
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not soak" --durations=15 $(PYTEST_ARGS)
+
+soak: $(VENV)/.installed
+	GDSCACHE_SOAK=1 $(BIN)/python -m pytest -m soak --durations=15 --timeout=0 $(PYTEST_ARGS)
+
+bench: $(VENV)/.installed
+	$(BIN)/gdscache bench engine
+	$(BIN)/gdscache bench index
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(VENV)/.installed
+
+# The interpreter is the order-only step: its time stamp says nothing about what is installed.
+$(BIN)/python:
+	@$(PY) $(CHECK_PYTHON)
+	@echo "== $(VENV): a new environment from $$($(PY) --version)"
+	@$(PY) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.installed: pyproject.toml tools/install_gpu.py | $(BIN)/python
+	@$(BIN)/python $(CHECK_PYTHON)
+	@echo "== $(VENV): gdscache and what its tests need (torch is large: the first time this takes minutes)"
+	@$(PIP) "setuptools>=77"
+	@$(PIP) --no-build-isolation -e ".[test]"
+	@$(BIN)/python tools/install_gpu.py --gpu $(GPU)
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "== $(VENV): ruff and mypy"
+	@$(PIP) --no-build-isolation -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

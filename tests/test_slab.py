@@ -1,0 +1,179 @@
+"""The slab file: allocated in full, cut and grown, and never trusted beyond the bytes it had."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from gdscache import slab as slab_module
+from gdscache.errors import (
+    CapacityError,
+    DirectoryNotWritableError,
+    IOFailedError,
+    NoSpaceError,
+    NotARegularFileError,
+    SlotRangeError,
+)
+from gdscache.slab import Slab
+
+EXTENT = 8192
+Usage = namedtuple("Usage", "total used free")
+
+
+def fill(slab: Slab) -> bytes:
+    data = os.urandom(slab.nbytes)
+    slab.path.write_bytes(data)
+    return data
+
+
+def test_a_new_slab_is_allocated_in_full_and_private(tmp_path: Path) -> None:
+    slab = Slab.open(tmp_path, EXTENT, 5)
+    status = slab.path.stat()
+    assert slab.path == tmp_path / "slab-0.bin"
+    assert slab.files == (slab.path,)
+    assert status.st_size == slab.nbytes == 5 * EXTENT
+    assert status.st_blocks * 512 >= 5 * EXTENT
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert (slab.slots, slab.extent_bytes, slab.valid_slots) == (5, EXTENT, 0)
+
+
+def test_slots_lie_one_after_another_and_nowhere_else(tmp_path: Path) -> None:
+    slab = Slab.open(tmp_path, EXTENT, 3)
+    assert [slab.offset(i) for i in range(3)] == [0, EXTENT, 2 * EXTENT]
+    assert slab.locate(2) == (0, 2 * EXTENT)
+    for slot in (-1, 3, 1 << 40):
+        with pytest.raises(SlotRangeError, match=str(slot)):
+            slab.offset(slot)
+
+
+def test_reopening_keeps_every_byte(tmp_path: Path) -> None:
+    data = fill(Slab.open(tmp_path, EXTENT, 4))
+    again = Slab.open(tmp_path, EXTENT, 4)
+    assert again.valid_slots == 4
+    assert again.path.read_bytes() == data
+
+
+def test_growing_keeps_the_old_slots_and_voids_the_new(tmp_path: Path) -> None:
+    data = fill(Slab.open(tmp_path, EXTENT, 4))
+    grown = Slab.open(tmp_path, EXTENT, 6)
+    assert grown.valid_slots == 4
+    assert grown.path.read_bytes() == data + bytes(2 * EXTENT)
+    assert grown.path.stat().st_blocks * 512 >= 6 * EXTENT
+
+
+def test_shrinking_cuts(tmp_path: Path) -> None:
+    data = fill(Slab.open(tmp_path, EXTENT, 4))
+    cut = Slab.open(tmp_path, EXTENT, 3)
+    assert cut.valid_slots == 3
+    assert cut.path.read_bytes() == data[: 3 * EXTENT]
+
+
+@pytest.mark.parametrize(("size", "valid"), [(0, 0), (1, 0), (EXTENT - 1, 0), (EXTENT, 1), (3 * EXTENT - 1, 2)])
+def test_a_truncated_slab_is_valid_as_far_as_whole_slots_go(tmp_path: Path, size: int, valid: int) -> None:
+    data = fill(Slab.open(tmp_path, EXTENT, 4))
+    os.truncate(tmp_path / "slab-0.bin", size)
+    slab = Slab.open(tmp_path, EXTENT, 4)
+    assert slab.valid_slots == valid
+    assert slab.path.read_bytes() == data[:size] + bytes(4 * EXTENT - size)
+
+
+def test_holes_are_filled(tmp_path: Path) -> None:
+    with open(tmp_path / "slab-0.bin", "wb") as file:
+        file.truncate(64 * EXTENT)
+    slab = Slab.open(tmp_path, EXTENT, 64)
+    assert slab.path.stat().st_blocks * 512 >= slab.nbytes
+
+
+@pytest.mark.parametrize(("extent", "slots"), [(EXTENT, 0), (EXTENT, -1), (0, 4)])
+def test_a_slab_of_nothing_is_refused(tmp_path: Path, extent: int, slots: int) -> None:
+    with pytest.raises(CapacityError, match=r"ssd\.capacity"):
+        Slab.open(tmp_path, extent, slots)
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_than_the_disk_has_is_refused_before_writing(tmp_path: Path) -> None:
+    slots = shutil.disk_usage(tmp_path).total * 2 // EXTENT
+    with pytest.raises(NoSpaceError, match=f"{slots * EXTENT:,}") as caught:
+        Slab.open(tmp_path, EXTENT, slots)
+    assert "ssd.capacity" in caught.value.hint
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(NoSpaceError):  # far beyond what an offset can say
+        Slab.open(tmp_path, 1 << 40, 1 << 40)
+
+
+def test_both_figures_count_what_the_slab_already_occupies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = fill(Slab.open(tmp_path, EXTENT, 4))
+    monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, EXTENT))
+    assert Slab.open(tmp_path, EXTENT, 5).valid_slots == 4  # one more slot fits exactly
+    monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, EXTENT - 1))
+    with pytest.raises(NoSpaceError, match=f"needs {EXTENT:,} bytes more .* {EXTENT - 1:,} free"):
+        Slab.open(tmp_path, EXTENT, 6)
+    slab = Slab.open(tmp_path, EXTENT, 5)
+    assert slab.path.read_bytes() == data + bytes(EXTENT)
+    monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, 0))
+    assert Slab.open(tmp_path, EXTENT, 5).valid_slots == 5  # a full disk does not keep a slab from reopening
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(errno.ENOSPC, NoSpaceError), (errno.EDQUOT, NoSpaceError), (errno.EFBIG, IOFailedError)]
+)
+def test_an_allocation_that_fails_half_way_leaves_things_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
+) -> None:
+    def half(fd: int, offset: int, length: int) -> None:
+        os.ftruncate(fd, max(os.fstat(fd).st_size, length // 2))
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slab_module.os, "posix_fallocate", half)
+        with pytest.raises(error, match=re.escape(os.strerror(number))):
+            Slab.open(tmp_path, EXTENT, 8)
+        assert not list(tmp_path.iterdir())
+    data = fill(Slab.open(tmp_path, EXTENT, 4))
+    descriptors = set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(slab_module.os, "posix_fallocate", half)
+        with pytest.raises(error):
+            Slab.open(tmp_path, EXTENT, 64)
+    assert (tmp_path / "slab-0.bin").read_bytes() == data
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("make", ["link", "directory", "fifo", "device"])
+def test_only_a_regular_file_will_do(tmp_path: Path, make: str) -> None:
+    victim, cache = tmp_path / "victim", tmp_path / "cache"
+    victim.write_text("precious")
+    cache.mkdir()
+    path = cache / "slab-0.bin"
+    if make == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+            os.close(os.open(path, os.O_RDWR))
+        except PermissionError:
+            pytest.skip("this user may not make or open device nodes here")
+    else:
+        {"link": lambda: path.symlink_to(victim), "directory": path.mkdir, "fifo": lambda: os.mkfifo(path)}[make]()
+    with pytest.raises(NotARegularFileError, match=r"slab-0\.bin"):
+        Slab.open(cache, EXTENT, 4)
+    assert victim.read_text() == "precious"
+
+
+def test_a_directory_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryNotWritableError):
+        Slab.open(tmp_path / "gone", EXTENT, 4)
+
+
+def test_flush(tmp_path: Path) -> None:
+    slab = Slab.open(tmp_path, EXTENT, 4)
+    slab.flush()
+    slab.path.unlink()
+    with pytest.raises(IOFailedError) as caught:
+        slab.flush()
+    assert caught.value.errno == errno.ENOENT
