@@ -141,3 +141,7 @@ class EngineClosedError(GdsCacheError):
 
 class SequenceStateError(GdsCacheError):
     """A sequence was used after it was left, or published before its pages were complete."""
+
+
+class UnsupportedRequestError(GdsCacheError):
+    """A request of a kind that an integration cannot serve from cached prefixes: padding, beams, ragged rows."""

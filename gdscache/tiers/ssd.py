@@ -21,6 +21,7 @@ from gdscache.catalog import Catalog, PageRecord
 from gdscache.checksum import Checksums
 from gdscache.config import SsdConfig
 from gdscache.directory import CacheDirectory
+from gdscache.errors import IOFailedError
 from gdscache.layout import PageLayout
 from gdscache.slab import Slab
 from gdscache.storage import open_transport
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("gdscache.ssd")
 _TOUCHES_KEPT = 1 << 16
+_CLOCK_LIMIT = 1 << 62  # a damaged row must not push the clock out of SQLite's integers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class SsdTier(Tier):
         found = self._catalog.recover(min(slots, self._slab.valid_slots))
         self.index = PageIndex(slots, recycle=self._retire)
         self.index.restore(map(Page, found.keys, found.parents, found.namespaces), found.slots)
-        self._clock = (found.recency[-1] if found.recency else 0) + 1
+        self._clock = min(found.recency[-1] if found.recency else 0, _CLOCK_LIMIT) + 1
+        self._set_aside = found.set_aside
         self.lost.update(found.dropped)
         if found.dropped:
             _log.warning("%s: recovery gave up pages: %s", self.path, dict(found.dropped))
@@ -114,7 +117,7 @@ class SsdTier(Tier):
     def checksums(self, entries: Sequence[Entry]) -> list[Checksums | None]:
         """The stored checksums of pages, uint64 of shape (layers,); None where the catalogue has none."""
         unknown = [e.slot for e in entries if not self._known[e.slot]]
-        for slot, sums in zip(unknown, self._catalog.checksums(unknown) if unknown else [], strict=True):
+        for slot, sums in zip(unknown, self._stored_checksums(unknown), strict=True):
             if sums is not None and len(sums) == self.layout.n_layers:
                 self._checksums[slot] = sums
                 self._known[slot] = 1
@@ -190,6 +193,15 @@ class SsdTier(Tier):
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _stored_checksums(self, slots: Sequence[int]) -> Sequence[Checksums | None]:
+        if not slots:
+            return []
+        try:
+            return self._catalog.checksums(slots)
+        except IOFailedError as error:  # no checksum, no hit: these pages fail their check and are dropped
+            _log.warning("%s: checksums of %d pages cannot be read: %s", self.path, len(slots), error)
+            return [None] * len(slots)
+
     def _retire(self, slot: int) -> None:
         self._known[slot] = 0
         self._touched.pop(slot, None)
@@ -220,7 +232,12 @@ class SsdTier(Tier):
         return problems
 
     def describe(self) -> dict[str, Any]:
-        return {"path": str(self.path), "lost_at_recovery": dict(self.lost), "transport": self._transport.describe()}
+        return {
+            "path": str(self.path),
+            "lost_at_recovery": dict(self.lost),
+            "catalogue_set_aside": None if self._set_aside is None else str(self._set_aside),
+            "transport": self._transport.describe(),
+        }
 
     def close(self) -> None:
         if self._closed:

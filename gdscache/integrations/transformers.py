@@ -1,0 +1,286 @@
+"""Hugging Face transformers: a `Cache` that starts with the cached prefix of a prompt, and gives back what was computed.
+
+    prefixes = PrefixCache(engine)                       # engine.config.model made with model_section(model.config, ...)
+    with prefixes.open(input_ids) as cache:
+        output = model.generate(input_ids, past_key_values=cache)
+        cache.commit(output)
+
+Written against transformers 5.23: layers cache tensors of shape (rows, heads, tokens, head_dim), and MLA models cache the
+latent in place of the keys and the rope part in place of the values, each with one head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import numbers
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from gdscache.engine import CacheEngine
+from gdscache.errors import GeometryError, SequenceStateError, TokensError, UnsupportedRequestError
+from gdscache.keys import as_tokens
+from gdscache.layout import Plane
+from gdscache.sequence import Sequence as TokenSequence
+from gdscache.storing import StoreHandle
+
+
+def model_section(
+    hf_config: PreTrainedConfig, *, dtype: torch.dtype | str, name: str, weights: str = "", page_tokens: int = 64
+) -> dict[str, Any]:
+    """The `model` section of our configuration for a Hugging Face model.
+
+    `dtype` is that of the cache, which is the model's. `name` and `weights` (a version) go into the namespace; so do the
+    rope parameters, since the same weights under another rope make other keys. Raises `GeometryError` for a model that
+    keeps anything but all keys and values of all layers: sliding windows, linear attention, indexers, encoders.
+    """
+    config = hf_config.get_text_config(decoder=True)
+    layers = _full_attention_layers(config)
+    section = {
+        "name": name,
+        "weights": f"{weights};rope={_rope_digest(config)}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "layers": layers,
+        "page_tokens": page_tokens,
+    }
+    if getattr(config, "kv_lora_rank", None):
+        return {**section, "kind": "mla", "kv_lora_rank": config.kv_lora_rank, "rope_dim": config.qk_rope_head_dim}
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    section |= {"kind": "mha", "kv_heads": getattr(config, "num_key_value_heads", None) or heads, "head_dim": head_dim}
+    v_head_dim = getattr(config, "v_head_dim", None) or head_dim
+    return section if v_head_dim == head_dim else {**section, "v_head_dim": v_head_dim}
+
+
+def _full_attention_layers(config: PreTrainedConfig) -> int:
+    """The number of cache layers, by transformers' own account of what each layer keeps."""
+    hint = "only models whose every layer keeps all keys and values of all tokens can be cached"
+    kind = config.model_type
+    if config.is_encoder_decoder or getattr(config, "is_heterogeneous", False):
+        raise GeometryError(f"{kind} is an encoder-decoder model, or its layers differ in shape", hint)
+    try:
+        layers = DynamicCache(config=config).layers
+    except KeyError as error:
+        raise GeometryError(f"{kind} has layers of type {error}, which keep a state of their own", hint) from None
+    for number, layer in enumerate(layers):
+        if type(layer) is not DynamicLayer:
+            raise GeometryError(f"layer {number} of {kind} keeps its cache in a {type(layer).__name__}", hint)
+    return len(layers)
+
+
+def _rope_digest(config: PreTrainedConfig) -> str:
+    text = json.dumps(getattr(config, "rope_parameters", None), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class PrefixCache:
+    """Opens caches for requests. `engine` owns its pool, and its layers have two planes: K and V, or latent and rope.
+
+    Thread-safe; the engine stays the caller's to close. Raises `GeometryError` for other layouts.
+    """
+
+    def __init__(self, engine: CacheEngine) -> None:
+        for number, planes in enumerate(engine.layout.layers):
+            if len(planes) != 2:
+                raise GeometryError(
+                    f"layer {number} has {len(planes)} planes, a transformers cache keeps two tensors a layer",
+                    "make the model section with model_section()",
+                )
+        self.engine = engine
+
+    def open(self, input_ids: Any, *, attention_mask: torch.Tensor | None = None, salt: str = "") -> GdsCache:
+        """A cache that holds the longest cached prefix of a prompt, verified; at most all tokens but the last.
+
+        `input_ids`: integers of shape (tokens,) or (rows, tokens), a tensor or lists. The rows of a batch start from the
+        shortest of their prefixes. Prompts must not be padded, since the pads would change what the other tokens mean;
+        pass the tokenizer's `attention_mask` to have that checked. Raises `UnsupportedRequestError` for rows that differ
+        in length and for pads, `TokensError` for what are no token ids, and `PoolFullError` when the prompt does not fit
+        into the pool: the request then goes without a cache, or waits.
+        """
+        prompts = _rows(input_ids)
+        if attention_mask is not None and not bool((attention_mask != 0).all()):
+            raise UnsupportedRequestError(
+                "the attention mask hides tokens", "run prompts of different length one by one"
+            )
+        with contextlib.ExitStack() as opened:
+            sequences = [opened.enter_context(self.engine.sequence(prompt, salt)) for prompt in prompts]
+            cache = GdsCache(self.engine, sequences)
+            opened.pop_all()
+        return cache
+
+
+class GdsCache(DynamicCache):  # type: ignore[misc]
+    """The cache of one request, for `generate(..., past_key_values=cache)` or plain forward calls. One thread at a time.
+
+    Holds pages of the engine's pool until it is closed. Made by `PrefixCache.open`.
+    """
+
+    def __init__(self, engine: CacheEngine, sequences: Sequence[TokenSequence]) -> None:
+        super().__init__()
+        self._engine = engine
+        self._sequences = tuple(sequences)
+        for sequence in self._sequences:
+            sequence.verify()
+        self.cached_tokens: int = min(sequence.cached_tokens for sequence in self._sequences)
+        self.layer_class_to_replicate = None
+        self.layers = [_Layer(planes, len(self._sequences)) for planes in engine.layout.layers]
+        self._done = [sequence.cached_tokens // engine.layout.page_tokens for sequence in self._sequences]
+        if self.cached_tokens:
+            self._take_prefix()
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """Tokens of the prefixes found, by the tier that they came from, over all rows."""
+        layout, found = self._engine.layout, Counter[str]()
+        for sequence in self._sequences:
+            report = sequence.load.result() if sequence.load is not None else None
+            loaded = report.bytes_by_tier if report is not None else {}
+            found["gpu"] += sequence.cached_tokens - (report.tokens if report is not None else 0)
+            found.update({tier: nbytes // layout.page_bytes * layout.page_tokens for tier, nbytes in loaded.items()})
+        return {tier: tokens for tier, tokens in found.items() if tokens}
+
+    @property
+    def load_seconds(self) -> float:
+        """Seconds that the slowest row's load took, 0.0 when nothing was loaded."""
+        return max((s.load.result().seconds for s in self._sequences if s.load is not None), default=0.0)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kw: Any
+    ) -> Any:
+        """What a layer's attention calls; see transformers."""
+        if layer_idx >= len(self.layers):
+            raise GeometryError(f"the model has a layer {layer_idx}, the cache has {len(self.layers)}", _SECTION)
+        return super().update(key_states, value_states, layer_idx, *args, **kw)
+
+    def commit(self, token_ids: Any) -> tuple[StoreHandle, ...]:
+        """Give the pages of all computed tokens to the engine; a handle a row. May be called again after more tokens.
+
+        `token_ids`: the prompt and what followed it, (tokens,) or (rows, tokens), as `generate` returns them; tokens that
+        were not computed (the last one generated) are left out. Raises `SequenceStateError` when they are not the tokens
+        of this cache, and `PoolFullError`, publishing nothing of that row, when the pool cannot take the new ones.
+        """
+        computed = self.get_seq_length()
+        rows = [as_tokens(row)[:computed] for row in _rows(token_ids)]
+        self._check(rows, computed)
+        with torch.no_grad():
+            return tuple(self._commit_row(number, row) for number, row in enumerate(rows))
+
+    def close(self) -> None:
+        """Release the engine's pages; what was committed stays cached. Twice is fine."""
+        for sequence in self._sequences:
+            sequence.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _take_prefix(self) -> None:
+        pages = self.cached_tokens // self._engine.layout.page_tokens
+        slots = torch.stack([sequence.slots[:pages] for sequence in self._sequences])
+        slots = slots.to(self._engine.gpu.planes(0)[0].device)
+        for number, layer in enumerate(self.layers):
+            layer.start(*(_as_heads(plane[slots].flatten(1, 2)) for plane in self._engine.gpu.planes(number)))
+
+    def _check(self, rows: Sequence[Any], computed: int) -> None:
+        if len(rows) != len(self._sequences):
+            raise SequenceStateError(f"{len(rows)} rows are committed to a cache of {len(self._sequences)}")
+        if any(not layer.is_initialized for layer in self.layers):
+            raise SequenceStateError("not every layer has been computed", f"run the model first; {_SECTION}")
+        for sequence, row in zip(self._sequences, rows, strict=True):
+            prompt = sequence.tokens
+            if len(prompt) > computed or len(row) < computed:
+                raise SequenceStateError(
+                    f"{computed} tokens are computed; the prompt has {len(prompt)}, and {len(row)} are committed",
+                    "compute the whole prompt, then commit the prompt and what was generated",
+                )
+            if row[: len(prompt)].tolist() != prompt:
+                raise SequenceStateError(
+                    "the tokens that are committed do not begin with those of the cache", "commit what was computed"
+                )
+
+    def _commit_row(self, number: int, row: Any) -> StoreHandle:
+        sequence, page_tokens = self._sequences[number], self._engine.layout.page_tokens
+        first, last = self._done[number], len(row) // page_tokens
+        sequence.append(row[len(sequence) :])
+        slots = sequence.slots[first:last].to(self._engine.gpu.planes(0)[0].device)
+        for index, layer in enumerate(self.layers if last > first else ()):
+            for plane, states in zip(self._engine.gpu.planes(index), (layer.keys, layer.values), strict=True):
+                states = states[number, :, first * page_tokens : last * page_tokens].transpose(0, 1)
+                plane[slots] = states.reshape(last - first, page_tokens, *plane.shape[2:]).to(plane.device)
+        handle = sequence.commit()
+        self._done[number] = last
+        return handle
+
+
+class _Layer(DynamicLayer):  # type: ignore[misc]
+    """A layer that may start with a prefix, on the engine's device until the model's is known."""
+
+    def __init__(self, planes: Sequence[Plane], rows: int) -> None:
+        super().__init__()
+        self._planes = planes
+        self._shapes = [(rows, *plane.shape) if len(plane.shape) == 2 else (rows, 1, *plane.shape) for plane in planes]
+
+    def start(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = keys, values
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kw: Any) -> Any:
+        for states, plane, (rows, *shape) in zip((key_states, value_states), self._planes, self._shapes, strict=True):
+            if len(states) != rows:
+                raise UnsupportedRequestError(
+                    f"the model computes {len(states)} rows, the cache was opened for {rows}",
+                    "open the cache with the rows that the model sees; beams and num_return_sequences are not supported",
+                )
+            given = [states.shape[1], states.shape[3]]
+            if given != shape or states.dtype != getattr(torch, plane.dtype):
+                raise GeometryError(
+                    f"plane {plane.name!r}: the model makes {states.dtype} with (heads, head_dim) {given}, the engine "
+                    f"keeps torch.{plane.dtype} with {shape}",
+                    _SECTION,
+                )
+        if self.is_initialized and self.device != key_states.device:
+            self.start(self.keys.to(key_states.device), self.values.to(key_states.device))
+        return super().update(key_states, value_states, *args, **kw)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UnsupportedRequestError("rows of this cache cannot be reordered, repeated or selected", "use one beam")
+
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+
+
+_SECTION = "make the engine's model section with model_section() from this model's config and dtype"
+
+
+def _as_heads(rows: torch.Tensor) -> torch.Tensor:
+    """(rows, tokens, heads, head_dim) or (rows, tokens, width) as (rows, heads, tokens, head_dim); a view."""
+    return rows.transpose(1, 2) if rows.dim() == 4 else rows.unsqueeze(1)
+
+
+def _rows(ids: Any) -> list[Any]:
+    """Token ids as rows of equal length, on the host."""
+    if isinstance(ids, torch.Tensor):
+        ids = ids.detach().cpu()
+        if ids.dim() > 2:
+            raise TokensError(f"token ids have shape {tuple(ids.shape)}", "pass (tokens,) or (rows, tokens)")
+        rows = list(ids) if ids.dim() == 2 else [ids]
+    else:
+        rows = list(ids) if len(ids) and not isinstance(ids[0], numbers.Integral) else [ids]
+    lengths = {len(row) for row in rows}
+    if len(lengths) != 1 or 0 in lengths:
+        raise UnsupportedRequestError(
+            f"rows have {sorted(lengths)} tokens", "rows of one batch need the same number of tokens, at least one"
+        )
+    return rows

@@ -1,0 +1,74 @@
+"""Fixtures of all tests: the device, hypothesis profiles, engines that are checked and closed at the end of a test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from gdscache import CacheEngine
+from helpers import Host, make_config, settle
+
+_SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("ci", max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=_SLOW_IS_FINE)
+settings.register_profile(
+    "soak", max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=_SLOW_IS_FINE
+)
+settings.load_profile("soak" if os.environ.get("GDSCACHE_SOAK") == "1" else "ci")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the planes lie. The tests that take it run on a GPU too, by `pytest -m gpu`."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return str(request.param)
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> Path:
+    """The directory of the SSD tier."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def open_engine(slab: Path) -> Iterator[Callable[..., CacheEngine]]:
+    """`open_engine(**make_config arguments)`: an engine with a pool of its own, at rest and without a problem at the end."""
+    opened: list[CacheEngine] = []
+
+    def opens(path: Path | None = None, **options: Any) -> CacheEngine:
+        opened.append(CacheEngine.from_config(make_config(path or slab, **options)))
+        return opened[-1]
+
+    yield from _closing(opened, opens)
+
+
+@pytest.fixture
+def open_host(slab: Path) -> Iterator[Callable[..., Host]]:
+    """`open_host(**make_config arguments)`: planes and an engine attached to them, checked as `open_engine` does."""
+    opened: list[CacheEngine] = []
+
+    def opens(
+        path: Path | None = None, blocks: int = 64, block_tokens: int | None = None, order: str = "plain", **options: Any
+    ) -> Host:
+        host = Host(make_config(path or slab, **options), blocks, block_tokens, order)
+        opened.append(host.engine)
+        return host
+
+    yield from _closing(opened, opens)
+
+
+def _closing(opened: list[CacheEngine], opens: Callable[..., Any]) -> Iterator[Any]:
+    try:
+        yield opens
+        for engine in opened:
+            if not engine._closed:
+                settle(engine)
+    finally:
+        for engine in opened:
+            engine.close()
