@@ -171,6 +171,11 @@ class Catalog:
         with self._read_lock, self._in_use("read"):
             return int(self._connection(self._reader).execute("SELECT count(*) FROM pages").fetchone()[0])
 
+    def rows(self) -> dict[int, bytes]:
+        """Slot → key of every page in the catalogue."""
+        with self._read_lock, self._in_use("read"):
+            return dict(self._connection(self._reader).execute("SELECT slot, key FROM pages"))
+
     def close(self) -> None:
         """Close the catalogue and fold its WAL in; twice is fine."""
         with self._write_lock:

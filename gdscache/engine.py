@@ -186,16 +186,22 @@ class CacheEngine:
             )
         namespace = self.namespace(salt)
         epoch = self.manager.epoch(namespace)
-        return self.submit_store(pages[: len(blocks)], blocks, epoch, after, None)
+        return self.submit_store(pages[: len(blocks)], blocks, epoch, salt, after)
 
     def submit_store(
-        self, pages: Sequence[Page], blocks: torch.Tensor, epoch: int, after: Event, sources: Lease | None
+        self,
+        pages: Sequence[Page],
+        blocks: torch.Tensor,
+        epoch: int,
+        salt: str,
+        after: Event = None,
+        sources: Lease | None = None,
     ) -> StoreHandle:
-        """Hand pages to the background; what `store` and `Sequence.commit` end in."""
-        ssd = self.manager.ssd
-        if ssd is not None and pages and pages[0].namespace not in self._described:
-            self._described.add(pages[0].namespace)
-            ssd.describe_namespace(pages[0].namespace, self.config.model.namespace_fields())
+        """Hand pages to the background; what `store` and `Sequence.commit` end in. `sources` pins the blocks."""
+        ssd, namespace = self.manager.ssd, self.namespace(salt)
+        if ssd is not None and pages and namespace not in self._described and len(self._described) < _SALTS_KEPT:
+            self._described.add(namespace)
+            ssd.describe_namespace(namespace, self.config.model.namespace_fields(salt))
         event = after or record(self._parts.planes.device)
         return self._parts.storer.store(pages, blocks, [epoch] * len(pages), event, sources)
 

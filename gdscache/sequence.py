@@ -224,4 +224,4 @@ class Sequence:
             for entry in live:
                 sources.add(self._gpu.index, entry)
         blocks = torch.tensor([e.slot for e in live], dtype=torch.int64).view(-1, 1)
-        return self._engine.submit_store([e.page for e in live], blocks, self._epoch, None, sources)
+        return self._engine.submit_store([e.page for e in live], blocks, self._epoch, self._salt, sources=sources)

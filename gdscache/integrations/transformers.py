@@ -1,11 +1,11 @@
-"""Hugging Face transformers: a `Cache` that starts with the cached prefix of a prompt, and gives back what was computed.
+"""Hugging Face transformers: a `Cache` that starts with the cached prefix of a prompt and gives back what was computed.
 
-    prefixes = PrefixCache(engine)                       # engine.config.model made with model_section(model.config, ...)
+    prefixes = PrefixCache(engine)               # its config has the `model` section that model_section() makes
     with prefixes.open(input_ids) as cache:
         output = model.generate(input_ids, past_key_values=cache)
         cache.commit(output)
 
-Written against transformers 5.23: layers cache tensors of shape (rows, heads, tokens, head_dim), and MLA models cache the
+Written against transformers 5.23. Layers cache tensors of shape (rows, heads, tokens, head_dim); MLA models cache the
 latent in place of the keys and the rope part in place of the values, each with one head.
 """
 
@@ -18,7 +18,7 @@ import numbers
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
@@ -37,9 +37,10 @@ def model_section(
 ) -> dict[str, Any]:
     """The `model` section of our configuration for a Hugging Face model.
 
-    `dtype` is that of the cache, which is the model's. `name` and `weights` (a version) go into the namespace; so do the
-    rope parameters, since the same weights under another rope make other keys. Raises `GeometryError` for a model that
-    keeps anything but all keys and values of all layers: sliding windows, linear attention, indexers, encoders.
+    `dtype` is that of the cache, which is the model's. `name` and `weights` (a version) go into the namespace, and the
+    rope parameters with them, since the same weights under another rope make other keys. Raises `GeometryError` for a
+    model that keeps anything but all keys and values of all layers: sliding windows, linear attention, indexers,
+    encoders.
     """
     config = hf_config.get_text_config(decoder=True)
     layers = _full_attention_layers(config)
@@ -98,17 +99,16 @@ class PrefixCache:
     def open(self, input_ids: Any, *, attention_mask: torch.Tensor | None = None, salt: str = "") -> GdsCache:
         """A cache that holds the longest cached prefix of a prompt, verified; at most all tokens but the last.
 
-        `input_ids`: integers of shape (tokens,) or (rows, tokens), a tensor or lists. The rows of a batch start from the
-        shortest of their prefixes. Prompts must not be padded, since the pads would change what the other tokens mean;
-        pass the tokenizer's `attention_mask` to have that checked. Raises `UnsupportedRequestError` for rows that differ
-        in length and for pads, `TokensError` for what are no token ids, and `PoolFullError` when the prompt does not fit
-        into the pool: the request then goes without a cache, or waits.
+        `input_ids`: integers of shape (tokens,) or (rows, tokens), a tensor or lists. The rows of a batch start from
+        the shortest of their prefixes. Prompts must not be padded: pads shift the positions of what follows, which the
+        token ids do not tell. Pass the tokenizer's `attention_mask` to have that checked.
+
+        Raises `UnsupportedRequestError` for pads and for rows of unequal length, `TokensError` for no token ids, and
+        `PoolFullError` when the prompt does not fit into the pool now: run the request without a cache then.
         """
         prompts = _rows(input_ids)
         if attention_mask is not None and not bool((attention_mask != 0).all()):
-            raise UnsupportedRequestError(
-                "the attention mask hides tokens", "run prompts of different length one by one"
-            )
+            raise UnsupportedRequestError("the attention mask hides tokens", "run prompts of unequal length one by one")
         with contextlib.ExitStack() as opened:
             sequences = [opened.enter_context(self.engine.sequence(prompt, salt)) for prompt in prompts]
             cache = GdsCache(self.engine, sequences)
@@ -116,10 +116,10 @@ class PrefixCache:
         return cache
 
 
-class GdsCache(DynamicCache):  # type: ignore[misc]
-    """The cache of one request, for `generate(..., past_key_values=cache)` or plain forward calls. One thread at a time.
+class GdsCache(DynamicCache):
+    """The cache of one request, for `generate(..., past_key_values=cache)` and for plain forward calls.
 
-    Holds pages of the engine's pool until it is closed. Made by `PrefixCache.open`.
+    One thread at a time. Holds pages of the engine's pool until it is closed. Made by `PrefixCache.open`.
     """
 
     def __init__(self, engine: CacheEngine, sequences: Sequence[TokenSequence]) -> None:
@@ -130,7 +130,8 @@ class GdsCache(DynamicCache):  # type: ignore[misc]
             sequence.verify()
         self.cached_tokens: int = min(sequence.cached_tokens for sequence in self._sequences)
         self.layer_class_to_replicate = None
-        self.layers = [_Layer(planes, len(self._sequences)) for planes in engine.layout.layers]
+        self._layers = [_Layer(planes, len(self._sequences)) for planes in engine.layout.layers]
+        self.layers = list(self._layers)
         self._done = [sequence.cached_tokens // engine.layout.page_tokens for sequence in self._sequences]
         if self.cached_tokens:
             self._take_prefix()
@@ -152,19 +153,19 @@ class GdsCache(DynamicCache):  # type: ignore[misc]
         return max((s.load.result().seconds for s in self._sequences if s.load is not None), default=0.0)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kw: Any
-    ) -> Any:
-        """What a layer's attention calls; see transformers."""
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the attention of a layer calls; see transformers."""
         if layer_idx >= len(self.layers):
             raise GeometryError(f"the model has a layer {layer_idx}, the cache has {len(self.layers)}", _SECTION)
-        return super().update(key_states, value_states, layer_idx, *args, **kw)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def commit(self, token_ids: Any) -> tuple[StoreHandle, ...]:
         """Give the pages of all computed tokens to the engine; a handle a row. May be called again after more tokens.
 
-        `token_ids`: the prompt and what followed it, (tokens,) or (rows, tokens), as `generate` returns them; tokens that
-        were not computed (the last one generated) are left out. Raises `SequenceStateError` when they are not the tokens
-        of this cache, and `PoolFullError`, publishing nothing of that row, when the pool cannot take the new ones.
+        `token_ids`: the prompt and what followed it, (tokens,) or (rows, tokens), as `generate` returns them; what was
+        not computed (the last token generated) is left out. Raises `SequenceStateError` when they are not the tokens of
+        this cache, and `PoolFullError` when the pool cannot take the new ones; of that row nothing is published then.
         """
         computed = self.get_seq_length()
         rows = [as_tokens(row)[:computed] for row in _rows(token_ids)]
@@ -191,13 +192,13 @@ class GdsCache(DynamicCache):  # type: ignore[misc]
         pages = self.cached_tokens // self._engine.layout.page_tokens
         slots = torch.stack([sequence.slots[:pages] for sequence in self._sequences])
         slots = slots.to(self._engine.gpu.planes(0)[0].device)
-        for number, layer in enumerate(self.layers):
-            layer.start(*(_as_heads(plane[slots].flatten(1, 2)) for plane in self._engine.gpu.planes(number)))
+        for number, layer in enumerate(self._layers):
+            layer.begin(*(_as_heads(plane[slots].flatten(1, 2)) for plane in self._engine.gpu.planes(number)))
 
     def _check(self, rows: Sequence[Any], computed: int) -> None:
         if len(rows) != len(self._sequences):
             raise SequenceStateError(f"{len(rows)} rows are committed to a cache of {len(self._sequences)}")
-        if any(not layer.is_initialized for layer in self.layers):
+        if any(not layer.is_initialized for layer in self._layers):
             raise SequenceStateError("not every layer has been computed", f"run the model first; {_SECTION}")
         for sequence, row in zip(self._sequences, rows, strict=True):
             prompt = sequence.tokens
@@ -216,7 +217,7 @@ class GdsCache(DynamicCache):  # type: ignore[misc]
         first, last = self._done[number], len(row) // page_tokens
         sequence.append(row[len(sequence) :])
         slots = sequence.slots[first:last].to(self._engine.gpu.planes(0)[0].device)
-        for index, layer in enumerate(self.layers if last > first else ()):
+        for index, layer in enumerate(self._layers if last > first else ()):
             for plane, states in zip(self._engine.gpu.planes(index), (layer.keys, layer.values), strict=True):
                 states = states[number, :, first * page_tokens : last * page_tokens].transpose(0, 1)
                 plane[slots] = states.reshape(last - first, page_tokens, *plane.shape[2:]).to(plane.device)
@@ -225,24 +226,29 @@ class GdsCache(DynamicCache):  # type: ignore[misc]
         return handle
 
 
-class _Layer(DynamicLayer):  # type: ignore[misc]
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     """A layer that may start with a prefix, on the engine's device until the model's is known."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, planes: Sequence[Plane], rows: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._planes = planes
         self._shapes = [(rows, *plane.shape) if len(plane.shape) == 2 else (rows, 1, *plane.shape) for plane in planes]
 
-    def start(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.lazy_initialization(keys, values)
         self.keys, self.values = keys, values
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kw: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         for states, plane, (rows, *shape) in zip((key_states, value_states), self._planes, self._shapes, strict=True):
             if len(states) != rows:
                 raise UnsupportedRequestError(
                     f"the model computes {len(states)} rows, the cache was opened for {rows}",
-                    "open the cache with the rows that the model sees; beams and num_return_sequences are not supported",
+                    "open the cache with the rows that the model sees; use one beam and one returned sequence",
                 )
             given = [states.shape[1], states.shape[3]]
             if given != shape or states.dtype != getattr(torch, plane.dtype):
@@ -252,13 +258,21 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
                     _SECTION,
                 )
         if self.is_initialized and self.device != key_states.device:
-            self.start(self.keys.to(key_states.device), self.values.to(key_states.device))
-        return super().update(key_states, value_states, *args, **kw)
+            self.begin(self.keys.to(key_states.device), self.values.to(key_states.device))
+        return super().update(key_states, value_states, *args, **kwargs)
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise UnsupportedRequestError("rows of this cache cannot be reordered, repeated or selected", "use one beam")
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise _rows_are_fixed()
 
-    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise _rows_are_fixed()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise _rows_are_fixed()
+
+
+def _rows_are_fixed() -> UnsupportedRequestError:
+    return UnsupportedRequestError("rows of this cache cannot be reordered, repeated or selected", "use one beam")
 
 
 _SECTION = "make the engine's model section with model_section() from this model's config and dtype"

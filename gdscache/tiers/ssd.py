@@ -219,17 +219,28 @@ class SsdTier(Tier):
         return PageRecord(e.slot, e.key, e.parent, e.namespace, self.layout.page_bytes, recency, write.checksums)
 
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
-        """Write down what a namespace means, for people who inspect the directory."""
-        self._catalog.describe_namespace(digest, description)
+        """Write down what a namespace means, for people who inspect the directory; pages do without when it fails."""
+        try:
+            self._catalog.describe_namespace(digest, description)
+        except IOFailedError as error:
+            _log.warning("%s: a namespace stays without description: %s", self.path, error)
 
     def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
-        with self._commit_lock, lock:
-            problems = self.index.check(elsewhere=self._retired)
-            visible = sum(1 for e in self.index if self.index.get(e.key) is not None)
-            rows = self._catalog.count() - len(self._retired)
-        if rows != visible:
-            problems.append(f"the catalogue has {rows} pages, the index {visible}")
-        return problems
+        with self._commit_lock:
+            rows = self._catalog.rows()
+            with lock:
+                problems = self.index.check(elsewhere=self._retired)
+                for slot in self._retired:
+                    rows.pop(slot, None)
+                pages = {e.slot: e for e in self.index if self.index.get(e.key) is not None}
+                unknown = [slot for slot, key in rows.items() if slot not in pages or pages[slot].key != key]
+                missing = [e for slot, e in pages.items() if rows.get(slot) != e.key]
+                for entry in missing if fix else ():
+                    self.index.drop(entry)
+            if fix and unknown:
+                self._catalog.commit((), unknown, {})
+        problems += [f"the catalogue's row for slot {slot} names no page" for slot in unknown]
+        return problems + [f"page {e.key.hex()[:16]} in slot {e.slot} has no row in the catalogue" for e in missing]
 
     def describe(self) -> dict[str, Any]:
         return {
