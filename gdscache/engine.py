@@ -255,11 +255,11 @@ class CacheEngine:
         with self._closing:
             if self._closed:
                 return
+            self._closed = True
             with contextlib.ExitStack() as last_to_first:
                 last_to_first.callback(self._parts.close)
                 last_to_first.callback(self._parts.loader.close)
                 self._parts.storer.close(drain=drain)
-            self._closed = True
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from gdscache.config import LoadConfig
-from gdscache.errors import DeadlineError, ShortIOError
+from gdscache.errors import DeadlineError, EngineClosedError, ShortIOError
 from gdscache.layout import PageLayout
 from gdscache.loading import LayerwiseLoad, LoadPart, LoadReport
 from gdscache.storage.base import Submission
@@ -61,12 +61,14 @@ class Loader:
         self.layout = layout
         self.config = config
         self._pool = ThreadPoolExecutor(config.threads, "gdscache-load")
+        self._closed = False
 
     def start(
         self, requests: Sequence[tuple[Sequence[Page], torch.Tensor]], owner: str, after: Iterable[Event] = ()
     ) -> LayerwiseLoad:
         """Start moving pages into planes; a request is its pages and their blocks, int64 (pages, blocks_per_page)."""
         with self.manager.lock:  # plans and the order of execution agree, so that waiting for another load ends
+            self._check_open()
             parts = []
             for pages, blocks in requests:
                 plan = self.manager.plan_load(pages, owner)
@@ -76,8 +78,13 @@ class Loader:
     def prefetch(self, pages: Sequence[Page], owner: str) -> LayerwiseLoad:
         """Bring pages from the SSD into the CPU tier, as many as find a slot there, and no further."""
         with self.manager.lock:
+            self._check_open()
             plan = self.manager.plan_load(pages, owner, pass_through=False)
             return self._submit([LoadPart(plan, torch.empty((0, 1), dtype=torch.int64))], (), copy=False)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine was closed meanwhile", "open a new one with CacheEngine.from_config")
 
     def _submit(self, parts: Sequence[LoadPart], after: tuple[Event, ...], *, copy: bool) -> LayerwiseLoad:
         load = LayerwiseLoad(parts, self.layout, self.config.deadline)
@@ -85,7 +92,9 @@ class Loader:
         return load
 
     def close(self) -> None:
-        """Wait for the loads that run."""
+        """Refuse new loads and wait for those that run."""
+        with self.manager.lock:
+            self._closed = True
         self._pool.shutdown(wait=True)
 
 
@@ -102,7 +111,7 @@ class _Run:
         self._load = load
         self._copy = copy
         self._after = after
-        self._blocks = torch.cat([part.blocks for part in load.parts])
+        self._blocks = torch.cat([part.blocks for part in load.parts]) if load.parts else torch.empty((0, 1))
         tasks = [(task, part.plan.lease) for part in load.parts for task in part.plan.tasks]
         self._work = [_Work(task, lease, row) for row, (task, lease) in enumerate(tasks)]
         self._readings: list[_Reading] = []

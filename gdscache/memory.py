@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from gdscache.errors import CapacityError, EngineClosedError, PinnedMemoryError
@@ -16,6 +19,7 @@ MAX_REGISTRATION = 4 << 30
 Pin = Literal["auto", "on", "off"]
 
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of the process
+_TOUCH_BYTES = 64 << 20
 _log = logging.getLogger("gdscache.memory")
 
 
@@ -25,6 +29,8 @@ class HostBuffer:
     `pin="auto"` page-locks the memory where CUDA is available and goes on without when the driver refuses (one warning
     names the cause, `pinned` is False); `"on"` raises `PinnedMemoryError` instead; `"off"` leaves it pageable. The lock
     is taken on the current CUDA device and holds for all of them.
+
+    Every page is backed when the constructor returns.
 
     Registrations are at most 4 GiB each. One CUDA copy must not cross from one registration into the next, so pass
     the size of what is copied at once as `unit` (bytes, at most 4 GiB): borders then fall on multiples of it.
@@ -43,6 +49,7 @@ class HostBuffer:
             raise MemoryError(f"cannot map {nbytes} bytes of host memory: {error}") from error
         self.nbytes = nbytes
         _advise_huge_pages(self._map)
+        _touch(self._map)
         # The tensor takes its bytes through a view that nobody else can release: torch keeps the object alive but not
         # its buffer export, and without an export mmap would unmap the memory below a living tensor.
         self._tensor: torch.Tensor | None = torch.frombuffer(memoryview(self._map), dtype=torch.uint8)
@@ -132,6 +139,19 @@ def _advise_huge_pages(region: mmap.mmap) -> None:
         region.madvise(advice)
     except OSError as error:
         _log.debug("the kernel gives no huge pages: %s", error)
+
+
+def _touch(region: mmap.mmap) -> None:
+    """Have the kernel back every page now, with several threads: a first touch in the serving path costs far more."""
+    pages = np.frombuffer(memoryview(region), np.uint8)[::HOST_PAGE]
+    step = _TOUCH_BYTES // HOST_PAGE
+    chunks = [pages[at : at + step] for at in range(0, len(pages), step)]
+    if len(chunks) == 1:
+        chunks[0].fill(0)
+        return
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(chunks)), "gdscache-touch") as threads:
+        for future in [threads.submit(chunk.fill, 0) for chunk in chunks]:
+            future.result()
 
 
 def _explain(code: int) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 
-from gdscache.errors import LoadFailedError, PoolFullError, SequenceStateError
+from gdscache.errors import DeadlineError, LoadFailedError, PoolFullError, SequenceStateError
 from gdscache.keys import as_tokens
 from gdscache.loading import LayerwiseLoad
 from gdscache.storing import StoreHandle
@@ -18,6 +20,8 @@ from gdscache.tiers.index import Entry, Page, PageState
 
 if TYPE_CHECKING:
     from gdscache.engine import CacheEngine
+
+_log = logging.getLogger("gdscache.sequence")
 
 
 class Sequence:
@@ -120,13 +124,12 @@ class Sequence:
         if self._left:
             return
         self._left = True
-        if self._load is not None:
-            self._load.cancel()
-            self._load.release_event.synchronize(self._engine.config.load.deadline)
+        over = self._load_is_over()  # waits for a thread that needs the lock
         event = record(self._gpu.pool.device)
         with self._manager.lock:
             self._gpu.used(self._slots, event)
-            self._gpu.give(s for s, e in zip(self._slots, self._entries, strict=True) if e is None)
+            if over:
+                self._gpu.give(s for s, e in zip(self._slots, self._entries, strict=True) if e is None)
         self._manager.end(self._lease)
 
     def __enter__(self) -> Self:
@@ -147,10 +150,11 @@ class Sequence:
         layout, gpu = self._engine.layout, self._gpu
         most = max(0, len(self._tokens) - 1) // layout.page_tokens
         candidates = self._pages[:most]
-        with self._manager.lock:
+        with self._manager.lock, contextlib.ExitStack() as undo:
             self._epoch = self._manager.epoch(self._engine.namespace(self._salt))
             self._manager.lookup(candidates, 0)
             self._lease = self._manager.lease("sequence")
+            undo.callback(self._manager.end, self._lease)
             for page in candidates:
                 entry = gpu.index.get(page.key)
                 if entry is None:
@@ -158,15 +162,13 @@ class Sequence:
                 self._lease.add(gpu.index, entry)
                 self._entries.append(entry)
             self._shared = len(self._entries)
-            self._slots = [e.slot for e in self._entries if e is not None]
-            try:
-                self._slots += self._take(layout.pages_for(len(self._tokens)) - self._shared)
-            except PoolFullError:
-                self._manager.end(self._lease)
-                raise
-            self._entries += [None] * (len(self._slots) - self._shared)
+            private = self._take(layout.pages_for(len(self._tokens)) - self._shared)
+            undo.callback(gpu.give, private)
+            self._slots = [e.slot for e in self._entries if e is not None] + private
+            self._entries += [None] * len(private)
             gpu.order_after(self._slots[: self._shared])
             self._start_load(candidates)
+            undo.pop_all()
         self._cached = self._shared + (len(self._load.parts[0].plan.tasks) if self._load is not None else 0)
 
     def _start_load(self, candidates: list[Page]) -> None:
@@ -175,6 +177,17 @@ class Sequence:
             blocks = self.slots[self._shared : self._shared + len(rest)].view(-1, 1)
             load = self._engine.loader.start([(rest, blocks)], "sequence", [record(self._gpu.pool.device)])
             self._load = load if load.tokens else None
+
+    def _load_is_over(self) -> bool:
+        """End the load. False when it still may write to our slots: then they are kept for good, and counted."""
+        if self._load is not None:
+            self._load.cancel()
+            try:
+                self._load.release_event.synchronize(self._engine.config.load.deadline)
+            except DeadlineError as error:
+                _log.error("slots of a sequence are kept, since its load hangs: %s", error)
+                return False
+        return True
 
     def _take(self, n: int) -> list[int]:
         if n <= 0:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from gdscache.config import StoreConfig
+from gdscache.errors import EngineClosedError
 from gdscache.layout import PageLayout
 from gdscache.storing import StoreHandle
 from gdscache.streams import Event
@@ -77,6 +78,7 @@ class Storer:
         self._idle = threading.Condition(manager.lock)
         self._most = max(1, BATCH_BYTES // layout.extent_bytes)
         self._dropping = False
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, "gdscache-gather")
 
     # -- accepting ---------------------------------------------------------------------------------------------------
@@ -92,6 +94,10 @@ class Storer:
         handle = StoreHandle(len(pages))
         manager = self._manager
         with manager.lock:
+            if self._closed:
+                if sources is not None:
+                    manager.end(sources)
+                raise EngineClosedError("the engine was closed meanwhile", "open a new one")
             manager.counts["stores", "requests"] += 1
             room = self._queue // self._extent_bytes - self._queued
             wanted: list[int] = []
@@ -125,8 +131,10 @@ class Storer:
             return {"bytes": self._queued * self._extent_bytes, "limit_bytes": self._queue}
 
     def close(self, *, drain: bool) -> None:
-        """Finish what was accepted (or drop it), then end the threads."""
-        self._dropping = not drain
+        """Refuse new stores, finish what was accepted (or drop it), then end the threads."""
+        with self._manager.lock:
+            self._closed = True
+            self._dropping = not drain
         self._thread.shutdown(wait=True)
         if self._writer is not None:
             self._writer.close(drain=drain)

@@ -163,9 +163,10 @@ class GdsCache(DynamicCache):
     def commit(self, token_ids: Any) -> tuple[StoreHandle, ...]:
         """Give the pages of all computed tokens to the engine; a handle a row. May be called again after more tokens.
 
-        `token_ids`: the prompt and what followed it, (tokens,) or (rows, tokens), as `generate` returns them; what was
-        not computed (the last token generated) is left out. Raises `SequenceStateError` when they are not the tokens of
-        this cache, and `PoolFullError` when the pool cannot take the new ones; of that row nothing is published then.
+        `token_ids`: the prompt and what followed it, (tokens,) or (rows, tokens), as `generate` returns them, or the
+        prompt alone; what was not computed (the last token generated) is left out. Raises `SequenceStateError` when they
+        are not the tokens of this cache, and `PoolFullError` when the pool has no room for the new ones; nothing of that
+        row is published then.
         """
         computed = self.get_seq_length()
         rows = [as_tokens(row)[:computed] for row in _rows(token_ids)]
@@ -202,10 +203,10 @@ class GdsCache(DynamicCache):
             raise SequenceStateError("not every layer has been computed", f"run the model first; {_SECTION}")
         for sequence, row in zip(self._sequences, rows, strict=True):
             prompt = sequence.tokens
-            if len(prompt) > computed or len(row) < computed:
+            if len(prompt) > len(row):
                 raise SequenceStateError(
-                    f"{computed} tokens are computed; the prompt has {len(prompt)}, and {len(row)} are committed",
-                    "compute the whole prompt, then commit the prompt and what was generated",
+                    f"{computed} tokens are computed, {len(row)} of them are committed, and the prompt has {len(prompt)}",
+                    "compute the whole prompt, then commit it with what was generated",
                 )
             if row[: len(prompt)].tolist() != prompt:
                 raise SequenceStateError(
@@ -262,20 +263,17 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
         return super().update(key_states, value_states, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise _rows_are_fixed()
+        raise UnsupportedRequestError(*_FIXED_ROWS)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        raise _rows_are_fixed()
+        raise UnsupportedRequestError(*_FIXED_ROWS)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        raise _rows_are_fixed()
-
-
-def _rows_are_fixed() -> UnsupportedRequestError:
-    return UnsupportedRequestError("rows of this cache cannot be reordered, repeated or selected", "use one beam")
+        raise UnsupportedRequestError(*_FIXED_ROWS)
 
 
 _SECTION = "make the engine's model section with model_section() from this model's config and dtype"
+_FIXED_ROWS = ("rows of this cache cannot be reordered, repeated or selected", "use one beam")
 
 
 def _as_heads(rows: torch.Tensor) -> torch.Tensor:

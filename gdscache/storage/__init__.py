@@ -62,8 +62,13 @@ def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[
     if gds == "off":
         return ("posix", "auto", "gds is off") if transport == "auto" else ("kvikio", "on", "configured; gds is off")
 
-    from gdscache.storage.probe import probe_kvikio
+    from gdscache.storage.probe import no_gds_driver, probe_kvikio
 
+    missing = no_gds_driver()
+    if missing and gds == "on":
+        raise _no_gds(missing)
+    if missing and transport == "auto":
+        return "posix", "auto", f"no GPUDirect Storage: {missing}"
     probe = probe_kvikio(directory, int(device.partition(":")[2] or 0))
     if probe.mode == "gds":
         return "kvikio", "off", f"GPUDirect Storage works: {probe.reason}"

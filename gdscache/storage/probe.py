@@ -56,6 +56,11 @@ class ProbeResult:
     reason: str
 
 
+def no_gds_driver() -> str:
+    """Why GPUDirect Storage cannot be proven here, whatever a probe would find; an empty string where it may be."""
+    return "" if NVIDIA_FS_STATS.exists() else f"no nvidia-fs driver counts I/O ({NVIDIA_FS_STATS} is missing)"
+
+
 def probe_kvikio(directory: Path, device_index: int, deadline_s: float = 20.0) -> ProbeResult:
     """Write and read a few MiB between GPU memory and a temporary file in `directory`, and compare the bytes.
 

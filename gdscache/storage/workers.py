@@ -73,7 +73,7 @@ class QueuedTransport(Transport):
         self._work = threading.Condition(threading.Lock())
         self._paths: dict[int, str] = {}
         self._threads = [
-            threading.Thread(target=self._serve, name=f"gdscache-{self.name}-{n}", daemon=False) for n in range(threads)
+            threading.Thread(target=self._serve, name=f"gdscache-{self.name}-{n}", daemon=True) for n in range(threads)
         ]
         for thread in self._threads:
             thread.start()
