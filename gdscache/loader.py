@@ -23,7 +23,7 @@ from gdscache.storage.base import Submission
 from gdscache.streams import Event
 from gdscache.tiers.base import Lease
 from gdscache.tiers.bounce import Bounce, Extents
-from gdscache.tiers.index import Page, PageState
+from gdscache.tiers.index import Page
 from gdscache.tiers.manager import PageStatus, PageTask, TierManager
 from gdscache.tiers.transfer import Mover
 
@@ -131,8 +131,8 @@ class _Run:
             self._finish(time.monotonic() - started)
 
     def _move(self) -> None:
-        resident = [w for w in self._work if w.task.tier == "cpu" and w.task.filled is None]
-        shared = [w for w in self._work if w.task.filled is not None]
+        resident = [w for w in self._work if w.task.tier == "cpu" and w.task.filling is None]
+        shared = [w for w in self._work if w.task.filling is not None]
         from_ssd = [w for w in self._work if w.task.tier == "ssd"]
         kept = [(w, w.task.target.slot) for w in from_ssd if w.task.target is not None]
         passing = [w for w in from_ssd if w.task.target is None]
@@ -169,10 +169,11 @@ class _Run:
         """Pages that another load, planned before this one, is reading. Waits only for earlier loads, so it ends."""
         there = []
         for w in work:
-            if w.task.filled is not None and not w.task.filled.wait(max(0.0, self._until - time.monotonic())):
+            filling = w.task.filling
+            if filling is None or not filling.done.wait(max(0.0, self._until - time.monotonic())):
                 self._verdict(w, PageStatus.DEADLINE)
-            elif w.task.source.state is PageState.PENDING:
-                self._verdict(w, PageStatus.IO_ERROR)
+            elif filling.status is not PageStatus.LOADED:
+                self._verdict(w, filling.status)
             else:
                 there.append(w)
         self._scatter_resident(there, by_layer=False)

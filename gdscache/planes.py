@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gdscache.errors import PlanesError, SlotCountError, SlotRangeError
@@ -41,6 +42,8 @@ class PagedPlanes:
         self.tensors = [tuple(layer) for layer in tensors]
         first = self._first(tensors)
         self.blocks, self.block_tokens = int(first.shape[0]), int(first.shape[1])
+        if not self.blocks or not self.block_tokens:
+            raise PlanesError(f"planes of {self.blocks} blocks of {self.block_tokens} tokens hold nothing")
         self.device = first.device
         self.views: list[tuple[PlaneView, ...]] = []
         for number, (planes, given) in enumerate(zip(layout.layers, self.tensors, strict=True)):
@@ -77,9 +80,11 @@ class PagedPlanes:
             raise PlanesError("planes must be tensors of shape (blocks, block_tokens, *row), as planes[layer][plane]")
         return first
 
-    def _view(self, layer: int, index: int, plane: Plane, tensor: torch.Tensor) -> PlaneView:
+    def _view(self, layer: int, index: int, plane: Plane, tensor: object) -> PlaneView:
         where = f"layer {layer}, plane {plane.name!r}"
         shape = (self.blocks, self.block_tokens, *plane.shape)
+        if not isinstance(tensor, torch.Tensor):
+            raise PlanesError(f"{where} is {type(tensor).__name__}, not a tensor", "planes[layer][plane] are tensors")
         if tuple(tensor.shape) != shape or tensor.dtype != getattr(torch, plane.dtype):
             raise PlanesError(
                 f"{where}: {tensor.dtype} of shape {tuple(tensor.shape)}, expected torch.{plane.dtype} of {shape}"
@@ -105,16 +110,9 @@ class PagedPlanes:
         `slots`: a list, numpy array or host tensor of int32 or int64, page after page. Raises `SlotRangeError` for
         values that are not block numbers of this pool or named twice, `SlotCountError` for a broken page.
         """
-        if isinstance(slots, torch.Tensor) and slots.device.type != "cpu":
-            raise SlotRangeError(
-                f"slots are on {slots.device}", "pass host indices: reading them back would synchronise"
-            )
-        table = torch.as_tensor(slots)
-        if table.numel() == 0:
-            return torch.empty((0, self.blocks_per_page), dtype=torch.int64)
-        if table.dtype not in (torch.int32, torch.int64):
-            raise SlotRangeError(f"slots have dtype {table.dtype}", "pass int32 or int64 block indices")
-        table = table.reshape(-1).to(torch.int64)
+        table = _host_indices(slots)
+        if not table.numel():
+            return table.view(0, self.blocks_per_page)
         low, high = int(table.min()), int(table.max())
         if low < 0 or high >= self.blocks:
             raise SlotRangeError(f"slots span {low} ... {high}, the pool has blocks 0 ... {self.blocks - 1}")
@@ -125,3 +123,21 @@ class PagedPlanes:
                 f"{table.numel()} blocks are no whole number of pages of {self.blocks_per_page} blocks"
             )
         return table.view(-1, self.blocks_per_page)
+
+
+def _host_indices(slots: Any) -> torch.Tensor:
+    """Integers on the host as a flat int64 tensor. Raises `SlotRangeError` for anything else."""
+    hint = "pass a flat list, numpy array or host tensor of int32 or int64 block indices"
+    if isinstance(slots, torch.Tensor):
+        if slots.device.type != "cpu":
+            raise SlotRangeError(f"slots are on {slots.device}", "pass host indices: reading them back synchronises")
+        if slots.numel() and slots.dtype not in (torch.int32, torch.int64):
+            raise SlotRangeError(f"slots have dtype {slots.dtype}", hint)
+        return slots.reshape(-1).to(torch.int64)
+    try:
+        array = np.asarray(slots)
+    except ValueError as error:
+        raise SlotRangeError(f"slots are no array: {error}", hint) from None
+    if array.size and array.dtype not in (np.int32, np.int64):
+        raise SlotRangeError(f"slots have dtype {array.dtype}", hint)
+    return torch.from_numpy(array.reshape(-1).astype(np.int64))

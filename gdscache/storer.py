@@ -197,10 +197,11 @@ class Storer:
         """Find slots for the next pages: where it stopped, and the pages that have one."""
         placed: list[_Placed] = []
         bounced: list[int] = []
-        i = start
-        while i < min(start + self._most, len(job.pages)):
+        i, end = start, min(start + self._most, len(job.pages))
+        slots = self._cpu_slots(job.pages[start:end])
+        while i < end:
             with self._manager.lock:
-                settled, page = self._place_one(job, i, bounced)
+                settled, page = self._place_one(job, i, slots, bounced)
             if page is not None:
                 placed.append(page)
             elif not settled:  # it needs a bounce slot: wait for one, unless there is other work to do first
@@ -211,9 +212,21 @@ class Storer:
             i += 1
         if bounced and self._bounce is not None:
             self._bounce.stores.give(bounced)
+        if slots and self._manager.cpu is not None:
+            with self._manager.lock:
+                self._manager.cpu.index.free(slots)
         return i, placed
 
-    def _place_one(self, job: _Job, i: int, bounced: list[int]) -> tuple[bool, _Placed | None]:
+    def _cpu_slots(self, pages: Sequence[Page]) -> list[int]:
+        """CPU slots for those of `pages` that the tier lacks, without evicting what comes before them."""
+        cpu = self._manager.cpu
+        if cpu is None:
+            return []
+        with self._manager.lock:
+            lacking = sum(1 for page in pages if cpu.index.find(page.key) is None)
+            return cpu.index.allocate_some(lacking, keep=cpu.index.family(pages))
+
+    def _place_one(self, job: _Job, i: int, slots: list[int], bounced: list[int]) -> tuple[bool, _Placed | None]:
         """`(True, None)`: nothing to do, settled; `(False, None)`: a bounce slot is needed and `bounced` has none."""
         manager, page, cpu = self._manager, job.pages[i], self._manager.cpu
         if self._dropping or manager.epoch(page.namespace) != job.epochs[i]:
@@ -223,9 +236,8 @@ class Storer:
         if cpu is not None:
             entry, copied = cpu.index.find(page.key), True
             if entry is None:
-                slots = cpu.index.allocate(1)
-                if slots is not None:
-                    entry, copied = cpu.index.insert(page, slots[0], PageState.PENDING), False
+                if slots:
+                    entry, copied = cpu.index.insert(page, slots.pop(), PageState.PENDING), False
             elif not to_ssd or entry.state is not PageState.VERIFIED:  # there, or on its way by somebody else
                 self._settle(job, i)
                 return True, None

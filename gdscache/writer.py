@@ -5,17 +5,18 @@ A batch is reserved, written and committed; the bytes of the next batch are unde
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from gdscache.checksum import Checksums
 from gdscache.errors import StorageError
 from gdscache.storage.base import Submission
 from gdscache.tiers.bounce import Extents
-from gdscache.tiers.index import Page
+from gdscache.tiers.index import Entry, Page
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.ssd import SlotWrite, SsdTier
 
@@ -77,47 +78,74 @@ class SsdWriter:
                 return
 
     def _start(self, batch: Sequence[Outgoing]) -> None:
-        try:
-            entries = [] if self._dropping else self._ssd.reserve([out.page for out in batch])
-        except StorageError as error:
-            _log.warning("the SSD tier takes no pages: %s", error)
-            entries = []
-        reserved = {entry.key: entry for entry in entries}
+        entries: dict[bytes, Entry] = {}
+        with self._failing(batch, entries):
+            try:
+                pages = () if self._dropping else [out.page for out in batch]
+                entries.update((entry.key, entry) for entry in self._ssd.reserve(pages))
+            except StorageError as error:
+                _log.warning("the SSD tier takes no pages: %s", error)
+            writes = self._admit(batch, entries)
+            if writes:
+                self._flying.append((writes, self._ssd.write([write for _, write in writes])))
+
+    def _admit(self, batch: Sequence[Outgoing], entries: dict[bytes, Entry]) -> list[tuple[Outgoing, SlotWrite]]:
+        """What is still wanted and has a slot."""
         writes = []
         with self._manager.lock:
             for out in batch:
-                entry = reserved.get(out.page.key)
+                entry = entries.get(out.page.key)
                 if entry is None:
                     self._finish(out, "closed" if self._dropping else "ssd_full")
                 elif self._manager.epoch(out.page.namespace) != out.epoch:
-                    self._ssd.index.drop(entry)
-                    self._ssd.index.release(entry)
+                    self._give_up(entries.pop(out.page.key))
                     self._finish(out, "cleared")
                 else:
                     writes.append((out, SlotWrite(entry, out.extents.memory(out.slot), out.checksums.copy())))
-        if writes:
-            self._flying.append((writes, self._ssd.write([write for _, write in writes])))
+        return writes
 
     def _complete(self, writes: list[tuple[Outgoing, SlotWrite]], submission: Submission) -> None:
-        errors = submission.wait()
-        causes = {id(write): "io_error" for (_, write), error in zip(writes, errors, strict=True) if error is not None}
-        written = [write for _, write in writes if id(write) not in causes]
-        for error in filter(None, errors):
-            _log.warning("a page was not written: %s", error)
-            break
-        try:
-            for write, visible in zip(written, self._ssd.commit(written), strict=True):
-                causes[id(write)] = "" if visible else "cleared"
-        except StorageError as error:
-            _log.warning("the catalogue takes no pages: %s", error)
-            causes.update((id(write), "io_error") for write in written)
+        entries = {write.entry.key: write.entry for _, write in writes}
+        with self._failing([out for out, _ in writes], entries):
+            errors = submission.wait()
+            failed = {w.entry.key for (_, w), error in zip(writes, errors, strict=True) if error is not None}
+            causes = dict.fromkeys(entries, "io_error")
+            written = [write for _, write in writes if write.entry.key not in failed]
+            for error in [e for e in errors if e is not None][:1]:
+                _log.warning("%d pages were not written: %s", len(failed), error)
+            try:
+                for write, visible in zip(written, self._ssd.commit(written), strict=True):
+                    causes[write.entry.key] = "" if visible else "cleared"
+            except StorageError as error:
+                _log.warning("the catalogue takes no pages: %s", error)
+            with self._manager.lock:
+                for out, write in writes:
+                    entry = entries.pop(write.entry.key)
+                    if causes[entry.key]:
+                        self._ssd.index.drop(entry)
+                    self._ssd.index.release(entry)
+                    self._finish(out, causes[entry.key])
+
+    @contextlib.contextmanager
+    def _failing(self, batch: Sequence[Outgoing], entries: dict[bytes, Entry]) -> Iterator[None]:
+        """An exception costs the batch at hand, and nothing else waits for ever."""
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._abandon, batch, entries)
+            yield
+            on_failure.pop_all()
+
+    def _abandon(self, batch: Sequence[Outgoing], entries: dict[bytes, Entry]) -> None:
         with self._manager.lock:
-            for out, write in writes:
-                cause = causes[id(write)]
-                if cause:
-                    self._ssd.index.drop(write.entry)
-                self._ssd.index.release(write.entry)
-                self._finish(out, cause)
+            for entry in entries.values():
+                self._give_up(entry)
+            for out in batch:
+                if out.page.key in self.keys:
+                    self._finish(out, "error")
+            self._thread.submit(self._run).add_done_callback(log_failure)
+
+    def _give_up(self, entry: Entry) -> None:
+        self._ssd.index.drop(entry)
+        self._ssd.index.release(entry)
 
     def _finish(self, out: Outgoing, cause: str) -> None:
         self.keys.discard(out.page.key)

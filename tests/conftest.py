@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Host, make_config, settle
 from hypothesis import HealthCheck, settings
 
 from gdscache import CacheEngine
-from helpers import Host, make_config, settle
 
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("ci", max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=_SLOW_IS_FINE)
+settings.register_profile(
+    "ci", max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=_SLOW_IS_FINE
+)
 settings.register_profile(
     "soak", max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=_SLOW_IS_FINE
 )
@@ -54,7 +56,11 @@ def open_host(slab: Path) -> Iterator[Callable[..., Host]]:
     opened: list[CacheEngine] = []
 
     def opens(
-        path: Path | None = None, blocks: int = 64, block_tokens: int | None = None, order: str = "plain", **options: Any
+        path: Path | None = None,
+        blocks: int = 64,
+        block_tokens: int | None = None,
+        order: str = "plain",
+        **options: Any,
     ) -> Host:
         host = Host(make_config(path or slab, **options), blocks, block_tokens, order)
         opened.append(host.engine)

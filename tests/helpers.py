@@ -102,7 +102,9 @@ def expected(layout: PageLayout, key: bytes) -> Bytes:
     return np.random.default_rng(int.from_bytes(key[:8], "little")).integers(0, 256, layout.page_bytes, dtype=np.uint8)
 
 
-def write_page(planes: Sequence[Sequence[torch.Tensor]], layout: PageLayout, blocks: Sequence[int], data: Bytes) -> None:
+def write_page(
+    planes: Sequence[Sequence[torch.Tensor]], layout: PageLayout, blocks: Sequence[int], data: Bytes
+) -> None:
     """Put a page's bytes (layer, plane, token) into blocks of planes, with nothing of the engine's own code."""
     at = 0
     for layer, tensors in zip(layout.layers, planes, strict=True):
@@ -188,7 +190,7 @@ def run(engine: CacheEngine, tokens: Sequence[int], salt: str = "") -> int:
         holds(engine, seq, salt)
         fill(engine, seq, salt)
         seq.commit()
-    engine.drain(WAIT)
+    quiet(engine)
     return int(cached)
 
 
@@ -207,6 +209,7 @@ class Host:
         self.planes = new_planes(self.layout, blocks, block_tokens or self.layout.page_tokens, device, order)
         self.free = list(np.random.default_rng(7).permutation(blocks))
         self.engine = CacheEngine.from_config(config, planes=self.planes)
+        self.data: Callable[[bytes], Bytes] = lambda key: expected(self.layout, key)
 
     def take(self, pages: int) -> list[int]:
         return [int(self.free.pop()) for _ in range(pages * self.per_page)]
@@ -225,10 +228,12 @@ class Host:
         names = self.engine.pages(tokens, salt)[start // self.layout.page_tokens :][:pages]
         blocks = self.take(len(names))
         for i, name in enumerate(names):
-            write_page(self.planes, self.layout, self.page(blocks, i), expected(self.layout, name.key))
+            write_page(self.planes, self.layout, self.page(blocks, i), self.data(name.key))
         return blocks
 
-    def store(self, tokens: Sequence[int], start: int = 0, salt: str = "", dtype: torch.dtype = torch.int64) -> StoreHandle:
+    def store(
+        self, tokens: Sequence[int], start: int = 0, salt: str = "", dtype: torch.dtype = torch.int64
+    ) -> StoreHandle:
         """Compute and store; waits until the slots were read and uses them for something else at once."""
         blocks = self.compute(tokens, start, salt)
         handle = self.engine.store(tokens, torch.tensor(blocks, dtype=dtype), start, salt)
@@ -236,7 +241,9 @@ class Host:
         self.give(blocks)
         return handle
 
-    def begin(self, tokens: Sequence[int], start: int = 0, salt: str = "") -> tuple[LayerwiseLoad, list[int], list[bytes]]:
+    def begin(
+        self, tokens: Sequence[int], start: int = 0, salt: str = ""
+    ) -> tuple[LayerwiseLoad, list[int], list[bytes]]:
         hit = self.engine.lookup(tokens, start, salt)
         blocks = self.take(len(hit.pages))
         return self.engine.load(hit, blocks), blocks, [p.key for p in hit.pages]
@@ -249,7 +256,7 @@ class Host:
         load.release_event.synchronize(WAIT)
         for i in range(report.tokens // self.layout.page_tokens):
             got = read_page(self.planes, self.layout, self.page(blocks, i))
-            assert np.array_equal(got, expected(self.layout, keys[i])), f"page {i} has other bytes"
+            assert np.array_equal(got, self.data(keys[i])), f"page {i} has other bytes"
         assert untouched(self.planes, self.free), "a slot that nobody named was written"
         self.give(blocks)
         return report
@@ -267,6 +274,12 @@ def until(condition: Callable[[], bool], what: str, seconds: float = WAIT) -> No
     while not condition():
         assert time.monotonic() < end, f"{what}: not within {seconds} s"
         time.sleep(0.001)
+
+
+def quiet(engine: CacheEngine) -> None:
+    """Wait until no store is under way and none pins anything."""
+    engine.drain(WAIT)
+    until(lambda: all(lease["owner"] != "store" for lease in engine.stats()["leases"]), "leases of stores end")
 
 
 def settle(engine: CacheEngine) -> None:

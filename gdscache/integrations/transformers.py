@@ -164,9 +164,9 @@ class GdsCache(DynamicCache):
         """Give the pages of all computed tokens to the engine; a handle a row. May be called again after more tokens.
 
         `token_ids`: the prompt and what followed it, (tokens,) or (rows, tokens), as `generate` returns them, or the
-        prompt alone; what was not computed (the last token generated) is left out. Raises `SequenceStateError` when they
-        are not the tokens of this cache, and `PoolFullError` when the pool has no room for the new ones; nothing of that
-        row is published then.
+        prompt alone; what was not computed (the last token generated) is left out. Raises `SequenceStateError` when
+        they are not the tokens of this cache, and `PoolFullError` when the pool has no room for the new ones; nothing
+        of that row is published then.
         """
         computed = self.get_seq_length()
         rows = [as_tokens(row)[:computed] for row in _rows(token_ids)]
@@ -205,7 +205,7 @@ class GdsCache(DynamicCache):
             prompt = sequence.tokens
             if len(prompt) > len(row):
                 raise SequenceStateError(
-                    f"{computed} tokens are computed, {len(row)} of them are committed, and the prompt has {len(prompt)}",
+                    f"{computed} tokens are computed, {len(row)} of them given; the prompt has {len(prompt)}",
                     "compute the whole prompt, then commit it with what was generated",
                 )
             if row[: len(prompt)].tolist() != prompt:

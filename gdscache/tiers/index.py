@@ -9,7 +9,7 @@ unless nothing else can go. Nothing here locks: the manager's lock guards every 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from gdscache.policy import LRU, EvictionPolicy
@@ -87,6 +87,28 @@ class PageIndex:
         """The page in any state, reserved ones included."""
         return self._entries.get(key)
 
+    def family(self, pages: Iterable[Page]) -> set[bytes]:
+        """Keys of `pages` and of the pages before them, as far back as the tier has them without a gap.
+
+        What a new page must not push out: without its head, a tail is out of reach.
+        """
+        keys: set[bytes] = set()
+        for page in pages:
+            keys.add(page.key)
+            entry = self._entries.get(page.parent)
+            while entry is not None and entry.key not in keys:
+                keys.add(entry.key)
+                entry = self._entries.get(entry.parent)
+        return keys
+
+    def continuing(self, pages: Iterable[Page]) -> int:
+        """How many of `pages` have all pages before them in the tier, or among `pages`."""
+        keys: set[bytes] = set()
+        for page in pages:
+            if page.parent == page.namespace or page.parent in self._entries or page.parent in keys:
+                keys.add(page.key)
+        return len(keys)
+
     def touch(self, keys: Iterable[bytes]) -> None:
         """Count a use of each present page. Give a prefix tail first, so that its head stays longest."""
         entries, touch = self._entries, self._policy.touch
@@ -109,11 +131,11 @@ class PageIndex:
                 return None
         return [self._free.pop() for _ in range(n)]
 
-    def allocate_some(self, n: int) -> list[int]:
-        """As many of `n` slots as can be had now."""
+    def allocate_some(self, n: int, keep: Collection[bytes] = ()) -> list[int]:
+        """As many of `n` slots as can be had now without evicting a page of `keep`."""
         short = n - len(self._free)
         if short > 0:
-            for entry in self._victims(short):
+            for entry in self._victims(short, keep):
                 self._evict(entry)
         return [self._free.pop() for _ in range(min(n, len(self._free)))]
 
@@ -121,9 +143,9 @@ class PageIndex:
         """As many of `n` slots as are free; nothing is evicted."""
         return [self._free.pop() for _ in range(min(n, len(self._free)))]
 
-    def evict(self, n: int) -> int:
-        """Evict up to `n` pages; how many went."""
-        victims = self._victims(n)
+    def evict(self, n: int, keep: Collection[bytes] = ()) -> int:
+        """Evict up to `n` pages, none of `keep`; how many went."""
+        victims = self._victims(n, keep)
         for entry in victims:
             self._evict(entry)
         return len(victims)
@@ -213,21 +235,35 @@ class PageIndex:
         self.evictions += 1
         self.drop(entry)
 
-    def _victims(self, n: int) -> list[Entry]:
-        """Up to `n` pages that may go, coldest first, tails before heads."""
+    def _victims(self, n: int, keep: Collection[bytes] = ()) -> list[Entry]:
+        """Up to `n` pages that may go, coldest first, tails before heads.
+
+        A page that was passed over for its children goes as soon as the last of them is chosen, since it is colder than
+        whatever comes later. Only when no tail is left, pages with children that cannot go are taken.
+        """
         chosen: dict[bytes, Entry] = {}
+        passed: set[bytes] = set()
         gone: dict[bytes, int] = {}  # children that are chosen already
+
+        def choose(entry: Entry | None) -> None:
+            while entry is not None and len(chosen) < n:
+                chosen[entry.key] = entry
+                gone[entry.parent] = gone.get(entry.parent, 0) + 1
+                entry = self._entries[entry.parent] if entry.parent in passed else None
+                if entry is not None and entry.children > gone[entry.key]:
+                    entry = None
+
         for tails_only in (True, False):
             for key in self._policy:
                 if len(chosen) >= n:
                     return list(chosen.values())
                 entry = self._entries[key]
-                if entry.leases or entry.state is PageState.PENDING or key in chosen:
+                if entry.leases or entry.state is PageState.PENDING or key in chosen or key in keep:
                     continue
                 if tails_only and entry.children > gone.get(key, 0):
-                    continue
-                chosen[key] = entry
-                gone[entry.parent] = gone.get(entry.parent, 0) + 1
+                    passed.add(key)
+                else:
+                    choose(entry)
         return list(chosen.values())
 
     def check(self, elsewhere: Sequence[int] = ()) -> list[str]:

@@ -37,6 +37,14 @@ class PageStatus(enum.Enum):
 
 
 @dataclasses.dataclass(slots=True)
+class Filling:
+    """A CPU slot that a load reads into, for other loads to wait on: `done` is set once `status` is final."""
+
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    status: PageStatus = PageStatus.PENDING
+
+
+@dataclasses.dataclass(slots=True)
 class PageTask:
     """One page of a load: where its bytes come from, and the CPU slot that they pass through and stay in, if any."""
 
@@ -45,7 +53,7 @@ class PageTask:
     tier: str
     source: Entry
     target: Entry | None = None
-    filled: threading.Event | None = None  # another load is filling `source`: wait for it
+    filling: Filling | None = None  # another load reads into `source`: wait for it
     status: PageStatus = PageStatus.PENDING
 
 
@@ -66,7 +74,7 @@ class TierManager:
         self.tiers: dict[str, Tier] = {t.name: t for t in (gpu, cpu, ssd) if t is not None}
         self.counts: Counter[tuple[str, str]] = Counter()
         self._leases: set[Lease] = set()
-        self._filling: dict[Entry, threading.Event] = {}
+        self._filling: dict[Entry, Filling] = {}
         self._epoch = 0
         self._epochs: dict[bytes, int] = {}
         self._rates: dict[str, float] = {}
@@ -158,7 +166,7 @@ class TierManager:
         if cached is not None and cached.state is not PageState.PENDING:
             return PageTask(number, page, "cpu", cached)
         if cached is not None and cached in self._filling:
-            return PageTask(number, page, "cpu", cached, filled=self._filling[cached])
+            return PageTask(number, page, "cpu", cached, filling=self._filling[cached])
         stored = self.ssd.index.get(page.key) if self.ssd is not None else None
         return None if stored is None else PageTask(number, page, "ssd", stored)
 
@@ -170,20 +178,22 @@ class TierManager:
         for task, slot in zip(wanted, index.allocate_some(len(wanted)), strict=False):
             task.target = index.insert(task.page, slot, PageState.PENDING)
             lease.add(index, task.target)
-            self._filling[task.target] = threading.Event()
+            self._filling[task.target] = Filling()
 
     def finish_page(self, task: PageTask, status: PageStatus) -> None:
         """The verdict on one page: publish its CPU copy, or drop the page from every tier that it came through."""
         with self.lock:
             task.status = status
             if task.target is not None:
-                filled = self._filling.pop(task.target, None)
-                if filled is not None:
-                    if status is PageStatus.LOADED:
+                filling = self._filling.pop(task.target, None)
+                if filling is not None:
+                    if status in (PageStatus.LOADED, PageStatus.CANCELLED):  # its bytes were read and are good
                         self.cpu_index.commit(task.target)
+                        filling.status = PageStatus.LOADED
                     else:
                         self.cpu_index.drop(task.target)
-                    filled.set()
+                        filling.status = status
+                    filling.done.set()
             if status is PageStatus.LOADED:
                 self.counts["loaded", task.tier] += 1
                 return

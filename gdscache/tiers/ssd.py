@@ -126,11 +126,14 @@ class SsdTier(Tier):
     # -- writing --------------------------------------------------------------------------------------------------
 
     def reserve(self, pages: Sequence[Page]) -> list[Entry]:
-        """Reserve and lease slots for the first of `pages`, as many as find room. May commit deletions first."""
+        """Reserve and lease slots for the first of `pages`, as many as find room. May commit deletions first.
+
+        Only pages that continue a prefix of this tier may push others out: after a restart, nobody reaches the others.
+        """
         with self.lock:
-            short = len(pages) + self._reserve - self.index.free_slots - len(self._retired)
+            short = self.index.continuing(pages) + self._reserve - self.index.free_slots - len(self._retired)
             if short > 0:
-                self.index.evict(short)
+                self.index.evict(short, keep=self.index.family(pages))
             commit_first = self.index.free_slots < len(pages) and bool(self._retired)
         if commit_first:
             self.commit(())
@@ -189,7 +192,10 @@ class SsdTier(Tier):
     def commit_retired(self) -> None:
         """Commit deletions that wait for the next store, if there are any."""
         if self._retired:
-            self.commit(())
+            try:
+                self.commit(())
+            except IOFailedError as error:
+                _log.warning("%s: deletions wait for a later commit: %s", self.path, error)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -227,7 +233,10 @@ class SsdTier(Tier):
 
     def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
         with self._commit_lock:
-            rows = self._catalog.rows()
+            try:
+                rows = self._catalog.rows()
+            except IOFailedError as error:
+                return [error.message]
             with lock:
                 problems = self.index.check(elsewhere=self._retired)
                 for slot in self._retired:
@@ -257,6 +266,8 @@ class SsdTier(Tier):
         self._transport.close()
         try:
             self.commit(())
+        except IOFailedError as error:
+            _log.warning("%s: the last uses and deletions are lost: %s", self.path, error)
         finally:
             self._catalog.close()
             self._directory.close()

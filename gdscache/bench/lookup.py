@@ -1,0 +1,74 @@
+"""What finding a prompt's prefix costs, against the hashing that no lookup can do without."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gdscache import CacheEngine
+from gdscache.bench.measure import Progress, interleave, ratio, seconds, silent, target
+from gdscache.errors import IOFailedError
+
+PAGES, PAGE_TOKENS = 2048, 64
+TARGET = 3.0
+
+
+def lookup(directory: Path, pages: int, rounds: int, progress: Progress = silent) -> dict[str, Any]:
+    """`engine.lookup` of a prompt whose pages are on all three tiers, in turns with the bare hash loop. Seconds.
+
+    The loop chains BLAKE2b-256 over the same bytes, as keys are made, and does nothing else.
+    """
+    tokens = np.random.default_rng(0).integers(0, 128_000, pages * PAGE_TOKENS, dtype=np.uint32)
+    as_list = tokens.tolist()
+    with CacheEngine.from_config(_config(directory, pages)) as engine:
+        with engine.sequence(tokens) as sequence:
+            sequence.commit()
+        engine.drain(600.0)
+        held = {name: len(tier.index) for name, tier in engine.manager.tiers.items()}
+        if set(held.values()) != {pages}:
+            raise IOFailedError(f"{pages} pages were to be on every tier, there are {held}", "please report it")
+        namespace = engine.namespace()
+
+        def hashed() -> None:
+            parent, data, step = namespace, tokens.tobytes(), PAGE_TOKENS * 4
+            for at in range(0, len(data), step):
+                parent = hashlib.blake2b(parent + data[at : at + step], digest_size=32, key=namespace).digest()
+
+        ways = {
+            "hash": lambda: seconds(hashed),
+            "numpy": lambda: seconds(lambda: engine.lookup(tokens)),
+            "list": lambda: seconds(lambda: engine.lookup(as_list)),
+        }
+        for way in ways.values():
+            way()
+        found = interleave(ways, rounds, progress, "looking up")
+        if engine.lookup(tokens).tokens != len(tokens):
+            raise IOFailedError("a lookup missed pages that are there", "please report it")
+    against = ratio(found["numpy"], found["hash"])
+    return {
+        "tokens": len(tokens),
+        "pages": pages,
+        "page_tokens": PAGE_TOKENS,
+        "tiers": list(held),
+        "hash_seconds": found["hash"].describe(),
+        "numpy_seconds": found["numpy"].describe(),
+        "list_seconds": found["list"].describe(),
+        "list_ratio": ratio(found["list"], found["hash"])["ratio"],
+        **against,
+        **target(against["ratio"], TARGET, at_least=False),
+    }
+
+
+def _config(directory: Path, pages: int) -> dict[str, Any]:
+    page_bytes = 4096
+    plane = {"name": "rows", "shape": [page_bytes // PAGE_TOKENS], "dtype": "uint8"}
+    return {
+        "model": {"name": "bench", "kind": "planes", "layers": 1, "page_tokens": PAGE_TOKENS, "planes": [plane]},
+        "gpu": {"device": "cpu", "capacity": (pages + 1) * page_bytes},
+        "cpu": {"capacity": pages * page_bytes, "pin": "off"},
+        "ssd": {"path": str(directory), "capacity": (pages + 128) * page_bytes, "transport": "posix", "threads": 2},
+        "store": {"queue": pages * page_bytes},
+    }

@@ -1,0 +1,154 @@
+"""Checksums of an extent: whatever is wrong with a page's bytes is seen; what is not the page's does not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdscache.checksum import first_bad_layer, layer_checksums
+from gdscache.layout import PageLayout, Plane
+
+Bytes = npt.NDArray[np.uint8]
+# 2 layers x (16 + 8) bytes x 16 tokens: 768 bytes, 384 a layer: the long form of XXH3 and two planes.
+LAYOUT = PageLayout.uniform([Plane("k", (2, 4), "bfloat16"), Plane("v", (4,), "bfloat16")], 2, 16)
+# Inputs of 240 bytes and less take other paths of XXH3.
+SMALL = PageLayout.uniform([Plane("k", (5,), "int8")], 3, 3)
+BIG = PageLayout.uniform([Plane("k", (64,), "bfloat16")], 2, 16)  # 2 KiB a layer: more than one block of 1 KiB
+
+
+def extent(layout: PageLayout, seed: int = 0) -> Bytes:
+    data = np.zeros(layout.extent_bytes, np.uint8)
+    data[: layout.page_bytes] = np.random.default_rng(seed).integers(0, 256, layout.page_bytes, dtype=np.uint8)
+    return data
+
+
+def bad(layout: PageLayout, data: Bytes, sums: npt.NDArray[np.uint64]) -> int | None:
+    return first_bad_layer(data.data, layout.layer_bounds, sums)
+
+
+def signed(layout: PageLayout, seed: int = 0) -> tuple[Bytes, npt.NDArray[np.uint64]]:
+    data = extent(layout, seed)
+    sums = layer_checksums(data.data, layout.layer_bounds)
+    assert bad(layout, data, sums) is None
+    return data, sums
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, SMALL, BIG])
+def test_they_are_xxh3_64_of_each_layer(layout: PageLayout) -> None:
+    data, sums = signed(layout)
+    assert sums.dtype == np.uint64
+    for layer, (start, end) in enumerate(layout.layer_bounds):
+        assert int(sums[layer]) == xxhash.xxh3_64(data[start:end].tobytes(), seed=0).intdigest()
+
+
+def test_a_known_value() -> None:
+    """XXH3-64 of nothing with seed 0, as published with the algorithm."""
+    assert layer_checksums(memoryview(b"\0"), [(0, 0)]).tolist() == [0x2D06800538D394C2]
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, SMALL])
+def test_a_flip_of_any_bit_is_seen_in_its_layer(layout: PageLayout) -> None:
+    data, sums = signed(layout)
+    for layer, (start, end) in enumerate(layout.layer_bounds):
+        for bit in range(start * 8, end * 8):
+            data[bit // 8] ^= 1 << bit % 8
+            assert bad(layout, data, sums) == layer
+            data[bit // 8] ^= 1 << bit % 8
+    assert bad(layout, data, sums) is None
+
+
+def test_a_flip_of_any_bit_of_a_layer_of_two_blocks() -> None:
+    data, sums = signed(BIG)
+    for bit in range(BIG.layer_bounds[1][0] * 8, BIG.page_bytes * 8):
+        data[bit // 8] ^= 1 << bit % 8
+        assert bad(BIG, data, sums) == 1
+        data[bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize("word", [1, 2, 4, 8])
+def test_swapped_words(word: int) -> None:
+    data, sums = signed(LAYOUT)
+    start, end = LAYOUT.layer_bounds[1]
+    words = data[start:end].reshape(-1, word)
+    for i in range(len(words) - 1):
+        for j in (i + 1, (i + len(words) // 2) % len(words), len(words) - 1):
+            if (words[i] != words[j]).any():
+                words[[i, j]] = words[[j, i]]
+                assert bad(LAYOUT, data, sums) == 1, (i, j)
+                words[[i, j]] = words[[j, i]]
+    assert bad(LAYOUT, data, sums) is None
+
+
+def test_swapped_token_rows() -> None:
+    data, sums = signed(LAYOUT)
+    piece = LAYOUT.pieces[1][0]
+    rows = data[piece.offset : piece.offset + piece.nbytes].reshape(LAYOUT.page_tokens, -1)
+    for i in range(LAYOUT.page_tokens):
+        for j in range(i):
+            rows[[i, j]] = rows[[j, i]]
+            assert bad(LAYOUT, data, sums) == 1
+            rows[[i, j]] = rows[[j, i]]
+
+
+def test_swapped_layers() -> None:
+    data, sums = signed(LAYOUT)
+    (a, b), (c, d) = LAYOUT.layer_bounds
+    swapped = data.copy()
+    swapped[a:b], swapped[c:d] = data[c:d], data[a:b]
+    assert bad(LAYOUT, swapped, sums) == 0
+    assert bad(LAYOUT, swapped, sums[::-1].copy()) is None  # the layers themselves are whole
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda d: np.roll(d, 1),
+        lambda d: np.roll(d, -1),
+        lambda d: np.roll(d, 8),
+        lambda d: np.roll(d, 512),
+        lambda d: np.zeros_like(d),
+        lambda d: np.full_like(d, 0xFF),
+        lambda d: extent(LAYOUT, 1),
+        lambda d: np.concatenate([d[:384], extent(LAYOUT, 1)[384:]]),
+        lambda d: np.concatenate([d[:760], np.zeros(len(d) - 760, np.uint8)]),  # a torn end
+        lambda d: np.concatenate([np.zeros(1, np.uint8), d[1:]]) if d[0] else np.concatenate([[np.uint8(1)], d[1:]]),
+    ],
+    ids=["right", "left", "a word", "a sector", "zeros", "ones", "another page", "half another", "torn", "first byte"],
+)
+def test_other_bytes(spoil: Callable[[Bytes], Bytes]) -> None:
+    data, sums = signed(LAYOUT)
+    assert bad(LAYOUT, np.ascontiguousarray(spoil(data)), sums) is not None
+
+
+def test_a_zero_page_is_not_mistaken_for_no_checksums() -> None:
+    zeros = np.zeros(LAYOUT.extent_bytes, np.uint8)
+    assert bad(LAYOUT, zeros, np.zeros(LAYOUT.n_layers, np.uint64)) == 0
+
+
+def test_a_wrong_length() -> None:
+    data, sums = signed(LAYOUT)
+    for nbytes in (0, 1, LAYOUT.page_bytes - 1):
+        assert first_bad_layer(data[:nbytes].data, LAYOUT.layer_bounds, sums) is not None
+    for wrong in (sums[:1], sums[:0], np.append(sums, sums[:1])):
+        assert bad(LAYOUT, data, wrong) == 0
+
+
+def test_padding_is_not_covered() -> None:
+    data, sums = signed(LAYOUT)
+    data[LAYOUT.page_bytes :] = 0xEE
+    assert bad(LAYOUT, data, sums) is None
+
+
+@given(st.binary(min_size=32, max_size=600), st.data())
+def test_any_other_bytes_of_the_same_length_differ(content: bytes, draw: st.DataObject) -> None:
+    other = draw.draw(st.binary(min_size=len(content), max_size=len(content)))
+    bounds = [(0, len(content) // 2), (len(content) // 2, len(content))]
+    sums = layer_checksums(memoryview(content), bounds)
+    first = next((i for i, (a, b) in enumerate(bounds) if content[a:b] != other[a:b]), None)
+    assert first_bad_layer(memoryview(other), bounds, sums) == first

@@ -1,0 +1,63 @@
+"""Kill -9: after each one the directory is whole, serves what was committed, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import make_config
+from kill_check import verify
+from kill_child import run
+from kill_record import Record
+from processes import Child
+
+ROOMY, TIGHT = 160, 40  # all there is, and a third of it
+SETUPS = {
+    "three tiers, room for all": {"gpu": 16, "cpu": 10, "ssd": ROOMY},
+    "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
+    "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
+    "ssd only, evicting": {"cpu": None, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
+}
+
+
+def _kills(rounds: int) -> Any:
+    def decorate(test: Any) -> Any:
+        return pytest.mark.parametrize("setup", SETUPS)(pytest.mark.parametrize("rounds", [rounds])(test))
+
+    return decorate
+
+
+@_kills(15)
+def test_sixty_kills(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None:
+    _loop(tmp_path, setup, rounds, record_property)
+
+
+@pytest.mark.soak
+@_kills(125)
+def test_five_hundred_kills(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None:
+    _loop(tmp_path, setup, rounds, record_property)
+
+
+def _loop(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None:
+    config = make_config(tmp_path / "cache", **SETUPS[setup])
+    attached, roomy = "cpu" not in config, SETUPS[setup]["ssd"] == ROOMY
+    log, rng, pages, found = tmp_path / "log", random.Random(setup), 0, Record()
+    log.touch()
+    for round_ in range(rounds):
+        with Child(run, config, attached, log, rng.randrange(1 << 32)) as child:
+            if round_ % 8:
+                child.receive()
+            time.sleep(rng.uniform(0, 0.3))
+            child.kill()
+        found = Record.replay(log)
+        pages += verify(config, found.allowed, found.required if roomy else set())
+    assert pages, "no page survived any kill: nothing was tested"
+    assert found.cleared, "nothing was cleared: nothing was tested"
+    assert found.kept > pages / rounds, "hardly a store was acknowledged"
+    summary = f"{rounds} kills, {pages} pages verified, {found.kept} pages acknowledged, {found.cleared} clears"
+    record_property("kills", summary)
+    print(f"{setup}: {summary}")
