@@ -1,4 +1,4 @@
-"""The command line: `gdscache config schema`, `gdscache config check FILE`, `gdscache --version`."""
+"""The command line: `gdscache config schema`, `config check FILE`, `bench engine`, `bench index`, `--version`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gdscache.bench.commands import bench_app
 from gdscache.config import Config, config_schema, load_config
 from gdscache.errors import GdsCacheError
 from gdscache.keys import namespace_digest
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at configuration files.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

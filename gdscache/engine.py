@@ -73,6 +73,7 @@ class CacheEngine:
         self._namespaces: dict[str, bytes] = {}
         self._described: set[bytes] = set()
         self._closing = threading.Lock()
+        self._owner = os.getpid()
         self._closed = False
 
     @classmethod
@@ -251,7 +252,12 @@ class CacheEngine:
     # -- end -------------------------------------------------------------------------------------------------------
 
     def close(self, drain: bool = True) -> None:
-        """Finish stores (or drop them), wait for loads, give everything back. Twice is fine."""
+        """Finish stores (or drop them), wait for loads, give everything back. Twice is fine.
+
+        In a process forked off the one that opened the engine it does nothing: threads and locks are not there.
+        """
+        if os.getpid() != self._owner:
+            return
         with self._closing:
             if self._closed:
                 return

@@ -145,3 +145,7 @@ class SequenceStateError(GdsCacheError):
 
 class UnsupportedRequestError(GdsCacheError):
     """A request of a kind that an integration cannot serve from cached prefixes: padding, beams, ragged rows."""
+
+
+class MissingPackageError(GdsCacheError):
+    """An optional package that a command needs is not installed; the hint names the extra."""

@@ -290,7 +290,7 @@ class _Run:
             self._manager.end(part.plan.lease)
         self._load.release_event.signal()
         if failed and self._manager.ssd is not None:
-            self._manager.ssd.commit_retired()
+            self._manager.ssd.commit_deletions()
 
     def _report(self, tasks: Sequence[PageTask], seconds: float) -> LoadReport:
         statuses = tuple(task.status for task in tasks)

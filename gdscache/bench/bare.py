@@ -1,4 +1,4 @@
-"""The ceiling of the SSD tier: threads that call `preadv` and `pwritev` on the slab file with `O_DIRECT`, and no more."""
+"""The ceiling of the SSD tier: threads that call `preadv` and `pwritev` on the slab with `O_DIRECT`, and no more."""
 
 from __future__ import annotations
 

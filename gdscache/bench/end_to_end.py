@@ -2,7 +2,8 @@
 
 Both faces are measured: `sequence`, where the engine owns the pool, and `load` and `store` into attached planes. A load
 counts from the call to the verdict. What comes from or goes to the SSD is compared with the bare loop on the same slab,
-the rest with a plain copy of the same bytes from the CPU tier's memory to the planes (from pinned memory where CUDA is).
+a load from the CPU tier with a plain copy of the same bytes from that tier's memory (pinned where CUDA is) to the
+planes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def run(
     ways: dict[Op, Way],
     progress: Progress = silent,
 ) -> list[dict[str, Any]]:
-    """Measure both faces with `total` bytes a round; `ways` are the bare loops to compare with. Reports as plain data."""
+    """Measure both faces with `total` bytes a round; `ways` are the bare loops to compare with. Plain data."""
     setting = Setting(directory, page_bytes, total, threads)
     found: list[dict[str, Any]] = []
     planes: list[tuple[torch.Tensor, ...]] = []

@@ -29,7 +29,7 @@ class Settings:
     @classmethod
     def quick(cls) -> Settings:
         """Seconds instead of minutes; its figures say that things work, not how fast."""
-        return cls(total=32 * MIB, repeat=2, memory_pages=500)
+        return cls(total=16 * MIB, repeat=2, memory_pages=500)
 
     def describe(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "pages": list(self.pages)}
@@ -51,15 +51,11 @@ def run(directory: Path, settings: Settings, progress: Progress = silent) -> dic
         path = Path(name)
         for page_bytes in settings.pages:
             with tempfile.TemporaryDirectory(dir=path) as own:
-                tier += ssd_tier.run(
-                    Path(own), page_bytes, settings.total, settings.repeat, settings.threads, progress
-                )
+                tier += ssd_tier.run(Path(own), page_bytes, settings.total, settings.repeat, settings.threads, progress)
         first = settings.pages[0]
         ways = {op: _way(tier, first, name) for op, name in ((Op.WRITE, "store"), (Op.READ, "load"))}
         with tempfile.TemporaryDirectory(dir=path) as own:
-            whole = end_to_end.run(
-                Path(own), first, settings.total, settings.repeat, settings.threads, ways, progress
-            )
+            whole = end_to_end.run(Path(own), first, settings.total, settings.repeat, settings.threads, ways, progress)
         held = memory.run(path, settings.memory_pages, progress)
     return {"ssd_tier": tier, "end_to_end": whole, "memory": held}
 

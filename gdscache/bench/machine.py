@@ -37,20 +37,19 @@ def storage(directory: Path) -> dict[str, Any]:
     """The file system that holds a directory: its type, mount options and device, and the device's model if known."""
     device = directory.stat().st_dev
     major, minor = os.major(device), os.minor(device)
+    kind = source = options = ""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
         if left.split()[2] == f"{major}:{minor}":
             kind, source = right.split()[:2]
             options = left.split()[5]
             break
-    else:
-        kind = source = options = None
     block = Path(f"/sys/dev/block/{major}:{minor}").resolve()
     disk = block if (block / "queue").exists() else block.parent
     return {
-        "file_system": kind,
-        "source": source,
-        "options": options,
+        "file_system": kind or None,
+        "source": source or None,
+        "options": options or None,
         "device": disk.name if (disk / "queue").exists() else None,
         "model": _text(disk / "device" / "model"),
         "rotational": {"0": False, "1": True}.get(_text(disk / "queue" / "rotational") or ""),

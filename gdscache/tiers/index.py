@@ -52,12 +52,16 @@ class Entry:
 class PageIndex:
     """Slots `0 ... slots-1` of a tier and the pages in them.
 
-    `recycle(slot)` is called with the slot of a page that was visible and is gone; by default the slot is free again
-    at once. The SSD tier frees it after the deletion is committed.
+    `forget(slot)` is called when a visible page is dropped, `recycle(slot)` when its slot is given back, which is later
+    if the page is leased. By default the slot is free then; the SSD tier also waits for the committed deletion.
     """
 
     def __init__(
-        self, slots: int, policy: EvictionPolicy | None = None, recycle: Callable[[int], None] | None = None
+        self,
+        slots: int,
+        policy: EvictionPolicy | None = None,
+        forget: Callable[[int], None] | None = None,
+        recycle: Callable[[int], None] | None = None,
     ) -> None:
         self.slots = slots
         self.evictions = 0
@@ -65,6 +69,7 @@ class PageIndex:
         self._orphans: dict[bytes, int] = {}  # children of absent parents
         self._policy: EvictionPolicy = LRU() if policy is None else policy
         self._free = list(range(slots - 1, -1, -1))
+        self._forget = forget
         self._recycle = self._free.append if recycle is None else recycle
         self._leaving: set[int] = set()  # slots of dropped pages that are still leased
 
@@ -191,6 +196,8 @@ class PageIndex:
             return
         entry.dropped = True
         self._unlink(entry)
+        if self._forget is not None and entry.state is not PageState.PENDING:
+            self._forget(entry.slot)
         if entry.leases:
             self._leaving.add(entry.slot)
         else:

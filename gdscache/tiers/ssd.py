@@ -1,8 +1,8 @@
 """The SSD tier: a preallocated slab of extents, a durable catalogue, and a transport that moves the bytes.
 
-The order of a store is: bytes written, row committed, key visible. A slot whose page is gone is *retired*, and free
-only when the deletion of its row is committed; deletions travel with the next commit, and a reserve of free slots keeps
-a store from waiting for one.
+The order of a store is: bytes written, row committed, key visible. The row of a page that is gone is *doomed*: the
+next commit deletes it, and its slot is free when that is done and no lease is left. A reserve of free slots keeps a
+store from waiting for such a commit.
 """
 
 from __future__ import annotations
@@ -79,14 +79,16 @@ class SsdTier(Tier):
         self._reserve = min(config.reserve, slots // 8)
         self._checksums = np.zeros((slots, layout.n_layers), dtype=np.uint64)
         self._known = bytearray(slots)  # slots whose checksums are in memory
-        self._retired: list[int] = []
+        self._doomed: set[int] = set()  # slots whose rows the next commit deletes
+        self._deleting: set[int] = set()  # ... the commit under way
+        self._returned: set[int] = set()  # slots that are free once their row is deleted
         self._touched: dict[int, int] = {}
         self._commit_lock = threading.Lock()
         self._closed = False
 
     def _recover(self, slots: int) -> None:
         found = self._catalog.recover(min(slots, self._slab.valid_slots))
-        self.index = PageIndex(slots, recycle=self._retire)
+        self.index = PageIndex(slots, forget=self._doom, recycle=self._return)
         self.index.restore(map(Page, found.keys, found.parents, found.namespaces), found.slots)
         self._clock = min(found.recency[-1] if found.recency else 0, _CLOCK_LIMIT) + 1
         self._set_aside = found.set_aside
@@ -131,10 +133,10 @@ class SsdTier(Tier):
         Only pages that continue a prefix of this tier may push others out: after a restart, nobody reaches the others.
         """
         with self.lock:
-            short = self.index.continuing(pages) + self._reserve - self.index.free_slots - len(self._retired)
+            short = self.index.continuing(pages) + self._reserve - self.index.free_slots - len(self._returned)
             if short > 0:
                 self.index.evict(short, keep=self.index.family(pages))
-            commit_first = self.index.free_slots < len(pages) and bool(self._retired)
+            commit_first = self.index.free_slots < len(pages) and bool(self._returned)
         if commit_first:
             self.commit(())
         with self.lock:
@@ -160,21 +162,24 @@ class SsdTier(Tier):
                 self._transport.flush(self._file)
             with self.lock:
                 live = [w for w in writes if not w.entry.dropped]
-                deleted, self._retired = self._retired, []
+                self._deleting, self._doomed = self._doomed, set()
                 touched, self._touched = self._touched, {}
                 clock = self._clock
                 self._clock += len(live)
             records = [self._record(w, clock + i) for i, w in enumerate(live)]
             with contextlib.ExitStack() as on_failure:
-                on_failure.callback(self._unretire, deleted)
-                self._catalog.commit(records, deleted, touched)
+                on_failure.callback(self._undo_deletions)
+                self._catalog.commit(records, sorted(self._deleting), touched)
                 on_failure.pop_all()
             with self.lock:
                 for w in live:
                     self._checksums[w.entry.slot] = w.checksums
                     self._known[w.entry.slot] = 1
-                    self.index.commit(w.entry)
-                self.index.free(deleted)
+                    if not self.index.commit(w.entry):  # dropped meanwhile: its row must go again
+                        self._doom(w.entry.slot)
+                self.index.free(self._deleting & self._returned)
+                self._returned -= self._deleting
+                self._deleting = set()
                 return [not w.entry.dropped for w in writes]
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -189,9 +194,9 @@ class SsdTier(Tier):
                     touched[entry.slot] = self._clock
                     self._clock += 1
 
-    def commit_retired(self) -> None:
+    def commit_deletions(self) -> None:
         """Commit deletions that wait for the next store, if there are any."""
-        if self._retired:
+        if self._doomed:
             try:
                 self.commit(())
             except IOFailedError as error:
@@ -208,14 +213,21 @@ class SsdTier(Tier):
             _log.warning("%s: checksums of %d pages cannot be read: %s", self.path, len(slots), error)
             return [None] * len(slots)
 
-    def _retire(self, slot: int) -> None:
+    def _doom(self, slot: int) -> None:
         self._known[slot] = 0
         self._touched.pop(slot, None)
-        self._retired.append(slot)
+        self._doomed.add(slot)
 
-    def _unretire(self, slots: list[int]) -> None:
+    def _return(self, slot: int) -> None:
+        if slot in self._doomed or slot in self._deleting:
+            self._returned.add(slot)
+        else:
+            self.index.free((slot,))
+
+    def _undo_deletions(self) -> None:
         with self.lock:
-            self._retired.extend(slots)
+            self._doomed |= self._deleting
+            self._deleting = set()
 
     def _submit(self, op: Op, pages: Sequence[tuple[Entry, Any]]) -> Submission:
         return self._transport.submit(op, [IORequest(self._file, self._slab.offset(e.slot), m) for e, m in pages])
@@ -238,8 +250,8 @@ class SsdTier(Tier):
             except IOFailedError as error:
                 return [error.message]
             with lock:
-                problems = self.index.check(elsewhere=self._retired)
-                for slot in self._retired:
+                problems = self.index.check(elsewhere=list(self._returned))
+                for slot in self._doomed:
                     rows.pop(slot, None)
                 pages = {e.slot: e for e in self.index if self.index.get(e.key) is not None}
                 unknown = [slot for slot, key in rows.items() if slot not in pages or pages[slot].key != key]

@@ -1,0 +1,133 @@
+"""`gdscache bench`: the commands. What measures is imported by the command that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gdscache.errors import InvalidValueError
+from gdscache.sizes import parse_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+bench_app = typer.Typer(help="Measure this machine, against its own ceilings.", no_args_is_help=True)
+
+Dir = Annotated[Path, typer.Option("--dir", help="Directory on the device to measure; what is written is deleted.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, a few seconds: to see that it works.")]
+
+
+@bench_app.command("engine")
+def engine(
+    directory: Dir = Path(),
+    pages: Annotated[list[str] | None, typer.Option(help="Page size, may be repeated. Default: 1MiB and 4MiB.")] = None,
+    total: Annotated[str | None, typer.Option(help="Bytes moved in a round. Default: 2GiB.")] = None,
+    repeat: Annotated[int | None, typer.Option(min=1, help="Rounds a figure. Default: 5.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="ssd.threads. Default: the engine's.")] = None,
+    json_file: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,
+    quick: Quick = False,
+) -> None:
+    """SSD tier and engine in GB/s against a bare O_DIRECT loop and a plain copy, and the engine's memory.
+
+    Needs about 2.5 times --total on the disk and 2.2 times in memory.
+    """
+    from gdscache.bench import engine as measured
+    from gdscache.bench import report as reports
+
+    if plot is not None:
+        from gdscache.bench import plots
+
+        plots.require(plot)
+        reports.check_writable(plot, "--plot")
+    given: dict[str, Any] = {
+        "pages": tuple(_size("--pages", page) for page in pages) if pages else None,
+        "total": None if total is None else _size("--total", total),
+        "repeat": repeat,
+        "threads": threads,
+    }
+    settings = measured.Settings.quick() if quick else measured.Settings()
+    settings = dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
+    report = _measured(
+        directory,
+        json_file,
+        reports.ENGINE_SCHEMA,
+        {**settings.describe(), "quick": quick},
+        lambda progress: measured.run(directory, settings, progress),
+        reports.engine_tables,
+    )
+    if plot is not None:
+        plots.engine_plot(report, plot)
+
+
+@bench_app.command("index")
+def index(
+    directory: Dir = Path(),
+    pages: Annotated[int | None, typer.Option(min=1, help="Pages of the catalogue. Default: 1000000.")] = None,
+    layers: Annotated[int, typer.Option(min=1, max=4096, help="Layers, and so checksums a page.")] = 32,
+    repeat: Annotated[int | None, typer.Option(min=1, help="Rounds a figure. Default: 3.")] = None,
+    json_file: Json = None,
+    quick: Quick = False,
+) -> None:
+    """Lookups against the bare hash loop, reopening a large catalogue, and the index's memory.
+
+    Reserves a slab of one 4 KiB extent a page on the disk (more for more than 32 layers), and never writes it.
+    """
+    from gdscache.bench import index as measured
+    from gdscache.bench import report as reports
+
+    count = pages or (10_000 if quick else 1_000_000)
+    rounds = repeat or (1 if quick else 3)
+    settings = {"pages": count, "layers": layers, "repeat": rounds, "quick": quick}
+    _measured(
+        directory,
+        json_file,
+        reports.INDEX_SCHEMA,
+        settings,
+        lambda progress: measured.run(count, layers, rounds, progress, directory),
+        reports.index_tables,
+    )
+
+
+def _measured(
+    directory: Path,
+    json_file: Path | None,
+    schema: str,
+    settings: Mapping[str, Any],
+    run: Callable[[Any], Mapping[str, Any]],
+    tables: Callable[[Mapping[str, Any]], Iterable[Table]],
+) -> dict[str, Any]:
+    """Measure with a progress bar, print tables, write JSON; the whole report."""
+    import sys
+
+    from rich.console import Console
+
+    from gdscache.bench import machine
+    from gdscache.bench import report as reports
+
+    if not directory.is_dir():
+        raise InvalidValueError(f"--dir {directory} is not a directory", "make it first: it decides what is measured")
+    reports.check_writable(json_file, "--json")
+    with reports.progress_bar() as progress:
+        found = run(progress)
+    report = {"schema": schema, "machine": machine.describe(directory), "settings": dict(settings), **found}
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
+    console.print(reports.machine_line(report["machine"]))
+    for table in tables(report):
+        console.print()
+        console.print(table)
+    if json_file is not None:
+        reports.write_json(json_file, report)
+    return report
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise InvalidValueError(f"{option} {text!r} {error}", "write a size as 512MiB or 2GiB") from None
