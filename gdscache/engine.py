@@ -14,8 +14,15 @@ import torch
 
 from gdscache.build import Parts, build
 from gdscache.config import Config, load_config
-from gdscache.errors import DeadlineError, EngineClosedError, SequenceStateError, SlotCountError, TokensError
-from gdscache.keys import as_tokens, namespace_digest, page_keys
+from gdscache.errors import (
+    DeadlineError,
+    EngineClosedError,
+    InvalidValueError,
+    SequenceStateError,
+    SlotCountError,
+    TokensError,
+)
+from gdscache.keys import KEY_BYTES, as_tokens, namespace_digest, page_keys
 from gdscache.layout import PageLayout
 from gdscache.loader import Loader
 from gdscache.loading import LayerwiseLoad
@@ -221,6 +228,8 @@ class CacheEngine:
 
     def invalidate(self, namespace: bytes) -> dict[str, int]:
         """Drop every page of one namespace (see `namespace()`) from every tier; the pages removed, by tier."""
+        if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
+            raise InvalidValueError(f"{namespace!r} is no namespace", "pass engine.namespace(salt)")
         return self.manager.clear(namespace)
 
     def drain(self, seconds: float | None = None) -> None:

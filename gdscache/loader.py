@@ -208,7 +208,9 @@ class _Run:
                     ready = []
             self._readings.remove(reading)
         except DeadlineError:
-            self._drain(reading)
+            self._scatter_landed(ready, extents)
+            ready, late = [], self._drain(reading)
+            over = [slot for i, slot in enumerate(reading.slots) if i not in late]
         self._scatter_landed(ready, extents)
         return over
 
@@ -254,19 +256,24 @@ class _Run:
                 event.synchronize()
             pool.give(over)
 
-    def _drain(self, reading: _Reading) -> None:
-        """Wait for reads that nobody takes any more. What is in flight at the deadline keeps its memory for good."""
+    def _drain(self, reading: _Reading) -> set[int]:
+        """Wait for reads that nobody takes any more; which of them are still in flight at the deadline.
+
+        Those keep their memory for good.
+        """
         self._readings.remove(reading)
-        late = dict(enumerate(reading.work))
+        late = set(range(len(reading.work)))
         try:
             for i, _ in reading.submission.completions(self._until):
-                del late[i]
+                late.remove(i)
         except DeadlineError:
-            for w in late.values():
-                if w.task.status is PageStatus.PENDING:
-                    self._verdict(w, PageStatus.DEADLINE)
-                if w.task.target is not None:
-                    self._manager.quarantine(w.lease, [w.task.target])
+            self._manager.count("quarantined", "slots", len(late))
+        for i, w in enumerate(reading.work):
+            if w.task.status is PageStatus.PENDING:
+                self._verdict(w, PageStatus.DEADLINE)
+            if i in late and w.task.target is not None:
+                self._manager.quarantine(w.lease, [w.task.target])
+        return late
 
     # -- verdicts ----------------------------------------------------------------------------------------------------
 

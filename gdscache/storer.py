@@ -74,7 +74,8 @@ class Storer:
         self._writer = writer
         self._extent_bytes = layout.extent_bytes
         self._queue = config.queue
-        self._queued = 0  # pages accepted and not finished; the manager's lock guards it
+        self._queued = 0  # pages accepted and not finished; the manager's lock guards it and the next
+        self._jobs = 0  # stores whose blocks are still being read
         self._idle = threading.Condition(manager.lock)
         self._most = max(1, BATCH_BYTES // layout.extent_bytes)
         self._dropping = False
@@ -112,6 +113,7 @@ class Storer:
                     wanted.append(number)
             if wanted:
                 self._queued += len(wanted)
+                self._jobs += 1
                 chosen = [pages[n] for n in wanted]
                 job = _Job(handle, wanted, chosen, blocks[wanted], [epochs[n] for n in wanted], after, sources)
                 self._thread.submit(self._gather, job).add_done_callback(log_failure)
@@ -124,7 +126,7 @@ class Storer:
     def drain(self, seconds: float | None) -> bool:
         """Wait until nothing that was accepted is unfinished; False when `seconds` pass before."""
         with self._idle:
-            return self._idle.wait_for(lambda: self._queued == 0, seconds)
+            return self._idle.wait_for(lambda: not self._queued and not self._jobs, seconds)
 
     def stats(self) -> dict[str, int]:
         with self._manager.lock:
@@ -157,8 +159,7 @@ class Storer:
             self._manager.counts["dropped", cause] += 1
         job.handle.finish(job.numbers[i], cause)
         self._queued -= 1
-        if not self._queued:
-            self._idle.notify_all()
+        self._idle.notify_all()
 
     def _release(self, placed: _Placed, cause: str = "") -> None:
         """The last word on a page that has a slot: its lease or bounce slot goes back."""
@@ -192,6 +193,9 @@ class Storer:
                 if event is not None:
                     event.synchronize()
                 self._manager.end(job.sources)
+            with self._manager.lock:
+                self._jobs -= 1
+                self._idle.notify_all()
 
     def _place(self, job: _Job, start: int) -> tuple[int, list[_Placed]]:
         """Find slots for the next pages: where it stopped, and the pages that have one."""

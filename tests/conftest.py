@@ -14,13 +14,9 @@ from hypothesis import HealthCheck, settings
 
 from gdscache import CacheEngine
 
-_SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile(
-    "ci", max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=_SLOW_IS_FINE
-)
-settings.register_profile(
-    "soak", max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=_SLOW_IS_FINE
-)
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("ci", max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=_SLOW)
+settings.register_profile("soak", max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=_SLOW)
 settings.load_profile("soak" if os.environ.get("GDSCACHE_SOAK") == "1" else "ci")
 
 
@@ -40,7 +36,7 @@ def slab(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_engine(slab: Path) -> Iterator[Callable[..., CacheEngine]]:
-    """`open_engine(**make_config arguments)`: an engine with a pool of its own, at rest and without a problem at the end."""
+    """`open_engine(**make_config arguments)`: an engine with its own pool, at rest and whole at the end."""
     opened: list[CacheEngine] = []
 
     def opens(path: Path | None = None, **options: Any) -> CacheEngine:

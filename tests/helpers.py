@@ -1,4 +1,4 @@
-"""What the tests of the engine share: tiny configurations counted in pages, bytes that follow from a page's key, checks."""
+"""What the tests of the engine share: tiny configurations counted in pages, bytes that follow from a key, checks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from gdscache.loading import LayerwiseLoad, LoadReport
 from gdscache.storing import StoreHandle
 
 Bytes = npt.NDArray[np.uint8]
+Planes = Sequence[Sequence[torch.Tensor]]
 SENTINEL = 0xA5
 WAIT = 20.0  # seconds after which something hangs
 
@@ -94,7 +95,7 @@ def make_config(
     return config | sections
 
 
-# -- bytes --------------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------------------------
 
 
 def expected(layout: PageLayout, key: bytes) -> Bytes:
@@ -117,7 +118,7 @@ def write_page(
     assert at == layout.page_bytes
 
 
-def read_page(planes: Sequence[Sequence[torch.Tensor]], layout: PageLayout, blocks: Sequence[int]) -> Bytes:
+def read_page(planes: Planes, layout: PageLayout, blocks: Sequence[int]) -> Bytes:
     """The bytes of a page out of planes, the inverse of `write_page`."""
     parts = [
         tensor.view(torch.uint8)[block].cpu().numpy().reshape(-1)
@@ -154,13 +155,13 @@ def new_planes(
     return result
 
 
-def untouched(planes: Sequence[Sequence[torch.Tensor]], blocks: Iterable[int]) -> bool:
+def untouched(planes: Planes, blocks: Iterable[int]) -> bool:
     """True when these blocks hold nothing but the sentinel."""
     rows = list(blocks)
     return all(bool((t.view(torch.uint8)[rows] == SENTINEL).all()) for tensors in planes for t in tensors)
 
 
-# -- an engine that owns its pool ------------------------------------------------------------------------------------------
+# -- an engine that owns its pool ------------------------------------------------------------------------------------
 
 
 def fill(engine: CacheEngine, seq: Any, salt: str = "", start: int | None = None) -> None:
@@ -184,7 +185,7 @@ def holds(engine: CacheEngine, seq: Any, salt: str = "", upto: int | None = None
 
 
 def run(engine: CacheEngine, tokens: Sequence[int], salt: str = "") -> int:
-    """A whole request: find, verify, check the bytes, compute the rest, commit, drain. Returns the tokens that were cached."""
+    """A whole request: find, verify, check the bytes, compute the rest, commit, drain. The tokens that were cached."""
     with engine.sequence(tokens, salt) as seq:
         cached = seq.verify(WAIT)
         holds(engine, seq, salt)
@@ -194,7 +195,7 @@ def run(engine: CacheEngine, tokens: Sequence[int], salt: str = "") -> int:
     return int(cached)
 
 
-# -- an engine that is attached --------------------------------------------------------------------------------------------
+# -- an engine that is attached --------------------------------------------------------------------------------------
 
 
 class Host:
@@ -266,7 +267,7 @@ class Host:
         return self.finish(*self.begin(tokens, start, salt))
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------------------------
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = WAIT) -> None:
@@ -283,7 +284,7 @@ def quiet(engine: CacheEngine) -> None:
 
 
 def settle(engine: CacheEngine) -> None:
-    """Bring a healthy engine to rest: nothing queued, nothing pinned, every slot accounted for, no tier over its size."""
+    """Bring a healthy engine to rest: nothing queued, nothing pinned, each slot accounted for, no tier too large."""
     engine.drain(WAIT)
     until(lambda: not engine.stats()["leases"], f"leases end: {engine.stats()['leases']}")
     report = engine.check()

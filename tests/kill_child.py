@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from helpers import WAIT, layout_of, new_planes, read_page, write_page
+from kill_record import DOCUMENTS, PAGE_TOKENS, PAGES, SALTS, Log, Name, content, name
 
 from gdscache import CacheEngine
 from gdscache.errors import PoolFullError
 from gdscache.layout import PageLayout
+from gdscache.loading import LoadReport
 from gdscache.storing import StoreHandle
-from helpers import WAIT, layout_of, new_planes, read_page, write_page
-from kill_record import DOCUMENTS, PAGE_TOKENS, PAGES, SALTS, Log, Name, content, name
+from gdscache.tiers.manager import PageStatus
 
 THREADS = 2
 BLOCKS = max(PAGES)  # of each thread, where the planes are ours
@@ -90,8 +92,9 @@ class _Session:
         number = self.log.store(salt, document, pages) if rng.random() < 0.9 else None
         try:
             with self.engine.sequence(tokens, salt) as seq:
-                cached = seq.cached_tokens
-                assert seq.verify(WAIT) == cached, f"a page does not load: {seq.load and seq.load.result()}"
+                cached = seq.verify(WAIT)
+                if seq.load is not None:
+                    undamaged(seq.load.result())
                 planes = [self.engine.gpu.planes(layer) for layer in range(self.layout.n_layers)]
                 slots = seq.slots.tolist()
                 for page in pages:
@@ -113,7 +116,7 @@ class _Session:
         hit = self.engine.lookup(tokens, salt=salt)
         load = self.engine.load(hit, slots[: len(hit.pages)])
         report = load.result(WAIT)
-        assert report.first_bad is None, f"a page does not load: {report}"
+        undamaged(report)
         load.release_event.synchronize(WAIT)
         loaded = report.tokens // PAGE_TOKENS
         for page in range(loaded):
@@ -134,3 +137,9 @@ class _Session:
     def compare(self, planes: Any, slot: int, page: Name) -> None:
         got = read_page(planes, self.layout, [slot])
         assert np.array_equal(got, content(page, self.layout.page_bytes)), "a page has other bytes"
+
+
+def undamaged(report: LoadReport) -> None:
+    """Another thread's clear may take pages from a load; nothing here damages any."""
+    damage = {PageStatus.CHECKSUM, PageStatus.SHORT_READ, PageStatus.IO_ERROR} & set(report.pages)
+    assert not damage, f"a page counts as damaged: {report}"

@@ -13,15 +13,16 @@ from typing import Any
 from unittest import mock
 
 import torch
+from helpers import WAIT, Host, write_page
+from kill_record import DOCUMENTS, PAGE_TOKENS, content, name
 
-from gdscache import catalog_file, slab
+from gdscache import catalog_file, directory, slab
 from gdscache.catalog import Catalog
+from gdscache.storage import posix
 from gdscache.storage.base import Op
 from gdscache.storage.posix import PosixTransport
 from gdscache.storage.workers import Piece, Result, Run
 from gdscache.tiers.ssd import SsdTier
-from helpers import WAIT, Host, write_page
-from kill_record import DOCUMENTS, PAGE_TOKENS, content, name
 
 FIRST, SECOND = 2, 5  # documents of 6 pages that share none
 
@@ -64,6 +65,11 @@ def catalogue(host: Host) -> Catalog:
     return host.engine.manager.ssd._catalog
 
 
+def _meet(reached: threading.Event, go: threading.Event) -> None:
+    reached.set()
+    go.wait(WAIT)
+
+
 def die_at_sqlite_commit(host: Host) -> None:
     writer = catalogue(host)._writer
     assert writer is not None
@@ -85,7 +91,7 @@ def commit_then(host: Host, which: Callable[[Any, Any], object], act: Callable[[
     catalogue(host).commit = commit  # type: ignore[method-assign]
 
 
-# -- the points ---------------------------------------------------------------------------------------------------------
+# -- the points --------------------------------------------------------------------------------------------------------
 
 
 def half_written(host: Host) -> None:
@@ -130,7 +136,7 @@ def cleared(host: Host) -> None:
 
 def cleared_during_a_load(host: Host) -> None:
     reached, hold = threading.Event(), threading.Event()
-    DyingTransport.in_read = lambda: (reached.set(), hold.wait(WAIT))[0]
+    DyingTransport.in_read = lambda: _meet(reached, hold)
     tokens = DOCUMENTS[FIRST]
     host.engine.load(host.engine.lookup(tokens), host.take(len(tokens) // PAGE_TOKENS))
     assert reached.wait(WAIT)
@@ -140,7 +146,7 @@ def cleared_during_a_load(host: Host) -> None:
 
 def cleared_during_a_write(host: Host) -> None:
     reached, go = threading.Event(), threading.Event()
-    DyingTransport.in_write = lambda: (reached.set(), go.wait(WAIT))[0]
+    DyingTransport.in_write = lambda: _meet(reached, go)
     writing = threading.Thread(target=store, args=(host, SECOND))
     writing.start()
     assert reached.wait(WAIT)
@@ -154,15 +160,15 @@ def cleared_during_a_write(host: Host) -> None:
 def cleared_during_a_commit(host: Host) -> None:
     reached, go = threading.Event(), threading.Event()
     ssd, whole = host.engine.manager.ssd, SsdTier.commit
+    assert ssd is not None
 
     def commit(writes: Any) -> list[bool]:
         visible = whole(ssd, writes)
         if writes:
-            reached.set()
-            go.wait(WAIT)
+            _meet(reached, go)
         return visible
 
-    ssd.commit = commit  # type: ignore[union-attr, method-assign]
+    ssd.commit = commit  # type: ignore[method-assign]
     threading.Thread(target=store, args=(host, SECOND)).start()
     assert reached.wait(WAIT)
     host.engine.clear()
@@ -196,14 +202,17 @@ STORED = [
     closed_catalogue,
 ]
 
-OPENING = {  # where an opening is ended: what is replaced by death
-    "the catalogue's new file": (Path, "replace"),
-    "the catalogue is there": (catalog_file, "open_reader"),
-    "the slab is made": (slab, "_allocate"),
+OPENING: dict[str, tuple[Any, str]] = {  # where an opening is ended: what death takes the place of
+    "the directory is made": (directory, "_open_lock"),
+    "the lock is held": (Catalog, "open"),
+    "the catalogue has its tables": (Path, "replace"),
+    "the catalogue is made": (catalog_file, "open_reader"),
+    "the slab has no bytes": (slab, "_allocate"),
     "the slab is allocated": (slab, "_flush_directory"),
-    "the transport's probe": (os, "unlink"),
-    "the recovery": (Catalog, "recover"),
+    "the transport is probed": (posix, "_probe_sector"),
+    "the catalogue is recovered": (Catalog, "recover"),
 }
+ONLY_NEW = {"the catalogue has its tables", "the slab is allocated"}  # what happens once in a directory's life
 
 
 def run(pipe: Connection, config: dict[str, Any], point: str) -> None:

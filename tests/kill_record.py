@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-
 from helpers import Bytes
 
 PAGE_TOKENS = 4
@@ -24,12 +23,11 @@ SALTS = ("", "tenant")
 def _documents() -> list[list[int]]:
     """Token sequences of 3 to 6 pages; three share their first two pages."""
     rng = random.Random(20)
-    documents = []
-    for _ in range(6):
-        stem = [rng.randrange(1 << 32) for _ in range(2 * PAGE_TOKENS)]
-        for pages in (1, 2, 4):
-            documents.append(stem + [rng.randrange(1 << 32) for _ in range(pages * PAGE_TOKENS)])
-    return documents
+
+    def some(pages: int) -> list[int]:
+        return [rng.randrange(1 << 32) for _ in range(pages * PAGE_TOKENS)]
+
+    return [stem + some(pages) for stem in [some(2) for _ in range(6)] for pages in (1, 2, 4)]
 
 
 DOCUMENTS = _documents()

@@ -1,7 +1,8 @@
-"""The engine attached to somebody else's planes: every shape that is taken, bytes bit for bit, nothing beside them touched."""
+"""The engine attached to somebody else's planes: every shape that is taken, bit for bit, and nothing beside touched."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -57,7 +58,7 @@ def _no_faults_left() -> Any:
     PLAN.reset()
 
 
-# -- bit for bit -----------------------------------------------------------------------------------------------------------------
+# -- bit for bit -----------------------------------------------------------------------------------------------------
 
 KINDS = {"mha": MHA, "mla": MLA, "extra": EXTRA}
 
@@ -127,7 +128,7 @@ def test_slots_of_both_widths(open_host: OpenHost, device: str, dtype: torch.dty
         assert host.finish(load, blocks, [p.key for p in hit.pages]).tokens == 16
 
 
-# -- lookup, load, store -----------------------------------------------------------------------------------------------------------
+# -- lookup, load, store ---------------------------------------------------------------------------------------------
 
 
 def test_start_skips_what_the_engine_has(open_host: OpenHost, device: str) -> None:
@@ -345,14 +346,14 @@ def test_two_loads_at_once_that_exceed_the_cpu_pool(open_host: OpenHost, device:
     for _ in range(5):
         drop_from(host.engine, "cpu")
         begun = [host.begin(t) for t in prompts]
-        for load, blocks, keys in reversed(begun):
+        for load, _, _ in reversed(begun):
             # finish() holds everything free against the sentinel, so both must have ended
             load.result()
         for load, blocks, keys in begun:
             assert host.finish(load, blocks, keys).tokens == 32
 
 
-# -- cancel ----------------------------------------------------------------------------------------------------------------------
+# -- cancel ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_cancelled_load_ends_and_its_slots_come_back(open_host: OpenHost, device: str) -> None:
@@ -393,6 +394,37 @@ def test_cancelling_one_load_costs_no_other(open_host: OpenHost) -> None:
     assert host.finish(*second).pages == (LOADED,) * 4
 
 
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize("cpu", [None, 6])
+def test_a_clear_does_not_spoil_a_load_that_holds_its_pages(
+    open_host: OpenHost, cpu: int | None, reopened: bool
+) -> None:
+    """A leased page stays readable until its load is over; a clear is no checksum error."""
+    options: dict[str, Any] = {"transport": FAULTY, "cpu": cpu, "load": {"threads": 1}}
+    host = open_host(**options)
+    first, tokens = prompt(1, 2), prompt(2, 3)
+    for t in (first, tokens):
+        host.store(t)
+        quiet(host.engine)
+    if reopened:  # then no checksum is in memory yet
+        host.engine.close()
+        host = open_host(**options)
+    elif cpu:
+        drop_from(host.engine, "cpu")
+    with PLAN.rule(Op.READ, Fault.WAIT) as rule:
+        blocking = host.begin(first)
+        until(lambda: rule.met > 0, "the only thread for loads is busy")
+        waiting = host.begin(tokens)
+        removed = host.engine.clear()
+        assert removed["ssd"] == 5
+    for load, _, _ in (blocking, waiting):
+        load.result()
+    assert host.finish(*blocking).pages == (LOADED,) * 2
+    assert host.finish(*waiting).pages == (LOADED,) * 3
+    assert tokens_of(host.engine, tokens) == 0
+    settle(host.engine)
+
+
 def test_deadlines_are_kept_and_what_is_late_is_harmless(open_host: OpenHost) -> None:
     host = open_host(transport=FAULTY, load={"deadline": 0.3}, cpu=3, ssd=12)
     tokens = prompt(1, 4)
@@ -403,7 +435,7 @@ def test_deadlines_are_kept_and_what_is_late_is_harmless(open_host: OpenHost) ->
     with PLAN.rule(Op.READ, Fault.WAIT):
         hit = host.engine.lookup(tokens)
         load = host.engine.load(hit, blocks)
-        with pytest.raises(GdsCacheError, match="verdict|ready"):
+        with pytest.raises(GdsCacheError, match=r"verdict|ready"):
             load.result(0.05)
         report = load.result(WAIT)
         assert report.tokens == 0
@@ -415,7 +447,7 @@ def test_deadlines_are_kept_and_what_is_late_is_harmless(open_host: OpenHost) ->
     host.engine.close()
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------------------------
 
 
 def state(host: Host) -> Any:
@@ -467,7 +499,7 @@ def test_a_broken_page_of_blocks(open_host: OpenHost) -> None:
     host.store(prompt(1, 2))
     quiet(host.engine)
     before = state(host)
-    with pytest.raises(SlotCountError, match="6 blocks.*4 blocks"):
+    with pytest.raises(SlotCountError, match=r"6 blocks.*4 blocks"):
         host.engine.load(host.engine.lookup(prompt(1, 2)), range(6))
     with pytest.raises(SlotCountError):
         host.engine.store(prompt(1, 2), range(6))
@@ -523,10 +555,8 @@ def test_closed_while_in_use(slab: Path) -> None:
                 lambda: host.engine.load(hit, []).result(WAIT),
                 lambda: host.engine.prefetch(tokens).result(WAIT),
             ):
-                try:
+                with contextlib.suppress(EngineClosedError):
                     use()
-                except EngineClosedError:
-                    pass
     closer.join(WAIT)
     assert not closer.is_alive()
     with pytest.raises(EngineClosedError):
@@ -536,7 +566,7 @@ def test_closed_while_in_use(slab: Path) -> None:
     host.engine.close()
 
 
-# -- many threads --------------------------------------------------------------------------------------------------------------------
+# -- many threads ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cpu", [None, 5])

@@ -1,4 +1,4 @@
-"""The engine with a pool of its own: sequences over every combination of tiers, through restarts, pressure and threads."""
+"""The engine with a pool of its own: sequences over all sets of tiers, through restarts, pressure and threads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from gdscache.errors import (
 Open = Callable[..., CacheEngine]
 
 
-# -- one request after another -----------------------------------------------------------------------------------------------
+# -- one request after another ---------------------------------------------------------------------------------------
 
 
 def test_the_second_request_finds_what_the_first_computed(open_engine: Open, device: str) -> None:
@@ -157,7 +157,7 @@ def test_salts_keep_tenants_apart(open_engine: Open, device: str) -> None:
     assert tokens_of(engine, tokens, "b") == 12
 
 
-# -- sequences ---------------------------------------------------------------------------------------------------------------
+# -- sequences -------------------------------------------------------------------------------------------------------
 
 
 def test_two_sequences_share_slots_and_the_last_one_to_leave_counts(open_engine: Open, device: str) -> None:
@@ -285,7 +285,7 @@ def test_a_clear_between_begin_and_commit_is_final(open_engine: Open) -> None:
     assert tokens_of(engine, longer) == 0
 
 
-# -- pressure ------------------------------------------------------------------------------------------------------------------
+# -- pressure --------------------------------------------------------------------------------------------------------
 
 
 def test_a_prefix_larger_than_the_cpu_pool_loads(open_engine: Open, device: str) -> None:
@@ -363,7 +363,7 @@ def test_capacities_hold_whatever_is_stored(open_engine: Open, slab: Path) -> No
     assert engine.stats()["tiers"]["ssd"]["pages"] <= 8
 
 
-# -- prefetch, clear, drain ----------------------------------------------------------------------------------------------------
+# -- prefetch, clear, drain ------------------------------------------------------------------------------------------
 
 
 def test_prefetch_brings_pages_from_the_ssd_to_the_cpu(open_engine: Open) -> None:
@@ -422,7 +422,7 @@ def test_invalidate_survives_a_restart(open_engine: Open) -> None:
     assert run(engine, tokens, "b") == 12
 
 
-# -- restarts, formats -----------------------------------------------------------------------------------------------------------
+# -- restarts, formats -----------------------------------------------------------------------------------------------
 
 KINDS = {"mha": MHA, "mla": MLA, "extra": EXTRA, "mha-uneven": MHA | {"v_head_dim": 24}}
 
@@ -506,7 +506,7 @@ def test_another_model_of_the_same_extent_size_shares_the_directory_but_no_page(
     assert run(open_engine(), tokens) == 12
 
 
-# -- opening and closing -----------------------------------------------------------------------------------------------------------
+# -- opening and closing ---------------------------------------------------------------------------------------------
 
 
 def test_close_twice_and_use_after_it(open_engine: Open) -> None:
@@ -669,7 +669,7 @@ def test_bad_tokens_hold_nothing(open_engine: Open, bad: Any) -> None:
     for use in (engine.sequence, engine.lookup, engine.prefetch):
         with pytest.raises(TokensError):
             use(bad)
-    with pytest.raises(TokensError, match="start is 3.*4 tokens"):
+    with pytest.raises(TokensError, match=r"start is 3.*4 tokens"):
         engine.lookup([1, 2, 3, 4, 5], start=3)
     with pytest.raises(TokensError):
         engine.lookup([1, 2, 3, 4, 5], start=-4)
@@ -700,7 +700,7 @@ def test_stats_are_plain_data(open_engine: Open) -> None:
     assert engine.lookup(prompt(1, 3)).seconds == 0.0 or engine.lookup(prompt(1, 3)).seconds is not None
 
 
-# -- many threads ------------------------------------------------------------------------------------------------------------------
+# -- many threads ----------------------------------------------------------------------------------------------------
 
 
 def test_many_threads_at_once(open_engine: Open, device: str) -> None:

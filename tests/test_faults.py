@@ -66,7 +66,7 @@ def misses(engine: CacheEngine) -> dict[str, int]:
     return {cause: n for cause, n in engine.stats().get("misses", {}).items() if cause != "absent"}
 
 
-# -- reads -------------------------------------------------------------------------------------------------------------------------
+# -- reads -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cpu", [None, 2, 8])
@@ -205,7 +205,7 @@ def test_prefetch_of_a_bad_page_publishes_nothing_bad(open_host: OpenHost) -> No
     assert host.load(tokens).tokens == 4
 
 
-# -- writes --------------------------------------------------------------------------------------------------------------------------
+# -- writes ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_disk_that_takes_nothing_costs_only_the_ssd_tier(open_host: OpenHost) 
     assert host.engine.stats()["tiers"]["ssd"]["pages"] == 4
 
 
-# -- memory and files -----------------------------------------------------------------------------------------------------------------
+# -- memory and files ------------------------------------------------------------------------------------------------
 
 
 def test_a_flipped_bit_in_the_cpu_pool(open_host: OpenHost, device: str) -> None:
@@ -440,7 +440,7 @@ def test_another_slab_of_the_same_size_serves_nothing(open_host: OpenHost, slab:
     assert tokens_of(host.engine, tokens) == 0
 
 
-# -- the catalogue ----------------------------------------------------------------------------------------------------------------------
+# -- the catalogue ---------------------------------------------------------------------------------------------------
 
 
 def catalogue(slab: Path) -> Path:
@@ -571,7 +571,7 @@ def test_an_unexpected_error_in_the_writer_strands_nothing(
     assert host.load(prompt(1, 3)).tokens == 12
 
 
-# -- everything at once -------------------------------------------------------------------------------------------------------------------
+# -- everything at once ----------------------------------------------------------------------------------------------
 
 
 def test_many_requests_on_a_disk_that_fails_at_random(open_engine: Open, device: str) -> None:

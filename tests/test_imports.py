@@ -61,10 +61,11 @@ def test_import_starts_nothing() -> None:
 
 @pytest.mark.parametrize("name", LIGHT)
 def test_arithmetic_and_bookkeeping_need_no_torch(name: str) -> None:
-    """`import gdscache.x` runs `gdscache/__init__.py`, which needs torch; an empty package of the same path does not."""
+    """`import gdscache.x` runs `gdscache/__init__.py`, which needs torch; an empty package of that path does not."""
     code = (
         "import importlib, sys, types; sys.modules['torch'] = None;"
-        f"package = types.ModuleType('gdscache'); package.__path__ = [{str(PACKAGE)!r}]; sys.modules['gdscache'] = package;"
+        f"package = types.ModuleType('gdscache'); package.__path__ = [{str(PACKAGE)!r}];"
+        "sys.modules['gdscache'] = package;"
         f"importlib.import_module('gdscache.{name}');"
         f"print([m for m in {OPTIONAL[:6]} if m in sys.modules])"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -22,7 +23,7 @@ def name(*path: object) -> bytes:
 
 def chain(number: int, pages: int, namespace: bytes = NAMESPACE) -> list[Page]:
     keys = [namespace, *(name(number, i) for i in range(pages))]
-    return [Page(key, parent, namespace) for parent, key in zip(keys, keys[1:], strict=False)]
+    return [Page(key, parent, namespace) for parent, key in itertools.pairwise(keys)]
 
 
 def put(index: PageIndex, pages: Sequence[Page]) -> list[Entry]:
@@ -219,7 +220,7 @@ def test_a_restored_chain_goes_from_its_tail_whatever_the_order_of_its_rows(orde
     assert kept(index, pages) == list(range(6 - n))
 
 
-# -- the model: evict one page at a time, the coldest that nobody needs ------------------------------------------------------
+# -- the model: evict one page at a time, the coldest that nobody needs ----------------------------------------------
 
 
 @dataclasses.dataclass

@@ -143,7 +143,7 @@ def test_what_is_no_run_of_token_ids_is_refused(bad: Any) -> None:
     assert caught.value.hint
 
 
-# -- every field of the model keeps bytes apart ------------------------------------------------------------------------------
+# -- every field of the model keeps bytes apart ----------------------------------------------------------------------
 
 # For each base, what changes the bytes of a page, or their meaning.
 CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [

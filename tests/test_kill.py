@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from helpers import make_config
 from kill_check import verify
 from kill_child import run
@@ -16,7 +15,7 @@ from kill_record import Record
 from processes import Child
 
 ROOMY, TIGHT = 160, 40  # all there is, and a third of it
-SETUPS = {
+SETUPS: dict[str, dict[str, Any]] = {
     "three tiers, room for all": {"gpu": 16, "cpu": 10, "ssd": ROOMY},
     "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
     "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
@@ -24,22 +23,15 @@ SETUPS = {
 }
 
 
-def _kills(rounds: int) -> Any:
-    def decorate(test: Any) -> Any:
-        return pytest.mark.parametrize("setup", SETUPS)(pytest.mark.parametrize("rounds", [rounds])(test))
-
-    return decorate
-
-
-@_kills(15)
-def test_sixty_kills(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None:
-    _loop(tmp_path, setup, rounds, record_property)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_sixty_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
+    _loop(tmp_path, setup, 15, record_property)
 
 
 @pytest.mark.soak
-@_kills(125)
-def test_five_hundred_kills(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None:
-    _loop(tmp_path, setup, rounds, record_property)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_five_hundred_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
+    _loop(tmp_path, setup, 125, record_property)
 
 
 def _loop(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None:

@@ -11,9 +11,10 @@ import contextlib
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 from faulty import PLAN, Fault
 from helpers import WAIT, Bytes, Host, drop_from, expected, flip_file, make_config, quiet, read_page, until, write_page
@@ -42,7 +43,7 @@ def tokens_at(path: Path_, tail: int = 0) -> list[int]:
 class Machine(RuleBasedStateMachine):
     """What both faces have in common. `bytes_of[key]` names the content that a page was committed with."""
 
-    options: dict[str, Any]
+    options: ClassVar[dict[str, Any]]
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class Machine(RuleBasedStateMachine):
         self.engine.close()
         shutil.rmtree(self.directory)
 
-    # -- the model ---------------------------------------------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------------------------
 
     def data(self, key: bytes) -> Bytes:
         """The bytes that belong to a key: those it was committed with, else those of the next commit."""
@@ -110,7 +111,7 @@ class Machine(RuleBasedStateMachine):
             file.seek(slot * self.layout.extent_bytes)
             return np.frombuffer(file.read(self.layout.page_bytes), np.uint8)
 
-    # -- what must hold after each step ------------------------------------------------------------------------------------
+    # -- what must hold after each step ------------------------------------------------------------------------------
 
     holders = 0  # leases of sequences that the machine holds
 
@@ -133,7 +134,7 @@ class Machine(RuleBasedStateMachine):
         for name, limit in (("cpu", self.options["cpu"]), ("ssd", self.options["ssd"])):
             assert stats.get(name, {"slots": limit or 0})["slots"] == (limit or 0)
 
-    # -- rules of both faces -----------------------------------------------------------------------------------------------
+    # -- rules of both faces -----------------------------------------------------------------------------------------
 
     @rule(path=paths, salt=salts, start=st.integers(0, 5), tail=tails)
     def lookup(self, path: Path_, salt: str, start: int, tail: int) -> None:
@@ -215,7 +216,7 @@ class Machine(RuleBasedStateMachine):
 class Owned(Machine):
     """Sequences; one may be held open over other steps."""
 
-    options = {"gpu": 12, "cpu": 4, "ssd": 6, "bounce": 4}
+    options: ClassVar[dict[str, Any]] = {"gpu": 12, "cpu": 4, "ssd": 6, "bounce": 4}
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,13 +291,11 @@ class Owned(Machine):
             with seq:
                 cached = seq.cached_tokens // 4
                 if strict and seq.load is not None and seq.load.result(WAIT).first_bad is not None:
-                    try:
+                    with pytest.raises(LoadFailedError) as caught:
                         seq.commit()
-                    except LoadFailedError as error:
-                        assert error.page < cached
-                        assert seq.load.result(WAIT).pages[error.page - cached].value == error.cause
-                        return
-                    raise AssertionError("commit() does not say that the load failed")
+                    assert caught.value.page < cached
+                    assert seq.load.result(WAIT).pages[caught.value.page - cached].value == caught.value.cause
+                    return
                 first = self.serve(seq, keys)
                 self.compute(seq, keys, first)
                 seq.commit()
@@ -372,13 +371,13 @@ class Owned(Machine):
 
 
 class OwnedWithoutCpu(Owned):
-    options = {"gpu": 8, "cpu": None, "ssd": 5, "bounce": 2}
+    options: ClassVar[dict[str, Any]] = {"gpu": 8, "cpu": None, "ssd": 5, "bounce": 2}
 
 
 class Attached(Machine):
     """Loads and stores on planes of our own."""
 
-    options = {"cpu": 4, "ssd": 6, "bounce": 4}
+    options: ClassVar[dict[str, Any]] = {"cpu": 4, "ssd": 6, "bounce": 4}
 
     def open(self) -> CacheEngine:
         self.host = Host(self.config(), blocks=24, block_tokens=2)
@@ -458,11 +457,11 @@ class Attached(Machine):
 
 
 class AttachedWithoutCpu(Attached):
-    options = {"cpu": None, "ssd": 5, "bounce": 2}
+    options: ClassVar[dict[str, Any]] = {"cpu": None, "ssd": 5, "bounce": 2}
 
 
 class AttachedWithoutSsd(Attached):
-    options = {"cpu": 5, "ssd": None, "bounce": 2}
+    options: ClassVar[dict[str, Any]] = {"cpu": 5, "ssd": None, "bounce": 2}
 
 
 TestOwned = Owned.TestCase

@@ -35,7 +35,7 @@ def engine(
 ) -> None:
     """SSD tier and engine in GB/s against a bare O_DIRECT loop and a plain copy, and the engine's memory.
 
-    Needs about 2.5 times --total on the disk and 2.2 times in memory.
+    Needs about 1.3 times --total on the disk and 2.2 times in memory.
     """
     from gdscache.bench import engine as measured
     from gdscache.bench import report as reports

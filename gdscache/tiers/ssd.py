@@ -118,11 +118,7 @@ class SsdTier(Tier):
 
     def checksums(self, entries: Sequence[Entry]) -> list[Checksums | None]:
         """The stored checksums of pages, uint64 of shape (layers,); None where the catalogue has none."""
-        unknown = [e.slot for e in entries if not self._known[e.slot]]
-        for slot, sums in zip(unknown, self._stored_checksums(unknown), strict=True):
-            if sums is not None and len(sums) == self.layout.n_layers:
-                self._checksums[slot] = sums
-                self._known[slot] = 1
+        self._learn_checksums([e.slot for e in entries if not self._known[e.slot]])
         return [self._checksums[e.slot] if self._known[e.slot] else None for e in entries]
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -164,8 +160,10 @@ class SsdTier(Tier):
                 live = [w for w in writes if not w.entry.dropped]
                 self._deleting, self._doomed = self._doomed, set()
                 touched, self._touched = self._touched, {}
+                leased = [slot for slot in self._deleting - self._returned if not self._known[slot]]
                 clock = self._clock
                 self._clock += len(live)
+            self._learn_checksums(leased)  # a load that still reads them could not check them otherwise
             records = [self._record(w, clock + i) for i, w in enumerate(live)]
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(self._undo_deletions)
@@ -204,21 +202,25 @@ class SsdTier(Tier):
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _stored_checksums(self, slots: Sequence[int]) -> Sequence[Checksums | None]:
+    def _learn_checksums(self, slots: Sequence[int]) -> None:
         if not slots:
-            return []
+            return
         try:
-            return self._catalog.checksums(slots)
+            found = self._catalog.checksums(slots)
         except IOFailedError as error:  # no checksum, no hit: these pages fail their check and are dropped
             _log.warning("%s: checksums of %d pages cannot be read: %s", self.path, len(slots), error)
-            return [None] * len(slots)
+            return
+        for slot, sums in zip(slots, found, strict=True):
+            if sums is not None and len(sums) == self.layout.n_layers and not self._known[slot]:
+                self._checksums[slot] = sums
+                self._known[slot] = 1
 
     def _doom(self, slot: int) -> None:
-        self._known[slot] = 0
         self._touched.pop(slot, None)
         self._doomed.add(slot)
 
     def _return(self, slot: int) -> None:
+        self._known[slot] = 0
         if slot in self._doomed or slot in self._deleting:
             self._returned.add(slot)
         else:
