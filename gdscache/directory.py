@@ -28,6 +28,7 @@ from gdscache.errors import (
     StorageError,
 )
 
+PROBE_PREFIX = ".gdscache-probe-"  # of files that exist while a transport tries what the directory can do
 LOCK_NAME = "lock"
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
@@ -57,6 +58,7 @@ class CacheDirectory:
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, lock)
             _take_lock(lock, path)
+            _sweep(path)
             try:
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, _describe_owner(), 0)
@@ -99,6 +101,16 @@ def _make_directory(path: Path) -> None:
             path.chmod(DIRECTORY_MODE)
     except OSError as error:
         raise _refusal(path, error) from error
+
+
+def _sweep(path: Path) -> None:
+    """Remove the files that a probe of a killed owner left."""
+    for leftover in path.glob(f"{PROBE_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                leftover.unlink()
+            except OSError as error:
+                raise _refusal(path, error) from error
 
 
 def _open_lock(path: Path) -> int:

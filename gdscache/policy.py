@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 
@@ -12,6 +12,9 @@ class EvictionPolicy(Protocol):
 
     def insert(self, key: bytes) -> None:
         """A new page, never present before the call."""
+
+    def restore(self, keys: Sequence[bytes]) -> None:
+        """Start over with these pages, the first to evict first."""
 
     def touch(self, key: bytes) -> None:
         """A use of a present page."""
@@ -34,6 +37,9 @@ class LRU:
 
     def insert(self, key: bytes) -> None:
         self._order[key] = None
+
+    def restore(self, keys: Sequence[bytes]) -> None:
+        self._order = OrderedDict.fromkeys(keys)
 
     def touch(self, key: bytes) -> None:
         self._order.move_to_end(key)

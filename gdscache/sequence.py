@@ -15,6 +15,7 @@ from gdscache.keys import as_tokens
 from gdscache.loading import LayerwiseLoad
 from gdscache.storing import StoreHandle
 from gdscache.streams import record
+from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.index import Entry, Page, PageState
 
@@ -108,8 +109,9 @@ class Sequence:
         """
         self._check_open()
         bad = self._first_bad()
-        entries = self._publish(len(self._pages) if bad is None else bad)
+        pages, sources = self._publish(len(self._pages) if bad is None else bad)
         if bad is not None:
+            self._manager.end(sources)
             cause = self._load.result().pages[bad - self._shared].value if self._load is not None else ""
             raise LoadFailedError(
                 f"page {bad} of the sequence was not loaded: {cause}",
@@ -117,7 +119,8 @@ class Sequence:
                 bad,
                 cause,
             )
-        return self._store(entries)
+        blocks = torch.tensor([e.slot for e in sources.entries], dtype=torch.int64).view(-1, 1)
+        return self._engine.submit_store(pages, blocks, self._epoch, self._salt, sources=sources)
 
     def close(self) -> None:
         """Leave: private slots go free after the current stream's work; shared ones lose a reference."""
@@ -209,32 +212,27 @@ class Sequence:
         bad = self._load.result().first_bad
         return None if bad is None else self._shared + bad
 
-    def _publish(self, pages: int) -> list[Entry]:
-        """Put the first `pages` pages into the GPU index; the entries that hold them, ours or another sequence's."""
-        gpu, published = self._gpu, []
+    def _publish(self, pages: int) -> tuple[list[Page], Lease]:
+        """Put the first `pages` pages into the GPU index; the pages that are there, under a lease on what holds them.
+
+        A page that another sequence has published meanwhile is taken from its slot.
+        """
+        gpu, index = self._gpu, self._gpu.index
         event = record(gpu.pool.device)
         with self._manager.lock:
+            sources = self._manager.lease("store")
             if self._manager.epoch(self._engine.namespace(self._salt)) != self._epoch:
                 self._manager.count("dropped", "cleared", pages)
-                return []
+                return [], sources
             for i, page in enumerate(self._pages[:pages]):
-                entry = self._entries[i] or gpu.index.find(page.key)
+                entry = self._entries[i] or index.find(page.key)
                 if entry is None:
                     slot = self._slots[i]
                     gpu.private.remove(slot)
-                    entry = gpu.index.insert(page, slot, PageState.VERIFIED)
-                    self._lease.add(gpu.index, entry)
-                    self._entries[i] = entry
+                    entry = self._entries[i] = index.insert(page, slot, PageState.VERIFIED)
+                    self._lease.add(index, entry)
                     gpu.used((slot,), event)
-                published.append(entry)
-            gpu.index.touch(page.key for page in reversed(self._pages[:pages]))
-        return published
-
-    def _store(self, entries: list[Entry]) -> StoreHandle:
-        with self._manager.lock:
-            live = [e for e in entries if not e.dropped]
-            sources = self._manager.lease("store")
-            for entry in live:
-                sources.add(self._gpu.index, entry)
-        blocks = torch.tensor([e.slot for e in live], dtype=torch.int64).view(-1, 1)
-        return self._engine.submit_store([e.page for e in live], blocks, self._epoch, self._salt, sources=sources)
+                if not entry.dropped:
+                    sources.add(index, entry)
+            index.touch(page.key for page in reversed(self._pages[:pages]))
+            return [entry.page for entry in sources.entries], sources

@@ -146,12 +146,12 @@ class Storer:
     def _missing(self, page: Page) -> bool:
         """True when a tier lacks the page and nothing is bringing it."""
         cpu = self._manager.cpu
-        return (cpu is not None and cpu.index.find(page.key) is None) or self._ssd_lacks(page)
+        return (cpu is not None and page.key not in cpu.index) or self._ssd_lacks(page)
 
     def _ssd_lacks(self, page: Page) -> bool:
         if self._writer is None or self._manager.ssd is None or page.key in self._writer.keys:
             return False
-        return self._manager.ssd.index.find(page.key) is None
+        return page.key not in self._manager.ssd.index
 
     def _settle(self, job: _Job, i: int, cause: str = "") -> None:
         """The last word on a page."""
@@ -227,7 +227,7 @@ class Storer:
         if cpu is None:
             return []
         with self._manager.lock:
-            lacking = sum(1 for page in pages if cpu.index.find(page.key) is None)
+            lacking = sum(1 for page in pages if page.key not in cpu.index)
             return cpu.index.allocate_some(lacking, keep=cpu.index.family(pages))
 
     def _place_one(self, job: _Job, i: int, slots: list[int], bounced: list[int]) -> tuple[bool, _Placed | None]:

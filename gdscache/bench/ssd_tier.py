@@ -56,8 +56,10 @@ def run(
 def forget(manager: TierManager, tier: Tier) -> None:
     """Drop a tier's pages, so that the next load comes from the tier below."""
     with manager.lock:
-        for entry in tier.index.select(None):
-            tier.index.drop(entry)
+        for key in tier.index.select(None):
+            entry = tier.index.find(key)
+            if entry is not None:
+                tier.index.drop(entry)
 
 
 def _report(name: str, tier: TierUnderTest, bare: BareLoop, way: Any, found: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gdscache.directory import PROBE_PREFIX
 from gdscache.errors import InvalidValueError, TransportUnavailableError
 from gdscache.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import Op, Switch, failed
@@ -122,7 +123,7 @@ def probe_direct_io(directory: Path) -> str:
     file at all.
     """
     try:
-        file, name = tempfile.mkstemp(prefix=".gdscache-probe-", dir=directory)
+        file, name = tempfile.mkstemp(prefix=PROBE_PREFIX, dir=directory)
     except OSError as error:
         raise failed("probe", str(directory), 0, error) from error
     try:

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
+from gdscache.directory import PROBE_PREFIX
 from gdscache.storage.base import failed
 
 PROBE_BYTES = 4 << 20
@@ -72,7 +73,7 @@ def probe_kvikio(directory: Path, device_index: int, deadline_s: float = 20.0) -
     if cause:
         return ProbeResult(False, "posix", cause)
     try:
-        file, name = tempfile.mkstemp(prefix=".gdscache-probe-", dir=directory)
+        file, name = tempfile.mkstemp(prefix=PROBE_PREFIX, dir=directory)
     except OSError as error:
         raise failed("probe", str(directory), 0, error) from error
     try:

@@ -66,11 +66,12 @@ class CpuTier(Tier):
     def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
         problems = super().check(lock, fix=fix)
         with lock:
-            for entry in list(self.index):
-                layer = self.extents.bad_layer(entry.slot) if entry.state is PageState.VERIFIED else None
+            for page in list(self.index):
+                layer = self.extents.bad_layer(page.slot) if page.state is PageState.VERIFIED else None
                 if layer is not None:
-                    problems.append(f"page {entry.key.hex()[:16]}: layer {layer} is not what was stored")
-                    if fix:
+                    problems.append(f"page {page.key.hex()[:16]}: layer {layer} is not what was stored")
+                    entry = self.index.find(page.key) if fix else None
+                    if entry is not None:
                         self.index.drop(entry)
         return problems
 

@@ -9,6 +9,7 @@ unless nothing else can go. Nothing here locks: the manager's lock guards every 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -32,16 +33,15 @@ class PageState(enum.Enum):
 
 
 class Entry:
-    """One page in one tier. `children` counts the pages of this tier whose parent this page is."""
+    """A page in use: leased, reserved, or just looked at. It is the one object for its page while it is leased."""
 
-    __slots__ = ("children", "dropped", "key", "leases", "namespace", "parent", "slot", "state")
+    __slots__ = ("dropped", "key", "leases", "namespace", "parent", "slot", "state")
 
     def __init__(self, page: Page, slot: int, state: PageState) -> None:
         self.key, self.parent, self.namespace = page
         self.slot = slot
         self.state = state
         self.leases = 0
-        self.children = 0
         self.dropped = False
 
     @property
@@ -65,8 +65,12 @@ class PageIndex:
     ) -> None:
         self.slots = slots
         self.evictions = 0
-        self._entries: dict[bytes, Entry] = {}
-        self._orphans: dict[bytes, int] = {}  # children of absent parents
+        # Pages at rest are columns, not objects: a million of them cost little, and the garbage collector nothing.
+        self._resting: dict[bytes, int] = {}  # key -> slot
+        self._parents: list[bytes] = [b""] * slots
+        self._namespaces: list[bytes] = [b""] * slots
+        self._entries: dict[bytes, Entry] = {}  # pages in use
+        self._children: dict[bytes, int] = {}  # key -> pages of this tier that follow it, where there are any
         self._policy: EvictionPolicy = LRU() if policy is None else policy
         self._free = list(range(slots - 1, -1, -1))
         self._forget = forget
@@ -74,23 +78,48 @@ class PageIndex:
         self._leaving: set[int] = set()  # slots of dropped pages that are still leased
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._resting) + len(self._entries)
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
+        """All pages, reserved ones included; what is at rest comes as a copy to look at."""
+        yield from self._entries.values()
+        for key, slot in self._resting.items():
+            yield self._entry(key, slot)
 
     @property
     def free_slots(self) -> int:
         return len(self._free)
 
+    def has(self, key: bytes) -> bool:
+        """True when the page is visible."""
+        if key in self._resting:
+            return True
+        entry = self._entries.get(key)
+        return entry is not None and entry.state is not PageState.PENDING
+
     def get(self, key: bytes) -> Entry | None:
         """The page, if it is visible."""
-        entry = self._entries.get(key)
+        entry = self.find(key)
         return None if entry is None or entry.state is PageState.PENDING else entry
 
     def find(self, key: bytes) -> Entry | None:
         """The page in any state, reserved ones included."""
-        return self._entries.get(key)
+        slot = self._resting.pop(key, None)
+        if slot is None:
+            return self._entries.get(key)
+        entry = self._entries[key] = self._entry(key, slot)
+        return entry
+
+    def slot(self, key: bytes) -> int | None:
+        """The slot of a page in any state."""
+        slot = self._resting.get(key)
+        if slot is None and key in self._entries:
+            return self._entries[key].slot
+        return slot
+
+    def __contains__(self, key: bytes) -> bool:
+        """True when the page is there in any state."""
+        return key in self._resting or key in self._entries
 
     def family(self, pages: Iterable[Page]) -> set[bytes]:
         """Keys of `pages` and of the pages before them, as far back as the tier has them without a gap.
@@ -100,25 +129,25 @@ class PageIndex:
         keys: set[bytes] = set()
         for page in pages:
             keys.add(page.key)
-            entry = self._entries.get(page.parent)
-            while entry is not None and entry.key not in keys:
-                keys.add(entry.key)
-                entry = self._entries.get(entry.parent)
+            key = page.parent
+            while key in self and key not in keys:
+                keys.add(key)
+                key = self._parent(key)
         return keys
 
     def continuing(self, pages: Iterable[Page]) -> int:
         """How many of `pages` have all pages before them in the tier, or among `pages`."""
         keys: set[bytes] = set()
         for page in pages:
-            if page.parent == page.namespace or page.parent in self._entries or page.parent in keys:
+            if page.parent == page.namespace or page.parent in self or page.parent in keys:
                 keys.add(page.key)
         return len(keys)
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Count a use of each present page. Give a prefix tail first, so that its head stays longest."""
-        entries, touch = self._entries, self._policy.touch
+        resting, entries, touch = self._resting, self._entries, self._policy.touch
         for key in keys:
-            if key in entries:
+            if key in resting or key in entries:
                 touch(key)
 
     # -- slots without a page -------------------------------------------------------------------------------------
@@ -163,23 +192,26 @@ class PageIndex:
 
     def insert(self, page: Page, slot: int, state: PageState) -> Entry:
         """Put a page into an allocated slot. `PENDING` keeps it invisible until `commit`."""
-        entry = Entry(page, slot, state)
-        entry.children = self._orphans.pop(page.key, 0)
-        self._entries[page.key] = entry
+        entry = self._entries[page.key] = Entry(page, slot, state)
         self._policy.insert(page.key)
         if page.parent != page.namespace:
-            parent = self._entries.get(page.parent)
-            if parent is None:
-                self._orphans[page.parent] = self._orphans.get(page.parent, 0) + 1
-            else:
-                parent.children += 1
-                entry.parent = parent.key  # one object for equal keys: a million pages share it
+            self._children[page.parent] = self._children.get(page.parent, 0) + 1
         return entry
 
-    def restore(self, pages: Iterable[Page], slots: Sequence[int]) -> None:
-        """Fill an empty index with visible pages, least recently used first."""
-        for page, slot in zip(pages, slots, strict=True):
-            self.insert(page, slot, PageState.VERIFIED)
+    def restore(
+        self, keys: Sequence[bytes], parents: Sequence[bytes], namespaces: Sequence[bytes], slots: Sequence[int]
+    ) -> None:
+        """Fill an empty index with visible pages, column by column, least recently used first."""
+        same = dict(zip(keys, keys, strict=True))  # one object for equal keys
+        parents = [same.get(parent, parent) for parent in parents]
+        for slot, parent, namespace in zip(slots, parents, namespaces, strict=True):
+            self._parents[slot] = parent
+            self._namespaces[slot] = namespace
+        self._resting = dict(zip(keys, slots, strict=True))
+        self._children = dict(Counter(parents))
+        for namespace in set(namespaces):
+            self._children.pop(namespace, None)
+        self._policy.restore(keys)
         used = bytearray(self.slots)
         for slot in slots:
             used[slot] = 1
@@ -195,7 +227,9 @@ class PageIndex:
         if entry.dropped:
             return
         entry.dropped = True
-        self._unlink(entry)
+        del self._entries[entry.key]
+        self._policy.remove(entry.key)
+        self._count_child(entry)
         if self._forget is not None and entry.state is not PageState.PENDING:
             self._forget(entry.slot)
         if entry.leases:
@@ -208,13 +242,20 @@ class PageIndex:
 
     def release(self, entry: Entry) -> None:
         entry.leases -= 1
-        if entry.dropped and not entry.leases:
+        if entry.leases:
+            return
+        if entry.dropped:
             self._leaving.discard(entry.slot)
             self._give_back(entry)
+        elif entry.state is PageState.VERIFIED:
+            del self._entries[entry.key]
+            self._resting[entry.key] = entry.slot
+            self._parents[entry.slot] = entry.parent
+            self._namespaces[entry.slot] = entry.namespace
 
-    def select(self, namespace: bytes | None) -> list[Entry]:
-        """All entries of a namespace, or all there are."""
-        return [e for e in self._entries.values() if namespace is None or e.namespace == namespace]
+    def select(self, namespace: bytes | None) -> list[bytes]:
+        """Keys of all pages of a namespace, or of all there are, reserved ones included."""
+        return [e.key for e in self if namespace is None or e.namespace == namespace]
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -224,19 +265,19 @@ class PageIndex:
         else:
             self._recycle(entry.slot)
 
-    def _unlink(self, entry: Entry) -> None:
-        del self._entries[entry.key]
-        self._policy.remove(entry.key)
-        if entry.children:
-            self._orphans[entry.key] = entry.children
+    def _entry(self, key: bytes, slot: int) -> Entry:
+        return Entry(Page(key, self._parents[slot], self._namespaces[slot]), slot, PageState.VERIFIED)
+
+    def _parent(self, key: bytes) -> bytes:
+        entry = self._entries.get(key)
+        return self._parents[self._resting[key]] if entry is None else entry.parent
+
+    def _count_child(self, entry: Entry) -> None:
+        """One page less follows the entry's parent."""
         if entry.parent != entry.namespace:
-            parent = self._entries.get(entry.parent)
-            if parent is not None:
-                parent.children -= 1
-            elif self._orphans[entry.parent] == 1:
-                del self._orphans[entry.parent]
-            else:
-                self._orphans[entry.parent] -= 1
+            left = self._children.pop(entry.parent) - 1
+            if left:
+                self._children[entry.parent] = left
 
     def _evict(self, entry: Entry) -> None:
         self.evictions += 1
@@ -248,55 +289,49 @@ class PageIndex:
         A page that was passed over for its children goes as soon as the last of them is chosen, since it is colder than
         whatever comes later. Only when no tail is left, pages with children that cannot go are taken.
         """
-        chosen: dict[bytes, Entry] = {}
+        chosen: dict[bytes, None] = {}
         passed: set[bytes] = set()
         gone: dict[bytes, int] = {}  # children that are chosen already
 
-        def choose(entry: Entry | None) -> None:
-            while entry is not None and len(chosen) < n:
-                chosen[entry.key] = entry
-                gone[entry.parent] = gone.get(entry.parent, 0) + 1
-                entry = self._entries[entry.parent] if entry.parent in passed else None
-                if entry is not None and entry.children > gone[entry.key]:
-                    entry = None
+        def choose(key: bytes | None) -> None:
+            while key is not None and len(chosen) < n:
+                chosen[key] = None
+                key = self._parent(key)
+                gone[key] = gone.get(key, 0) + 1
+                if key not in passed or self._children.get(key, 0) > gone[key]:
+                    key = None
 
         for tails_only in (True, False):
             for key in self._policy:
                 if len(chosen) >= n:
-                    return list(chosen.values())
-                entry = self._entries[key]
-                if entry.leases or entry.state is PageState.PENDING or key in chosen or key in keep:
+                    break
+                entry = self._entries.get(key)
+                if entry is not None and (entry.leases or entry.state is PageState.PENDING):
                     continue
-                if tails_only and entry.children > gone.get(key, 0):
+                if key in chosen or key in keep:
+                    continue
+                if tails_only and self._children.get(key, 0) > gone.get(key, 0):
                     passed.add(key)
                 else:
-                    choose(entry)
-        return list(chosen.values())
+                    choose(key)
+        return [entry for entry in map(self.find, chosen) if entry is not None]
 
     def check(self, elsewhere: Sequence[int] = ()) -> list[str]:
         """Restate every invariant from scratch; the disagreements found. `elsewhere`: slots held outside the index."""
         problems = []
-        used = [e.slot for e in self._entries.values()]
-        held = used + self._free + list(self._leaving) + list(elsewhere)
+        pages = list(self)
+        held = [e.slot for e in pages] + self._free + list(self._leaving) + list(elsewhere)
         if len(set(held)) != len(held):
-            twice = sorted({slot for slot in held if held.count(slot) > 1})[:8]
+            twice = sorted(slot for slot, n in Counter(held).items() if n > 1)[:8]
             problems.append(f"slots in two places: {twice}")
         if set(held) - set(range(self.slots)):
             problems.append(f"slots outside 0 ... {self.slots - 1}: {sorted(set(held) - set(range(self.slots)))[:8]}")
         lost = set(range(self.slots)) - set(held)
         if lost:
             problems.append(f"{len(lost)} slots are neither free nor used: {sorted(lost)[:8]}")
-        if set(self._policy) != set(self._entries):
+        if set(self._policy) != {e.key for e in pages}:
             problems.append("the eviction order and the index name different pages")
-        children: dict[bytes, int] = {}
-        for entry in self._entries.values():
-            if entry.parent != entry.namespace:
-                children[entry.parent] = children.get(entry.parent, 0) + 1
-        for entry in self._entries.values():
-            if entry.children != children.pop(entry.key, 0):
-                problems.append(f"page {entry.key.hex()[:16]} counts {entry.children} children")
-            if entry.leases < 0 or entry.dropped:
-                problems.append(f"page {entry.key.hex()[:16]} has {entry.leases} leases, dropped={entry.dropped}")
-        if children != self._orphans:
-            problems.append("children of absent parents are miscounted")
-        return problems
+        if Counter(e.parent for e in pages if e.parent != e.namespace) != Counter(self._children):
+            problems.append("pages that follow others are miscounted")
+        wrong = [e for e in self._entries.values() if e.leases < 0 or e.dropped or e.key in self._resting]
+        return problems + [f"page {e.key.hex()[:16]} has {e.leases} leases, dropped={e.dropped}" for e in wrong]

@@ -95,11 +95,11 @@ class TierManager:
             return found
 
     def _find(self, pages: Sequence[Page], start: int) -> list[str]:
-        levels = [(name, tier.index.get) for name, tier in self.tiers.items()]
+        levels = [(name, tier.index.has) for name, tier in self.tiers.items()]
         found = []
         for page in pages[start:]:
-            for name, get in levels:
-                if get(page.key) is not None:
+            for name, has in levels:
+                if has(page.key):
                     found.append(name)
                     break
             else:
@@ -174,7 +174,7 @@ class TierManager:
         if self.cpu is None:
             return
         index = self.cpu.index
-        wanted = [t for t in tasks if t.tier == "ssd" and index.find(t.page.key) is None]
+        wanted = [t for t in tasks if t.tier == "ssd" and t.page.key not in index]
         for task, slot in zip(wanted, index.allocate_some(len(wanted)), strict=False):
             task.target = index.insert(task.page, slot, PageState.PENDING)
             lease.add(index, task.target)
@@ -221,10 +221,12 @@ class TierManager:
                 self._epochs[namespace] = self._epochs.get(namespace, 0) + 1
             removed = {}
             for name, tier in self.tiers.items():
-                entries = tier.index.select(namespace)
-                removed[name] = sum(1 for e in entries if e.state is not PageState.PENDING)
-                for entry in entries:
-                    tier.index.drop(entry)
+                removed[name] = 0
+                for key in tier.index.select(namespace):
+                    entry = tier.index.find(key)
+                    if entry is not None:
+                        removed[name] += entry.state is not PageState.PENDING
+                        tier.index.drop(entry)
         if self.ssd is not None:
             self.ssd.commit(())
         return removed

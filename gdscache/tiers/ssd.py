@@ -89,7 +89,7 @@ class SsdTier(Tier):
     def _recover(self, slots: int) -> None:
         found = self._catalog.recover(min(slots, self._slab.valid_slots))
         self.index = PageIndex(slots, forget=self._doom, recycle=self._return)
-        self.index.restore(map(Page, found.keys, found.parents, found.namespaces), found.slots)
+        self.index.restore(found.keys, found.parents, found.namespaces, found.slots)
         self._clock = min(found.recency[-1] if found.recency else 0, _CLOCK_LIMIT) + 1
         self._set_aside = found.set_aside
         self.lost.update(found.dropped)
@@ -136,7 +136,7 @@ class SsdTier(Tier):
         if commit_first:
             self.commit(())
         with self.lock:
-            fresh = [p for p in pages if self.index.find(p.key) is None]
+            fresh = [p for p in pages if p.key not in self.index]
             entries = []
             for page, slot in zip(fresh, self.index.take_free(len(fresh)), strict=False):
                 entry = self.index.insert(page, slot, PageState.PENDING)
@@ -185,11 +185,11 @@ class SsdTier(Tier):
         touched = self._touched
         room = len(touched) < _TOUCHES_KEPT
         for key in keys:
-            entry = self.index.get(key)
-            if entry is not None:
+            slot = self.index.slot(key)
+            if slot is not None:
                 self.index.touch((key,))
                 if room:
-                    touched[entry.slot] = self._clock
+                    touched[slot] = self._clock
                     self._clock += 1
 
     def commit_deletions(self) -> None:
@@ -255,10 +255,10 @@ class SsdTier(Tier):
                 problems = self.index.check(elsewhere=list(self._returned))
                 for slot in self._doomed:
                     rows.pop(slot, None)
-                pages = {e.slot: e for e in self.index if self.index.get(e.key) is not None}
+                pages = {e.slot: e for e in self.index if e.state is not PageState.PENDING}
                 unknown = [slot for slot, key in rows.items() if slot not in pages or pages[slot].key != key]
                 missing = [e for slot, e in pages.items() if rows.get(slot) != e.key]
-                for entry in missing if fix else ():
+                for entry in filter(None, [self.index.find(e.key) for e in missing if fix]):
                     self.index.drop(entry)
             if fix and unknown:
                 self._catalog.commit((), unknown, {})

@@ -17,6 +17,8 @@ from gdscache import kernels
 from gdscache.planes import PagedPlanes
 from gdscache.streams import Event, record_on
 
+_CHUNK_PAGES = 16
+
 
 class Lane:
     """One direction's stream, staging rows and lock. On a CPU: only the lock's shape, no stream and no staging."""
@@ -79,8 +81,8 @@ class Mover:
         lane, which = self._loads, range(self.layout.n_layers) if layers is None else layers
         with lane.entered(after):
             if lane.staging is None or extents.device == self.planes.device:
-                index = torch.tensor(rows, device=extents.device)
-                kernels.scatter(self.planes, blocks.to(extents.device), extents, index, which)
+                for some, there in self._chunks(rows, blocks):
+                    kernels.scatter(self.planes, there, extents, some, which)
                 return lane.mark()
             start, end = self._span(which)
             for at in range(0, len(rows), len(lane.staging)):
@@ -99,8 +101,8 @@ class Mover:
         lane, which = self._stores, range(self.layout.n_layers)
         with lane.entered(after):
             if lane.staging is None or extents.device == self.planes.device:
-                index = torch.tensor(rows, device=extents.device)
-                kernels.gather(self.planes, blocks.to(extents.device), extents, index, which)
+                for some, there in self._chunks(rows, blocks):
+                    kernels.gather(self.planes, there, extents, some, which)
                 return lane.mark()
             for at in range(0, len(rows), len(lane.staging)):
                 chunk = rows[at : at + len(lane.staging)]
@@ -118,6 +120,13 @@ class Mover:
     def mark_loads(self) -> Event:
         """An event behind every scatter that was queued so far."""
         return self._loads.mark()
+
+    def _chunks(self, rows: Sequence[int], blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Rows and blocks of a few pages at a time, so that what the reference copies through stays small and warm."""
+        device = self.planes.device
+        for at in range(0, len(rows), _CHUNK_PAGES):
+            some = torch.tensor(rows[at : at + _CHUNK_PAGES], device=device)
+            yield some, blocks[at : at + _CHUNK_PAGES].to(device)
 
     def _span(self, layers: range) -> tuple[int, int]:
         bounds = self.layout.layer_bounds
