@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from helpers import EXTRA, MHA, MLA, SENTINEL, expected, layout_of, new_planes, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache import kernels
+from gdscache.kernels import host, reference
 from gdscache.layout import DTYPE_BYTES, PageLayout, Plane
 from gdscache.planes import PagedPlanes
 
@@ -26,6 +28,14 @@ def page(number: int) -> bytes:
     return number.to_bytes(8, "little") + bytes(24)
 
 
+@pytest.fixture(params=["reference", "host"])
+def kernels(request: pytest.FixtureRequest, device: str) -> ModuleType:
+    """Each implementation that can serve the device."""
+    if request.param == "host" and device != "cpu":
+        pytest.skip("numpy moves host memory only")
+    return host if request.param == "host" else reference
+
+
 def cases() -> list[object]:
     out = []
     for name, layout in LAYOUTS.items():
@@ -37,7 +47,7 @@ def cases() -> list[object]:
 
 @pytest.mark.parametrize(("layout", "block_tokens", "order"), cases())
 def test_gather_packs_the_named_blocks_and_writes_nothing_else(
-    layout: PageLayout, block_tokens: int, order: str, device: str
+    layout: PageLayout, block_tokens: int, order: str, device: str, kernels: ModuleType
 ) -> None:
     planes = new_planes(layout, 16, block_tokens, device, order)
     per_page = layout.page_tokens // block_tokens
@@ -56,7 +66,7 @@ def test_gather_packs_the_named_blocks_and_writes_nothing_else(
 
 @pytest.mark.parametrize(("layout", "block_tokens", "order"), cases())
 def test_scatter_unpacks_into_the_named_blocks_and_nowhere_else(
-    layout: PageLayout, block_tokens: int, order: str, device: str
+    layout: PageLayout, block_tokens: int, order: str, device: str, kernels: ModuleType
 ) -> None:
     planes = new_planes(layout, 16, block_tokens, device, order)
     per_page = layout.page_tokens // block_tokens
@@ -74,7 +84,7 @@ def test_scatter_unpacks_into_the_named_blocks_and_nowhere_else(
     assert torch.equal(extents, before)
 
 
-def test_layers_that_are_not_named_stay(device: str) -> None:
+def test_layers_that_are_not_named_stay(device: str, kernels: ModuleType) -> None:
     layout = LAYOUTS["extra"]
     planes = new_planes(layout, 4, layout.page_tokens, device)
     extents = extents_of(layout, 2, device)
@@ -92,7 +102,7 @@ def test_layers_that_are_not_named_stay(device: str) -> None:
     assert (np.delete(packed, np.s_[start:end]) == SENTINEL).all()
 
 
-def test_no_pages_are_no_work(device: str) -> None:
+def test_no_pages_are_no_work(device: str, kernels: ModuleType) -> None:
     planes = new_planes(ODD, 4, 3, device)
     extents = extents_of(ODD, 2, device)
     nothing = torch.empty((0, 1), dtype=torch.int64, device=device)
@@ -105,9 +115,10 @@ def test_no_pages_are_no_work(device: str) -> None:
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=2).map(tuple)
 
 
-@settings(max_examples=60)
-@given(st.data())
-def test_any_layout_goes_there_and_back(data: st.DataObject) -> None:
+@pytest.mark.parametrize("kernels", [host, reference], ids=["host", "reference"])
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_layout_goes_there_and_back(kernels: ModuleType, data: st.DataObject) -> None:
     """Gather equals a loop over tokens and planes written here; scatter puts the same bytes back."""
     draw = data.draw
     planes_of = st.lists(st.tuples(shapes, st.sampled_from(sorted(DTYPE_BYTES))), min_size=1, max_size=3)

@@ -1,4 +1,4 @@
-"""Gather and scatter in torch: the oracle of every other implementation, and what serves where there is no kernel."""
+"""Gather and scatter in torch: the oracle of the others, and what serves a GPU without a kernel."""
 
 from __future__ import annotations
 
