@@ -16,7 +16,7 @@ Checksums = npt.NDArray[np.uint64]
 
 
 def layer_checksums(extent: memoryview, bounds: Sequence[tuple[int, int]]) -> Checksums:
-    """XXH3-64 of each layer of one extent in host memory; uint64 of shape (layers,). Releases the GIL while hashing."""
+    """XXH3-64 of each layer of one extent in host memory; uint64 of shape (layers,)."""
     digest = xxhash.xxh3_64_intdigest
     return np.fromiter((digest(extent[start:end]) for start, end in bounds), np.uint64, len(bounds))
 
