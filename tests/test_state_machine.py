@@ -464,10 +464,25 @@ class AttachedWithoutSsd(Attached):
     options: ClassVar[dict[str, Any]] = {"cpu": 5, "ssd": None, "bounce": 2}
 
 
+class OwnedOnGpu(Owned):
+    options: ClassVar[dict[str, Any]] = {**Owned.options, "device": "cuda"}
+
+
+class AttachedOnGpu(Attached):
+    options: ClassVar[dict[str, Any]] = {**Attached.options, "device": "cuda"}
+
+
 TestOwned = Owned.TestCase
 TestOwnedWithoutCpu = OwnedWithoutCpu.TestCase
 TestAttached = Attached.TestCase
 TestAttachedWithoutCpu = AttachedWithoutCpu.TestCase
 TestAttachedWithoutSsd = AttachedWithoutSsd.TestCase
+MORE = settings(max_examples=3 * settings.default.max_examples)
 FEWER = settings(max_examples=max(10, settings.default.max_examples // 3))
+TestOwned.settings = TestAttached.settings = MORE
 TestOwnedWithoutCpu.settings = TestAttachedWithoutCpu.settings = TestAttachedWithoutSsd.settings = FEWER
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+TestOwnedOnGpu = OwnedOnGpu.TestCase
+TestAttachedOnGpu = AttachedOnGpu.TestCase
+TestOwnedOnGpu.settings = TestAttachedOnGpu.settings = FEWER
+TestOwnedOnGpu.pytestmark = TestAttachedOnGpu.pytestmark = ON_GPU
