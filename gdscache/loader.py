@@ -121,8 +121,8 @@ class _Run:
         try:
             self._move()
         finally:
-            for reading in self._readings:  # nothing but an exception leaves reads behind
-                self._drain(reading)
+            while self._readings:  # nothing but an exception leaves reads behind
+                self._drain(self._readings[0])
             event = self._mover.mark_loads() if self._copy else None
             for layer in range(self._layout.n_layers):
                 self._load.signal(layer, event)

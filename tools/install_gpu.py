@@ -106,7 +106,16 @@ def install(major: int, requirements: list[str]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Install the GPU libraries that fit this machine.")
     parser.add_argument("--gpu", choices=("auto", "on", "off"), default="auto", help="off: never; on: fail without one")
-    wanted = parser.parse_args(arguments).gpu
+    parser.add_argument(
+        "--only-kvikio",
+        type=int,
+        metavar="MAJOR",
+        help="kvikio for that CUDA version, GPU or not: its tests use a stand-in",
+    )
+    options = parser.parse_args(arguments)
+    if options.only_kvikio is not None:
+        return install_only(options.only_kvikio, "kvikio")
+    wanted = options.gpu
     driver = None if wanted == "off" else driver_cuda_major()
     if driver is None:
         if wanted == "on":
@@ -127,6 +136,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: no GPU libraries for CUDA {major}; GPU=off goes on without them", file=sys.stderr)
         return 1
     print(f"GPU libraries for CUDA {major} (the driver runs {driver}):", flush=True)
+    return try_install(major, requirements)
+
+
+def install_only(major: int, name: str) -> int:
+    """One library of an extra, whatever the machine has; an exit status."""
+    return try_install(major, [text for text in extra_requirements(major) if text.startswith(name)])
+
+
+def try_install(major: int, requirements: list[str]) -> int:
+    """Install; an exit status, with the cause on stderr."""
     try:
         install(major, requirements)
     except subprocess.CalledProcessError as error:
