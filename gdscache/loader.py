@@ -28,6 +28,7 @@ from gdscache.tiers.manager import PageStatus, PageTask, TierManager
 from gdscache.tiers.transfer import Mover
 
 _ROUND_BYTES = 32 << 20  # SSD bytes that one round through the bounce reserve asks for at once
+_READ_PAGES = 128  # SSD pages of one submit: the first are on their way while the others are prepared
 _SCATTER_PAGES = 16  # landed pages that are copied with one call
 
 
@@ -44,6 +45,7 @@ class _Work:
 class _Reading:
     """Reads in flight, what they are for, and the slots that they land in."""
 
+    extents: Extents
     submission: Submission
     work: Sequence[_Work]
     slots: Sequence[int]
@@ -137,13 +139,15 @@ class _Run:
         kept = [(w, w.task.target.slot) for w in from_ssd if w.task.target is not None]
         passing = [w for w in from_ssd if w.task.target is None]
         begun = time.monotonic()
-        reading = None
-        if kept and self._manager.cpu is not None:
-            reading = self._read([w for w, _ in kept], self._manager.cpu.extents, [slot for _, slot in kept])
+        cpu, readings = self._manager.cpu, []
+        for at in range(0, len(kept) if cpu is not None else 0, _READ_PAGES):
+            assert cpu is not None
+            some = kept[at : at + _READ_PAGES]
+            readings.append(self._read([w for w, _ in some], cpu.extents, [slot for _, slot in some]))
         self._scatter_resident(resident, by_layer=not from_ssd and not shared)
         self._manager.observe("cpu", len(resident) * self._layout.page_bytes, time.monotonic() - begun)
-        if reading is not None and self._manager.cpu is not None:
-            self._land(reading, self._manager.cpu.extents)
+        for reading in readings:
+            self._land(reading)
         self._pass_through(passing)
         self._manager.observe("ssd", len(from_ssd) * self._layout.page_bytes, time.monotonic() - begun)
         self._wait_for_others(shared)
@@ -169,13 +173,12 @@ class _Run:
         """Pages that another load, planned before this one, is reading. Waits only for earlier loads, so it ends."""
         there = []
         for w in work:
-            filling = w.task.filling
-            if filling is None or not filling.done.wait(max(0.0, self._until - time.monotonic())):
-                self._verdict(w, PageStatus.DEADLINE)
-            elif filling.status is not PageStatus.LOADED:
-                self._verdict(w, filling.status)
-            else:
+            assert w.task.filling is not None, "nobody to wait for"
+            status = self._manager.await_filling(w.task.filling, max(0.0, self._until - time.monotonic()))
+            if status is PageStatus.LOADED:
                 there.append(w)
+            else:
+                self._verdict(w, status)
         self._scatter_resident(there, by_layer=False)
 
     # -- pages that come from the SSD --------------------------------------------------------------------------------
@@ -186,11 +189,11 @@ class _Run:
         for slot, sums in zip(slots, ssd.checksums([w.task.source for w in work]), strict=True):
             extents.checksums[slot] = 0 if sums is None else sums
         pages = [(w.task.source, extents.memory(slot)) for w, slot in zip(work, slots, strict=True)]
-        reading = _Reading(ssd.read(pages), work, slots)
+        reading = _Reading(extents, ssd.read(pages), work, slots)
         self._readings.append(reading)
         return reading
 
-    def _land(self, reading: _Reading, extents: Extents) -> list[int]:
+    def _land(self, reading: _Reading) -> list[int]:
         """Check and copy pages as their reads complete; the slots whose I/O is over."""
         over: list[int] = []
         ready: list[tuple[_Work, int]] = []
@@ -198,20 +201,20 @@ class _Run:
             for i, error in reading.submission.completions(self._until):
                 slot = reading.slots[i]
                 over.append(slot)
-                status = self._landed(slot, error, extents)
+                status = self._landed(slot, error, reading.extents)
                 if status is PageStatus.LOADED:
                     ready.append((reading.work[i], slot))
                 else:
                     self._verdict(reading.work[i], status)
                 if len(ready) == _SCATTER_PAGES:
-                    self._scatter_landed(ready, extents)
+                    self._scatter_landed(ready, reading.extents)
                     ready = []
             self._readings.remove(reading)
         except DeadlineError:
-            self._scatter_landed(ready, extents)
+            self._scatter_landed(ready, reading.extents)
             ready, late = [], self._drain(reading)
             over = [slot for i, slot in enumerate(reading.slots) if i not in late]
-        self._scatter_landed(ready, extents)
+        self._scatter_landed(ready, reading.extents)
         return over
 
     @staticmethod
@@ -250,7 +253,7 @@ class _Run:
                 for w in rest:
                     self._verdict(w, PageStatus.CANCELLED if self._load.cancelled else PageStatus.DEADLINE)
                 return
-            over = self._land(rounds.pop(0), extents)
+            over = self._land(rounds.pop(0))
             event = self._mover.mark_loads()
             if event is not None:
                 event.synchronize()

@@ -38,9 +38,8 @@ class PageStatus(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class Filling:
-    """A CPU slot that a load reads into, for other loads to wait on: `done` is set once `status` is final."""
+    """A CPU slot that a load reads into, for other loads to wait on; `status` is that of the page there."""
 
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
     status: PageStatus = PageStatus.PENDING
 
 
@@ -75,6 +74,7 @@ class TierManager:
         self.counts: Counter[tuple[str, str]] = Counter()
         self._leases: set[Lease] = set()
         self._filling: dict[Entry, Filling] = {}
+        self._filled = threading.Condition(lock)
         self._epoch = 0
         self._epochs: dict[bytes, int] = {}
         self._rates: dict[str, float] = {}
@@ -193,13 +193,20 @@ class TierManager:
                     else:
                         self.cpu_index.drop(task.target)
                         filling.status = status
-                    filling.done.set()
+                    self._filled.notify_all()
             if status is PageStatus.LOADED:
                 self.counts["loaded", task.tier] += 1
                 return
             self.counts["misses", status.value] += 1
             if status in (PageStatus.CHECKSUM, PageStatus.SHORT_READ, PageStatus.IO_ERROR):
                 self.tiers[task.tier].index.drop(task.source)
+
+    def await_filling(self, filling: Filling, seconds: float) -> PageStatus:
+        """Wait up to `seconds` until another load has its verdict on a page; `DEADLINE` when it has none by then."""
+        with self._filled:
+            if self._filled.wait_for(lambda: filling.status is not PageStatus.PENDING, seconds):
+                return filling.status
+            return PageStatus.DEADLINE
 
     @property
     def cpu_index(self) -> PageIndex:
