@@ -152,7 +152,9 @@ def test_ci_runs_lint_and_tests() -> None:
     lines = script.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert "set -euo pipefail" in lines
-    assert lines[-2:] == ["make lint", "make test"]
+    assert lines[-3] == "make lint"
+    assert lines[-2].split()[1:] == ["tools/install_gpu.py", "--only-kvikio", "13"]
+    assert lines[-1] == "make test"
 
 
 # --- GPU libraries -----------------------------------------------------------------------------------------------
@@ -261,3 +263,13 @@ def test_a_failing_pip_fails_the_set_up(
     monkeypatch.setattr(installer, "pip_install", fail)
     assert installer.main([]) == 1
     assert "status 7; GPU=off" in capsys.readouterr().err
+
+
+def test_kvikio_alone_is_installed_without_a_gpu(installer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installer, "driver_cuda_major", lambda: None)
+    assert installer.main(["--only-kvikio", "13"]) == 0
+    assert installer.calls == [
+        ["--no-deps", extra(13, "kvikio")],
+        ["--no-deps", "libkvikio-cu13==26.10.*"],
+        ["--no-deps", "packaging", "cuda-pathfinder", "rapids-logger==0.3.*", "nvidia-cufile"],
+    ]
