@@ -102,6 +102,14 @@ class KernelUnavailableError(GdsCacheError):
     """A CUDA kernel could not be built; the torch reference serves instead."""
 
 
+class CaptureUnsupportedError(GdsCacheError):
+    """An operation that CUDA cannot record into a graph was called while one is being recorded."""
+
+
+class TransferArgumentError(GdsCacheError):
+    """Arguments of a kvcacheio operation that do not fit together."""
+
+
 class PlanesError(GdsCacheError):
     """Attached tensors do not match the configured planes."""
 

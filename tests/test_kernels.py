@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdscache.kernels import host, reference
+from gdscache.kernels.cuda import ExtentArray, Indices, PageKernels
 from gdscache.layout import DTYPE_BYTES, PageLayout, Plane
 from gdscache.planes import PagedPlanes
 
@@ -28,12 +31,39 @@ def page(number: int) -> bytes:
     return number.to_bytes(8, "little") + bytes(24)
 
 
-@pytest.fixture(params=["reference", "host"])
-def kernels(request: pytest.FixtureRequest, device: str) -> ModuleType:
+class Cuda:
+    """The CUDA kernels with the arguments of the reference."""
+
+    @staticmethod
+    def gather(
+        planes: PagedPlanes, blocks: torch.Tensor, extents: torch.Tensor, rows: torch.Tensor, layers: Iterable[int]
+    ) -> None:
+        Cuda.move("gather", planes, blocks, extents, rows, layers)
+
+    @staticmethod
+    def scatter(
+        planes: PagedPlanes, blocks: torch.Tensor, extents: torch.Tensor, rows: torch.Tensor, layers: Iterable[int]
+    ) -> None:
+        Cuda.move("scatter", planes, blocks, extents, rows, layers)
+
+    @staticmethod
+    def move(name: str, planes: PagedPlanes, blocks: Any, extents: Any, rows: Any, layers: Any) -> None:
+        kernels = PageKernels(planes)
+        array = ExtentArray(extents.data_ptr(), extents.stride(0), len(extents))
+        indices = Indices(blocks.data_ptr(), rows.data_ptr(), len(rows), wide=True)
+        which = range(min(layers), max(layers) + 1)
+        getattr(kernels, name)(array, indices, which, torch.cuda.current_stream())
+        assert kernels.skipped() == 0
+
+
+@pytest.fixture(params=["reference", "host", "cuda"])
+def kernels(request: pytest.FixtureRequest, device: str) -> Any:
     """Each implementation that can serve the device."""
     if request.param == "host" and device != "cpu":
         pytest.skip("numpy moves host memory only")
-    return host if request.param == "host" else reference
+    if request.param == "cuda" and device != "cuda":
+        pytest.skip("CUDA kernels move a GPU's memory only")
+    return {"reference": reference, "host": host, "cuda": Cuda}[request.param]
 
 
 def cases() -> list[object]:

@@ -152,8 +152,9 @@ def test_ci_runs_lint_and_tests() -> None:
     lines = script.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert "set -euo pipefail" in lines
-    assert lines[-3] == "make lint"
-    assert lines[-2].split()[1:] == ["tools/install_gpu.py", "--only-kvikio", "13"]
+    assert lines[-5] == "make lint"
+    for line, arguments in zip(lines[-4:-1], ["--only-kvikio 13", "--only-nvrtc 12", "--only-nvrtc 13"], strict=True):
+        assert line == f".venv/bin/python tools/install_gpu.py {arguments}"
     assert lines[-1] == "make test"
 
 
@@ -273,3 +274,74 @@ def test_kvikio_alone_is_installed_without_a_gpu(installer: ModuleType, monkeypa
         ["--no-deps", "libkvikio-cu13==26.10.*"],
         ["--no-deps", "packaging", "cuda-pathfinder", "rapids-logger==0.3.*", "nvidia-cufile"],
     ]
+
+
+# --- what compiles the kernels without a GPU ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def prefix(installer: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An environment whose pip makes the directory of `--target`, with one file in it."""
+
+    def pip_install(*arguments: str) -> None:
+        installer.calls.append(list(arguments))
+        target = Path(arguments[arguments.index("--target") + 1])
+        target.mkdir()
+        (target / "installed.py").touch()
+
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(installer, "driver_cuda_major", lambda: None)
+    monkeypatch.setattr(installer, "pip_install", pip_install)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("major", "nvrtc"), [(12, "nvidia-cuda-nvrtc-cu12>=12.8"), (13, "nvidia-cuda-nvrtc>=13,<14")])
+def test_nvrtc_goes_into_a_directory_of_its_own(installer: ModuleType, prefix: Path, major: int, nvrtc: str) -> None:
+    assert installer.main(["--only-nvrtc", str(major)]) == 0
+    directory = prefix / f"nvrtc{major}"
+    assert installer.nvrtc_directory(major) == directory
+    wanted = [extra(major, "cupy"), "cuda-pathfinder>=1.3.4,<2", nvrtc]
+    assert installer.calls == [["--no-deps", "--no-compile", "--target", str(directory), *wanted]]
+    assert installer.main(["--only-nvrtc", str(major)]) == 0
+    assert len(installer.calls) == 1, "it was there"
+
+
+def test_nvrtc_is_installed_anew_when_it_is_not_what_is_wanted(
+    installer: ModuleType, prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = prefix / "nvrtc13"
+    directory.mkdir()
+    (directory / "half").touch()  # an installation that was interrupted
+    assert installer.main(["--only-nvrtc", "13"]) == 0
+    assert sorted(path.name for path in directory.iterdir()) == ["complete.txt", "installed.py"]
+    monkeypatch.setitem(installer.NVRTC, 13, "nvidia-cuda-nvrtc>=13.1,<14")
+    assert installer.main(["--only-nvrtc", "13"]) == 0
+    assert installer.calls[1][-1] == "nvidia-cuda-nvrtc>=13.1,<14"
+    with monkeypatch.context() as another_python:
+        another_python.setattr(sys, "version_info", (3, 99))
+        assert installer.main(["--only-nvrtc", "13"]) == 0
+    assert len(installer.calls) == 3
+
+
+def test_a_failing_pip_leaves_no_complete_nvrtc(
+    installer: ModuleType, prefix: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    working = installer.pip_install
+
+    def fail(*arguments: str) -> None:
+        working(*arguments)
+        raise subprocess.CalledProcessError(7, ["pip"])
+
+    monkeypatch.setattr(installer, "pip_install", fail)
+    assert installer.main(["--only-nvrtc", "12"]) == 1
+    assert capsys.readouterr().err == "error: pip ended with status 7\n"
+    monkeypatch.setattr(installer, "pip_install", working)
+    assert installer.main(["--only-nvrtc", "12"]) == 0
+    assert len(installer.calls) == 2
+
+
+@pytest.mark.parametrize("major", ["11", "14", "x"])
+def test_nvrtc_of_another_cuda_version_is_refused(installer: ModuleType, prefix: Path, major: str) -> None:
+    with pytest.raises(SystemExit):
+        installer.main(["--only-nvrtc", major])
+    assert installer.calls == []

@@ -3,6 +3,9 @@
 The requirements are those of the extras `cuda12` and `cuda13` in pyproject.toml. kvikio and NIXL are installed without
 their declared dependencies, of which most (1.3 GB of CUDA libraries for kvikio, every CUDA version for NIXL) are never
 imported; of kvikio's the few that it does import follow.
+
+cupy and NVRTC, for the tests that compile every kernel on any machine, go into a directory of their own for each CUDA
+version: cupy's wheels for two versions cannot live in one environment.
 """
 
 from __future__ import annotations
@@ -11,15 +14,18 @@ import argparse
 import ctypes
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # Brought by torch or cupy, in the versions that they want; cuda-toolkit is a name for a set of such packages.
 PROVIDED = ("cupy", "numpy", "torch", "cuda-toolkit")
 CUFILE = {12: "nvidia-cufile-cu12", 13: "nvidia-cufile"}  # what kvikio loads
+NVRTC = {12: "nvidia-cuda-nvrtc-cu12>=12.8", 13: "nvidia-cuda-nvrtc>=13,<14"}  # 12.8 is the first that knows sm_100
 
 
 def driver_cuda_major() -> int | None:
@@ -92,6 +98,28 @@ def install_nixl(requirement: str) -> None:
     pip_install("--no-deps", f"nixl=={importlib.metadata.version(distribution(requirement))}")
 
 
+def nvrtc_directory(major: int) -> Path:
+    """Where `install_nvrtc` puts cupy and NVRTC for that CUDA version: a directory for PYTHONPATH."""
+    return Path(sys.prefix) / f"nvrtc{major}"
+
+
+def install_nvrtc(major: int) -> None:
+    """cupy as the extra wants it, NVRTC, and what finds NVRTC, in `nvrtc_directory`; at once where they are there."""
+    cupy = [text for text in extra_requirements(major) if text.startswith("cupy")]
+    wanted = [*cupy, "cuda-pathfinder>=1.3.4,<2", NVRTC[major]]
+    directory = nvrtc_directory(major)
+    # Written last: without it, or when it differs, whatever lies there is of no use. Wheels are for one Python version.
+    complete = directory / "complete.txt"
+    content = "\n".join(["python {}.{}".format(*sys.version_info), *wanted, ""])
+    if complete.is_file() and complete.read_text(encoding="utf-8") == content:
+        print(f"NVRTC for CUDA {major}: {directory}")
+        return
+    if directory.exists():
+        shutil.rmtree(directory)
+    pip_install("--no-deps", "--no-compile", "--target", str(directory), *wanted)
+    complete.write_text(content, encoding="utf-8")
+
+
 def install(major: int, requirements: list[str]) -> None:
     # What is installed with its dependencies comes first: pip would name all that the others leave out.
     for requirement in sorted(requirements, key=lambda text: text.startswith(("kvikio", "nixl"))):
@@ -112,9 +140,17 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="MAJOR",
         help="kvikio for that CUDA version, GPU or not: its tests use a stand-in",
     )
+    parser.add_argument(
+        "--only-nvrtc",
+        type=int,
+        choices=sorted(NVRTC),
+        help="cupy and NVRTC for that CUDA version, GPU or not, in a directory of their own: tests compile kernels",
+    )
     options = parser.parse_args(arguments)
     if options.only_kvikio is not None:
         return install_only(options.only_kvikio, "kvikio")
+    if options.only_nvrtc is not None:
+        return attempt(lambda: install_nvrtc(options.only_nvrtc))
     wanted = options.gpu
     driver = None if wanted == "off" else driver_cuda_major()
     if driver is None:
@@ -136,20 +172,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: no GPU libraries for CUDA {major}; GPU=off goes on without them", file=sys.stderr)
         return 1
     print(f"GPU libraries for CUDA {major} (the driver runs {driver}):", flush=True)
-    return try_install(major, requirements)
+    return attempt(lambda: install(major, requirements), "; GPU=off goes on without a GPU")
 
 
 def install_only(major: int, name: str) -> int:
     """One library of an extra, whatever the machine has; an exit status."""
-    return try_install(major, [text for text in extra_requirements(major) if text.startswith(name)])
+    requirements = [text for text in extra_requirements(major) if text.startswith(name)]
+    return attempt(lambda: install(major, requirements))
 
 
-def try_install(major: int, requirements: list[str]) -> int:
+def attempt(action: Callable[[], None], advice: str = "") -> int:
     """Install; an exit status, with the cause on stderr."""
     try:
-        install(major, requirements)
+        action()
     except subprocess.CalledProcessError as error:
-        print(f"error: pip ended with status {error.returncode}; GPU=off goes on without a GPU", file=sys.stderr)
+        print(f"error: pip ended with status {error.returncode}{advice}", file=sys.stderr)
         return 1
     return 0
 

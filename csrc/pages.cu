@@ -1,0 +1,364 @@
+// Gather (planes -> extents) and scatter (extents -> planes) of pages, and the checksum of each layer in the same pass.
+//
+// A warp moves spans of 2 KiB of one layer of one page's extent, 16 bytes a lane and step: two tiles, each a block of XXH3.
+// All loads of a span are in flight before the first store; spans that lie side by side make the bus's reads long.
+// VECTOR is the widest access, in bytes, that every row, stride and offset of a call allows. Addresses may be those of
+// device memory or of page-locked host memory.
+
+#include "xxh3.cuh"
+
+#ifndef VECTOR
+#define VECTOR 16
+#endif
+
+#define TILE XXH_BLOCK
+#define TILES 2  // tiles of a span: what a warp has in flight, 2 KiB that lie side by side in the extent
+#define SPAN (TILES * TILE)
+#define CHUNK 16
+#define STEPS (SPAN / (32 * CHUNK))  // chunks of a span that one lane moves
+#define PARTS (CHUNK / VECTOR)
+#define ROUND 4  // spans that a warp moves between two folds of checksums
+#ifndef TABLE_WORDS
+#define TABLE_WORDS 1536  // layers and planes that fit are read from shared memory
+#endif
+
+#if VECTOR == 16
+typedef uint4 Word;
+#elif VECTOR == 8
+typedef unsigned long long Word;
+#elif VECTOR == 4
+typedef unsigned int Word;
+#elif VECTOR == 2
+typedef unsigned short Word;
+#else
+typedef unsigned char Word;
+#endif
+
+union Chunk {
+    Word words[PARTS];
+    u64 halves[2];
+};
+
+struct Layer {
+    long long first_plane, planes, start, bytes;  // start: of the layer in the extent
+};
+
+// A plane's pages are made of runs: a block's tokens where these lie side by side, else single rows.
+struct Plane {
+    long long base, block_stride, run_stride, run_bytes, runs_per_block, end;  // end: of the plane in its layer
+};
+
+struct Call {
+    const Layer* layers;
+    const Plane* planes;
+    const void* blocks;  // [pages][blocks_per_page]
+    const void* rows;    // [pages], null for 0, 1, 2, ...
+    char* extents;
+    long long stride, origin, slots, pool_blocks;
+    u32 pages, n_layers, first_plane, n_planes, tiles, blocks_per_page, wide;
+    unsigned long long* skipped;
+};
+
+// Tables may be in page-locked host memory: read through the first-level cache, a line comes over the bus once an SM.
+__device__ __forceinline__ long long index_at(const void* table, u32 i, u32 wide) {
+    return wide ? __ldg((const long long*)table + i) : (long long)__ldg((const int*)table + i);
+}
+
+#if VECTOR == 16
+__device__ __forceinline__ Word load(const char* p) {
+    Word w;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                 : "l"(p));
+    return w;
+}
+// Volatile too, so that the compiler keeps all loads of a span before its first store.
+__device__ __forceinline__ void store(char* p, Word w) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
+}
+#else
+__device__ __forceinline__ Word load(const char* p) { return __ldg((const Word*)p); }
+__device__ __forceinline__ void store(char* p, Word w) { *(Word*)p = w; }
+#endif
+
+__device__ __forceinline__ const Plane* plane_of(const Call& c, const Layer& layer, u32 byte, u32& start) {
+    const Plane* plane = c.planes + layer.first_plane;
+    start = 0;
+    while (byte >= (u32)plane->end) {
+        start = (u32)plane->end;
+        ++plane;
+    }
+    return plane;
+}
+
+// The address of a byte of a plane's page, or null for a block that the pool does not have.
+__device__ __forceinline__ char* plane_address(const Call& c, const Plane* plane, u32 page, u32 run, u32 offset) {
+    const u32 per_block = (u32)plane->runs_per_block;
+    u32 number = run;
+    long long inside = offset;
+    if (per_block > 1) {
+        number = run / per_block;
+        inside += (long long)(run - number * per_block) * plane->run_stride;
+    }
+    const long long block = index_at(c.blocks, page * c.blocks_per_page + number, c.wide);
+    if (block < 0 || block >= c.pool_blocks) return nullptr;
+    return (char*)plane->base + block * plane->block_stride + inside;
+}
+
+__device__ __forceinline__ char* byte_address(const Call& c, const Layer& layer, u32 page, u32 byte) {
+    u32 start;
+    const Plane* plane = plane_of(c, layer, byte, start);
+    const u32 inside = byte - start, run = inside / (u32)plane->run_bytes;
+    return plane_address(c, plane, page, run, inside - run * (u32)plane->run_bytes);
+}
+
+// Every index that is out of range is counted once a call, by the warp that has the first span of its page.
+__device__ __forceinline__ void count_skipped(const Call& c, u32 page, long long row, u32 lane) {
+    u32 bad = lane == 0 && (row < 0 || row >= c.slots);
+    for (u32 i = lane; i < c.blocks_per_page; i += 32) {
+        const long long block = index_at(c.blocks, page * c.blocks_per_page + i, c.wide);
+        bad += block < 0 || block >= c.pool_blocks;
+    }
+    if (bad) atomicAdd(c.skipped, (unsigned long long)bad);
+}
+
+// The layers and planes of a call in shared memory, where they fit.
+__device__ __forceinline__ void fetch_table(Call& c, long long* table) {
+    const u32 layer_words = c.n_layers * 4, plane_words = c.n_planes * 6;
+    if (layer_words + plane_words > TABLE_WORDS) return;
+    for (u32 i = threadIdx.x; i < layer_words; i += blockDim.x) table[i] = ((const long long*)c.layers)[i];
+    for (u32 i = threadIdx.x; i < plane_words; i += blockDim.x) {
+        table[layer_words + i] = ((const long long*)(c.planes + c.first_plane))[i];
+    }
+    __syncthreads();
+    c.layers = (const Layer*)table;
+    c.planes = (const Plane*)(table + layer_words) - c.first_plane;
+}
+
+// Where a lane's chunk of a step lies in a span. With checksums, half a warp has a tile: then fewer lanes have to add up.
+template <bool SUMS>
+__device__ __forceinline__ u32 chunk_at(u32 step, u32 lane) {
+    return SUMS ? (lane >> 4) * TILE + step * 256 + (lane & 15) * CHUNK : step * 512 + lane * CHUNK;
+}
+
+// Move one span, from byte `begin` of a layer to `end` at most; `data` has what passed by, zeros for what is skipped.
+template <bool GATHER, bool SUMS>
+__device__ __forceinline__ void move_span(
+    const Call& c, const Layer& layer, u32 page, char* extent, bool there, u32 begin, u32 end, u32 lane, Chunk* data) {
+#pragma unroll
+    for (u32 s = 0; s < STEPS; ++s) data[s].halves[0] = data[s].halves[1] = 0;
+#if VECTOR == 16
+    char* address[STEPS];
+    u32 start;
+    const Plane* plane = plane_of(c, layer, begin, start);
+    const u32 run = (begin - start) / (u32)plane->run_bytes, offset = begin - start - run * (u32)plane->run_bytes;
+    if (end <= (u32)plane->end && offset + (end - begin) <= (u32)plane->run_bytes) {
+        char* const base = there ? plane_address(c, plane, page, run, offset) : nullptr;
+#pragma unroll
+        for (u32 s = 0; s < STEPS; ++s) {
+            const u32 at = chunk_at<SUMS>(s, lane);
+            address[s] = base && begin + at < end ? base + at : nullptr;
+        }
+    } else {
+#pragma unroll
+        for (u32 s = 0; s < STEPS; ++s) {
+            const u32 at = begin + chunk_at<SUMS>(s, lane);
+            address[s] = there && at < end ? byte_address(c, layer, page, at) : nullptr;
+        }
+    }
+#pragma unroll
+    for (u32 s = 0; s < STEPS; ++s) {
+        const char* source = GATHER ? address[s] : extent + begin + chunk_at<SUMS>(s, lane);
+        if (address[s]) data[s].words[0] = load(source);
+    }
+#pragma unroll
+    for (u32 s = 0; s < STEPS; ++s) {
+        char* target = GATHER ? extent + begin + chunk_at<SUMS>(s, lane) : address[s];
+        if (address[s]) store(target, data[s].words[0]);
+    }
+#else
+#pragma unroll
+    for (u32 s = 0; s < STEPS; ++s) {
+#pragma unroll 1  // unrolled, single bytes take NVRTC ten times as long
+        for (u32 p = 0; p < PARTS; ++p) {
+            const u32 at = begin + chunk_at<SUMS>(s, lane) + p * VECTOR;
+            char* address = there && at < end ? byte_address(c, layer, page, at) : nullptr;
+            if (!address) continue;
+            data[s].words[p] = load(GATHER ? address : extent + at);
+            store(GATHER ? extent + at : address, data[s].words[p]);
+        }
+    }
+#endif
+}
+
+template <bool GATHER>
+__device__ __forceinline__ void move(Call c) {
+    __shared__ long long table[TABLE_WORDS];
+    fetch_table(c, table);
+    const u32 lane = threadIdx.x & 31;
+    const u32 warps = (gridDim.x * blockDim.x) >> 5, warp = (blockIdx.x * blockDim.x + threadIdx.x) >> 5;
+    const u32 per_layer = (c.tiles + TILES - 1) / TILES, per_page = c.n_layers * per_layer, total = c.pages * per_page;
+    for (u32 item = warp; item < total; item += warps) {
+        const u32 page = item / per_page, rest = item - page * per_page, number = rest / per_layer;
+        const long long row = c.rows ? index_at(c.rows, page, c.wide) : (long long)page;
+        const Layer layer = c.layers[number];
+        const u32 begin = (rest - number * per_layer) * SPAN, bytes = (u32)layer.bytes;
+        if (rest == 0 && c.skipped) count_skipped(c, page, row, lane);
+        if (begin >= bytes) continue;
+        const bool there = row >= 0 && row < c.slots;
+        char* const extent = c.extents + row * c.stride + (layer.start - c.origin);
+        Chunk data[STEPS];
+        move_span<GATHER, false>(c, layer, page, extent, there, begin, min(begin + SPAN, bytes), lane, data);
+    }
+}
+
+// What a warp holds of a span, as eight sums a tile and eight for the last stripe of the layer, in shared memory. `keys`
+// are this lane's words of the secret in shared memory.
+__device__ __forceinline__ void sum_span(
+    const Chunk* data, u32 begin, u32 bytes, u32 lane, const u64* keys, u64* tiles, u64* last) {
+    const u32 whole = (bytes - 1) / XXH_STRIPE * XXH_STRIPE;  // the last 64 bytes are a stripe of their own
+    u64 even = 0, odd = 0;
+#pragma unroll
+    for (u32 s = 0; s < STEPS; ++s) {
+        const u32 at = begin + chunk_at<true>(s, lane);
+        const u64 a = data[s].halves[0], b = data[s].halves[1];
+        if (at < whole) xxh_add(a, b, keys[s * 4], keys[s * 4 + 1], even, odd);
+        if ((bytes & 15) == 0 && at < bytes && at + XXH_STRIPE >= bytes) {
+            const u32 q = (at - (bytes - XXH_STRIPE)) >> 4;
+            u64 e = 0, o = 0;
+            xxh_add(a, b, xxh_secret_at(121 + 16 * q), xxh_secret_at(129 + 16 * q), e, o);
+            last[2 * q] = e;
+            last[2 * q + 1] = o;
+        }
+    }
+#pragma unroll
+    for (u32 step = 4; step < 16; step *= 2) {
+        even += __shfl_xor_sync(0xffffffffu, even, step);
+        odd += __shfl_xor_sync(0xffffffffu, odd, step);
+    }
+    if ((lane & 15) < 4) {
+        u64* const out = tiles + (lane >> 4) * 8 + 2 * (lane & 3);
+        out[0] = even;
+        out[1] = odd;
+    }
+}
+
+__device__ __forceinline__ u64 word_of_bytes(const volatile char* p) {
+    u64 word = 0;
+    for (u32 i = 0; i < 8; ++i) word |= (u64)(unsigned char)p[i] << (8 * i);
+    return word;
+}
+
+// The end of the scan over a layer: lane `l` has accumulator `l & 7`. All lanes of the warp come here; all get it.
+__device__ __forceinline__ u64 finish(u64 value, const u64* last, u32 bytes, const char* extent, u32 lane) {
+    const u32 i = lane & 7;
+    if ((bytes & 15) == 0) {
+        value += last[i];
+    } else if (extent) {
+        const char* end = extent + bytes - XXH_STRIPE;
+        const u64 own = word_of_bytes(end + 8 * i), other = word_of_bytes(end + 8 * (i ^ 1));
+        const u64 mixed = own ^ xxh_secret_at(121 + 8 * i);
+        value += other + (mixed & 0xffffffffULL) * (mixed >> 32);
+    }
+    const u64 mine = value ^ xxh_secret_at(11 + 8 * i), neighbour = __shfl_xor_sync(0xffffffffu, mine, 1);
+    u64 folded = (i & 1) ? 0 : xxh_fold(mine, neighbour);
+#pragma unroll
+    for (u32 step = 2; step < 8; step *= 2) folded += __shfl_xor_sync(0xffffffffu, folded, step);
+    return xxh_finish(__shfl_sync(0xffffffffu, folded, 0) + bytes * XXH_PRIME64_1);
+}
+
+// A team of `team` warps of one block has one layer of one page at a time: each moves ROUND spans, their sums meet in
+// shared memory, and the team's first warp folds them. Loops are of equal length for all teams of a block.
+template <bool GATHER>
+__device__ __forceinline__ void move_and_sum(Call c, u32 team, u64* digests) {
+    __shared__ long long table[TABLE_WORDS];
+    __shared__ u64 tile_sums[32 * ROUND * TILES * 8], last_sums[32 * 8];
+    fetch_table(c, table);
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, number = warp / team, member = warp - number * team;
+    const u32 teams = (blockDim.x >> 5) / team, pieces = c.pages * c.n_layers, tiles_a_round = team * ROUND * TILES;
+    u64* const tiles = tile_sums + number * tiles_a_round * 8;
+    u64* const last = last_sums + number * 8;
+    __shared__ u64 secret[24];
+    if (threadIdx.x < 24) secret[threadIdx.x] = xxh_secret[threadIdx.x];
+    __syncthreads();
+    const u64* const keys = secret + ((lane & 15) >> 2) + 2 * (lane & 3);
+    for (u32 first = blockIdx.x * teams; first < pieces; first += gridDim.x * teams) {
+        const u32 piece = first + number, page = piece / c.n_layers, which = piece - page * c.n_layers;
+        const bool active = piece < pieces;
+        long long row = -1;
+        u32 bytes = 0;
+        char* extent = nullptr;
+        Layer layer;
+        if (active) {
+            row = c.rows ? index_at(c.rows, page, c.wide) : (long long)page;
+            layer = c.layers[which];
+            bytes = (u32)layer.bytes;
+            extent = c.extents + row * c.stride + (layer.start - c.origin);
+            if (which == 0 && member == 0 && c.skipped) count_skipped(c, page, row, lane);
+        }
+        const bool there = row >= 0 && row < c.slots;
+        const u32 full = active ? (bytes - 1) / TILE : 0;
+        u64 value = xxh_start[lane & 7];
+        for (u32 tile = 0; tile < c.tiles; tile += tiles_a_round) {
+#pragma unroll 1
+            for (u32 r = 0; r < ROUND; ++r) {
+                const u32 span = r * team + member, begin = tile * TILE + span * SPAN;
+                if (begin >= bytes) break;
+                Chunk data[STEPS];
+                move_span<GATHER, true>(c, layer, page, extent, there, begin, min(begin + SPAN, bytes), lane, data);
+                sum_span(data, begin, bytes, lane, keys, tiles + span * TILES * 8, last);
+            }
+            if (team == 1) {
+                __syncwarp();
+            } else {
+                __syncthreads();
+            }
+            if (member == 0 && active) {
+                const u64 key = secret[16 + (lane & 7)];
+                const u32 end = min(tile + tiles_a_round, full + 1);
+#pragma unroll 4
+                for (u32 t = tile; t < end; ++t) {
+                    value += tiles[(t - tile) * 8 + (lane & 7)];
+                    if (t < full) value = xxh_scramble(value, key);
+                }
+                if (end == full + 1 && tile <= full) {
+                    const u64 digest = finish(value, last, bytes, there ? extent : nullptr, lane);
+                    if (lane == 0) digests[piece] = digest;
+                }
+            }
+            if (team == 1) {
+                __syncwarp();
+            } else {
+                __syncthreads();
+            }
+        }
+    }
+}
+
+#define ARGUMENTS                                                                                                      \
+    const Layer *layers, const Plane *planes, const void *blocks, const void *rows, char *extents, long long stride,   \
+        long long origin, long long slots, long long pool_blocks, u32 pages, u32 n_layers, u32 first_plane,            \
+        u32 n_planes, u32 tiles, u32 blocks_per_page, u32 wide, unsigned long long *skipped
+#define CALL                                                                                                           \
+    {layers, planes, blocks, rows, extents, stride, origin, slots, pool_blocks, pages, n_layers, first_plane,          \
+     n_planes, tiles, blocks_per_page, wide, skipped}
+
+extern "C" __global__ void __launch_bounds__(1024) gather(ARGUMENTS) {
+    const Call call = CALL;
+    move<true>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(1024) scatter(ARGUMENTS) {
+    const Call call = CALL;
+    move<false>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(1024) gather_sums(ARGUMENTS, u32 team, u64* digests) {
+    const Call call = CALL;
+    move_and_sum<true>(call, team, digests);
+}
+
+extern "C" __global__ void __launch_bounds__(1024) scatter_sums(ARGUMENTS, u32 team, u64* digests) {
+    const Call call = CALL;
+    move_and_sum<false>(call, team, digests);
+}

@@ -1,0 +1,169 @@
+"""The CUDA driver, by ctypes: the few calls that torch has no name for. Nothing is loaded before a `Driver` is made."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gdscache.errors import DeviceError
+
+_NON_BLOCKING = 1
+_CAPTURE_NONE = 0
+_PORTABLE = 1
+_NO_TIMING = 2
+
+
+class Driver:
+    """libcuda for one device, in the primary context that torch uses too.
+
+    Raises `DeviceError` where there is no driver or the driver refuses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise DeviceError(f"there is no CUDA driver: {error}", "install the NVIDIA driver") from error
+        self._quick = ctypes.PyDLL("libcuda.so.1")  # keeps the GIL, which costs more to give up than these calls take
+        self.device = device
+        self.call("cuInit", 0)
+        number = ctypes.c_int()
+        self.call("cuDeviceGet", ctypes.byref(number), device.index)
+        self._context = ctypes.c_void_p()  # kept for good, as torch keeps it
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
+        version = ctypes.c_int()
+        self.call("cuDriverGetVersion", ctypes.byref(version))
+        self.version = version.value
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the driver; an error code becomes a `DeviceError`."""
+        self.check(name, getattr(self._library, name)(*arguments))
+
+    def check(self, name: str, code: int) -> None:
+        """Raise `DeviceError` for an error code of the function `name`."""
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(text))
+            raise DeviceError(f"{name} answered {code} ({(text.value or b'unknown').decode()}) on {self.device}")
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The device's primary context is the calling thread's current one."""
+        self.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def lookup(self, name: str, version: int) -> Any | None:
+        """The function `name` as CUDA `version` (12080 is 12.8) has it, or None where the driver does not know it."""
+        pointer, answer = ctypes.c_void_p(), ctypes.c_int()
+        find = getattr(self._library, "cuGetProcAddress_v2", None)  # since CUDA 12
+        if find is None:
+            return None
+        code = find(name.encode(), ctypes.byref(pointer), version, ctypes.c_uint64(0), ctypes.byref(answer))
+        return None if code or answer.value or not pointer.value else pointer.value
+
+    def is_capturing(self, stream: torch.cuda.Stream) -> bool:
+        """Whether a CUDA graph is being recorded on `stream`."""
+        status = ctypes.c_int()
+        with self.entered():
+            self.call("cuStreamIsCapturing", ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status))
+        return status.value != _CAPTURE_NONE
+
+    def priorities(self) -> tuple[int, int]:
+        """The least and the greatest stream priority; greater ones are smaller numbers."""
+        least, greatest = ctypes.c_int(), ctypes.c_int()
+        with self.entered():
+            self.call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+        return least.value, greatest.value
+
+    def create_stream(self, *, urgent: bool = False) -> torch.cuda.ExternalStream:
+        """A non-blocking stream of our own (torch hands out the same few to everybody); see `destroy_stream`."""
+        priority = self.priorities()[1 if urgent else 0]
+        pointer = ctypes.c_void_p()
+        with self.entered():
+            self.call("cuStreamCreateWithPriority", ctypes.byref(pointer), _NON_BLOCKING, priority)
+        return torch.cuda.ExternalStream(pointer.value, device=self.device)  # type: ignore[no-untyped-call]
+
+    def create_event(self) -> int:
+        """An event without timing, as a handle for `record` and `wait`. One that was never recorded is done."""
+        pointer = ctypes.c_void_p()
+        with self.entered():
+            self.call("cuEventCreate", ctypes.byref(pointer), _NO_TIMING)
+        assert pointer.value is not None
+        return pointer.value
+
+    def destroy_event(self, event: int) -> None:
+        """End an event of `create_event`."""
+        with self.entered():
+            self.call("cuEventDestroy_v2", ctypes.c_void_p(event))
+
+    def record(self, event: int, stream: int) -> None:
+        """`event` is behind what `stream` (its pointer) has queued so far. The caller has entered."""
+        code = self._quick.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream))
+        if code:
+            self.check("cuEventRecord", code)
+
+    def wait(self, stream: int, event: int) -> None:
+        """What `stream` queues from now on comes after `event` as it was recorded last. The caller has entered."""
+        code = self._quick.cuStreamWaitEvent(ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
+        if code:
+            self.check("cuStreamWaitEvent", code)
+
+    def destroy_stream(self, stream: torch.cuda.Stream) -> None:
+        """End a stream of `create_stream`; what is queued on it still runs."""
+        with self.entered():
+            self.call("cuStreamDestroy_v2", ctypes.c_void_p(stream.cuda_stream))
+
+    def page_lock(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory for every CUDA context of the process."""
+        with self.entered():
+            self.call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE)
+
+    def page_unlock(self, address: int) -> None:
+        """Undo one `page_lock`, by its address."""
+        with self.entered():
+            self.call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        """GPU memory past torch's allocator, so that it can be registered for I/O."""
+        pointer = ctypes.c_uint64()
+        with self.entered():
+            self.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+        return DeviceMemory(self, pointer.value, nbytes)
+
+
+class DeviceMemory:
+    """GPU memory of our own; `tensor` is uint8 of shape (nbytes,). Close it when nothing on the GPU uses it."""
+
+    def __init__(self, driver: Driver, address: int, nbytes: int) -> None:
+        self._driver = driver
+        self.address = address
+        self.nbytes = nbytes
+        self.tensor: torch.Tensor = torch.as_tensor(_Interface(address, nbytes), device=driver.device)
+
+    def close(self) -> None:
+        """Free it; again is fine."""
+        address, self.address = self.address, 0
+        if address:
+            self.tensor = torch.empty(0, dtype=torch.uint8, device=self._driver.device)
+            with self._driver.entered():
+                self._driver.call("cuMemFree_v2", ctypes.c_uint64(address))
+
+
+class _Interface:
+    """An address range as the CUDA array interface (version 3) has it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
