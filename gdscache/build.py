@@ -10,18 +10,19 @@ from collections.abc import Sequence
 
 import torch
 
-from gdscache.config import Config
+from gdscache.config import Config, GpuConfig
+from gdscache.errors import PinnedMemoryError
 from gdscache.layout import PageLayout
 from gdscache.loader import Loader
 from gdscache.planes import PagedPlanes
 from gdscache.storer import Storer
 from gdscache.streams import resolve_device
-from gdscache.tiers.bounce import Bounce
+from gdscache.tiers.bounce import Bounce, Extents
 from gdscache.tiers.cpu import CpuTier, HostExtents
 from gdscache.tiers.gpu import DeviceExtents, GpuTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.ssd import SsdTier
-from gdscache.tiers.transfer import Mover
+from gdscache.tiers.transfer import Mover, open_mover
 from gdscache.writer import SsdWriter
 
 _log = logging.getLogger("gdscache")
@@ -40,11 +41,11 @@ class Parts:
 
     def close(self) -> None:
         """Close the tiers and give the buffers back. Loads and stores have ended."""
-        self.mover.synchronize()
         with contextlib.ExitStack() as stack:
             if self.bounce is not None:
                 stack.callback(self.bounce.close)
-            self.manager.close()
+            stack.callback(self.manager.close)
+            self.mover.close()
 
 
 def build(config: Config, layout: PageLayout, attached: Sequence[Sequence[torch.Tensor]] | None) -> Parts:
@@ -69,8 +70,10 @@ def build(config: Config, layout: PageLayout, attached: Sequence[Sequence[torch.
         bounce = _bounce(config, layout, planes.device, cpu, ssd)
         if bounce is not None:
             undo.callback(bounce.close)
+        _check_paths(config.gpu, planes.device, [tier.extents for tier in (cpu, bounce) if tier is not None])
         manager = TierManager(lock, gpu, cpu, ssd)
-        mover = Mover(planes, config.gpu.staging)
+        mover = open_mover(planes, config.gpu)
+        undo.callback(mover.close)
         loader = Loader(manager, mover, bounce, layout, config.load)
         writer = None
         if ssd is not None and config.store.write_through:
@@ -79,6 +82,17 @@ def build(config: Config, layout: PageLayout, attached: Sequence[Sequence[torch.
         undo.pop_all()
     _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)
     return Parts(planes, manager, mover, bounce, loader, storer)
+
+
+def _check_paths(config: GpuConfig, device: torch.device, extents: Sequence[Extents]) -> None:
+    """Refuse a path that host memory as it is cannot take; the mover would stage."""
+    if device.type == "cuda" and not all(e.pinned for e in extents):
+        for name, path in (("load_path", config.load_path), ("store_path", config.store_path)):
+            if path not in ("auto", "staged"):
+                raise PinnedMemoryError(
+                    f"gpu.{name} is {path}, and host memory is not page-locked",
+                    f"set cpu.pin to on, or gpu.{name} to auto",
+                )
 
 
 def _bounce(

@@ -88,6 +88,7 @@ def _variable(match: re.Match[str]) -> str:
     return os.environ[name]
 
 
+CopyPath = Literal["auto", "staged", "zero_copy", "copy_engine"]
 Device = Annotated[str, AfterValidator(_device), WithJsonSchema({"type": "string", "pattern": f"^({_DEVICE})$"})]
 Transport = Annotated[
     str, AfterValidator(_transport), WithJsonSchema({"type": "string", "pattern": f"^({_TRANSPORT})$"})
@@ -103,6 +104,15 @@ class GpuConfig(Section):
         default=1 * GIB, description="page pool that the engine owns; unused when tensors are attached"
     )
     staging: Size = Field(default=256 * MIB, description="staging ring on the GPU; half for loads, half for stores")
+    kernels: Switch = Field(
+        default="auto", description="CUDA kernels for pages: auto (else torch, far slower), on (or refuse to open), off"
+    )
+    load_path: CopyPath = Field(
+        default="auto", description="host to GPU: auto (as calibrated), staged, zero_copy or copy_engine"
+    )
+    store_path: CopyPath = Field(
+        default="auto", description="GPU to host: auto (as calibrated), staged, zero_copy or copy_engine"
+    )
 
 
 class CpuConfig(Section):

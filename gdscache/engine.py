@@ -243,7 +243,7 @@ class CacheEngine:
         manager = self.manager
         return {
             "device": str(self._parts.planes.device),
-            "kernels": "numpy" if self._parts.planes.device.type == "cpu" else "torch",
+            "copies": self._parts.mover.describe(),
             "page_bytes": self.layout.page_bytes,
             "extent_bytes": self.layout.extent_bytes,
             **manager.stats(),

@@ -1,18 +1,20 @@
 """The worker side of loads: plans them and moves their pages, each load on one thread.
 
 Pages of the CPU tier are copied layer by layer; pages of the SSD are read into the CPU slots reserved for them, or
-through the bounce reserve, checked as they land, and copied with all layers. A verdict exists for every page before
-`result()` returns, and nothing is published from here except CPU copies of verified pages.
+through the bounce reserve, and copied with all layers as they land. The copy takes the checksums on its way. A verdict
+exists for every page before `result()` returns, and nothing is published from here except CPU copies of verified pages.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from gdscache.config import LoadConfig
@@ -25,7 +27,7 @@ from gdscache.tiers.base import Lease
 from gdscache.tiers.bounce import Bounce, Extents
 from gdscache.tiers.index import Page
 from gdscache.tiers.manager import PageStatus, PageTask, TierManager
-from gdscache.tiers.transfer import Mover
+from gdscache.tiers.transfer import Moved, Mover
 
 _ROUND_BYTES = 32 << 20  # SSD bytes that one round through the bounce reserve asks for at once
 _READ_PAGES = 128  # SSD pages of one submit: the first are on their way while the others are prepared
@@ -49,6 +51,27 @@ class _Reading:
     submission: Submission
     work: Sequence[_Work]
     slots: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Copied:
+    """Pages on their way into the planes, layer group by layer group; their bytes are checked when they are there."""
+
+    work: Sequence[_Work]
+    slots: Sequence[int]
+    extents: Extents
+    moves: Sequence[tuple[range, Moved]]
+
+    def done(self) -> bool:
+        return all(m.event is None or m.event.query() for _, m in self.moves)  # type: ignore[no-untyped-call]
+
+    def bad(self) -> npt.NDArray[np.bool_]:
+        """Which pages are not what was stored. Waits for the copies."""
+        expected = self.extents.checksums[self.slots]
+        bad = np.zeros(len(self.work), dtype=bool)
+        for group, moved in self.moves:
+            bad |= (moved.checksums() != expected[:, group.start : group.stop]).any(axis=1)
+        return bad
 
 
 class Loader:
@@ -117,6 +140,7 @@ class _Run:
         tasks = [(task, part.plan.lease) for part in load.parts for task in part.plan.tasks]
         self._work = [_Work(task, lease, row) for row, (task, lease) in enumerate(tasks)]
         self._readings: list[_Reading] = []
+        self._copied: deque[_Copied] = deque()
 
     def __call__(self) -> None:
         started = time.monotonic()
@@ -145,12 +169,16 @@ class _Run:
             some = kept[at : at + _READ_PAGES]
             readings.append(self._read([w for w, _ in some], cpu.extents, [slot for _, slot in some]))
         self._scatter_resident(resident, by_layer=not from_ssd and not shared)
-        self._manager.observe("cpu", len(resident) * self._layout.page_bytes, time.monotonic() - begun)
+        if not from_ssd:
+            self._check_copied(wait=True)
+            self._manager.observe("cpu", len(resident) * self._layout.page_bytes, time.monotonic() - begun)
         for reading in readings:
             self._land(reading)
         self._pass_through(passing)
+        self._check_copied(wait=True)
         self._manager.observe("ssd", len(from_ssd) * self._layout.page_bytes, time.monotonic() - begun)
         self._wait_for_others(shared)
+        self._check_copied(wait=True)
 
     # -- pages that are in the CPU tier ------------------------------------------------------------------------------
 
@@ -158,15 +186,19 @@ class _Run:
         if not work or self._manager.cpu is None:
             return
         extents = self._manager.cpu.extents
-        rows = [w.task.source.slot for w in work]
+        slots, moves = [w.task.source.slot for w in work], []
         if self._copying:
             blocks = self._blocks[[w.row for w in work]]
             for group in self._layout.layer_groups if by_layer else (range(self._layout.n_layers),):
-                event = self._mover.scatter(extents.rows, rows, blocks, group, self._after)
+                moved = self._mover.scatter(extents, slots, blocks, group, self._after, sums=self._always)
+                moves.append((group, moved))
                 for layer in group if by_layer else ():
-                    self._load.signal(layer, event)
-        for w, slot in zip(work, rows, strict=True):
-            bad = self._always and extents.bad_layer(slot) is not None
+                    self._load.signal(layer, moved.event)
+        if moves and self._always:
+            self._copied.append(_Copied(work, slots, extents, moves))
+            return
+        for w, slot in zip(work, slots, strict=True):
+            bad = self._always and not moves and extents.bad_layer(slot) is not None
             self._verdict(w, PageStatus.CHECKSUM if bad else PageStatus.LOADED)
 
     def _wait_for_others(self, work: Sequence[_Work]) -> None:
@@ -201,11 +233,11 @@ class _Run:
             for i, error in reading.submission.completions(self._until):
                 slot = reading.slots[i]
                 over.append(slot)
-                status = self._landed(slot, error, reading.extents)
-                if status is PageStatus.LOADED:
+                if error is None:
                     ready.append((reading.work[i], slot))
                 else:
-                    self._verdict(reading.work[i], status)
+                    short = isinstance(error, ShortIOError)
+                    self._verdict(reading.work[i], PageStatus.SHORT_READ if short else PageStatus.IO_ERROR)
                 if len(ready) == _SCATTER_PAGES:
                     self._scatter_landed(ready, reading.extents)
                     ready = []
@@ -217,18 +249,25 @@ class _Run:
         self._scatter_landed(ready, reading.extents)
         return over
 
-    @staticmethod
-    def _landed(slot: int, error: Exception | None, extents: Extents) -> PageStatus:
-        if error is not None:
-            return PageStatus.SHORT_READ if isinstance(error, ShortIOError) else PageStatus.IO_ERROR
-        return PageStatus.LOADED if extents.bad_layer(slot) is None else PageStatus.CHECKSUM
-
     def _scatter_landed(self, ready: Sequence[tuple[_Work, int]], extents: Extents) -> None:
+        """Copy pages whose bytes are there. What is not copied (a prefetch, a cancelled load) is checked here: its
+        bytes stay in the CPU tier."""
+        work, slots = [w for w, _ in ready], [slot for _, slot in ready]
         if ready and self._copying:
-            blocks = self._blocks[[w.row for w, _ in ready]]
-            self._mover.scatter(extents.rows, [slot for _, slot in ready], blocks, None, self._after)
-        for w, _ in ready:
-            self._verdict(w, PageStatus.LOADED)
+            blocks, every = self._blocks[[w.row for w in work]], range(self._layout.n_layers)
+            moved = self._mover.scatter(extents, slots, blocks, every, self._after, sums=True)
+            self._copied.append(_Copied(work, slots, extents, [(every, moved)]))
+        else:
+            for w, slot in ready:
+                self._verdict(w, PageStatus.LOADED if extents.bad_layer(slot) is None else PageStatus.CHECKSUM)
+        self._check_copied(wait=False)
+
+    def _check_copied(self, *, wait: bool) -> None:
+        """The verdicts on pages that are in the planes; with `wait`, on all that are on their way there."""
+        while self._copied and (wait or self._copied[0].done()):
+            copied = self._copied.popleft()
+            for w, bad in zip(copied.work, copied.bad().tolist(), strict=True):
+                self._verdict(w, PageStatus.CHECKSUM if bad else PageStatus.LOADED)
 
     def _pass_through(self, work: Sequence[_Work]) -> None:
         """Pages with no place in the CPU tier: rounds through the bounce reserve, the next read under the copy.
@@ -254,7 +293,8 @@ class _Run:
                     self._verdict(w, PageStatus.CANCELLED if self._load.cancelled else PageStatus.DEADLINE)
                 return
             over = self._land(rounds.pop(0))
-            event = self._mover.mark_loads()
+            self._check_copied(wait=True)
+            event = self._mover.mark_loads()  # a load that was cancelled meanwhile has copies that nobody checks
             if event is not None:
                 event.synchronize()
             pool.give(over)

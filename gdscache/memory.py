@@ -6,19 +6,19 @@ import logging
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
-from gdscache.errors import CapacityError, EngineClosedError, PinnedMemoryError
+from gdscache.driver import Driver
+from gdscache.errors import CapacityError, DeviceError, EngineClosedError, PinnedMemoryError
 
 HOST_PAGE = 4096
 MAX_REGISTRATION = 4 << 30
 
 Pin = Literal["auto", "on", "off"]
 
-_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of the process
 _TOUCH_BYTES = 64 << 20
 _log = logging.getLogger("gdscache.memory")
 
@@ -48,6 +48,7 @@ class HostBuffer:
         except OSError as error:
             raise MemoryError(f"cannot map {nbytes} bytes of host memory: {error}") from error
         self.nbytes = nbytes
+        self._unit = unit
         _advise_huge_pages(self._map)
         _touch(self._map)
         # The tensor takes its bytes through a view that nobody else can release: torch keeps the object alive but not
@@ -57,7 +58,7 @@ class HostBuffer:
         self.address = self._tensor.data_ptr()
         self._registered: list[int] = []
         if pin != "off":
-            cause = self._register(unit)
+            cause = self._register()
             if cause and pin == "on":
                 self.close()
                 raise PinnedMemoryError(
@@ -71,6 +72,11 @@ class HostBuffer:
     def pinned(self) -> bool:
         """Whether the memory is page-locked now."""
         return bool(self._registered)
+
+    @property
+    def registration_bytes(self) -> int:
+        """Bytes of each page-locked registration (the last may have fewer); 0 where there is one or none."""
+        return MAX_REGISTRATION // self._unit * self._unit if len(self._registered) > 1 else 0
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -107,28 +113,31 @@ class HostBuffer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _register(self, unit: int) -> str:
-        """Page-lock all of it or nothing; the cause of a refusal, or an empty string."""
+    def _register(self) -> str:
+        """Page-lock all of it or nothing; the cause of a refusal, or an empty string.
+
+        By the driver, and not by torch's runtime: a refusal there would be raised again by torch's next operation.
+        """
         if not torch.cuda.is_available():
             return "CUDA is not available"
-        cudart = _cudart()
-        step = MAX_REGISTRATION // unit * unit
+        driver, step = _driver(), MAX_REGISTRATION // self._unit * self._unit
         for offset in range(0, self.nbytes, step):
             size = min(step, self.nbytes - offset)
-            code = int(cudart.cudaHostRegister(self.address + offset, size, _REGISTER_PORTABLE))
-            if code:
+            try:
+                driver.page_lock(self.address + offset, size)
+            except DeviceError as error:
                 self._unregister()
-                return f"cudaHostRegister of {size} bytes at offset {offset} answered {code} ({_explain(code)})"
+                return f"{error.message}, for {size} bytes at offset {offset}"
             self._registered.append(self.address + offset)
         return ""
 
     def _unregister(self) -> None:
-        if self._registered:
-            cudart = _cudart()
-            while self._registered:
-                code = int(cudart.cudaHostUnregister(self._registered.pop()))
-                if code:
-                    _log.warning("cudaHostUnregister answered %d (%s)", code, _explain(code))
+        driver = _driver() if self._registered else None
+        while self._registered and driver is not None:
+            try:
+                driver.page_unlock(self._registered.pop())
+            except DeviceError as error:
+                _log.warning("memory stays page-locked: %s", error.message)
 
 
 def _advise_huge_pages(region: mmap.mmap) -> None:
@@ -154,13 +163,8 @@ def _touch(region: mmap.mmap) -> None:
             future.result()
 
 
-def _explain(code: int) -> str:
-    cudart = _cudart()
-    return str(cudart.cudaGetErrorString(cudart.cudaError(code)))
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+def _driver() -> Driver:
+    return Driver(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _closed() -> EngineClosedError:

@@ -182,7 +182,7 @@ class Storer:
         try:
             while at < len(job.pages):
                 at, round_ = self._place(job, at)
-                self._fill(job, round_)
+                self._fill(job, round_, last=at == len(job.pages))
         finally:
             event = self._mover.mark_stores()
             job.handle.release_event.signal(event)
@@ -262,19 +262,19 @@ class Storer:
         if to_ssd and self._writer is not None:
             self._writer.keys.add(page.key)
 
-    def _fill(self, job: _Job, round_: Sequence[_Placed]) -> None:
-        """Copy, sign and publish the pages of one round, and pass on what the SSD wants."""
+    def _fill(self, job: _Job, round_: Sequence[_Placed], *, last: bool) -> None:
+        """Copy, sign and publish the pages of one round, and pass on what the SSD wants. `last`: the job's last round,
+        whose blocks are free again as soon as they were read."""
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._abandon, round_)
             fresh = [p for p in round_ if not p.copied]
             for extents in {id(p.extents): p.extents for p in fresh}.values():
                 batch = [p for p in fresh if p.extents is extents]
-                blocks = job.blocks[[p.i for p in batch]]
-                event = self._mover.gather(extents.rows, [p.slot for p in batch], blocks, (job.after,))
-                if event is not None:
-                    event.synchronize()
-                for p in batch:
-                    extents.sign(p.slot)
+                blocks, slots = job.blocks[[p.i for p in batch]], [p.slot for p in batch]
+                moved = self._mover.gather(extents, slots, blocks, None, (job.after,), sums=True)
+                if last and len(batch) == len(fresh):
+                    job.handle.release_event.signal(moved.read_event)
+                extents.checksums[slots] = moved.checksums()
             on_failure.pop_all()
         with self._manager.lock:
             outgoing = [out for out in map(self._publish, round_) if out is not None]

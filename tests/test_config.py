@@ -94,7 +94,7 @@ def test_shipped_files_mean_what_they_are_for() -> None:
     gds = loaded["three_tier_gds"]
     assert gds.cpu is not None
     assert gds.ssd is not None
-    assert (gds.ssd.gds, gds.ssd.direct_io, gds.cpu.pin) == ("on", "on", "on")
+    assert (gds.ssd.gds, gds.ssd.direct_io, gds.cpu.pin, gds.gpu.kernels) == ("on", "on", "on", "on")
     assert loaded["llama3_8b"].model.layout().token_bytes == 32 * 2 * 8 * 128 * 2
     assert loaded["deepseek_v3_mla"].model.layout().token_bytes == 61 * (512 + 64) * 2
 
@@ -217,6 +217,7 @@ def test_switches_take_yaml_booleans(tmp_path: Path) -> None:
     ssd = config(ssd={"path": "x", "gds": True, "direct_io": False}).ssd
     assert ssd is not None
     assert (ssd.gds, ssd.direct_io) == ("on", "off")
+    assert [config(gpu={"kernels": value}).gpu.kernels for value in (True, False)] == ["on", "off"]
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump({"model": MHA}) + "cpu: {pin: off}\n", encoding="utf-8")
     loaded = load_config(file)
@@ -409,6 +410,9 @@ def test_a_key_that_is_no_text(key: object) -> None:
         ({"gpu": {"device": "gpu"}}, "gpu.device", "'gpu'"),
         ({"gpu": {"device": "cuda:x"}}, "gpu.device", "'cuda:x'"),
         ({"gpu": {"device": "cuda:0\n"}}, "gpu.device", r"'cuda:0\n'"),
+        ({"gpu": {"kernels": "yes"}}, "gpu.kernels", "'yes'"),
+        ({"gpu": {"load_path": "fastest"}}, "gpu.load_path", "'fastest'"),
+        ({"gpu": {"store_path": True}}, "gpu.store_path", "True"),
         ({"cpu": []}, "cpu", "[]"),
         ({"cpu": {"pin": "maybe"}}, "cpu.pin", "'maybe'"),
         ({"cpu": {"pin": 1}}, "cpu.pin", "1"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gdscache import memory
-from gdscache.errors import CapacityError, EngineClosedError, PinnedMemoryError
+from gdscache.errors import CapacityError, DeviceError, EngineClosedError, PinnedMemoryError
 from gdscache.memory import HostBuffer
 
 NO_CUDA = not torch.cuda.is_available()
@@ -21,7 +21,7 @@ def mapped(address: int) -> bool:
     return False
 
 
-class FakeCudart:
+class FakeDriver:
     """Counts registrations, and refuses one."""
 
     def __init__(self, refuse_at: int | None = None) -> None:
@@ -29,28 +29,20 @@ class FakeCudart:
         self.calls = 0
         self.refuse_at = refuse_at
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+    def page_lock(self, address: int, size: int) -> None:
         self.calls += 1
         if self.calls - 1 == self.refuse_at:
-            return 2
+            raise DeviceError("cuMemHostRegister_v2 answered 2 (CUDA_ERROR_OUT_OF_MEMORY)")
         self.live[address] = size
-        return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def page_unlock(self, address: int) -> None:
         del self.live[address]
-        return 0
-
-    def cudaError(self, code: int) -> int:  # noqa: N802
-        return code
-
-    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
-        return "out of memory"
 
 
-def fake_cuda(monkeypatch: pytest.MonkeyPatch, refuse_at: int | None = None) -> FakeCudart:
-    fake = FakeCudart(refuse_at)
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, refuse_at: int | None = None) -> FakeDriver:
+    fake = FakeDriver(refuse_at)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(memory, "_driver", lambda: fake)
     return fake
 
 
@@ -154,14 +146,14 @@ def test_a_refused_registration_leaves_nothing_registered(
 ) -> None:
     monkeypatch.setattr(memory, "MAX_REGISTRATION", 1 << 12)
     fake = fake_cuda(monkeypatch, refuse_at=2)
-    with pytest.raises(PinnedMemoryError, match="out of memory"):
+    with pytest.raises(PinnedMemoryError, match="OUT_OF_MEMORY"):
         HostBuffer(4 << 12, "on")
     assert not fake.live
     fake = fake_cuda(monkeypatch, refuse_at=2)
     with caplog.at_level(logging.WARNING), HostBuffer(4 << 12, "auto") as buffer:
         assert not buffer.pinned
         assert not fake.live
-    assert sum("out of memory" in record.message for record in caplog.records) == 1
+    assert sum("OUT_OF_MEMORY" in record.message for record in caplog.records) == 1
 
 
 def test_pin_off_asks_cuda_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,3 +176,12 @@ def test_pinned_bytes_reach_the_gpu_and_back() -> None:
         buffer.tensor.copy_(there, non_blocking=True)
         torch.cuda.synchronize()
         assert torch.equal(buffer.tensor, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NO_CUDA, reason="needs a CUDA GPU")
+def test_a_refusal_by_the_driver_is_not_raised_again_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HostBuffer(1 << 20, "on") as buffer:
+        with pytest.raises(DeviceError, match="ALREADY_REGISTERED"):
+            memory._driver().page_lock(buffer.address, buffer.nbytes)
+        assert int(torch.ones(3, device="cuda").sum()) == 3

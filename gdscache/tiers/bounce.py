@@ -11,13 +11,21 @@ from gdscache.tiers.base import SlotPool
 
 
 class Extents(Protocol):
-    """Slots of one extent each, on the host or on a device, and the checksums that belong to them."""
+    """Slots of one extent each, on the host or on a device, and the checksums that belong to them.
+
+    `pinned`: copy engines and kernels of a GPU reach the memory; `fence_slots`: its page-locked registrations hold so
+    many slots each, and no copy may cross from one into the next (0: there is only one).
+    """
 
     slots: int
     rows: torch.Tensor
     checksums: Checksums
+    pinned: bool
+    fence_slots: int
 
     def memory(self, slot: int) -> memoryview | torch.Tensor: ...
+
+    def digest(self, slot: int, layers: range) -> Checksums: ...
 
     def sign(self, slot: int) -> None: ...
 

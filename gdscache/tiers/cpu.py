@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gdscache.checksum import first_bad_layer, layer_checksums
+from gdscache.checksum import Checksums, first_bad_layer, layer_checksums
 from gdscache.layout import PageLayout
 from gdscache.memory import HostBuffer, Pin
 from gdscache.tiers.base import Tier
@@ -29,15 +29,21 @@ class HostExtents:
         self.rows: torch.Tensor = self.buffer.tensor[:used].view(self.slots, layout.extent_bytes)
         self.checksums = np.zeros((self.slots, layout.n_layers), dtype=np.uint64)
         self._view = self.buffer.view
+        self.pinned = self.buffer.pinned
+        self.fence_slots = self.buffer.registration_bytes // layout.extent_bytes
 
     def memory(self, slot: int) -> memoryview:
         """The bytes of one slot's extent, padding included."""
         start = slot * self.layout.extent_bytes
         return self._view[start : start + self.layout.extent_bytes]
 
+    def digest(self, slot: int, layers: range) -> Checksums:
+        """The checksums of some layers of the slot's bytes, taken now."""
+        return layer_checksums(self.memory(slot), self.layout.layer_bounds[layers.start : layers.stop])
+
     def sign(self, slot: int) -> None:
         """Take the checksums of the slot's bytes as the truth about them."""
-        self.checksums[slot] = layer_checksums(self.memory(slot), self.layout.layer_bounds)
+        self.checksums[slot] = self.digest(slot, range(self.layout.n_layers))
 
     def bad_layer(self, slot: int) -> int | None:
         """The first layer whose bytes are not what `checksums` says, or None."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gdscache.checksum import first_bad_layer, layer_checksums
+from gdscache.checksum import Checksums, first_bad_layer, layer_checksums
 from gdscache.layout import PageLayout
 from gdscache.planes import PagedPlanes
 from gdscache.streams import Event
@@ -84,8 +84,11 @@ class GpuTier(Tier):
 class DeviceExtents:
     """Extents in GPU memory for I/O that goes straight to and from the device; the counterpart of `HostExtents`.
 
-    Checksums are taken on the host, from a copy: a kernel that takes them in place comes later.
+    `digest`, `sign` and `bad_layer` look at a copy on the host; the kernels that move the bytes take the sums in place.
     """
+
+    pinned = True
+    fence_slots = 0
 
     def __init__(self, layout: PageLayout, capacity: int, device: torch.device) -> None:
         self.layout = layout
@@ -97,9 +100,13 @@ class DeviceExtents:
         """The bytes of one slot's extent, padding included."""
         return self.rows[slot]
 
+    def digest(self, slot: int, layers: range) -> Checksums:
+        """The checksums of some layers of the slot's bytes. Waits for the copy to the host."""
+        return layer_checksums(self._host(slot), self.layout.layer_bounds[layers.start : layers.stop])
+
     def sign(self, slot: int) -> None:
         """Take the checksums of the slot's bytes as the truth about them. Waits for the copy to the host."""
-        self.checksums[slot] = layer_checksums(self._host(slot), self.layout.layer_bounds)
+        self.checksums[slot] = self.digest(slot, range(self.layout.n_layers))
 
     def bad_layer(self, slot: int) -> int | None:
         """The first layer whose bytes are not what `checksums` says, or None. Waits for the copy to the host."""

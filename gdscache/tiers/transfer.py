@@ -1,139 +1,152 @@
-"""Movers between extents and planes: pinned extents → staging → planes and back, on streams of their own.
+"""Movers: what copies pages between extents and planes, on streams of its own. The contract, and the choice of one.
 
-On a GPU, loads and stores each have one non-blocking stream and one half of the staging ring, and never borrow from the
-other. Work on one of these streams is ordered, which is what makes reusing a staging row safe. On a CPU the copies run
-at once, straight between extents and planes.
+`HostMover` serves planes in host memory, `CudaMover` planes on a GPU; `TorchMover` stands in for the latter where the
+kernels cannot be built. Nothing here synchronises the caller's streams.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator, Sequence
+import abc
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from gdscache import kernels
+from gdscache.checksum import Checksums
+from gdscache.errors import KernelUnavailableError
+from gdscache.layout import PageLayout
 from gdscache.planes import PagedPlanes
-from gdscache.streams import Event, record_on
+from gdscache.streams import Event
+from gdscache.tiers.bounce import Extents
 
-_CHUNK_PAGES = 16
+if TYPE_CHECKING:
+    from gdscache.config import GpuConfig
 
+_log = logging.getLogger("gdscache")
 
-class Lane:
-    """One direction's stream, staging rows and lock. On a CPU: only the lock's shape, no stream and no staging."""
-
-    def __init__(self, device: torch.device, staging_bytes: int, extent_bytes: int, priority: int) -> None:
-        self.lock = threading.Lock()
-        self.device = device
-        self.stream: torch.cuda.Stream | None = None
-        self.staging: torch.Tensor | None = None
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-            rows = staging_bytes // extent_bytes
-            self.staging = torch.empty((rows, extent_bytes), dtype=torch.uint8, device=device)
-
-    @contextlib.contextmanager
-    def entered(self, after: Sequence[Event]) -> Iterator[None]:
-        """Queue work on the lane's stream, behind `after`, with nobody else's between."""
-        if self.stream is None:
-            yield
-            return
-        with self.lock, torch.cuda.stream(self.stream):
-            for event in after:
-                if event is not None:
-                    self.stream.wait_event(event)
-            yield
-
-    def mark(self) -> Event:
-        """An event behind everything that was queued on the lane so far."""
-        if self.stream is None:
-            return None
-        return record_on(self.stream)
+Slots = Sequence[int] | npt.NDArray[np.int64]
 
 
-class Mover:
-    """Copies pages between host or device extents and the planes of one pool.
+class Moved:
+    """Copies that are queued. `event` is behind them; `read_event` is behind the last look at their source."""
 
-    `staging_bytes` is GPU memory; half is for loads, half for stores. Nothing here synchronises the caller's streams.
+    __slots__ = ("_digests", "event", "read_event")
+
+    def __init__(self, event: Event, read_event: Event, digests: Callable[[], Checksums]) -> None:
+        self.event = event
+        self.read_event = read_event
+        self._digests = digests
+
+    def synchronize(self) -> None:
+        """The calling thread waits for the copies."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def checksums(self) -> Checksums:
+        """What the bytes that were copied sum up to, uint64 of shape (pages, layers). Waits for the copies."""
+        self.synchronize()
+        return self._digests()
+
+
+class Mover(abc.ABC):
+    """Copies pages between extents and the planes of one pool.
+
+    `slots`: the extents' slots; `blocks`: host int64 (pages, blocks_per_page), the planes' blocks of the same pages;
+    `layers`: consecutive layers, all by default; `after`: events that the copies wait for; `sums`: whether
+    `checksums()` of the result will be asked for.
     """
 
-    def __init__(self, planes: PagedPlanes, staging_bytes: int) -> None:
-        self.planes = planes
-        self.layout = planes.layout
-        half = staging_bytes // 2
-        self._loads = Lane(planes.device, half, self.layout.extent_bytes, priority=-1)
-        self._stores = Lane(planes.device, half, self.layout.extent_bytes, priority=0)
+    name: str
+    planes: PagedPlanes
+    layout: PageLayout
 
+    @abc.abstractmethod
     def scatter(
         self,
-        extents: torch.Tensor,
-        rows: Sequence[int],
+        extents: Extents,
+        slots: Slots,
         blocks: torch.Tensor,
         layers: range | None = None,
         after: Sequence[Event] = (),
-    ) -> Event:
-        """Queue copies of `extents[rows]` into the planes at `blocks`; the event is behind them.
+        *,
+        sums: bool = False,
+    ) -> Moved:
+        """Queue copies from extents into the planes."""
 
-        `extents`: uint8 (slots, extent_bytes), on the host or the planes' device; `blocks`: host int64 (pages,
-        blocks_per_page); `layers`: all by default; `after`: events to wait for before the planes are written.
-        """
-        lane, which = self._loads, range(self.layout.n_layers) if layers is None else layers
-        with lane.entered(after):
-            if lane.staging is None or extents.device == self.planes.device:
-                for some, there in self._chunks(rows, blocks):
-                    kernels.scatter(self.planes, there, extents, some, which)
-                return lane.mark()
-            start, end = self._span(which)
-            for at in range(0, len(rows), len(lane.staging)):
-                chunk = rows[at : at + len(lane.staging)]
-                for i, row in enumerate(chunk):
-                    lane.staging[i, start:end].copy_(extents[row, start:end], non_blocking=True)
-                index = torch.arange(len(chunk), device=self.planes.device)
-                there = blocks[at : at + len(chunk)].to(self.planes.device, non_blocking=True)
-                kernels.scatter(self.planes, there, lane.staging, index, which)
-            return lane.mark()
-
+    @abc.abstractmethod
     def gather(
-        self, extents: torch.Tensor, rows: Sequence[int], blocks: torch.Tensor, after: Sequence[Event] = ()
-    ) -> Event:
-        """Queue copies of whole pages from the planes at `blocks` into `extents[rows]`; the inverse of `scatter`."""
-        lane, which = self._stores, range(self.layout.n_layers)
-        with lane.entered(after):
-            if lane.staging is None or extents.device == self.planes.device:
-                for some, there in self._chunks(rows, blocks):
-                    kernels.gather(self.planes, there, extents, some, which)
-                return lane.mark()
-            for at in range(0, len(rows), len(lane.staging)):
-                chunk = rows[at : at + len(lane.staging)]
-                index = torch.arange(len(chunk), device=self.planes.device)
-                there = blocks[at : at + len(chunk)].to(self.planes.device, non_blocking=True)
-                kernels.gather(self.planes, there, lane.staging, index, which)
-                for i, row in enumerate(chunk):
-                    extents[row].copy_(lane.staging[i], non_blocking=True)
-            return lane.mark()
+        self,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range | None = None,
+        after: Sequence[Event] = (),
+        *,
+        sums: bool = False,
+    ) -> Moved:
+        """Queue copies from the planes into extents."""
 
-    def mark_stores(self) -> Event:
-        """An event behind every gather that was queued so far."""
-        return self._stores.mark()
-
+    @abc.abstractmethod
     def mark_loads(self) -> Event:
         """An event behind every scatter that was queued so far."""
-        return self._loads.mark()
 
-    def _chunks(self, rows: Sequence[int], blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Rows and blocks of a few pages at a time, so that what the reference copies through stays small and warm."""
-        device = self.planes.device
-        for at in range(0, len(rows), _CHUNK_PAGES):
-            some = torch.tensor(rows[at : at + _CHUNK_PAGES], device=device)
-            yield some, blocks[at : at + _CHUNK_PAGES].to(device)
+    @abc.abstractmethod
+    def mark_stores(self) -> Event:
+        """An event behind every gather that was queued so far."""
 
-    def _span(self, layers: range) -> tuple[int, int]:
-        bounds = self.layout.layer_bounds
-        return bounds[layers[0]][0], bounds[layers[-1]][1]
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What moves the bytes and why, as plain data for `stats()`."""
 
-    def synchronize(self) -> None:
-        """The calling thread waits for everything queued here."""
-        for lane in (self._loads, self._stores):
-            if lane.stream is not None:
-                lane.stream.synchronize()
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Wait for everything queued here and give streams and buffers back; again is fine."""
+
+    def _layers(self, layers: range | None) -> range:
+        return range(self.layout.n_layers) if layers is None else layers
+
+
+def host_digests(extents: Extents, slots: Slots, layers: range) -> Callable[[], Checksums]:
+    """Checksums of extents, taken on the host when they are asked for."""
+
+    def digests() -> Checksums:
+        found = [extents.digest(slot, layers) for slot in slots]
+        return np.stack(found) if found else np.empty((0, len(layers)), dtype=np.uint64)
+
+    return digests
+
+
+def open_mover(planes: PagedPlanes, config: GpuConfig) -> Mover:
+    """The mover for these planes. Raises `KernelUnavailableError` where `gpu.kernels: on` cannot be had."""
+    if planes.device.type == "cpu":
+        from gdscache.tiers.host_mover import HostMover
+
+        if config.kernels == "on":
+            raise KernelUnavailableError("gpu.kernels is on and the planes are in host memory", "set it to auto")
+        _refuse_paths(config, "the planes are in host memory")
+        return HostMover(planes)
+    cause = "gpu.kernels is off"
+    if config.kernels != "off":
+        from gdscache.tiers.cuda_mover import CudaMover
+
+        try:
+            return CudaMover(planes, config.staging, config.load_path, config.store_path)
+        except KernelUnavailableError as error:
+            if config.kernels == "on":
+                raise
+            cause = error.message
+            _log.warning("pages are copied by torch, far below the bus's speed: %s", error)
+    _refuse_paths(config, cause)
+    from gdscache.tiers.torch_mover import TorchMover
+
+    return TorchMover(planes, config.staging, cause)
+
+
+def _refuse_paths(config: GpuConfig, cause: str) -> None:
+    """A path that was asked for by name is had, or the engine does not open."""
+    for name, path in (("load_path", config.load_path), ("store_path", config.store_path)):
+        if path != "auto":
+            raise KernelUnavailableError(f"gpu.{name} is {path}, but {cause}", f"set gpu.{name} to auto")

@@ -1,0 +1,262 @@
+"""The mover for a GPU: the copy engine between page-locked extents and a ring in GPU memory, kernels between ring and
+planes; or one kernel that reads and writes host memory itself; or the copy engine alone, into and out of the planes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gdscache.driver import Driver
+from gdscache.errors import CapacityError, GdsCacheError
+from gdscache.kernels.copy_engine import BATCH, Addresses, CopyEngine, merge
+from gdscache.kernels.cuda import (
+    ZERO_COPY_THREADS,
+    ExtentArray,
+    Indices,
+    PageKernels,
+)
+from gdscache.planes import PagedPlanes
+from gdscache.streams import Event
+from gdscache.tiers.bounce import Extents
+from gdscache.tiers.chunks import Chunk, Transfer
+from gdscache.tiers.lanes import SEGMENTS, Lane
+from gdscache.tiers.paths import Calibration, Choice, Direction, Path, Paths
+from gdscache.tiers.transfer import Moved, Mover, Slots, host_digests
+
+_log = logging.getLogger("gdscache")
+
+Route = Path | Literal["device"]
+
+_ALIGNMENT = 256  # of the parts of a segment
+_CHUNK_BYTES = 32 << 20  # that one kernel moves over the bus: the next one's tables are made meanwhile
+
+
+class CudaMover(Mover):
+    """`staging_bytes` of GPU memory are the ring: half for loads, half for stores, and neither borrows.
+
+    `load_path` and `store_path` force a path; `auto` takes the one that a calibration of this machine found fastest for
+    pieces of that size. Raises `KernelUnavailableError` when the kernels cannot be built, `CapacityError` when a share
+    of the ring holds no page.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        planes: PagedPlanes,
+        staging_bytes: int,
+        load_path: Choice,
+        store_path: Choice,
+        kernels: PageKernels | None = None,
+    ) -> None:
+        self.planes = planes
+        self.layout = planes.layout
+        self.kernels = PageKernels(planes) if kernels is None else kernels
+        self.driver = Driver(planes.device)
+        self.engine = CopyEngine(self.driver)
+        self._pageable = CopyEngine(self.driver, "single")
+        share, extent = staging_bytes // 2, self.layout.extent_bytes
+        if share < extent:
+            raise CapacityError(
+                f"half of gpu.staging is {share} bytes, a page has {extent}",
+                f"set gpu.staging to at least {2 * extent}",
+            )
+        self.paths = Paths(load_path, store_path, self._calibration)
+        tables = max(64 << 10, share // SEGMENTS // 64, self._table_bytes(1) + 4 * _ALIGNMENT)
+        self._loads = Lane(self.driver, share, extent, tables, loads=True)
+        self._stores = Lane(self.driver, share, extent, tables, loads=False)
+
+    def _calibration(self) -> Calibration | None:
+        """What this machine was measured to give; None, and a warning, where it cannot be measured."""
+        from gdscache.tiers.calibrate import calibrated  # which measures with movers of this class
+
+        try:
+            return calibrated(self.driver, self.engine)
+        except (GdsCacheError, torch.cuda.OutOfMemoryError, MemoryError) as error:
+            _log.warning("copies between GPU and host are staged, whatever their size: %s", error)
+            return None
+
+    # -- the two directions --------------------------------------------------------------------------------------------
+
+    def scatter(
+        self,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range | None = None,
+        after: Sequence[Event] = (),
+        *,
+        sums: bool = False,
+    ) -> Moved:
+        return self._move("load", self._loads, extents, slots, blocks, self._layers(layers), after, sums)
+
+    def gather(
+        self,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range | None = None,
+        after: Sequence[Event] = (),
+        *,
+        sums: bool = False,
+    ) -> Moved:
+        return self._move("store", self._stores, extents, slots, blocks, self._layers(layers), after, sums)
+
+    def _move(
+        self,
+        direction: Direction,
+        lane: Lane,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range,
+        after: Sequence[Event],
+        sums: bool,
+    ) -> Moved:
+        on_gpu = sums and self.kernels.has_sums
+        if not len(slots) or not layers:
+            return Moved(None, None, host_digests(extents, (), layers))
+        path = self.path(direction, extents, layers, sums=on_gpu)
+        on_gpu = on_gpu and path != "copy_engine"
+        with lane.entered():
+            transfer = Transfer(self.planes, extents, slots, blocks, layers, sums=on_gpu)
+            if path == "copy_engine":
+                lane.follow(after, kernels=False)
+                self._copy_alone(direction, lane, transfer)
+            else:
+                lane.follow(after, kernels=True)
+                step = self._load_chunk if direction == "load" else self._store_chunk
+                for chunk in self._chunks(lane, transfer, path):
+                    step(lane, transfer, chunk, path)
+            read = None if path == "copy_engine" else lane.mark_kernels()
+            event = lane.keep(transfer)
+        taken = transfer.read_digests if on_gpu else host_digests(extents, slots, layers)
+        return Moved(event, read or event, taken)
+
+    def path(self, direction: Direction, extents: Extents, layers: range, *, sums: bool) -> Route:
+        """The way that these layers of a page take; `device` where the extents are in GPU memory themselves."""
+        if extents.rows.is_cuda:
+            return "device"
+        if not extents.pinned:
+            return "staged"
+        bounds = self.layout.layer_bounds
+        run = min(runs.run_bytes for layer in layers for runs in self.kernels.runs[layer])
+        return self.paths.choose(direction, bounds[layers.stop - 1][1] - bounds[layers.start][0], run, sums=sums)
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def _table_bytes(self, pages: int) -> int:
+        """What the block indices and extent slots of so many pages take at most."""
+        return pages * 8 * (self.planes.blocks_per_page + 1)
+
+    def _chunks(self, lane: Lane, transfer: Transfer, path: Route) -> Iterator[Chunk]:
+        """Cut a transfer into chunks, each in a segment of its own."""
+        copied = path == "staged"  # else the kernel reads the table in host memory, as it does the pages
+        most = (lane.segment_bytes if path == "staged" else _CHUNK_BYTES) // transfer.stride
+        if copied:
+            most = min(most, lane.table_bytes // self._table_bytes(1))
+        for first in range(0, transfer.pages, max(1, most)):
+            pages, segment = min(max(1, most), transfer.pages - first), lane.take()
+            table = transfer.table(first, pages)
+            blocks = segment.table if copied else table.data_ptr()
+            rows = blocks + pages * self.planes.blocks_per_page * transfer.item
+            yield Chunk(first, pages, segment, table, blocks, rows)
+
+    def _bytes(self, direction: Direction, transfer: Transfer, chunk: Chunk) -> tuple[Addresses, Addresses, Addresses]:
+        """The copies of a chunk's pages between extents and ring, neighbours merged."""
+        pages = slice(chunk.first, chunk.first + chunk.pages)
+        ring = transfer.steps[: chunk.pages] + np.uint64(chunk.segment.data)
+        dst, src = (ring, transfer.sources[pages]) if direction == "load" else (transfer.sources[pages], ring)
+        if not transfer.has_neighbours:
+            return dst, src, transfer.sizes[pages]
+        return merge(dst, src, transfer.sizes[pages], transfer.borders(chunk.first, chunk.pages))
+
+    def _submit(self, lane: Lane, transfer: Transfer, parts: Sequence[Addresses]) -> None:
+        """Queue copies: a batch runs when all of it is submitted, so long lists go as several."""
+        engine = self.engine if transfer.extents.pinned else self._pageable
+        for at in range(0, len(parts[0]), BATCH):
+            dst, src, sizes = (part[at : at + BATCH] for part in parts)
+            engine.submit(dst, src, sizes, lane.copies.cuda_stream)
+
+    def _load_chunk(self, lane: Lane, transfer: Transfer, chunk: Chunk, path: Route) -> None:
+        driver, segment, kernels = lane.driver, chunk.segment, lane.kernels.cuda_stream
+        if path == "staged":
+            driver.wait(lane.copies.cuda_stream, segment.done)
+            # One batch with the table: by itself, so small a copy takes as long as a large one.
+            parts = zip(chunk.copy_of_table(), self._bytes("load", transfer, chunk), strict=True)
+            self._submit(lane, transfer, [np.concatenate(pair) for pair in parts])
+            driver.record(segment.copied, lane.copies.cuda_stream)
+            driver.wait(kernels, segment.copied)
+        self._launch(self.kernels.scatter, lane, transfer, chunk, path)
+        driver.record(segment.done, kernels)
+
+    def _store_chunk(self, lane: Lane, transfer: Transfer, chunk: Chunk, path: Route) -> None:
+        driver, segment, kernels = lane.driver, chunk.segment, lane.kernels.cuda_stream
+        driver.wait(kernels, segment.copied)
+        if path == "staged":
+            self.engine.submit(*chunk.copy_of_table(), kernels)
+        self._launch(self.kernels.gather, lane, transfer, chunk, path)
+        driver.record(segment.done, kernels)
+        if path == "staged":
+            driver.wait(lane.copies.cuda_stream, segment.done)
+            self._submit(lane, transfer, self._bytes("store", transfer, chunk))
+            driver.record(segment.copied, lane.copies.cuda_stream)
+
+    def _launch(self, kernel: Callable[..., None], lane: Lane, transfer: Transfer, chunk: Chunk, path: Route) -> None:
+        layers, digests = transfer.layers, transfer.digests
+        if path == "staged":
+            array = ExtentArray(chunk.segment.data, transfer.stride, chunk.pages, transfer.origin)
+        else:
+            rows = transfer.extents.rows
+            array = ExtentArray(rows.data_ptr(), rows.stride(0), len(rows))
+        indices = Indices(chunk.blocks, 0 if path == "staged" else chunk.rows, chunk.pages, transfer.wide, checked=True)
+        sums = None if digests is None else digests.data_ptr() + chunk.first * len(layers) * 8
+        if path == "zero_copy":
+            blocks = self.kernels.zero_copy_blocks(layers)
+            kernel(array, indices, layers, lane.kernels, sums, blocks, ZERO_COPY_THREADS)
+        else:
+            kernel(array, indices, layers, lane.kernels, sums)
+
+    # -- the copy engine alone -----------------------------------------------------------------------------------------
+
+    def _copy_alone(self, direction: Direction, lane: Lane, transfer: Transfer) -> None:
+        extents, pages = transfer.extents.rows, transfer.pages
+        bases = extents.data_ptr() + transfer.slots * extents.stride(0)
+        for layer in transfer.layers:
+            start = self.layout.layer_bounds[layer][0]
+            for runs in self.kernels.runs[layer]:
+                tokens = np.arange(runs.runs_per_block) * runs.run_stride
+                planes = (runs.base + transfer.blocks[:, :, None] * runs.block_stride + tokens).reshape(pages, -1)
+                host = bases[:, None] + (start + runs.start + np.arange(planes.shape[1]) * runs.run_bytes)
+                fences = np.zeros(planes.shape, dtype=bool)
+                fences[:, 0] = transfer.borders(0, pages)
+                ends = planes.ravel().astype(np.uint64), host.ravel().astype(np.uint64)
+                dst, src = ends if direction == "load" else ends[::-1]
+                parts = merge(dst, src, np.full(planes.size, runs.run_bytes, dtype=np.uint64), fences.ravel())
+                self._submit(lane, transfer, parts)
+
+    # -- the rest ------------------------------------------------------------------------------------------------------
+
+    def mark_loads(self) -> Event:
+        return self._loads.mark()
+
+    def mark_stores(self) -> Event:
+        return self._stores.mark()
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "cause": "", "copy_engine": self.engine.api, **self.paths.describe()}
+
+    def close(self) -> None:
+        self._loads.close()
+        self._stores.close()
+        self.engine.close()
+        self._pageable.close()
+
+
+def _aligned(address: int) -> int:
+    return -(-address // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,70 @@
+"""The mover for planes in host memory: numpy copies between extents and planes, done when the call returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gdscache.kernels import host
+from gdscache.planes import PagedPlanes
+from gdscache.streams import Event
+from gdscache.tiers.bounce import Extents
+from gdscache.tiers.transfer import Moved, Mover, Slots, host_digests
+
+_CHUNK_PAGES = 16  # what numpy copies through stays small and warm
+
+
+class HostMover(Mover):
+    """Copies at once, on the calling thread."""
+
+    name = "numpy"
+
+    def __init__(self, planes: PagedPlanes) -> None:
+        self.planes = planes
+        self.layout = planes.layout
+
+    def scatter(
+        self,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range | None = None,
+        after: Sequence[Event] = (),
+        *,
+        sums: bool = False,
+    ) -> Moved:
+        return self._move(host.scatter, extents, slots, blocks, self._layers(layers))
+
+    def gather(
+        self,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range | None = None,
+        after: Sequence[Event] = (),
+        *,
+        sums: bool = False,
+    ) -> Moved:
+        return self._move(host.gather, extents, slots, blocks, self._layers(layers))
+
+    def _move(
+        self, kernel: Callable[..., None], extents: Extents, slots: Slots, blocks: torch.Tensor, layers: range
+    ) -> Moved:
+        for at in range(0, len(slots), _CHUNK_PAGES):
+            rows = torch.tensor(slots[at : at + _CHUNK_PAGES])
+            kernel(self.planes, blocks[at : at + _CHUNK_PAGES], extents.rows, rows, layers)
+        return Moved(None, None, host_digests(extents, slots, layers))
+
+    def mark_loads(self) -> Event:
+        return None
+
+    def mark_stores(self) -> Event:
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "cause": "the planes are in host memory"}
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,167 @@
+"""Which way bytes take between page-locked extents and planes: chosen by the size of their pieces, from a calibration.
+
+`staged`: the copy engine between extents and the ring, a kernel between ring and planes. `zero_copy`: one kernel that
+reads or writes host memory over the bus. `copy_engine`: the copy engine alone, straight into or out of the planes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path as FilePath
+from typing import Any, Literal
+
+_log = logging.getLogger("gdscache")
+
+Path = Literal["staged", "zero_copy", "copy_engine"]
+Choice = Literal["auto", "staged", "zero_copy", "copy_engine"]
+Direction = Literal["load", "store"]
+
+# A zero-copy kernel loses a quarter of its speed beside a model's kernels, and takes SMs from them, where the copy
+# engine loses nothing: it has to win clearly when alone. And copies that need no SM at all may be a little slower.
+_ZERO_COPY_MUST_WIN_BY = 1.03
+_COPY_ENGINE_MAY_LOSE = 0.97
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What one direction gives, in GB/s: staged copies by the bytes of a piece, and a zero-copy kernel.
+
+    The copy engine alone is taken to be as fast as staged copies of pieces of the same size.
+    """
+
+    copy_engine: dict[int, float]
+    zero_copy: float
+
+    def batched(self, piece: int) -> float:
+        """The copy engine's rate for pieces of so many bytes: between those measured, on a scale of logarithms."""
+        sizes = sorted(self.copy_engine)
+        if piece <= sizes[0]:  # time goes by the piece there
+            return self.copy_engine[sizes[0]] * piece / sizes[0]
+        for low, high in itertools.pairwise(sizes):
+            if piece <= high:
+                part = math.log(piece / low) / math.log(high / low)
+                return self.copy_engine[low] * float((self.copy_engine[high] / self.copy_engine[low]) ** part)
+        return self.copy_engine[sizes[-1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What was measured on one GPU, and for what it holds."""
+
+    load: Rates
+    store: Rates
+    key: dict[str, str]
+    seconds: float
+
+    def rates(self, direction: Direction) -> Rates:
+        return self.load if direction == "load" else self.store
+
+
+class Paths:
+    """The choice of a path. `measure` is called at the first choice that needs it, and not where a path is forced."""
+
+    def __init__(self, load: Choice, store: Choice, measure: Callable[[], Calibration | None]) -> None:
+        self._forced: dict[Direction, Choice] = {"load": load, "store": store}
+        self.calibration = measure() if "auto" in (load, store) else None
+
+    def choose(self, direction: Direction, span: int, run: int, *, sums: bool) -> Path:
+        """The path for pages of which `span` bytes lie together in the extent and `run` bytes in the planes.
+
+        `sums`: checksums are wanted, which only the kernels take.
+        """
+        forced = self._forced[direction]
+        if forced != "auto" or self.calibration is None:
+            return "staged" if forced == "auto" else forced
+        rates = self.calibration.rates(direction)
+        staged = rates.batched(span)
+        if not sums and rates.batched(run) >= _COPY_ENGINE_MAY_LOSE * max(staged, rates.zero_copy):
+            return "copy_engine"
+        return "zero_copy" if rates.zero_copy > _ZERO_COPY_MUST_WIN_BY * staged else "staged"
+
+    def crossover(self, direction: Direction) -> int | None:
+        """Bytes from which on a piece is staged and not moved by a zero-copy kernel.
+
+        None where nothing was measured, and where pieces of 32 MiB still go to the kernel.
+        """
+        if self.calibration is None:
+            return None
+        rates = self.calibration.rates(direction)
+        wanted = rates.zero_copy / _ZERO_COPY_MUST_WIN_BY
+        return next((1 << bits for bits in range(9, 26) if rates.batched(1 << bits) >= wanted), None)
+
+    def describe(self) -> dict[str, Any]:
+        """The choice as plain data: forced paths, the crossovers, what was measured."""
+        found = self.calibration
+        return {
+            "load_path": self._forced["load"],
+            "store_path": self._forced["store"],
+            "staged_from_bytes": {"load": self.crossover("load"), "store": self.crossover("store")},
+            "calibration": None if found is None else dataclasses.asdict(found),
+        }
+
+
+# -- the calibration's file --------------------------------------------------------------------------------------------
+
+
+def cache_file(key: Mapping[str, str]) -> FilePath:
+    """Where the calibration of one GPU is kept: below $GDSCACHE_CACHE_DIR, $XDG_CACHE_HOME or ~/.cache.
+
+    Raises `FileNotFoundError` where none of them is known.
+    """
+    given, base = os.environ.get("GDSCACHE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        directory = FilePath(given or f"{base}/gdscache").expanduser()
+    except RuntimeError as error:  # a user without a home
+        raise FileNotFoundError(f"no place for caches: {error}") from error
+    return directory / f"calibration-{key['gpu_uuid']}.json"
+
+
+def read(key: Mapping[str, str]) -> Calibration | None:
+    """The calibration for exactly this key, or None: there is none, it is another's, or it cannot be understood."""
+    try:
+        data = json.loads(cache_file(key).read_text(encoding="utf-8"))
+        if data["key"] != dict(key):
+            return None
+        seconds = _positive(data["seconds"])
+        return Calibration(_rates(data["load"]), _rates(data["store"]), dict(key), seconds)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        _log.debug("no calibration for GPU %s: %s", key["gpu_uuid"], error)
+        return None
+
+
+def _rates(data: Any) -> Rates:
+    by_size = {int(size): _positive(rate) for size, rate in data["copy_engine"].items()}
+    if min(by_size, default=0) < 1:
+        raise ValueError(f"rates for pieces of {sorted(by_size)} bytes")
+    return Rates(by_size, _positive(data["zero_copy"]))
+
+
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{value!r} is no rate and no time")
+    return number
+
+
+def write(calibration: Calibration) -> None:
+    """Keep a calibration, whole or not at all. Where that cannot be done it is measured again next time."""
+    try:
+        path = cache_file(calibration.key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".calibration-")
+        beside = FilePath(name)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                json.dump(dataclasses.asdict(calibration), file, indent=1)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)  # when all went well nothing is there any more
+    except OSError as error:
+        _log.info("the calibration cannot be kept: %s", error)

@@ -1,0 +1,127 @@
+"""The mover for a GPU without kernels: torch's index operations, over a staging buffer a direction. Right, and slow."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gdscache.kernels import reference
+from gdscache.planes import PagedPlanes
+from gdscache.streams import Event, record_on
+from gdscache.tiers.bounce import Extents
+from gdscache.tiers.transfer import Moved, Mover, Slots, host_digests
+
+_CHUNK_PAGES = 16
+
+
+class _Lane:
+    """One direction's stream, staging rows and lock."""
+
+    def __init__(self, device: torch.device, rows: int, extent_bytes: int, priority: int) -> None:
+        self.lock = threading.Lock()
+        self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        self.staging = torch.empty((rows, extent_bytes), dtype=torch.uint8, device=device)
+
+    @contextlib.contextmanager
+    def entered(self, after: Sequence[Event]) -> Iterator[None]:
+        """Queue work on the lane's stream, behind `after`, with nobody else's between."""
+        with self.lock, torch.cuda.stream(self.stream):
+            for event in after:
+                if event is not None:
+                    self.stream.wait_event(event)
+            yield
+
+
+class TorchMover(Mover):
+    """`staging_bytes` is GPU memory; half is for loads, half for stores. `cause` says why there are no kernels."""
+
+    name = "torch"
+
+    def __init__(self, planes: PagedPlanes, staging_bytes: int, cause: str) -> None:
+        self.planes = planes
+        self.layout = planes.layout
+        self._cause = cause
+        rows, extent = staging_bytes // 2 // self.layout.extent_bytes, self.layout.extent_bytes
+        self._loads = _Lane(planes.device, rows, extent, priority=-1)
+        self._stores = _Lane(planes.device, rows, extent, priority=0)
+
+    def scatter(
+        self,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range | None = None,
+        after: Sequence[Event] = (),
+        *,
+        sums: bool = False,
+    ) -> Moved:
+        lane, which = self._loads, self._layers(layers)
+        with lane.entered(after):
+            if extents.rows.device == self.planes.device:
+                for rows, there in self._chunks(slots, blocks):
+                    reference.scatter(self.planes, there, extents.rows, rows, which)
+            else:
+                bounds = self.layout.layer_bounds
+                start, end = bounds[which.start][0], bounds[which.stop - 1][1]
+                for at in range(0, len(slots), len(lane.staging)):
+                    chunk = slots[at : at + len(lane.staging)]
+                    for i, slot in enumerate(chunk):
+                        lane.staging[i, start:end].copy_(extents.rows[slot, start:end], non_blocking=True)
+                    index, there = self._staged(chunk, blocks[at : at + len(chunk)])
+                    reference.scatter(self.planes, there, lane.staging, index, which)
+            event = record_on(lane.stream)
+        return Moved(event, event, host_digests(extents, slots, which))
+
+    def gather(
+        self,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range | None = None,
+        after: Sequence[Event] = (),
+        *,
+        sums: bool = False,
+    ) -> Moved:
+        lane, which = self._stores, self._layers(layers)
+        with lane.entered(after):
+            if extents.rows.device == self.planes.device:
+                for rows, there in self._chunks(slots, blocks):
+                    reference.gather(self.planes, there, extents.rows, rows, which)
+            else:
+                bounds = self.layout.layer_bounds
+                start, end = bounds[which.start][0], bounds[which.stop - 1][1]
+                for at in range(0, len(slots), len(lane.staging)):
+                    chunk = slots[at : at + len(lane.staging)]
+                    index, there = self._staged(chunk, blocks[at : at + len(chunk)])
+                    reference.gather(self.planes, there, lane.staging, index, which)
+                    for i, slot in enumerate(chunk):
+                        extents.rows[slot, start:end].copy_(lane.staging[i, start:end], non_blocking=True)
+            event = record_on(lane.stream)
+        return Moved(event, event, host_digests(extents, slots, which))
+
+    def _staged(self, chunk: Slots, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        index = torch.arange(len(chunk), device=self.planes.device)
+        return index, blocks.to(self.planes.device, non_blocking=True)
+
+    def _chunks(self, slots: Slots, blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A few pages at a time, so that what the reference copies through stays small."""
+        for at in range(0, len(slots), _CHUNK_PAGES):
+            rows = torch.tensor(slots[at : at + _CHUNK_PAGES], device=self.planes.device)
+            yield rows, blocks[at : at + _CHUNK_PAGES].to(self.planes.device)
+
+    def mark_loads(self) -> Event:
+        return record_on(self._loads.stream)
+
+    def mark_stores(self) -> Event:
+        return record_on(self._stores.stream)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "cause": self._cause}
+
+    def close(self) -> None:
+        for lane in (self._loads, self._stores):
+            lane.stream.synchronize()
