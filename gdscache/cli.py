@@ -1,4 +1,4 @@
-"""The command line: `gdscache config schema`, `config check FILE`, `bench engine`, `bench index`, `--version`."""
+"""The command line: `gdscache config schema`, `config check FILE`, `doctor`, `bench engine | index | copy`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from gdscache.errors import GdsCacheError
 from gdscache.keys import namespace_digest
 from gdscache.sizes import about
 
+EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
 app = typer.Typer(
@@ -69,10 +70,37 @@ def check(
     if as_json:
         typer.echo(json.dumps({"file": str(file), **meaning}, indent=2))
         return
-    # Piped output has no width of its own; a namespace must stay on its line to be copied.
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+    console = _console()
     console.print(f"{file}: valid")
     console.print(_table(meaning))
+
+
+@app.command("doctor")
+def doctor(
+    file: Annotated[Path | None, typer.Option("--config", help="Check against this file, not the defaults.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Measure the GPU's bus anew.")] = False,
+) -> None:
+    """Say what this machine gives and what is missing. Status 1 where the configuration would not get what it asks for.
+
+    Works without a GPU. With one it takes some seconds, 64 MiB of page-locked memory, and gpu.staging of the GPU's.
+    """
+    from gdscache import doctor as checks
+
+    asked = checks.defaults() if file is None else checks.Asked(load_config(file))
+    report = checks.examine(checks.find(asked, recalibrate=recalibrate), asked)
+    if as_json:
+        typer.echo(json.dumps(report.describe(), indent=2))
+    else:
+        console = _console()
+        for table in checks.tables(report):
+            console.print(table)
+            console.print()
+        subject = str(file) if file else "the defaults"
+        failed = ", ".join(row.name for row in report.failed)
+        console.print(f"{subject}: not as asked for: {failed}" if failed else f"{subject}: no check fails")
+    if not report.ok:
+        raise typer.Exit(EXIT_FAILED)
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -103,6 +131,11 @@ def describe(config: Config) -> dict[str, Any]:
         "ssd_path": str(config.ssd.path) if config.ssd else None,
         "namespace": namespace_digest(config.model.namespace_fields()).hex(),
     }
+
+
+def _console() -> Console:
+    # Piped output has no width of its own; a namespace must stay on its line to be copied.
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
 
 
 def _table(meaning: dict[str, Any]) -> Table:
