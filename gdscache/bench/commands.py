@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 bench_app = typer.Typer(help="Measure this machine, against its own ceilings.", no_args_is_help=True)
 
+_INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
+
 Dir = Annotated[Path, typer.Option("--dir", help="Directory on the device to measure; what is written is deleted.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, a few seconds: to see that it works.")]
@@ -58,7 +60,7 @@ def engine(
         json_file,
         reports.ENGINE_SCHEMA,
         {**settings.describe(), "quick": quick},
-        lambda progress: measured.run(directory, settings, progress),
+        lambda progress, _: measured.run(directory, settings, progress),
         reports.engine_tables,
     )
     if plot is not None:
@@ -89,9 +91,58 @@ def index(
         json_file,
         reports.INDEX_SCHEMA,
         settings,
-        lambda progress: measured.run(count, layers, rounds, progress, directory),
+        lambda progress, _: measured.run(count, layers, rounds, progress, directory),
         reports.index_tables,
     )
+
+
+@bench_app.command("copy")
+def copy(
+    total: Annotated[str | None, typer.Option(help="Bytes moved each way in a run. Default: 512MiB.")] = None,
+    pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of runs for a figure with a target.")] = None,
+    pin: Annotated[str | None, typer.Option(help="The pool that is page-locked. Default: 16GiB.")] = None,
+    json_file: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every path, page size, geometry, direction and part.")] = False,
+    quick: Quick = False,
+) -> None:
+    """Copies of pages between host and GPU against cudaMemcpyAsync, alone and beside a model's work. Needs a GPU.
+
+    Takes four times --total of page-locked memory and six times as much of the GPU's, and for a while --pin. Ctrl-C
+    ends it early, with a report of what was measured until then.
+    """
+    from gdscache.bench import copy as measured
+    from gdscache.bench import copy_report
+    from gdscache.bench import report as reports
+    from gdscache.bench.copy_gpu import Gpu
+
+    if full and quick:
+        raise InvalidValueError("--full and --quick were both given", "choose one")
+    if plot is not None:
+        from gdscache.bench import copy_plot, plots
+
+        plots.require(plot)
+        reports.check_writable(plot, "--plot")
+    given: dict[str, Any] = {
+        "total": None if total is None else _size("--total", total),
+        "pairs": pairs,
+        "pin": None if pin is None else _size("--pin", pin),
+    }
+    settings = measured.Settings.full() if full else measured.Settings.quick() if quick else measured.Settings()
+    settings = dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
+    gpu = Gpu()
+    report = _measured(
+        Path(),
+        json_file,
+        reports.COPY_SCHEMA,
+        {**settings.describe(), "quick": quick},
+        lambda progress, keep: measured.run(settings, gpu, progress, keep),
+        copy_report.copy_tables,
+    )
+    if plot is not None:
+        copy_plot.copy_plot(report, plot)
+    if not report["complete"]:
+        raise typer.Exit(_INTERRUPTED)
 
 
 def _measured(
@@ -99,10 +150,13 @@ def _measured(
     json_file: Path | None,
     schema: str,
     settings: Mapping[str, Any],
-    run: Callable[[Any], Mapping[str, Any]],
+    run: Callable[[Any, Callable[[Mapping[str, Any]], None]], Mapping[str, Any]],
     tables: Callable[[Mapping[str, Any]], Iterable[Table]],
 ) -> dict[str, Any]:
-    """Measure with a progress bar, print tables, write JSON; the whole report."""
+    """Measure with a progress bar, print tables, write JSON; the whole report.
+
+    `run(progress, keep)` may call `keep` with what it has so far, which is then in the JSON file already.
+    """
     import sys
 
     from rich.console import Console
@@ -113,9 +167,15 @@ def _measured(
     if not directory.is_dir():
         raise InvalidValueError(f"--dir {directory} is not a directory", "make it first: it decides what is measured")
     reports.check_writable(json_file, "--json")
+    head = {"schema": schema, "machine": machine.describe(directory), "settings": dict(settings)}
+
+    def keep(found: Mapping[str, Any]) -> None:
+        if json_file is not None and (json_file.is_file() or not json_file.exists()):
+            reports.write_json(json_file, {**head, **found})
+
     with reports.progress_bar() as progress:
-        found = run(progress)
-    report = {"schema": schema, "machine": machine.describe(directory), "settings": dict(settings), **found}
+        found = run(progress, keep)
+    report = {**head, **found}
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
     console.print(reports.machine_line(report["machine"]))
     for table in tables(report):

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("gdscache", "torch", "numpy", "xxhash", "kvikio-cu12", "kvikio-cu13")
+PACKAGES = ("gdscache", "torch", "numpy", "xxhash", "cupy-cuda12x", "cupy-cuda13x", "kvikio-cu12", "kvikio-cu13")
 
 
 def describe(directory: Path) -> dict[str, Any]:

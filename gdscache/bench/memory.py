@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from gdscache.bench import measure
 from gdscache.bench.measure import Progress, silent, target
 from gdscache.errors import IOFailedError
 from gdscache.sizes import MIB
@@ -43,17 +42,8 @@ def run(directory: Path, pages: int, progress: Progress = silent) -> dict[str, A
 
 
 def child(function: str, *arguments: object) -> dict[str, Any]:
-    """Run a function of this module, named with its plain arguments, in a fresh interpreter; what it returns.
-
-    Raises `IOFailedError` with the end of the child's complaint when it fails.
-    """
-    code = f"import json; from gdscache.bench import memory; memory.{function}(*json.loads({json.dumps(arguments)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-3:]
-        raise IOFailedError(f"a child process ended with {done.returncode}: {' / '.join(last)}", "run it alone to see")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    """Run a function of this module, named with its plain arguments, in a fresh interpreter; what it returns."""
+    return measure.child("memory", function, *arguments)
 
 
 def resident() -> int:

@@ -18,6 +18,7 @@ from gdscache.sizes import about
 
 ENGINE_SCHEMA = "gdscache.bench.engine/1"
 INDEX_SCHEMA = "gdscache.bench.index/1"
+COPY_SCHEMA = "gdscache.bench.copy/1"
 
 
 def check_writable(path: Path | None, option: str) -> None:
@@ -43,40 +44,42 @@ def progress_bar() -> Iterator[measure.Progress]:
 
 def engine_tables(report: Mapping[str, Any]) -> list[Table]:
     """The report of `bench engine` as tables."""
-    tier = _table("SSD tier against a bare O_DIRECT loop", "page", "what", "GB/s", "bare GB/s", "best way", "ratio", "")
+    tier = new_table(
+        "SSD tier against a bare O_DIRECT loop", "page", "what", "GB/s", "bare GB/s", "best way", "ratio", ""
+    )
     for r in report["ssd_tier"]:
         way = f"{r['bare']['threads']} threads x {about(r['bare']['io_bytes'])}"
         figures = _spread(r["gb_per_second"]), _spread(r["bare_gb_per_second"])
-        tier.add_row(about(r["page_bytes"]), r["name"], *figures, way, _ratio(r), _verdict(r, "at least"))
-    whole = _table("Engine, from call to verdict", "face", "what", "tier", "GB/s", "against", "GB/s", "ratio")
+        tier.add_row(about(r["page_bytes"]), r["name"], *figures, way, _ratio(r), verdict(r, "at least"))
+    whole = new_table("Engine, from call to verdict", "face", "what", "tier", "GB/s", "against", "GB/s", "ratio")
     for r in report["end_to_end"]:
         against = (r["against"], _spread(r["against_gb_per_second"]), _ratio(r)) if r["against"] else ("", "", "")
         if r["name"] == "hit":
             against = ("nothing moves", f"{r['us_per_page']:.1f} us a page", "")
         whole.add_row(r["face"], r["name"], r["tier"], _spread(r["gb_per_second"]), *against)
-    held = _table("Memory", "what", "resident", "")
+    held = new_table("Memory", "what", "resident", "")
     m = report["memory"]
     held.add_row("pools", about(m["pool_bytes"]), "")
     held.add_row("an interpreter with torch", about(m["torch_bytes"]), "")
-    held.add_row(f"beyond both, {m['pages']:,} pages", about(m["beyond_bytes"]), _verdict(m, "at most", about))
+    held.add_row(f"beyond both, {m['pages']:,} pages", about(m["beyond_bytes"]), verdict(m, "at most", about))
     held.add_row("beyond both, at its peak", about(m["beyond_bytes_peak"]), "")
     return [tier, whole, held]
 
 
 def index_tables(report: Mapping[str, Any]) -> list[Table]:
     """The report of `bench index` as a table."""
-    table = _table("Index", "what", "figure", "")
+    table = new_table("Index", "what", "figure", "")
     found, reopened, held = report["lookup"], report["reopen"], report["memory"]
     for name, label in (("hash", "bare hash loop"), ("numpy", "lookup, numpy tokens"), ("list", "lookup, list tokens")):
         table.add_row(f"{label}, {found['pages']:,} pages", f"{found[f'{name}_seconds']['median'] * 1e3:.2f} ms", "")
-    table.add_row("lookup / hash loop, numpy", _ratio(found), _verdict(found, "at most"))
+    table.add_row("lookup / hash loop, numpy", _ratio(found), verdict(found, "at most"))
     table.add_row("lookup / hash loop, list", f"{found['list_ratio']:.2f}", "")
     recovered = report["catalog_recovery"]
     table.add_row(f"catalogue of {recovered['pages']:,} pages", about(recovered["catalog_bytes"]), "")
     table.add_row("catalogue, opened and recovered", f"{recovered['open_and_recover_seconds']:.2f} s", "")
-    table.add_row("SSD tier, reopened", f"{reopened['seconds']['median']:.2f} s", _verdict(reopened, "at most"))
+    table.add_row("SSD tier, reopened", f"{reopened['seconds']['median']:.2f} s", verdict(reopened, "at most"))
     table.add_row("memory a page, opened", f"{held['bytes_per_page_opened']:.0f} bytes", "")
-    table.add_row("memory a page, checksums read", f"{held['bytes_per_page']:.0f} bytes", _verdict(held, "at most"))
+    table.add_row("memory a page, checksums read", f"{held['bytes_per_page']:.0f} bytes", verdict(held, "at most"))
     return [table]
 
 
@@ -88,7 +91,8 @@ def machine_line(machine: Mapping[str, Any]) -> str:
     return f"{machine['cpu']}, {machine['cores']} cores, {about(machine['memory_bytes'])}, {gpus}; {where}"
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
+    """An empty table with a title and columns that are as wide as what is in them."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=True)
@@ -103,5 +107,6 @@ def _ratio(part: Mapping[str, Any]) -> str:
     return f"{part['ratio']:.2f} ({part['ratio_min']:.2f} to {part['ratio_max']:.2f})"
 
 
-def _verdict(part: Mapping[str, Any], relation: str, show: Any = "{:g}".format) -> str:
+def verdict(part: Mapping[str, Any], relation: str, show: Any = "{:g}".format) -> str:
+    """Whether a figure's target is met, and what it is."""
     return f"{'met' if part['met'] else 'MISSED'}: {relation} {show(part['target'])}"

@@ -1,0 +1,134 @@
+"""What `gdscache bench copy` measures: paths, page sizes, geometries, directions, parts of a page. Arithmetic only."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from gdscache.layout import PageLayout, Plane
+from gdscache.sizes import MIB
+
+PATHS = ("auto", "staged", "zero_copy", "copy_engine")
+PAGE_TOKENS = (64, 1, 256, 16)  # in the order of measuring
+DIRECTIONS = ("load", "store", "both")
+PARTS = ("one", "group", "all")  # layers a call
+GROUP_BYTES = 1 * MIB  # of a page's layer group, where the page has as much
+
+BULK_TARGET = 0.97  # calls that move 1 MiB a page or more
+LAYER_TARGET = 0.92  # one layer of GQA pages of 64 tokens
+TOKEN_TARGET = 0.92  # pages of one token
+BOTH_TARGET = 0.93  # load and store together, 1 MiB a page or more
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """A model's planes, and enough of its layers that a page of 64 tokens has 1 MiB."""
+
+    name: str
+    planes: tuple[Plane, ...]
+    n_layers: int
+
+    def layout(self, page_tokens: int) -> PageLayout:
+        return PageLayout.uniform(self.planes, self.n_layers, page_tokens)
+
+
+GQA = Geometry("gqa", (Plane("k", (8, 128), "bfloat16"), Plane("v", (8, 128), "bfloat16")), 8)
+MLA = Geometry("mla", (Plane("latent", (576,), "bfloat16"),), 16)
+MLA_FP8 = Geometry("mla_fp8", (Plane("latent", (656,), "uint8"),), 32)
+GEOMETRIES = (GQA, MLA, MLA_FP8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One thing to measure. `parts` has several names where these come to the same layers."""
+
+    geometry: Geometry
+    page_tokens: int
+    parts: tuple[str, ...]
+    direction: str
+    path: str
+
+    @property
+    def layout(self) -> PageLayout:
+        return self.geometry.layout(self.page_tokens)
+
+    @property
+    def layers(self) -> int:
+        """Layers that one call moves."""
+        return layers_of(self.layout, self.parts[0])
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes of a page that one call moves; they lie together in the extent."""
+        return self.layout.layer_bounds[self.layers - 1][1]
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return ("load", "store") if self.direction == "both" else (self.direction,)
+
+    @property
+    def target(self) -> float | None:
+        """The least ratio to cudaMemcpyAsync that this cell should have, if it should."""
+        if self.path != "auto":
+            return None
+        if self.span_bytes >= GROUP_BYTES:
+            return BOTH_TARGET if self.direction == "both" else BULK_TARGET
+        if self.direction == "both":
+            return None
+        if self.page_tokens == 1 and "all" in self.parts and self.geometry in (GQA, MLA):
+            return TOKEN_TARGET
+        if self.page_tokens == 64 and "one" in self.parts and self.geometry == GQA:
+            return LAYER_TARGET
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """The cell as plain data; sizes in bytes."""
+        return {
+            "geometry": self.geometry.name,
+            "row_bytes": [plane.row_bytes for plane in self.geometry.planes],
+            "page_tokens": self.page_tokens,
+            "direction": self.direction,
+            "parts": list(self.parts),
+            "layers": self.layers,
+            "span_bytes": self.span_bytes,
+            "path": self.path,
+        }
+
+
+def layers_of(layout: PageLayout, part: str) -> int:
+    """Layers of a call that moves one layer, a group of at least 1 MiB a page (or all, if these have less), or all."""
+    if part == "one":
+        return 1
+    if part == "all":
+        return layout.n_layers
+    ends = (end for _, end in layout.layer_bounds)
+    return next((number for number, end in enumerate(ends, start=1) if end >= GROUP_BYTES), layout.n_layers)
+
+
+def cells() -> list[Cell]:
+    """The whole matrix, page size by page size, and in each the chosen path first."""
+    found = []
+    for page_tokens, geometry in itertools.product(PAGE_TOKENS, GEOMETRIES):
+        layout = geometry.layout(page_tokens)
+        same: dict[int, list[str]] = {}
+        for part in PARTS:
+            same.setdefault(layers_of(layout, part), []).append(part)
+        for path, parts, direction in itertools.product(PATHS, same.values(), DIRECTIONS):
+            found.append(Cell(geometry, page_tokens, tuple(parts), direction, path))
+    return found
+
+
+def selected(profile: str) -> list[Cell]:
+    """What a profile measures: `full` the matrix, `default` what has a target and much of the rest, `quick` less."""
+    if profile == "full":
+        return cells()
+
+    def wanted(cell: Cell) -> bool:
+        if cell.target is not None:
+            return True
+        if profile == "quick":
+            return cell.geometry == GQA and cell.page_tokens == 64
+        return cell.geometry != MLA_FP8 and cell.parts != ("group",)
+
+    return [cell for cell in cells() if wanted(cell)]

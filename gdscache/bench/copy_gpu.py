@@ -1,0 +1,170 @@
+"""What `gdscache bench copy` asks of CUDA: streams, timing events, plain copies, a neighbour's work."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gdscache.config import GpuConfig
+from gdscache.errors import CapacityError, DeviceError
+from gdscache.memory import Pin
+from gdscache.planes import PagedPlanes
+from gdscache.sizes import about
+from gdscache.streams import Event, record_on
+from gdscache.tiers.bounce import Extents
+from gdscache.tiers.transfer import Mover
+
+Mark = Any
+"""A point in the GPU's time: an event that keeps the time."""
+
+STAGING = int(GpuConfig.model_fields["staging"].default)
+
+
+def require_gpu() -> torch.device:
+    """The current CUDA device. Raises `DeviceError` where there is none."""
+    if not torch.cuda.is_available():
+        raise DeviceError("bench copy needs a CUDA GPU", "run it where torch.cuda.is_available() is true")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@dataclasses.dataclass(frozen=True)
+class Queued:
+    """A copy that is under way: the events behind it, a mark behind its first call, what is left to do at its end."""
+
+    events: Sequence[Event]
+    first: Mark
+    finish: Callable[[], object] = lambda: None
+
+
+Way = Callable[[Sequence[Event]], Queued]
+"""Something that queues copies, which wait for the events that it is given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One run of a way. `seconds`: by the host's clock, from before the call to the end of the last copy.
+
+    `submit_seconds`: of these, until the calls had returned. `event_seconds`: by the GPU's clock. `first` and `end`
+    mark the return of the first call and the end.
+    """
+
+    seconds: float
+    submit_seconds: float
+    event_seconds: float
+    first: Mark
+    end: Mark
+
+
+class Gpu:
+    """One CUDA device, with the streams of this benchmark: all of them non-blocking and of normal priority."""
+
+    pin: Pin = "on"
+
+    def __init__(self) -> None:
+        self.device = require_gpu()
+        self._marks, self._work, up, down = (torch.cuda.Stream(self.device) for _ in range(4))  # type: ignore[no-untyped-call]
+        self._copies = {"load": up, "store": down}
+
+    # -- movers --------------------------------------------------------------------------------------------------------
+
+    def open_mover(self, planes: PagedPlanes, path: Any) -> Mover:
+        """The mover that an engine has, with one path for both directions."""
+        from gdscache.tiers.cuda_mover import CudaMover
+
+        return CudaMover(planes, STAGING, path, path)
+
+    def route(self, mover: Any, direction: str, extents: Extents, layers: range, *, sums: bool) -> str:
+        """The way that a mover takes for these layers of pages."""
+        return str(mover.path(direction, extents, layers, sums=sums))
+
+    def thread_blocks(self, mover: Any, route: str) -> int:
+        """The most thread blocks of one kernel of a route, without checksums."""
+        kernels = mover.kernels
+        if route == "copy_engine":
+            return 0
+        every = range(mover.layout.n_layers)
+        return int(kernels.zero_copy_blocks(every) if route == "zero_copy" else kernels.most_blocks)
+
+    def describe(self, mover: Any) -> dict[str, Any]:
+        """The driver, and what a mover says of itself: the copy engine's interface, the calibration."""
+        return {"driver": mover.driver.version, "staging_bytes": STAGING, **mover.describe()}
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """The host's clock, in seconds."""
+        return time.perf_counter()
+
+    def mark(self, after: Sequence[Event] = ()) -> Mark:
+        """A mark behind `after`; without, of now."""
+        for event in after:
+            if event is not None:
+                self._marks.wait_event(event)
+        return _timed(self._marks)
+
+    def wait(self, mark: Mark) -> None:
+        """The thread waits until the GPU is past a mark."""
+        mark.synchronize()
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """From one mark to another, both past, by the GPU's clock."""
+        return float(start.elapsed_time(end)) / 1e3
+
+    def idle(self) -> None:
+        """Wait for everything on the device."""
+        torch.cuda.synchronize(self.device)
+
+    # -- what movers are compared with ---------------------------------------------------------------------------------
+
+    def copy(self, direction: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
+        """One cudaMemcpyAsync between page-locked and GPU memory, uint8 of shape (n,), on the direction's stream."""
+        stream = self._copies[direction]
+        for event in after:
+            if event is not None:
+                stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            dst.copy_(src, non_blocking=True)
+        return record_on(stream)
+
+    def busy(self, queue: Callable[[], object], count: int) -> list[Mark]:
+        """Queue work `count` times on a stream of its own: marks before the first and behind each."""
+        with torch.cuda.stream(self._work):
+            marks = [_timed(self._work)]
+            for _ in range(count):
+                queue()
+                marks.append(_timed(self._work))
+        return marks
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def require(self, nbytes: int) -> None:
+        """Raises `CapacityError` where the GPU has not so many bytes free."""
+        free = int(torch.cuda.mem_get_info(self.device)[0])
+        if free < nbytes:
+            raise CapacityError(f"bench copy needs {about(nbytes)} of GPU memory, {about(free)} are free", "free some")
+
+    def release(self) -> None:
+        """Give back what torch keeps of GPU memory that nobody uses."""
+        torch.cuda.empty_cache()
+
+
+def timed(gpu: Gpu, way: Way) -> Timing:
+    """Run a way once, on a device that does nothing, or nothing but a neighbour's work."""
+    begin = gpu.mark()
+    start = gpu.now()
+    queued = way((begin,))
+    submitted = gpu.now()
+    end = gpu.mark(queued.events)
+    gpu.wait(end)
+    queued.finish()
+    return Timing(gpu.now() - start, submitted - start, gpu.seconds(begin, end), queued.first, end)
+
+
+def _timed(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
