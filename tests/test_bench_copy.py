@@ -9,9 +9,9 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -40,6 +40,9 @@ class Done(float):
         pass
 
 
+T = TypeVar("T")
+
+
 class Stand(Gpu):
     """A GPU that is played by a clock: copies happen at once, and take the time that `RATES` gives them."""
 
@@ -58,6 +61,9 @@ class Stand(Gpu):
         start = max(self.clock, self.free[direction], *after, 0.0)
         self.free[direction] = start + nbytes / rate
         return Done(self.free[direction])
+
+    def together(self, ways: Sequence[Callable[[], T]]) -> list[T]:
+        return [way() for way in ways]
 
     def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
         self.opened.append(path)
@@ -111,10 +117,10 @@ class StandMover(HostMover):
     def _timed(
         self, direction: str, extents: Any, slots: Any, blocks: Any, layers: range, after: Any, sums: bool
     ) -> Moved:
-        assert isinstance(slots, list)  # as the engine passes them
+        assert isinstance(slots, np.ndarray)  # a list would be converted within the time that counts
         bounds = self.layout.layer_bounds
         nbytes = len(slots) * (bounds[layers.stop - 1][1] - bounds[layers.start][0])
-        self.gpu.queued.append((direction, layers, slots, blocks.view(-1).tolist()))
+        self.gpu.queued.append((direction, layers, slots.tolist(), blocks.view(-1).tolist()))
         if not after and not self.broken:
             (super().scatter if direction == "load" else super().gather)(extents, slots, blocks, layers)
         rate = RATES[self.path] * (0.99 if sums else 1.0)
@@ -309,7 +315,7 @@ def test_ours_and_the_plain_copy_move_as_many_bytes(gpu: Stand, pool: Pool, part
     ours, plain = timed(gpu, copies.ours(mover)), timed(gpu, copies.plain())
     both = 2 if direction == "both" else 1
     assert copies.moved_bytes == both * copies.nbytes == both * 2 * MIB
-    assert ours.seconds == pytest.approx(copies.nbytes / 49e9, rel=0.1)  # two directions at once take no longer
+    assert ours.seconds == pytest.approx(copies.nbytes / 49e9, rel=0.15)  # two directions at once take no longer
     assert plain.seconds == pytest.approx(copies.nbytes / PLAIN, rel=0.1)
     moved = {d: sum(len(s) * len(layers) for way, layers, s, _ in gpu.queued if way == d) for d in cell.directions}
     assert set(moved.values()) == {copies.nbytes // (pool.layout.page_bytes // 8)}
@@ -325,7 +331,7 @@ def test_one_layer_at_a_time_takes_the_next_layer_with_each_call(gpu: Stand, poo
 
 def test_pages_are_shuffled_and_loads_and_stores_share_none(gpu: Stand, pool: Pool) -> None:
     Copies(pool, cell_of("one", "both")).ours(StandMover(gpu, pool.planes, "staged"))(())
-    (up, _, *load), (down, _, *store) = gpu.queued[:2]
+    (up, _, *load), (down, _, *store) = gpu.queued[0], gpu.queued[-1]
     assert (up, down) == ("load", "store")
     for taken, other in zip(load, store, strict=True):
         assert not set(taken) & set(other)

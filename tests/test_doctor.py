@@ -31,7 +31,6 @@ from gdscache.doctor.facts import (
     attempt,
 )
 from gdscache.errors import DeviceError, PinnedMemoryError
-from gdscache.layout import PageLayout, Plane
 from gdscache.planes import PagedPlanes
 from gdscache.tiers import calibrate, paths
 from gdscache.tiers.cpu import HostExtents
@@ -272,14 +271,6 @@ def test_the_smallest_plane_decides_whether_the_copy_engine_may_do_it_alone() ->
     mla = {"name": "m", "kind": "mla", "layers": 2, "kv_lora_rank": 512, "rope_dim": 64, "page_tokens": 512}
     said = rows(doctor.examine(WHOLE, asks(model=mla, load={"verify": "once"})))["gpu.load_path, all layers"]
     assert (said.data["plane_bytes"], said.data["path"]) == (64 << 10, "staged")
-
-
-def test_layers_too_short_for_checksums_on_the_gpu_have_them_on_the_host() -> None:
-    flat = Calibration(Rates({1: 50.0, 1 << 20: 50.0}, 1.0), DOWN, KEY, 0.5)
-    for row_bytes, path in ((241, "staged"), (240, "copy_engine")):
-        layout = PageLayout.uniform([Plane("p", (row_bytes,), "uint8")], 2, 1)
-        (first, *_) = copies.model_paths(layout, "load", "auto", flat, sums=True)
-        assert first.data["path"] == path
 
 
 @pytest.mark.parametrize("choice", ["staged", "zero_copy", "copy_engine"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from gdscache.tiers.transfer import Mover
 
 Mark = Any
 """A point in the GPU's time: an event that keeps the time."""
+
+T = TypeVar("T")
 
 STAGING = int(GpuConfig.model_fields["staging"].default)
 
@@ -68,6 +71,7 @@ class Gpu:
         self.device = require_gpu()
         self._marks, self._work, up, down = (torch.cuda.Stream(self.device) for _ in range(4))  # type: ignore[no-untyped-call]
         self._copies = {"load": up, "store": down}
+        self._threads = ThreadPoolExecutor(2, "gdscache-bench-copy")
 
     # -- movers --------------------------------------------------------------------------------------------------------
 
@@ -92,6 +96,16 @@ class Gpu:
     def describe(self, mover: Any) -> dict[str, Any]:
         """The driver, and what a mover says of itself: the copy engine's interface, the calibration."""
         return {"driver": mover.driver.version, "staging_bytes": STAGING, **mover.describe()}
+
+    def together(self, ways: Sequence[Callable[[], T]]) -> list[T]:
+        """Call all of them, at once where there are several; what they return."""
+        if len(ways) == 1:
+            return [ways[0]()]
+        return list(self._threads.map(self._called, ways))
+
+    def _called(self, way: Callable[[], T]) -> T:
+        with torch.cuda.device(self.device):
+            return way()
 
     # -- time ----------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from types import TracebackType
@@ -56,7 +57,7 @@ class Pool:
         rng = np.random.default_rng(0)
         half = self.extents.slots // 2
         slots, blocks = (rng.permutation(self.extents.slots) for _ in range(2))
-        self.slots = {"load": slots[:half].tolist(), "store": slots[half:].tolist()}
+        self.slots = {"load": slots[:half], "store": slots[half:]}
         self.blocks = {"load": torch.from_numpy(blocks[:half]), "store": torch.from_numpy(blocks[half:])}
 
     def _fill(self) -> None:
@@ -132,19 +133,28 @@ class Copies:
         return {d: gpu.route(mover, d, extents, self.calls[0], sums=sums) for d in self.directions}
 
     def ours(self, mover: Mover, *, sums: bool = False, repeat: int = 1) -> Way:
-        """All calls, `repeat` times; with `sums` the checksums of all pages are there at the end."""
+        """All calls, `repeat` times; with `sums` the checksums of all pages are there at the end.
+
+        Loads and stores are queued by a thread each, as in an engine.
+        """
 
         def queue(after: Sequence[Event]) -> Queued:
-            moved: list[Moved] = []
-            first: Mark = None
-            for layers in self.calls * repeat:
-                for direction in self.directions:
-                    move = mover.scatter if direction == "load" else mover.gather
-                    slots, blocks = self._slots[direction], self._blocks[direction]
+            marks: list[Mark] = []
+
+            def one_way(direction: str) -> list[Moved]:
+                move = mover.scatter if direction == "load" else mover.gather
+                slots, blocks = self._slots[direction], self._blocks[direction]
+                moved = []
+                for layers in self.calls * repeat:
                     moved.append(move(self.pool.extents, slots, blocks, layers, after, sums=sums))
-                first = first or self.pool.gpu.mark()
+                    if not marks:
+                        marks.append(self.pool.gpu.mark())
+                return moved
+
+            ways = [functools.partial(one_way, direction) for direction in self.directions]
+            moved = list(itertools.chain(*self.pool.gpu.together(ways)))
             finish = (lambda: [m.checksums() for m in moved]) if sums else (lambda: None)
-            return Queued([m.event for m in moved], first, finish)
+            return Queued([m.event for m in moved], marks[0], finish)
 
         return queue
 

@@ -21,19 +21,20 @@ from gdscache.tiers.transfer import Slots
 class Chunk:
     """Pages `first` to `first + pages` of a transfer, which share a segment.
 
-    `table`: their block indices and extent slots, in page-locked memory; `blocks`, `rows`: where the kernel reads them.
+    `table`: their block indices, then their extent slots, in page-locked memory; `rows`: where the GPU has the slots.
     """
 
     first: int
     pages: int
     segment: Segment
     table: torch.Tensor
-    blocks: int
     rows: int
 
     def copy_of_table(self) -> tuple[Addresses, Addresses, Addresses]:
         """The copy that brings the table to the GPU: destination, source, bytes."""
-        there, here, size = np.array([[self.blocks], [self.table.data_ptr()], [self.table.nbytes]], dtype=np.uint64)
+        there, here, size = np.array(
+            [[self.segment.table], [self.table.data_ptr()], [self.table.nbytes]], dtype=np.uint64
+        )
         return there, here, size
 
 

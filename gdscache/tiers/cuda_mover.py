@@ -33,7 +33,8 @@ _log = logging.getLogger("gdscache")
 Route = Path | Literal["device"]
 
 _ALIGNMENT = 256  # of the parts of a segment
-_CHUNK_BYTES = 32 << 20  # that one kernel moves over the bus: the next one's tables are made meanwhile
+_CHUNK_BYTES = 128 << 20  # that one kernel moves over the bus: the next one's tables are made meanwhile
+_FIRST = 8  # the first chunk of a transfer is so many times smaller than the others
 
 
 class CudaMover(Mover):
@@ -155,17 +156,16 @@ class CudaMover(Mover):
         return pages * 8 * (self.planes.blocks_per_page + 1)
 
     def _chunks(self, lane: Lane, transfer: Transfer, path: Route) -> Iterator[Chunk]:
-        """Cut a transfer into chunks, each in a segment of its own."""
-        copied = path == "staged"  # else the kernel reads the table in host memory, as it does the pages
+        """Cut a transfer into chunks, each in a segment of its own. The first is small, so that copies start early."""
         most = (lane.segment_bytes if path == "staged" else _CHUNK_BYTES) // transfer.stride
-        if copied:
-            most = min(most, lane.table_bytes // self._table_bytes(1))
-        for first in range(0, transfer.pages, max(1, most)):
-            pages, segment = min(max(1, most), transfer.pages - first), lane.take()
+        most = max(1, min(most, lane.table_bytes // self._table_bytes(1)))
+        first, size = 0, -(-most // _FIRST)
+        while first < transfer.pages:
+            pages, segment = min(size, transfer.pages - first), lane.take()
             table = transfer.table(first, pages)
-            blocks = segment.table if copied else table.data_ptr()
-            rows = blocks + pages * self.planes.blocks_per_page * transfer.item
-            yield Chunk(first, pages, segment, table, blocks, rows)
+            rows = segment.table + pages * self.planes.blocks_per_page * transfer.item
+            yield Chunk(first, pages, segment, table, rows)
+            first, size = first + pages, most
 
     def _bytes(self, direction: Direction, transfer: Transfer, chunk: Chunk) -> tuple[Addresses, Addresses, Addresses]:
         """The copies of a chunk's pages between extents and ring, neighbours merged."""
@@ -185,21 +185,22 @@ class CudaMover(Mover):
 
     def _load_chunk(self, lane: Lane, transfer: Transfer, chunk: Chunk, path: Route) -> None:
         driver, segment, kernels = lane.driver, chunk.segment, lane.kernels.cuda_stream
-        if path == "staged":
-            driver.wait(lane.copies.cuda_stream, segment.done)
-            # One batch with the table: by itself, so small a copy takes as long as a large one.
-            parts = zip(chunk.copy_of_table(), self._bytes("load", transfer, chunk), strict=True)
-            self._submit(lane, transfer, [np.concatenate(pair) for pair in parts])
-            driver.record(segment.copied, lane.copies.cuda_stream)
-            driver.wait(kernels, segment.copied)
+        driver.wait(lane.copies.cuda_stream, segment.done)
+        parts = chunk.copy_of_table()
+        if path == "staged":  # one batch with the table: by itself, so small a copy takes as long as a large one
+            both = zip(parts, self._bytes("load", transfer, chunk), strict=True)
+            self._submit(lane, transfer, [np.concatenate(pair) for pair in both])
+        else:
+            self.engine.submit(*parts, lane.copies.cuda_stream)
+        driver.record(segment.copied, lane.copies.cuda_stream)
+        driver.wait(kernels, segment.copied)
         self._launch(self.kernels.scatter, lane, transfer, chunk, path)
         driver.record(segment.done, kernels)
 
     def _store_chunk(self, lane: Lane, transfer: Transfer, chunk: Chunk, path: Route) -> None:
         driver, segment, kernels = lane.driver, chunk.segment, lane.kernels.cuda_stream
         driver.wait(kernels, segment.copied)
-        if path == "staged":
-            self.engine.submit(*chunk.copy_of_table(), kernels)
+        self.engine.submit(*chunk.copy_of_table(), kernels)
         self._launch(self.kernels.gather, lane, transfer, chunk, path)
         driver.record(segment.done, kernels)
         if path == "staged":
@@ -212,9 +213,11 @@ class CudaMover(Mover):
         if path == "staged":
             array = ExtentArray(chunk.segment.data, transfer.stride, chunk.pages, transfer.origin)
         else:
-            rows = transfer.extents.rows
-            array = ExtentArray(rows.data_ptr(), rows.stride(0), len(rows))
-        indices = Indices(chunk.blocks, 0 if path == "staged" else chunk.rows, chunk.pages, transfer.wide, checked=True)
+            extents = transfer.extents.rows
+            array = ExtentArray(extents.data_ptr(), extents.stride(0), len(extents))
+        indices = Indices(
+            chunk.segment.table, 0 if path == "staged" else chunk.rows, chunk.pages, transfer.wide, checked=True
+        )
         sums = None if digests is None else digests.data_ptr() + chunk.first * len(layers) * 8
         if path == "zero_copy":
             blocks = self.kernels.zero_copy_blocks(layers)

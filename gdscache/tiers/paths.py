@@ -27,6 +27,8 @@ Direction = Literal["load", "store"]
 # engine loses nothing: it has to win clearly when alone. And copies that need no SM at all may be a little slower.
 _ZERO_COPY_MUST_WIN_BY = 1.03
 _COPY_ENGINE_MAY_LOSE = 0.97
+# Alone it takes an entry a piece, which costs the host more than it saves unless pieces are large.
+COPY_ENGINE_FROM = 512 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Paths:
             return "staged" if forced == "auto" else forced
         rates = self.calibration.rates(direction)
         staged = rates.batched(span)
-        if not sums and rates.batched(run) >= _COPY_ENGINE_MAY_LOSE * max(staged, rates.zero_copy):
+        large = run >= COPY_ENGINE_FROM
+        if large and not sums and rates.batched(run) >= _COPY_ENGINE_MAY_LOSE * max(staged, rates.zero_copy):
             return "copy_engine"
         return "zero_copy" if rates.zero_copy > _ZERO_COPY_MUST_WIN_BY * staged else "staged"
 
