@@ -102,6 +102,31 @@ def test_a_bad_read_costs_its_own_suffix(
         assert host.load(tokens).tokens == 20
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_corrupt_page_that_nobody_copies_on_stays_out_of_the_cpu_tier(
+    open_host: OpenHost, device: str, cancelled: bool
+) -> None:
+    """Checksums are taken by the copy into the planes: a cancelled load and a prefetch have none, and must look."""
+    host = open_host(device=device, transport=FAULTY, cpu=8)
+    tokens = prompt(1, 5)
+    with PLAN.rule(Op.WRITE, Fault.FLIP, times=1, bit=7):
+        host.store(tokens)
+        quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    with PLAN.rule(Op.READ, Fault.WAIT):
+        if cancelled:
+            load, blocks, _ = host.begin(tokens)
+            load.cancel()
+        else:
+            load, blocks = host.engine.prefetch(tokens), []
+    report = load.result()
+    assert (report.pages[0] is PageStatus.CHECKSUM) or cancelled
+    host.give(blocks)
+    quiet(host.engine)
+    assert host.engine.check().problems == ()
+    assert tokens_of(host.engine, tokens) == 0
+
+
 @pytest.mark.parametrize(("fault", "status"), READ_FAULTS)
 def test_a_sequence_names_the_bad_page_and_keeps_what_is_before_it(
     open_engine: Open, device: str, fault: Fault, status: PageStatus
