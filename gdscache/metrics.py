@@ -102,6 +102,10 @@ def _leased(stats: Stats) -> Values:
     return pages
 
 
+def _mover(stats: Stats) -> Values:
+    return {stats["copies"]["name"]: 1}
+
+
 _COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
 
 FAMILIES = (
@@ -137,6 +141,7 @@ FAMILIES = (
     _Family(_GAUGE, "gdscache_tier_slots", "Pages that fit.", "tier", _of_tiers("slots")),
     _Family(_GAUGE, "gdscache_tier_pages", "Pages there, those on their way included.", "tier", _of_tiers("pages")),
     _Family(_GAUGE, "gdscache_tier_free_slots", "Slots free without evicting.", "tier", _of_tiers("free_slots")),
+    _Family(_GAUGE, "gdscache_copies", "1 for what copies pages: cuda, torch or numpy.", "mover", _mover),
     _Family(_GAUGE, "gdscache_leased_pages", "Pages pinned, by who pins them.", "owner", _leased),
     _Family(
         _GAUGE,

@@ -92,6 +92,7 @@ def test_every_count_of_the_engine_is_shown(open_engine: Opens) -> None:
         "stored": "gdscache_stored_pages",
         "dropped": "gdscache_dropped_pages",
         "tiers": "gdscache_tier_pages",
+        "copies": "gdscache_copies",
         "leases": "gdscache_leased_pages",
         "bytes_per_second": "gdscache_load_bytes_per_second",
         "store_queue": "gdscache_store_queue_bytes",
@@ -150,4 +151,4 @@ def test_names_and_help_follow_the_conventions() -> None:
         assert family.name.startswith("gdscache_")
         assert not family.name.endswith("_total")  # the client adds it to counters
         assert family.help.endswith(".")
-        assert family.label in ("", "tier", "cause", "owner")
+        assert family.label in ("", "tier", "cause", "owner", "mover")
