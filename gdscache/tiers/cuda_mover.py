@@ -14,12 +14,7 @@ import torch
 from gdscache.driver import Driver
 from gdscache.errors import CapacityError, GdsCacheError
 from gdscache.kernels.copy_engine import BATCH, Addresses, CopyEngine, merge
-from gdscache.kernels.cuda import (
-    ZERO_COPY_THREADS,
-    ExtentArray,
-    Indices,
-    PageKernels,
-)
+from gdscache.kernels.cuda import ZERO_COPY_THREADS, ExtentArray, Indices, PageKernels
 from gdscache.planes import PagedPlanes
 from gdscache.streams import Event
 from gdscache.tiers.bounce import Extents
@@ -32,7 +27,6 @@ _log = logging.getLogger("gdscache")
 
 Route = Path | Literal["device"]
 
-_ALIGNMENT = 256  # of the parts of a segment
 _CHUNK_BYTES = 128 << 20  # that one kernel moves over the bus: the next one's tables are made meanwhile
 _FIRST = 8  # the first chunk of a transfer is so many times smaller than the others
 
@@ -68,9 +62,13 @@ class CudaMover(Mover):
                 f"set gpu.staging to at least {2 * extent}",
             )
         self.paths = Paths(load_path, store_path, self._calibration)
-        tables = max(64 << 10, share // SEGMENTS // 64, self._table_bytes(1) + 4 * _ALIGNMENT)
+        tables = max(64 << 10, share // SEGMENTS // 64, self._table_bytes(1))
         self._loads = Lane(self.driver, share, extent, tables, loads=True)
-        self._stores = Lane(self.driver, share, extent, tables, loads=False)
+        try:
+            self._stores = Lane(self.driver, share, extent, tables, loads=False)
+        except GdsCacheError:  # no GPU memory for it
+            self._loads.close()
+            raise
 
     def _calibration(self) -> Calibration | None:
         """What this machine was measured to give; None, and a warning, where it cannot be measured."""
@@ -126,16 +124,18 @@ class CudaMover(Mover):
         on_gpu = on_gpu and path != "copy_engine"
         with lane.entered():
             transfer = Transfer(self.planes, extents, slots, blocks, layers, sums=on_gpu)
-            if path == "copy_engine":
-                lane.follow(after, kernels=False)
-                self._copy_alone(direction, lane, transfer)
-            else:
-                lane.follow(after, kernels=True)
-                step = self._load_chunk if direction == "load" else self._store_chunk
-                for chunk in self._chunks(lane, transfer, path):
-                    step(lane, transfer, chunk, path)
-            read = None if path == "copy_engine" else lane.mark_kernels()
-            event = lane.keep(transfer)
+            try:
+                if path == "copy_engine":
+                    lane.follow(after, kernels=False)
+                    self._copy_alone(direction, lane, transfer)
+                else:
+                    lane.follow(after, kernels=True)
+                    step = self._load_chunk if direction == "load" else self._store_chunk
+                    for chunk in self._chunks(lane, transfer, path):
+                        step(lane, transfer, chunk, path)
+                read = None if path == "copy_engine" else lane.mark_kernels()
+            finally:  # what is queued reads the transfer's tables, whatever else went wrong
+                event = lane.keep(transfer)
         taken = transfer.read_digests if on_gpu else host_digests(extents, slots, layers)
         return Moved(event, read or event, taken)
 
@@ -259,7 +259,3 @@ class CudaMover(Mover):
         self._stores.close()
         self.engine.close()
         self._pageable.close()
-
-
-def _aligned(address: int) -> int:
-    return -(-address // _ALIGNMENT) * _ALIGNMENT
