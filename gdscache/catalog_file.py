@@ -73,7 +73,7 @@ def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Conn
         raise CorruptCatalogError(f"{path} was found corrupt while it was in use")
     with sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
         writer = undo.enter_context(contextlib.closing(_connect(path)))
-        _check(writer, path, extent_bytes)
+        check(writer, path, extent_bytes)
         mode = writer.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise IOFailedError(
@@ -160,7 +160,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> None:
+def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> None:
     if path.stat().st_size <= QUICK_CHECK_BYTES:
         verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":

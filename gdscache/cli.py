@@ -1,11 +1,14 @@
-"""The command line: `gdscache config schema`, `config check FILE`, `doctor`, `bench engine | index | copy`."""
+"""The command line: `gdscache config schema`, `config check FILE`, `doctor`, `inspect DIR`,
+`verify DIR`, `bench engine | index | copy`."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +24,7 @@ from gdscache.sizes import about
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 
 app = typer.Typer(
     name="gdscache",
@@ -80,14 +84,19 @@ def doctor(
     file: Annotated[Path | None, typer.Option("--config", help="Check against this file, not the defaults.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Measure the GPU's bus anew.")] = False,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Look at this directory for an SSD tier, not at ssd.path of --config.")
+    ] = None,
 ) -> None:
     """Say what this machine gives and what is missing. Status 1 where the configuration would not get what it asks for.
 
     Works without a GPU. With one it takes some seconds, 64 MiB of page-locked memory, and gpu.staging of the GPU's.
+    In the directory of an SSD tier it writes and reads 32 MiB with each transport, and leaves nothing there.
     """
     from gdscache import doctor as checks
 
     asked = checks.defaults() if file is None else checks.Asked(load_config(file))
+    asked = dataclasses.replace(asked, directory=directory)
     report = checks.examine(checks.find(asked, recalibrate=recalibrate), asked)
     if as_json:
         typer.echo(json.dumps(report.describe(), indent=2))
@@ -101,6 +110,43 @@ def doctor(
         console.print(f"{subject}: not as asked for: {failed}" if failed else f"{subject}: no check fails")
     if not report.ok:
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command("inspect")
+def inspect_directory(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a config.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what lies in the directory of an SSD tier. Changes nothing, and works while an engine uses it."""
+    from gdscache.inspection import inspect, tables
+
+    report = inspect(directory)
+    _show(report, tables.inspect_tables, as_json=as_json)
+
+
+@app.command("verify")
+def verify_directory(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a config.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Read every page in the directory of an SSD tier and check it. Repairs nothing; no engine may use it meanwhile.
+
+    Status 0: all pages are good. 1: bad pages were found. 2: it could not be done, or not for all pages.
+    """
+    from gdscache.bench.report import progress_bar
+    from gdscache.inspection import tables, verify
+
+    try:
+        with progress_bar() as progress:
+            report = verify(directory, progress)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: not all pages were checked", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    _show(report, tables.verify_tables, as_json=as_json)
+    if report["bad_pages"]:
+        raise typer.Exit(EXIT_FAILED)
+    if report["unchecked_pages"]:
+        raise typer.Exit(EXIT_REFUSED)
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -131,6 +177,16 @@ def describe(config: Config) -> dict[str, Any]:
         "ssd_path": str(config.ssd.path) if config.ssd else None,
         "namespace": namespace_digest(config.model.namespace_fields()).hex(),
     }
+
+
+def _show(report: dict[str, Any], tables: Callable[[dict[str, Any]], list[Table]], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return
+    console = _console()
+    for table in tables(report):
+        console.print(table)
+        console.print()
 
 
 def _console() -> Console:

@@ -45,12 +45,13 @@ class CacheDirectory:
         self._pid = os.getpid()
 
     @classmethod
-    def open(cls, path: Path) -> CacheDirectory:
+    def open(cls, path: Path, *, sweep: bool = True) -> CacheDirectory:
         """Make the directory if it is missing (mode 0700) and take ownership of it.
 
-        An existing directory keeps its mode. Raises `NotADirectoryPathError`, `DirectoryNotWritableError`,
-        `DirectoryInUseError` (another process, or another engine of this one), `NotARegularFileError` (the lock is a
-        link or a directory) or `NoSpaceError`.
+        An existing directory keeps its mode. `sweep` removes what the probe of a killed owner left.
+
+        Raises `NotADirectoryPathError`, `DirectoryNotWritableError`, `DirectoryInUseError` (another process, or another
+        engine of this one), `NotARegularFileError` (the lock is a link or a directory) or `NoSpaceError`.
         """
         path = Path(os.path.abspath(path))
         _make_directory(path)
@@ -58,7 +59,8 @@ class CacheDirectory:
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, lock)
             _take_lock(lock, path)
-            _sweep(path)
+            if sweep:
+                _sweep(path)
             try:
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, _describe_owner(), 0)

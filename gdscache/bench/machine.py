@@ -11,7 +11,17 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("gdscache", "torch", "numpy", "xxhash", "cupy-cuda12x", "cupy-cuda13x", "kvikio-cu12", "kvikio-cu13")
+PACKAGES = (
+    "gdscache",
+    "torch",
+    "numpy",
+    "xxhash",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "kvikio-cu12",
+    "kvikio-cu13",
+    "nixl",
+)
 
 
 def describe(directory: Path) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""Who owns a cache directory, found without taking its lock."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any, Literal
+
+from gdscache.directory import LOCK_LIMIT, LOCK_NAME
+
+_LOCKS = Path("/proc/locks")
+
+State = Literal["in use", "free", "unknown"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Owner:
+    """Who holds a directory: `state`, the holder's `pid` while it is in use, and what its lock file says of it.
+
+    `unknown`: the kernel's table of locks cannot be read here, or the last holder belongs to another host (or another
+    container, whose locks are not shown here) and has not closed the catalogue.
+    """
+
+    state: State
+    pid: int | None = None
+    host: str | None = None
+    started: str | None = None
+    command: str | None = None
+
+    def describe(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def find_owner(directory: Path, *, catalog_open: bool) -> Owner:
+    """The owner, from the kernel's table of locks. `catalog_open`: the catalogue has a log, so nobody closed it."""
+    path = directory / LOCK_NAME
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return Owner("unknown" if catalog_open else "free")
+    try:
+        status, content = os.fstat(descriptor), os.pread(descriptor, LOCK_LIMIT, 0)
+    except OSError:  # a directory
+        return Owner("unknown")
+    finally:
+        os.close(descriptor)
+    named = _named(content)
+    try:
+        table = _LOCKS.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return Owner("unknown")
+    pid = _holder(table, status, named.get("pid"))
+    if pid is not None:
+        return Owner("in use", **named) if named.get("pid") == pid else Owner("in use", pid)
+    if catalog_open and named.get("host") not in (None, socket.gethostname()):
+        return Owner("unknown", **named | {"pid": None})
+    return Owner("free")
+
+
+def _holder(table: str, status: os.stat_result, named: object) -> int | None:
+    """Pid of the holder of a `flock`, from lines like `1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF`."""
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    for line in table.splitlines():
+        fields = line.split()
+        if len(fields) < 6 or fields[1] != "FLOCK" or not fields[4].isdecimal():
+            continue
+        where, _, inode = fields[5].rpartition(":")
+        # Some file systems (btrfs, overlays) have another device number there than in stat: then the pid must agree.
+        if inode == str(status.st_ino) and (where == device or int(fields[4]) == named):
+            return int(fields[4])
+    return None
+
+
+def _named(content: bytes) -> dict[str, Any]:
+    """What a lock file says of its last holder; nothing when it is not whole."""
+    try:
+        owner = json.loads(content)
+        return {"pid": int(owner["pid"]), **{name: str(owner[name]) for name in ("host", "started", "command")}}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}

@@ -1,0 +1,268 @@
+"""The catalogue and the slab of a cache directory, read without changing a byte there.
+
+A catalogue that somebody has open, or that a killed owner left, has a log (`-wal`): SQLite reads both, by an index in
+shared memory (`-shm`) that is opened for reading only. One without a log is read as a file that does not change, since
+SQLite would make a log for it otherwise; when one appears meanwhile, the reader begins again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache import catalog_file
+from gdscache.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
+from gdscache.catalog_recovery import WHOLE_ROW, namespaces_by_id
+from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError
+from gdscache.keys import namespace_digest
+from gdscache.layout import EXTENT_ALIGNMENT, PageLayout, Plane
+from gdscache.slab import SLAB_NAME, Slab
+
+ATTEMPTS = 20  # to read a catalogue that is being opened or closed at this moment
+PAUSE = 0.05  # seconds between two attempts
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Namespace:
+    """A namespace of the catalogue. `fields` and `layout` are None where no description was kept that has this digest
+    (or, for `layout`, none of pages of this directory's size)."""
+
+    digest: bytes
+    fields: dict[str, Any] | None
+    layout: PageLayout | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What the catalogue says, as columns of equal length in the order of slots, and the slab as it is on disk.
+
+    `slots`, `namespaces` (ids), `lengths` and `recency` are int64 of shape (rows,). `broken` are the slots whose rows
+    hold values of the wrong type or size. `slab.slots` counts whole extents in the file, of `slab_bytes` bytes.
+    """
+
+    created: str | None
+    suspect: bool
+    catalog_bytes: int
+    slab: Slab
+    slab_bytes: int
+    slots: Integers
+    keys: list[bytes]
+    parents: list[bytes]
+    namespaces: Integers
+    lengths: Integers
+    recency: Integers
+    broken: list[int]
+    names: dict[int, Namespace]
+
+    @cached_property
+    def faults(self) -> dict[int, str]:
+        """Slot → cause of the rows that the next engine would delete, in the words of `Recovered.dropped`."""
+        slab = self.slab.slots
+        outside = (self.slots < 0) | (self.slots >= slab)
+        length = (self.lengths < 1) | (self.lengths > self.slab.extent_bytes)
+        unknown = ~np.isin(self.namespaces, list(self.names))
+        found = {slot: "row" if 0 <= slot < slab else "slot" for slot in self.broken}
+        for cause, rows in (("namespace", unknown), ("length", length), ("slot", outside)):
+            found.update(dict.fromkeys(self.slots[rows].tolist(), cause))
+        if len(set(self.keys)) != len(self.keys):
+            order = np.argsort(self.recency, kind="stable")
+            order = order[~(outside | length | unknown)[order]].tolist()
+            kept = {self.keys[row]: row for row in order}
+            found.update({int(self.slots[row]): "duplicate" for row in order if kept[self.keys[row]] != row})
+        return found
+
+    @cached_property
+    def sound(self) -> Integers:
+        """Rows without such a fault, in the order of slots."""
+        return np.flatnonzero(~np.isin(self.slots, list(self.faults)))
+
+
+def existing(directory: Path) -> Path:
+    """The absolute path of a directory with a catalogue. Raises `NotADirectoryPathError`, `IOFailedError`."""
+    directory = Path(os.path.abspath(directory))
+    with os_errors(directory):
+        if not stat.S_ISDIR(os.stat(directory).st_mode):
+            raise NotADirectoryPathError(f"{directory} is not a directory", "name the ssd.path of a config")
+    regular_file(directory / CATALOG_NAME)
+    return directory
+
+
+def regular_file(path: Path) -> os.stat_result:
+    """Status of a file that the cache keeps. Raises `NotARegularFileError`, `IOFailedError`."""
+    with os_errors(path):
+        status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise NotARegularFileError(f"{path} is not a regular file", "is this the ssd.path of a config?")
+    return status
+
+
+@contextlib.contextmanager
+def os_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise IOFailedError(f"{path} does not exist", "name the ssd.path of a config", errno.ENOENT) from error
+    except OSError as error:
+        raise IOFailedError(
+            f"{path} cannot be read: {error.strerror}", "read it as its owner; see the kernel log", error.errno
+        ) from error
+
+
+def read_once(directory: Path) -> Contents:
+    """A snapshot of a directory that others may open, use and close meanwhile: what one commit left."""
+    for _ in range(ATTEMPTS - 1):
+        before = _version(directory)
+        try:
+            with open_catalog(directory) as connection:
+                contents = read_contents(directory, connection)
+        except GdsCacheError:
+            if _version(directory) == before and before.logged == before.indexed:
+                raise
+        else:
+            if before.logged or _version(directory) == before:
+                return contents
+        time.sleep(PAUSE)
+    with open_catalog(directory) as connection:
+        return read_contents(directory, connection)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Version:
+    logged: bool
+    indexed: bool
+    inode: int
+    size: int
+    modified: int
+
+
+def _version(directory: Path) -> _Version:
+    status = regular_file(directory / CATALOG_NAME)
+    return _Version(has_log(directory), _has_index(directory), status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def has_log(directory: Path) -> bool:
+    """Whether the catalogue has a log: somebody has it open, or was killed."""
+    return os.path.lexists(directory / f"{CATALOG_NAME}-wal")
+
+
+def _has_index(directory: Path) -> bool:
+    return os.path.lexists(directory / f"{CATALOG_NAME}-shm")
+
+
+@contextlib.contextmanager
+def open_catalog(directory: Path) -> Iterator[sqlite3.Connection]:
+    """A checked connection that cannot write, in one read transaction; usable from several threads in turn.
+
+    Raises `CatalogVersionError`, `NotARegularFileError`, `IOFailedError` (a corrupt catalogue too).
+    """
+    path = directory / CATALOG_NAME
+    regular_file(path)
+    logged = has_log(directory)
+    if logged and not _has_index(directory):
+        raise IOFailedError(
+            f"{path}-wal has no {CATALOG_NAME}-shm beside it, and nothing is written here to make one",
+            "open and close this directory with an engine once, or copy it whole",
+        )
+    options = "mode=ro&readonly_shm=1" if logged else "mode=ro&immutable=1"
+    with _readable(path), contextlib.ExitStack() as last_to_first:
+        connection = sqlite3.connect(
+            f"{path.as_uri()}?{options}", uri=True, isolation_level=None, check_same_thread=False
+        )
+        last_to_first.callback(connection.close)
+        for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "query_only = ON"):
+            connection.execute(f"PRAGMA {pragma}")
+        connection.execute("BEGIN")
+        catalog_file.check(connection, path, _extent_bytes(connection) or 0)
+        yield connection
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        with catalog_file.sqlite_errors(path, "read"):
+            yield
+    except CorruptCatalogError as error:
+        raise IOFailedError(
+            str(error), "the next engine that opens this directory sets the catalogue aside and starts empty"
+        ) from error
+
+
+def _extent_bytes(connection: sqlite3.Connection) -> int | None:
+    """What `meta` says; None when it cannot say it, which the check that follows names."""
+    try:
+        row = connection.execute("SELECT value FROM meta WHERE name = 'extent_bytes'").fetchone()
+    except sqlite3.OperationalError:  # no such table
+        return None
+    return row[0] if row and isinstance(row[0], int) else None
+
+
+def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
+    """Everything but the checksums. Raises `IOFailedError`, `NotARegularFileError`."""
+    path = directory / CATALOG_NAME
+    with _readable(path):
+        extent = _extent_bytes(connection)
+        if extent is None or extent < 1 or extent % EXTENT_ALIGNMENT:
+            raise CorruptCatalogError(f"{path} is corrupt: its extent_bytes is {extent}")
+        created = connection.execute("SELECT value FROM meta WHERE name = 'created'").fetchone()
+        select = f"SELECT slot, key, parent, namespace, length, recency FROM pages WHERE {WHOLE_ROW} ORDER BY slot"
+        columns = list(zip(*connection.execute(select), strict=True)) or [()] * 6
+        slots = np.array(columns[0], np.int64)
+        if (slots[1:] <= slots[:-1]).any():
+            raise CorruptCatalogError(f"{path} is corrupt: a slot has two rows")
+        broken = [slot for (slot,) in connection.execute(f"SELECT slot FROM pages WHERE NOT ({WHOLE_ROW})")]
+        names = _namespaces(connection, extent)
+    status = regular_file(directory / SLAB_NAME)
+    whole = status.st_size // extent
+    return Contents(
+        created=str(created[0]) if created else None,
+        suspect=os.path.lexists(directory / SUSPECT_NAME),
+        catalog_bytes=regular_file(path).st_size,
+        slab=Slab((directory / SLAB_NAME,), extent, whole, whole),
+        slab_bytes=status.st_size,
+        slots=slots,
+        keys=list(columns[1]),
+        parents=list(columns[2]),
+        namespaces=np.array(columns[3], np.int64),
+        lengths=np.array(columns[4], np.int64),
+        recency=np.array(columns[5], np.int64),
+        broken=broken,
+        names=names,
+    )
+
+
+def _namespaces(connection: sqlite3.Connection, extent: int) -> dict[int, Namespace]:
+    # As bytes: text that does not decode must cost its description only.
+    texts = dict(connection.execute("SELECT id, CAST(description AS BLOB) FROM namespaces"))
+    return {name: _namespace(digest, texts.get(name), extent) for name, digest in namespaces_by_id(connection).items()}
+
+
+def _namespace(digest: bytes, text: object, extent: int) -> Namespace:
+    try:
+        fields = json.loads(text) if isinstance(text, bytes) else None
+        if not isinstance(fields, dict) or namespace_digest(fields) != digest:
+            return Namespace(digest, None, None)
+    except (ValueError, RecursionError):
+        return Namespace(digest, None, None)
+    try:
+        layers = tuple(
+            tuple(Plane(name, tuple(shape), dtype) for name, shape, dtype in planes) for planes in fields["planes"]
+        )
+        layout = PageLayout(layers, fields["page_tokens"])
+        return Namespace(digest, fields, layout if layout.extent_bytes == extent else None)
+    except (KeyError, TypeError, ValueError, GdsCacheError):
+        return Namespace(digest, fields, None)

@@ -1,0 +1,105 @@
+"""`gdscache inspect`: what lies in a cache directory, whether somebody uses it or not."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gdscache.catalog_file import CATALOG_NAME, FORMAT_VERSION
+from gdscache.inspection.owner import find_owner
+from gdscache.inspection.reading import Contents, existing, has_log, read_once
+
+SCHEMA = "gdscache.inspect/1"
+LOG_NAME = f"{CATALOG_NAME}-wal"  # what a running or killed engine committed and has not folded in
+
+
+def inspect(directory: Path) -> dict[str, Any]:
+    """What the catalogue and the slab of `directory` say, as plain data; sizes in bytes.
+
+    Reads one commit's state, takes no lock of the directory and writes nothing. Raises `NotADirectoryPathError`,
+    `NotARegularFileError`, `CatalogVersionError`, `IOFailedError` (missing, unreadable or corrupt files).
+    """
+    directory = existing(directory)
+    contents = read_once(directory)
+    slab, log = contents.slab, _log_bytes(directory)
+    sound = contents.sound
+    recency = contents.recency[sound]
+    return {
+        "schema": SCHEMA,
+        "path": str(directory),
+        "owner": find_owner(directory, catalog_open=has_log(directory)).describe(),
+        "format_version": FORMAT_VERSION,
+        "created": contents.created,
+        "suspect": contents.suspect,
+        "extent_bytes": slab.extent_bytes,
+        "slots": slab.slots,
+        "capacity_bytes": slab.nbytes,
+        "pages": len(sound),
+        "bytes": int(contents.lengths[sound].sum()),
+        "free_slots": slab.slots - len(sound),
+        "unusable_rows": dict(Counter(contents.faults.values())),
+        "recency": _span(recency),
+        "files": [
+            {"name": slab.path.name, "bytes": contents.slab_bytes},
+            {"name": CATALOG_NAME, "bytes": contents.catalog_bytes},
+            *([] if log is None else [{"name": LOG_NAME, "bytes": log}]),
+        ],
+        "namespaces": _namespaces(contents),
+        "fragmentation": _fragmentation(contents),
+    }
+
+
+def _log_bytes(directory: Path) -> int | None:
+    try:
+        return os.lstat(directory / LOG_NAME).st_size
+    except OSError:
+        return None
+
+
+def _namespaces(contents: Contents) -> list[dict[str, Any]]:
+    """Each namespace, the most recently used first; those without pages last."""
+    sound = contents.sound
+    order = sound[np.argsort(contents.namespaces[sound], kind="stable")]
+    ids, starts = np.unique(contents.namespaces[order], return_index=True)
+    rows = dict(zip(ids.tolist(), np.split(order, starts[1:]), strict=True)) if len(order) else {}
+    empty = sound[:0]
+    found = []
+    for name, namespace in contents.names.items():
+        mine = rows.get(name, empty)
+        found.append(
+            {
+                "digest": namespace.digest.hex(),
+                "fields": namespace.fields,
+                "pages": len(mine),
+                "bytes": int(contents.lengths[mine].sum()),
+                "recency": _span(contents.recency[mine]),
+            }
+        )
+    return sorted(found, key=lambda n: (n["recency"] is None, -n["recency"]["last"] if n["recency"] else 0))
+
+
+def _span(recency: Any) -> dict[str, int] | None:
+    return {"first": int(recency.min()), "last": int(recency.max())} if len(recency) else None
+
+
+def _fragmentation(contents: Contents) -> dict[str, Any]:
+    """Runs of free slots, and how many pages whose parent is in the slab lie right beside it."""
+    sound, total = contents.sound, contents.slab.slots
+    slots = contents.slots[sound]
+    gaps = np.diff(np.concatenate(([-1], slots, [total]))) - 1
+    runs = gaps[gaps > 0]
+    at = {contents.keys[row]: int(contents.slots[row]) for row in sound.tolist()}
+    parents = [(int(contents.slots[row]), at.get(contents.parents[row])) for row in sound.tolist()]
+    followed = [(slot, parent) for slot, parent in parents if parent is not None]
+    beside = sum(abs(slot - parent) == 1 for slot, parent in followed)
+    return {
+        "free_runs": len(runs),
+        "longest_free_run": int(runs.max()) if len(runs) else 0,
+        "pages_with_parent": len(followed),
+        "beside_parent": beside,
+        "beside_parent_share": beside / len(followed) if followed else None,
+    }

@@ -1,0 +1,111 @@
+"""The reports of `gdscache inspect` and `gdscache verify` as tables of at most 120 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from gdscache.sizes import about
+
+NAMESPACES_SHOWN = 40
+FINDINGS_SHOWN = 40
+DIGITS = 16
+
+
+def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
+    """The report of `inspect`."""
+    table = _pairs()
+    table.add_row("directory", _plain(report["path"]))
+    table.add_row("owner", _owner(report["owner"]))
+    table.add_row(
+        "format version", f"{report['format_version']}, made {_plain(report['created'] or 'at unknown time')}"
+    )
+    table.add_row("extent bytes", f"{report['extent_bytes']:,} ({about(report['extent_bytes'])})")
+    table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
+    table.add_row("pages", f"{report['pages']:,}, {about(report['bytes'])} without padding")
+    table.add_row("free slots", f"{report['free_slots']:,}")
+    layout = report["fragmentation"]
+    table.add_row("free runs", f"{layout['free_runs']:,}, the longest of {layout['longest_free_run']:,} slots")
+    if layout["pages_with_parent"]:
+        of = f"{layout['beside_parent']:,} of {layout['pages_with_parent']:,}"
+        table.add_row("beside parent", f"{of} pages ({layout['beside_parent_share']:.0%}) lie next to their parent")
+    span = "no pages" if report["recency"] is None else _span(report["recency"])
+    table.add_row("recency order", f"{span} (a larger one was used later; no times are kept)")
+    for file in report["files"]:
+        table.add_row(file["name"], f"{file['bytes']:,} bytes ({about(file['bytes'])})")
+    if report["unusable_rows"]:
+        causes = ", ".join(f"{count:,} {cause}" for cause, count in report["unusable_rows"].items())
+        table.add_row("unusable rows", f"{causes}: the next engine deletes them")
+    if report["suspect"]:
+        table.add_row("suspect", "the catalogue was found corrupt in use: the next engine sets it aside")
+    return [table, _namespaces(report["namespaces"])]
+
+
+def verify_tables(report: Mapping[str, Any]) -> list[Table]:
+    """The report of `verify`."""
+    table = _pairs()
+    table.add_row("directory", _plain(report["path"]))
+    table.add_row("pages", f"{report['pages']:,}")
+    for name in ("good", "bad", "unchecked"):
+        table.add_row(name, f"{report[f'{name}_pages']:,}")
+    table.add_row("read", f"{about(report['bytes'])} in {report['seconds']:.2f} s, {report['gb_per_second']:.2f} GB/s")
+    found = [*report["bad"], *report["unchecked"]]
+    if not found:
+        return [table]
+    details = _table("slot", "key", "namespace", "cause", "first bad layer")
+    for page in found[:FINDINGS_SHOWN]:
+        layer = "" if page["layer"] is None else str(page["layer"])
+        details.add_row(f"{page['slot']:,}", page["key"], page["namespace"], page["cause"], layer)
+    if len(found) > FINDINGS_SHOWN:
+        details.caption = f"and {len(found) - FINDINGS_SHOWN:,} more: --json has all"
+    return [table, details]
+
+
+def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
+    table = _table("namespace", "model", "weights", "salt", "request salt", "pages", "bytes", "recency order")
+    for column in table.columns[1:5]:
+        column.max_width, column.overflow = 14, "ellipsis"
+    for namespace in namespaces[:NAMESPACES_SHOWN]:
+        fields = namespace["fields"] or {"name": "(unknown)"}
+        texts = [_plain(fields.get(name, "")) for name in ("name", "weights", "salt", "request_salt")]
+        span = "" if namespace["recency"] is None else _span(namespace["recency"])
+        size = about(namespace["bytes"])
+        table.add_row(namespace["digest"][:DIGITS], *texts, f"{namespace['pages']:,}", size, span)
+    if len(namespaces) > NAMESPACES_SHOWN:
+        table.caption = f"and {len(namespaces) - NAMESPACES_SHOWN:,} more: --json has all"
+    return table
+
+
+def _owner(owner: Mapping[str, Any]) -> str:
+    if owner["state"] == "unknown":
+        host = f" (last opened on {_plain(owner['host'])})" if owner["host"] else ""
+        return f"unknown: the locks of its host cannot be seen from here{host}"
+    if owner["state"] == "free":
+        return "free: nobody has it open"
+    since = f", since {_plain(owner['started'])}: {_plain(owner['command'])}" if owner["started"] else ""
+    return f"in use by process {owner['pid']}{since}"
+
+
+def _span(recency: Mapping[str, int]) -> str:
+    return f"{recency['first']} to {recency['last']}"
+
+
+def _plain(value: object) -> str:
+    """A text from the directory without what a terminal would obey."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
+
+
+def _pairs() -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, caption_justify="left")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table

@@ -1,0 +1,228 @@
+"""`gdscache verify`: every committed page of a directory that nobody uses, read and held against its checksums."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gdscache.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
+from gdscache.checksum import Checksums, first_bad_layer
+from gdscache.directory import CacheDirectory
+from gdscache.errors import IOFailedError
+from gdscache.inspection.reading import Contents, existing, open_catalog, os_errors, read_contents, regular_file
+from gdscache.layout import PageLayout
+
+SCHEMA = "gdscache.verify/1"
+PIECE_BYTES = 8 << 20  # of neighbouring extents that are read at once; a larger extent is read alone
+THREADS = 4
+REFRESH = 0.1  # seconds between two reports of progress
+KEY_DIGITS = 16  # of a key, as hexadecimal, that name a page
+UNCHECKED = "no_description"
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """A page that is not known to be good. `layer` is the first bad one, where the cause is `checksum`.
+
+    `cause`: `checksum`, `no_checksums` (missing, or not one a layer), `io_error`, `short_read`; `no_description`, where
+    nothing says where the layers of a page lie, so that it could not be checked; or a cause of `Recovered.dropped`.
+    """
+
+    slot: int
+    key: str
+    namespace: str
+    cause: str
+    layer: int | None = None
+
+
+def verify(directory: Path, progress: Progress = lambda done, total, text: None) -> dict[str, Any]:
+    """Read every committed page of `directory` and check it; a report as plain data. Changes only the lock file.
+
+    Owns the directory meanwhile. `progress(done, total, text)` counts pages. Raises `DirectoryInUseError` and what
+    `inspect` raises. A page that cannot be read is a finding, not an error.
+    """
+    directory = existing(directory)
+    with CacheDirectory.open(directory, sweep=False), open_catalog(directory) as connection:
+        contents = read_contents(directory, connection)
+        check = _Check(contents, connection)
+        begun = time.perf_counter()
+        findings = check.run(progress)
+        seconds = time.perf_counter() - begun
+    outside = [Finding(slot, *_name(contents, slot), cause) for slot, cause in contents.faults.items()]
+    findings = sorted([*findings, *outside], key=lambda f: f.slot)
+    bad = [f for f in findings if f.cause != UNCHECKED]
+    pages = len(contents.slots) + len(contents.broken)
+    return {
+        "schema": SCHEMA,
+        "path": str(directory),
+        "pages": pages,
+        "good_pages": pages - len(findings),
+        "bad_pages": len(bad),
+        "unchecked_pages": len(findings) - len(bad),
+        "bad": [dataclasses.asdict(f) for f in bad],
+        "unchecked": [dataclasses.asdict(f) for f in findings if f.cause == UNCHECKED],
+        "bytes": check.bytes_read,
+        "seconds": seconds,
+        "gb_per_second": check.bytes_read / seconds / 1e9,
+    }
+
+
+def _name(contents: Contents, slot: int) -> tuple[str, str]:
+    """Key prefix and namespace prefix of the row of a slot; empty where the row is not whole."""
+    row = int(np.searchsorted(contents.slots, slot))
+    if row == len(contents.slots) or contents.slots[row] != slot:
+        return "", ""
+    namespace = contents.names.get(int(contents.namespaces[row]))
+    return contents.keys[row].hex()[:KEY_DIGITS], namespace.digest.hex()[:KEY_DIGITS] if namespace else ""
+
+
+class _Check:
+    """The reading threads of one verification, which take pieces in the order of the slab."""
+
+    def __init__(self, contents: Contents, connection: sqlite3.Connection) -> None:
+        self.bytes_read = 0
+        self._contents = contents
+        self._connection = connection
+        self._extent = contents.slab.extent_bytes
+        layouts = [n.layout for n in contents.names.values() if n.layout is not None]
+        self._layouts = list(dict.fromkeys(layouts))
+        self._pieces = _pieces(contents, max(1, PIECE_BYTES // self._extent))
+        self._lock = threading.Lock()  # guards the connection and what follows
+        self._next = 0
+        self._done = 0
+        self._findings: list[Finding] = []
+        self._stop = False
+
+    def run(self, progress: Progress) -> list[Finding]:
+        total = len(self._contents.sound)
+        path = self._contents.slab.path
+        regular_file(path)
+        with os_errors(path):
+            slab = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(slab, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read beyond what is asked for
+            with ThreadPoolExecutor(THREADS, "gdscache-verify") as pool:
+                try:
+                    workers = {pool.submit(self._work, slab) for _ in range(min(THREADS, len(self._pieces)))}
+                    waiting = workers
+                    while waiting:
+                        progress(self._done, total, "pages")
+                        ended, waiting = wait(waiting, REFRESH, FIRST_EXCEPTION)
+                        for worker in ended:
+                            worker.result()
+                finally:
+                    self._stop = True
+        finally:
+            os.close(slab)
+        progress(total, total, "pages")
+        return self._findings
+
+    def _work(self, slab: int) -> None:
+        buffer = memoryview(bytearray(max(map(len, self._pieces)) * self._extent))
+        while not self._stop:
+            with self._lock:
+                if self._next == len(self._pieces):
+                    return
+                rows = self._pieces[self._next]
+                self._next += 1
+                sums = self._checksums(rows)
+            findings, nbytes = self._piece(slab, buffer, rows, sums)
+            with self._lock:
+                self._findings += findings
+                self._done += len(rows)
+                self.bytes_read += nbytes
+
+    def _piece(
+        self, slab: int, buffer: memoryview, rows: range, sums: list[Checksums | None]
+    ) -> tuple[list[Finding], int]:
+        """What is wrong with the pages of neighbouring rows, and the bytes that were read."""
+        extent, first = self._extent, int(self._contents.slots[self._contents.sound[rows.start]])
+        try:
+            got = _read(slab, buffer[: len(rows) * extent], first * extent)
+        except OSError:
+            if len(rows) > 1:  # once more, one by one: only pages that cannot be read are bad
+                parts = [self._piece(slab, buffer, rows[i : i + 1], sums[i : i + 1]) for i in range(len(rows))]
+                return [finding for findings, _ in parts for finding in findings], sum(nbytes for _, nbytes in parts)
+            return [self._finding(rows.start, "io_error", None)], 0
+        found = []
+        for i, row in enumerate(rows):
+            fault = self._fault(row, buffer[i * extent : min((i + 1) * extent, got)], sums[i])
+            if fault is not None:
+                found.append(self._finding(row, *fault))
+        return found, got
+
+    def _fault(self, row: int, data: memoryview, sums: Checksums | None) -> tuple[str, int | None] | None:
+        """Cause and layer, or None for a page that is good."""
+        if len(data) < self._extent:
+            return "short_read", None
+        if sums is None:
+            return "no_checksums", None
+        layout = self._contents.names[int(self._contents.namespaces[self._contents.sound[row]])].layout
+        if layout is None:  # the bytes of a known layout that match 64 bits a layer have that layout
+            return None if any(_matches(data, other, sums) for other in self._layouts) else (UNCHECKED, None)
+        if len(sums) != layout.n_layers:
+            return "no_checksums", None
+        layer = first_bad_layer(data, layout.layer_bounds, sums)
+        return None if layer is None else ("checksum", layer)
+
+    def _finding(self, row: int, cause: str, layer: int | None) -> Finding:
+        slot = int(self._contents.slots[self._contents.sound[row]])
+        return Finding(slot, *_name(self._contents, slot), cause, layer)
+
+    def _checksums(self, rows: range) -> list[Checksums | None]:
+        slots = self._contents.slots[self._contents.sound[rows.start : rows.stop]].tolist()
+        path = self._contents.slab.path.with_name(CATALOG_NAME)
+        try:
+            with sqlite_errors(path, "read"):
+                found = dict(
+                    self._connection.execute(
+                        "SELECT slot, sums FROM checksums WHERE slot BETWEEN ? AND ?", (slots[0], slots[-1])
+                    )
+                )
+        except CorruptCatalogError as error:
+            raise IOFailedError(
+                str(error), "the next engine that opens this directory finds these pages without checksums"
+            ) from error
+        values = map(found.get, slots)
+        return [np.frombuffer(v, "<u8") if isinstance(v, bytes) and len(v) % 8 == 0 else None for v in values]
+
+
+def _matches(data: memoryview, layout: PageLayout, sums: Checksums) -> bool:
+    return first_bad_layer(data, layout.layer_bounds, sums) is None
+
+
+def _pieces(contents: Contents, most: int) -> list[range]:
+    """Runs of at most `most` neighbouring slots, as ranges of positions in `contents.sound`."""
+    slots = contents.slots[contents.sound]
+    if not len(slots):
+        return []
+    breaks = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+    return [
+        range(at, min(at + most, end)) for start, end in itertools.pairwise(breaks) for at in range(start, end, most)
+    ]
+
+
+def _read(slab: int, memory: memoryview, offset: int) -> int:
+    """Fill `memory` from the slab and drop it from the page cache; fewer bytes only at the end of the file."""
+    done = 0
+    try:
+        while done < len(memory):
+            count = os.preadv(slab, [memory[done:]], offset + done)
+            if count == 0:
+                break
+            done += count
+    finally:
+        os.posix_fadvise(slab, offset, len(memory), os.POSIX_FADV_DONTNEED)
+    return done
