@@ -53,7 +53,7 @@ Switch = Annotated[
 
 
 _DEVICE = r"auto|cpu|cuda(:[0-9]+)?"
-_TRANSPORT = r"auto|posix|kvikio|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+_TRANSPORT = r"auto|posix|kvikio|nixl|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 
 def _device(value: str) -> str:
@@ -64,7 +64,7 @@ def _device(value: str) -> str:
 
 def _transport(value: str) -> str:
     if not re.fullmatch(_TRANSPORT, value):
-        raise ValueError("must be auto, posix, kvikio or package.module:Class")
+        raise ValueError("must be auto, posix, kvikio, nixl or package.module:Class")
     return value
 
 
@@ -130,7 +130,7 @@ class SsdConfig(Section):
     )
     capacity: Size = Field(default=16 * GIB, description="size of the slab, reserved when the tier opens")
     transport: Transport = Field(
-        default="auto", description="what moves the bytes: auto, posix, kvikio or package.module:Class"
+        default="auto", description="what moves the bytes: auto, posix, kvikio, nixl or package.module:Class"
     )
     direct_io: Switch = Field(default="auto", description="O_DIRECT, past the page cache: auto, on, off")
     gds: Switch = Field(default="auto", description="GPUDirect Storage, straight between SSD and GPU: auto, on, off")

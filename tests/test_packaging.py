@@ -152,8 +152,9 @@ def test_ci_runs_lint_and_tests() -> None:
     lines = script.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert "set -euo pipefail" in lines
-    assert lines[-5] == "make lint"
-    for line, arguments in zip(lines[-4:-1], ["--only-kvikio 13", "--only-nvrtc 12", "--only-nvrtc 13"], strict=True):
+    assert lines[-6] == "make lint"
+    installs = ["--only-kvikio 13", "--only-nixl 13", "--only-nvrtc 12", "--only-nvrtc 13"]
+    for line, arguments in zip(lines[-5:-1], installs, strict=True):
         assert line == f".venv/bin/python tools/install_gpu.py {arguments}"
     assert lines[-1] == "make test"
 

@@ -37,7 +37,7 @@ def test_cpu_gets_posix_and_one_line(
     assert "posix" in caplog.text
 
 
-@pytest.mark.parametrize("transport", ["auto", "posix", "kvikio", "some.module:Class"])
+@pytest.mark.parametrize("transport", ["auto", "posix", "kvikio", "nixl", "some.module:Class"])
 def test_gds_on_without_gds_is_refused(tmp_path: Path, transport: str) -> None:
     with pytest.raises(TransportUnavailableError) as caught:
         opened(tmp_path, transport, gds="on")
@@ -144,7 +144,8 @@ def test_a_class_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_imports_take_in_what_is_chosen_only() -> None:
     code = """if True:
         import sys, gdscache.storage
-        chosen = {"kvikio", "gdscache.storage.kvikio", "gdscache.storage.posix", "gdscache.storage.probe"}
+        names = ("kvikio", "nixl", "posix", "probe", "probe_nixl")
+        chosen = {"kvikio", "nixl", *(f"gdscache.storage.{name}" for name in names)}
         assert not chosen & set(sys.modules)
         import gdscache.memory, torch
         assert not torch.cuda.is_initialized() and "kvikio" not in sys.modules

@@ -141,6 +141,12 @@ def main(arguments: list[str] | None = None) -> int:
         help="kvikio for that CUDA version, GPU or not: its tests use a stand-in",
     )
     parser.add_argument(
+        "--only-nixl",
+        type=int,
+        metavar="MAJOR",
+        help="NIXL for that CUDA version, GPU or not: its POSIX plugin needs none",
+    )
+    parser.add_argument(
         "--only-nvrtc",
         type=int,
         choices=sorted(NVRTC),
@@ -149,6 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.only_kvikio is not None:
         return install_only(options.only_kvikio, "kvikio")
+    if options.only_nixl is not None:
+        return install_only(options.only_nixl, "nixl")
     if options.only_nvrtc is not None:
         return attempt(lambda: install_nvrtc(options.only_nvrtc))
     wanted = options.gpu

@@ -21,15 +21,16 @@ def open_transport(
 ) -> Transport:
     """The transport for the files in `directory`, with one log line that says which and why.
 
-    `transport` is `posix`, `kvikio`, `package.module:Class`, or `auto`: kvikio where `device` (`cpu` or `cuda:N`) is a
-    GPU and a byte-checked probe in `directory` proves that GPUDirect Storage works, else posix. `direct_io` and `gds`
-    are `auto`, `on` or `off`; with `gds="on"` anything but proven GPUDirect Storage is refused.
+    `transport` is `posix`, `kvikio`, `nixl`, `package.module:Class`, or `auto`: kvikio where `device` (`cpu` or
+    `cuda:N`) is a GPU and a byte-checked probe in `directory` proves that GPUDirect Storage works, else posix.
+    `direct_io` and `gds` are `auto`, `on` or `off`; with `gds="on"` anything but proven GPUDirect Storage is refused.
+    `nixl` moves GPU memory where such a probe proves it, and only host memory elsewhere.
 
     Raises `TransportUnavailableError` with the reason and what to change.
     """
-    if transport not in ("auto", "posix", "kvikio") and ":" not in transport:
+    if transport not in ("auto", "posix", "kvikio", "nixl") and ":" not in transport:
         raise TransportUnavailableError(
-            f"unknown transport {transport!r}", "set transport to auto, posix, kvikio or package.module:Class"
+            f"unknown transport {transport!r}", "set transport to auto, posix, kvikio, nixl or package.module:Class"
         )
     choice, compat, reason = _choose(transport, directory, device, gds)
     opened: Transport
@@ -41,6 +42,10 @@ def open_transport(
         from gdscache.storage.kvikio import KvikioTransport
 
         opened = KvikioTransport(threads=threads, direct_io=direct_io, compat=compat)
+    elif choice == "nixl":
+        from gdscache.storage.nixl import NixlTransport
+
+        opened = NixlTransport(threads=threads, direct_io=direct_io, gds=compat == "off")
     else:
         opened = _construct(choice, threads, direct_io)
     _log.info("transport %s, %d threads, for %s: %s", opened.name, threads, directory, reason)
@@ -48,19 +53,19 @@ def open_transport(
 
 
 def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[str, Switch, str]:
-    """(what to open, kvikio's compat mode, the reason)."""
-    if gds == "on" and transport not in ("auto", "kvikio"):
+    """(what to open, kvikio's compat mode or `off` where nixl moves GPU memory, the reason)."""
+    if gds == "on" and transport not in ("auto", "kvikio", "nixl"):
         raise _no_gds(f"transport {transport} does not use it")
-    if transport not in ("auto", "kvikio"):
+    if transport not in ("auto", "kvikio", "nixl"):
         return transport, "auto", "configured"
     if not device.startswith("cuda"):
         if gds == "on":
             raise _no_gds(f"the device is {device}")
         if transport == "auto":
             return "posix", "auto", f"the device is {device}"
-        return "kvikio", "on", f"configured; the device is {device}, so files are read into host memory"
+        return transport, "on", f"configured; the device is {device}, so files are read into host memory"
     if gds == "off":
-        return ("posix", "auto", "gds is off") if transport == "auto" else ("kvikio", "on", "configured; gds is off")
+        return ("posix", "auto", "gds is off") if transport == "auto" else (transport, "on", "configured; gds is off")
 
     from gdscache.storage.probe import no_gds_driver, probe_kvikio
 
@@ -69,6 +74,8 @@ def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[
         raise _no_gds(missing)
     if missing and transport == "auto":
         return "posix", "auto", f"no GPUDirect Storage: {missing}"
+    if transport == "nixl":
+        return _choose_nixl(missing, directory, device, gds)
     probe = probe_kvikio(directory, int(device.partition(":")[2] or 0))
     if probe.mode == "gds":
         return "kvikio", "off", f"GPUDirect Storage works: {probe.reason}"
@@ -81,6 +88,19 @@ def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[
             f"kvikio does not work in {directory}: {probe.reason}", "set transport to posix"
         )
     return "kvikio", "on", f"configured, but no GPUDirect Storage: {probe.reason}"
+
+
+def _choose_nixl(missing: str, directory: Path, device: str, gds: Switch) -> tuple[str, Switch, str]:
+    from gdscache.storage.probe_nixl import probe_nixl
+
+    if not missing:
+        probe = probe_nixl(directory, int(device.partition(":")[2] or 0))
+        if probe.mode == "gds":
+            return "nixl", "off", f"configured; GPUDirect Storage works: {probe.reason}"
+        missing = probe.reason
+    if gds == "on":
+        raise _no_gds(missing)
+    return "nixl", "on", f"configured, for host memory only; no GPUDirect Storage: {missing}"
 
 
 def _construct(target: str, threads: int, direct_io: Switch) -> Transport:
