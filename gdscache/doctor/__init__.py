@@ -15,6 +15,8 @@ from gdscache.doctor.facts import Asked, Facts, Found, MoverFacts, attempt, defa
 from gdscache.doctor.gpu import find_gpu, gpu_rows, gpu_to_look_at
 from gdscache.doctor.kernels import find_kernels, find_mover, kernel_rows
 from gdscache.doctor.report import Report, Row, Section, tables
+from gdscache.doctor.storage import find_ssd
+from gdscache.doctor.storage_rows import ssd_rows
 
 __all__ = ["CHECKS", "Asked", "Facts", "Report", "Row", "Section", "defaults", "examine", "find", "tables"]
 
@@ -24,11 +26,13 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("GPU", gpu_rows),
     ("Kernels", kernel_rows),
     ("GPU <-> CPU", copy_rows),
+    ("SSD", ssd_rows),
 )
 
 
 def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
-    """Look at the machine. Builds kernels, measures the bus where nobody has, and opens what copies the pages."""
+    """Look at the machine. Builds kernels, measures the bus where nobody has, opens what copies the pages,
+    and writes and reads some MiB in the SSD tier's directory, with nothing left there."""
     gpu = find_gpu(asked)
     device = gpu_to_look_at(gpu)
     kernels = find_kernels(device)
@@ -37,7 +41,9 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
     if gpu.device.value:
         engines = torch.device(gpu.device.value)
         mover = attempt(lambda: find_mover(asked, engines))
-    return Facts(gpu, kernels, copies, mover)
+    directory = asked.ssd_directory
+    ssd = None if directory is None else find_ssd(asked, directory, gpu.device.value or "cpu")
+    return Facts(gpu, kernels, copies, mover, ssd)
 
 
 def examine(facts: Facts, asked: Asked) -> Report:

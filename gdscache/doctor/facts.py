@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
 
 import torch
 
@@ -39,10 +40,19 @@ def attempt(find: Callable[[], T]) -> Found[T]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """The configuration to check against; `given` is False where it is only the defaults, with a sample model."""
+    """The configuration to check against; `given` is False where it is only the defaults, with a sample model.
+
+    `directory`: look at this one for an SSD tier, whatever `ssd.path` is.
+    """
 
     config: Config
     given: bool = True
+    directory: Path | None = None
+
+    @property
+    def ssd_directory(self) -> Path | None:
+        """The directory of the SSD tier, if any was given."""
+        return self.directory or (self.config.ssd.path if self.config.ssd else None)
 
 
 def defaults() -> Asked:
@@ -123,13 +133,136 @@ class CopyFacts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DirectoryFacts:
+    """The directory of an SSD tier. `place`: itself, or the nearest parent that exists, which is what was looked at.
+
+    `user` and `mode` are those of `place`; `holder`: the engine that uses it now; `problem`: why it cannot be used.
+    """
+
+    path: str
+    exists: bool
+    place: str
+    user: str
+    mode: str
+    holder: str = ""
+    problem: str = ""
+    hint: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpaceFacts:
+    """Bytes that this user may still write, free inodes (None: not counted), bytes of the slab that is there now."""
+
+    free: int
+    inodes: int | None
+    slab: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MountFacts:
+    """`device`: `major:minor`; `source`: what is mounted."""
+
+    file_system: str
+    source: str
+    device: str
+    options: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinkFacts:
+    """A PCIe link as it runs and as the device could: GT/s and lanes."""
+
+    speed: float
+    width: int
+    max_speed: float
+    max_width: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiskFacts:
+    """One disk below the directory's file system; None is what the kernel does not say."""
+
+    name: str
+    model: str | None
+    rotational: bool | None
+    link: LinkFacts | None
+    numa_node: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AlignmentFacts:
+    """What O_DIRECT demands in bytes, of memory (None: not known) and of offsets; said by statx, or tried out."""
+
+    memory: int | None
+    offset: int
+    by: Literal["statx", "trial"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelSideFacts:
+    """What of GPUDirect Storage the kernel shows.
+
+    `nvidia_fs`: the module is loaded, with its version if it says one; `counts`: whether it counts I/O (None: not
+    said); `p2pdma`: what that path needs, each True, False, or None where it cannot be seen; `udev`: `/run/udev` is
+    there, and `udev_record`: it knows the device of the file system; `iommu_groups` and `iommu` (kernel arguments).
+    """
+
+    nvidia_fs: bool
+    nvidia_fs_version: str
+    counts: bool | None
+    p2pdma: dict[str, bool | None]
+    udev: bool
+    udev_record: bool
+    modules: bool
+    iommu_groups: int
+    iommu: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrialFacts:
+    """A transport that wrote and read `nbytes` there, the same bytes; `seconds` of the write with its flush, and of the
+    read. `word`: `gds` only if nvidia-fs counted these reads and writes, `compat` for GPU memory without that proof,
+    `posix` for host memory. `reason`: why this transport, in the words of its log line.
+    """
+
+    name: str
+    memory: Literal["host", "cuda"]
+    word: Literal["gds", "compat", "posix"]
+    direct: bool
+    nbytes: int
+    write_s: float
+    read_s: float
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SsdFacts:
+    """A directory and all that is below it. `trials`: by transport; `chosen`: what `ssd.transport` comes to there."""
+
+    directory: DirectoryFacts
+    space: Found[SpaceFacts]
+    mount: Found[MountFacts]
+    disks: tuple[DiskFacts, ...]
+    gpu_numa_node: int | None
+    direct_io: Found[str]
+    alignment: Found[AlignmentFacts]
+    kernel: KernelSideFacts
+    cufile: Found[str]
+    kvikio: Found[str]
+    nixl: Found[str]
+    trials: dict[str, Found[TrialFacts]]
+    chosen: Found[TrialFacts]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything."""
+    """Everything. `ssd` is None where no directory was given."""
 
     gpu: GpuFacts
     kernels: KernelFacts
     copies: CopyFacts
     mover: Found[MoverFacts]
+    ssd: SsdFacts | None = None
 
     @property
     def has_gpu(self) -> bool:
