@@ -139,31 +139,16 @@ class Driver:
 
 
 class DeviceMemory:
-    """GPU memory of our own; `tensor` is uint8 of shape (nbytes,). Close it when nothing on the GPU uses it."""
+    """`nbytes` of GPU memory of our own, from `address` on. Close it when nothing on the GPU uses it."""
 
     def __init__(self, driver: Driver, address: int, nbytes: int) -> None:
         self._driver = driver
         self.address = address
         self.nbytes = nbytes
-        self.tensor: torch.Tensor = torch.as_tensor(_Interface(address, nbytes), device=driver.device)
 
     def close(self) -> None:
         """Free it; again is fine."""
         address, self.address = self.address, 0
         if address:
-            self.tensor = torch.empty(0, dtype=torch.uint8, device=self._driver.device)
             with self._driver.entered():
                 self._driver.call("cuMemFree_v2", ctypes.c_uint64(address))
-
-
-class _Interface:
-    """An address range as the CUDA array interface (version 3) has it."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }

@@ -169,14 +169,12 @@ class _Run:
             some = kept[at : at + _READ_PAGES]
             readings.append(self._read([w for w, _ in some], cpu.extents, [slot for _, slot in some]))
         self._scatter_resident(resident, by_layer=not from_ssd and not shared)
-        if not from_ssd:
-            self._check_copied(wait=True)
-            self._manager.observe("cpu", len(resident) * self._layout.page_bytes, time.monotonic() - begun)
         for reading in readings:
             self._land(reading)
         self._pass_through(passing)
         self._check_copied(wait=True)
-        self._manager.observe("ssd", len(from_ssd) * self._layout.page_bytes, time.monotonic() - begun)
+        tier, moved = ("ssd", from_ssd) if from_ssd else ("cpu", resident)  # resident pages wait beside reads
+        self._manager.observe(tier, len(moved) * self._layout.page_bytes, time.monotonic() - begun)
         self._wait_for_others(shared)
         self._check_copied(wait=True)
 

@@ -48,7 +48,7 @@ class HostBuffer:
         except OSError as error:
             raise MemoryError(f"cannot map {nbytes} bytes of host memory: {error}") from error
         self.nbytes = nbytes
-        self._unit = unit
+        self._step = MAX_REGISTRATION // unit * unit  # bytes of a registration
         _advise_huge_pages(self._map)
         _touch(self._map)
         # The tensor takes its bytes through a view that nobody else can release: torch keeps the object alive but not
@@ -76,7 +76,7 @@ class HostBuffer:
     @property
     def registration_bytes(self) -> int:
         """Bytes of each page-locked registration (the last may have fewer); 0 where there is one or none."""
-        return MAX_REGISTRATION // self._unit * self._unit if len(self._registered) > 1 else 0
+        return self._step if len(self._registered) > 1 else 0
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -120,9 +120,9 @@ class HostBuffer:
         """
         if not torch.cuda.is_available():
             return "CUDA is not available"
-        driver, step = _driver(), MAX_REGISTRATION // self._unit * self._unit
-        for offset in range(0, self.nbytes, step):
-            size = min(step, self.nbytes - offset)
+        driver = _driver()
+        for offset in range(0, self.nbytes, self._step):
+            size = min(self._step, self.nbytes - offset)
             try:
                 driver.page_lock(self.address + offset, size)
             except DeviceError as error:
@@ -132,8 +132,10 @@ class HostBuffer:
         return ""
 
     def _unregister(self) -> None:
-        driver = _driver() if self._registered else None
-        while self._registered and driver is not None:
+        if not self._registered:
+            return
+        driver = _driver()
+        while self._registered:
             try:
                 driver.page_unlock(self._registered.pop())
             except DeviceError as error:

@@ -54,7 +54,7 @@ WHOLE = Facts(
         Found((DeviceFacts("NVIDIA H200", (9, 0), 140 << 30, 132),)),
         Found("cuda:0"),
     ),
-    KernelFacts(Found("14.2.0"), Found("13.0"), Found("/root/.cupy/kernel_cache"), Found(0.25)),
+    KernelFacts(Found("14.2.0"), Found("13.0"), Found("/home/somebody/.cupy/kernel_cache"), Found(0.25)),
     CopyFacts(
         Found(0.01), None, Found("batch_13"), Found(CalibrationFacts(MEASURED, "/c/calibration.json", True, True))
     ),

@@ -51,7 +51,7 @@ def calibration_key(driver: Driver, engine: CopyEngine) -> dict[str, str]:
         "gpu_uuid": str(getattr(properties, "uuid", f"number-{driver.device.index}")),
         "driver": str(driver.version),
         "copy_engine": engine.api,
-        "gdscache": importlib.metadata.version("gdscache") if _installed() else "source",
+        "gdscache": _version(),
         "kernels": jit.source_digest(),
     }
 
@@ -109,9 +109,8 @@ def _alone(key: dict[str, str]) -> Iterator[None]:
         yield
 
 
-def _installed() -> bool:
+def _version() -> str:
     try:
-        importlib.metadata.version("gdscache")
+        return importlib.metadata.version("gdscache")
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return "source"

@@ -82,45 +82,22 @@ class CudaMover(Mover):
 
     # -- the two directions --------------------------------------------------------------------------------------------
 
-    def scatter(
-        self,
-        extents: Extents,
-        slots: Slots,
-        blocks: torch.Tensor,
-        layers: range | None = None,
-        after: Sequence[Event] = (),
-        *,
-        sums: bool = False,
-    ) -> Moved:
-        return self._move("load", self._loads, extents, slots, blocks, self._layers(layers), after, sums)
-
-    def gather(
-        self,
-        extents: Extents,
-        slots: Slots,
-        blocks: torch.Tensor,
-        layers: range | None = None,
-        after: Sequence[Event] = (),
-        *,
-        sums: bool = False,
-    ) -> Moved:
-        return self._move("store", self._stores, extents, slots, blocks, self._layers(layers), after, sums)
-
     def _move(
         self,
         direction: Direction,
-        lane: Lane,
         extents: Extents,
         slots: Slots,
         blocks: torch.Tensor,
         layers: range,
         after: Sequence[Event],
+        *,
         sums: bool,
     ) -> Moved:
         on_gpu = sums and self.kernels.has_sums
         if not len(slots) or not layers:
             return Moved(None, None, host_digests(extents, (), layers))
         path = self.path(direction, extents, layers, sums=on_gpu)
+        lane = self._loads if direction == "load" else self._stores
         on_gpu = on_gpu and path != "copy_engine"
         with lane.entered():
             transfer = Transfer(self.planes, extents, slots, blocks, layers, sums=on_gpu)

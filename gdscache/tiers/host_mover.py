@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from gdscache.kernels import host
 from gdscache.planes import PagedPlanes
 from gdscache.streams import Event
 from gdscache.tiers.bounce import Extents
+from gdscache.tiers.paths import Direction
 from gdscache.tiers.transfer import Moved, Mover, Slots, host_digests
 
 _CHUNK_PAGES = 16  # what numpy copies through stays small and warm
@@ -25,33 +26,18 @@ class HostMover(Mover):
         self.planes = planes
         self.layout = planes.layout
 
-    def scatter(
-        self,
-        extents: Extents,
-        slots: Slots,
-        blocks: torch.Tensor,
-        layers: range | None = None,
-        after: Sequence[Event] = (),
-        *,
-        sums: bool = False,
-    ) -> Moved:
-        return self._move(host.scatter, extents, slots, blocks, self._layers(layers))
-
-    def gather(
-        self,
-        extents: Extents,
-        slots: Slots,
-        blocks: torch.Tensor,
-        layers: range | None = None,
-        after: Sequence[Event] = (),
-        *,
-        sums: bool = False,
-    ) -> Moved:
-        return self._move(host.gather, extents, slots, blocks, self._layers(layers))
-
     def _move(
-        self, kernel: Callable[..., None], extents: Extents, slots: Slots, blocks: torch.Tensor, layers: range
+        self,
+        direction: Direction,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range,
+        after: Sequence[Event],
+        *,
+        sums: bool,
     ) -> Moved:
+        kernel = host.scatter if direction == "load" else host.gather
         for at in range(0, len(slots), _CHUNK_PAGES):
             rows = torch.tensor(slots[at : at + _CHUNK_PAGES])
             kernel(self.planes, blocks[at : at + _CHUNK_PAGES], extents.rows, rows, layers)

@@ -13,6 +13,7 @@ from gdscache.kernels import reference
 from gdscache.planes import PagedPlanes
 from gdscache.streams import Event, record_on
 from gdscache.tiers.bounce import Extents
+from gdscache.tiers.paths import Direction
 from gdscache.tiers.transfer import Moved, Mover, Slots, host_digests
 
 _CHUNK_PAGES = 16
@@ -49,59 +50,39 @@ class TorchMover(Mover):
         self._loads = _Lane(planes.device, rows, extent, priority=-1)
         self._stores = _Lane(planes.device, rows, extent, priority=0)
 
-    def scatter(
+    def _move(
         self,
+        direction: Direction,
         extents: Extents,
         slots: Slots,
         blocks: torch.Tensor,
-        layers: range | None = None,
-        after: Sequence[Event] = (),
+        layers: range,
+        after: Sequence[Event],
         *,
-        sums: bool = False,
+        sums: bool,
     ) -> Moved:
-        lane, which = self._loads, self._layers(layers)
+        loads = direction == "load"
+        lane = self._loads if loads else self._stores
+        kernel = reference.scatter if loads else reference.gather
         with lane.entered(after):
             if extents.rows.device == self.planes.device:
                 for rows, there in self._chunks(slots, blocks):
-                    reference.scatter(self.planes, there, extents.rows, rows, which)
+                    kernel(self.planes, there, extents.rows, rows, layers)
             else:
                 bounds = self.layout.layer_bounds
-                start, end = bounds[which.start][0], bounds[which.stop - 1][1]
+                span = slice(bounds[layers.start][0], bounds[layers.stop - 1][1])
                 for at in range(0, len(slots), len(lane.staging)):
                     chunk = slots[at : at + len(lane.staging)]
-                    for i, slot in enumerate(chunk):
-                        lane.staging[i, start:end].copy_(extents.rows[slot, start:end], non_blocking=True)
+                    if loads:
+                        for i, slot in enumerate(chunk):
+                            lane.staging[i, span].copy_(extents.rows[slot, span], non_blocking=True)
                     index, there = self._staged(chunk, blocks[at : at + len(chunk)])
-                    reference.scatter(self.planes, there, lane.staging, index, which)
+                    kernel(self.planes, there, lane.staging, index, layers)
+                    if not loads:
+                        for i, slot in enumerate(chunk):
+                            extents.rows[slot, span].copy_(lane.staging[i, span], non_blocking=True)
             event = record_on(lane.stream)
-        return Moved(event, event, host_digests(extents, slots, which))
-
-    def gather(
-        self,
-        extents: Extents,
-        slots: Slots,
-        blocks: torch.Tensor,
-        layers: range | None = None,
-        after: Sequence[Event] = (),
-        *,
-        sums: bool = False,
-    ) -> Moved:
-        lane, which = self._stores, self._layers(layers)
-        with lane.entered(after):
-            if extents.rows.device == self.planes.device:
-                for rows, there in self._chunks(slots, blocks):
-                    reference.gather(self.planes, there, extents.rows, rows, which)
-            else:
-                bounds = self.layout.layer_bounds
-                start, end = bounds[which.start][0], bounds[which.stop - 1][1]
-                for at in range(0, len(slots), len(lane.staging)):
-                    chunk = slots[at : at + len(lane.staging)]
-                    index, there = self._staged(chunk, blocks[at : at + len(chunk)])
-                    reference.gather(self.planes, there, lane.staging, index, which)
-                    for i, slot in enumerate(chunk):
-                        extents.rows[slot, start:end].copy_(lane.staging[i, start:end], non_blocking=True)
-            event = record_on(lane.stream)
-        return Moved(event, event, host_digests(extents, slots, which))
+        return Moved(event, event, host_digests(extents, slots, layers))
 
     def _staged(self, chunk: Slots, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         index = torch.arange(len(chunk), device=self.planes.device)

@@ -21,6 +21,7 @@ from gdscache.layout import PageLayout
 from gdscache.planes import PagedPlanes
 from gdscache.streams import Event
 from gdscache.tiers.bounce import Extents
+from gdscache.tiers.paths import Direction
 
 if TYPE_CHECKING:
     from gdscache.config import GpuConfig
@@ -63,7 +64,6 @@ class Mover(abc.ABC):
     planes: PagedPlanes
     layout: PageLayout
 
-    @abc.abstractmethod
     def scatter(
         self,
         extents: Extents,
@@ -75,8 +75,8 @@ class Mover(abc.ABC):
         sums: bool = False,
     ) -> Moved:
         """Queue copies from extents into the planes."""
+        return self._move("load", extents, slots, blocks, self._layers(layers), after, sums=sums)
 
-    @abc.abstractmethod
     def gather(
         self,
         extents: Extents,
@@ -88,6 +88,21 @@ class Mover(abc.ABC):
         sums: bool = False,
     ) -> Moved:
         """Queue copies from the planes into extents."""
+        return self._move("store", extents, slots, blocks, self._layers(layers), after, sums=sums)
+
+    @abc.abstractmethod
+    def _move(
+        self,
+        direction: Direction,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range,
+        after: Sequence[Event],
+        *,
+        sums: bool,
+    ) -> Moved:
+        """`scatter` (a load) or `gather` (a store), of layers that are named."""
 
     @abc.abstractmethod
     def mark_loads(self) -> Event:
