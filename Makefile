@@ -2,12 +2,14 @@
 #
 #   PY=python3.12    another Python, for a new .venv
 #   GPU=auto|on|off  GPU libraries: where there is a GPU (auto), required (on), never (off)
+#   WORKERS=N        make test in N processes, each file of tests in one of them; 0: in this one, as with a GPU to share
 #
 # Without a GPU on Linux, PyPI's torch still brings its CUDA libraries (some GB). That is accepted: it is the build that
 # users have. To save the download, install a CPU build of torch into .venv first; it is then kept.
 
 PY ?= python3
 GPU ?= auto
+WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -31,7 +33,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not soak" --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed
 	GDSCACHE_SOAK=1 $(BIN)/python -m pytest -m soak --durations=15 --timeout=0 $(PYTEST_ARGS)
@@ -39,6 +41,7 @@ soak: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/gdscache bench engine
 	$(BIN)/gdscache bench index
+	$(BIN)/gdscache bench io
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

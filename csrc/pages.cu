@@ -17,7 +17,7 @@
 #define CHUNK 16
 #define STEPS (SPAN / (32 * CHUNK))  // chunks of a span that one lane moves
 #define PARTS (CHUNK / VECTOR)
-#define ROUND 4  // spans that a warp moves between two folds of checksums
+#define ROUND 2  // spans that a warp moves between two folds of checksums
 #ifndef TABLE_WORDS
 #define TABLE_WORDS 1536  // layers and planes that fit are read from shared memory
 #endif
@@ -51,7 +51,7 @@ struct Plane {
 struct Call {
     const Layer* layers;
     const Plane* planes;
-    const void* blocks;  // [pages][blocks_per_page]
+    const void* blocks;  // [pages][blocks_per_page]; in the call's arguments null for those listed there
     const void* rows;    // [pages], null for 0, 1, 2, ...
     char* extents;
     long long stride, origin, slots, pool_blocks;
@@ -59,9 +59,14 @@ struct Call {
     unsigned long long* skipped;
 };
 
-// Tables may be in page-locked host memory: read through the first-level cache, a line comes over the bus once an SM.
+// Block indices that came with the launch, for calls with few: a copy of their own would hold up larger ones.
+struct Listed {
+    long long words[440];
+};
+
+// Tables are in GPU memory or among the kernel's arguments.
 __device__ __forceinline__ long long index_at(const void* table, u32 i, u32 wide) {
-    return wide ? __ldg((const long long*)table + i) : (long long)__ldg((const int*)table + i);
+    return wide ? *((const long long*)table + i) : (long long)*((const int*)table + i);
 }
 
 #if VECTOR == 16
@@ -267,21 +272,41 @@ __device__ __forceinline__ u64 finish(u64 value, const u64* last, u32 bytes, con
     return xxh_finish(__shfl_sync(0xffffffffu, folded, 0) + bytes * XXH_PRIME64_1);
 }
 
-// A team of `team` warps of one block has one layer of one page at a time: each moves ROUND spans, their sums meet in
-// shared memory, and the team's first warp folds them. Loops are of equal length for all teams of a block.
+// Add the block sums of tiles `from` to `to` of a layer to its accumulators; after its last tile, its digest.
+__device__ __forceinline__ void fold(
+    const u64* tiles, const u64* last, u32 from, u32 to, u32 bytes, const char* extent, u32 lane, u64 key, u64& value,
+    u64* digest) {
+    const u32 full = (bytes - 1) / TILE, end = min(to, full + 1);
+    if (from > full) return;
+#pragma unroll 4
+    for (u32 t = from; t < end; ++t) {
+        value += tiles[(t - from) * 8 + (lane & 7)];
+        if (t < full) value = xxh_scramble(value, key);
+    }
+    if (end <= full) return;
+    const u64 found = finish(value, last, bytes, extent, lane);
+    if (lane == 0) *digest = found;
+}
+
+// A team of `team` warps of one block has one layer of one page at a time. In a team of one, the warp moves ROUND spans and
+// folds their sums, and so on. In a larger one the first warp only folds, what the others moved in the round before: their
+// sums meet in shared memory, in two halves that take turns. Loops are of equal length for all teams of a block.
 template <bool GATHER>
 __device__ __forceinline__ void move_and_sum(Call c, u32 team, u64* digests) {
     __shared__ long long table[TABLE_WORDS];
-    __shared__ u64 tile_sums[32 * ROUND * TILES * 8], last_sums[32 * 8];
+    __shared__ u64 tile_sums[2 * 32 * ROUND * TILES * 8], last_sums[32 * 8];
     fetch_table(c, table);
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, number = warp / team, member = warp - number * team;
-    const u32 teams = (blockDim.x >> 5) / team, pieces = c.pages * c.n_layers, tiles_a_round = team * ROUND * TILES;
-    u64* const tiles = tile_sums + number * tiles_a_round * 8;
+    const u32 teams = (blockDim.x >> 5) / team, pieces = c.pages * c.n_layers;
+    const u32 movers = team > 1 ? team - 1 : 1, mover = team > 1 ? member - 1 : 0, step = movers * ROUND * TILES;
+    const bool moves = team == 1 || member > 0, folds = member == 0;
+    u64* const tiles = tile_sums + number * 2 * step * 8;
     u64* const last = last_sums + number * 8;
     __shared__ u64 secret[24];
     if (threadIdx.x < 24) secret[threadIdx.x] = xxh_secret[threadIdx.x];
     __syncthreads();
     const u64* const keys = secret + ((lane & 15) >> 2) + 2 * (lane & 3);
+    const u64 key = secret[16 + (lane & 7)];
     for (u32 first = blockIdx.x * teams; first < pieces; first += gridDim.x * teams) {
         const u32 piece = first + number, page = piece / c.n_layers, which = piece - page * c.n_layers;
         const bool active = piece < pieces;
@@ -297,40 +322,39 @@ __device__ __forceinline__ void move_and_sum(Call c, u32 team, u64* digests) {
             if (which == 0 && member == 0 && c.skipped) count_skipped(c, page, row, lane);
         }
         const bool there = row >= 0 && row < c.slots;
-        const u32 full = active ? (bytes - 1) / TILE : 0;
         u64 value = xxh_start[lane & 7];
-        for (u32 tile = 0; tile < c.tiles; tile += tiles_a_round) {
+        u32 half = 0;
+        for (u32 tile = 0;; tile += step, half ^= 1) {
+            if (moves) {
 #pragma unroll 1
-            for (u32 r = 0; r < ROUND; ++r) {
-                const u32 span = r * team + member, begin = tile * TILE + span * SPAN;
-                if (begin >= bytes) break;
-                Chunk data[STEPS];
-                move_span<GATHER, true>(c, layer, page, extent, there, begin, min(begin + SPAN, bytes), lane, data);
-                sum_span(data, begin, bytes, lane, keys, tiles + span * TILES * 8, last);
-            }
-            if (team == 1) {
-                __syncwarp();
-            } else {
-                __syncthreads();
-            }
-            if (member == 0 && active) {
-                const u64 key = secret[16 + (lane & 7)];
-                const u32 end = min(tile + tiles_a_round, full + 1);
-#pragma unroll 4
-                for (u32 t = tile; t < end; ++t) {
-                    value += tiles[(t - tile) * 8 + (lane & 7)];
-                    if (t < full) value = xxh_scramble(value, key);
-                }
-                if (end == full + 1 && tile <= full) {
-                    const u64 digest = finish(value, last, bytes, there ? extent : nullptr, lane);
-                    if (lane == 0) digests[piece] = digest;
+                for (u32 r = 0; r < ROUND; ++r) {
+                    const u32 span = r * movers + mover, begin = tile * TILE + span * SPAN;
+                    if (begin >= bytes) break;
+                    Chunk data[STEPS];
+                    move_span<GATHER, true>(c, layer, page, extent, there, begin, min(begin + SPAN, bytes), lane, data);
+                    sum_span(data, begin, bytes, lane, keys, tiles + (half * step + span * TILES) * 8, last);
                 }
             }
             if (team == 1) {
                 __syncwarp();
+                if (active) {
+                    fold(tiles + half * step * 8, last, tile, tile + step, bytes, there ? extent : nullptr, lane, key,
+                         value, digests + piece);
+                }
+                if (tile + step >= c.tiles) break;
             } else {
+                if (folds && active && tile > 0) {
+                    fold(tiles + (half ^ 1) * step * 8, last, tile - step, tile, bytes, there ? extent : nullptr, lane,
+                         key, value, digests + piece);
+                }
+                if (tile >= c.tiles) break;
                 __syncthreads();
             }
+        }
+        if (team == 1) {
+            __syncwarp();
+        } else {
+            __syncthreads();
         }
     }
 }
@@ -338,9 +362,10 @@ __device__ __forceinline__ void move_and_sum(Call c, u32 team, u64* digests) {
 #define ARGUMENTS                                                                                                      \
     const Layer *layers, const Plane *planes, const void *blocks, const void *rows, char *extents, long long stride,   \
         long long origin, long long slots, long long pool_blocks, u32 pages, u32 n_layers, u32 first_plane,            \
-        u32 n_planes, u32 tiles, u32 blocks_per_page, u32 wide, unsigned long long *skipped
+        u32 n_planes, u32 tiles, u32 blocks_per_page, u32 wide, unsigned long long *skipped,                           \
+        const __grid_constant__ Listed listed
 #define CALL                                                                                                           \
-    {layers, planes, blocks, rows, extents, stride, origin, slots, pool_blocks, pages, n_layers, first_plane,          \
+    {layers, planes, blocks ? blocks : listed.words, rows, extents, stride, origin, slots, pool_blocks, pages, n_layers, first_plane,          \
      n_planes, tiles, blocks_per_page, wide, skipped}
 
 extern "C" __global__ void __launch_bounds__(1024) gather(ARGUMENTS) {

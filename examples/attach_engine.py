@@ -51,11 +51,9 @@ class ToyEngine:
         for layer in range(LAYERS):
             load.wait(layer)
             self.forward(layer, tokens, blocks, start=load.tokens)
-        # 4. The verdict, before any output is used. What turns out to be bad is computed after all.
-        report = load.result()
-        if report.tokens < load.tokens:
-            for layer in range(LAYERS):
-                self.forward(layer, tokens, blocks, start=report.tokens)
+        # 4. The verdict, before any output is used. What turns out to be bad is computed after all, from the first bad
+        #    page to the end of the prompt: what follows it was computed on it.
+        report = load.settle(lambda gap: self.recompute(tokens, blocks, gap.first))
         # 5. Store the full pages; in the background. Pages that are stored already cost nothing.
         full = len(tokens) // PAGE * PAGE
         handle = self.cache.store(tokens, blocks[: full // BLOCK])
@@ -72,6 +70,11 @@ class ToyEngine:
         where = torch.tensor(blocks)[positions // BLOCK].to(self.device), (positions % BLOCK).to(self.device)
         for plane, rows in zip(self.planes[layer], rows_of(layer, tokens), strict=True):
             plane[where] = rows[start:].to(self.device)
+
+    def recompute(self, tokens: list[int], blocks: list[int], start: int) -> None:
+        """The forward pass again, for tokens `start` and following."""
+        for layer in range(LAYERS):
+            self.forward(layer, tokens, blocks, start)
 
     def check(self, tokens: list[int], blocks: list[int]) -> None:
         """Every row, loaded or computed, is what the model would have computed."""

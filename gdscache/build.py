@@ -15,28 +15,38 @@ from gdscache.errors import PinnedMemoryError
 from gdscache.layout import PageLayout
 from gdscache.loader import Loader
 from gdscache.planes import PagedPlanes
+from gdscache.prefetcher import Prefetcher
+from gdscache.sanity import concerns
 from gdscache.storer import Storer
 from gdscache.streams import resolve_device
+from gdscache.tiers import routes
+from gdscache.tiers.admission import open_admission
 from gdscache.tiers.bounce import Bounce, Extents
 from gdscache.tiers.cpu import CpuTier, HostExtents
 from gdscache.tiers.gpu import DeviceExtents, GpuTier
 from gdscache.tiers.manager import TierManager
+from gdscache.tiers.promotion import Promotion, new_promotion
 from gdscache.tiers.ssd import SsdTier
+from gdscache.tiers.store_plan import StorePlanner
 from gdscache.tiers.transfer import Mover, open_mover
+from gdscache.timeline import OFF, Timeline
 from gdscache.writer import SsdWriter
 
 _log = logging.getLogger("gdscache")
+_config_log = logging.getLogger("gdscache.config")
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What an engine is made of."""
+    """What an engine is made of. `concerns`: what was said of its configuration."""
 
+    concerns: tuple[str, ...]
     planes: PagedPlanes
     manager: TierManager
     mover: Mover
     bounce: Bounce | None
     loader: Loader
+    prefetcher: Prefetcher
     storer: Storer
 
     def close(self) -> None:
@@ -48,40 +58,64 @@ class Parts:
             self.mover.close()
 
 
-def build(config: Config, layout: PageLayout, attached: Sequence[Sequence[torch.Tensor]] | None) -> Parts:
+def build(
+    config: Config,
+    layout: PageLayout,
+    attached: Sequence[Sequence[torch.Tensor]] | None,
+    timeline: Timeline = OFF,
+) -> Parts:
     """Open everything, or raise and leave nothing open."""
     with contextlib.ExitStack() as undo:
         lock = threading.RLock()
         gpu = None
         if attached is None:
-            gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device))
+            gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.gpu.eviction)
             undo.callback(gpu.close)
             planes = gpu.pool
         else:
             planes = PagedPlanes(layout, attached)
         cpu = None
         if config.cpu is not None:
-            cpu = CpuTier(layout, config.cpu.capacity, config.cpu.pin)
+            cpu = CpuTier(layout, config.cpu.capacity, config.cpu.pin, config.cpu.eviction)
             undo.callback(cpu.close)
         ssd = None
         if config.ssd is not None:
             ssd = SsdTier(layout, config.ssd, str(planes.device), lock)
             undo.callback(ssd.close)
-        bounce = _bounce(config, layout, planes.device, cpu, ssd)
+        route = None
+        if ssd is not None and config.ssd is not None:
+            route = routes.choose(config.ssd.route, ssd, layout, planes.device, keep=cpu is not None)
+            ssd.route = route.describe()
+        bounce = _bounce(config, layout, planes.device, cpu, ssd, route)
         if bounce is not None:
             undo.callback(bounce.close)
         _check_paths(config.gpu, planes.device, [tier.extents for tier in (cpu, bounce) if tier is not None])
-        manager = TierManager(lock, gpu, cpu, ssd)
+        manager = TierManager(lock, gpu, cpu, ssd, promotion=_promotion(config, cpu))
         mover = open_mover(planes, config.gpu)
+        manager.timeline = mover.timeline = timeline
         undo.callback(mover.close)
-        loader = Loader(manager, mover, bounce, layout, config.load)
+        direct = route is not None and route.route == "direct"
+        loader = Loader(manager, mover, bounce, layout, config.load, keep=not direct)
+        prefetcher = Prefetcher(manager, loader, layout, config.prefetch)
+        watermarks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
+        admission = None
+        if ssd is not None and config.ssd is not None:
+            admission = open_admission(config.ssd, ssd.index.slots, layout.extent_bytes)
+        planner = StorePlanner(manager, config.store, layout.extent_bytes, admission, watermarks)
         writer = None
-        if ssd is not None and config.store.write_through:
-            writer = SsdWriter(manager, ssd, layout.extent_bytes)
-        storer = Storer(manager, mover, bounce, writer, layout, config.store)
+        if ssd is not None and config.store.write_policy != "never":
+            writer = SsdWriter(manager, ssd, layout.extent_bytes, planner.keys)
+        storer = Storer(manager, planner, mover, bounce, writer, layout.extent_bytes, config.store)
         undo.pop_all()
+    said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
+    for concern in said:
+        _config_log.warning("%s", concern)
     _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)
-    return Parts(planes, manager, mover, bounce, loader, storer)
+    return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer)
+
+
+def _promotion(config: Config, cpu: CpuTier | None) -> Promotion | None:
+    return new_promotion(config.ssd.promotion, cpu.index.slots) if config.ssd is not None and cpu is not None else None
 
 
 def _check_paths(config: GpuConfig, device: torch.device, extents: Sequence[Extents]) -> None:
@@ -96,17 +130,22 @@ def _check_paths(config: GpuConfig, device: torch.device, extents: Sequence[Exte
 
 
 def _bounce(
-    config: Config, layout: PageLayout, device: torch.device, cpu: CpuTier | None, ssd: SsdTier | None
+    config: Config,
+    layout: PageLayout,
+    device: torch.device,
+    cpu: CpuTier | None,
+    ssd: SsdTier | None,
+    route: routes.Choice | None,
 ) -> Bounce | None:
-    """The bounce reserve: on the device where the SSD is reached from there and no CPU tier wants the bytes."""
-    if ssd is None:
+    """The bounce reserve: on the device where pages go straight there, else in host memory."""
+    if ssd is None or route is None:
         return None
-    if device.type in ssd.memory_kinds and device.type != "cpu" and cpu is None:
+    if cpu is not None:
+        ssd.io.register(cpu.extents.buffer.view)
+    if route.route == "direct":
         on_device = DeviceExtents(layout, config.host_buffer, device)
-        ssd.register(on_device.rows.view(-1))
+        ssd.io.register(on_device.rows.view(-1))
         return Bounce(on_device)
     on_host = HostExtents(layout, config.host_buffer, config.cpu.pin if config.cpu is not None else "auto")
-    ssd.register(on_host.buffer.view)
-    if cpu is not None:
-        ssd.register(cpu.extents.buffer.view)
+    ssd.io.register(on_host.buffer.view)
     return Bounce(on_host)

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,14 +33,18 @@ log = logging.getLogger("gdscache.catalog")
 Durability = Literal["process", "power"]
 
 LOOKUP_SLOTS = 256  # slots a query while reading checksums
+SHORTEST_STRETCH = 8  # slots in a row that are worth a query of their own
 PRUNE_NAMESPACES = 1024  # so many namespaces are kept before unused ones are looked for
+NOTHING: Mapping[int, tuple[int, float | None]] = {}
+STRETCH = "SELECT slot, sums FROM checksums WHERE slot BETWEEN ? AND ?"
 LOOKUP = f"SELECT slot, sums FROM checksums WHERE slot IN ({', '.join('?' * LOOKUP_SLOTS)})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PageRecord:
     """One page in one slot. `key`, `parent` and `namespace` are 32 bytes each; the parent of a first page is the
-    namespace. `length` is the page's bytes without padding; `checksums` is uint64 of shape (layers,)."""
+    namespace. `length` is the page's bytes without padding; `checksums` is uint64 of shape (layers,). `expires`:
+    seconds since the epoch, kept in whole milliseconds (rounded down); None: never."""
 
     slot: int
     key: bytes
@@ -48,6 +53,8 @@ class PageRecord:
     length: int
     recency: int
     checksums: npt.NDArray[np.uint64]
+    priority: int = 0
+    expires: float | None = None
 
 
 class Catalog:
@@ -87,8 +94,9 @@ class Catalog:
             catalog._rebuild(error)
         return catalog
 
-    def recover(self, slots: int) -> Recovered:
-        """All pages in slots below `slots`; every other row, and any that is not whole, is deleted.
+    def recover(self, slots: int, now: float = -math.inf) -> Recovered:
+        """All pages in slots below `slots`; every other row, any that is not whole, and what has expired by `now`
+        (seconds since the epoch), is deleted.
 
         Call it once, after `open` and before anything else. `slots` is how many leading slots have their bytes
         (`Slab.valid_slots`). Namespaces without pages are forgotten. Checksums stay on disk.
@@ -97,7 +105,7 @@ class Catalog:
             try:
                 with catalog_file.sqlite_errors(self.path, "read"):
                     with self._transaction() as writer:
-                        recovered = scan(writer, slots, self._extent_bytes, self._set_aside)
+                        recovered = scan(writer, slots, self._extent_bytes, self._set_aside, now)
                     self._namespace_ids = _namespace_ids(self._connection(self._writer))
                     return recovered
             except CorruptCatalogError as error:
@@ -105,13 +113,20 @@ class Catalog:
                 self._rebuild(error)
                 return Recovered(set_aside=self._set_aside)
 
-    def commit(self, insert: Sequence[PageRecord], delete: Sequence[int], touch: Mapping[int, int]) -> None:
-        """One transaction: rows of the slots in `delete` go, `insert` is added, then `touch` sets slot → recency.
+    def commit(
+        self,
+        insert: Sequence[PageRecord],
+        delete: Sequence[int],
+        touch: Mapping[int, int],
+        retain: Mapping[int, tuple[int, float | None]] = NOTHING,
+    ) -> None:
+        """One transaction: rows of the slots in `delete` go, `insert` is added, then `touch` sets slot → recency, and
+        `retain` slot → (priority, expires).
 
         All of it is durable when this returns, and none of it when it raises. A slot that still has a row cannot be
-        inserted (`SlotRangeError`); deleting or touching a slot without a row does nothing.
+        inserted (`SlotRangeError`); deleting, touching or retaining a slot without a row does nothing.
         """
-        if not (len(insert) or len(delete) or len(touch)):
+        if not (len(insert) or len(delete) or len(touch) or len(retain)):
             return
         with self._write_lock, self._in_use("written"):
             try:
@@ -132,21 +147,51 @@ class Catalog:
                     writer.executemany(
                         "UPDATE pages SET recency = ? WHERE slot = ?", [(int(r), int(s)) for s, r in touch.items()]
                     )
+                    _retain(
+                        writer, {r.slot: (r.priority, r.expires) for r in insert if r.priority or r.expires is not None}
+                    )
+                    _retain(writer, retain)
                 self._namespace_ids = ids
             except sqlite3.IntegrityError as error:
                 raise SlotRangeError(f"a slot that still has a page was written: {error}", "delete it first") from error
 
     def checksums(self, slots: Sequence[int]) -> list[npt.NDArray[np.uint64] | None]:
         """Checksums of the pages in `slots`, uint64 of shape (layers,) each; None where the catalogue has none."""
-        found: dict[int, npt.NDArray[np.uint64]] = {}
+        found = {
+            slot: np.frombuffer(sums, "<u8").astype(np.uint64, copy=False)
+            for slot, sums in self._checksum_blobs(slots)
+            if isinstance(sums, bytes) and len(sums) % 8 == 0
+        }
+        return [found.get(slot) for slot in slots]
+
+    def checksum_rows(self, slots: Sequence[int], layers: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """The slots among `slots` with checksums of `layers` layers, and these, uint64 of shape (found, layers)."""
+        whole = [
+            (slot, sums)
+            for slot, sums in self._checksum_blobs(slots)
+            if isinstance(sums, bytes) and len(sums) == 8 * layers
+        ]
+        found = np.array([slot for slot, _ in whole], dtype=np.int64)
+        values = np.frombuffer(b"".join(sums for _, sums in whole), "<u8").astype(np.uint64, copy=False)
+        return found, values.reshape(len(whole), layers)
+
+    def _checksum_blobs(self, slots: Sequence[int]) -> list[tuple[int, bytes]]:
+        """(slot, what the catalogue has for it). Slots in a row are read with one query, the others many with one."""
+        rows: list[tuple[int, bytes]] = []
+        ordered = np.asarray(slots, dtype=np.int64)
+        if (np.diff(ordered) <= 0).any():
+            ordered = np.array(sorted(set(slots)), dtype=np.int64)
+        runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
+        single = [slot for run in runs if len(run) < SHORTEST_STRETCH for slot in run.tolist()]
         with self._read_lock, self._in_use("read"):
             reader = self._connection(self._reader)
-            for at in range(0, len(slots), LOOKUP_SLOTS):
-                some: list[int | None] = [int(slot) for slot in slots[at : at + LOOKUP_SLOTS]]
-                for slot, sums in reader.execute(LOOKUP, some + [None] * (LOOKUP_SLOTS - len(some))):
-                    if isinstance(sums, bytes) and len(sums) % 8 == 0:
-                        found[slot] = np.frombuffer(sums, "<u8").astype(np.uint64, copy=False)
-        return [found.get(slot) for slot in slots]
+            for run in runs:
+                if len(run) >= SHORTEST_STRETCH:
+                    rows += reader.execute(STRETCH, (int(run[0]), int(run[-1]))).fetchall()
+            for at in range(0, len(single), LOOKUP_SLOTS):
+                some = single[at : at + LOOKUP_SLOTS]
+                rows += reader.execute(LOOKUP, some + [None] * (LOOKUP_SLOTS - len(some))).fetchall()
+        return rows
 
     def describe_namespace(self, digest: bytes, description: Mapping[str, object]) -> None:
         """Keep what a namespace is, as JSON, for people who look into the directory."""
@@ -175,6 +220,12 @@ class Catalog:
         """Slot → key of every page in the catalogue."""
         with self._read_lock, self._in_use("read"):
             return dict(self._connection(self._reader).execute("SELECT slot, key FROM pages"))
+
+    def retentions(self) -> dict[int, tuple[int, float | None]]:
+        """Slot → (priority, expires) of every page that has a retention of its own."""
+        with self._read_lock, self._in_use("read"):
+            rows = self._connection(self._reader).execute("SELECT slot, priority, expires FROM retention").fetchall()
+        return {slot: (priority, None if at is None else at / 1000) for slot, priority, at in rows}
 
     def close(self) -> None:
         """Close the catalogue and fold its WAL in; twice is fine."""
@@ -248,6 +299,19 @@ class Catalog:
         writer.executemany("INSERT INTO namespaces(digest, description) VALUES (?, '{}')", new)
         find = "SELECT id FROM namespaces WHERE digest = ?"
         return known | {row[0]: writer.execute(find, row).fetchone()[0] for row in new}
+
+
+def _retain(writer: sqlite3.Connection, retain: Mapping[int, tuple[int, float | None]]) -> None:
+    default = [(int(slot),) for slot, (priority, expires) in retain.items() if not priority and expires is None]
+    writer.executemany("DELETE FROM retention WHERE slot = ?", default)
+    writer.executemany(
+        "INSERT OR REPLACE INTO retention(slot, priority, expires) SELECT slot, ?, ? FROM pages WHERE slot = ?",
+        [
+            (int(priority), None if expires is None else math.floor(expires * 1000), int(slot))
+            for slot, (priority, expires) in retain.items()
+            if priority or expires is not None
+        ],
+    )
 
 
 def _namespace_ids(connection: sqlite3.Connection) -> dict[bytes, int]:

@@ -12,11 +12,14 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from gdscache.errors import CatalogVersionError, ExtentSizeError, IOFailedError, NotARegularFileError
+from gdscache.errors import CatalogVersionError, ExtentSizeError, IOFailedError, NotARegularFileError, StripeError
 
 log = logging.getLogger("gdscache.catalog")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 3
+STRIPED_VERSION = 4  # of a directory whose slab lies over several
+UPGRADED = {1: FORMAT_VERSION, 2: STRIPED_VERSION}  # older versions, which lack the tables of `ADDED`
+STRIPE_NAME = "stripe.json"  # is there when it does
 CATALOG_NAME = "catalog.sqlite"
 NEW_NAME = "catalog.new"
 SUSPECT_NAME = "catalog.suspect"
@@ -37,7 +40,9 @@ SCHEMA = {
         "recency INTEGER)"
     ),
     "checksums": "CREATE TABLE checksums(slot INTEGER PRIMARY KEY, sums BLOB)",
+    "retention": "CREATE TABLE retention(slot INTEGER PRIMARY KEY, priority INTEGER, expires INTEGER)",
 }
+ADDED = ("retention",)
 
 
 class CorruptCatalogError(Exception):
@@ -63,7 +68,7 @@ def sqlite_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Connection:
-    """The writing connection to a checked catalogue, made if it is missing.
+    """The writing connection to a checked catalogue, made if it is missing, brought to this version if it is older.
 
     Raises `CatalogVersionError`, `ExtentSizeError`, `NotARegularFileError`, `IOFailedError`, `CorruptCatalogError`.
     """
@@ -73,7 +78,7 @@ def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Conn
         raise CorruptCatalogError(f"{path} was found corrupt while it was in use")
     with sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
         writer = undo.enter_context(contextlib.closing(_connect(path)))
-        check(writer, path, extent_bytes)
+        version = check(writer, path, extent_bytes)
         mode = writer.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise IOFailedError(
@@ -83,15 +88,20 @@ def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Conn
         writer.execute(f"PRAGMA synchronous = {synchronous}")
         writer.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
         writer.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+        if version in UPGRADED:
+            _upgrade(writer, UPGRADED[version])
+            log.info("%s: brought from format version %d to %d", path, version, UPGRADED[version])
         undo.pop_all()
         return writer
 
 
 def open_reader(path: Path) -> sqlite3.Connection:
     """A second connection, which cannot write."""
-    with sqlite_errors(path, "opened"):
-        reader = _connect(path)
+    with sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
+        reader = undo.enter_context(contextlib.closing(_connect(path)))
         reader.execute("PRAGMA query_only = ON")
+        reader.execute("SELECT name FROM meta").fetchone()  # opens all its files now, not at the first load
+        undo.pop_all()
         return reader
 
 
@@ -132,7 +142,7 @@ def _create(path: Path, extent_bytes: int) -> None:
     """Make an empty catalogue under another name first: `path` is there with all its tables, or not at all."""
     new = path.with_name(NEW_NAME)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    meta = [("format_version", FORMAT_VERSION), ("extent_bytes", extent_bytes), ("created", created)]
+    meta = [("format_version", _version(path)), ("extent_bytes", extent_bytes), ("created", created)]
     with _os_errors(path, "made"):
         new.unlink(missing_ok=True)
         os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
@@ -160,7 +170,17 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> None:
+def _upgrade(writer: sqlite3.Connection, version: int) -> None:
+    """Add what an older version lacks, in one transaction: a kill leaves the one or the other."""
+    with writer:
+        writer.execute("BEGIN IMMEDIATE")
+        for name in ADDED:
+            writer.execute(SCHEMA[name])
+        writer.execute("UPDATE meta SET value = ? WHERE name = 'format_version'", (version,))
+
+
+def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> int:
+    """The format version of a catalogue, this one or an older one that can be brought to it; all else is refused."""
     if path.stat().st_size <= QUICK_CHECK_BYTES:
         verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":
@@ -172,18 +192,31 @@ def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> None
     version, extent = meta.get("format_version"), meta.get("extent_bytes")
     if not isinstance(version, int):
         raise CorruptCatalogError(f"{path} is not a catalogue: its format_version is {version!r}")
-    if version != FORMAT_VERSION:
+    current = UPGRADED.get(version, version)
+    if current == STRIPED_VERSION != _version(path):
+        raise StripeError(
+            f"{path.parent} is one of several directories that a cache lies over, but its {STRIPE_NAME} is missing",
+            f"put it back, or start empty: rm -r {path.parent} and the others",
+        )
+    if current != _version(path):
         raise CatalogVersionError(
-            f"{path} has format version {version}; this gdscache reads version {FORMAT_VERSION}",
+            f"{path} has format version {version}; this gdscache reads version {_version(path)}",
             f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
         )
-    if tables != SCHEMA or not isinstance(extent, int):
-        raise CorruptCatalogError(f"{path} does not have the tables of format version {FORMAT_VERSION}")
+    wanted = {name: sql for name, sql in SCHEMA.items() if version == current or name not in ADDED}
+    if tables != wanted or not isinstance(extent, int):
+        raise CorruptCatalogError(f"{path} does not have the tables of format version {version}")
     if extent != extent_bytes:
         raise ExtentSizeError(
             f"{path.parent} holds extents of {extent:,} bytes, and the model's pages need {extent_bytes:,}",
             f"set another ssd.path for this model or page_tokens, or start empty: rm -r {path.parent}",
         )
+    return version
+
+
+def _version(path: Path) -> int:
+    """The version of the format that the catalogue at `path` must have."""
+    return STRIPED_VERSION if os.path.lexists(path.with_name(STRIPE_NAME)) else FORMAT_VERSION
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 """The command line: `gdscache config schema`, `config check FILE`, `doctor`, `inspect DIR`,
-`verify DIR`, `bench engine | index | copy`."""
+`verify DIR`, `replay TRACE`, `bench engine | index | copy | io`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from gdscache.bench.commands import bench_app
 from gdscache.config import Config, config_schema, load_config
 from gdscache.errors import GdsCacheError
 from gdscache.keys import namespace_digest
+from gdscache.replay.commands import replay
+from gdscache.replay.make_command import make_trace
+from gdscache.replay.plan_commands import plan_tiers
 from gdscache.sizes import about
+from gdscache.timeline.command import show_timeline
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -36,6 +40,10 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at configuration files.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
+app.command("replay")(replay)
+app.command("make-trace")(make_trace)
+app.command("plan")(plan_tiers)
+app.command("timeline")(show_timeline)
 
 
 def _show_version(wanted: bool) -> None:

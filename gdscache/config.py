@@ -15,6 +15,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    Strict,
     ValidationError,
     ValidationInfo,
     WithJsonSchema,
@@ -25,7 +26,7 @@ from pydantic import (
 from gdscache.config_errors import COLLECT, Section, explain, reject
 from gdscache.config_file import read_mapping
 from gdscache.config_model import ModelConfig, PlaneConfig
-from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError
+from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
 from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "LoadConfig",
     "ModelConfig",
     "PlaneConfig",
+    "PrefetchConfig",
     "SsdConfig",
     "StoreConfig",
     "config_schema",
@@ -51,9 +53,15 @@ Switch = Annotated[
     Literal["auto", "on", "off"], BeforeValidator(_switch), WithJsonSchema({"enum": ["auto", "on", "off", True, False]})
 ]
 
+GateMode = Annotated[
+    Literal["off", "advisory", "enforcing"],
+    BeforeValidator(lambda value: "off" if value is False else value),
+    WithJsonSchema({"enum": ["off", "advisory", "enforcing", False]}),
+]
+
 
 _DEVICE = r"auto|cpu|cuda(:[0-9]+)?"
-_TRANSPORT = r"auto|posix|kvikio|nixl|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+_TRANSPORT = r"auto|posix|uring|kvikio|nixl|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 
 def _device(value: str) -> str:
@@ -64,7 +72,7 @@ def _device(value: str) -> str:
 
 def _transport(value: str) -> str:
     if not re.fullmatch(_TRANSPORT, value):
-        raise ValueError("must be auto, posix, kvikio, nixl or package.module:Class")
+        raise ValueError("must be auto, posix, uring, kvikio, nixl or package.module:Class")
     return value
 
 
@@ -89,6 +97,7 @@ def _variable(match: re.Match[str]) -> str:
 
 
 CopyPath = Literal["auto", "staged", "zero_copy", "copy_engine"]
+Eviction = Literal["lru", "slru", "s3fifo", "lfu", "credit_lru", "lifetime"]
 Device = Annotated[str, AfterValidator(_device), WithJsonSchema({"type": "string", "pattern": f"^({_DEVICE})$"})]
 Transport = Annotated[
     str, AfterValidator(_transport), WithJsonSchema({"type": "string", "pattern": f"^({_TRANSPORT})$"})
@@ -102,6 +111,9 @@ class GpuConfig(Section):
     device: Device = Field(default="auto", description="auto (cuda if there is one, else cpu), cpu, cuda or cuda:N")
     capacity: Size = Field(
         default=1 * GIB, description="page pool that the engine owns; unused when tensors are attached"
+    )
+    eviction: Eviction = Field(
+        default="lifetime", description="which pages go when it is full: lru, slru, s3fifo, lfu, credit_lru or lifetime"
     )
     staging: Size = Field(default=256 * MIB, description="staging ring on the GPU; half for loads, half for stores")
     kernels: Switch = Field(
@@ -119,7 +131,24 @@ class CpuConfig(Section):
     """The pinned pool in host memory."""
 
     capacity: Size = Field(default=4 * GIB, description="page pool in host memory, allocated when the tier opens")
+    eviction: Eviction = Field(
+        default="lifetime", description="which pages go when it is full: lru, slru, s3fifo, lfu, credit_lru or lifetime"
+    )
     pin: Switch = Field(default="auto", description="page-lock the pool: auto (where CUDA is), on, off")
+    high_watermark: float = Field(
+        default=0.5,
+        ge=0,
+        lt=1,
+        description="write_back: share of the slots whose pages the SSD has not got; above it the coldest are written",
+    )
+    low_watermark: float = Field(default=0.25, ge=0, lt=1, description="write_back: ... down to this share")
+
+    @model_validator(mode="after")
+    def _marks_in_order(self, info: ValidationInfo) -> Self:
+        if self.low_watermark > self.high_watermark:
+            message = f"cpu.low_watermark is {self.low_watermark}, above cpu.high_watermark, {self.high_watermark}"
+            raise reject(InvalidValueError, message, "set low_watermark to high_watermark or less", info)
+        return self
 
 
 class SsdConfig(Section):
@@ -128,9 +157,19 @@ class SsdConfig(Section):
     path: Directory = Field(
         description="directory of the tier; ~, $VARS and {rank} are replaced, a relative path starts where you are"
     )
+    stripes: Annotated[tuple[Directory, ...], Strict(False)] = Field(
+        default=(), description="further directories, on other devices, that the slab is spread over; like path"
+    )
     capacity: Size = Field(default=16 * GIB, description="size of the slab, reserved when the tier opens")
+    eviction: Eviction = Field(
+        default="lifetime", description="which pages go when it is full: lru, slru, s3fifo, lfu, credit_lru or lifetime"
+    )
     transport: Transport = Field(
-        default="auto", description="what moves the bytes: auto, posix, kvikio, nixl or package.module:Class"
+        default="auto", description="what moves the bytes: auto, posix, uring, kvikio, nixl or package.module:Class"
+    )
+    route: Literal["auto", "direct", "via_cpu"] = Field(
+        default="auto",
+        description="SSD to GPU: direct (straight into its memory), via_cpu (through host memory), auto (the faster)",
     )
     direct_io: Switch = Field(default="auto", description="O_DIRECT, past the page cache: auto, on, off")
     gds: Switch = Field(default="auto", description="GPUDirect Storage, straight between SSD and GPU: auto, on, off")
@@ -142,15 +181,40 @@ class SsdConfig(Section):
     reserve: int = Field(
         default=64, ge=0, description="free slots kept ready, so that eviction never waits for a commit"
     )
+    admission: Literal["all", "second_offer", "tinylfu"] = Field(
+        default="all",
+        description="pages that are written: all, second_offer (offered before, lately), "
+        "tinylfu (if used more often than the page that has to go)",
+    )
+    admission_offers: int = Field(
+        default=2, ge=2, le=8, description="second_offer: the offer at which a page is written, 2 to 8"
+    )
+    endurance: Size | None = Field(
+        default=None, description="bytes that may be written in any 24 hours, 8 pages at least; null is no limit"
+    )
+    promotion: Literal["always", "second_hit", "never"] = Field(
+        default="always",
+        description="pages of the SSD that loads leave in the CPU tier: always, second_hit (read lately), never",
+    )
 
 
 class StoreConfig(Section):
     """How pages are stored."""
 
     queue: Size = Field(
-        default=1 * GIB, description="bytes accepted and not yet on the lowest tier; more is dropped, counted"
+        default=8 * GIB, description="bytes accepted and not yet on the lowest tier; more is dropped, counted"
     )
-    write_through: bool = Field(default=True, description="write stored pages on to the SSD in the background")
+    write_policy: Literal["write_through", "write_through_selective", "write_back", "never"] = Field(
+        default="write_through",
+        description="when a page goes on to the SSD: write_through (when it is stored), write_through_selective (after "
+        "write_hits hits), write_back (before the CPU tier gives it up), never",
+    )
+    write_hits: int = Field(
+        default=2, ge=1, le=255, description="write_through_selective: hits after which a page is written, 1 to 255"
+    )
+    deadline: float = Field(
+        default=30.0, gt=0, description="seconds that a batch of writes may take; what is late by then is dropped"
+    )
 
 
 class LoadConfig(Section):
@@ -161,6 +225,39 @@ class LoadConfig(Section):
     verify: Literal["always", "once"] = Field(
         default="always",
         description="hash a page on each load (always), or only when its bytes come from the SSD (once)",
+    )
+    gate: GateMode = Field(
+        default="advisory",
+        description="what is slower to load than to compute is: off (loaded), advisory (loaded, and said), "
+        "enforcing (left out)",
+    )
+
+
+class PrefetchConfig(Section):
+    """How pages are brought from the SSD into the CPU tier ahead of their load."""
+
+    stop: Literal["best_effort", "wait_complete", "timeout"] = Field(
+        default="best_effort",
+        description="when wait() stops a prefetch: best_effort (at once), wait_complete (never, within load.deadline), "
+        "timeout",
+    )
+    timeout_base: float = Field(default=1.0, ge=0, description="timeout: seconds that every prefetch has, and ...")
+    timeout_per_1024_tokens: float = Field(
+        default=0.25, ge=0, description="timeout: ... seconds more for each 1,024 tokens that the SSD has of it"
+    )
+    threshold: int = Field(default=0, ge=0, description="tokens; what the SSD has fewer of is not prefetched")
+    quota: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="share of the CPU tier's slots for prefetched pages that nobody has used yet; one page at least",
+    )
+    queue: int = Field(default=1024, ge=1, description="prefetches that are under way or wait; more end at once")
+    chunk: Size = Field(
+        default=4 * MIB, description="bytes that move before it is another prefetch's turn; one page at least"
+    )
+    concurrent: int = Field(
+        default=1, ge=1, le=64, description="chunks under way at once, which a load may have to wait for, 1 to 64"
     )
 
 
@@ -180,6 +277,7 @@ class Config(Section):
     )
     store: StoreConfig = Field(default=StoreConfig(), description="how pages are stored")
     load: LoadConfig = Field(default=LoadConfig(), description="how pages are loaded")
+    prefetch: PrefetchConfig = Field(default=PrefetchConfig(), description="how pages are prefetched")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], source: str = "<dict>") -> Self:
@@ -200,8 +298,21 @@ class Config(Section):
     def _replace_rank(cls, ssd: SsdConfig | None, info: ValidationInfo) -> SsdConfig | None:
         if ssd is None or "rank" not in info.data:
             return ssd
-        path = Path(str(ssd.path).replace("{rank}", str(info.data["rank"])))
-        return ssd.model_copy(update={"path": path})
+        path, *stripes = (
+            Path(str(directory).replace("{rank}", str(info.data["rank"]))) for directory in (ssd.path, *ssd.stripes)
+        )
+        if len({path, *stripes}) <= len(stripes):
+            raise ValueError("path and stripes name a directory twice")
+        return ssd.model_copy(update={"path": path, "stripes": tuple(stripes)})
+
+    @model_validator(mode="after")
+    def _has_what_policies_need(self, info: ValidationInfo) -> Self:
+        if self.store.write_policy in ("write_through_selective", "write_back") and self.cpu is None:
+            message = (
+                f"store.write_policy is {self.store.write_policy}, which keeps pages in the CPU tier; there is none"
+            )
+            raise reject(InvalidValueError, message, "add a cpu section, or set it to write_through", info)
+        return self
 
     @model_validator(mode="after")
     def _holds_a_page(self, info: ValidationInfo) -> Self:
@@ -220,8 +331,13 @@ class Config(Section):
         small += [
             f"half of {key} is {_figures(size // 2)}, {need}" for key, size in halves.items() if size // 2 < extent
         ]
+        hint = f"raise it to {format_size(extent)} or more ({format_size(2 * extent)} where a half counts), "
+        if self.ssd and self.ssd.endurance is not None and self.ssd.endurance < 8 * extent:
+            small.append(
+                f"ssd.endurance is {_figures(self.ssd.endurance)} a day, an eighth of which goes at once, and {need}"
+            )
+            hint = f"raise ssd.endurance to {format_size(8 * extent)} or more, or set it to null; {hint}"
         if small:
-            hint = f"raise it to {format_size(extent)} or more ({format_size(2 * extent)} where a half counts), "
             raise reject(CapacityError, "; ".join(small), hint + "or lower model.page_tokens", info)
         return self
 

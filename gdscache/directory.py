@@ -16,6 +16,7 @@ import shlex
 import socket
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -91,6 +92,34 @@ class CacheDirectory:
         self.close()
 
 
+class CacheDirectories:
+    """Several directories that are owned together. Use `CacheDirectories.open`."""
+
+    def __init__(self, owned: Sequence[CacheDirectory]) -> None:
+        self._owned = tuple(owned)
+
+    @classmethod
+    def open(cls, paths: Sequence[Path], *, sweep: bool = True) -> CacheDirectories:
+        """Take ownership of all of `paths`, or of none. Raises what `CacheDirectory.open` does."""
+        with contextlib.ExitStack() as undo:
+            owned = [undo.enter_context(CacheDirectory.open(path, sweep=sweep)) for path in paths]
+            undo.pop_all()
+        return cls(owned)
+
+    def close(self) -> None:
+        """Give all of them back; twice is fine."""
+        for directory in reversed(self._owned):
+            directory.close()
+
+    def __enter__(self) -> CacheDirectories:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 def _make_directory(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,12 +136,13 @@ def _make_directory(path: Path) -> None:
 
 def _sweep(path: Path) -> None:
     """Remove the files that a probe of a killed owner left."""
-    for leftover in path.glob(f"{PROBE_PREFIX}*"):
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                leftover.unlink()
-            except OSError as error:
-                raise _refusal(path, error) from error
+    try:
+        for name in os.listdir(path):
+            if name.startswith(PROBE_PREFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    (path / name).unlink()
+    except OSError as error:
+        raise _refusal(path, error) from error
 
 
 def _open_lock(path: Path) -> int:
@@ -171,6 +201,11 @@ def _refusal(path: Path, error: OSError) -> StorageError:
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceError(f"{path}: {error.strerror}", "free space or inodes there, or set another ssd.path")
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return DirectoryNotWritableError(
+            f"{path} cannot be opened: {error.strerror}",
+            "raise the limit of open files (ulimit -n), or lower ssd.threads",
+        )
     return DirectoryNotWritableError(
         f"{path} cannot be made or written: {error.strerror}", "set ssd.path to a directory that this user may write"
     )

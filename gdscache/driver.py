@@ -15,6 +15,19 @@ _NON_BLOCKING = 1
 _CAPTURE_NONE = 0
 _PORTABLE = 1
 _NO_TIMING = 2
+_BUFFER_POINTER, _BUFFER_SIZE = 1, 2
+
+
+class _Arguments(ctypes.Structure):
+    """How cuLaunchKernel is told where a buffer of arguments is."""
+
+    _fields_ = (
+        ("pointer_follows", ctypes.c_void_p),
+        ("buffer", ctypes.c_char_p),
+        ("size_follows", ctypes.c_void_p),
+        ("size", ctypes.c_void_p),
+        ("end", ctypes.c_void_p),
+    )
 
 
 class Driver:
@@ -29,12 +42,14 @@ class Driver:
         except OSError as error:
             raise DeviceError(f"there is no CUDA driver: {error}", "install the NVIDIA driver") from error
         self._quick = ctypes.PyDLL("libcuda.so.1")  # keeps the GIL, which costs more to give up than these calls take
+        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        self._quick.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
         self.device = device
         self.call("cuInit", 0)
-        number = ctypes.c_int()
-        self.call("cuDeviceGet", ctypes.byref(number), device.index)
+        ordinal = ctypes.c_int()
+        self.call("cuDeviceGet", ctypes.byref(ordinal), device.index)
         self._context = ctypes.c_void_p()  # kept for good, as torch keeps it
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
         version = ctypes.c_int()
         self.call("cuDriverGetVersion", ctypes.byref(version))
         self.version = version.value
@@ -53,11 +68,11 @@ class Driver:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """The device's primary context is the calling thread's current one."""
-        self.call("cuCtxPushCurrent_v2", self._context)
+        self.check("cuCtxPushCurrent", self._quick.cuCtxPushCurrent_v2(self._context))
         try:
             yield
         finally:
-            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+            self.check("cuCtxPopCurrent", self._quick.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
 
     def lookup(self, name: str, version: int) -> Any | None:
         """The function `name` as CUDA `version` (12080 is 12.8) has it, or None where the driver does not know it."""
@@ -114,6 +129,18 @@ class Driver:
         code = self._quick.cuStreamWaitEvent(ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
         if code:
             self.check("cuStreamWaitEvent", code)
+
+    def launch(self, function: int, grid: int, block: int, arguments: bytes, stream: int) -> None:
+        """Queue a kernel (its CUfunction) of `grid` blocks of `block` threads on `stream` (its pointer).
+
+        `arguments` are the kernel's, packed as C lays out a struct of them. Enters by itself.
+        """
+        size = ctypes.c_size_t(len(arguments))
+        extra = _Arguments(_BUFFER_POINTER, arguments, _BUFFER_SIZE, ctypes.addressof(size), None)
+        with self.entered():
+            code = self._quick.cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, None, ctypes.byref(extra))
+        if code:
+            self.check("cuLaunchKernel", code)
 
     def destroy_stream(self, stream: torch.cuda.Stream) -> None:
         """End a stream of `create_stream`; what is queued on it still runs."""

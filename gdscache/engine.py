@@ -26,13 +26,18 @@ from gdscache.keys import KEY_BYTES, as_tokens, namespace_digest, page_keys
 from gdscache.layout import PageLayout
 from gdscache.loader import Loader
 from gdscache.loading import LayerwiseLoad
+from gdscache.prefetch import Prefetch
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.storing import StoreHandle
 from gdscache.streams import Event, record
 from gdscache.tiers.base import Lease
+from gdscache.tiers.gate import Gate
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.index import Page
+from gdscache.tiers.keeping import Pin
 from gdscache.tiers.manager import TierManager
+from gdscache.tiers.retention import DEFAULT, Retention
+from gdscache.timeline import Timeline, timeline_from_environment
 
 _SALTS_KEPT = 4096
 
@@ -42,7 +47,11 @@ class Hit:
     """What `lookup` found: a snapshot, without a lease.
 
     `tokens` tokens from `start` on are cached, in full pages; `tiers` names the fastest tier of each page; `seconds` is
-    what loading them should take by what was measured so far, None before anything was.
+    what loading them should take by what was measured so far, what is under way included, None before anything was.
+
+    `pays`: the first tokens of what was found that are faster to load than to compute; all, before that is known.
+    `declined`: tokens that are cached and left out for that reason (`load.gate: enforcing`). `recompute_seconds` is
+    what computing the `tokens` tokens should take; None before `observe_prefill`, and without a gate.
     """
 
     start: int
@@ -50,6 +59,9 @@ class Hit:
     tiers: tuple[str, ...]
     seconds: float | None
     pages: tuple[Page, ...] = dataclasses.field(repr=False)
+    recompute_seconds: float | None = None
+    pays: int = 0
+    declined: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +85,20 @@ class CacheEngine:
     All methods may be called from many threads. Raises a subclass of `GdsCacheError` that names what cannot be opened.
     """
 
-    def __init__(self, config: Config, planes: Sequence[Sequence[torch.Tensor]] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        planes: Sequence[Sequence[torch.Tensor]] | None = None,
+        *,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """`timeline` is told what happens when; None: NVTX ranges where a profiler is attached, else nothing."""
         self.config = config
         self.layout: PageLayout = config.model.layout()
-        self._parts: Parts = build(config, self.layout, planes)
+        self.timeline = timeline_from_environment() if timeline is None else timeline
+        self._parts: Parts = build(config, self.layout, planes, self.timeline)
+        costs = self._parts.manager.costs
+        self.gate: Gate = Gate(config.load.gate, costs, self.layout.page_tokens, self.layout.page_bytes)
         self._namespaces: dict[str, bytes] = {}
         self._described: set[bytes] = set()
         self._closing = threading.Lock()
@@ -88,13 +110,15 @@ class CacheEngine:
         cls,
         config: str | os.PathLike[str] | Mapping[str, Any] | Config,
         planes: Sequence[Sequence[torch.Tensor]] | None = None,
+        *,
+        timeline: Timeline | None = None,
     ) -> Self:
         """Open an engine from a YAML file, a mapping of the same shape, or a `Config`."""
         if isinstance(config, Mapping):
             config = Config.from_dict(config)
         elif not isinstance(config, Config):
             config = load_config(config)
-        return cls(config, planes)
+        return cls(config, planes, timeline=timeline)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -144,14 +168,31 @@ class CacheEngine:
     def lookup(self, tokens: Any, start: int = 0, salt: str = "") -> Hit:
         """The consecutive full pages from token `start` (a multiple of `page_tokens`) that are cached.
 
-        Takes no lease and changes nothing but recency.
+        Takes no lease and changes nothing but recency. With `load.gate: enforcing`, what is slower to load than to
+        compute is left out; `tokens` is then the whole request, since computing its end has its price too.
         """
+        tokens = as_tokens(tokens)
         pages = self.pages(tokens, salt)
         first = min(self._first_page(start), len(pages))
-        found = self.manager.lookup(pages, first)
-        seconds = self.manager.estimate(found, self.layout.page_bytes)
-        tokens_found = len(found) * self.layout.page_tokens
-        return Hit(start, tokens_found, tuple(found), seconds, tuple(pages[first : first + len(found)]))
+        manager, page_tokens = self.manager, self.layout.page_tokens
+        with self.timeline.span("lookup", pages=len(pages) - first):
+            found = manager.lookup(pages, first)
+        keep, worth, seconds, computing = self.gate.decide(found, start, len(tokens), manager.under_way)
+        kept, declined = tuple(found[:keep]), (len(found) - keep) * page_tokens
+        names = tuple(pages[first : first + keep])
+        return Hit(start, keep * page_tokens, kept, seconds, names, computing, worth * page_tokens, declined)
+
+    def observe_prefill(
+        self, tokens: int, cached_tokens: int, seconds: float, load_seconds: float | None = None
+    ) -> None:
+        """Tell the gate (`load.gate`) that a prefill of `tokens` tokens behind `cached_tokens` others took `seconds`.
+
+        Of one request, or of one chunk of it; measured until the device was done (by events, not by syncs). For a
+        prefill that ran while its load was under way, give the load's own time as `load_seconds`
+        (`load.result().seconds`); it teaches how the two overlap, and nothing about prefills. Raises
+        `InvalidValueError` for numbers that cannot be.
+        """
+        self.manager.costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds)
 
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.
@@ -172,18 +213,33 @@ class CacheEngine:
                     f"slots for {len(blocks)} pages, the hit has {len(hit.pages)}",
                     f"pass {planes.blocks_per_page} blocks for each page of the hit",
                 )
-            batch.append((hit.pages[: len(blocks)], blocks))
+            batch.append((hit.pages[: len(blocks)], blocks, hit.start))
         if len(batch) > 1:
-            planes.block_table(torch.cat([blocks.view(-1) for _, blocks in batch]))  # no slot twice across requests
+            planes.block_table(torch.cat([blocks.view(-1) for _, blocks, _ in batch]))  # no slot twice across requests
         return self.loader.start(batch, "load", [after or record(planes.device)])
 
-    def store(self, tokens: Any, slots: Any, start: int = 0, salt: str = "", after: Event = None) -> StoreHandle:
+    def store(
+        self,
+        tokens: Any,
+        slots: Any,
+        start: int = 0,
+        salt: str = "",
+        after: Event = None,
+        *,
+        priority: int = 0,
+        ttl: float | None = None,
+    ) -> StoreHandle:
         """Begin storing the full pages of `tokens` from token `start` on, found in `slots` of the attached planes.
 
         Returns at once; the slots are read after the current stream's work so far (or after the event `after`) and
         must not be rewritten before `handle.release_event`. What finds no room is dropped and counted.
+
+        `priority` (-1 to 2): every tier evicts pages of a lower one first. `ttl`: seconds until the pages are misses,
+        on every tier and after a restart too; None: until they are evicted. Where a page is cached already, the
+        greater priority and the later end count. Raises `InvalidValueError`.
         """
         self._check_attached()
+        retention = Retention.of(priority, ttl, self.manager.expiry.clock)
         planes = self._parts.planes
         blocks = planes.block_table(slots)
         pages = self.pages(tokens, salt)[self._first_page(start) :]
@@ -194,7 +250,7 @@ class CacheEngine:
             )
         namespace = self.namespace(salt)
         epoch = self.manager.epoch(namespace)
-        return self.submit_store(pages[: len(blocks)], blocks, epoch, salt, after)
+        return self.submit_store(pages[: len(blocks)], blocks, epoch, salt, after, retention=retention)
 
     def submit_store(
         self,
@@ -204,6 +260,7 @@ class CacheEngine:
         salt: str,
         after: Event = None,
         sources: Lease | None = None,
+        retention: Retention = DEFAULT,
     ) -> StoreHandle:
         """Hand pages to the background; what `store` and `Sequence.commit` end in. `sources` pins the blocks."""
         ssd, namespace = self.manager.ssd, self.namespace(salt)
@@ -211,16 +268,26 @@ class CacheEngine:
             self._described.add(namespace)
             ssd.describe_namespace(namespace, self.config.model.namespace_fields(salt))
         event = after or record(self._parts.planes.device)
-        return self._parts.storer.store(pages, blocks, [epoch] * len(pages), event, sources)
+        return self._parts.storer.store(pages, blocks, [epoch] * len(pages), event, sources, retention)
 
     # -- both ------------------------------------------------------------------------------------------------------
 
-    def prefetch(self, tokens: Any, start: int = 0, salt: str = "") -> LayerwiseLoad:
-        """Begin bringing cached pages from the SSD into the CPU tier, as many as find room. Its handle is a load's."""
-        pages = self.pages(tokens, salt)[self._first_page(start) :]
-        if self.manager.cpu is None:
-            pages = []
-        return self.loader.prefetch(pages, "prefetch")
+    def prefetch(self, tokens: Any, start: int = 0, salt: str = "") -> Prefetch:
+        """Begin to bring cached pages from the SSD into the CPU tier, from token `start` on; returns at once.
+
+        Chunk by chunk and in turn with other prefetches, behind loads. It ends by itself, or when its handle says so:
+        cancel it when its request is. The config's section `prefetch` says how much it may hold, and when it stops.
+        """
+        self._check_open()
+        return self._parts.prefetcher.start(self.pages(tokens, salt)[self._first_page(start) :])
+
+    def pin(self, tokens: Any, seconds: float, salt: str = "") -> Pin:
+        """Keep the cached prefix of `tokens` from eviction, on every tier that has pages of it, for `seconds` at most.
+
+        Use it in a `with` block, or call `release`; `pin.tokens` says how many tokens it holds, which is fewer where
+        pages are not cached, or where pins hold half of a tier already. Raises `InvalidValueError`.
+        """
+        return self.manager.pin(self.pages(tokens, salt), seconds, self.layout.page_tokens)
 
     def clear(self) -> dict[str, int]:
         """Drop every page from every tier; the pages removed, by tier. What is being stored is dropped too."""
@@ -238,6 +305,16 @@ class CacheEngine:
         if not self._parts.storer.drain(seconds):
             raise DeadlineError(f"stores are still on their way after {seconds} s", "see stats()['store_queue']")
 
+    def flush(self, seconds: float | None = None) -> None:
+        """`drain`, and write what is in the CPU tier only on to the SSD, as far as `store.write_policy` writes any.
+
+        For `write_back`, whose pages go there late: what must outlive this process. Raises `DeadlineError` after
+        `seconds`.
+        """
+        self._check_open()
+        if not self._parts.storer.flush(seconds):
+            raise DeadlineError(f"pages are still on their way after {seconds} s", "see stats()['store_queue']")
+
     def stats(self) -> dict[str, Any]:
         """Counts and sizes as plain data: tiers, hits and misses by cause, loads, stores and drops by cause."""
         manager = self.manager
@@ -246,8 +323,11 @@ class CacheEngine:
             "copies": self._parts.mover.describe(),
             "page_bytes": self.layout.page_bytes,
             "extent_bytes": self.layout.extent_bytes,
+            "concerns": list(self._parts.concerns),
             **manager.stats(),
-            "store_queue": self._parts.storer.stats(),
+            **self._parts.storer.stats(),
+            "prefetch": self._parts.prefetcher.stats(),
+            "gate": self.gate.stats(),
         }
 
     def check(self, fix: bool = False) -> CheckReport:
@@ -274,7 +354,8 @@ class CacheEngine:
             with contextlib.ExitStack() as last_to_first:
                 last_to_first.callback(self._parts.close)
                 last_to_first.callback(self._parts.loader.close)
-                self._parts.storer.close(drain=drain)
+                last_to_first.callback(self._parts.storer.close, drain=drain)
+                self._parts.prefetcher.close()
 
     def __enter__(self) -> Self:
         return self

@@ -74,6 +74,10 @@ class ExtentSizeError(StorageError):
     """The directory holds extents of another size."""
 
 
+class StripeError(StorageError):
+    """The directories of a striped slab are not those it was written to: one is missing, swapped, foreign or new."""
+
+
 class TransportUnavailableError(StorageError):
     """The configured transport, or a hardware path set to `on`, cannot work on this machine."""
 
@@ -140,7 +144,7 @@ class LoadFailedError(GdsCacheError):
 
 
 class DeadlineError(GdsCacheError):
-    """Something was not ready within its deadline. It may still become ready; what it uses stays reserved."""
+    """Something was not ready within its deadline. It may still become ready; what it uses is reserved until then."""
 
 
 class EngineClosedError(GdsCacheError):

@@ -19,6 +19,8 @@ from gdscache.errors import GeometryError
 EXTENT_ALIGNMENT = 4096
 MAX_PAGE_TOKENS = 512
 GROUP_BYTES = 256 << 10
+FIRST_BYTES = 4 << 20
+FIRST_SECONDS = 0.002
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -122,6 +124,16 @@ class PageLayout:
                 first = layer + 1
         return tuple(groups)
 
+    def read_span(self, layers: range, *, alone: bool = False) -> tuple[int, int]:
+        """`(start, stop)` byte offsets in the extent of what is read for a group of consecutive layers.
+
+        Both ends are rounded up to `EXTENT_ALIGNMENT`: what the first layer has below `start` was read with the group
+        before. So the groups of a page are disjoint reads, and a group is there when those before it are there too. A
+        group that is read `alone` begins with the alignment unit that its first byte is in.
+        """
+        start, stop = self.layer_bounds[layers.start][0], self.layer_bounds[layers.stop - 1][1]
+        return start - start % EXTENT_ALIGNMENT if alone else _rounded_up(start), _rounded_up(stop)
+
     @cached_property
     def page_bytes(self) -> int:
         """Bytes of a page, without the padding."""
@@ -130,7 +142,7 @@ class PageLayout:
     @cached_property
     def extent_bytes(self) -> int:
         """Bytes of a page's extent: `page_bytes` rounded up to `EXTENT_ALIGNMENT`."""
-        return -(-self.page_bytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
+        return _rounded_up(self.page_bytes)
 
     @cached_property
     def token_bytes(self) -> int:
@@ -148,3 +160,53 @@ class PageLayout:
     def describe(self) -> list[object]:
         """The layout as plain data: what a namespace digests and a catalogue shows."""
         return [[[p.name, list(p.shape), p.dtype] for p in planes] for planes in self.layers]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """What the layer groups of a read are made to.
+
+    No group has less than `least` bytes of a page. The first has about `first` bytes over all pages of a load, enough
+    requests to keep a device busy; none has more than about a `parts`-th of a page, as far as the other two allow.
+    """
+
+    least: int = GROUP_BYTES
+    first: int = FIRST_BYTES
+    parts: int = 8
+
+    def paced(self, bytes_per_second: float | None) -> GroupSizes:
+        """With a first group of what takes `FIRST_SECONDS` at a measured speed; as they are where none is known.
+
+        Not below a quarter of `first`, or too few requests are in flight, nor above eight times as much.
+        """
+        if not bytes_per_second:
+            return self
+        first = min(max(int(bytes_per_second * FIRST_SECONDS), self.first // 4), 8 * self.first)
+        return dataclasses.replace(self, first=max(1, first))
+
+
+def read_groups(layout: PageLayout, pages: int, sizes: GroupSizes = GroupSizes()) -> tuple[range, ...]:
+    """The groups of consecutive layers in which a load of so many pages is read: all layers once, in order.
+
+    The first group is as small as `sizes` allow, so that layer 0 is early. The following ones double until they reach
+    a `parts`-th of a page: a model that computes as fast as pages are read waits for about one largest group more than
+    for a load that is there, and each read should be as large as that allows. The last takes what is too small for a
+    group of its own.
+
+    There is one group where an extent has less than two `least`, since its neighbours are better read together, and
+    where the load has less than two `first`, since it is over before a second group would help.
+    """
+    if layout.extent_bytes < 2 * sizes.least or pages * layout.page_bytes < 2 * sizes.first:
+        return (range(layout.n_layers),)
+    smallest = max(sizes.least, -(-sizes.first // pages), EXTENT_ALIGNMENT)
+    largest = max(smallest, 2 * sizes.least, layout.page_bytes // sizes.parts)
+    groups, begin, wanted = [], 0, smallest
+    for layer, (_, end) in enumerate(layout.layer_bounds):
+        if end - layout.layer_bounds[begin][0] >= wanted and layout.page_bytes - end >= smallest:
+            groups.append(range(begin, layer + 1))
+            begin, wanted = layer + 1, min(2 * wanted, largest)
+    return (*groups, range(begin, layout.n_layers))
+
+
+def _rounded_up(nbytes: int) -> int:
+    return -(-nbytes // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -14,6 +14,7 @@ from gdscache.errors import DeadlineError
 from gdscache.layout import PageLayout
 from gdscache.streams import Event, Fence
 from gdscache.tiers.manager import LoadPlan, PageStatus
+from gdscache.timeline import OFF, Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,24 +32,54 @@ class LoadReport:
         return next((i for i, status in enumerate(self.pages) if status is not PageStatus.LOADED), None)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gap:
+    """Tokens of a prompt, from number `first` to `stop` (exclusive), that a load promised and did not bring.
+
+    `first` begins the first bad page of request number `request` (its place in `load_many`, else 0); the load ends at
+    `stop`. What was computed behind `stop` while the load was under way rests on these tokens.
+    """
+
+    request: int
+    first: int
+    stop: int
+
+
 @dataclasses.dataclass(slots=True)
 class LoadPart:
-    """One request of a load: its plan and the blocks that its pages go to, int64 (pages, blocks_per_page)."""
+    """One request of a load: its plan and the blocks that its pages go to, int64 (pages, blocks_per_page).
+
+    `start`: the token of the prompt that its first page begins with.
+    """
 
     plan: LoadPlan
     blocks: torch.Tensor
+    start: int = 0
     report: LoadReport | None = None
 
 
 class LayerwiseLoad:
     """The handle of one load, or of a batch of them. Made by `CacheEngine.load` and `load_many`; thread-safe."""
 
-    def __init__(self, parts: Sequence[LoadPart], layout: PageLayout, deadline: float) -> None:
+    def __init__(
+        self,
+        parts: Sequence[LoadPart],
+        layout: PageLayout,
+        deadline: float,
+        *,
+        layered: bool = True,
+        timeline: Timeline = OFF,
+        device: torch.device | None = None,
+    ) -> None:
+        """Without `layered` (a load into the CPU tier) there are no layers to wait for. `device`: the planes'."""
+        self.number = timeline.number()
+        self._timeline = timeline
+        self._device = device
         self.parts = parts
         self.release_event = Fence()
         self._layout = layout
         self._deadline = deadline
-        self._layers = [Fence() for _ in range(layout.n_layers)]
+        self._layers = [Fence() for _ in range(layout.n_layers if layered else 0)]
         self._cancelled = threading.Event()
         self.future: Future[None] = Future()
 
@@ -62,7 +93,8 @@ class LayerwiseLoad:
 
         The thread waits until the copies are queued, `load.deadline` by default; then raises `DeadlineError`.
         """
-        self._layers[layer].wait(self._deadline if seconds is None else seconds)
+        with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
+            self._layers[layer].wait(self._deadline if seconds is None else seconds)
 
     def results(self, seconds: float | None = None) -> list[LoadReport]:
         """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
@@ -85,12 +117,44 @@ class LayerwiseLoad:
             sum(r.tokens for r in reports), pages, dict(by_tier), max((r.seconds for r in reports), default=0.0)
         )
 
+    def settle(self, recompute: Callable[[Gap], object], seconds: float | None = None) -> LoadReport:
+        """Wait for the verdict, have computed what is missing, and return the report that `result()` returns.
+
+        To be called after the forward pass, before any output of it is used. `recompute(gap)` is called in this thread
+        for each request with a bad page, in order: it computes the tokens from `gap.first` on into the same slots,
+        which nobody else writes to any more, and with them everything that the forward computed behind them. When
+        `settle` returns, every promised token is in its slot. Without a bad page nothing is called.
+
+        Raises `DeadlineError` when the verdict is late: nothing was recomputed, and the slots are still being written
+        (`cancel()`, and `release_event`). What `recompute` raises comes through; then no output may be used.
+        """
+        report = self.result(seconds)
+        for gap in self.gaps(seconds):
+            recompute(gap)
+        return report
+
+    def gaps(self, seconds: float | None = None) -> list[Gap]:
+        """What is missing of each request with a bad page, in order, for callers who compute it all in one pass.
+
+        Waits for the verdict as `result()` does.
+        """
+        self.results(seconds)
+        found = []
+        for request, part in enumerate(self.parts):
+            promised = part.start + len(part.plan.tasks) * self._layout.page_tokens
+            good = part.start + (part.report.tokens if part.report is not None else 0)
+            if good < promised:
+                found.append(Gap(request, good, promised))
+        return found
+
     def done(self) -> bool:
         """True when the verdict is there; never waits."""
         return self.future.done()
 
     def signal(self, layer: int, event: Event) -> None:
         """Called by the worker: this layer's copies are queued, and done when `event` is."""
+        if not self._layers[layer].queued:
+            self._timeline.instant("ready", layer=layer, load=self.number)
         self._layers[layer].signal(event)
 
     @property

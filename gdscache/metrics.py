@@ -87,6 +87,10 @@ def _one(group: str, name: str) -> Callable[[Stats], Values]:
     return lambda stats: {"": stats.get(group, {}).get(name, 0)}
 
 
+def _prefetch(name: str) -> Callable[[Stats], Values]:
+    return lambda stats: stats["prefetch"][name]
+
+
 def _of_tiers(name: str) -> Callable[[Stats], Values]:
     return lambda stats: {tier: about[name] for tier, about in stats["tiers"].items()}
 
@@ -95,11 +99,47 @@ def _lost(stats: Stats) -> Values:
     return dict(stats["tiers"].get("ssd", {}).get("lost_at_recovery", {}))
 
 
+def _switched_off(stats: Stats) -> Values:
+    quarantine = stats["tiers"].get("ssd", {}).get("quarantine")
+    return {} if quarantine is None else {"": int(quarantine["switched_off"])}
+
+
+def _known(values: Mapping[str, float | None]) -> Values:
+    return {label: value for label, value in values.items() if value is not None}
+
+
+def _of_loads(name: str) -> Callable[[Stats], Values]:
+    return lambda stats: _known({tier: figures[name] for tier, figures in stats["gate"]["tiers"].items()})
+
+
+def _of_prefills(name: str) -> Callable[[Stats], Values]:
+    return lambda stats: _known({"": stats["gate"]["prefill"][name]})
+
+
+def _quarantined(stats: Stats) -> Values:
+    return dict(stats["tiers"].get("ssd", {}).get("quarantine", {}).get("held_slots", {}))
+
+
 def _leased(stats: Stats) -> Values:
     pages: Counter[str] = Counter()
     for lease in stats["leases"]:
         pages[lease["owner"]] += lease["pages"]
     return pages
+
+
+def _admitted(stats: Stats) -> Values:
+    admission = stats["store_policy"]["admission"]
+    return {} if admission is None else {"": admission["admitted"]}
+
+
+def _endurance_left(stats: Stats) -> Values:
+    admission = stats["store_policy"]["admission"]
+    budget = None if admission is None else admission["endurance"]
+    return {} if budget is None else {"": budget["left_bytes"]}
+
+
+def _concerns(stats: Stats) -> Values:
+    return {"": len(stats["concerns"])}
 
 
 def _mover(stats: Stats) -> Values:
@@ -133,6 +173,25 @@ FAMILIES = (
         "cause",
         _by_cause("dropped"),
     ),
+    _Family(
+        _COUNTER,
+        "gdscache_refused_pages",
+        "Pages that the SSD's admission refused, by cause.",
+        "cause",
+        _by_cause("refused"),
+    ),
+    _Family(_COUNTER, "gdscache_admitted_pages", "Pages that the SSD's admission let in.", "", _admitted),
+    _Family(
+        _GAUGE, "gdscache_endurance_left_bytes", "Bytes that ssd.endurance lets be written now.", "", _endurance_left
+    ),
+    _Family(
+        _COUNTER,
+        "gdscache_promotions_declined",
+        "Pages that loads read from the SSD and left out of the CPU tier, as ssd.promotion asks.",
+        "",
+        _one("promotion", "declined"),
+    ),
+    _Family(_COUNTER, "gdscache_expired_pages", "Pages dropped as their ttl was over.", "tier", _by_tier("expired")),
     _Family(_COUNTER, "gdscache_evicted_pages", "Pages evicted, by tier.", "tier", _of_tiers("evictions")),
     _Family(
         _COUNTER, "gdscache_lost_pages", "Pages that the SSD tier gave up when it was opened, by cause.", "cause", _lost
@@ -140,15 +199,115 @@ FAMILIES = (
     _Family(_GAUGE, "gdscache_tier_capacity_bytes", "Bytes reserved.", "tier", _of_tiers("capacity_bytes")),
     _Family(_GAUGE, "gdscache_tier_slots", "Pages that fit.", "tier", _of_tiers("slots")),
     _Family(_GAUGE, "gdscache_tier_pages", "Pages there, those on their way included.", "tier", _of_tiers("pages")),
+    _Family(
+        _GAUGE,
+        "gdscache_tier_dirty_pages",
+        "Pages that no lower tier has and that may not go before one does (write_back).",
+        "tier",
+        _of_tiers("dirty_pages"),
+    ),
     _Family(_GAUGE, "gdscache_tier_free_slots", "Slots free without evicting.", "tier", _of_tiers("free_slots")),
+    _Family(
+        _GAUGE,
+        "gdscache_ssd_switched_off",
+        "1 while I/O that hangs keeps the SSD tier switched off.",
+        "",
+        _switched_off,
+    ),
+    _Family(
+        _GAUGE,
+        "gdscache_quarantined_slots",
+        "Slots that I/O past its deadline may still touch, by the pool that they are of.",
+        "pool",
+        _quarantined,
+    ),
+    _Family(_GAUGE, "gdscache_concerns", "Warnings about the configuration when it was opened.", "", _concerns),
     _Family(_GAUGE, "gdscache_copies", "1 for what copies pages: cuda, torch or numpy.", "mover", _mover),
     _Family(_GAUGE, "gdscache_leased_pages", "Pages pinned, by who pins them.", "owner", _leased),
+    _Family(_COUNTER, "gdscache_prefetches", "Prefetches.", "", _one("prefetch", "requests")),
+    _Family(_COUNTER, "gdscache_prefetches_ended", "Prefetches ended, by why.", "cause", _prefetch("ended")),
+    _Family(_COUNTER, "gdscache_prefetch_pages", "Pages prefetches read, by verdict.", "cause", _prefetch("pages")),
+    _Family(_COUNTER, "gdscache_prefetch_bytes", "Bytes prefetched, of good pages.", "", _one("prefetch", "bytes")),
+    _Family(
+        _COUNTER,
+        "gdscache_prefetch_used_pages",
+        "Prefetched pages that a load then used.",
+        "",
+        _one("prefetch", "used_pages"),
+    ),
+    _Family(
+        _COUNTER,
+        "gdscache_prefetch_lost_pages",
+        "Prefetched pages that left the CPU tier before any load used them.",
+        "",
+        _one("prefetch", "lost_pages"),
+    ),
+    _Family(
+        _GAUGE, "gdscache_prefetches_under_way", "Prefetches that have not ended.", "", _one("prefetch", "under_way")
+    ),
+    _Family(
+        _GAUGE,
+        "gdscache_prefetch_unused_pages",
+        "Prefetched pages in the CPU tier that no load has used yet.",
+        "",
+        _one("prefetch", "unused_pages"),
+    ),
+    _Family(
+        _GAUGE,
+        "gdscache_prefetch_held_pages",
+        "Pages that count against the quota of prefetches: unused ones, and those under way.",
+        "",
+        _one("prefetch", "held_pages"),
+    ),
+    _Family(_GAUGE, "gdscache_prefetch_quota_pages", "The most of them.", "", _one("prefetch", "quota_pages")),
     _Family(
         _GAUGE,
         "gdscache_load_bytes_per_second",
         "Bandwidth that estimates use, by source.",
         "tier",
         _by_cause("bytes_per_second"),
+    ),
+    _Family(
+        _GAUGE,
+        "gdscache_load_latency_seconds",
+        "What a load costs before its bytes, as estimates have it, by source.",
+        "tier",
+        _of_loads("latency_seconds"),
+    ),
+    _Family(
+        _GAUGE,
+        "gdscache_prefill_tokens_per_second",
+        "Prefill of a first token, as estimates have it.",
+        "",
+        _of_prefills("tokens_per_second"),
+    ),
+    _Family(
+        _GAUGE,
+        "gdscache_load_relative_error",
+        "Median error of the last estimates of loads, by source.",
+        "tier",
+        _of_loads("relative_error"),
+    ),
+    _Family(
+        _GAUGE,
+        "gdscache_prefill_relative_error",
+        "Median error of the last estimates of prefills.",
+        "",
+        _of_prefills("relative_error"),
+    ),
+    _Family(
+        _COUNTER,
+        "gdscache_gate_hits",
+        "Hits below the GPU, by what load.gate makes of them.",
+        "decision",
+        lambda stats: stats["gate"]["hits"],
+    ),
+    _Family(
+        _COUNTER,
+        "gdscache_gate_tokens",
+        "Tokens of them, by what load.gate makes of them.",
+        "decision",
+        lambda stats: stats["gate"]["tokens"],
     ),
     _Family(_GAUGE, "gdscache_store_queue_bytes", "Bytes accepted and not done.", "", _one("store_queue", "bytes")),
     _Family(

@@ -1,20 +1,32 @@
-"""Eviction orders: pure data structures over page keys, O(1) an operation, a row each in `POLICIES`."""
+"""What an eviction order is, LRU, and what the others share. They, and the table of all, are in `policies`."""
 
 from __future__ import annotations
 
+import itertools
+from abc import ABC, abstractmethod
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+WARMED = 8  # restored keys that become part of the order with each page that comes or goes
 
 
 class EvictionPolicy(Protocol):
     """The order in which a tier gives up its pages. Knows keys only; whether a page may go is the index's question."""
 
-    def insert(self, key: bytes) -> None:
-        """A new page, never present before the call."""
+    def empty(self) -> EvictionPolicy:
+        """Another one of this kind, without pages."""
+        ...
 
-    def restore(self, keys: Sequence[bytes]) -> None:
-        """Start over with these pages, the first to evict first."""
+    def insert(self, key: bytes, parent: bytes = b"") -> None:
+        """A new page, not present before the call. `parent`: the key of the page before it, present or not."""
+
+    def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        """Start over with the pages `keys[order[0]], keys[order[1]], ...`, the first to evict first."""
 
     def touch(self, key: bytes) -> None:
         """A use of a present page."""
@@ -22,33 +34,164 @@ class EvictionPolicy(Protocol):
     def remove(self, key: bytes) -> None:
         """The page is gone."""
 
+    def defer(self, key: bytes) -> None:
+        """A present page was passed over, since others follow it: it may be behind all others until `hasten` or a use.
+
+        For orders in which such pages gather in front; in the others nothing changes.
+        """
+
+    def hasten(self, key: bytes) -> None:
+        """No page follows a present one any more. If it is deferred it is the first of its rank again."""
+
+    def is_deferred(self, key: bytes) -> bool:
+        """Whether a page is behind all others although it was before them."""
+        ...
+
     def __iter__(self) -> Iterator[bytes]:
         """Keys, the first to evict first. Not changed while it is iterated."""
         ...
 
 
-class LRU:
-    """Least recently used first. Whoever touches a prefix touches its tail first, so that heads outlive tails."""
+class Undeferred:
+    """An order in which pages that are passed over stay: they were stored together, and soon go together."""
 
-    __slots__ = ("_order",)
+    __slots__ = ()
+
+    def defer(self, key: bytes) -> None:
+        """Nothing."""
+
+    def hasten(self, key: bytes) -> None:
+        """Nothing."""
+
+    def is_deferred(self, key: bytes) -> bool:
+        return False
+
+
+class LRU(Undeferred):
+    """Least recently used first. Whoever touches a prefix touches its tail first, so that heads outlive tails.
+
+    Restored keys become part of the order little by little: a million of them at once take more than a second. Until
+    then `_cold` has them, `_cold_from <= i < _cold_to`, the first to evict first; those that were used meanwhile are in
+    `_order` too, and those that were removed are in `_gone`.
+    """
+
+    __slots__ = ("_cold", "_cold_from", "_cold_to", "_gone", "_keys", "_order")
 
     def __init__(self) -> None:
         self._order: OrderedDict[bytes, None] = OrderedDict()
+        self.restore((), ())
 
-    def insert(self, key: bytes) -> None:
+    def empty(self) -> LRU:
+        return LRU()
+
+    def insert(self, key: bytes, parent: bytes = b"") -> None:
         self._order[key] = None
+        if self._cold_to:
+            self._warm()
 
-    def restore(self, keys: Sequence[bytes]) -> None:
-        self._order = OrderedDict.fromkeys(keys)
+    def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        self._order = OrderedDict()
+        self._keys = keys
+        self._cold = array("i", np.asarray(order, np.intc).tobytes())
+        self._cold_from, self._cold_to = 0, len(order)
+        self._gone: set[bytes] = set()
 
     def touch(self, key: bytes) -> None:
+        if self._cold_to:
+            self._order[key] = None
         self._order.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
-        del self._order[key]
+        if not self._cold_to:
+            del self._order[key]
+            return
+        self._order.pop(key, None)
+        self._gone.add(key)
+        self._warm()
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._order)
+        if self._cold_from == self._cold_to:
+            return iter(self._order)
+        return itertools.chain(self._still_cold(), self._order)
+
+    def _still_cold(self) -> Iterator[bytes]:
+        order, gone = self._order, self._gone
+        for i in range(self._cold_from, self._cold_to):
+            key = self._keys[self._cold[i]]
+            if key not in order and key not in gone:
+                yield key
+            elif i == self._cold_from:
+                self._cold_from += 1  # not to be looked at again
+
+    def _warm(self) -> None:
+        """Move the most recent of the cold keys to the front of the order."""
+        order, gone, end = self._order, self._gone, self._cold_to
+        first = max(self._cold_from, end - WARMED)
+        for i in range(end - 1, first - 1, -1):
+            key = self._keys[self._cold[i]]
+            if key not in order and key not in gone:
+                order[key] = None
+                order.move_to_end(key, last=False)
+        self._cold_to = first
+        if first == self._cold_from:
+            self._keys, self._cold, self._cold_from, self._cold_to = (), array("i"), 0, 0
+            self._gone = set()
 
 
-POLICIES: dict[str, type[LRU]] = {"lru": LRU}
+class AfterRestored(Undeferred, ABC):
+    """An order in which restored pages go first, the least recently used first, until they are used again.
+
+    What a subclass knows of a page is lost at a restart; only the order of the last uses is not.
+    """
+
+    __slots__ = ("_pages", "_restored")
+
+    def __init__(self) -> None:
+        self.restore((), ())
+
+    def empty(self) -> Self:
+        return type(self)()
+
+    def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        self._restored = LRU()
+        self._restored.restore(keys, order)
+        self._pages = len(order)  # present, restored ones included
+        self._clear()
+
+    def insert(self, key: bytes, parent: bytes = b"") -> None:
+        self._pages += 1
+        self._insert(key, parent)
+
+    def touch(self, key: bytes) -> None:
+        if not self._touch(key):
+            self._restored.remove(key)
+            self._insert(key, b"")
+            self._touch(key)
+
+    def remove(self, key: bytes) -> None:
+        self._pages -= 1
+        if not self._remove(key):
+            self._restored.remove(key)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return itertools.chain(self._restored, self._order())  # eviction looks at many: no generator of ours a key
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """No page in this order."""
+
+    @abstractmethod
+    def _insert(self, key: bytes, parent: bytes) -> None:
+        """A page that is not in this order, new or restored; nothing is known of the parent of a restored one."""
+
+    @abstractmethod
+    def _touch(self, key: bytes) -> bool:
+        """A use; False when the page is not in this order."""
+
+    @abstractmethod
+    def _remove(self, key: bytes) -> bool:
+        """The page is gone; False when it is not in this order."""
+
+    @abstractmethod
+    def _order(self) -> Iterator[bytes]:
+        """The pages of this order, the first to evict first."""

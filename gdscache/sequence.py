@@ -18,6 +18,7 @@ from gdscache.streams import record
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.index import Entry, Page, PageState
+from gdscache.tiers.retention import Retention
 
 if TYPE_CHECKING:
     from gdscache.engine import CacheEngine
@@ -101,15 +102,17 @@ class Sequence:
         if layout.full_pages(len(grown)) > len(self._pages):
             self._pages = self._engine.pages(grown, self._salt)
 
-    def commit(self) -> StoreHandle:
+    def commit(self, *, priority: int = 0, ttl: float | None = None) -> StoreHandle:
         """The verdict on the load, then every full page exists on the GPU and is on its way to the tiers below.
 
         The caller has computed all tokens, on its current stream. Raises `LoadFailedError`, which names the first bad
-        page, and publishes nothing from that page on. May be called again after `append`.
+        page, and publishes nothing from that page on. May be called again after `append`. `priority` and `ttl` are
+        those of `CacheEngine.store`, for every full page; raises `InvalidValueError`.
         """
         self._check_open()
+        retention = Retention.of(priority, ttl, self._manager.expiry.clock)
         bad = self._first_bad()
-        pages, sources = self._publish(len(self._pages) if bad is None else bad)
+        pages, sources = self._publish(len(self._pages) if bad is None else bad, retention)
         if bad is not None:
             self._manager.end(sources)
             cause = self._load.result().pages[bad - self._shared].value if self._load is not None else ""
@@ -120,7 +123,7 @@ class Sequence:
                 cause,
             )
         blocks = torch.tensor([e.slot for e in sources.entries], dtype=torch.int64).view(-1, 1)
-        return self._engine.submit_store(pages, blocks, self._epoch, self._salt, sources=sources)
+        return self._engine.submit_store(pages, blocks, self._epoch, self._salt, sources=sources, retention=retention)
 
     def close(self) -> None:
         """Leave: private slots go free after the current stream's work; shared ones lose a reference."""
@@ -155,7 +158,11 @@ class Sequence:
         candidates = self._pages[:most]
         with self._manager.lock, contextlib.ExitStack() as undo:
             self._epoch = self._manager.epoch(self._engine.namespace(self._salt))
-            self._manager.lookup(candidates, 0)
+            with self._manager.timeline.span("lookup", pages=len(candidates)):
+                found = self._manager.lookup(candidates, 0)
+            keep = self._engine.gate.decide(found, 0, len(self._tokens), self._manager.under_way).pages
+            if keep < len(found):
+                candidates = candidates[:keep]
             self._lease = self._manager.lease("sequence")
             undo.callback(self._manager.end, self._lease)
             for page in candidates:
@@ -178,7 +185,8 @@ class Sequence:
         rest = candidates[self._shared :]
         if rest:
             blocks = self.slots[self._shared : self._shared + len(rest)].view(-1, 1)
-            load = self._engine.loader.start([(rest, blocks)], "sequence", [record(self._gpu.pool.device)])
+            start = self._shared * self._engine.layout.page_tokens
+            load = self._engine.loader.start([(rest, blocks, start)], "sequence", [record(self._gpu.pool.device)])
             self._load = load if load.tokens else None
 
     def _load_is_over(self) -> bool:
@@ -196,6 +204,7 @@ class Sequence:
         if n <= 0:
             return []
         with self._manager.lock:
+            self._manager.expire()
             slots = self._gpu.take(n)
             if slots is None:
                 raise PoolFullError(
@@ -212,7 +221,7 @@ class Sequence:
         bad = self._load.result().first_bad
         return None if bad is None else self._shared + bad
 
-    def _publish(self, pages: int) -> tuple[list[Page], Lease]:
+    def _publish(self, pages: int, retention: Retention) -> tuple[list[Page], Lease]:
         """Put the first `pages` pages into the GPU index; the pages that are there, under a lease on what holds them.
 
         A page that another sequence has published meanwhile is taken from its slot.
@@ -224,12 +233,15 @@ class Sequence:
             if self._manager.epoch(self._engine.namespace(self._salt)) != self._epoch:
                 self._manager.count("dropped", "cleared", pages)
                 return [], sources
+            self._manager.retain(self._pages[:pages], retention)
             for i, page in enumerate(self._pages[:pages]):
                 entry = self._entries[i] or index.find(page.key)
                 if entry is None:
                     slot = self._slots[i]
                     gpu.private.remove(slot)
-                    entry = self._entries[i] = index.insert(page, slot, PageState.VERIFIED)
+                    entry = self._entries[i] = index.insert(
+                        page, slot, PageState.VERIFIED, self._manager.expiry.joined(page, retention)
+                    )
                     self._lease.add(index, entry)
                     gpu.used((slot,), event)
                 if not entry.dropped:

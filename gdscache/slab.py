@@ -1,7 +1,7 @@
 """Slab files: the extents of the SSD tier, preallocated, one after another. See docs/format.md.
 
-Everything that knows how slots map to files is here. There is one file today; stripes over several paths change
-`files` and `locate`, and nothing outside this module.
+Everything that knows how slots map to files is here. Over several directories, stretches of neighbouring slots
+(`stretch_slots`) lie on one after the other in turn: neighbours are read together, and a batch keeps all devices busy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from gdscache.errors import (
@@ -24,6 +25,7 @@ from gdscache.errors import (
 )
 
 SLAB_NAME = "slab-0.bin"
+STRETCH_BYTES = 4 << 20  # of neighbouring extents on one device, at least: what one read takes at most
 FILE_MODE = 0o600
 
 
@@ -32,48 +34,53 @@ class Slab:
     """`slots` extents of `extent_bytes` each. Use `Slab.open`.
 
     `valid_slots` leading slots existed with their bytes before this open: 0 for a new file, fewer than `slots` after
-    the capacity grew or somebody truncated the file. What the catalogue says of later slots is void.
+    the capacity grew or somebody truncated a file. What the catalogue says of later slots is void.
     """
 
     files: tuple[Path, ...]
     extent_bytes: int
     slots: int
     valid_slots: int
+    stretch: int  # neighbouring slots in one file before the next file has its turn
+    inodes: tuple[int, ...] = ()  # of the files that were opened; () where nobody asks
 
     @classmethod
-    def open(cls, directory: Path, extent_bytes: int, slots: int) -> Slab:
-        """Open the slab of `directory`, preallocated to exactly `slots * extent_bytes` bytes (mode 0600).
+    def open(cls, directory: Path, extent_bytes: int, slots: int, stripes: Sequence[Path] = ()) -> Slab:
+        """Open the slab of `directory` and the further `stripes`, preallocated to exactly `slots * extent_bytes` bytes.
 
-        Every block is allocated here, so that no later write can find the disk full. A larger file is cut; slots that
-        existed keep their bytes. Raises `NoSpaceError` before anything is written where the file system has too little
-        room, `CapacityError` for less than one slot, `NotARegularFileError`, `DirectoryNotWritableError`,
-        `IOFailedError`. After an error the file is as it was before.
+        Every block is allocated here (mode 0600), so that no later write can find the disk full. A larger file is cut;
+        slots that existed keep their bytes. Raises `NoSpaceError` before a file is written where its file system has
+        too little room, `CapacityError` for less than one slot (a file), `NotARegularFileError`,
+        `DirectoryNotWritableError`, `IOFailedError`. After an error the files are as they were before.
         """
-        if slots < 1 or extent_bytes < 1:
+        directories = (directory, *stripes)
+        stretch = stretch_slots(extent_bytes)
+        if slots < 1 or extent_bytes < 1 or slots <= len(stripes) * stretch:
+            least = max(extent_bytes, 1) * (len(stripes) * stretch + 1)
             raise CapacityError(
-                f"a slab of {slots} extents of {extent_bytes} bytes holds nothing",
-                f"set ssd.capacity to at least {max(extent_bytes, 1)}",
+                f"a slab of {slots} extents of {extent_bytes} bytes holds nothing"
+                + (f" in one of {len(directories)} directories" if stripes else ""),
+                f"set ssd.capacity to at least {least}",
             )
-        path = directory / SLAB_NAME
-        fd, created = _open_file(path)
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.close, fd)
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise _irregular(path)
-            total, before = slots * extent_bytes, 0 if created else status.st_size
-            undo.callback(_restore, path, fd, created, before)
-            _check_space(path, total, status)
-            _allocate(path, fd, total)
+        files = tuple(where / slab_name(number) for number, where in enumerate(directories))
+        valid = slots
+        with contextlib.ExitStack() as descriptors, contextlib.ExitStack() as undo:
+            made = []
+            for number, path in enumerate(files):
+                total = extent_bytes * _share(number, len(files), stretch, slots)
+                created, before = _prepare(path, total, descriptors, undo)
+                valid = min(valid, first_missing(number, len(files), extent_bytes, before // extent_bytes))
+                if created:
+                    made.append(path.parent)
             undo.pop_all()
-            os.close(fd)
-            if created:
-                _flush_directory(directory)
-        return cls((path,), extent_bytes, slots, min(before // extent_bytes, slots))
+            for where in made:
+                _flush_directory(where)
+            inodes = tuple(path.stat().st_ino for path in files)
+        return cls(files, extent_bytes, slots, valid, stretch, inodes)
 
     @property
     def path(self) -> Path:
-        """The slab file, while there is one."""
+        """The first slab file, beside which the catalogue lies."""
         return self.files[0]
 
     @property
@@ -85,11 +92,43 @@ class Slab:
         """`(index into files, byte offset)` of a slot's extent. Raises `SlotRangeError`."""
         if not 0 <= slot < self.slots:
             raise SlotRangeError(f"slot {slot} is outside a slab of {self.slots} slots", "a bug: please report it")
-        return 0, slot * self.extent_bytes
+        count = len(self.files)
+        if count == 1:
+            return 0, slot * self.extent_bytes
+        number, within = divmod(slot, self.stretch)
+        return number % count, (number // count * self.stretch + within) * self.extent_bytes
 
     def offset(self, slot: int) -> int:
         """Byte offset of a slot's extent in its file. Raises `SlotRangeError`."""
         return self.locate(slot)[1]
+
+    def check(self) -> tuple[list[str], dict[int, int]]:
+        """What became of the files since they were opened; and the whole extents of each file that is too short."""
+        problems, short = [], {}
+        for number, path in enumerate(self.files):
+            share = _share(number, len(self.files), self.stretch, self.slots)
+            try:
+                status = path.lstat()
+            except OSError as error:
+                problems.append(f"{path} is gone: {error.strerror}; close and open the engine")
+                continue
+            if status.st_ino != self.inodes[number]:
+                problems.append(f"{path} was replaced by another file; close and open the engine")
+            elif status.st_size < share * self.extent_bytes:
+                short[number] = status.st_size // self.extent_bytes
+                problems.append(f"{path} has {status.st_size:,} bytes of {share * self.extent_bytes:,}")
+        return problems, short
+
+    def lengthen(self) -> None:
+        """Give files that somebody cut their size back. Raises `NoSpaceError`, `IOFailedError`."""
+        for number, path in enumerate(self.files):
+            fd, _ = _open_file(path)
+            try:
+                share = _share(number, len(self.files), self.stretch, self.slots)
+                if os.fstat(fd).st_ino == self.inodes[number]:
+                    _allocate(path, fd, share * self.extent_bytes)
+            finally:
+                os.close(fd)
 
     def flush(self) -> None:
         """Make the bytes written so far survive a loss of power (`durability: power`). Raises `IOFailedError`."""
@@ -104,6 +143,45 @@ class Slab:
                 raise IOFailedError(
                     f"{path} cannot be flushed: {error.strerror}", "see the kernel log for the device", error.errno
                 ) from error
+
+
+def slab_name(number: int) -> str:
+    """The name of the slab file in directory `number`."""
+    return f"slab-{number}.bin"
+
+
+def stretch_slots(extent_bytes: int) -> int:
+    """How many neighbouring slots lie in one file before the next file has its turn."""
+    return -(-STRETCH_BYTES // max(extent_bytes, 1))
+
+
+def _share(number: int, count: int, stretch: int, slots: int) -> int:
+    """How many of `slots` lie in file `number` of `count`."""
+    rounds, rest = divmod(slots, stretch * count)
+    return rounds * stretch + min(max(rest - number * stretch, 0), stretch)
+
+
+def first_missing(number: int, count: int, extent_bytes: int, held: int) -> int:
+    """The first slot that file `number` of `count` lacks, when it has `held` extents."""
+    if count == 1:
+        return held
+    stretch = stretch_slots(extent_bytes)
+    rounds, rest = divmod(held, stretch)
+    return (rounds * count + number) * stretch + rest
+
+
+def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: contextlib.ExitStack) -> tuple[bool, int]:
+    """Make a slab file have `total` bytes; whether it was made, and the bytes it had. `undo` puts it back."""
+    fd, created = _open_file(path)
+    descriptors.callback(os.close, fd)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise _irregular(path)
+    before = 0 if created else status.st_size
+    undo.callback(_restore, path, fd, created, before)
+    _check_space(path, total, status)
+    _allocate(path, fd, total)
+    return created, before
 
 
 def _open_file(path: Path) -> tuple[int, bool]:

@@ -50,6 +50,11 @@ class Fence:
         self._queued = threading.Event()
         self._event: Event = None
 
+    @property
+    def queued(self) -> bool:
+        """True when the work was signalled, done or not."""
+        return self._queued.is_set()
+
     def signal(self, event: Event = None) -> None:
         """The work is queued, and done when `event` is (None: it is done). Later signals change nothing."""
         if not self._queued.is_set():

@@ -1,6 +1,7 @@
 """The way to the SSD: pages that are ready in host or staging memory, written in batches on a thread of its own.
 
-A batch is reserved, written and committed; the bytes of the next batch are under way while one is committed.
+A batch is reserved, written and committed; the bytes of the next batch are under way while one is committed. What is
+not written within its deadline is dropped, and what its I/O may still touch goes to the quarantine.
 """
 
 from __future__ import annotations
@@ -8,31 +9,42 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from gdscache.checksum import Checksums
-from gdscache.errors import StorageError
-from gdscache.storage.base import Submission
+from gdscache.errors import DeadlineError, StorageError
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.index import Entry, Page
 from gdscache.tiers.manager import TierManager
+from gdscache.tiers.page_io import PageIO
+from gdscache.tiers.quarantine import Late, PoolName
+from gdscache.tiers.retention import DEFAULT, Retention
 from gdscache.tiers.ssd import SlotWrite, SsdTier
+from gdscache.tiers.store_plan import BATCH_BYTES
 
 _log = logging.getLogger("gdscache.store")
-BATCH_BYTES = 32 << 20  # what one gather, and one write batch, takes at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A page to write. `finish` is called once, under the manager's lock: with "" when committed, else why not."""
+    """A page to write, within `seconds` of the begin of its batch; `pool` is what its slot belongs to.
+
+    Both callbacks are called once, under the manager's lock: `finish` with "" when the page is committed, else why it
+    is not; `release` when nothing reads the slot any more, which is later where the write hangs.
+    """
 
     page: Page
     epoch: int
     extents: Extents
     slot: int
     finish: Callable[[str], None]
+    release: Callable[[], None] = lambda: None
+    pool: PoolName = "cpu"
+    seconds: float = 30.0
+    retention: Retention = DEFAULT
 
     @property
     def checksums(self) -> Checksums:
@@ -41,29 +53,48 @@ class Outgoing:
         return sums
 
 
-class SsdWriter:
-    """Writes pages to the SSD tier in the background. `keys`: pages on their way; the manager's lock guards it."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Flight:
+    """A batch whose bytes are on their way, and when it must be there (`time.monotonic()`)."""
 
-    def __init__(self, manager: TierManager, ssd: SsdTier, extent_bytes: int) -> None:
-        self.keys: set[bytes] = set()
+    writes: Sequence[tuple[Outgoing, SlotWrite]]
+    submission: PageIO
+    until: float
+
+
+class SsdWriter:
+    """Writes pages to the SSD tier in the background.
+
+    `keys`: the pages on their way, which whoever sends them puts in, and whoever hears of their end takes out; the
+    manager's lock guards it.
+    """
+
+    def __init__(self, manager: TierManager, ssd: SsdTier, extent_bytes: int, keys: Collection[bytes]) -> None:
+        self._keys = keys
         self._manager = manager
         self._ssd = ssd
         self._most = max(1, BATCH_BYTES // extent_bytes)
         self._ready: deque[Outgoing] = deque()
-        self._flying: deque[tuple[list[tuple[Outgoing, SlotWrite]], Submission]] = deque()
+        self._flying: deque[_Flight] = deque()
+        self._closing = False
         self._dropping = False
         self._thread = ThreadPoolExecutor(1, "gdscache-write")
 
     def put(self, pages: Sequence[Outgoing]) -> None:
-        """Take pages over; their keys are in `keys` already."""
+        """Take pages over, whose keys are in `keys`."""
         if pages:
             with self._manager.lock:
                 self._ready.extend(pages)
             self._thread.submit(self._run).add_done_callback(log_failure)
 
+    def begin_close(self, *, drain: bool) -> None:
+        """From now on a batch that misses its deadline is the last that is waited for; without `drain`, any is."""
+        self._closing = True
+        self._dropping = self._dropping or not drain
+
     def close(self, *, drain: bool) -> None:
         """Write what was taken over (or drop it), then end the thread."""
-        self._dropping = not drain
+        self.begin_close(drain=drain)
         self._thread.shutdown(wait=True)
 
     def _run(self) -> None:
@@ -73,48 +104,88 @@ class SsdWriter:
             if batch:
                 self._start(batch)
             if self._flying and (len(self._flying) > 1 or not batch):
-                self._complete(*self._flying.popleft())
+                self._complete(self._flying.popleft())
             elif not batch:
                 return
 
     def _start(self, batch: Sequence[Outgoing]) -> None:
         entries: dict[bytes, Entry] = {}
         with self._failing(batch, entries):
+            off = self._manager.quarantine.off
             try:
-                pages = () if self._dropping else [out.page for out in batch]
-                entries.update((entry.key, entry) for entry in self._ssd.reserve(pages))
+                pages = () if self._dropping or off else [out.page for out in batch]
+                entries.update((entry.key, entry) for entry in self._ssd.reserve(pages, self._retentions(batch)))
             except StorageError as error:
                 _log.warning("the SSD tier takes no pages: %s", error)
-            writes = self._admit(batch, entries)
+            writes = self._admit(batch, entries, "closed" if self._dropping else "switched_off" if off else "ssd_full")
             if writes:
-                self._flying.append((writes, self._ssd.write([write for _, write in writes])))
+                until = time.monotonic() + min(out.seconds for out, _ in writes)
+                nbytes = len(writes) * self._ssd.layout.extent_bytes
+                with self._manager.timeline.flight("write", "SSD writes", pages=len(writes), bytes=nbytes) as flight:
+                    io = self._ssd.write([write for _, write in writes])
+                    self._flying.append(_Flight(writes, io, until))
+                    flight.follow(io, len(writes))
 
-    def _admit(self, batch: Sequence[Outgoing], entries: dict[bytes, Entry]) -> list[tuple[Outgoing, SlotWrite]]:
-        """What is still wanted and has a slot."""
+    def _retentions(self, batch: Sequence[Outgoing]) -> dict[bytes, Retention]:
+        """How long the pages are wanted by now, where that is not the default."""
+        with self._manager.lock:
+            joined = {out.page.key: self._manager.expiry.joined(out.page, out.retention) for out in batch}
+        return {key: retention for key, retention in joined.items() if retention != DEFAULT}
+
+    def _admit(
+        self, batch: Sequence[Outgoing], entries: dict[bytes, Entry], cause: str
+    ) -> list[tuple[Outgoing, SlotWrite]]:
+        """What is still wanted and has a slot; what has none is dropped for `cause`."""
         writes = []
         with self._manager.lock:
             for out in batch:
                 entry = entries.get(out.page.key)
                 if entry is None:
-                    self._finish(out, "closed" if self._dropping else "ssd_full")
+                    self._finish(out, cause)
                 elif self._manager.epoch(out.page.namespace) != out.epoch:
                     self._give_up(entries.pop(out.page.key))
                     self._finish(out, "cleared")
                 else:
-                    writes.append((out, SlotWrite(entry, out.extents.memory(out.slot), out.checksums.copy())))
+                    writes.append((out, SlotWrite(entry, out.extents, out.slot, out.checksums.copy())))
         return writes
 
-    def _complete(self, writes: list[tuple[Outgoing, SlotWrite]], submission: Submission) -> None:
+    def _ended(self, flight: _Flight) -> tuple[list[tuple[Outgoing, SlotWrite]], list[StorageError | None]]:
+        """The writes that have ended by the deadline, with their errors. The others are dropped, and not waited for."""
+        writes = list(flight.writes)
+        errors: dict[int, StorageError | None] = {}
+        try:
+            return writes, flight.submission.wait(flight.until)
+        except DeadlineError as error:
+            _log.warning("pages are not written in time: %s", error)
+        with contextlib.suppress(DeadlineError):
+            for i, failure in flight.submission.completions(flight.until):
+                errors.setdefault(i, failure)
+        self._dropping = self._dropping or self._closing
+        late = [i for i in range(len(writes)) if i not in errors]
+        with self._manager.lock:
+            for i in late:
+                self._ssd.index.drop(writes[i][1].entry)
+            self._manager.quarantine.hold(flight.submission, {i: self._late(*writes[i]) for i in late})
+            for i in late:
+                writes[i][0].finish("deadline")
+        ended = sorted(errors)
+        return [writes[i] for i in ended], [errors[i] for i in ended]
+
+    def _complete(self, flight: _Flight) -> None:
+        writes, errors = self._ended(flight)
+        if not writes:
+            return
         entries = {write.entry.key: write.entry for _, write in writes}
         with self._failing([out for out, _ in writes], entries):
-            errors = submission.wait()
             failed = {w.entry.key for (_, w), error in zip(writes, errors, strict=True) if error is not None}
             causes = dict.fromkeys(entries, "io_error")
             written = [write for _, write in writes if write.entry.key not in failed]
             for error in [e for e in errors if e is not None][:1]:
                 _log.warning("%d pages were not written: %s", len(failed), error)
             try:
-                for write, visible in zip(written, self._ssd.commit(written), strict=True):
+                with self._manager.timeline.span("commit", pages=len(written)):
+                    committed = self._ssd.commit(written)
+                for write, visible in zip(written, committed, strict=True):
                     causes[write.entry.key] = "" if visible else "cleared"
             except StorageError as error:
                 _log.warning("the catalogue takes no pages: %s", error)
@@ -139,7 +210,7 @@ class SsdWriter:
             for entry in entries.values():
                 self._give_up(entry)
             for out in batch:
-                if out.page.key in self.keys:
+                if out.page.key in self._keys:
                     self._finish(out, "error")
             self._thread.submit(self._run).add_done_callback(log_failure)
 
@@ -148,8 +219,17 @@ class SsdWriter:
         self._ssd.index.release(entry)
 
     def _finish(self, out: Outgoing, cause: str) -> None:
-        self.keys.discard(out.page.key)
         out.finish(cause)
+        out.release()
+
+    def _late(self, out: Outgoing, write: SlotWrite) -> Late:
+        """A write whose slots may be used again only when it has ended."""
+
+        def ended() -> None:
+            self._ssd.index.release(write.entry)
+            out.release()
+
+        return Late("write", out.pool, write.entry.slot, ended)
 
 
 def log_failure(future: Future[None]) -> None:

@@ -14,10 +14,21 @@ from hypothesis import HealthCheck, settings
 
 from gdscache import CacheEngine
 
-_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+# Tests run beside each other, and threads of torch that have no core to themselves spin. Children inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile("ci", max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile("soak", max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=_SLOW)
 settings.load_profile("soak" if os.environ.get("GDSCACHE_SOAK") == "1" else "ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first: of two workers, none is left alone with it at the end."""
+    items.sort(
+        key=lambda item: item.path.name not in ("test_soak.py", "test_state_machine.py", "test_load_schedules.py")
+    )
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -32,7 +32,7 @@ def run(pipe: Connection, config: dict[str, Any], attached: bool, path: Path, se
     rng = random.Random(seed)
     pipe.send("running")
     while True:
-        session = _Session(config, attached, log)
+        session = Session(config, attached, log)
         until = time.monotonic() + rng.uniform(0, 0.25)
         with ThreadPoolExecutor(THREADS) as pool:
             for work in [pool.submit(session.work, rng.random(), thread, until) for thread in range(THREADS)]:
@@ -41,7 +41,7 @@ def run(pipe: Connection, config: dict[str, Any], attached: bool, path: Path, se
         session.acknowledge()
 
 
-class _Session:
+class Session:
     """One opening of the engine."""
 
     def __init__(self, config: dict[str, Any], attached: bool, log: Log) -> None:

@@ -80,11 +80,11 @@ def commit_then(host: Host, which: Callable[[Any, Any], object], act: Callable[[
     """Run `act` before or after the catalogue's commits that `which(insert, delete)` is true for."""
     whole = catalogue(host).commit
 
-    def commit(insert: Any, delete: Any, touch: Any) -> None:
+    def commit(insert: Any, delete: Any, *rest: Any) -> None:
         chosen = which(insert, delete)
         if chosen and before:
             act()
-        whole(insert, delete, touch)
+        whole(insert, delete, *rest)
         if chosen and not before:
             act()
 

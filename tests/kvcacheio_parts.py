@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from helpers import SENTINEL
 
 from gdscache.kernels import kvcacheio
+from gdscache.kernels.kvcacheio_launch import FORMS
 
 Bytes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]
@@ -184,9 +186,7 @@ class SlowKernels:
         return self.count
 
     def launch(self, name: str, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
-        wide, narrow = [int], [np.uint32]  # 64 bits, 32 bits
-        kinds = (2 * wide + 8 * narrow) * 2 + 2 * wide + 6 * narrow
-        assert [type(a) for a in arguments] == kinds
+        struct.pack(FORMS[name], *arguments, 0)  # every number fits
         assert threads % 32 == 0
         assert threads <= 1024
         self.launches += 1

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from helpers import WAIT, fill, holds, prompt, run
+from helpers import WAIT, fill, holds, prompt, quiet, run
 
 from gdscache import CacheEngine
 from gdscache.errors import DirectoryInUseError
@@ -53,6 +53,7 @@ def through_every_tier(pipe: Connection, config: Config, tokens: list[int]) -> N
             fill(engine, seq)
             handle = seq.commit()
         handle.result(WAIT)
+        quiet(engine)  # what is leased is not evicted
         served = []
         for gone in ((), ("gpu",), ("gpu", "cpu")):
             for name in gone:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import logging
+import math
 import os
 import random
 import signal
@@ -15,12 +17,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -43,6 +46,9 @@ LAYERS = 4
 NAMESPACE = hashlib.blake2b(b"namespace", digest_size=32).digest()
 
 
+ODD = [b"k" * 32, b"k" * 31, b"k" * 33, b"", "k" * 32, "77", None, 1, 77, 3, 1.5, 77.0, -5]
+
+
 def name(*parts: object) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=32).digest()
 
@@ -59,9 +65,15 @@ def open_catalog(path: Path, extent_bytes: int = EXTENT) -> Catalog:
     return Catalog.open(path, extent_bytes=extent_bytes, durability="process")
 
 
+def slots_of(found: Recovered) -> list[int]:
+    """The least recent first."""
+    return found.slots[found.order].tolist()
+
+
 def rows(found: Recovered) -> dict[int, tuple[bytes, bytes, bytes, int, int]]:
-    columns = zip(found.slots, found.keys, found.parents, found.namespaces, found.lengths, found.recency, strict=True)
-    return {slot: tuple(rest) for slot, *rest in columns}  # type: ignore[misc]
+    columns = (found.keys, found.parents, found.namespaces, found.lengths, found.recency)
+    of = zip(found.slots.tolist(), *(column.tolist() for column in columns), strict=True)
+    return {slot: (key, parent, found.digests[name], *rest) for slot, key, parent, name, *rest in of}  # type: ignore[misc]
 
 
 def row(record: PageRecord) -> tuple[bytes, bytes, bytes, int, int]:
@@ -86,12 +98,10 @@ def test_everything_comes_back_in_the_order_of_use(tmp_path: Path) -> None:
         assert catalog.count() == 4
     with open_catalog(tmp_path) as catalog:
         found = catalog.recover(8)
-        assert found.slots == [7, 2, 0, 3]
+        assert slots_of(found) == [7, 2, 0, 3]
         assert rows(found) == {r.slot: row(r) for r in records}
         assert (found.dropped, found.set_aside, len(found)) == ({}, None, 4)
-        assert all(type(value) is int for value in found.slots + found.lengths + found.recency)
-        assert all(type(key) is bytes for key in found.keys + found.parents)
-        assert len({id(namespace) for namespace in found.namespaces}) == 1
+        assert found.digests == [NAMESPACE]
         for record, sums in zip(records, catalog.checksums([r.slot for r in records]), strict=True):
             assert sums is not None
             assert sums.dtype == np.uint64
@@ -104,7 +114,7 @@ def test_numpy_integers_are_stored_as_integers(tmp_path: Path) -> None:
     with open_catalog(tmp_path) as catalog:
         catalog.commit([page(1), odd], np.array([5]), {np.int64(1): np.int64(4)})  # type: ignore[arg-type, dict-item]
         found = catalog.recover(8)
-        assert (found.slots, found.lengths[1], found.recency) == ([1, 3], 77, [4, 9])
+        assert (slots_of(found), found.lengths[1], found.recency.tolist()) == ([1, 3], 77, [4, 9])
         assert catalog.checksums(np.array([3], np.int32))[0] is not None  # type: ignore[arg-type]
         catalog.commit([], np.array([1, 3]), {})  # type: ignore[arg-type]
         assert catalog.count() == 0
@@ -152,13 +162,48 @@ def test_recovery_crosses_its_own_chunks(tmp_path: Path, monkeypatch: pytest.Mon
     with open_catalog(tmp_path) as catalog:
         catalog.commit(records, [], {})
         found = catalog.recover(200)
-        assert found.slots == [95, 64, 63, *range(39, -1, -1)]
+        assert slots_of(found) == [95, 64, 63, *range(39, -1, -1)]
         assert rows(found) == {r.slot: row(r) for r in records[:-1]}
+
+
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_pages_of_several_namespaces_and_lengths_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """Rows of one namespace and length are read in another way than mixed ones."""
+    monkeypatch.setattr(catalog_recovery, "SCAN_SLOTS", chunk)
+    other = name("other")
+    records = [page(slot, namespace=NAMESPACE if slot < 16 or slot % 3 else other) for slot in range(40)]
+    records = [dataclasses.replace(r, length=5 if 8 <= r.slot < 24 else r.length) for r in records]
+    with open_catalog(tmp_path) as catalog:
+        catalog.commit(records, [], {})
+        found = catalog.recover(40)
+        assert rows(found) == {r.slot: row(r) for r in records}
+        assert sorted(found.digests) == sorted([NAMESPACE, other])
+
+
+@given(rows_=st.lists(st.tuples(st.sampled_from(ODD), st.sampled_from(ODD), *[st.sampled_from(ODD)] * 3), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_the_fast_reading_takes_no_row_that_is_not_whole(rows_: list[tuple[object, ...]]) -> None:
+    """Against the condition that docs/format.md states, for values of every type in every column."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        with open_catalog(path) as catalog:
+            catalog.commit([dataclasses.replace(page(i), length=77) for i in (0, 1)], [], {})
+        with raw(path) as connection:
+            insert = "INSERT INTO pages(slot, key, parent, namespace, length, recency) VALUES (?, ?, ?, ?, ?, ?)"
+            connection.executemany(insert, [(i + 2, *values) for i, values in enumerate(rows_)])
+            whole = connection.execute(f"SELECT slot FROM pages WHERE {catalog_recovery.WHOLE_ROW}").fetchall()
+        with open_catalog(path) as catalog:
+            found = catalog.recover(100)
+            assert found.dropped["row"] == len(rows_) + 2 - len(whole)
+            assert len(found) + sum(found.dropped.values()) == len(rows_) + 2
+            assert set(found.slots.tolist()) <= {slot for (slot,) in whole}
 
 
 def test_an_empty_catalogue_recovers_to_nothing(tmp_path: Path) -> None:
     with open_catalog(tmp_path) as catalog:
-        assert catalog.recover(100) == Recovered()
+        assert len(catalog.recover(100)) == 0
         assert catalog.count() == 0
 
 
@@ -203,6 +248,11 @@ def test_closing(tmp_path: Path) -> None:
         ("UPDATE pages SET slot = -1 WHERE slot = 3", "slot"),
         ("UPDATE pages SET slot = 8 WHERE slot = 3", "slot"),
         (f"UPDATE pages SET slot = {1 << 60} WHERE slot = 3", "slot"),
+        ("INSERT INTO retention VALUES (3, NULL, NULL)", "row"),
+        ("INSERT INTO retention VALUES (3, 'high', 4000000000000)", "row"),
+        ("INSERT INTO retention VALUES (3, 1, 'soon')", "row"),
+        ("INSERT INTO retention VALUES (3, 1, 1.5)", "row"),
+        ("INSERT INTO retention VALUES (3, 1, x'00')", "row"),
     ],
 )
 def test_a_row_that_is_not_whole_is_deleted_and_counted(tmp_path: Path, sql: str, cause: str) -> None:
@@ -221,6 +271,29 @@ def test_a_row_that_is_not_whole_is_deleted_and_counted(tmp_path: Path, sql: str
         assert rows(found)[3] == row(page(3, generation=1))
 
 
+def test_a_retention_without_a_page_is_deleted(tmp_path: Path) -> None:
+    fill(tmp_path, 6)
+    with raw(tmp_path) as connection:
+        connection.execute("INSERT INTO retention VALUES (7, 1, NULL), (2, 1, 5000), (-1, 1, NULL), (900, 1, NULL)")
+    with open_catalog(tmp_path) as catalog:
+        found = catalog.recover(8)
+        assert not found.dropped
+        assert catalog.retentions() == {2: (1, 5.0)}
+        assert (found.slots[found.retained].tolist(), found.priorities.tolist(), found.expires.tolist()) == (
+            [2],
+            [1],
+            [5],
+        )
+
+
+def test_ends_are_kept_in_milliseconds_rounded_down(tmp_path: Path) -> None:
+    ends = [1.0004, 1.0009, 1700000000.123456, 0.0001]
+    with open_catalog(tmp_path) as catalog:
+        catalog.commit([dataclasses.replace(page(i), expires=end) for i, end in enumerate(ends)], [], {})
+        assert [end for _, end in catalog.retentions().values()] == [1.0, 1.0, 1700000000.123, 0.0]
+        assert catalog.recover(4, 0.5).dropped == {"expired": 1}
+
+
 def test_of_a_key_twice_the_most_recent_row_stays(tmp_path: Path) -> None:
     twin = page(6)
     with open_catalog(tmp_path) as catalog:
@@ -229,7 +302,7 @@ def test_of_a_key_twice_the_most_recent_row_stays(tmp_path: Path) -> None:
         ]
         catalog.commit([*twins, page(3, recency=5)], [], {})
         found = catalog.recover(8)
-        assert (found.slots, found.dropped) == ([3, 1], {"duplicate": 2})
+        assert (slots_of(found), found.dropped) == ([3, 1], {"duplicate": 2})
         assert catalog.checksums([0, 2]) == [None, None]
 
 
@@ -238,7 +311,7 @@ def test_slots_beyond_the_slab_are_forgotten_for_good(tmp_path: Path) -> None:
     with open_catalog(tmp_path) as catalog:
         assert catalog.recover(5).dropped == {"slot": 3}
     with open_catalog(tmp_path) as catalog:
-        assert catalog.recover(8).slots == [0, 1, 2, 3, 4]
+        assert slots_of(catalog.recover(8)) == [0, 1, 2, 3, 4]
         assert catalog.checksums([4, 5, 6, 7])[1:] == [None, None, None]
         found = catalog.recover(0)
         assert (len(found), found.dropped) == (0, {"slot": 5})
@@ -253,7 +326,7 @@ def test_damaged_checksums_are_none(tmp_path: Path) -> None:
         connection.execute("UPDATE checksums SET sums = 'text' WHERE slot = 1")
         connection.execute("DELETE FROM checksums WHERE slot = 2")
     with open_catalog(tmp_path) as catalog:
-        assert catalog.recover(4).slots == [0, 1, 2, 3]
+        assert slots_of(catalog.recover(4)) == [0, 1, 2, 3]
         assert [sums is None for sums in catalog.checksums([0, 1, 2, 3])] == [True, True, True, False]
 
 
@@ -273,7 +346,7 @@ def test_namespaces_are_described_and_forgotten_with_their_pages(tmp_path: Path)
             NAMESPACE: {},
         }
     with open_catalog(tmp_path) as catalog:
-        assert set(catalog.recover(4).namespaces) == {used, NAMESPACE}
+        assert set(catalog.recover(4).digests) == {used, NAMESPACE}
         assert catalog.namespaces() == {used: {"name": "llama", "layers": 3}, NAMESPACE: {}}
         catalog.commit([page(2, namespace=unused)], [], {})  # its old id may be another's by now
         assert rows(catalog.recover(4))[2] == row(page(2, namespace=unused))
@@ -297,10 +370,10 @@ def test_namespaces_do_not_grow_without_bound(tmp_path: Path, monkeypatch: pytes
 def test_another_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     fill(tmp_path, 2)
     with raw(tmp_path) as connection:
-        connection.execute("UPDATE meta SET value = 2 WHERE name = 'format_version'")
+        connection.execute("UPDATE meta SET value = 5 WHERE name = 'format_version'")
         connection.execute("ALTER TABLE pages ADD COLUMN colour TEXT")
     before = (tmp_path / "catalog.sqlite").read_bytes()
-    with pytest.raises(CatalogVersionError, match=r"format version 2.*version 1") as caught:
+    with pytest.raises(CatalogVersionError, match=r"format version 5.*version 3") as caught:
         open_catalog(tmp_path)
     assert "rm -r" in caught.value.hint
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
@@ -392,7 +465,7 @@ def test_a_corrupt_catalogue_is_set_aside_and_rebuilt(
         catalog.commit([page(0)], [], {})
     assert {p.name for p in tmp_path.iterdir()} == {"catalog.sqlite", found.set_aside.name}
     with open_catalog(tmp_path) as catalog:
-        assert catalog.recover(600).slots == [0]
+        assert slots_of(catalog.recover(600)) == [0]
 
 
 @pytest.mark.parametrize(
@@ -439,7 +512,7 @@ def test_statistics_of_sqlites_own_are_no_damage(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None)) as connection:
         connection.execute("VACUUM")
     with open_catalog(tmp_path) as catalog:
-        assert catalog.recover(4).slots == [0, 1, 2, 3]
+        assert slots_of(catalog.recover(4)) == [0, 1, 2, 3]
 
 
 def test_only_the_last_corrupt_catalogue_is_kept(tmp_path: Path) -> None:
@@ -495,7 +568,7 @@ def test_leftovers_of_a_kill_while_it_was_made_are_no_obstacle(tmp_path: Path) -
     (tmp_path / "catalog.new").write_bytes(b"half a database")
     (tmp_path / "catalog.suspect").touch()
     with open_catalog(tmp_path) as catalog:
-        assert catalog.recover(4) == Recovered()
+        assert rows(catalog.recover(4)) == {}
     assert {p.name for p in tmp_path.iterdir()} == {"catalog.sqlite"}
 
 
@@ -677,6 +750,11 @@ def test_kill_9_at_any_moment_keeps_what_was_acknowledged(tmp_path: Path) -> Non
 
 SLOTS = st.integers(0, 11)
 KNOWN = [name("space", i) for i in range(3)]
+RETENTIONS = st.tuples(st.integers(-1, 2), st.sampled_from([None, 0.0, 1.0, 2.5, 3.0]))
+
+
+def keep(record: PageRecord, retention: tuple[int, float | None]) -> PageRecord:
+    return dataclasses.replace(record, priority=retention[0], expires=retention[1])
 
 
 class Against(RuleBasedStateMachine):
@@ -703,39 +781,59 @@ class Against(RuleBasedStateMachine):
         delete=st.lists(SLOTS, max_size=6),
         touch=st.dictionaries(SLOTS, st.integers(-(1 << 63), (1 << 63) - 1), max_size=4),
         space=st.sampled_from(KNOWN),
+        retention=RETENTIONS,
+        retain=st.dictionaries(SLOTS, RETENTIONS, max_size=4),
     )
-    def commit(self, insert: set[int], delete: list[int], touch: dict[int, int], space: bytes) -> None:
+    def commit(
+        self,
+        insert: set[int],
+        delete: list[int],
+        touch: dict[int, int],
+        space: bytes,
+        retention: tuple[int, float | None],
+        retain: dict[int, tuple[int, float | None]],
+    ) -> None:
         self.generation += 1
-        records = [page(slot, self.generation, namespace=space) for slot in sorted(insert)]
+        records = [keep(page(slot, self.generation, namespace=space), retention) for slot in sorted(insert)]
         left = {slot: record for slot, record in self.model.items() if slot not in delete}
         if left.keys() & insert:
             with pytest.raises(SlotRangeError):
-                self.catalog.commit(records, delete, touch)
+                self.catalog.commit(records, delete, touch, retain)
             return
-        self.catalog.commit(records, delete, touch)
+        self.catalog.commit(records, delete, touch, retain)
         self.model = left | {record.slot: record for record in records}
         for slot, recency in touch.items():
             if slot in self.model:
-                r = self.model[slot]
-                self.model[slot] = PageRecord(slot, r.key, r.parent, r.namespace, r.length, recency, r.checksums)
+                self.model[slot] = dataclasses.replace(self.model[slot], recency=recency)
+        for slot, kept in retain.items():
+            if slot in self.model:
+                self.model[slot] = keep(self.model[slot], kept)
 
     @rule(space=st.sampled_from(KNOWN), text=st.text(max_size=5))
     def describe(self, space: bytes, text: str) -> None:
         self.catalog.describe_namespace(space, {"text": text})
         self.described[space] = {"text": text}
 
-    @rule(slots=st.one_of(st.just(12), SLOTS), clean=st.booleans())
-    def reopen(self, slots: int, clean: bool) -> None:
+    @rule(slots=st.one_of(st.just(12), SLOTS), clean=st.booleans(), now=st.integers(0, 4).map(float))
+    def reopen(self, slots: int, clean: bool, now: float) -> None:
         if clean:
             self.catalog.close()
             self.catalog = open_catalog(self.path)
-        found = self.catalog.recover(slots)
+        found = self.catalog.recover(slots, now)
         beyond = [slot for slot in self.model if slot >= slots]
         for slot in beyond:
             del self.model[slot]
-        assert found.dropped == ({"slot": len(beyond)} if beyond else {})
+        over = [slot for slot, r in self.model.items() if r.expires is not None and r.expires <= now]
+        for slot in over:
+            del self.model[slot]
+        assert found.dropped == +Counter(slot=len(beyond), expired=len(over))
         assert rows(found) == {slot: row(record) for slot, record in self.model.items()}
-        assert found.recency == sorted(found.recency)
+        ends = [math.inf if end is None else end for end in (r.expires for r in self.model.values())]
+        wished = {slot: (r.priority, end) for (slot, r), end in zip(self.model.items(), ends, strict=True)}
+        kept = zip(found.priorities.tolist(), found.expires.tolist(), strict=True)
+        retained = dict(zip(found.slots[found.retained].tolist(), kept, strict=True))
+        assert retained == {slot: kept for slot, kept in wished.items() if kept != (0, math.inf)}
+        assert found.recency[found.order].tolist() == sorted(found.recency.tolist())
         used = {record.namespace for record in self.model.values()}
         self.described = {space: text for space, text in self.described.items() if space in used}
         assert self.catalog.namespaces().keys() == used
@@ -751,6 +849,8 @@ class Against(RuleBasedStateMachine):
         if not hasattr(self, "catalog"):
             return
         assert self.catalog.count() == len(self.model)
+        retentions = {slot: (r.priority, r.expires) for slot, r in self.model.items()}
+        assert self.catalog.retentions() == {slot: kept for slot, kept in retentions.items() if kept != (0, None)}
         for slot, sums in enumerate(self.catalog.checksums(range(12))):
             if slot in self.model:
                 np.testing.assert_array_equal(sums, self.model[slot].checksums)
@@ -770,3 +870,20 @@ def test_the_benchmark_measures_what_it_says(tmp_path: Path) -> None:
     assert [done for done, total, text in said if text == "committing pages"] == [1024, 2048, 2500]
     assert not list(tmp_path.iterdir())
     assert bench_index.run(10, 2, 1)["catalog_recovery"]["pages"] == 10
+
+
+@given(st.sets(st.integers(0, 60)), st.lists(st.integers(0, 60), max_size=60), st.integers(0, 3))
+def test_checksums_of_many_slots_are_those_of_each(
+    tmp_path_factory: pytest.TempPathFactory, there: set[int], asked: list[int], odd: int
+) -> None:
+    directory = tmp_path_factory.mktemp("rows")
+    with Catalog.open(directory, extent_bytes=4096, durability="process") as catalog:
+        catalog.recover(64)
+        records = [page(slot) for slot in sorted(there)]
+        catalog.commit(records, (), {})
+        layers = len(records[0].checksums) + (odd == 0) if records else 3
+        found, sums = catalog.checksum_rows(asked, layers)
+        expected = {r.slot: r.checksums.tolist() for r in records if r.slot in asked and len(r.checksums) == layers}
+        assert dict(zip(found.tolist(), sums.tolist(), strict=True)) == expected
+        assert sums.shape == (len(expected), layers)
+        assert sums.dtype == np.uint64

@@ -12,9 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+from test_doctor import PLAIN, WHOLE
 
 from gdscache import cli
 from gdscache.config import Config
@@ -32,15 +33,17 @@ from gdscache.doctor.facts import (
     MountFacts,
     SpaceFacts,
     SsdFacts,
+    StripeFacts,
     TrialFacts,
     defaults,
 )
 from gdscache.doctor.report import Row
 from gdscache.doctor.storage_rows import ssd_rows
-from gdscache.errors import DirectoryNotWritableError, StorageError
+from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
+from gdscache.slab import slab_name
+from gdscache.storage import uring
 from gdscache.storage.posix import PosixTransport
-from tests.test_doctor import PLAIN, WHOLE
 
 MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128}
 NO_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -226,8 +229,8 @@ def test_a_directory_that_does_not_exist_is_not_made(no_children: list[trial.Tri
     found = storage.find_ssd(defaults(), tmp_path / "a/b", "cpu")
     assert (found.directory.exists, found.directory.place, found.directory.problem) == (False, str(tmp_path), "")
     assert list(tmp_path.iterdir()) == []
-    (tried,) = no_children
-    assert Path(tried.directory).is_relative_to(tmp_path)
+    assert [tried.transport for tried in no_children] == ["posix", "uring"]
+    assert all(Path(tried.directory).is_relative_to(tmp_path) for tried in no_children)
     assert found.mount.value
     assert found.space.value
     assert found.alignment.value or found.direct_io.value
@@ -278,9 +281,12 @@ def test_an_engine_in_the_directory_is_named(tmp_path: Path) -> None:
 
 def test_free_space_counts_the_slab_that_is_there(tmp_path: Path) -> None:
     assert storage.find_space(tmp_path, tmp_path).slab == 0
-    with (tmp_path / storage.SLAB_NAME).open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, MIB)
+    for number in (0, 2):
+        with (tmp_path / slab_name(number)).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, (number + 1) * MIB)
     assert storage.find_space(tmp_path, tmp_path).slab >= MIB
+    assert storage.find_space(tmp_path, tmp_path, 1).slab == 0
+    assert storage.find_space(tmp_path, tmp_path, 2).slab >= 3 * MIB
 
 
 def test_statx_and_the_trial_agree_that_a_page_is_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,9 +310,43 @@ def test_what_is_tried_is_what_the_config_asks_for(no_children: list[trial.Trial
         assert found.chosen.value.name == ssd.get("transport", "auto")
         return [(one.transport, one.direct_io, one.gds, one.threads) for one in no_children]
 
-    assert tries(transport="posix", threads=3) == [("posix", "auto", "auto", 3)]  # once, although it is the chosen one
-    assert tries(gds="off", direct_io="off") == [("posix", "off", "off", 8), ("auto", "off", "off", 8)]
-    assert tries(transport="kvikio", gds="on", direct_io="on")[1] == ("kvikio", "auto", "auto", 8)
+    each = [(name, "auto", "auto", 3) for name in ("posix", "uring")]
+    assert tries(transport="posix", threads=3) == each  # once, although it is the chosen one
+    assert tries(transport="uring", threads=3) == each
+    assert tries(gds="off", direct_io="off") == [(name, "off", "off", 8) for name in ("posix", "uring", "auto")]
+    assert tries(transport="kvikio", gds="on", direct_io="on")[2] == ("kvikio", "auto", "auto", 8)
+
+
+def test_every_directory_of_the_slab_is_looked_at_with_the_transport_of_the_first(
+    no_children: list[trial.Trial], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    paths = [tmp_path / name for name in ("a", "b", "c")]
+    for path in paths[:2]:
+        path.mkdir()
+    paths[2].touch()  # no directory
+    answers = {"auto": answered("uring"), "uring": answered("uring", direct=False)}
+
+    def tried(wanted: trial.Trial, deadline_s: float) -> Found[TrialFacts]:
+        no_children.append(wanted)
+        return answers.get(wanted.transport, answered(wanted.transport))
+
+    monkeypatch.setattr(storage, "try_transport", tried)
+    ssd = {"path": str(paths[0]), "stripes": [str(path) for path in paths[1:]], "direct_io": "on", "capacity": "64MiB"}
+    asked = Asked(Config.from_dict({"model": MODEL, "ssd": ssd}))
+    found = storage.find_ssd(asked, paths[0], "cpu")
+    places = [(one.transport, Path(one.directory).relative_to(tmp_path).parts[0]) for one in no_children]
+    assert places == [("posix", "a"), ("uring", "a"), ("auto", "a"), ("uring", "b")]
+    rows = named(dataclasses.replace(PLAIN, ssd=found), asked)
+    assert rows["ssd.direct_io"].verdict == "ok"
+    assert rows["ssd.direct_io, stripe 1"].verdict == "fail"
+    assert rows["ssd.transport, stripe 1"].value == "auto: uring"
+    assert rows["directory, stripe 2"].verdict == "fail"
+    assert rows["directory, stripe 2"].next_step == "set ssd.stripes to a directory"
+    assert "ssd.transport, stripe 2" not in rows
+    assert [path.name for path in paths[0].iterdir()] == [path.name for path in paths[1].iterdir()] == []
+    elsewhere = Asked(asked.config, directory=tmp_path)
+    assert storage.find_ssd(elsewhere, tmp_path, "cpu").stripes == ()
+    json.dumps(dataclasses.asdict(found))
 
 
 # --- a trial -----------------------------------------------------------------------------------------------------
@@ -316,7 +356,12 @@ def a_trial(directory: Path, transport: str = "posix", **changes: Any) -> trial.
     return trial.Trial(transport, str(directory), "cpu", 2, "off", "off", **{"nbytes": 2 * MIB} | changes)
 
 
-def test_a_trial_says_posix_and_why(tmp_path: Path) -> None:
+def no_ring(entries: int, workers: int) -> NoReturn:
+    raise TransportUnavailableError("io_uring_setup answers Operation not permitted", "set transport to posix")
+
+
+def test_a_trial_says_posix_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uring, "Ring", no_ring)
     found = trial.carry_out(a_trial(tmp_path, "auto"))
     assert (found.name, found.memory, found.word, found.direct, found.nbytes) == (
         "posix",
@@ -325,7 +370,7 @@ def test_a_trial_says_posix_and_why(tmp_path: Path) -> None:
         False,
         2 * MIB,
     )
-    assert found.reason == "the device is cpu"
+    assert found.reason == "the device is cpu; no io_uring: io_uring_setup answers Operation not permitted"
     assert min(found.write_s, found.read_s) > 0
 
 
@@ -524,6 +569,47 @@ def test_what_is_missing_is_named(changes: dict[str, Any], ssd: dict[str, Any], 
     assert all(row.next_step for row in rows.values() if row.verdict in ("warn", "fail"))
 
 
+def stripe(device: str, free: int, slab: int = 0) -> StripeFacts:
+    """`free` and `slab` in GiB."""
+    return StripeFacts(
+        directory=BEST.directory,
+        space=Found(SpaceFacts(free * GIB, 5, slab * GIB)),
+        mount=Found(MountFacts("xfs", "/dev/x", device, "rw")),
+        disks=(),
+        direct_io=Found(""),
+        alignment=BEST.alignment,
+        chosen=answered(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("stripes", "short"),
+    [
+        ([stripe("9:1", 4), stripe("9:2", 4)], []),
+        ([stripe("9:1", 4), stripe("9:2", 3)], ["free space, stripe 2"]),
+        ([stripe("9:1", 3, slab=1), stripe("9:2", 1, slab=3)], []),
+        ([stripe("9:1", 7), stripe("9:1", 7)], ["free space, stripe 1", "free space, stripe 2"]),  # 8 on one device
+        ([stripe("9:1", 6, slab=1), stripe("9:1", 6, slab=1)], []),
+        ([stripe("", 4), stripe("", 4)], []),  # nobody knows the devices
+        ([stripe("259:0", 99), stripe("9:1", 4)], []),
+    ],
+)
+def test_each_directory_has_room_for_its_part_of_the_slab(stripes: list[StripeFacts], short: list[str]) -> None:
+    rows = judged(wanting(capacity="12GiB"), stripes=tuple(stripes))
+    assert [name for name, row in rows.items() if row.verdict == "fail"] == short
+    assert all("ssd.capacity to" in rows[name].next_step for name in short)
+
+
+def test_io_uring_that_is_forbidden_is_no_defect_of_the_configuration() -> None:
+    lacks: Found[TrialFacts] = Found(None, "io_uring_setup answers Operation not permitted", "set transport to posix")
+    rows = judged(wanting(), trials={"posix": answered(), "uring": lacks})
+    assert (rows["transport uring"].verdict, rows["transport uring"].value) == ("warn", lacks.cause)
+    assert "seccomp" in rows["transport uring"].next_step
+    assert rows["transport posix"].verdict == "ok"
+    plain = named(dataclasses.replace(PLAIN, ssd=dataclasses.replace(BEST, trials={"uring": lacks})))
+    assert (plain["transport uring"].verdict, plain["transport uring"].next_step) == ("info", "")
+
+
 def test_nothing_of_gds_is_missed_where_there_is_no_gpu() -> None:
     bare = KernelSideFacts(
         False, "", None, {"CONFIG_PCI_P2PDMA": False, "NVMe multipath off": None}, False, False, False, 0, ""
@@ -556,6 +642,14 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> C
     return runs
 
 
+def has_ring() -> bool:
+    try:
+        uring.UringTransport(1).close()
+    except TransportUnavailableError:
+        return False
+    return True
+
+
 def test_the_command_tries_a_directory_and_leaves_nothing(
     run: Callable[..., tuple[int, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -564,6 +658,8 @@ def test_the_command_tries_a_directory_and_leaves_nothing(
     assert (status, rows["directory"]["data"]["exists"]) == (0, False)
     assert rows["transport posix"]["data"]["word"] == "posix"
     assert rows["transport posix"]["data"]["read_gb_s"] > 0
+    assert rows["transport uring"]["verdict"] == ("ok" if has_ring() else "info")
+    assert not has_ring() or rows["transport uring"]["data"]["read_gb_s"] > 0
     assert "transport kvikio" not in rows
     assert list(tmp_path.iterdir()) == []
 

@@ -371,8 +371,9 @@ def test_prefetch_brings_pages_from_the_ssd_to_the_cpu(open_engine: Open) -> Non
     tokens = prompt(1, 5, extra=1)
     run(engine, tokens)
     drop_from(engine, "gpu", "cpu")
-    load = engine.prefetch(tokens)
-    assert load.result().pages == (PageStatus.LOADED,) * 5
+    report = engine.prefetch(tokens).result()
+    assert (report.pages, report.tokens, report.end.value) == ({"loaded": 5}, 20, "complete")
+    assert report.nbytes == 5 * engine.layout.page_bytes
     assert engine.lookup(tokens).tiers == ("cpu",) * 5
     assert run(engine, tokens) == 20
 
@@ -382,8 +383,9 @@ def test_prefetch_takes_what_finds_room_and_no_more(open_engine: Open) -> None:
     tokens = prompt(1, 6)
     run(engine, tokens)
     drop_from(engine, "gpu", "cpu")
-    load = engine.prefetch(tokens, start=4)
-    assert load.result().tokens == load.tokens == 12
+    prefetch = engine.prefetch(tokens, start=4)
+    assert prefetch.result().tokens == prefetch.tokens == 12
+    assert prefetch.result().end.value == "quota"
     assert engine.lookup(tokens).tiers == ("ssd", "cpu", "cpu", "cpu", "ssd", "ssd")
     assert engine.prefetch(prompt(9, 3)).result().tokens == 0
     assert engine.prefetch([]).result().tokens == 0
@@ -479,12 +481,12 @@ def test_recency_survives_a_restart(open_engine: Open) -> None:
         engine.close()
 
 
-def test_write_through_off_keeps_the_ssd_as_it_is(open_engine: Open) -> None:
+def test_the_write_policy_never_keeps_the_ssd_as_it_is(open_engine: Open) -> None:
     tokens, other = prompt(1, 3, extra=1), prompt(2, 3, extra=1)
     engine = open_engine()
     run(engine, tokens)
     engine.close()
-    engine = open_engine(store={"write_through": False})
+    engine = open_engine(store={"write_policy": "never"})
     run(engine, other)
     assert engine.stats()["tiers"]["ssd"]["pages"] == 3
     drop_from(engine, "gpu", "cpu")

@@ -46,7 +46,7 @@ def example(device: str, directory: Path, name: str, *arguments: str) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    assert EXAMPLES == ["attach_engine", "demo", "quickstart", "transformers_generate"]
+    assert EXAMPLES == ["attach_engine", "demo", "engine", "gds_throughput", "quickstart", "transformers_generate"]
 
 
 def test_quickstart(device: str, tmp_path: Path) -> None:
@@ -77,6 +77,39 @@ def test_attach_engine(device: str, tmp_path: Path) -> None:
     assert [int(n) for n, _ in served] == [0, 192, 192, 224, 224, 224]
     assert [source for _, source in served] == ["nowhere", "cpu", "cpu", "ssd", "cpu, ssd", "cpu, ssd"]
     assert lines[-1] == "every row was the one that the model computes"
+
+
+def test_gds_throughput(device: str, tmp_path: Path) -> None:
+    lines = example(device, tmp_path, "gds_throughput", "--mib", "16", "--threads", "4").splitlines()
+    first = re.fullmatch(r"posix, cpu: read ([\d.]+), write ([\d.]+) GB/s, (.*) the page cache; .* 0 and 0", lines[0])
+    assert first is not None, lines
+    assert all(float(first[i]) > 0 for i in (1, 2))
+    kinds = [line.partition(":")[0] for line in lines[:-1] if not line.startswith("[")]
+    tried = (
+        ["posix, cpu", "uring, cpu", "nixl, cpu"]
+        if device == "cpu"
+        else ["posix, cpu", "uring, cpu", "nixl, cpu", "kvikio, cuda", "nixl, cuda"]
+    )
+    assert kinds == tried
+    assert lines[-1] in ("GPUDirect Storage: no", "GPUDirect Storage: yes")
+    assert (lines[-1] == "GPUDirect Storage: no") or device == "cuda"
+
+
+def test_gds_that_is_required_is_not_made_up(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "gds_throughput.py"),
+        str(tmp_path),
+        "--mib",
+        "4",
+        "--require-gds",
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 1
+    assert "GPUDirect Storage was required" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_demo(device: str, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from helpers import (
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import IOFailedError, LoadFailedError, StorageError
 from gdscache.storage.base import Op
+from gdscache.testing.faults import ExtentPart
 
 Open = Callable[..., CacheEngine]
 OpenHost = Callable[..., Host]
@@ -113,15 +114,17 @@ def test_a_corrupt_page_that_nobody_copies_on_stays_out_of_the_cpu_tier(
         host.store(tokens)
         quiet(host.engine)
     drop_from(host.engine, "cpu")
-    with PLAN.rule(Op.READ, Fault.WAIT):
+    with PLAN.rule(Op.READ, Fault.HANG):
         if cancelled:
             load, blocks, _ = host.begin(tokens)
             load.cancel()
         else:
-            load, blocks = host.engine.prefetch(tokens), []
-    report = load.result()
-    assert (report.pages[0] is PageStatus.CHECKSUM) or cancelled
-    host.give(blocks)
+            prefetch = host.engine.prefetch(tokens)
+    if cancelled:
+        load.result()
+        host.give(blocks)
+    else:
+        assert prefetch.result().pages == {"checksum": 1, "loaded": 4}
     quiet(host.engine)
     assert host.engine.check().problems == ()
     assert tokens_of(host.engine, tokens) == 0
@@ -228,6 +231,36 @@ def test_prefetch_of_a_bad_page_publishes_nothing_bad(open_host: OpenHost) -> No
     assert host.engine.lookup(tokens).tiers == ("cpu",)
     assert host.engine.lookup(tokens, start=8).tiers == ("cpu",)
     assert host.load(tokens).tokens == 4
+
+
+@pytest.mark.parametrize("cpu", [None, 8])
+@pytest.mark.parametrize(("fault", "status"), READ_FAULTS)
+def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
+    open_host: OpenHost, device: str, fault: Fault, status: PageStatus, cpu: int | None
+) -> None:
+    """Neighbours come as one request; when it fails its pages are tried one by one, and only the bad one is lost."""
+    host = open_host(device=device, transport="faulty:FaultyMerging", cpu=cpu, bounce=24)
+    tokens = prompt(1, 5)
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, *(["cpu"] if cpu else []))
+    offsets = [offset_of(host.engine, tokens, page) for page in range(5)]
+    extent = host.layout.extent_bytes
+    assert offsets == [offsets[0] + page * extent for page in range(5)]
+    of_the_page = ExtentPart(offsets[3], offsets[3] + host.layout.page_bytes, 1 << 40)
+    already = len(PLAN.moved[Op.READ])
+    with PLAN.rule(Op.READ, fault, part=of_the_page, bit=77) as rule:
+        report = host.load(tokens)  # compares the bytes
+    read = sorted(PLAN.moved[Op.READ][already:])
+    if fault is Fault.FLIP:  # nobody was told, so nothing was tried again
+        assert (rule.met, read) == (1, offsets[:1])
+    else:
+        assert (rule.met, read) == (2, sorted([offsets[0], *offsets]))
+    assert report.pages == (LOADED, LOADED, LOADED, status, LOADED)
+    assert report.tokens == 12
+    assert misses(host.engine) == {status.value: 1}
+    assert tokens_of(host.engine, tokens) == 12
+    assert host.load(tokens).tokens == 12
 
 
 # -- writes ----------------------------------------------------------------------------------------------------------
@@ -419,9 +452,10 @@ def test_a_slab_truncated_while_it_is_open(open_host: OpenHost, slab: Path, cpu:
     assert [i for i, status in enumerate(report.pages) if status is PageStatus.SHORT_READ] == lost
     assert misses(host.engine) == {"short_read": len(lost)}
     assert tokens_of(host.engine, tokens) == 4 * lost[0]
+    assert "slab-0.bin has" in host.engine.check(fix=True).problems[0]  # and it has its size again
     settle(host.engine)
     host.engine.close()
-    host = open_host(cpu=cpu)  # preallocated again
+    host = open_host(cpu=cpu)
     assert host.load(tokens).tokens == 4 * lost[0]
     host.store(tokens)
     quiet(host.engine)

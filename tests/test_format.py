@@ -10,6 +10,7 @@ import re
 import sqlite3
 import stat
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ from gdscache import catalog_file
 from gdscache.catalog import Catalog, PageRecord
 from gdscache.checksum import first_bad_layer, layer_checksums
 from gdscache.directory import CacheDirectory
+from gdscache.errors import ExtentSizeError
+from gdscache.inspection import inspect, verify
 from gdscache.keys import as_tokens, namespace_digest, page_keys
 from gdscache.layout import PageLayout, Plane
 from gdscache.slab import Slab
@@ -59,7 +62,9 @@ CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE namespaces(id INTEGER PRIMARY KEY, digest BLOB UNIQUE, description TEXT);
 CREATE TABLE pages(slot INTEGER PRIMARY KEY, key BLOB, parent BLOB, namespace INTEGER, length INTEGER, recency INTEGER);
 CREATE TABLE checksums(slot INTEGER PRIMARY KEY, sums BLOB);
+CREATE TABLE retention(slot INTEGER PRIMARY KEY, priority INTEGER, expires INTEGER);
 """
+OLDER_SCHEMA = SCHEMA[: SCHEMA.index("CREATE TABLE retention")]  # of versions 1 and 2
 
 
 def test_namespace_digest() -> None:
@@ -138,7 +143,7 @@ def build(path: Path) -> None:
             file.write(PAGE)
         catalog.describe_namespace(namespace, FIELDS)
         catalog.commit([PageRecord(2, first, namespace, namespace, 192, 41, sums)], [], {})
-        catalog.commit([PageRecord(0, second, first, namespace, 192, 42, sums)], [], {2: 43})
+        catalog.commit([PageRecord(0, second, first, namespace, 192, 42, sums, -1, 1800000000.1239)], [], {2: 43})
 
 
 def test_the_files_and_their_modes(tmp_path: Path) -> None:
@@ -178,38 +183,125 @@ def test_the_catalogue(tmp_path: Path) -> None:
         namespaces = connection.execute("SELECT * FROM namespaces").fetchall()
         pages = connection.execute("SELECT * FROM pages ORDER BY slot").fetchall()
         sums = connection.execute("SELECT slot, hex(sums) FROM checksums ORDER BY slot").fetchall()
+        retention = connection.execute("SELECT slot, priority, expires FROM retention").fetchall()
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert connection.execute("PRAGMA encoding").fetchone() == ("UTF-8",)
     assert "".join(f"{text};\n" for text in sql) == SCHEMA
     created = meta.pop("created")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", created)
-    assert meta == {"format_version": 1, "extent_bytes": 4096}
+    assert meta == {"format_version": 3, "extent_bytes": 4096}
     namespace, first, second = bytes.fromhex(NAMESPACE), *map(bytes.fromhex, KEYS)
     assert [(digest, json.loads(text)) for _, digest, text in namespaces] == [(namespace, FIELDS)]
     assert pages == [(0, second, first, 1, 192, 42), (2, first, namespace, 1, 192, 43)]
     assert sums == [(0, CHECKSUM_BYTES.upper()), (2, CHECKSUM_BYTES.upper())]
+    assert retention == [(0, -1, 1800000000123)]
 
 
-def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path) -> None:
+def write_by_hand(tmp_path: Path, version: int) -> None:
+    """A directory with one page in slot 1."""
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
-        connection.executescript(SCHEMA)
-        connection.execute("INSERT INTO meta VALUES ('format_version', 1), ('extent_bytes', 4096)")
+        connection.executescript(SCHEMA if version >= 3 else OLDER_SCHEMA)
+        connection.execute("INSERT INTO meta VALUES ('format_version', ?), ('extent_bytes', 4096)", (version,))
         connection.execute("INSERT INTO namespaces VALUES (9, ?, '{}')", (bytes.fromhex(NAMESPACE),))
         connection.execute(
             "INSERT INTO pages VALUES (1, ?, ?, 9, 192, 5)", (bytes.fromhex(KEYS[0]), bytes.fromhex(NAMESPACE))
         )
         connection.execute("INSERT INTO checksums VALUES (1, ?)", (bytes.fromhex(CHECKSUM_BYTES),))
+        if version >= 3:
+            connection.execute("INSERT INTO retention VALUES (1, 2, 1800000000500)")
     (tmp_path / "slab-0.bin").write_bytes(bytes(4096) + PAGE + bytes(4096 - 192))
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path, version: int) -> None:
+    write_by_hand(tmp_path, version)
     slab = Slab.open(tmp_path, 4096, 2)
     with Catalog.open(tmp_path, extent_bytes=4096, durability="power") as catalog:
         found = catalog.recover(slab.valid_slots)
-        assert (found.slots, found.lengths, found.recency, found.dropped) == ([1], [192], [5], {})
-        assert (found.keys[0].hex(), found.namespaces[0].hex()) == (KEYS[0], NAMESPACE)
+        assert [c.tolist() for c in (found.slots, found.lengths, found.recency)] == [[1], [192], [5]]
+        assert not found.dropped
+        assert (found.keys[0].tobytes().hex(), found.digests[0].hex()) == (KEYS[0], NAMESPACE)
+        kept = [found.retained.tolist(), found.priorities.tolist(), found.expires.tolist()]
+        assert kept == ([[0], [2], [1800000000.5]] if version == 3 else [[], [], []])
         (sums,) = catalog.checksums([1])
     assert sums is not None
     with open(slab.path, "rb") as file:
         file.seek(slab.offset(1))
         assert first_bad_layer(memoryview(file.read(4096)), LAYOUT.layer_bounds, sums) is None
+
+
+def tables(path: Path) -> tuple[str, int]:
+    with contextlib.closing(sqlite3.connect(path / "catalog.sqlite")) as connection:
+        sql = [text for (text,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
+        version = connection.execute("SELECT value FROM meta WHERE name = 'format_version'").fetchone()[0]
+    return "".join(f"{text};\n" for text in sql), version
+
+
+def test_an_older_directory_is_upgraded_once_and_keeps_its_pages(tmp_path: Path) -> None:
+    write_by_hand(tmp_path, 1)
+    assert tables(tmp_path) == (OLDER_SCHEMA, 1)
+    for _ in range(2):
+        with Catalog.open(tmp_path, extent_bytes=4096, durability="process") as catalog:
+            assert tables(tmp_path) == (SCHEMA, 3)
+            assert [key.tobytes().hex() for key in catalog.recover(2).keys] == [KEYS[0]]
+        assert not list(tmp_path.glob("catalog.corrupt-*"))
+
+
+@pytest.mark.parametrize(("version", "sql"), [(1, OLDER_SCHEMA), (3, SCHEMA)])
+def test_people_look_into_both_versions_and_change_neither(tmp_path: Path, version: int, sql: str) -> None:
+    write_by_hand(tmp_path, version)
+    (tmp_path / "slab-0.bin").write_bytes(bytes(4096) + PAGE + bytes(4096 - 192))
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.execute("UPDATE namespaces SET description = ?", (CANONICAL,))
+    before = (tmp_path / "catalog.sqlite").read_bytes()
+    report, found = inspect(tmp_path), verify(tmp_path)
+    assert (report["format_version"], report["pages"], found["good_pages"]) == (version, 1, 1)
+    assert report["retention"] == (
+        {"priorities": {"0": 1}, "expiring_pages": 0, "expired_pages": 0}
+        if version == 1
+        else {"priorities": {"2": 1}, "expiring_pages": 1, "expired_pages": int(time.time() > 1800000000.5)}
+    )
+    assert (tmp_path / "catalog.sqlite").read_bytes() == before
+    assert tables(tmp_path) == (sql, version)
+
+
+def test_a_damaged_retention_is_reported(tmp_path: Path) -> None:
+    write_by_hand(tmp_path, 3)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.execute("UPDATE retention SET expires = 'soon'")
+    report, found = inspect(tmp_path), verify(tmp_path)
+    assert (report["pages"], report["unusable_rows"]) == (0, {"row": 1})
+    assert (found["pages"], found["good_pages"], [f["cause"] for f in found["bad"]]) == (1, 0, ["row"])
+
+
+def test_an_older_directory_of_other_extents_is_refused_and_left_alone(tmp_path: Path) -> None:
+    write_by_hand(tmp_path, 1)
+    before = (tmp_path / "catalog.sqlite").read_bytes()
+    with pytest.raises(ExtentSizeError):
+        Catalog.open(tmp_path, extent_bytes=8192, durability="process")
+    assert (tmp_path / "catalog.sqlite").read_bytes() == before
+
+
+def test_an_upgrade_that_fails_leaves_the_older_version(tmp_path: Path) -> None:
+    write_by_hand(tmp_path, 1)
+
+    def forbid(action: int, table: str | None, *_: object) -> int:
+        return sqlite3.SQLITE_DENY if (action, table) == (sqlite3.SQLITE_UPDATE, "meta") else sqlite3.SQLITE_OK
+
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None)) as connection:
+        connection.set_authorizer(forbid)
+        with pytest.raises(sqlite3.DatabaseError, match="not authorized"):
+            catalog_file._upgrade(connection, 3)
+    assert tables(tmp_path) == (OLDER_SCHEMA, 1)
+
+
+@pytest.mark.parametrize(("version", "sql"), [(1, SCHEMA), (3, OLDER_SCHEMA)])
+def test_tables_of_another_version_are_set_aside(tmp_path: Path, version: int, sql: str) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.executescript(sql)
+        connection.execute("INSERT INTO meta VALUES ('format_version', ?), ('extent_bytes', 4096)", (version,))
+    Catalog.open(tmp_path, extent_bytes=4096, durability="process").close()
+    assert len(list(tmp_path.glob("catalog.corrupt-*"))) == 1
 
 
 def test_the_document_says_what_the_code_does() -> None:

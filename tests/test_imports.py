@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import gdscache
 
 PACKAGE = Path(gdscache.__file__).parent
+SHARE = 0.6  # of the processor time of importing torch: what importing gdscache may add
 OPTIONAL = ["cupy", "kvikio", "nixl", "transformers", "matplotlib", "mooncake", "pylibcudf", "numba", "typer", "rich"]
 LIGHT = [
     "layout",
     "keys",
     "policy",
+    "policies",
     "config",
     "errors",
     "checksum",
@@ -37,9 +40,47 @@ def python(code: str, **env: str) -> str:
     return done.stdout
 
 
-def test_import_takes_no_optional_library_in() -> None:
-    out = python(f"import sys, gdscache; print([m for m in {OPTIONAL} if m in sys.modules])")
-    assert out.strip() == "[]"
+IMPORT = f"""
+import json, logging, os, sys, threading, time
+start = time.process_time()
+import numpy, torch
+torch_seconds = time.process_time() - start
+files, handlers = set(os.listdir("/proc/self/fd")), list(logging.root.handlers)
+start = time.process_time()
+import gdscache
+print(json.dumps({{
+    "share": (time.process_time() - start) / torch_seconds,
+    "optional": [name for name in {OPTIONAL} if name in sys.modules],
+    "threads": threading.active_count(),
+    "files": list(set(os.listdir("/proc/self/fd")) - files),
+    "handlers": logging.root.handlers == handlers,
+    "cuda": torch.cuda.is_initialized(),
+}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, Any]:
+    """What an import of gdscache did in a process that had torch and numpy."""
+    found = json.loads(python(IMPORT))
+    assert isinstance(found, dict)
+    return found
+
+
+def test_import_takes_no_optional_library_in(imported: dict[str, Any]) -> None:
+    assert imported["optional"] == []
+
+
+def test_import_starts_nothing(imported: dict[str, Any]) -> None:
+    assert (imported["threads"], imported["files"], imported["handlers"], imported["cuda"]) == (1, [], True, False)
+
+
+def test_import_is_fast_beyond_torch(imported: dict[str, Any]) -> None:
+    """The best of at most three: other processes can only make it slower."""
+    shares = [imported["share"]]
+    while min(shares) >= SHARE and len(shares) < 3:
+        shares.append(json.loads(python(IMPORT))["share"])
+    assert min(shares) < SHARE, f"import gdscache takes {min(shares):.2f} of the time of import torch"
 
 
 def test_import_works_where_no_optional_library_is() -> None:
@@ -47,16 +88,6 @@ def test_import_works_where_no_optional_library_is() -> None:
     assert python(f"import sys;{blocked} import gdscache; print(gdscache.CacheEngine.__name__)").split() == [
         "CacheEngine"
     ]
-
-
-def test_import_starts_nothing() -> None:
-    code = (
-        "import os, threading, torch; fds = set(os.listdir('/proc/self/fd')); import logging;"
-        "handlers = list(logging.root.handlers); import gdscache;"
-        "print(threading.active_count(), set(os.listdir('/proc/self/fd')) - fds, logging.root.handlers == handlers,"
-        " torch.cuda.is_initialized())"
-    )
-    assert python(code).split() == ["1", "set()", "True", "False"]
 
 
 @pytest.mark.parametrize("name", LIGHT)
@@ -70,9 +101,3 @@ def test_arithmetic_and_bookkeeping_need_no_torch(name: str) -> None:
         f"print([m for m in {OPTIONAL[:6]} if m in sys.modules])"
     )
     assert python(code).strip() == "[]"
-
-
-def test_import_is_fast_beyond_torch() -> None:
-    code = "import time, torch, numpy; start = time.perf_counter(); import gdscache; print(time.perf_counter() - start)"
-    seconds = statistics.median(float(python(code)) for _ in range(3))
-    assert seconds < 0.8, f"import gdscache takes {seconds:.2f} s beyond torch"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import drop_from, flip_file, layout_of, make_config, prompt, quiet, run
 
 from gdscache import CacheEngine, cli
 from gdscache.catalog_file import NEW_NAME
@@ -34,7 +35,6 @@ from gdscache.errors import (
 from gdscache.inspection import inspect, reading, tables, verification, verify
 from gdscache.inspection import owner as owner_module
 from gdscache.inspection.owner import find_owner
-from tests.helpers import drop_from, flip_file, layout_of, make_config, prompt, quiet, run
 
 SLOTS = 12
 Rows = dict[int, tuple[bytes, bytes, int]]  # slot -> key, parent, recency
@@ -126,7 +126,7 @@ def test_inspect_says_what_the_catalogue_has(cache: Path) -> None:
     here = rows(cache)
     layout = layout_of(make_config()["model"])
     assert report["owner"]["state"] == "free"
-    assert (report["format_version"], report["extent_bytes"], report["slots"]) == (1, layout.extent_bytes, SLOTS)
+    assert (report["format_version"], report["extent_bytes"], report["slots"]) == (3, layout.extent_bytes, SLOTS)
     assert (report["pages"], report["free_slots"]) == (len(here), SLOTS - len(here))
     assert report["bytes"] == len(here) * layout.page_bytes
     assert report["capacity_bytes"] == SLOTS * layout.extent_bytes

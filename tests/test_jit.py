@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import runpy
+import struct
 import subprocess
 import sys
 import tempfile
@@ -146,7 +147,7 @@ def sources(tmp_path: Path) -> Path:
 
 def refused(sources: Path, source: str = "probe.cu") -> KernelUnavailableError:
     with pytest.raises(KernelUnavailableError) as caught:
-        jit.build(source, ("fill",), DEVICE, sources=sources)
+        jit.build(source, {"fill": "P"}, DEVICE, sources=sources)
     assert isinstance(caught.value, GdsCacheError)
     assert caught.value.message.startswith(f"cannot build {source}: ")
     assert caught.value.hint
@@ -179,56 +180,45 @@ def test_a_cupy_that_cannot_be_imported_is_told_with_its_cause(
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
     """A cupy that only notes what it is asked for; `error` is raised when it is to compile."""
-    seen = SimpleNamespace(error=None, code="", options=(), cache=None, current=[], launches=[])
+    seen = SimpleNamespace(error=None, code="", options=(), cache=None, launches=[])
 
     class RawModule:
         def __init__(self, code: str, options: tuple[str, ...]) -> None:
             seen.code, seen.options, seen.cache = code, options, os.environ.get("CUPY_CACHE_DIR")
 
-        def get_function(self, name: str) -> Callable[..., None]:
+        def get_function(self, name: str) -> SimpleNamespace:
             if seen.error is not None:
                 raise seen.error
-            return lambda *arguments: seen.launches.append((name, list(seen.current), *arguments))
+            return SimpleNamespace(kernel=SimpleNamespace(ptr=1000 + len(name)))
 
-    class Stream:
-        def __init__(self, pointer: int) -> None:
-            self._pointer = pointer
+    class Driver:
+        def __init__(self, device: torch.device) -> None:
+            assert device == DEVICE
 
-        @classmethod
-        def from_external(cls, stream: Any) -> Stream:
-            version, pointer = stream.__cuda_stream__()
-            assert version == 0
-            return cls(pointer)
-
-        def __enter__(self) -> None:
-            seen.current.append(self._pointer)
-
-        def __exit__(self, *error: object) -> None:
-            seen.current.pop()
+        def launch(self, *arguments: Any) -> None:
+            seen.launches.append(arguments)
 
     cupy = ModuleType("cupy")
     cupy.RawModule = RawModule  # type: ignore[attr-defined]
-    cupy.cuda = SimpleNamespace(Stream=Stream)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(jit, "Driver", Driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return seen
 
 
 def test_a_kernel_is_asked_for_with_its_sources_and_macros(stand_in: SimpleNamespace, sources: Path) -> None:
-    kernels = jit.build("probe.cu", ("fill", "triple"), DEVICE, sources=sources, WIDTH=4)
+    kernels = jit.build("probe.cu", {"fill": "PI", "triple": "PI"}, DEVICE, sources=sources, WIDTH=4)
     assert list(kernels) == ["fill", "triple"]
     assert stand_in.code == PROBE.decode()
     assert stand_in.options == jit.options(sources, WIDTH=4)
 
 
-def test_a_launch_is_made_on_the_stream_that_it_is_given(stand_in: SimpleNamespace, sources: Path) -> None:
-    kernel = jit.build("probe.cu", ("fill",), DEVICE, sources=sources)["fill"]
-    pointers = [0, 7, 0, *range(1000), 7]
-    for i, pointer in enumerate(pointers):
-        kernel.launch(i, 32, [i, 5], SimpleNamespace(cuda_stream=pointer, device=None))  # type: ignore[arg-type]
-    # Of an empty grid, cupy would make one block.
-    assert stand_in.launches == [("fill", [p], (i,), (32,), (i, 5)) for i, p in enumerate(pointers) if i > 0]
-    assert stand_in.current == []
+def test_a_launch_packs_its_arguments_as_c_does(stand_in: SimpleNamespace, sources: Path) -> None:
+    kernel = jit.build("probe.cu", {"fill": "IPq3s"}, DEVICE, sources=sources)["fill"]
+    for i in range(3):
+        kernel.launch(i, 32, [i, 1 << 63, -5, b"ab"], SimpleNamespace(cuda_stream=7 * i))  # type: ignore[arg-type]
+    packed = [struct.pack("<IxxxxQq", i, 1 << 63, -5) + b"ab\0" for i in range(3)]
+    assert stand_in.launches == [(1004, i, 32, packed[i], 7 * i) for i in (1, 2)]  # an empty grid is no launch
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -409,7 +399,7 @@ def test_a_directory_that_others_could_have_prepared_is_refused(
 ) -> None:
     prepare(ours(tmp_path))
     monkeypatch.setenv("HOME", NO_HOME)
-    for call in (jit.private_directory, inside, lambda: jit.build("probe.cu", ("fill",), DEVICE, sources=sources)):
+    for call in (jit.private_directory, inside, lambda: jit.build("probe.cu", {"fill": "PI"}, DEVICE, sources=sources)):
         with pytest.raises(KernelUnavailableError) as caught:
             call()
         assert str(ours(tmp_path)) in caught.value.message
@@ -436,7 +426,7 @@ def test_without_a_temporary_directory_there_are_no_kernels(
     monkeypatch.setattr(tempfile, "gettempdir", absent if temporary is None else lambda: temporary)
     monkeypatch.setenv("HOME", NO_HOME)
     with pytest.raises(KernelUnavailableError) as caught:
-        jit.build("probe.cu", ("fill",), DEVICE, sources=sources)
+        jit.build("probe.cu", {"fill": "PI"}, DEVICE, sources=sources)
     assert "CUPY_CACHE_DIR" in caught.value.hint
 
 
@@ -458,7 +448,6 @@ def test_cupy_itself_can_be_imported_without_a_home(tmp_path: Path) -> None:
 FILL = """
 import sys
 from pathlib import Path
-import numpy as np
 import torch
 from gdscache.kernels import jit
 
@@ -466,8 +455,8 @@ device = torch.device("cuda", 0)
 out = torch.zeros(1000, dtype=torch.int32, device=device)
 print("ready", flush=True)
 sys.stdin.readline()
-kernel = jit.build("probe.cu", ("fill",), device, sources=Path(sys.argv[1]))["fill"]
-kernel.launch(4, 256, [out.data_ptr(), np.int32(1000)], torch.cuda.current_stream(device))
+kernel = jit.build("probe.cu", {"fill": "Pi"}, device, sources=Path(sys.argv[1]))["fill"]
+kernel.launch(4, 256, [out.data_ptr(), 1000], torch.cuda.current_stream(device))
 torch.cuda.synchronize()
 print(*set(out.tolist()))
 """
@@ -546,12 +535,11 @@ import gc
 import sys
 from pathlib import Path
 import cupy
-import numpy as np
 import torch
 from gdscache.kernels import jit
 
 device = torch.device("cuda", int(sys.argv[2]))
-kernels = jit.build("probe.cu", ("fill", "triple"), device, sources=Path(sys.argv[1]))
+kernels = jit.build("probe.cu", {"fill": "Pi", "triple": "Pi"}, device, sources=Path(sys.argv[1]))
 torch.cuda.set_device(device)
 count = 1 << 20
 
@@ -563,9 +551,9 @@ def in_order(stream):
         torch.cuda.synchronize()
         torch.cuda._sleep(50_000_000)
         out.fill_(2)
-        kernels["triple"].launch(count // 256, 256, [out.data_ptr(), np.int32(count)], stream)
+        kernels["triple"].launch(count // 256, 256, [out.data_ptr(), count], stream)
         out.mul_(10)
-        kernels["triple"].launch(0, 256, [out.data_ptr(), np.int32(count)], stream)
+        kernels["triple"].launch(0, 256, [out.data_ptr(), count], stream)
     torch.cuda.synchronize()
     assert out.unique().tolist() == [130], (stream, out.unique())
 
@@ -608,7 +596,7 @@ from gdscache.kernels import jit
 
 for source, name in (("broken.cu", "fill"), ("probe.cu", "absent")):
     try:
-        jit.build(source, (name,), torch.device("cuda", 0), sources=Path(sys.argv[1]))
+        jit.build(source, {name: "Pi"}, torch.device("cuda", 0), sources=Path(sys.argv[1]))
     except KernelUnavailableError as error:
         print(error.message)
 """

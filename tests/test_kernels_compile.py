@@ -59,7 +59,7 @@ def wrappers() -> dict[str, ModuleType]:
 def all_jobs() -> tuple[Job, ...]:
     """Every source, with every set of macros that its wrapper uses, for every architecture."""
     return tuple(
-        Job(source, tuple(getattr(module, "NAMES", ())), tuple(sorted(macros.items())), arch)
+        Job(source, tuple(getattr(module, "FORMS", ())), tuple(sorted(macros.items())), arch)
         for source, module in sorted(wrappers().items())
         for macros in getattr(module, "VARIANTS", ())
         for arch in ARCHITECTURES
@@ -174,7 +174,7 @@ def test_every_source_has_a_wrapper_and_every_wrapper_its_source() -> None:
 @pytest.mark.parametrize("source", sorted(wrappers()))
 def test_a_wrapper_says_what_it_builds(source: str) -> None:
     module = wrappers()[source]
-    names, variants = module.NAMES, module.VARIANTS
+    names, variants = tuple(module.FORMS), module.VARIANTS
     assert names
     assert variants
     assert len(set(names)) == len(names)

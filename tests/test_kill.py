@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_config
+from helpers import WAIT, make_config
 from kill_check import verify
 from kill_child import run
 from kill_record import Record
@@ -21,6 +22,9 @@ SETUPS: dict[str, dict[str, Any]] = {
     "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
     "ssd only, evicting": {"cpu": None, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
 }
+# What some rounds wait for before their random instant, by the round's number, so that it happens on slow machines too.
+GOALS = {2: "cleared", 4: "kept"}
+GOAL_EVERY = 5
 
 
 @pytest.mark.parametrize("setup", SETUPS)
@@ -40,9 +44,12 @@ def _loop(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None
     log, rng, pages, found = tmp_path / "log", random.Random(setup), 0, Record()
     log.touch()
     for round_ in range(rounds):
+        begun = log.stat().st_size
         with Child(run, config, attached, log, rng.randrange(1 << 32)) as child:
             if round_ % 8:
                 child.receive()
+            if goal := GOALS.get(round_ % GOAL_EVERY):
+                _wait_for(goal, log, child, begun)
             time.sleep(rng.uniform(0, 0.3))
             child.kill()
         found = Record.replay(log)
@@ -53,3 +60,17 @@ def _loop(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None
     summary = f"{rounds} kills, {pages} pages verified, {found.kept} pages acknowledged, {found.cleared} clears"
     record_property("kills", summary)
     print(f"{setup}: {summary}")
+
+
+def _wait_for(what: str, log: Path, child: Child, begun: int) -> None:
+    """Until the child has written a line of a kind (`kept`: of some page) to its log, from the byte `begun` on.
+
+    Returns early where the child has ended, which its kill then reports.
+    """
+    deadline = time.monotonic() + WAIT
+    while child.process.is_alive():
+        lines = [json.loads(line) for line in log.read_bytes()[begun:].splitlines(keepends=True) if line[-1:] == b"\n"]
+        if any(kind == what and values[-1] != [] for kind, *values in lines):
+            return
+        assert time.monotonic() < deadline, f"the child logged no {what!r} within {WAIT} s"
+        time.sleep(0.01)

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from faulty import PLAN, Fault
+from helpers import MHA, WAIT, Host, drop_from, layout_of, prompt, quiet, until
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from gdscache import CacheEngine
 from gdscache.metrics import FAMILIES, EngineCollector
+from gdscache.storage.base import Op
 
 Opens = Callable[..., CacheEngine]
 TOKENS = list(range(17))  # 4 full pages of 4 tokens, and one token
@@ -47,6 +50,7 @@ def test_counts_are_the_engine_s(open_engine: Opens) -> None:
     assert value("gdscache_tier_slots", {"tier": "cpu"}) == 6
     assert value("gdscache_tier_free_slots", {"tier": "cpu"}) == 2
     assert value("gdscache_tier_capacity_bytes", {"tier": "ssd"}) == 12 * engine.layout.extent_bytes
+    assert value("gdscache_concerns") == len(engine.stats()["concerns"])
     assert value("gdscache_store_queue_bytes") == 0
     assert value("gdscache_store_queue_limit_bytes") == 64 * engine.layout.extent_bytes
 
@@ -67,6 +71,30 @@ def test_loads_and_misses_by_cause(open_engine: Opens) -> None:
     assert value("gdscache_leased_pages", {"owner": "sequence"}) is None
 
 
+def test_what_hangs_is_shown_while_it_does(open_host: Callable[..., Host]) -> None:
+    PLAN.reset()
+    host = open_host(transport="faulty:FaultyTransport", cpu=8, load={"deadline": 0.3})
+    value = registry_of(host.engine).get_sample_value
+
+    def shown() -> tuple[float | None, dict[str, float | None]]:
+        pools = ("cpu", "bounce_loads", "bounce_stores")
+        return value("gdscache_ssd_switched_off"), {
+            pool: value("gdscache_quarantined_slots", {"pool": pool}) for pool in pools
+        }
+
+    rest = (0, {"cpu": 0, "bounce_loads": 0, "bounce_stores": 0})
+    assert shown() == rest
+    host.store(prompt(1, 3))
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    with PLAN.rule(Op.READ, Fault.HANG, times=3):
+        load, blocks, keys = host.begin(prompt(1, 3))
+        load.result(WAIT)
+        assert shown() == (1, {"cpu": 3, "bounce_loads": 0, "bounce_stores": 0})
+    host.finish(load, blocks, keys)
+    until(lambda: shown() == rest, "what hung has ended")
+
+
 def test_evictions_and_dropped_stores(open_engine: Opens) -> None:
     engine = open_engine(gpu=16, queue=2)
     registry = registry_of(engine)
@@ -75,6 +103,80 @@ def test_evictions_and_dropped_stores(open_engine: Opens) -> None:
     for first in range(100, 500, 100):
         store(engine, list(range(first, first + 17)))
     assert registry.get_sample_value("gdscache_evicted_pages_total", {"tier": "gpu"}) == engine.gpu.index.evictions > 0
+
+
+def test_refusals_by_cause_and_what_endurance_leaves(open_host: Callable[..., Host]) -> None:
+    extent = layout_of(MHA).extent_bytes
+    host = open_host(ssd_options={"admission": "second_offer", "endurance": 24 * extent})  # 3 pages at once
+    value = registry_of(host.engine).get_sample_value
+    assert value("gdscache_endurance_left_bytes") == 3 * extent
+    host.store(prompt(1, 5))
+    quiet(host.engine)
+    assert value("gdscache_refused_pages_total", {"cause": "second_offer"}) == 5
+    assert value("gdscache_refused_pages_total", {"cause": "endurance"}) is None
+    assert value("gdscache_admitted_pages_total") == 0
+    drop_from(host.engine, "cpu")
+    host.store(prompt(1, 5))
+    quiet(host.engine)
+    assert value("gdscache_refused_pages_total", {"cause": "endurance"}) == 1
+    assert value("gdscache_refused_pages_total", {"cause": "no_prefix"}) == 1
+    assert value("gdscache_admitted_pages_total") == value("gdscache_stored_pages_total", {"tier": "ssd"}) == 3
+    assert 0 <= value("gdscache_endurance_left_bytes") < extent
+
+
+def test_without_admission_or_a_budget_there_is_nothing_to_show(open_engine: Opens) -> None:
+    assert registry_of(open_engine()).get_sample_value("gdscache_endurance_left_bytes") is None
+    value = registry_of(open_engine(ssd=None)).get_sample_value
+    assert value("gdscache_admitted_pages_total") is None
+
+
+def test_dirty_and_expired_pages(open_host: Callable[..., Host]) -> None:
+    now = [1000.0]
+    host = open_host(store={"write_policy": "write_back"})
+    host.engine.manager.expiry.clock = lambda: now[0]
+    value = registry_of(host.engine).get_sample_value
+    assert value("gdscache_tier_dirty_pages", {"tier": "cpu"}) == 0
+    blocks = host.compute(prompt(1, 2))
+    host.engine.store(prompt(1, 2), blocks, ttl=60.0)
+    quiet(host.engine)
+    assert value("gdscache_tier_dirty_pages", {"tier": "cpu"}) == 2
+    assert value("gdscache_tier_dirty_pages", {"tier": "ssd"}) == 0
+    assert value("gdscache_expired_pages_total", {"tier": "cpu"}) == 0
+    now[0] += 61.0
+    host.engine.lookup(prompt(1, 2))
+    assert value("gdscache_expired_pages_total", {"tier": "cpu"}) == 2
+    assert value("gdscache_tier_dirty_pages", {"tier": "cpu"}) == 0
+
+
+def test_promotions_that_are_declined(open_host: Callable[..., Host]) -> None:
+    host = open_host(ssd_options={"promotion": "never"})
+    value = registry_of(host.engine).get_sample_value
+    host.store(prompt(1, 3))
+    quiet(host.engine)
+    assert value("gdscache_promotions_declined_total") == 0
+    drop_from(host.engine, "cpu")
+    host.load(prompt(1, 3))
+    assert value("gdscache_promotions_declined_total") == 3
+
+
+def test_the_gate_s_figures_and_decisions(open_host: Callable[..., Host]) -> None:
+    host = open_host(load={"gate": "enforcing"}, ssd=None)
+    value = registry_of(host.engine).get_sample_value
+    assert value("gdscache_gate_hits_total", {"decision": "declined"}) == 0
+    assert value("gdscache_prefill_tokens_per_second") is None
+    assert value("gdscache_prefill_relative_error") is None
+    host.store(prompt(1, 3))
+    quiet(host.engine)
+    for _ in range(5):
+        host.engine.manager.costs.observe_load("cpu", 1000, 10.0)
+        host.engine.observe_prefill(1000, 0, 0.5)
+    assert host.engine.lookup(prompt(1, 3)).declined == 12
+    assert value("gdscache_gate_hits_total", {"decision": "declined"}) == 1
+    assert value("gdscache_gate_tokens_total", {"decision": "declined"}) == 12
+    assert value("gdscache_prefill_tokens_per_second") == pytest.approx(2000)
+    assert value("gdscache_load_latency_seconds", {"tier": "cpu"}) == 0
+    assert value("gdscache_load_relative_error", {"tier": "cpu"}) == pytest.approx(0, abs=1e-6)
+    assert value("gdscache_prefill_relative_error") == pytest.approx(0, abs=1e-6)
 
 
 def test_every_count_of_the_engine_is_shown(open_engine: Opens) -> None:
@@ -92,10 +194,17 @@ def test_every_count_of_the_engine_is_shown(open_engine: Opens) -> None:
         "stored": "gdscache_stored_pages",
         "dropped": "gdscache_dropped_pages",
         "tiers": "gdscache_tier_pages",
+        "concerns": "gdscache_concerns",
         "copies": "gdscache_copies",
         "leases": "gdscache_leased_pages",
         "bytes_per_second": "gdscache_load_bytes_per_second",
         "store_queue": "gdscache_store_queue_bytes",
+        "store_policy": "gdscache_admitted_pages",
+        "refused": "gdscache_refused_pages",
+        "promotion": "gdscache_promotions_declined",
+        "expired": "gdscache_expired_pages",
+        "prefetch": "gdscache_prefetches",
+        "gate": "gdscache_gate_hits",
     }
     assert set(shown.values()) <= {family.name for family in FAMILIES}
     groups = {name for name, value in engine.stats().items() if isinstance(value, (dict, list))}
@@ -142,6 +251,12 @@ def test_missing_tiers_are_absent(open_engine: Opens) -> None:
     registry = registry_of(open_engine(cpu=None))
     assert registry.get_sample_value("gdscache_tier_slots", {"tier": "cpu"}) is None
     assert registry.get_sample_value("gdscache_tier_slots", {"tier": "ssd"}) == 12
+    assert registry.get_sample_value("gdscache_quarantined_slots", {"pool": "cpu"}) is None
+    assert registry.get_sample_value("gdscache_quarantined_slots", {"pool": "bounce_loads"}) == 0
+
+
+def test_without_an_ssd_tier_nothing_is_switched_off_or_on(open_engine: Opens) -> None:
+    assert registry_of(open_engine(ssd=None)).get_sample_value("gdscache_ssd_switched_off") is None
 
 
 def test_names_and_help_follow_the_conventions() -> None:
@@ -151,4 +266,4 @@ def test_names_and_help_follow_the_conventions() -> None:
         assert family.name.startswith("gdscache_")
         assert not family.name.endswith("_total")  # the client adds it to counters
         assert family.help.endswith(".")
-        assert family.label in ("", "tier", "cause", "owner", "mover")
+        assert family.label in ("", "tier", "cause", "owner", "mover", "pool", "decision")

@@ -158,13 +158,13 @@ def test_the_choice_is_never_far_from_the_best(some: Rates, span: int, run: int,
     chosen = automatic(some, some).choose("load", span, run, sums=sums)
     alone = run >= COPY_ENGINE_FROM and not sums
     allowed = [rate for path, rate in expected.items() if path != "copy_engine" or alone]
-    assert expected[chosen] >= max(allowed) * 0.97 * (1 - 1e-9)
+    assert expected[chosen] >= max(allowed) / 1.1 * 0.97 * (1 - 1e-9)
 
 
 def test_a_kernel_must_win_clearly_and_the_copy_engine_may_lose_a_little() -> None:
     flat = {4096: 50.0}
-    assert automatic(Rates(flat, 51.0)).choose("load", 4096, 1, sums=True) == "staged"
-    assert automatic(Rates(flat, 52.0)).choose("load", 4096, 1, sums=True) == "zero_copy"
+    assert automatic(Rates(flat, 54.0)).choose("load", 4096, 1, sums=True) == "staged"
+    assert automatic(Rates(flat, 56.0)).choose("load", 4096, 1, sums=True) == "zero_copy"
     piece, page = COPY_ENGINE_FROM, 4 * COPY_ENGINE_FROM
     slope = {piece: 48.6, page: 50.0}
     assert automatic(Rates(slope, 1.0)).choose("load", page, piece, sums=False) == "copy_engine"

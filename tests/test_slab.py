@@ -11,6 +11,8 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gdscache import slab as slab_module
 from gdscache.errors import (
@@ -177,3 +179,86 @@ def test_flush(tmp_path: Path) -> None:
     with pytest.raises(IOFailedError) as caught:
         slab.flush()
     assert caught.value.errno == errno.ENOENT
+
+
+# -- several directories ----------------------------------------------------------------------------------------------
+
+MANY = 1 << 20  # bytes of an extent: four to a stretch
+
+
+def directories(tmp_path: Path, count: int = 3) -> list[Path]:
+    paths = [tmp_path / f"disk{i}" for i in range(count)]
+    for path in paths:
+        path.mkdir()
+    return paths
+
+
+@given(st.integers(2, 5), st.integers(1, 80), st.sampled_from([4096, 1 << 20, 3 << 20, 4 << 20, 5 << 20]))
+def test_slots_fill_the_files_exactly_and_neighbours_stay_together(count: int, slots: int, extent: int) -> None:
+    stretch = -(-(4 << 20) // extent)
+    assert stretch == slab_module.stretch_slots(extent)
+    slab = Slab(tuple(Path(f"slab-{i}.bin") for i in range(count)), extent, slots, slots, stretch)
+    places = [slab.locate(slot) for slot in range(slots)]
+    for number in range(count):
+        offsets = [offset for file, offset in places if file == number]
+        assert offsets == [i * extent for i in range(len(offsets))]  # in order, no gap: its share fills the file
+        assert len(offsets) == slab_module._share(number, count, stretch, slots)
+    for slot in range(1, slots):
+        (before, at), (file, offset) = places[slot - 1], places[slot]
+        assert (file, offset) == (before, at + extent) if slot % stretch else file == (before + 1) % count
+
+
+def test_each_directory_has_its_share_allocated(tmp_path: Path) -> None:
+    first, *others = directories(tmp_path)
+    slab = Slab.open(first, MANY, 17, others)
+    assert slab.files == tuple(path / f"slab-{i}.bin" for i, path in enumerate([first, *others]))
+    assert [path.stat().st_size // MANY for path in slab.files] == [8, 5, 4]
+    assert slab.nbytes == 17 * MANY
+    assert slab.valid_slots == 0
+    assert Slab.open(first, MANY, 17, others).valid_slots == 17
+    slab.flush()
+
+
+@pytest.mark.parametrize(("file", "left", "valid"), [(0, 8, 17), (0, 7, 15), (1, 0, 4), (1, 4, 16), (2, 3, 11)])
+def test_what_a_file_lacks_voids_all_slots_from_there(tmp_path: Path, file: int, left: int, valid: int) -> None:
+    first, *others = directories(tmp_path)
+    slab = Slab.open(first, MANY, 17, others)
+    os.truncate(slab.files[file], left * MANY)
+    assert Slab.open(first, MANY, 17, others).valid_slots == valid
+
+
+@pytest.mark.parametrize(("before", "after"), [(13, 30), (30, 13), (12, 13)])
+def test_growing_and_shrinking_keep_the_bytes_of_each_slot(tmp_path: Path, before: int, after: int) -> None:
+    first, *others = directories(tmp_path)
+    slab = Slab.open(first, MANY, before, others)
+    for slot in range(before):
+        number, offset = slab.locate(slot)
+        with open(slab.files[number], "r+b") as file:
+            file.seek(offset)
+            file.write(bytes([slot]) * 64)
+    again = Slab.open(first, MANY, after, others)
+    assert again.valid_slots == min(before, after)
+    for slot in range(again.valid_slots):
+        number, offset = again.locate(slot)
+        with open(again.files[number], "rb") as file:
+            file.seek(offset)
+            assert file.read(64) == bytes([slot]) * 64
+
+
+def test_one_directory_that_is_too_small_undoes_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = directories(tmp_path)
+    usage = lambda path: Usage(0, 0, 0 if path == others[1] else 1 << 40)  # noqa: E731
+    monkeypatch.setattr(slab_module.shutil, "disk_usage", usage)
+    descriptors = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(NoSpaceError, match="disk2"):
+        Slab.open(first, MANY, 17, others)
+    assert [list(path.iterdir()) for path in (first, *others)] == [[], [], []]
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_directory_without_a_share_is_refused(tmp_path: Path) -> None:
+    first, *others = directories(tmp_path)
+    with pytest.raises(CapacityError, match="directories") as caught:
+        Slab.open(first, MANY, 8, others)
+    assert str(9 * MANY) in caught.value.hint
+    assert Slab.open(first, MANY, 9, others).slots == 9

@@ -8,23 +8,35 @@ always under pressure.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from faulty import PLAN, Fault
+from faulty import PLAN
 from helpers import WAIT, Bytes, Host, drop_from, expected, flip_file, make_config, quiet, read_page, until, write_page
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from transport_parts import has_libcuda
 
 from gdscache import CacheEngine, PageStatus
-from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError
+from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError, TransportUnavailableError
 from gdscache.storage.base import Op
+from gdscache.storage.ring import Ring
+from gdscache.testing.faults import ExtentPart, Fault, FaultRule
 
 SALTS = ["", "tenant"]
 paths = st.lists(st.integers(0, 1), min_size=0, max_size=5).map(tuple)
@@ -34,6 +46,7 @@ cooled = st.sampled_from([(), ("gpu",), ("gpu", "cpu")])
 read_faults = st.sampled_from([Fault.EIO, Fault.SHORT, Fault.FLIP])
 write_faults = st.sampled_from([Fault.EIO, Fault.SHORT, Fault.FLIP, Fault.LOST, Fault.TORN])
 Path_ = tuple[int, ...]
+DAMAGE = {PageStatus.CHECKSUM, PageStatus.IO_ERROR, PageStatus.SHORT_READ}
 
 
 def tokens_at(path: Path_, tail: int = 0) -> list[int]:
@@ -44,6 +57,8 @@ class Machine(RuleBasedStateMachine):
     """What both faces have in common. `bytes_of[key]` names the content that a page was committed with."""
 
     options: ClassVar[dict[str, Any]]
+    transport: ClassVar[str] = "faulty:FaultyTransport"
+    met: ClassVar[Counter[str] | None] = None  # random faults, counted here; None: only those of a rule
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,9 +75,19 @@ class Machine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
-        return make_config(self.directory / "cache", transport="faulty:FaultyTransport", **self.options)
+        return make_config(self.directory / "cache", transport=self.transport, **self.options)
+
+    def may_be_bad(self, key: bytes) -> bool:
+        """Whether the page's bytes in the slab may be others than those committed."""
+        return self.met is not None or key in self.spoiled
+
+    def badly_written(self, keys: list[bytes]) -> None:
+        """Pages with these keys were stored while writes failed."""
+        self.spoiled.update(keys)
 
     def teardown(self) -> None:
+        if self.met is not None:
+            self.met.update(PLAN.describe())
         PLAN.reset()
         self.engine.close()
         shutil.rmtree(self.directory)
@@ -126,7 +151,7 @@ class Machine(RuleBasedStateMachine):
                 if entry.namespace != self.engine.namespace(self.salt_of[entry.key]):
                     raise AssertionError(f"{name} holds a page under another namespace")
                 same = np.array_equal(self.stored_bytes(name, entry.slot), self.data(entry.key))
-                assert same or (name == "ssd" and entry.key in self.spoiled), f"{name} holds other bytes"
+                assert same or (name == "ssd" and self.may_be_bad(entry.key)), f"{name} holds other bytes"
                 if same and name == "ssd":
                     self.spoiled.discard(entry.key)
         stats = self.engine.stats()["tiers"]
@@ -147,12 +172,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule(path=paths, salt=salts, cancel=st.booleans())
     def prefetch(self, path: Path_, salt: str, cancel: bool) -> None:
-        load = self.engine.prefetch(tokens_at(path), salt=salt)
+        prefetch = self.engine.prefetch(tokens_at(path), salt=salt)
         if cancel:
-            load.cancel()
-        report = load.result(WAIT)
-        bad = {s for s in report.pages if s not in (PageStatus.LOADED, PageStatus.CANCELLED)}
-        assert bad <= ({PageStatus.CHECKSUM} if self.spoiled else set())
+            prefetch.cancel()
+        report = prefetch.result(WAIT)
+        bad = {PageStatus(s) for s in report.pages if s not in ("loaded", "present", "left")}
+        assert bad <= (DAMAGE if self.met is not None else {PageStatus.CHECKSUM} if self.spoiled else set())
 
     @rule(tier=st.sampled_from(["gpu", "cpu", "ssd"]), pages=st.integers(1, 3))
     def press(self, tier: str, pages: int) -> None:
@@ -307,7 +332,11 @@ class Owned(Machine):
         with PLAN.rule(Op.WRITE, fault, bit=11):
             self.request(path, salt, 1, True, ())
             quiet(self.engine)
-        self.spoiled.update(self.keys(path, salt))
+        self.badly_written(self.keys(path, salt))
+
+    def store_and_load(self, path: Path_, salt: str) -> None:
+        self.request(path, salt, 1, True, ())
+        self.request(path, salt, 1, True, ("gpu", "cpu"))
 
     @precondition(lambda self: self.held is None)
     @rule(path=paths, salt=salts)
@@ -343,10 +372,11 @@ class Owned(Machine):
 
     def publish(self) -> None:
         keys = self.keys(self.held_path, self.held_salt)
-        if not self.stale:  # another request may have committed the same key with other bytes since: its bytes count
-            for key in keys:
-                if key not in self.bytes_of and self.fixed[key] != self.data(key).tobytes():
+        if not self.stale:  # another request may have committed the same key with other bytes since: its bytes count,
+            for key in keys:  # also where its page is gone by now, and this one takes its place
+                if self.fixed[key] != self.data(key).tobytes():
                     self.compute(self.held, keys, keys.index(key))
+                    self.fixed |= {key: self.data(key).tobytes() for key in keys[keys.index(key) :]}
             for key in keys:
                 self.committed(key, self.held_salt)
         self.held.commit()
@@ -396,6 +426,11 @@ class Attached(Machine):
             if not report.tiers[i] and i not in report.dropped:
                 assert key in self.bytes_of, "a page that was never committed counts as present"
 
+    def store_and_load(self, path: Path_, salt: str) -> None:
+        self.offer(path, salt, 0)
+        quiet(self.engine)
+        self.load(path, salt, 0, ("gpu", "cpu"))
+
     @rule(path=paths, salt=salts, start=st.integers(0, 4), tail=tails)
     def store(self, path: Path_, salt: str, start: int, tail: int) -> None:
         self.offer(path, salt, start, tail)
@@ -404,7 +439,7 @@ class Attached(Machine):
     def store_to_a_bad_disk(self, path: Path_, salt: str, fault: Fault) -> None:
         with PLAN.rule(Op.WRITE, fault, bit=5):
             self.offer(path, salt, 0)
-        self.spoiled.update(self.keys(path, salt))
+        self.badly_written(self.keys(path, salt))
 
     @rule(path=paths, salt=salts, start=st.integers(0, 4), cold=cooled)
     def load(self, path: Path_, salt: str, start: int, cold: tuple[str, ...]) -> None:
@@ -416,8 +451,9 @@ class Attached(Machine):
         report = self.host.finish(load, blocks, hit)  # compares the bytes
         assert set(hit[: report.tokens // 4]) <= set(self.bytes_of)
         for i, status in enumerate(report.pages):
-            spoiled = hit[i] in self.spoiled and not on_cpu[i]
-            assert status is PageStatus.LOADED or (spoiled and status is PageStatus.CHECKSUM)
+            causes = DAMAGE if self.met is not None else {PageStatus.CHECKSUM}
+            spoiled = self.may_be_bad(hit[i]) and not on_cpu[i]
+            assert status is PageStatus.LOADED or (spoiled and status in causes)
         if report.first_bad is not None:
             again = self.engine.lookup(tokens_at(path), 4 * start, salt)
             assert again.tokens == report.tokens
@@ -460,6 +496,37 @@ class AttachedWithoutCpu(Attached):
     options: ClassVar[dict[str, Any]] = {"cpu": None, "ssd": 5, "bounce": 2}
 
 
+class WritesBack(Machine):
+    """Pages go to the SSD when the CPU tier is half full of dirty ones, whatever store is at hand."""
+
+    def badly_written(self, keys: list[bytes]) -> None:
+        self.spoiled.update(self.bytes_of)
+
+    @rule()
+    def flush(self) -> None:
+        self.engine.flush(WAIT)
+        assert self.engine.stats()["tiers"]["cpu"]["dirty_pages"] == 0
+
+    def reopen(self, drain: bool) -> None:
+        if drain:
+            self.engine.flush(WAIT)
+        super().reopen(drain)
+
+
+class OwnedWritesBack(WritesBack, Owned):
+    options: ClassVar[dict[str, Any]] = Owned.options | {"store": {"write_policy": "write_back"}}
+
+
+class AttachedWritesBack(WritesBack, Attached):
+    options: ClassVar[dict[str, Any]] = Attached.options | {"store": {"write_policy": "write_back"}}
+
+
+class AttachedSelective(Attached):
+    options: ClassVar[dict[str, Any]] = Attached.options | {
+        "store": {"write_policy": "write_through_selective", "write_hits": 1}
+    }
+
+
 class AttachedWithoutSsd(Attached):
     options: ClassVar[dict[str, Any]] = {"cpu": 5, "ssd": None, "bounce": 2}
 
@@ -477,12 +544,69 @@ TestOwnedWithoutCpu = OwnedWithoutCpu.TestCase
 TestAttached = Attached.TestCase
 TestAttachedWithoutCpu = AttachedWithoutCpu.TestCase
 TestAttachedWithoutSsd = AttachedWithoutSsd.TestCase
+TestOwnedWritesBack = OwnedWritesBack.TestCase
+TestAttachedWritesBack = AttachedWritesBack.TestCase
+TestAttachedSelective = AttachedSelective.TestCase
 MORE = settings(max_examples=3 * settings.default.max_examples)
 FEWER = settings(max_examples=max(10, settings.default.max_examples // 3))
 TestOwned.settings = TestAttached.settings = MORE
-TestOwnedWithoutCpu.settings = TestAttachedWithoutCpu.settings = TestAttachedWithoutSsd.settings = FEWER
+for case in (TestOwnedWithoutCpu, TestAttachedWithoutCpu, TestAttachedWithoutSsd):
+    case.settings = FEWER
+for case in (TestOwnedWritesBack, TestAttachedWritesBack, TestAttachedSelective):
+    case.settings = FEWER
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TestOwnedOnGpu = OwnedOnGpu.TestCase
 TestAttachedOnGpu = AttachedOnGpu.TestCase
 TestOwnedOnGpu.settings = TestAttachedOnGpu.settings = FEWER
 TestOwnedOnGpu.pytestmark = TestAttachedOnGpu.pytestmark = ON_GPU
+
+# -- every transport that is here, and I/O that fails now and then ---------------------------------------------------
+
+NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+FEW = settings(max_examples=max(8, settings.default.max_examples // 5))
+KVIKIO = pytest.mark.skipif(
+    importlib.util.find_spec("kvikio") is None or not has_libcuda(), reason="no kvikio, or no libcuda.so.1"
+)
+
+
+def require_uring() -> None:
+    try:
+        Ring(2, 1).close()
+    except TransportUnavailableError as error:
+        pytest.skip(error.message)
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "FaultyTransport",
+        "FaultyUring",
+        pytest.param("FaultyNixl", marks=NIXL),
+        pytest.param("FaultyKvikio", marks=KVIKIO),
+    ],
+)
+@pytest.mark.parametrize("face", [Owned, Attached, OwnedWithoutCpu, AttachedWithoutCpu])
+def test_random_faults(transport: str, face: type[Machine], device: str) -> None:
+    if transport == "FaultyUring":
+        require_uring()
+    counts: Counter[str] = Counter()
+
+    class Unlucky(face):  # type: ignore[misc, valid-type]
+        met = counts
+        options: ClassVar[dict[str, Any]] = {**face.options, "device": device}
+
+        @initialize(seed=st.integers(0, 1 << 32))
+        def let_io_fail_now_and_then(self, seed: int) -> None:
+            PLAN.seed = seed
+            for fault in Fault:
+                if fault not in (Fault.HANG, Fault.DELAY):
+                    PLAN.add(FaultRule(fault, rate=0.07))
+            PLAN.add(FaultRule(Fault.DELAY, rate=0.07, seconds=0.002))
+            PLAN.add(FaultRule(Fault.FLIP, rate=0.07, part=ExtentPart.layer(self.layout, 1)))
+            PLAN.add(FaultRule(Fault.ZERO, rate=0.07, part=ExtentPart.layer(self.layout, 2)))
+            for salt in SALTS:  # whatever the steps are, there is I/O, and almost half of it meets a fault
+                self.store_and_load((0, 1, 0, 1, 0), salt)
+
+    Unlucky.transport = f"faulty:{transport}"
+    run_state_machine_as_test(Unlucky, settings=FEW)
+    assert sum(counts.values()) > FEW.max_examples, f"hardly a fault was met: {dict(counts)}"

@@ -16,7 +16,7 @@ from gdscache.errors import (
     IOFailedError,
     TransportUnavailableError,
 )
-from gdscache.storage import Transport, open_transport, probe
+from gdscache.storage import Transport, open_transport, probe, uring
 from gdscache.storage.posix import PosixTransport
 
 # The factory.
@@ -34,7 +34,22 @@ def test_cpu_gets_posix_and_one_line(
     with caplog.at_level(logging.INFO, "gdscache.storage"), opened(tmp_path, transport, gds=gds) as chosen:
         assert isinstance(chosen, PosixTransport)
     assert len(caplog.records) == 1
-    assert "posix" in caplog.text
+    assert f"transport {chosen.name}" in caplog.text
+    assert "io_uring" in caplog.text if transport == "auto" else chosen.name == "posix"
+
+
+def test_auto_takes_threads_where_io_uring_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(entries: int, workers: int) -> None:
+        raise TransportUnavailableError("io_uring_setup answers Operation not permitted", "set transport to posix")
+
+    monkeypatch.setattr(uring, "Ring", refused)
+    with caplog.at_level(logging.INFO, "gdscache.storage"), opened(tmp_path) as chosen:
+        assert chosen.name == "posix"
+    assert "no io_uring: io_uring_setup answers Operation not permitted" in caplog.text
+    with pytest.raises(TransportUnavailableError, match="Operation not permitted"):
+        opened(tmp_path, "uring")
 
 
 @pytest.mark.parametrize("transport", ["auto", "posix", "kvikio", "nixl", "some.module:Class"])
@@ -51,7 +66,7 @@ def test_auto_takes_kvikio_for_proven_gds_only(
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "")
     monkeypatch.setattr(probe, "probe_kvikio", lambda *_: probe.ProbeResult(ok, mode, "because"))
     with opened(tmp_path, device="cuda:0") as chosen:
-        assert chosen.name == "posix"
+        assert chosen.name in ("uring", "posix")
     with pytest.raises(TransportUnavailableError, match="because"):
         opened(tmp_path, device="cuda:0", gds="on")
     if not ok:
@@ -59,14 +74,14 @@ def test_auto_takes_kvikio_for_proven_gds_only(
             opened(tmp_path, "kvikio", device="cuda:0")
     monkeypatch.setattr(probe, "probe_kvikio", lambda *_: pytest.fail("gds is off: nothing to probe"))
     with opened(tmp_path, device="cuda:0", gds="off") as chosen:
-        assert chosen.name == "posix"
+        assert chosen.name in ("uring", "posix")
 
 
 def test_without_the_driver_nothing_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "no driver")
     monkeypatch.setattr(probe, "probe_kvikio", lambda *_: pytest.fail("nothing could prove it"))
     with opened(tmp_path, device="cuda:0") as chosen:
-        assert chosen.name == "posix"
+        assert chosen.name in ("uring", "posix")
     with pytest.raises(TransportUnavailableError, match="no driver"):
         opened(tmp_path, device="cuda:0", gds="on")
 

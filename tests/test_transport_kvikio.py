@@ -50,8 +50,10 @@ def test_kvikio_host_path_with_a_stand_in_driver(tmp_path: Path) -> None:
         "-q",
         "-p",
         "no:cacheprovider",
+        "-m",
+        "not gpu",
         "-k",
-        "[kvikio",
+        "TestKvikio",
         f"--basetemp={tmp_path / 'inner'}",
         str(TESTS / "test_transports.py"),
     ]

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import test_transports as shared
 import torch
-from transport_parts import FILE_BYTES, SECTOR, odd_extents, soon
+from transport_parts import FILE_BYTES, SECTOR, soon
 
 import gdscache.storage.nixl as nixl_module
 from gdscache.config import SsdConfig
@@ -29,29 +28,24 @@ from gdscache.errors import (
 from gdscache.memory import HostBuffer
 from gdscache.storage import IORequest, Op, Transport, open_transport, probe, probe_nixl
 from gdscache.storage.nixl import NixlTransport
+from gdscache.storage.posix import PosixTransport
 from gdscache.storage.workers import READS_PER_WRITE
+from gdscache.testing.suite_order import mappings_of
 
 installed = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
-# The suite that every transport passes, over this one.
 
-slab, buffer = shared.slab, shared.buffer
-globals().update({name: installed(test) for name, test in vars(shared).items() if name.startswith("test_")})
+@pytest.fixture
+def slab(tmp_path: Path) -> Path:
+    path = tmp_path / "slab"
+    path.write_bytes(random.Random(1).randbytes(FILE_BYTES))
+    return path
 
 
-@pytest.fixture(params=["direct", "buffered"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], Transport]]:
-    made: list[Transport] = []
-    if request.param == "direct" and (cause := shared.probe_direct_io(tmp_path)):
-        pytest.skip(f"no O_DIRECT here: {cause}")
-
-    def build(threads: int = 4) -> Transport:
-        made.append(NixlTransport(threads, "on" if request.param == "direct" else "off"))
-        return made[-1]
-
-    yield build
-    for transport in made:
-        transport.close()
+@pytest.fixture
+def buffer() -> Iterator[HostBuffer]:
+    with HostBuffer(FILE_BYTES, "off") as made:
+        yield made
 
 
 @installed
@@ -119,8 +113,9 @@ class Agent:
         self.registered.append((kind, tuple(entries), tuple(backends)))
         return self.registered[-1]
 
-    def deregister_memory(self, descriptors: tuple) -> None:
+    def deregister_memory(self, descriptors: tuple, backends: list[str]) -> None:
         self.check_thread()
+        assert descriptors[2] == tuple(backends), "taken back from other plugins than it was given to"
         self.registered.remove(descriptors)
 
     def get_xfer_descs(self, entries: list, kind: str) -> list:
@@ -301,11 +296,11 @@ def test_a_hung_transfer_keeps_its_memory_and_close_returns(
     os.fstat(file)  # open: the transfer may still touch it
     del memory
     assert view() is None
-    assert shared.mappings_of(address)
+    assert mappings_of(address)
     assert not agent.begun[2].released
     agent.ended.add(2 * SECTOR)  # and if it ends after all, everything is given back
     assert submission.wait(soon()) == [None] * 4
-    until(lambda: not shared.mappings_of(address) and not transport._threads[0].is_alive())
+    until(lambda: not mappings_of(address) and not transport._threads[0].is_alive())
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
     assert agent.registered == []
@@ -359,7 +354,7 @@ def test_a_call_into_nixl_that_hangs_is_an_error(stand_in, slab: Path, monkeypat
         transport.open(slab)
     transport.close()
     gate.set()
-    agent.deregister_memory = lambda _: None
+    agent.deregister_memory = lambda *_, **__: None
     until(lambda: not transport._threads[0].is_alive())
 
 
@@ -499,7 +494,7 @@ def test_gpu_memory_only_where_it_is_proven(
 ) -> None:
     asked: list[dict[str, object]] = []
 
-    class Recorded(shared.PosixTransport):
+    class Recorded(PosixTransport):
         name = "nixl"
 
         def __init__(self, threads: int, direct_io: str, gds: bool) -> None:
@@ -534,32 +529,3 @@ def test_it_says_nothing_on_the_standard_output(tmp_path: Path) -> None:
         [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True, env=environment
     )
     assert done.stdout == ""
-
-
-# A GPU.
-
-
-@pytest.mark.gpu
-@installed
-def test_nixl_into_cuda_memory(slab: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    result = probe_nixl.probe_nixl(slab.parent, 0, 60)
-    if not result.ok:
-        pytest.skip(f"GDS_MT does not work here: {result.reason}")
-    with NixlTransport(8, gds=True) as transport:
-        file = transport.open(slab)
-        memory = torch.randint(0, 256, (2 * FILE_BYTES,), dtype=torch.uint8, device="cuda")
-        source, target = memory[:FILE_BYTES], memory[FILE_BYTES:]
-        torch.cuda.synchronize()
-        transport.register(memory)
-        extents = odd_extents(random.Random(6), FILE_BYTES, 300)
-        for op, part in ((Op.WRITE, source), (Op.READ, target)):
-            batch = [IORequest(file, at, part[at : at + n]) for at, n in extents]
-            assert not any(transport.submit(op, batch).wait(soon()))
-        assert torch.equal(source, target)
-        assert slab.read_bytes() == source.cpu().numpy().tobytes()
-        bad = [IORequest(file, FILE_BYTES, target[:SECTOR]), IORequest(file, 0, target[SECTOR : 2 * SECTOR])]
-        errors = transport.submit(Op.READ, bad).wait(soon())
-        assert [type(error) for error in errors] == [ShortIOError, type(None)]
-        transport.deregister(memory)

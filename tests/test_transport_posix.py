@@ -17,6 +17,7 @@ from gdscache.errors import (
 )
 from gdscache.memory import HostBuffer
 from gdscache.storage import IORequest, Op, Transport
+from gdscache.storage.base import Switch
 from gdscache.storage.posix import PosixTransport
 
 
@@ -145,3 +146,30 @@ def test_settings_out_of_range_start_no_thread(settings: dict[str, object]) -> N
     with pytest.raises(InvalidValueError):
         PosixTransport(**settings)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+@pytest.mark.parametrize("direct_io", ["auto", "on"])
+def test_too_many_open_files_are_not_taken_for_a_file_system_without_direct_io(
+    slab: Path, monkeypatch: pytest.MonkeyPatch, code: int, direct_io: Switch
+) -> None:
+    real = os.open
+
+    def refuses(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, *rest)
+
+    cause = posix_module.probe_direct_io(slab.parent)
+    with PosixTransport(1, direct_io) as transport:
+        with monkeypatch.context() as patch:
+            patch.setattr(posix_module.os, "open", refuses)
+            with pytest.raises(IOFailedError, match="O_DIRECT cannot be probed") as caught:
+                transport.open(slab)
+        assert caught.value.errno == code
+        assert "ulimit -n" in caught.value.hint
+        assert transport.describe()["direct_refused"] == {}
+        if direct_io == "auto" or not cause:
+            transport.open(slab)  # the cause is gone, and nothing of it is remembered
+            assert transport.direct is not bool(cause)
+    assert list(slab.parent.iterdir()) == [slab]

@@ -1,20 +1,14 @@
 """What the transport tests share: sizes, extents, and a transport with a gate in place of a device."""
 
 import ctypes
-import random
 import threading
-import time
 from pathlib import Path
 
 from gdscache.storage import Op
 from gdscache.storage.workers import QueuedTransport, Result, Run
+from gdscache.testing.suite_base import FILE_BYTES, SECTOR, odd_extents, soon
 
-SECTOR = 4096
-FILE_BYTES = 8 << 20
-
-
-def soon() -> float:
-    return time.monotonic() + 30
+__all__ = ["FILE_BYTES", "SECTOR", "Gated", "has_libcuda", "odd_extents", "soon"]
 
 
 def has_libcuda() -> bool:
@@ -23,17 +17,6 @@ def has_libcuda() -> bool:
     except OSError:
         return False
     return True
-
-
-def odd_extents(rng: random.Random, total: int, largest: int) -> list[tuple[int, int]]:
-    """The whole of `total` bytes as extents of odd multiples of a sector, shuffled."""
-    extents, at = [], 0
-    while at < total:
-        size = min(rng.randrange(1, largest, 2) * SECTOR, total - at)
-        extents.append((at, size))
-        at += size
-    rng.shuffle(extents)
-    return extents
 
 
 class Gated(QueuedTransport):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,11 +18,18 @@ if TYPE_CHECKING:
 
 bench_app = typer.Typer(help="Measure this machine, against its own ceilings.", no_args_is_help=True)
 
+_FAILED = 1
 _INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 
 Dir = Annotated[Path, typer.Option("--dir", help="Directory on the device to measure; what is written is deleted.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, a few seconds: to see that it works.")]
+
+
+@bench_app.callback()
+def bench() -> None:
+    """Measure this machine, against its own ceilings."""
+    logging.getLogger("gdscache.config").setLevel(logging.ERROR)  # their configurations are odd on purpose
 
 
 @bench_app.command("engine")
@@ -37,7 +45,7 @@ def engine(
 ) -> None:
     """SSD tier and engine in GB/s against a bare O_DIRECT loop and a plain copy, and the engine's memory.
 
-    Needs about 1.3 times --total on the disk and 2.2 times in memory.
+    Needs about 1.3 times --total on the disk and 3.2 times in memory.
     """
     from gdscache.bench import engine as measured
     from gdscache.bench import report as reports
@@ -98,7 +106,7 @@ def index(
 
 @bench_app.command("copy")
 def copy(
-    total: Annotated[str | None, typer.Option(help="Bytes moved each way in a run. Default: 512MiB.")] = None,
+    total: Annotated[str | None, typer.Option(help="Bytes moved each way in a run. Default: 1GiB.")] = None,
     pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of runs for a figure with a target.")] = None,
     pin: Annotated[str | None, typer.Option(help="The pool that is page-locked. Default: 16GiB.")] = None,
     json_file: Json = None,
@@ -145,6 +153,192 @@ def copy(
         raise typer.Exit(_INTERRUPTED)
 
 
+@bench_app.command("io")
+def io(
+    directory: Dir = Path(),
+    ways: Annotated[list[str] | None, typer.Option("--way", help="Way, may be repeated. Default: all.")] = None,
+    total: Annotated[str | None, typer.Option(help="File of the matrix. Default: 1GiB, with --full 4GiB.")] = None,
+    repeat: Annotated[int | None, typer.Option(min=1, help="Rounds of a comparison. Default: 5.")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1024, help="ssd.threads of comparisons. Default: the engine's; on a RAM disk 12 or more."
+        ),
+    ] = None,
+    ram_disk: Annotated[str | None, typer.Option("--ram-disk", help="A tmpfs. Default: /dev/shm.")] = None,
+    require_gds: Annotated[
+        bool, typer.Option("--require-gds", help="Fail unless the driver's counters prove GPUDirect Storage.")
+    ] = False,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on where this report ends, and write it again.")
+    ] = None,
+    json_file: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every way, operation, size, depth and thread count.")] = False,
+    quick: Quick = False,
+) -> None:
+    """Every way between disk and memory against a raw O_DIRECT loop, and this cache against other ways to keep pages.
+
+    At most some eight minutes; what is left then, --resume measures. Ctrl-C ends it early, with a report. Needs twice
+    --total and 1 GiB on the disk; --total and 2 GiB, with a GPU 4 GiB, of memory. Status 1 where something that works
+    here failed while it was measured.
+    """
+    from gdscache.bench import io as measured
+    from gdscache.bench import io_report
+    from gdscache.bench import report as reports
+    from gdscache.bench.io_cells import Settings
+
+    if full and quick:
+        raise InvalidValueError("--full and --quick were both given", "choose one")
+    if plot is not None:
+        from gdscache.bench import io_plot, plots
+
+        plots.require(plot)
+        reports.check_writable(plot, "--plot")
+    given: dict[str, Any] = {
+        "total": None if total is None else _size("--total", total),
+        "repeat": repeat,
+        "threads": threads,
+        "ways": tuple(ways) if ways else None,
+        "ram_disk": ram_disk,
+        "require_gds": require_gds,
+    }
+    settings = Settings.full() if full else Settings.quick() if quick else Settings()
+    settings = dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
+    measured.check(settings)
+    done = None if resume is None else measured.resumed(resume, io_report.IO_SCHEMA, settings, directory)
+    report = _measured(
+        directory,
+        json_file or resume,
+        io_report.IO_SCHEMA,
+        settings.describe(),
+        lambda progress, keep: measured.run(directory, settings, progress, keep, done),
+        io_report.io_tables,
+        measured.write_json,
+    )
+    if plot is not None:
+        io_plot.io_plot(report, plot)
+    if report["interrupted"]:
+        raise typer.Exit(_INTERRUPTED)
+    if report["failed"]:
+        raise typer.Exit(_FAILED)
+
+
+@bench_app.command("ttft")
+def ttft(
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Directory of the SSD tier. Default: /dev/shm, where it is a RAM disk.")
+    ] = None,
+    client: Annotated[str, typer.Option(help="Who asks: engine or transformers.")] = "engine",
+    preset: Annotated[str | None, typer.Option(help="Shape of the model. Default: 8b; without a GPU tiny.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    repeat: Annotated[int | None, typer.Option(min=1, help="Rounds a cell. Default: 5.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on where this report ends, and write it again.")
+    ] = None,
+    json_file: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every prompt, share, place, overlap and gate.")] = False,
+    quick: Quick = False,
+) -> None:
+    """Time to first token of hits from every place, against recomputing and against the ideal; what a miss costs.
+
+    At most some eight minutes; what is left then, --resume measures. Ctrl-C ends it early, with a report. The 8B shape
+    needs 35 GiB of the GPU's memory, 12 GiB of the host's and 12 GiB of disk, a RAM disk's being the host's too; with
+    --full 75, 40 and 45. Status 1 where something failed, as a hit that gave other tokens than recomputing.
+    """
+    from gdscache.bench import report as reports
+    from gdscache.bench import ttft as measured
+    from gdscache.bench import ttft_report
+    from gdscache.bench.io import write_json
+    from gdscache.bench.serving import PRESETS
+    from gdscache.bench.ttft_cells import Settings, check
+    from gdscache.streams import resolve_device
+
+    if full and quick:
+        raise InvalidValueError("--full and --quick were both given", "choose one")
+    if preset is not None and preset not in PRESETS:
+        raise InvalidValueError(f"unknown preset {preset!r}", f"choose of {', '.join(PRESETS)}")
+    if plot is not None:
+        from gdscache.bench import plots, ttft_plot
+
+        plots.require(plot)
+        reports.check_writable(plot, "--plot")
+    settings = Settings.of("full" if full else "quick" if quick else "default", str(resolve_device(device)))
+    given: dict[str, Any] = {"client": client, "preset": preset, "repeat": repeat}
+    settings = dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
+    check(settings)
+    where = measured.place(directory)
+    done = None if resume is None else measured.resumed(resume, ttft_report.TTFT_SCHEMA, settings, where)
+    report = _measured(
+        where,
+        json_file or resume,
+        ttft_report.TTFT_SCHEMA,
+        settings.describe(),
+        lambda progress, keep: measured.run(where, settings, progress, keep, done),
+        ttft_report.ttft_tables,
+        write_json,
+    )
+    if plot is not None:
+        ttft_plot.ttft_plot(report, plot)
+    if report["interrupted"]:
+        raise typer.Exit(_INTERRUPTED)
+    if report["failed"]:
+        raise typer.Exit(_FAILED)
+
+
+@bench_app.command("policy")
+def policy(
+    trace: Annotated[
+        list[Path] | None, typer.Option(help="Recorded traffic: a Mooncake trace, may be repeated for its parts.")
+    ] = None,
+    kinds: Annotated[list[str] | None, typer.Option("--kind", help="Made-up traffic, may be repeated.")] = None,
+    policies: Annotated[list[str] | None, typer.Option("--policy", help="Order, may be repeated.")] = None,
+    json_file: Json = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the figures into this file (.png, .svg, .pdf), those of admissions into NAME-admission."
+        ),
+    ] = None,
+    quick: Quick = False,
+) -> None:
+    """Eviction orders on recorded and made-up traffic, against plain LRU and the optimum; what each admission and write
+    policy finds and writes; the index's cost a page.
+
+    No bytes move. About half an hour on one core.
+    """
+    from gdscache.bench import policy as measured
+    from gdscache.bench import policy_report
+    from gdscache.bench import report as reports
+
+    if plot is not None:
+        from gdscache.bench import plots
+
+        plots.require(plot)
+        reports.check_writable(plot, "--plot")
+    given: dict[str, Any] = {
+        "traces": tuple(trace) if trace else None,
+        "kinds": tuple(kinds) if kinds else None,
+        "policies": tuple(dict.fromkeys([measured.DEFAULT, *policies])) if policies else None,
+    }
+    settings = measured.Settings.quick() if quick else measured.Settings()
+    settings = dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
+    measured.check(settings)
+    report = _measured(
+        Path(),
+        json_file,
+        policy_report.POLICY_SCHEMA,
+        {**settings.describe(), "quick": quick},
+        lambda progress, _: measured.run(settings, progress),
+        policy_report.policy_tables,
+    )
+    if plot is not None:
+        policy_report.policy_plot(report, plot)
+        if report["admission"]["runs"]:
+            policy_report.admission_plot(report, plot.with_stem(f"{plot.stem}-admission"))
+
+
 def _measured(
     directory: Path,
     json_file: Path | None,
@@ -152,10 +346,12 @@ def _measured(
     settings: Mapping[str, Any],
     run: Callable[[Any, Callable[[Mapping[str, Any]], None]], Mapping[str, Any]],
     tables: Callable[[Mapping[str, Any]], Iterable[Table]],
+    write: Callable[[Path, Mapping[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Measure with a progress bar, print tables, write JSON; the whole report.
 
-    `run(progress, keep)` may call `keep` with what it has so far, which is then in the JSON file already.
+    `run(progress, keep)` may call `keep` with what it has so far, which is then in the JSON file already; `write` is
+    what writes that file.
     """
     import sys
 
@@ -164,6 +360,7 @@ def _measured(
     from gdscache.bench import machine
     from gdscache.bench import report as reports
 
+    write = write or reports.write_json
     if not directory.is_dir():
         raise InvalidValueError(f"--dir {directory} is not a directory", "make it first: it decides what is measured")
     reports.check_writable(json_file, "--json")
@@ -171,7 +368,7 @@ def _measured(
 
     def keep(found: Mapping[str, Any]) -> None:
         if json_file is not None and (json_file.is_file() or not json_file.exists()):
-            reports.write_json(json_file, {**head, **found})
+            write(json_file, {**head, **found})
 
     with reports.progress_bar() as progress:
         found = run(progress, keep)
@@ -182,7 +379,7 @@ def _measured(
         console.print()
         console.print(table)
     if json_file is not None:
-        reports.write_json(json_file, report)
+        write(json_file, report)
     return report
 
 

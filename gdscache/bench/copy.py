@@ -37,11 +37,11 @@ class Settings:
     """
 
     profile: str = "default"
-    total: int = 512 * MIB
+    total: int = 1 * GIB
     beside_total: int = 1 * GIB
     pairs: int = 30
     matrix_pairs: int = 8
-    cell_seconds: float = 0.6
+    cell_seconds: float = 0.25
     product: int = 8192
     attention: int = 8192
     pin: int = 16 * GIB

@@ -53,7 +53,8 @@ def run(
         with setting.open(planes if attached else None) as engine:
             face = _face(engine, setting, planes if attached else list(engine.gpu.pool.tensors), attached=attached)
             found.append(round_.loads_from_ssd(engine, face))
-    return found
+            transport = engine.stats()["tiers"]["ssd"]["transport"]["name"]
+    return [{**part, "transport": transport} for part in found]
 
 
 class Setting:

@@ -26,7 +26,7 @@ from gdscache.tiers.ssd import SsdTier
 
 BATCH_PAGES = 1024
 KEY_BYTES = 32
-REOPEN_TARGET = 4.0
+REOPEN_TARGET = 2.0
 BYTES_PER_PAGE_TARGET = 1024
 
 

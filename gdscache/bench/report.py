@@ -42,15 +42,24 @@ def progress_bar() -> Iterator[measure.Progress]:
         yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
 
 
+def left_table(report: Mapping[str, Any]) -> Table:
+    """What a report that can be resumed has not measured yet; empty where that is nothing."""
+    table = new_table("", "")
+    if report["left"]:
+        table.add_row(f"{report['left']} cells are left: --resume FILE goes on where a report in FILE ends")
+    return table
+
+
 def engine_tables(report: Mapping[str, Any]) -> list[Table]:
     """The report of `bench engine` as tables."""
     tier = new_table(
-        "SSD tier against a bare O_DIRECT loop", "page", "what", "GB/s", "bare GB/s", "best way", "ratio", ""
+        "SSD tier against a bare O_DIRECT loop", "page", "what", "by", "GB/s", "bare GB/s", "best way", "ratio", ""
     )
     for r in report["ssd_tier"]:
         way = f"{r['bare']['threads']} threads x {about(r['bare']['io_bytes'])}"
         figures = _spread(r["gb_per_second"]), _spread(r["bare_gb_per_second"])
-        tier.add_row(about(r["page_bytes"]), r["name"], *figures, way, _ratio(r), verdict(r, "at least"))
+        moved_by = f"{r['transport']}, {r['threads']} threads"
+        tier.add_row(about(r["page_bytes"]), r["name"], moved_by, *figures, way, _ratio(r), verdict(r, "at least"))
     whole = new_table("Engine, from call to verdict", "face", "what", "tier", "GB/s", "against", "GB/s", "ratio")
     for r in report["end_to_end"]:
         against = (r["against"], _spread(r["against_gb_per_second"]), _ratio(r)) if r["against"] else ("", "", "")

@@ -1,7 +1,7 @@
 """The SSD tier against the best bare loop over the same slab file: stores and loads of whole pages, host memory.
 
 A store is what `gdscache.writer` does: slots reserved (the slab is full, so older pages are evicted), bytes written,
-rows committed, keys visible. A load is what `gdscache.loader` does for a prefetch: CPU slots reserved, bytes read,
+rows committed, keys visible. A load is what `Loader.bring` does for a prefetch: CPU slots reserved, bytes read,
 checksums verified, pages published. Both use the engine's own parts.
 """
 
@@ -69,6 +69,7 @@ def _report(name: str, tier: TierUnderTest, bare: BareLoop, way: Any, found: dic
         "page_bytes": tier.layout.extent_bytes,
         "pages": tier.pages,
         "bytes": tier.nbytes,
+        "transport": tier.transport,
         "threads": tier.threads,
         "direct": tier.direct,
         "gb_per_second": found["tier"].describe(),
@@ -96,12 +97,11 @@ class TierUnderTest:
                 "ssd": {
                     "path": str(directory / f"tier-{page_bytes}"),
                     "capacity": (self.pages + spare) * page_bytes,
-                    "transport": "posix",
                     "gds": "off",
                     "threads": threads,
                 },
                 "host_buffer": 2 * page_bytes,
-                "store": {"write_through": False, "queue": self.nbytes},
+                "store": {"write_policy": "never", "queue": self.nbytes},
                 "load": {"deadline": 600.0},
             }
         )
@@ -111,7 +111,8 @@ class TierUnderTest:
         assert manager.cpu is not None, "no CPU tier"
         assert manager.ssd is not None, "no SSD tier"
         self._cpu, self._ssd = manager.cpu, manager.ssd
-        self._writer = SsdWriter(manager, self._ssd, self.layout.extent_bytes)
+        self._keys: set[bytes] = set()
+        self._writer = SsdWriter(manager, self._ssd, self.layout.extent_bytes, self._keys)
         self.slab = next(iter(self._ssd.path.glob("slab-*.bin")))
         self._generation = 0
         self._names: list[Page] = []
@@ -120,6 +121,11 @@ class TierUnderTest:
             words = self._cpu.extents.rows[slot].view(torch.int64)
             words.random_(generator=generator)
             self._cpu.extents.sign(slot)
+
+    @property
+    def transport(self) -> str:
+        """The name of the tier's transport."""
+        return str(self._ssd.describe()["transport"]["name"])
 
     @property
     def direct(self) -> bool:
@@ -143,11 +149,13 @@ class TierUnderTest:
         extents = self._cpu.extents
         outgoing = [Outgoing(page, epoch, extents, slot, finish) for slot, page in enumerate(self._names)]
         with manager.lock:
-            self._writer.keys.update(page.key for page in self._names)
+            self._keys.update(page.key for page in self._names)
         start = time.perf_counter()
         self._writer.put(outgoing)
         done.wait()
         elapsed = time.perf_counter() - start
+        with manager.lock:
+            self._keys.clear()
         if causes[""] != self.pages:
             raise IOFailedError(f"the SSD tier did not take all {self.pages} pages: {dict(causes)}", "see the log")
         return rate(self.nbytes, elapsed)
@@ -155,7 +163,8 @@ class TierUnderTest:
     def load(self) -> float:
         """Bring every stored page into the CPU pool; GB/s until the verdict."""
         start = time.perf_counter()
-        report = self._parts.loader.prefetch(self._names, "bench").result()
+        plan = self._parts.manager.plan_prefetch(self._names, 0, len(self._names), keep=())
+        report = self._parts.loader.bring(plan.chunk)
         elapsed = time.perf_counter() - start
         if report.bytes_by_tier != {"ssd": self.nbytes}:
             raise IOFailedError(f"{self.nbytes} bytes were to come from the SSD: {report.bytes_by_tier}", "see the log")

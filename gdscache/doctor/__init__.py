@@ -32,7 +32,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
     """Look at the machine. Builds kernels, measures the bus where nobody has, opens what copies the pages,
-    and writes and reads some MiB in the SSD tier's directory, with nothing left there."""
+    and writes and reads some MiB in the SSD tier's directories, with nothing left there."""
     gpu = find_gpu(asked)
     device = gpu_to_look_at(gpu)
     kernels = find_kernels(device)

@@ -50,6 +50,11 @@ class Asked:
     directory: Path | None = None
 
     @property
+    def stripes(self) -> tuple[Path, ...]:
+        """The further directories of the SSD tier; none where another directory is looked at."""
+        return self.config.ssd.stripes if self.given and self.config.ssd and self.directory is None else ()
+
+    @property
     def ssd_directory(self) -> Path | None:
         """The directory of the SSD tier, if any was given."""
         return self.directory or (self.config.ssd.path if self.config.ssd else None)
@@ -236,22 +241,29 @@ class TrialFacts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SsdFacts:
-    """A directory and all that is below it. `trials`: by transport; `chosen`: what `ssd.transport` comes to there."""
+class StripeFacts:
+    """A directory and the disks below it. `chosen`: what `ssd.transport` comes to there."""
 
     directory: DirectoryFacts
     space: Found[SpaceFacts]
     mount: Found[MountFacts]
     disks: tuple[DiskFacts, ...]
-    gpu_numa_node: int | None
     direct_io: Found[str]
     alignment: Found[AlignmentFacts]
+    chosen: Found[TrialFacts]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SsdFacts(StripeFacts):
+    """`ssd.path` and all that is below it. `trials`: by transport; `stripes`: the directories of `ssd.stripes`."""
+
+    gpu_numa_node: int | None
     kernel: KernelSideFacts
     cufile: Found[str]
     kvikio: Found[str]
     nixl: Found[str]
     trials: dict[str, Found[TrialFacts]]
-    chosen: Found[TrialFacts]
+    stripes: tuple[StripeFacts, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

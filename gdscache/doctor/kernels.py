@@ -12,7 +12,7 @@ import torch
 from gdscache.doctor.facts import Asked, Facts, Found, KernelFacts, MoverFacts, attempt
 from gdscache.doctor.report import Row, Verdict, answer
 from gdscache.kernels import jit
-from gdscache.kernels.cuda import NAMES, SOURCE
+from gdscache.kernels.cuda import FORMS, SOURCE
 from gdscache.planes import PagedPlanes
 from gdscache.tiers.transfer import open_mover
 
@@ -49,7 +49,7 @@ def find_cache() -> str:
 def build_seconds(gpu: torch.device) -> float:
     """Build the kernels and see how long it takes: far less where cupy has them on disk."""
     began = time.perf_counter()
-    jit.build(SOURCE, NAMES, gpu, VECTOR=16)
+    jit.build(SOURCE, FORMS, gpu, VECTOR=16)
     return time.perf_counter() - began
 
 

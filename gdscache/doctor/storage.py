@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import importlib.metadata
 import importlib.util
 import mmap
@@ -29,17 +30,18 @@ from gdscache.doctor.facts import (
     MountFacts,
     SpaceFacts,
     SsdFacts,
+    StripeFacts,
     TrialFacts,
     attempt,
 )
 from gdscache.doctor.trial import DEADLINE_S, Trial, run_child, try_transport
 from gdscache.errors import DirectoryNotWritableError, TransportUnavailableError
 from gdscache.inspection.owner import find_owner
-from gdscache.slab import SLAB_NAME
+from gdscache.slab import slab_name
 from gdscache.storage.posix import probe_direct_io
 
 SCRATCH_PREFIX = ".gdscache-doctor-"
-TRANSPORTS = ("posix", "kvikio", "nixl")
+TRANSPORTS = ("posix", "uring", "kvikio", "nixl")
 IMPORT_DEADLINE_S = 30.0
 THREADS = 8
 
@@ -57,10 +59,48 @@ _LIBRARIES = (
 
 
 def find_ssd(asked: Asked, directory: Path, device: str, deadline_s: float = DEADLINE_S) -> SsdFacts:
-    """Look at a directory, and move bytes in it with each transport; leaves nothing there. `device`: `cpu`, `cuda:N`.
+    """Look at a directory and those of `ssd.stripes`, and move bytes in them; leaves nothing there.
 
-    Where the directory does not exist, its nearest parent is looked at and written to instead.
+    Each transport is tried in `directory`, the one that would be used in all of them. `device`: `cpu`, `cuda:N`. Where
+    a directory does not exist, its nearest parent is looked at and written to instead.
     """
+    kvikio, nixl = (find_package(name) for name in ("kvikio", "nixl"))
+    ready = {"kvikio": kvikio.value is not None, "nixl": nixl.value is not None}
+    wanted = [name for name in TRANSPORTS if ready.get(name, True)]
+    found, trials = find_stripe(asked, directory, 0, wanted, device, deadline_s)
+    used = _decided(asked, found.chosen)  # an engine chooses in ssd.path, for all directories
+    more = [find_stripe(used, path, n, (), device, deadline_s)[0] for n, path in enumerate(asked.stripes, start=1)]
+    return SsdFacts(
+        directory=found.directory,
+        space=found.space,
+        mount=found.mount,
+        disks=found.disks,
+        direct_io=found.direct_io,
+        alignment=found.alignment,
+        chosen=found.chosen,
+        gpu_numa_node=attempt(lambda: find_gpu_node(device)).value,
+        kernel=disk.find_kernel_side(_device_number(found.mount)),
+        cufile=attempt(find_cufile),
+        kvikio=kvikio,
+        nixl=nixl,
+        trials=trials,
+        stripes=tuple(more),
+    )
+
+
+def _decided(asked: Asked, chosen: Found[TrialFacts]) -> Asked:
+    """What is asked for, with `auto` replaced by the transport that it came to."""
+    ssd = asked.config.ssd
+    if ssd is None or ssd.transport != "auto" or chosen.value is None:
+        return asked
+    decided = ssd.model_copy(update={"transport": chosen.value.name})
+    return dataclasses.replace(asked, config=asked.config.model_copy(update={"ssd": decided}))
+
+
+def find_stripe(
+    asked: Asked, directory: Path, number: int, transports: Sequence[str], device: str, deadline_s: float
+) -> tuple[StripeFacts, dict[str, Found[TrialFacts]]]:
+    """Look at directory `number` of a slab, try the `transports` there and the one that would be used."""
     place = nearest(directory)
     found = find_directory(directory, place)
     mount = attempt(lambda: disk.find_mount(place.resolve()))
@@ -69,30 +109,14 @@ def find_ssd(asked: Asked, directory: Path, device: str, deadline_s: float = DEA
     alignment: Found[AlignmentFacts] = Found(None, direct.cause)
     trials: dict[str, Found[TrialFacts]] = {}
     chosen: Found[TrialFacts] = Found(None, direct.cause)
-    kvikio, nixl = (find_package(name) for name in ("kvikio", "nixl"))
     if not found.problem:
         with scratch(place) as inside:
             direct = attempt(lambda: probe_direct_io(inside))
             if direct.value == "":
                 alignment = attempt(lambda: find_alignment(inside))
-            ready = {"posix": True, "kvikio": kvikio.value is not None, "nixl": nixl.value is not None}
-            wanted = [name for name in TRANSPORTS if ready[name]]
-            trials, chosen = find_trials(asked, wanted, inside, device, deadline_s)
-    return SsdFacts(
-        directory=found,
-        space=attempt(lambda: find_space(directory, place)),
-        mount=mount,
-        disks=disks.value or (),
-        gpu_numa_node=attempt(lambda: find_gpu_node(device)).value,
-        direct_io=direct,
-        alignment=alignment,
-        kernel=disk.find_kernel_side(_device_number(mount)),
-        cufile=attempt(find_cufile),
-        kvikio=kvikio,
-        nixl=nixl,
-        trials=trials,
-        chosen=chosen,
-    )
+            trials, chosen = find_trials(asked, transports, inside, device, deadline_s)
+    space = attempt(lambda: find_space(directory, place, number))
+    return StripeFacts(found, space, mount, disks.value or (), direct, alignment, chosen), trials
 
 
 def nearest(directory: Path) -> Path:
@@ -151,11 +175,11 @@ def scratch(place: Path) -> Iterator[Path]:
         shutil.rmtree(inside)
 
 
-def find_space(directory: Path, place: Path) -> SpaceFacts:
-    """Free space for this user, and what a slab that is there already holds. Raises `OSError`."""
+def find_space(directory: Path, place: Path, number: int = 0) -> SpaceFacts:
+    """Free space for this user, and what the slab's file `number` holds if it is there. Raises `OSError`."""
     system = os.statvfs(place)
     try:
-        slab = os.lstat(directory / SLAB_NAME).st_blocks * 512
+        slab = os.lstat(directory / slab_name(number)).st_blocks * 512
     except OSError:
         slab = 0
     return SpaceFacts(system.f_bavail * system.f_frsize, system.f_favail if system.f_files else None, slab)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gdscache.config import SsdConfig
-from gdscache.doctor.facts import Asked, DiskFacts, Facts, Found, KernelSideFacts, SsdFacts, TrialFacts
+from gdscache.doctor.facts import Asked, DiskFacts, Facts, Found, KernelSideFacts, SsdFacts, StripeFacts, TrialFacts
 from gdscache.doctor.report import Row, Verdict, answer
 from gdscache.layout import EXTENT_ALIGNMENT
 from gdscache.sizes import about
 
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre")
+_NO_RING = (
+    "a container's seccomp rules may forbid io_uring_setup, io_uring_enter, io_uring_register; posix serves instead"
+)
 _GDS_DISKS = "GPUDirect Storage needs ext4 or XFS on NVMe, and nvidia-fs: gdscheck -p shows what is missing"
 
 
@@ -22,20 +25,35 @@ def ssd_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     if found is None:
         yield Row("directory", "not looked at: none was given (--dir DIR, or ssd.path of --config)")
         return
-    yield _directory_row(found)
-    yield _mount_row(found)
-    for disk in found.disks:
-        yield from _disk_rows(disk, found.gpu_numa_node)
-    yield _space_row(found, ssd)
-    yield from _direct_rows(found)
+    parts = (found, *found.stripes)
+    yield from _place_rows(found, parts, found.gpu_numa_node, ssd)
     yield from _gds_rows(found, facts.has_gpu)
     for name, trial in found.trials.items():
         yield _trial_row(name, trial, facts.has_gpu)
     if ssd is not None and not found.directory.problem:
         yield from _key_rows(found, ssd)
+    for number, stripe in enumerate(found.stripes, start=1):
+        rows = [*_place_rows(stripe, parts, found.gpu_numa_node, ssd)]
+        if ssd is not None and not stripe.directory.problem:
+            rows += _key_rows(stripe, ssd)
+        for row in rows:
+            hint = row.next_step.replace("ssd.path", "ssd.stripes")
+            yield dataclasses.replace(row, name=f"{row.name}, stripe {number}", next_step=hint)
 
 
-def _directory_row(found: SsdFacts) -> Row:
+def _place_rows(
+    found: StripeFacts, parts: Sequence[StripeFacts], gpu_node: int | None, ssd: SsdConfig | None
+) -> Iterator[Row]:
+    """The directory, what is below it, and whether O_DIRECT works there; `parts` are all directories of the slab."""
+    yield _directory_row(found)
+    yield _mount_row(found)
+    for disk in found.disks:
+        yield from _disk_rows(disk, gpu_node)
+    yield _space_row(found, parts, ssd)
+    yield from _direct_rows(found)
+
+
+def _directory_row(found: StripeFacts) -> Row:
     facts = found.directory
     data = dataclasses.asdict(facts)
     if facts.problem:
@@ -48,7 +66,7 @@ def _directory_row(found: SsdFacts) -> Row:
     return Row("directory", f"{facts.path}: {state}", "ok", data=data)
 
 
-def _mount_row(found: SsdFacts) -> Row:
+def _mount_row(found: StripeFacts) -> Row:
     mount = found.mount.value
     if mount is None:
         return answer("file system", found.mount, "info")
@@ -87,25 +105,37 @@ def _disk_rows(disk: DiskFacts, gpu_node: int | None) -> Iterator[Row]:
 _TURNS = {True: "rotational", False: "not rotational", None: "rotational or not is not known"}
 
 
-def _space_row(found: SsdFacts, ssd: SsdConfig | None) -> Row:
+def _space_row(found: StripeFacts, parts: Sequence[StripeFacts], ssd: SsdConfig | None) -> Row:
+    """Whether the slab's part fits; what lies on one file system must fit there together. Parts differ by 4 MiB."""
     space = found.space.value
     if space is None:
         return answer("free space", found.space, "warn")
-    data = dataclasses.asdict(space) | {"capacity": ssd.capacity if ssd else None}
-    value = about(space.free) + (f", and {about(space.slab)} of the slab that is there" if space.slab else "")
+    beside = [part for part in parts if part is found or _same_file_system(part, found)]
+    needed = ssd.capacity * len(beside) // len(parts) if ssd else None
+    slab = sum(part.space.value.slab for part in beside if part.space.value is not None)
+    data = dataclasses.asdict(space) | {"capacity": needed}
+    value = about(space.free) + (f", and {about(slab)} of the slab that is there" if slab else "")
     if space.inodes == 0:
         return Row("free space", f"{value}, but no inode", "fail" if ssd else "warn", "remove files there", data)
-    if ssd is None:
+    if ssd is None or needed is None:
         hint = "" if space.free else "free space there, or give another directory"
         return Row("free space", value, "info" if space.free else "warn", hint, data)
     value += f"; ssd.capacity is {about(ssd.capacity)}"
-    if space.free + space.slab < ssd.capacity:
-        hint = f"set ssd.capacity to {about(space.free + space.slab)} or less, or free space there"
+    if needed != ssd.capacity:
+        value += f", {about(needed)} of it here"
+    if space.free + slab < needed:
+        most = (space.free + slab) * len(parts) // len(beside)
+        hint = f"set ssd.capacity to {about(most)} or less, or free space there"
         return Row("free space", value, "fail", hint, data)
     return Row("free space", value, "ok", data=data)
 
 
-def _direct_rows(found: SsdFacts) -> Iterator[Row]:
+def _same_file_system(one: StripeFacts, other: StripeFacts) -> bool:
+    devices = [part.mount.value.device if part.mount.value else "" for part in (one, other)]
+    return devices[0] == devices[1] != ""
+
+
+def _direct_rows(found: StripeFacts) -> Iterator[Row]:
     direct = found.direct_io
     if direct.value is None:
         yield answer("O_DIRECT", direct, "info" if found.directory.problem else "warn")
@@ -173,6 +203,8 @@ def _trial_row(name: str, trial: Found[TrialFacts], has_gpu: bool) -> Row:
     facts = trial.value
     if facts is None:
         lack: Verdict = "fail" if name == "posix" else "warn" if has_gpu else "info"
+        if name == "uring" and lack != "info":  # nothing to set: auto takes posix by itself
+            return Row(f"transport {name}", trial.cause, lack, _NO_RING)
         return answer(f"transport {name}", trial, lack, "see the system log for the device")
     write, read = (facts.nbytes / seconds / 1e9 for seconds in (facts.write_s, facts.read_s))
     data = dataclasses.asdict(facts) | {"write_gb_s": write, "read_gb_s": read}
@@ -181,20 +213,21 @@ def _trial_row(name: str, trial: Found[TrialFacts], has_gpu: bool) -> Row:
     return Row(f"transport {name}", f"{value}write {write:.2f} GB/s, read {read:.2f} GB/s", "ok", data=data)
 
 
-def _key_rows(found: SsdFacts, ssd: SsdConfig) -> Iterator[Row]:
+def _key_rows(found: StripeFacts, ssd: SsdConfig) -> Iterator[Row]:
     """`ssd.transport`, `ssd.gds`, `ssd.direct_io`: what each comes to with the transport that would be used."""
     chosen = found.chosen.value
     if chosen is None:
         hint = found.chosen.hint or "set ssd.transport to posix"
         yield Row("ssd.transport", f"{ssd.transport}: {found.chosen.cause}", "fail", hint)
     else:
-        reason = f" ({chosen.reason})" if chosen.reason else ""
+        decided = ssd.transport == "auto" and chosen.reason == "configured"  # by what the first directory came to
+        reason = f" ({chosen.reason})" if chosen.reason and not decided else ""
         yield Row("ssd.transport", f"{ssd.transport}: {chosen.name}{reason}", "ok", data=chosen.name)
     yield _gds_key(found, ssd)
     yield _direct_key(found, ssd)
 
 
-def _gds_key(found: SsdFacts, ssd: SsdConfig) -> Row:
+def _gds_key(found: StripeFacts, ssd: SsdConfig) -> Row:
     chosen = found.chosen.value
     word = chosen.word if chosen else None
     if ssd.gds == "off":
@@ -207,7 +240,7 @@ def _gds_key(found: SsdFacts, ssd: SsdConfig) -> Row:
     return Row("ssd.gds", value, "fail", f"set ssd.gds to auto; {_GDS_DISKS}", word)
 
 
-def _direct_key(found: SsdFacts, ssd: SsdConfig) -> Row:
+def _direct_key(found: StripeFacts, ssd: SsdConfig) -> Row:
     chosen = found.chosen.value
     direct = chosen.direct if chosen else None
     if ssd.direct_io == "off":

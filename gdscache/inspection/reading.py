@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdscache import catalog_file
+from gdscache import catalog_file, stripes
 from gdscache.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
-from gdscache.catalog_recovery import WHOLE_ROW, namespaces_by_id
-from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError
+from gdscache.catalog_recovery import WHOLE_RETENTION, WHOLE_ROW, namespaces_by_id
+from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError, StripeError
 from gdscache.keys import namespace_digest
 from gdscache.layout import EXTENT_ALIGNMENT, PageLayout, Plane
-from gdscache.slab import SLAB_NAME, Slab
+from gdscache.slab import Slab, first_missing, slab_name, stretch_slots
 
 ATTEMPTS = 20  # to read a catalogue that is being opened or closed at this moment
 PAUSE = 0.05  # seconds between two attempts
@@ -52,14 +52,17 @@ class Contents:
     """What the catalogue says, as columns of equal length in the order of slots, and the slab as it is on disk.
 
     `slots`, `namespaces` (ids), `lengths` and `recency` are int64 of shape (rows,). `broken` are the slots whose rows
-    hold values of the wrong type or size. `slab.slots` counts whole extents in the file, of `slab_bytes` bytes.
+    hold values of the wrong type or size. `retentions`: slot → (priority, when it expires: seconds since the epoch or
+    None) of the pages that have their own; `broken_retentions` are slots whose own is not whole. `slab.slots`
+    counts the leading slots that its files have as a whole; `slab_bytes` are the bytes of each file.
     """
 
+    version: int
     created: str | None
     suspect: bool
     catalog_bytes: int
     slab: Slab
-    slab_bytes: int
+    slab_bytes: tuple[int, ...]
     slots: Integers
     keys: list[bytes]
     parents: list[bytes]
@@ -67,6 +70,8 @@ class Contents:
     lengths: Integers
     recency: Integers
     broken: list[int]
+    retentions: dict[int, tuple[int, float | None]]
+    broken_retentions: list[int]
     names: dict[int, Namespace]
 
     @cached_property
@@ -77,6 +82,7 @@ class Contents:
         length = (self.lengths < 1) | (self.lengths > self.slab.extent_bytes)
         unknown = ~np.isin(self.namespaces, list(self.names))
         found = {slot: "row" if 0 <= slot < slab else "slot" for slot in self.broken}
+        found.update(dict.fromkeys(set(self.slots.tolist()) & set(self.broken_retentions), "row"))
         for cause, rows in (("namespace", unknown), ("length", length), ("slot", outside)):
             found.update(dict.fromkeys(self.slots[rows].tolist(), cause))
         if len(set(self.keys)) != len(self.keys):
@@ -98,6 +104,7 @@ def existing(directory: Path) -> Path:
     with os_errors(directory):
         if not stat.S_ISDIR(os.stat(directory).st_mode):
             raise NotADirectoryPathError(f"{directory} is not a directory", "name the ssd.path of a config")
+    slab_directories(directory)
     regular_file(directory / CATALOG_NAME)
     return directory
 
@@ -109,6 +116,29 @@ def regular_file(path: Path) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise NotARegularFileError(f"{path} is not a regular file", "is this the ssd.path of a config?")
     return status
+
+
+def slab_directories(directory: Path) -> tuple[Path, ...]:
+    """`directory` and the others that its slab lies over. Raises `StripeError`, `IOFailedError`."""
+    first = stripes.read(directory)
+    if first is None:
+        return (directory,)
+    paths = (directory, *map(Path, first.directories[1:]))
+    if first.number != 0:
+        raise StripeError(
+            f"{directory} is directory {first.number} of a striped cache, not its first, {first.directories[0]}",
+            f"look into {first.directories[0]}",
+        )
+    for number, path in enumerate(paths):
+        with os_errors(path):
+            os.stat(path)
+        found = stripes.read(path)
+        if found is None or (found.set, found.number) != (first.set, number):
+            raise StripeError(
+                f"{path} is not directory {number} of the cache in {directory}",
+                "open the cache once with the directories where they are now: that is written down",
+            )
+    return paths
 
 
 @contextlib.contextmanager
@@ -225,15 +255,19 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
         if (slots[1:] <= slots[:-1]).any():
             raise CorruptCatalogError(f"{path} is corrupt: a slot has two rows")
         broken = [slot for (slot,) in connection.execute(f"SELECT slot FROM pages WHERE NOT ({WHOLE_ROW})")]
+        retentions, broken_retentions = _retentions(connection)
+        version = connection.execute("SELECT value FROM meta WHERE name = 'format_version'").fetchone()[0]
         names = _namespaces(connection, extent)
-    status = regular_file(directory / SLAB_NAME)
-    whole = status.st_size // extent
+    files = tuple(where / slab_name(number) for number, where in enumerate(slab_directories(directory)))
+    sizes = tuple(regular_file(file).st_size for file in files)
+    whole = min(first_missing(i, len(files), extent, size // extent) for i, size in enumerate(sizes))
     return Contents(
+        version=version,
         created=str(created[0]) if created else None,
         suspect=os.path.lexists(directory / SUSPECT_NAME),
         catalog_bytes=regular_file(path).st_size,
-        slab=Slab((directory / SLAB_NAME,), extent, whole, whole),
-        slab_bytes=status.st_size,
+        slab=Slab(files, extent, whole, whole, stretch_slots(extent)),
+        slab_bytes=sizes,
         slots=slots,
         keys=list(columns[1]),
         parents=list(columns[2]),
@@ -241,8 +275,20 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
         lengths=np.array(columns[4], np.int64),
         recency=np.array(columns[5], np.int64),
         broken=broken,
+        retentions=retentions,
+        broken_retentions=broken_retentions,
         names=names,
     )
+
+
+def _retentions(connection: sqlite3.Connection) -> tuple[dict[int, tuple[int, float | None]], list[int]]:
+    """Slot → (priority, expires), and slots whose rows are not whole. An older version has none."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'retention'").fetchone():
+        return {}, []
+    select = f"SELECT slot, priority, expires FROM retention WHERE {WHOLE_RETENTION}"
+    found = {slot: (priority, None if at is None else at / 1000) for slot, priority, at in connection.execute(select)}
+    broken = connection.execute(f"SELECT slot FROM retention WHERE NOT ({WHOLE_RETENTION})")
+    return found, [slot for (slot,) in broken]
 
 
 def _namespaces(connection: sqlite3.Connection, extent: int) -> dict[int, Namespace]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gdscache.catalog_file import CATALOG_NAME, FORMAT_VERSION
+from gdscache.catalog_file import CATALOG_NAME
 from gdscache.inspection.owner import find_owner
 from gdscache.inspection.reading import Contents, existing, has_log, read_once
 
@@ -32,7 +33,7 @@ def inspect(directory: Path) -> dict[str, Any]:
         "schema": SCHEMA,
         "path": str(directory),
         "owner": find_owner(directory, catalog_open=has_log(directory)).describe(),
-        "format_version": FORMAT_VERSION,
+        "format_version": contents.version,
         "created": contents.created,
         "suspect": contents.suspect,
         "extent_bytes": slab.extent_bytes,
@@ -43,10 +44,15 @@ def inspect(directory: Path) -> dict[str, Any]:
         "free_slots": slab.slots - len(sound),
         "unusable_rows": dict(Counter(contents.faults.values())),
         "recency": _span(recency),
+        "retention": _retention(contents),
         "files": [
-            {"name": slab.path.name, "bytes": contents.slab_bytes},
+            {"name": slab.path.name, "bytes": contents.slab_bytes[0]},
             {"name": CATALOG_NAME, "bytes": contents.catalog_bytes},
             *([] if log is None else [{"name": LOG_NAME, "bytes": log}]),
+        ],
+        "stripes": [
+            {"path": str(file.parent), "name": file.name, "bytes": size}
+            for file, size in zip(slab.files, contents.slab_bytes, strict=True)
         ],
         "namespaces": _namespaces(contents),
         "fragmentation": _fragmentation(contents),
@@ -58,6 +64,18 @@ def _log_bytes(directory: Path) -> int | None:
         return os.lstat(directory / LOG_NAME).st_size
     except OSError:
         return None
+
+
+def _retention(contents: Contents) -> dict[str, Any]:
+    """Sound pages by priority, how many of them expire, and how many have: the next engine drops those."""
+    known = [contents.retentions.get(slot, (0, None)) for slot in contents.slots[contents.sound].tolist()]
+    ends = [expires for _, expires in known if expires is not None]
+    now = time.time()
+    return {
+        "priorities": {str(priority): n for priority, n in sorted(Counter(p for p, _ in known).items())},
+        "expiring_pages": len(ends),
+        "expired_pages": sum(end <= now for end in ends),
+    }
 
 
 def _namespaces(contents: Contents) -> list[dict[str, Any]]:
@@ -87,7 +105,8 @@ def _span(recency: Any) -> dict[str, int] | None:
 
 
 def _fragmentation(contents: Contents) -> dict[str, Any]:
-    """Runs of free slots, and how many pages whose parent is in the slab lie right beside it."""
+    """Runs of free slots; how many pages whose parent is in the slab lie right behind or before it; and stretches: of
+    pages that follow each other in their chain and in the slab, which one read takes."""
     sound, total = contents.sound, contents.slab.slots
     slots = contents.slots[sound]
     gaps = np.diff(np.concatenate(([-1], slots, [total]))) - 1
@@ -96,10 +115,14 @@ def _fragmentation(contents: Contents) -> dict[str, Any]:
     parents = [(int(contents.slots[row]), at.get(contents.parents[row])) for row in sound.tolist()]
     followed = [(slot, parent) for slot, parent in parents if parent is not None]
     beside = sum(abs(slot - parent) == 1 for slot, parent in followed)
+    behind = sum(slot - parent == 1 for slot, parent in followed)
     return {
         "free_runs": len(runs),
         "longest_free_run": int(runs.max()) if len(runs) else 0,
+        "median_free_run": float(np.median(runs)) if len(runs) else 0.0,
         "pages_with_parent": len(followed),
         "beside_parent": beside,
         "beside_parent_share": beside / len(followed) if followed else None,
+        "chain_stretches": len(sound) - behind,
+        "pages_per_stretch": len(sound) / (len(sound) - behind) if len(sound) else None,
     }

@@ -31,10 +31,24 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     if layout["pages_with_parent"]:
         of = f"{layout['beside_parent']:,} of {layout['pages_with_parent']:,}"
         table.add_row("beside parent", f"{of} pages ({layout['beside_parent_share']:.0%}) lie next to their parent")
+    if layout["pages_per_stretch"] is not None:
+        of = f"{layout['chain_stretches']:,} of {layout['pages_per_stretch']:,.1f} pages on average"
+        table.add_row("stretches", f"{of}, in the order of their chains")
     span = "no pages" if report["recency"] is None else _span(report["recency"])
     table.add_row("recency order", f"{span} (a larger one was used later; no times are kept)")
+    kept = report["retention"]
+    if kept["priorities"].keys() - {"0"}:
+        counts = ", ".join(f"{n:,} of {priority}" for priority, n in kept["priorities"].items())
+        table.add_row("priorities", f"{counts} (the lowest is evicted first)")
+    if kept["expiring_pages"]:
+        table.add_row(
+            "expiring", f"{kept['expiring_pages']:,} pages have a ttl, of which {kept['expired_pages']:,} ended"
+        )
     for file in report["files"]:
         table.add_row(file["name"], f"{file['bytes']:,} bytes ({about(file['bytes'])})")
+    for stripe in report["stripes"][1:]:
+        size = f"{stripe['bytes']:,} bytes ({about(stripe['bytes'])})"
+        table.add_row(stripe["name"], f"{size} in {_plain(stripe['path'])}")
     if report["unusable_rows"]:
         causes = ", ".join(f"{count:,} {cause}" for cause, count in report["unusable_rows"].items())
         table.add_row("unusable rows", f"{causes}: the next engine deletes them")

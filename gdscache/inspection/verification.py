@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -17,9 +18,17 @@ import numpy as np
 
 from gdscache.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
 from gdscache.checksum import Checksums, first_bad_layer
-from gdscache.directory import CacheDirectory
+from gdscache.directory import CacheDirectories
 from gdscache.errors import IOFailedError
-from gdscache.inspection.reading import Contents, existing, open_catalog, os_errors, read_contents, regular_file
+from gdscache.inspection.reading import (
+    Contents,
+    existing,
+    open_catalog,
+    os_errors,
+    read_contents,
+    regular_file,
+    slab_directories,
+)
 from gdscache.layout import PageLayout
 
 SCHEMA = "gdscache.verify/1"
@@ -54,7 +63,7 @@ def verify(directory: Path, progress: Progress = lambda done, total, text: None)
     `inspect` raises. A page that cannot be read is a finding, not an error.
     """
     directory = existing(directory)
-    with CacheDirectory.open(directory, sweep=False), open_catalog(directory) as connection:
+    with CacheDirectories.open(slab_directories(directory), sweep=False), open_catalog(directory) as connection:
         contents = read_contents(directory, connection)
         check = _Check(contents, connection)
         begun = time.perf_counter()
@@ -100,6 +109,7 @@ class _Check:
         self._layouts = list(dict.fromkeys(layouts))
         self._pieces = _pieces(contents, max(1, PIECE_BYTES // self._extent))
         self._lock = threading.Lock()  # guards the connection and what follows
+        self._files: list[int] = []  # descriptors of the slab files
         self._next = 0
         self._done = 0
         self._findings: list[Finding] = []
@@ -107,15 +117,17 @@ class _Check:
 
     def run(self, progress: Progress) -> list[Finding]:
         total = len(self._contents.sound)
-        path = self._contents.slab.path
-        regular_file(path)
-        with os_errors(path):
-            slab = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(slab, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read beyond what is asked for
+        with contextlib.ExitStack() as files:
+            for path in self._contents.slab.files:
+                regular_file(path)
+                with os_errors(path):
+                    slab = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                files.callback(os.close, slab)
+                os.posix_fadvise(slab, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read beyond what is asked for
+                self._files.append(slab)
             with ThreadPoolExecutor(THREADS, "gdscache-verify") as pool:
                 try:
-                    workers = {pool.submit(self._work, slab) for _ in range(min(THREADS, len(self._pieces)))}
+                    workers = {pool.submit(self._work) for _ in range(min(THREADS, len(self._pieces)))}
                     waiting = workers
                     while waiting:
                         progress(self._done, total, "pages")
@@ -124,12 +136,10 @@ class _Check:
                             worker.result()
                 finally:
                     self._stop = True
-        finally:
-            os.close(slab)
         progress(total, total, "pages")
         return self._findings
 
-    def _work(self, slab: int) -> None:
+    def _work(self) -> None:
         buffer = memoryview(bytearray(max(map(len, self._pieces)) * self._extent))
         while not self._stop:
             with self._lock:
@@ -138,22 +148,21 @@ class _Check:
                 rows = self._pieces[self._next]
                 self._next += 1
                 sums = self._checksums(rows)
-            findings, nbytes = self._piece(slab, buffer, rows, sums)
+            findings, nbytes = self._piece(buffer, rows, sums)
             with self._lock:
                 self._findings += findings
                 self._done += len(rows)
                 self.bytes_read += nbytes
 
-    def _piece(
-        self, slab: int, buffer: memoryview, rows: range, sums: list[Checksums | None]
-    ) -> tuple[list[Finding], int]:
+    def _piece(self, buffer: memoryview, rows: range, sums: list[Checksums | None]) -> tuple[list[Finding], int]:
         """What is wrong with the pages of neighbouring rows, and the bytes that were read."""
         extent, first = self._extent, int(self._contents.slots[self._contents.sound[rows.start]])
+        number, offset = self._contents.slab.locate(first)
         try:
-            got = _read(slab, buffer[: len(rows) * extent], first * extent)
+            got = _read(self._files[number], buffer[: len(rows) * extent], offset)
         except OSError:
             if len(rows) > 1:  # once more, one by one: only pages that cannot be read are bad
-                parts = [self._piece(slab, buffer, rows[i : i + 1], sums[i : i + 1]) for i in range(len(rows))]
+                parts = [self._piece(buffer, rows[i : i + 1], sums[i : i + 1]) for i in range(len(rows))]
                 return [finding for findings, _ in parts for finding in findings], sum(nbytes for _, nbytes in parts)
             return [self._finding(rows.start, "io_error", None)], 0
         found = []
@@ -204,11 +213,14 @@ def _matches(data: memoryview, layout: PageLayout, sums: Checksums) -> bool:
 
 
 def _pieces(contents: Contents, most: int) -> list[range]:
-    """Runs of at most `most` neighbouring slots, as ranges of positions in `contents.sound`."""
+    """Runs of at most `most` slots that are neighbours in a file, as ranges of positions in `contents.sound`."""
     slots = contents.slots[contents.sound]
     if not len(slots):
         return []
-    breaks = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+    apart = np.diff(slots) != 1
+    if len(contents.slab.files) > 1:
+        apart |= np.diff(slots // contents.slab.stretch) != 0
+    breaks = [0, *(np.flatnonzero(apart) + 1).tolist(), len(slots)]
     return [
         range(at, min(at + most, end)) for start, end in itertools.pairwise(breaks) for at in range(start, end, most)
     ]

@@ -57,6 +57,14 @@ def merge(
     return dst[starts], src[starts], np.add.reduceat(nbytes, starts)
 
 
+def joined(
+    first: tuple[Addresses, Addresses, Addresses], then: tuple[Addresses, Addresses, Addresses]
+) -> tuple[Addresses, Addresses, Addresses]:
+    """The entries of two lists of copies, as one."""
+    dst, src, nbytes = (np.concatenate(pair) for pair in zip(first, then, strict=True))
+    return dst, src, nbytes
+
+
 class CopyEngine:
     """Copies between host and device memory of one GPU, many at a time, without an SM.
 

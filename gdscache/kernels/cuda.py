@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
 import torch
 
 from gdscache.errors import SlotRangeError, UnsupportedRequestError
@@ -17,15 +16,23 @@ from gdscache.kernels import jit
 from gdscache.planes import PagedPlanes
 
 SOURCE = "pages.cu"
-NAMES = ("gather", "scatter", "gather_sums", "scatter_sums")
+LISTED_BYTES = 3520  # of block indices that fit among a kernel's arguments
+_COPY_FORM = f"PPPPPqqqq7IP{LISTED_BYTES}s"
+FORMS = {
+    "gather": _COPY_FORM,
+    "scatter": _COPY_FORM,
+    "gather_sums": f"{_COPY_FORM}IP",
+    "scatter_sums": f"{_COPY_FORM}IP",
+}
 VARIANTS = tuple({"VECTOR": width} for width in (16, 8, 4, 2, 1))
 
 TILE = 1024
 SHORTEST = 241  # bytes: XXH3 has other forms for less, and those are left to the host
 STAGED_THREADS = 256
 ZERO_COPY_THREADS = 1024
-ZERO_COPY_BLOCKS = 4
+ZERO_COPY_BLOCKS = 6
 SUMS_THREADS = (256, 512, 1024)
+SUMS_LEAST = 128 * 512  # threads of a launch: fewer do not keep memory busy, larger blocks find no place beside a model
 _SM_THREADS = 512
 _LAUNCH_TILES = 1 << 30
 
@@ -63,6 +70,7 @@ class PlaneRuns:
 class Indices:
     """Block indices (pages, blocks_per_page) and extent slots (pages,) in GPU memory, of one integer type.
 
+    `listed`: the block indices themselves, which then go with the launch; `LISTED_BYTES` at most. `blocks` is 0 then.
     `rows` 0: page `i` is extent slot `i`. What is out of range is skipped, and counted in `PageKernels.skipped()`,
     unless the indices were `checked` on the host.
     """
@@ -72,6 +80,7 @@ class Indices:
     pages: int
     wide: bool  # int64, else int32
     checked: bool = False
+    listed: bytes = b""
 
 
 class PageKernels:
@@ -94,7 +103,7 @@ class PageKernels:
         self._vector = self._widest()
         self._skipped = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._built: dict[int, dict[str, jit.Kernel]] = {} if like is None else like._built
-        self._fixed: dict[range, tuple[np.uint32, ...]] = {}  # what the arguments say about layers
+        self._fixed: dict[range, tuple[int, ...]] = {}  # what the arguments say about layers
         self.build(self._vector)
 
     def zero_copy_blocks(self, layers: range) -> int:
@@ -111,12 +120,12 @@ class PageKernels:
     def build(self, vector: int) -> dict[str, jit.Kernel]:
         """The kernels for accesses of `vector` bytes; compiled, loaded and run once on nothing."""
         if vector not in self._built:
-            kernels = jit.build(SOURCE, NAMES, self.device, VECTOR=vector)
+            kernels = jit.build(SOURCE, FORMS, self.device, VECTOR=vector)
             stream = torch.cuda.current_stream(self.device)
             with torch.cuda.device(self.device):
                 for name, kernel in kernels.items():  # the driver loads a kernel at its first launch, and may block
                     arguments = self._arguments(range(0), ExtentArray(0, 0, 0), Indices(0, 0, 0, False), 1)
-                    kernel.launch(1, 32, [*arguments, *((np.uint32(1), 0) if name.endswith("sums") else ())], stream)
+                    kernel.launch(1, 32, [*arguments, *((1, 0) if name.endswith("sums") else ())], stream)
             self._built[vector] = kernels
         return self._built[vector]
 
@@ -187,22 +196,23 @@ class PageKernels:
             grid = min(blocks or self.processors * (_SM_THREADS // threads), -(-work * 16 // threads))
             kernels[name].launch(grid, threads, arguments, stream)
             return
-        # As many warps share a layer of a page as have four spans of it each, or all of a block.
+        # As many warps share a layer of a page as have four spans of it each, or all of a block. A team of two would be
+        # half idle: one of them only folds.
         pieces = indices.pages * len(layers)
-        threads = next(n for n in SUMS_THREADS if pieces * n >= 128 * 256 or n == SUMS_THREADS[-1])
+        threads = next(n for n in SUMS_THREADS if pieces * n >= SUMS_LEAST or n == SUMS_THREADS[-1])
         team = min(threads // 32, 1 << max(0, (-(-tiles // 8) - 1).bit_length()))
-        # Twice the blocks that were asked for, of 1,024 threads: half of the warps wait while one folds.
+        team = 1 if team < 4 else team
+        # Twice the blocks that were asked for, of 1,024 threads.
         most = (self.processors if blocks is None else 2 * blocks) * (1024 // threads)
         grid = min(most, -(-pieces * team * 32 // threads))
-        kernels[f"{name}_sums"].launch(grid, threads, [*arguments, np.uint32(team), digests], stream)
+        kernels[f"{name}_sums"].launch(grid, threads, [*arguments, team, digests], stream)
 
-    def _arguments(self, layers: range, extents: ExtentArray, indices: Indices, tiles: int) -> list[object]:
+    def _arguments(self, layers: range, extents: ExtentArray, indices: Indices, tiles: int) -> list[int | bytes]:
         fixed = self._fixed.get(layers)
         if fixed is None:
             first = sum(len(runs) for runs in self.runs[: layers.start])
             count = sum(len(runs) for runs in self.runs[layers.start : layers.stop])
-            numbers = (len(layers), first, count, tiles, self.planes.blocks_per_page)
-            fixed = self._fixed[layers] = tuple(np.uint32(n) for n in numbers)
+            fixed = self._fixed[layers] = (len(layers), first, count, tiles, self.planes.blocks_per_page)
         return [
             self._table.data_ptr() + layers.start * 32,
             self._table.data_ptr() + self.layout.n_layers * 32,
@@ -213,10 +223,11 @@ class PageKernels:
             extents.origin,
             extents.slots,
             self.planes.blocks,
-            np.uint32(indices.pages),
+            indices.pages,
             *fixed,
-            np.uint32(indices.wide),
+            indices.wide,
             0 if indices.checked else self._skipped.data_ptr(),
+            indices.listed,
         ]
 
     def _fitting(self, extents: ExtentArray, layers: range) -> int:

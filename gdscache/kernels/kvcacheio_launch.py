@@ -9,14 +9,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from gdscache.errors import CaptureUnsupportedError, TransferArgumentError
 from gdscache.kernels import jit
 
 SOURCE = "kvcacheio.cu"
-NAMES = ("transfer_int32", "transfer_int64")
+_SIDE = "PP8I"
+_FORM = f"{_SIDE}0P{_SIDE}PP6IP"
+FORMS = {"transfer_int32": _FORM, "transfer_int64": _FORM}
 VARIANTS: tuple[dict[str, int | str], ...] = ({},)
 
 BLOCK_QUOTA = 2
@@ -52,20 +53,19 @@ class Side:
 
     def arguments(self) -> list[Any]:
         """The side as the kernels take it."""
-        u32 = np.uint32
         bases = [t.data_ptr() + self.first for t in self.tensors]
         shift = 31 + (self.page_size - 1).bit_length()
         return [
             bases[0],
             bases[1] if len(bases) > 1 else 0,
-            u32(self.token_stride),
-            u32(self.page_gap),
-            u32(self.layer_step),
-            u32(self.head_step),
-            u32(-(-(1 << shift) // self.page_size)),
-            u32(shift),
-            u32(self.tokens),
-            u32(self.table),
+            self.token_stride,
+            self.page_gap,
+            self.layer_step,
+            self.head_step,
+            -(-(1 << shift) // self.page_size),
+            shift,
+            self.tokens,
+            self.table,
         ]
 
 
@@ -175,18 +175,17 @@ def transfer(
     if not count:
         return
     per_warp = -(-count // (quota * warps))
-    u32 = np.uint32
     arguments = [
         *src.arguments(),
         *dst.arguments(),
         src_indices.data_ptr(),
         dst_indices.data_ptr(),
-        u32(count),
-        u32(per_warp),
-        u32(src.item_size // src.heads),
-        u32(src.layers),
-        u32(src.heads),
-        u32(len(src.tensors)),
+        count,
+        per_warp,
+        src.item_size // src.heads,
+        src.layers,
+        src.heads,
+        len(src.tensors),
     ]
     kernels_of(device).launch(_KERNELS[src_indices.dtype], -(-count // (per_warp * warps)), warps * 32, arguments)
 
@@ -218,13 +217,12 @@ class TransferKernels:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._kernels = jit.build(SOURCE, NAMES, device)
+        self._kernels = jit.build(SOURCE, FORMS, device)
         with torch.cuda.device(device):
             self._skipped = torch.zeros(1, dtype=torch.int64, device=device)
-            nothing = np.uint32(0)
-            side = [0, 0, *[nothing] * 8]
-            for name in NAMES:  # the driver loads a kernel at its first launch, and may block
-                self.launch(name, 1, 32, [*side, *side, 0, 0, *[nothing] * 6])
+            side = [0] * 10
+            for name in FORMS:  # the driver loads a kernel at its first launch, and may block
+                self.launch(name, 1, 32, [*side, *side, *[0] * 8])
             torch.cuda.current_stream(device).synchronize()  # other streams count too
 
     def launch(self, name: str, blocks: int, threads: int, arguments: Sequence[Any]) -> None:

@@ -21,23 +21,31 @@ def open_transport(
 ) -> Transport:
     """The transport for the files in `directory`, with one log line that says which and why.
 
-    `transport` is `posix`, `kvikio`, `nixl`, `package.module:Class`, or `auto`: kvikio where `device` (`cpu` or
-    `cuda:N`) is a GPU and a byte-checked probe in `directory` proves that GPUDirect Storage works, else posix.
+    `transport` is `posix`, `uring`, `kvikio`, `nixl`, `package.module:Class`, or `auto`: kvikio where `device` (`cpu`
+    or `cuda:N`) is a GPU and a byte-checked probe in `directory` proves that GPUDirect Storage works, else uring, or
+    posix where the kernel has no io_uring.
     `direct_io` and `gds` are `auto`, `on` or `off`; with `gds="on"` anything but proven GPUDirect Storage is refused.
     `nixl` moves GPU memory where such a probe proves it, and only host memory elsewhere.
 
     Raises `TransportUnavailableError` with the reason and what to change.
     """
-    if transport not in ("auto", "posix", "kvikio", "nixl") and ":" not in transport:
+    if transport not in ("auto", "posix", "uring", "kvikio", "nixl") and ":" not in transport:
         raise TransportUnavailableError(
-            f"unknown transport {transport!r}", "set transport to auto, posix, kvikio, nixl or package.module:Class"
+            f"unknown transport {transport!r}",
+            "set transport to auto, posix, uring, kvikio, nixl or package.module:Class",
         )
     choice, compat, reason = _choose(transport, directory, device, gds)
     opened: Transport
-    if choice == "posix":
+    if choice == "posix" and transport == "auto":
+        opened, reason = _without_gds(threads, direct_io, reason)
+    elif choice == "posix":
         from gdscache.storage.posix import PosixTransport
 
         opened = PosixTransport(threads=threads, direct_io=direct_io)
+    elif choice == "uring":
+        from gdscache.storage.uring import UringTransport
+
+        opened = UringTransport(threads=threads, direct_io=direct_io)
     elif choice == "kvikio":
         from gdscache.storage.kvikio import KvikioTransport
 
@@ -50,6 +58,17 @@ def open_transport(
         opened = _construct(choice, threads, direct_io)
     _log.info("transport %s, %d threads, for %s: %s", opened.name, threads, directory, reason)
     return opened
+
+
+def _without_gds(threads: int, direct_io: Switch, reason: str) -> tuple[Transport, str]:
+    """io_uring where the kernel has it, else threads; and why."""
+    from gdscache.storage.posix import PosixTransport
+    from gdscache.storage.uring import UringTransport
+
+    try:
+        return UringTransport(threads=threads, direct_io=direct_io), f"{reason}; io_uring reads what it should"
+    except TransportUnavailableError as error:
+        return PosixTransport(threads=threads, direct_io=direct_io), f"{reason}; no io_uring: {error.message}"
 
 
 def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[str, Switch, str]:

@@ -12,7 +12,7 @@ import enum
 import errno
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -74,12 +74,14 @@ class Submission:
         self._moved = [0] * len(spans)
         self._errors: list[StorageError | None] = [None] * len(spans)
         self._ended: list[int] = []
-        self._watchers = 0  # waiters for less than the whole batch; nobody else is woken before its end
+        self._wanted: list[int] = []  # how many ended requests waiters wait for; none is woken before
+        self._callbacks: tuple[Callable[[int], None], ...] = ()
         self._changed = threading.Condition(threading.Lock())
 
     def finish(self, results: Sequence[tuple[int, int, StorageError | None]]) -> None:
         """For transports: pieces that ended, each as (index of the request, bytes moved, error or None)."""
         with self._changed:
+            before = len(self._ended)
             for index, moved, error in results:
                 self._moved[index] += moved
                 self._errors[index] = self._errors[index] or error
@@ -88,11 +90,29 @@ class Submission:
                     if self._errors[index] is None and self._moved[index] != self._spans[index].nbytes:
                         self._errors[index] = self._short(index)
                     self._ended.append(index)
-            if self._watchers or len(self._ended) == len(self._spans):
+            if self._wanted and min(self._wanted) <= len(self._ended):
                 self._changed.notify_all()
+            callbacks = self._callbacks
+            ended = self._ended[before:] if callbacks else ()
+        for index in ended:
+            for callback in callbacks:
+                callback(index)
 
-    def completions(self, deadline: float | None = None) -> Iterator[tuple[int, StorageError | None]]:
+    def on_end(self, callback: Callable[[int], None]) -> None:
+        """Call `callback(index)` once for each request, when it has ended: for those that have, now and in this thread;
+        for the others in the transport's, so it must be quick, must not raise, and must not wait for a transport."""
+        with self._changed:
+            self._callbacks += (callback,)
+            ended = list(self._ended)
+        for index in ended:
+            callback(index)
+
+    def completions(
+        self, deadline: float | None = None, at_least: int = 1
+    ) -> Iterator[tuple[int, StorageError | None]]:
         """`(index of the request, its error or None)` in the order of their ends, each once an iterator.
+
+        It waits for `at_least` further ends at a time, or for all that are left: to be woken costs time.
 
         Raises `DeadlineError` when nothing has ended by `deadline` (`time.monotonic()` seconds; None waits for ever)
         although requests are left. They go on, and keep their memory.
@@ -100,7 +120,7 @@ class Submission:
         seen = 0
         while seen < len(self._spans):
             with self._changed:
-                self._wait_for(seen + 1, deadline)
+                self._wait_for(min(seen + at_least, len(self._spans)), deadline)
                 ended = self._ended[seen:]
             seen += len(ended)
             for index in ended:
@@ -126,10 +146,9 @@ class Submission:
                     f"{len(self._spans) - len(self._ended)} of {len(self._spans)} {self._op.value}s have not ended",
                     "the device is slow or hangs; what is left keeps its memory until it ends",
                 )
-            partial = count < len(self._spans)
-            self._watchers += partial
+            self._wanted.append(count)
             self._changed.wait(left)
-            self._watchers -= partial
+            self._wanted.remove(count)
 
     def _short(self, index: int) -> ShortIOError:
         span = self._spans[index]
@@ -151,6 +170,8 @@ class Transport(abc.ABC):
     """Short name for logs and stats."""
     memory_kinds: frozenset[str]
     """What `IORequest.memory` may be: a subset of {"host", "cuda"}."""
+    merge_bytes: int = 4 << 20
+    """Pages that lie side by side, in the file and in memory, come as one request of up to so many bytes; 0: never."""
 
     @property
     @abc.abstractmethod
@@ -190,7 +211,10 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Wait for what was submitted, then give files and threads back; again is fine."""
+        """Wait for what was submitted, then give files and threads back; again is fine.
+
+        The engine does not call it while I/O hangs, but when the last of it has ended (see `Submission.on_end`).
+        """
 
     def __enter__(self) -> Transport:
         return self
@@ -228,7 +252,7 @@ def check_memory(
         if memory.readonly and op is Op.READ:
             raise refused("host memory is read-only", "pass a writable view")
         kind, nbytes = "host", memory.nbytes
-        address = _address(memory) if nbytes else 0
+        address = address_of(memory) if nbytes else 0
     else:
         if str(memory.dtype) != "torch.uint8" or memory.dim() != 1 or not memory.is_contiguous():
             shape = tuple(memory.shape)
@@ -248,7 +272,8 @@ def check_memory(
     return memory
 
 
-def _address(memory: memoryview) -> int:
+def address_of(memory: memoryview) -> int:
+    """Where a contiguous view of bytes begins."""
     if memory.readonly:
         return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
     return ctypes.addressof(

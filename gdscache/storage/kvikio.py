@@ -12,12 +12,13 @@ import ctypes
 import logging
 import os
 import threading
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdscache.errors import InvalidValueError, TransportUnavailableError
+from gdscache.errors import DeadlineError, InvalidValueError, TransportUnavailableError
 from gdscache.storage.base import Op, Switch, failed
 from gdscache.storage.workers import MAX_RUN, Piece, QueuedTransport, Result, Run
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 PROC_MODULES = "/proc/modules"
+CALL_S = 60.0
 
 _log = logging.getLogger("gdscache.storage")
 
@@ -37,7 +39,7 @@ class KvikioTransport(QueuedTransport):
     becomes `"on"` there and `"off"` is refused.
 
     Raises `TransportUnavailableError` when kvikio or `libcuda.so.1` is missing: kvikio needs the driver even for host
-    memory.
+    memory. `open` raises `DeadlineError` when cuFile does not answer within `CALL_S`.
     """
 
     name = "kvikio"
@@ -81,7 +83,7 @@ class KvikioTransport(QueuedTransport):
             try:
                 # kvikio would hide the system's errno in the text of a RuntimeError.
                 os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-                file = self._kvikio.CuFile(path, "r+")
+                file = self._opened(path)
             except (OSError, RuntimeError) as error:
                 raise failed("open", str(path), 0, error) from error
             if self._direct_io == "on" and not file.is_direct_io_supported():
@@ -93,6 +95,26 @@ class KvikioTransport(QueuedTransport):
             self._files[handle] = file
             self.add_file(handle, path)
             return handle
+
+    def _opened(self, path: Path) -> Any:
+        """kvikio's file; opened in a thread of its own where cuFile is asked, which can hang for ever."""
+        if self._compat == "on":
+            return self._kvikio.CuFile(path, "r+")
+        opened: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                opened.set_result(self._kvikio.CuFile(path, "r+"))
+            except (OSError, RuntimeError) as error:
+                opened.set_exception(error)
+
+        threading.Thread(target=run, name="gdscache-kvikio-open", daemon=True).start()
+        done, _ = wait([opened], CALL_S)
+        if not done:
+            raise DeadlineError(
+                f"kvikio did not open {path} within {CALL_S:g} s", "cuFile hangs: set gds to off, or transport to posix"
+            )
+        return opened.result()
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
         """Register the CUDA allocation that holds `memory` with cuFile; nothing in compatibility mode or for the host.
@@ -145,7 +167,10 @@ class KvikioTransport(QueuedTransport):
                 results.append(self._failure(run, piece, error))
         for piece, _, future in started:
             try:
-                results.append((piece.index, future.get(), None))
+                moved = future.get()
+                if moved > piece.nbytes:  # else it would make up for what another piece of the request lacks
+                    raise RuntimeError(f"kvikio counts {moved} of {piece.nbytes} bytes")
+                results.append((piece.index, moved, None))
             except (RuntimeError, OSError, ValueError, MemoryError) as error:
                 results.append(self._failure(run, piece, error))
         return results

@@ -103,7 +103,7 @@ class NixlTransport(PosixTransport):
         self._waiting: deque[_Transfer] = deque()
         self._live: list[_Transfer] = []
         self._live_bytes = 0
-        self._registered: dict[object, Any] = {}
+        self._registered: dict[tuple[object, str], Any] = {}
         self._regions: dict[tuple[int, int], int] = {}
         self._progress = time.monotonic()
         super().__init__(1, direct_io)
@@ -312,8 +312,9 @@ class NixlTransport(PosixTransport):
         self._register("host", [(0, _EVERYTHING, 0, "")], "DRAM")
 
     def _register(self, key: object, entries: list[tuple[int, int, int, str]], kind: str) -> None:
-        plugins = {"DRAM": ["POSIX"], "VRAM": ["GDS_MT"], "FILE": self._plugins}[kind]
-        self._registered[key] = self._agent.register_memory(entries, kind, backends=plugins)
+        # One by one: with several plugins NIXL calls a registration done when one of them has done it.
+        for plugin in {"DRAM": ["POSIX"], "VRAM": ["GDS_MT"], "FILE": self._plugins}[kind]:
+            self._registered[key, plugin] = self._agent.register_memory(entries, kind, backends=[plugin])
 
     def _register_region(self, address: int, nbytes: int, device: int) -> None:
         for (index, start), end in self._regions.items():
@@ -326,7 +327,8 @@ class NixlTransport(PosixTransport):
         if self._regions.get((device, address)) != address + nbytes:
             raise refused(f"{nbytes} bytes of GPU memory at {address:#x} are not registered", "register them first")
         del self._regions[device, address]
-        self._agent.deregister_memory(self._registered.pop((device, address)))
+        descriptors = self._registered.pop(((device, address), "GDS_MT"))
+        self._agent.deregister_memory(descriptors, backends=["GDS_MT"])
 
     def _holds(self, address: int, nbytes: int, device: int) -> bool:
         return any(
@@ -336,9 +338,9 @@ class NixlTransport(PosixTransport):
 
     def _give_back(self) -> None:
         """Take all registrations back, then close the files: a number used again must not point at another file."""
-        for descriptors in reversed(list(self._registered.values())):
+        for (_, plugin), descriptors in reversed(list(self._registered.items())):
             try:
-                self._agent.deregister_memory(descriptors)
+                self._agent.deregister_memory(descriptors, backends=[plugin])
             except self._nixl_errors as error:
                 _log.warning("NIXL does not deregister: %s", _said(error))
         self._registered.clear()

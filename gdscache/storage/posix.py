@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdscache.directory import PROBE_PREFIX
-from gdscache.errors import InvalidValueError, TransportUnavailableError
+from gdscache.errors import InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import Op, Switch, failed
 from gdscache.storage.workers import Piece, QueuedTransport, Result, Run
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("gdscache.storage")
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)  # open files, of the process or of the system
 
 
 class PosixTransport(QueuedTransport):
@@ -82,7 +84,7 @@ class PosixTransport(QueuedTransport):
     def move(self, run: Run) -> list[Result]:
         pieces = run.pieces
         try:
-            moved = _transfer(run.op, run.file, [_host(piece) for piece in pieces], run.offset, run.nbytes)
+            moved = _transfer(run.op, run.file, [host_memory(piece) for piece in pieces], run.offset, run.nbytes)
         except (OSError, ValueError, MemoryError) as error:
             if len(pieces) == 1:
                 return [(pieces[0].index, 0, failed(run.op.value, self._path(run.file), run.offset, error))]
@@ -120,12 +122,12 @@ def probe_direct_io(directory: Path) -> str:
     """Write and read one sector in a temporary file of `directory` with O_DIRECT, and compare.
 
     Returns why it does not work, or an empty string when it does. Raises `IOFailedError` when the directory takes no
-    file at all.
+    file at all, or no more files can be open: that says nothing of O_DIRECT.
     """
     try:
         file, name = tempfile.mkstemp(prefix=PROBE_PREFIX, dir=directory)
     except OSError as error:
-        raise failed("probe", str(directory), 0, error) from error
+        raise _probe_failed(directory, error) from error
     try:
         with mmap.mmap(-1, 2 * EXTENT_ALIGNMENT) as memory, memoryview(memory) as view:
             view[:EXTENT_ALIGNMENT] = bytes(range(256)) * (EXTENT_ALIGNMENT // 256)
@@ -140,6 +142,8 @@ def _probe_sector(name: str, source: memoryview, target: memoryview) -> str:
         try:
             file = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
+            if error.errno in _TOO_MANY:
+                raise _probe_failed(Path(name).parent, error) from error
             return f"open answers {error.strerror}"
         try:
             written, read = os.pwritev(file, [source], 0), os.preadv(file, [target], 0)
@@ -150,7 +154,15 @@ def _probe_sector(name: str, source: memoryview, target: memoryview) -> str:
         return "" if written == read == len(source) and source == target else "what was read is not what was written"
 
 
-def _host(piece: Piece) -> memoryview:
+def _probe_failed(directory: Path, error: OSError) -> IOFailedError:
+    if error.errno in _TOO_MANY:
+        message = f"O_DIRECT cannot be probed in {directory}: {error.strerror}"
+        return IOFailedError(message, "raise the limit of open files (ulimit -n), or close some", error.errno)
+    return failed("probe", str(directory), 0, error)
+
+
+def host_memory(piece: Piece) -> memoryview:
+    """The memory of a piece that `check_memory` let through for a transport of host memory only."""
     assert isinstance(piece.memory, memoryview)  # check_memory let nothing else through
     return piece.memory
 

@@ -69,6 +69,7 @@ class QueuedTransport(Transport):
         self._reads: deque[Run] = deque()
         self._writes: deque[Run] = deque()
         self._reads_in_row = 0
+        self._ways = threads  # runs that are moved at once: a batch is cut for so many
         self._closing = False
         self._work = threading.Condition(threading.Lock())
         self._paths: dict[int, str] = {}
@@ -102,7 +103,7 @@ class QueuedTransport(Transport):
                 errors.append((index, 0, error))
             spans.append(Span(path, request.offset, nbytes))
         good.sort(key=lambda entry: entry[:3])
-        limit = _run_bytes(sum(entry[3].nbytes for entry in good), len(self._threads))
+        limit = _run_bytes(sum(entry[3].nbytes for entry in good), self._ways)
         pieces = [1] * len(spans)
         for _, _, index, memory in good:
             pieces[index] = -(-memory.nbytes // limit)

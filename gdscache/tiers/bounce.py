@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from gdscache.checksum import Checksums
 from gdscache.tiers.base import SlotPool
+
+if TYPE_CHECKING:
+    from gdscache.tiers.quarantine import Quarantine
 
 
 class Extents(Protocol):
@@ -23,7 +26,7 @@ class Extents(Protocol):
     pinned: bool
     fence_slots: int
 
-    def memory(self, slot: int) -> memoryview | torch.Tensor: ...
+    def memory(self, slot: int, count: int = 1) -> memoryview | torch.Tensor: ...
 
     def digest(self, slot: int, layers: range) -> Checksums: ...
 
@@ -42,6 +45,11 @@ class Bounce:
         half = extents.slots // 2
         self.loads = SlotPool(range(half))
         self.stores = SlotPool(range(half, 2 * half))
+        self.quarantine: Quarantine | None = None  # set by `TierManager.adopt`
 
     def close(self) -> None:
-        self.extents.close()
+        """Give the memory back, once no I/O that hangs may touch it."""
+        if self.quarantine is None:
+            self.extents.close()
+        else:
+            self.quarantine.afterwards(self.extents.close)

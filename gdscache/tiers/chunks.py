@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +23,18 @@ class Chunk:
     """Pages `first` to `first + pages` of a transfer, which share a segment.
 
     `table`: their block indices, then their extent slots, in page-locked memory; `rows`: where the GPU has the slots.
+    None and 0 where the block indices go with the launch.
     """
 
     first: int
     pages: int
     segment: Segment
-    table: torch.Tensor
+    table: torch.Tensor | None
     rows: int
 
     def copy_of_table(self) -> tuple[Addresses, Addresses, Addresses]:
         """The copy that brings the table to the GPU: destination, source, bytes."""
+        assert self.table is not None
         there, here, size = np.array(
             [[self.segment.table], [self.table.data_ptr()], [self.table.nbytes]], dtype=np.uint64
         )
@@ -95,6 +98,15 @@ class Transfer:
         array[count:] = self.slots[first : first + pages]
         self.tables.append(table)
         return table
+
+    @functools.cached_property
+    def _indices(self) -> npt.NDArray[np.signedinteger[Any]]:
+        """The block indices as wide as the kernels read them."""
+        return np.ascontiguousarray(self.blocks, dtype=np.int64 if self.wide else np.int32)
+
+    def listed(self, first: int, pages: int) -> bytes:
+        """Block indices of a chunk's pages, to go with the launch."""
+        return self._indices[first : first + pages].tobytes()
 
     def borders(self, first: int, pages: int) -> npt.NDArray[np.bool_]:
         """Which pages lie in another registration of host memory than the page before."""

@@ -11,6 +11,7 @@ import torch
 from gdscache.checksum import Checksums, first_bad_layer, layer_checksums
 from gdscache.layout import PageLayout
 from gdscache.memory import HostBuffer, Pin
+from gdscache.policies import new_policy
 from gdscache.tiers.base import Tier
 from gdscache.tiers.index import PageIndex, PageState
 
@@ -32,10 +33,10 @@ class HostExtents:
         self.pinned = self.buffer.pinned
         self.fence_slots = self.buffer.registration_bytes // layout.extent_bytes
 
-    def memory(self, slot: int) -> memoryview:
-        """The bytes of one slot's extent, padding included."""
+    def memory(self, slot: int, count: int = 1) -> memoryview:
+        """The bytes of the extents of `count` slots from `slot` on, padding included."""
         start = slot * self.layout.extent_bytes
-        return self._view[start : start + self.layout.extent_bytes]
+        return self._view[start : start + count * self.layout.extent_bytes]
 
     def digest(self, slot: int, layers: range) -> Checksums:
         """The checksums of some layers of the slot's bytes, taken now."""
@@ -61,9 +62,9 @@ class CpuTier(Tier):
 
     name = "cpu"
 
-    def __init__(self, layout: PageLayout, capacity: int, pin: Pin) -> None:
+    def __init__(self, layout: PageLayout, capacity: int, pin: Pin, eviction: str = "lru") -> None:
         self.extents = HostExtents(layout, capacity, pin)
-        self.index = PageIndex(self.extents.slots)
+        self.index = PageIndex(self.extents.slots, new_policy(eviction))
 
     @property
     def capacity(self) -> int:

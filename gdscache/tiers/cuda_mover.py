@@ -13,8 +13,8 @@ import torch
 
 from gdscache.driver import Driver
 from gdscache.errors import CapacityError, GdsCacheError
-from gdscache.kernels.copy_engine import BATCH, Addresses, CopyEngine, merge
-from gdscache.kernels.cuda import ZERO_COPY_THREADS, ExtentArray, Indices, PageKernels
+from gdscache.kernels.copy_engine import BATCH, Addresses, CopyEngine, joined, merge
+from gdscache.kernels.cuda import LISTED_BYTES, ZERO_COPY_THREADS, ExtentArray, Indices, PageKernels
 from gdscache.planes import PagedPlanes
 from gdscache.streams import Event
 from gdscache.tiers.bounce import Extents
@@ -27,8 +27,9 @@ _log = logging.getLogger("gdscache")
 
 Route = Path | Literal["device"]
 
-_CHUNK_BYTES = 128 << 20  # that one kernel moves over the bus: the next one's tables are made meanwhile
-_FIRST = 8  # the first chunk of a transfer is so many times smaller than the others
+_CHUNK_BYTES = 512 << 20  # that one kernel moves over the bus: each start and end costs some 30 us of it
+# The first chunk of a store is smaller than the others by so much: its copies wait for its kernel. A load's do not.
+_FIRST: dict[Direction, int] = {"load": 1, "store": 4}
 
 
 class CudaMover(Mover):
@@ -108,7 +109,7 @@ class CudaMover(Mover):
                 else:
                     lane.follow(after, kernels=True)
                     step = self._load_chunk if direction == "load" else self._store_chunk
-                    for chunk in self._chunks(lane, transfer, path):
+                    for chunk in self._chunks(direction, lane, transfer, path):
                         step(lane, transfer, chunk, path)
                 read = None if path == "copy_engine" else lane.mark_kernels()
             finally:  # what is queued reads the transfer's tables, whatever else went wrong
@@ -132,16 +133,22 @@ class CudaMover(Mover):
         """What the block indices and extent slots of so many pages take at most."""
         return pages * 8 * (self.planes.blocks_per_page + 1)
 
-    def _chunks(self, lane: Lane, transfer: Transfer, path: Route) -> Iterator[Chunk]:
-        """Cut a transfer into chunks, each in a segment of its own. The first is small, so that copies start early."""
+    def _chunks(self, direction: Direction, lane: Lane, transfer: Transfer, path: Route) -> Iterator[Chunk]:
+        """Cut a transfer into chunks, each in a segment of its own."""
         most = (lane.segment_bytes if path == "staged" else _CHUNK_BYTES) // transfer.stride
         most = max(1, min(most, lane.table_bytes // self._table_bytes(1)))
-        first, size = 0, -(-most // _FIRST)
+        listed = LISTED_BYTES // (self.planes.blocks_per_page * transfer.item)  # pages whose blocks go with a launch
+        if path == "staged" and listed >= min(transfer.pages, most // 2):
+            most = min(most, listed)
+        first, size = 0, -(-most // _FIRST[direction])
         while first < transfer.pages:
             pages, segment = min(size, transfer.pages - first), lane.take()
-            table = transfer.table(first, pages)
-            rows = segment.table + pages * self.planes.blocks_per_page * transfer.item
-            yield Chunk(first, pages, segment, table, rows)
+            if path == "staged" and pages <= listed:
+                yield Chunk(first, pages, segment, None, 0)
+            else:
+                table = transfer.table(first, pages)
+                rows = segment.table + pages * self.planes.blocks_per_page * transfer.item
+                yield Chunk(first, pages, segment, table, rows)
             first, size = first + pages, most
 
     def _bytes(self, direction: Direction, transfer: Transfer, chunk: Chunk) -> tuple[Addresses, Addresses, Addresses]:
@@ -156,34 +163,41 @@ class CudaMover(Mover):
     def _submit(self, lane: Lane, transfer: Transfer, parts: Sequence[Addresses]) -> None:
         """Queue copies: a batch runs when all of it is submitted, so long lists go as several."""
         engine = self.engine if transfer.extents.pinned else self._pageable
-        for at in range(0, len(parts[0]), BATCH):
-            dst, src, sizes = (part[at : at + BATCH] for part in parts)
-            engine.submit(dst, src, sizes, lane.copies.cuda_stream)
+        with self.timeline.on_stream("copies", self._track(lane, "copy stream"), lane.copies, pieces=len(parts[0])):
+            for at in range(0, len(parts[0]), BATCH):
+                dst, src, sizes = (part[at : at + BATCH] for part in parts)
+                engine.submit(dst, src, sizes, lane.copies.cuda_stream)
 
     def _load_chunk(self, lane: Lane, transfer: Transfer, chunk: Chunk, path: Route) -> None:
-        driver, segment, kernels = lane.driver, chunk.segment, lane.kernels.cuda_stream
-        driver.wait(lane.copies.cuda_stream, segment.done)
-        parts = chunk.copy_of_table()
-        if path == "staged":  # one batch with the table: by itself, so small a copy takes as long as a large one
-            both = zip(parts, self._bytes("load", transfer, chunk), strict=True)
-            self._submit(lane, transfer, [np.concatenate(pair) for pair in both])
-        else:
-            self.engine.submit(*parts, lane.copies.cuda_stream)
-        driver.record(segment.copied, lane.copies.cuda_stream)
+        driver, segment = lane.driver, chunk.segment
+        copies, kernels = lane.copies.cuda_stream, lane.kernels.cuda_stream
+        driver.wait(copies, segment.done)
+        if path == "staged":
+            parts = self._bytes("load", transfer, chunk)
+            if (
+                chunk.table is not None
+            ):  # one batch with the table: by itself, so small a copy takes as long as a large one
+                parts = joined(chunk.copy_of_table(), parts)
+            self._submit(lane, transfer, parts)
+        elif chunk.table is not None:
+            self.engine.submit(*chunk.copy_of_table(), copies)
+        driver.record(segment.copied, copies)
         driver.wait(kernels, segment.copied)
         self._launch(self.kernels.scatter, lane, transfer, chunk, path)
         driver.record(segment.done, kernels)
 
     def _store_chunk(self, lane: Lane, transfer: Transfer, chunk: Chunk, path: Route) -> None:
-        driver, segment, kernels = lane.driver, chunk.segment, lane.kernels.cuda_stream
+        driver, segment = lane.driver, chunk.segment
+        copies, kernels = lane.copies.cuda_stream, lane.kernels.cuda_stream
         driver.wait(kernels, segment.copied)
-        self.engine.submit(*chunk.copy_of_table(), kernels)
+        if chunk.table is not None:
+            self.engine.submit(*chunk.copy_of_table(), kernels)
         self._launch(self.kernels.gather, lane, transfer, chunk, path)
         driver.record(segment.done, kernels)
         if path == "staged":
-            driver.wait(lane.copies.cuda_stream, segment.done)
+            driver.wait(copies, segment.done)
             self._submit(lane, transfer, self._bytes("store", transfer, chunk))
-            driver.record(segment.copied, lane.copies.cuda_stream)
+            driver.record(segment.copied, copies)
 
     def _launch(self, kernel: Callable[..., None], lane: Lane, transfer: Transfer, chunk: Chunk, path: Route) -> None:
         layers, digests = transfer.layers, transfer.digests
@@ -192,15 +206,23 @@ class CudaMover(Mover):
         else:
             extents = transfer.extents.rows
             array = ExtentArray(extents.data_ptr(), extents.stride(0), len(extents))
-        indices = Indices(
-            chunk.segment.table, 0 if path == "staged" else chunk.rows, chunk.pages, transfer.wide, checked=True
-        )
-        sums = None if digests is None else digests.data_ptr() + chunk.first * len(layers) * 8
-        if path == "zero_copy":
-            blocks = self.kernels.zero_copy_blocks(layers)
-            kernel(array, indices, layers, lane.kernels, sums, blocks, ZERO_COPY_THREADS)
+        if chunk.table is None:
+            listed = transfer.listed(chunk.first, chunk.pages)
+            indices = Indices(0, 0, chunk.pages, transfer.wide, checked=True, listed=listed)
         else:
-            kernel(array, indices, layers, lane.kernels, sums)
+            rows = 0 if path == "staged" else chunk.rows
+            indices = Indices(chunk.segment.table, rows, chunk.pages, transfer.wide, checked=True)
+        sums = None if digests is None else digests.data_ptr() + chunk.first * len(layers) * 8
+        track = self._track(lane, "kernel stream")
+        with self.timeline.on_stream("kernel", track, lane.kernels, layers=layers, pages=chunk.pages, path=path):
+            if path == "zero_copy":
+                blocks = self.kernels.zero_copy_blocks(layers)
+                kernel(array, indices, layers, lane.kernels, sums, blocks, ZERO_COPY_THREADS)
+            else:
+                kernel(array, indices, layers, lane.kernels, sums)
+
+    def _track(self, lane: Lane, stream: str) -> str:
+        return f"{'loads' if lane is self._loads else 'stores'}: {stream}"
 
     # -- the copy engine alone -----------------------------------------------------------------------------------------
 

@@ -16,8 +16,9 @@ import numpy.typing as npt
 import torch
 
 from gdscache.checksum import Checksums, first_bad_layer, layer_checksums
-from gdscache.layout import PageLayout
+from gdscache.layout import EXTENT_ALIGNMENT, PageLayout
 from gdscache.planes import PagedPlanes
+from gdscache.policies import new_policy
 from gdscache.streams import Event
 from gdscache.tiers.base import Tier
 from gdscache.tiers.index import PageIndex
@@ -28,10 +29,10 @@ class GpuTier(Tier):
 
     name = "gpu"
 
-    def __init__(self, layout: PageLayout, capacity: int, device: torch.device) -> None:
+    def __init__(self, layout: PageLayout, capacity: int, device: torch.device, eviction: str = "lru") -> None:
         slots = capacity // layout.page_bytes
         self.pool = PagedPlanes.allocate(layout, slots, device)
-        self.index = PageIndex(slots)
+        self.index = PageIndex(slots, new_policy(eviction))
         self.private: set[int] = set()  # slots of sequences, without a page
         self._capacity = slots * layout.page_bytes
         self._last_use: dict[int, Event] = {}
@@ -93,12 +94,15 @@ class DeviceExtents:
     def __init__(self, layout: PageLayout, capacity: int, device: torch.device) -> None:
         self.layout = layout
         self.slots = capacity // layout.extent_bytes
-        self.rows = torch.empty((self.slots, layout.extent_bytes), dtype=torch.uint8, device=device)
+        nbytes = self.slots * layout.extent_bytes
+        memory = torch.empty(nbytes + EXTENT_ALIGNMENT, dtype=torch.uint8, device=device)
+        start = -memory.data_ptr() % EXTENT_ALIGNMENT  # torch aligns to less than direct I/O wants
+        self.rows = memory[start : start + nbytes].view(self.slots, layout.extent_bytes)
         self.checksums = np.zeros((self.slots, layout.n_layers), dtype=np.uint64)
 
-    def memory(self, slot: int) -> torch.Tensor:
-        """The bytes of one slot's extent, padding included."""
-        return self.rows[slot]
+    def memory(self, slot: int, count: int = 1) -> torch.Tensor:
+        """The bytes of the extents of `count` slots from `slot` on, padding included."""
+        return self.rows[slot : slot + count].view(-1)
 
     def digest(self, slot: int, layers: range) -> Checksums:
         """The checksums of some layers of the slot's bytes. Waits for the copy to the host."""

@@ -5,22 +5,41 @@ One lock guards every index. It is held for dictionary work only, never over I/O
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import itertools
+import logging
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from gdscache.tiers.base import Lease, Tier
+from gdscache.tiers.busy import BusyPeriods
+from gdscache.tiers.costs import Costs
 from gdscache.tiers.index import Entry, Page, PageIndex, PageState
+from gdscache.tiers.keeping import Expiry, Pin, Pins
+from gdscache.tiers.promotion import Always, Promotion
+from gdscache.tiers.quarantine import Late, PoolName, Quarantine
+from gdscache.tiers.retention import DEFAULT, Retention
+from gdscache.timeline import OFF, Timeline
 
 if TYPE_CHECKING:
+    from gdscache.tiers.bounce import Bounce
     from gdscache.tiers.cpu import CpuTier
     from gdscache.tiers.gpu import GpuTier
+    from gdscache.tiers.prefetching import PrefetchedPages
     from gdscache.tiers.ssd import SsdTier
 
 _NAMESPACE_EPOCHS_KEPT = 4096
+_PIECE = 1024  # pages that a clear drops, or slots that it gives back, while it holds the lock once
+_PAUSE_S = 0.0005  # ... and then leaves the lock to others: it would have it again before they wake up
+_CLOSE_S = 5.0  # seconds that close() waits for I/O which has missed its deadline already
+_log = logging.getLogger("gdscache")
+_T = TypeVar("_T")
+Behind = Literal["more", "busy", "missing", "no_room"]
 
 
 class PageStatus(enum.Enum):
@@ -32,28 +51,26 @@ class PageStatus(enum.Enum):
     SHORT_READ = "short_read"
     IO_ERROR = "io_error"
     DEADLINE = "deadline"
+    SWITCHED_OFF = "switched_off"  # the SSD tier is: too much of its I/O hangs
     CANCELLED = "cancelled"
     ABORTED = "aborted"  # the load itself broke off; see its exception
 
 
 @dataclasses.dataclass(slots=True)
-class Filling:
-    """A CPU slot that a load reads into, for other loads to wait on; `status` is that of the page there."""
-
-    status: PageStatus = PageStatus.PENDING
-
-
-@dataclasses.dataclass(slots=True)
 class PageTask:
-    """One page of a load: where its bytes come from, and the CPU slot that they pass through and stay in, if any."""
+    """One page of a load: where its bytes come from, and the CPU slot that they pass through and stay in, if any.
 
-    number: int
+    `row`: its place in the load's block table.
+    """
+
     page: Page
     tier: str
     source: Entry
     target: Entry | None = None
-    filling: Filling | None = None  # another load reads into `source`: wait for it
+    filling: PageTask | None = None  # the task of another load, which reads into `source`: wait for it
     status: PageStatus = PageStatus.PENDING
+    landed: PageStatus = PageStatus.PENDING  # whether `target` has its bytes, for other loads to wait on
+    row: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,35 +81,110 @@ class LoadPlan:
     lease: Lease
 
 
+@dataclasses.dataclass(slots=True)
+class PrefetchPlan:
+    """The next pages of a prefetch: None for one that is at hand, else its task. `chunk` is all tasks, and the lease.
+
+    `then` says what comes behind them: `more`, or a page that is somebody else's to bring (`busy`), that is not there
+    any more (`missing`), or that finds no CPU slot (`no_room`).
+    """
+
+    found: list[PageTask | None]
+    then: Behind
+    chunk: LoadPlan
+
+
 class TierManager:
     """Chains the tiers: lookup, the two phases of loads and stores, dropping, clearing, counting."""
 
-    def __init__(self, lock: threading.RLock, gpu: GpuTier | None, cpu: CpuTier | None, ssd: SsdTier | None) -> None:
+    def __init__(
+        self,
+        lock: threading.RLock,
+        gpu: GpuTier | None,
+        cpu: CpuTier | None,
+        ssd: SsdTier | None,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        promotion: Promotion | None = None,
+    ) -> None:
+        """`promotion`: what loads leave in the CPU tier of what they read from the SSD; None: every page."""
         self.lock = lock
+        self.promotion: Promotion = Always() if promotion is None else promotion
         self.gpu, self.cpu, self.ssd = gpu, cpu, ssd
         self.tiers: dict[str, Tier] = {t.name: t for t in (gpu, cpu, ssd) if t is not None}
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.on_use: list[Callable[[Sequence[bytes]], None]] = []  # told the keys that a lookup found, tail first
+        self.prefetched: PrefetchedPages | None = None  # told which pages a load reads
         self._leases: set[Lease] = set()
-        self._filling: dict[Entry, Filling] = {}
+        self._filling: dict[Entry, PageTask] = {}
         self._filled = threading.Condition(lock)
         self._epoch = 0
         self._epochs: dict[bytes, int] = {}
-        self._rates: dict[str, float] = {}
+        self._clearing = threading.Lock()  # held while a clear drops pages: one at a time
+        self._swept: bytes | None = None  # the namespace that is being cleared
+        self._refusals = itertools.count(1)
+        self.costs = Costs()
+        self.busy = BusyPeriods(self.costs.observe_load)
+        self.under_way: Counter[str] = Counter()  # pages of loads and prefetches that have not ended, by source
+        self._planned: dict[Lease, Counter[str]] = {}  # what of it each plan has
+        self.expiry = Expiry(self, wall_clock)
+        self.pins = Pins(self, clock)
+        self.quarantine = Quarantine(lock)
+        self.timeline: Timeline = OFF
+        if cpu is not None:
+            self.quarantine.add_pool("cpu", cpu.index.slots)
+
+    def adopt(self, bounce: Bounce) -> None:
+        """Watch over the bounce reserve too, whose memory then outlives I/O that hangs."""
+        bounce.quarantine = self.quarantine
+        self.quarantine.add_pool("bounce_loads", bounce.loads.slots)
+        self.quarantine.add_pool("bounce_stores", bounce.stores.slots)
 
     # -- looking --------------------------------------------------------------------------------------------------
 
     def lookup(self, pages: Sequence[Page], start: int) -> list[str]:
         """The fastest tier of each page from `start` on, up to the first miss. Counts a use of what was found."""
         with self.lock:
-            found = self._find(pages, start)
+            self.expire(pages)
+            found, hidden = self._visible(self._find(pages, start), pages, start)
             keys = [p.key for p in reversed(pages[: start + len(found)])]
             self._touch(keys)
+            for tell in self.on_use:
+                tell(keys)
             self.counts["lookups", "requests"] += 1
             self.counts["lookups", "pages"] += len(pages) - start
             for name, n in Counter(found).items():
                 self.counts["hits", name] += n
-            self.counts["misses", "absent"] += len(pages) - start - len(found)
+            missing = len(pages) - start - len(found) - hidden
+            cause = "expired" if missing > 0 and self.expiry.was(pages[start + len(found)]) else "absent"
+            self.counts["misses", cause] += missing
             return found
+
+    def _visible(self, found: list[str], pages: Sequence[Page], start: int) -> tuple[list[str], int]:
+        """`found` up to the first page that quarantine hides, and how many pages that leaves out."""
+        seen = self._first_hidden(found, pages, start)
+        hidden = len(found) - seen
+        if hidden:
+            self.counts["misses", "switched_off" if self.quarantine.off else "quarantined"] += hidden
+        return found[:seen], hidden
+
+    def _first_hidden(self, found: Sequence[str], pages: Sequence[Page], start: int) -> int:
+        """How many of the pages found come before one that quarantine hides."""
+        quarantine = self.quarantine
+        if quarantine.requests and self.ssd is not None:
+            for i, name in enumerate(found):
+                slot = self.ssd.index.slot(pages[start + i].key) if name == "ssd" else None
+                if slot is not None and quarantine.hides(slot):
+                    return i
+        return len(found)
+
+    def peek(self, pages: Sequence[Page]) -> list[str]:
+        """What `lookup` would answer; counts nothing, not even a use."""
+        with self.lock:
+            self.expire(pages)
+            found = self._find(pages, 0)
+            return found[: self._first_hidden(found, pages, 0)]
 
     def _find(self, pages: Sequence[Page], start: int) -> list[str]:
         levels = [(name, tier.index.has) for name, tier in self.tiers.items()]
@@ -113,6 +205,35 @@ class TierManager:
         if self.ssd is not None:
             self.ssd.touch(keys)
 
+    def hidden(self, tier: str, slot: int) -> bool:
+        """Whether quarantine hides the page in a slot of a tier."""
+        watched = self.quarantine.requests or self.quarantine.off
+        return tier == "ssd" and bool(watched) and self.quarantine.hides(slot)
+
+    # -- what is kept how long ------------------------------------------------------------------------------------
+
+    def expire(self, pages: Sequence[Page] = ()) -> None:
+        """End pins whose time is up, and drop pages that have expired: all of `pages`, and a bounded number of others.
+
+        For the start of whatever looks for pages or room. The lock must be held.
+        """
+        self.pins.end_due()
+        self.expiry.run(pages)
+
+    def retain(self, pages: Sequence[Page], retention: Retention = DEFAULT) -> None:
+        """Pages are stored (again): expired ones go; on the tiers that have them the longer wish counts from now on.
+
+        That is the greater priority and the later expiry. For the start of every store. The lock must be held.
+        """
+        self.expire(pages)
+        self.expiry.stored(pages, retention)
+
+    def pin(self, pages: Sequence[Page], seconds: float, page_tokens: int) -> Pin:
+        """Keep the consecutive pages from the first on that are cached from eviction; see `Pin`."""
+        with self.lock:
+            self.expire(pages)
+            return self.pins.begin(pages, seconds, page_tokens)
+
     # -- leases and epochs ----------------------------------------------------------------------------------------
 
     def lease(self, owner: str) -> Lease:
@@ -126,86 +247,179 @@ class TierManager:
         with self.lock:
             lease.end()
             self._leases.discard(lease)
+            self.under_way.subtract(self._planned.pop(lease, {}))
 
     def epoch(self, namespace: bytes) -> int:
-        """Grows when the namespace is cleared: what was accepted in an older epoch must not become visible."""
+        """Grows when the namespace is cleared: what was accepted in an older epoch must not become visible.
+
+        While its pages are being dropped no two answers are the same: what is accepted then may come from a page that
+        is still to go.
+        """
+        if namespace == self._swept:
+            return -next(self._refusals)
         return self._epoch + self._epochs.get(namespace, 0)
 
-    def quarantine(self, lease: Lease, entries: Iterable[Entry]) -> None:
-        """Keep pages pinned for good: I/O that missed its deadline may still write to their slots."""
+    def hold_read(self, task: PageTask, pool: PoolName, give_back: Callable[[], None] | None = None) -> Late:
+        """Pin what a late read of a page may still touch: its SSD slot, and its CPU slot where it has one.
+
+        The caller hands the answer to `quarantine.hold`; `give_back` returns memory that is not the CPU tier's.
+        """
         with self.lock:
-            kept = self.lease("quarantine")
-            for entry in entries:
-                kept.add(lease.entries[entry], entry)
+            lease = self.lease("quarantine")
+            lease.add(self.tiers[task.tier].index, task.source)
+            if task.target is not None:
+                lease.add(self.cpu_index, task.target)
+
+        def ended() -> None:
+            self.end(lease)
+            if give_back is not None:
+                give_back()
+
+        return Late("read", pool, task.source.slot, ended)
 
     # -- loading --------------------------------------------------------------------------------------------------
 
-    def plan_load(self, pages: Sequence[Page], owner: str, *, pass_through: bool = True) -> LoadPlan:
+    def plan_load(self, pages: Sequence[Page], owner: str, *, keep: bool = True) -> LoadPlan:
         """Lease the consecutive pages that lower tiers hold, and reserve CPU slots for those of the SSD, in one step.
 
-        What finds no CPU slot passes through the bounce reserve, or is left out. Never waits.
+        What finds no CPU slot, or is not promoted (without `keep`, all of them), passes through the bounce reserve.
+        Never waits.
         """
         with self.lock:
-            lease, tasks = self.lease(owner), []
-            for number, page in enumerate(pages):
-                task = self._source(number, page)
-                if task is None:
-                    break
-                lease.add(self.tiers[task.tier].index, task.source)
-                tasks.append(task)
-            self._reserve_targets(tasks, lease)
-            if not pass_through:
+            self.expire(pages)
+            lease = self.lease(owner)
+            tasks = self._sources(pages, lease)
+            if self.prefetched:
                 for task in tasks:
-                    if task.tier == "ssd" and task.target is None:
-                        lease.remove(task.source)
-                tasks = [t for t in tasks if t.source in lease.entries]
+                    self.prefetched.use(task.page.key, task.source.slot if task.tier == "cpu" else None)
+            if keep and self.cpu is not None:
+                self._reserve_targets(self.cpu.index, self._promoted(self.cpu.index, tasks), lease)
+            self._set_out(tasks, lease)
             return LoadPlan(tasks, lease)
 
-    def _source(self, number: int, page: Page) -> PageTask | None:
-        cached = self.cpu.index.find(page.key) if self.cpu is not None else None
-        if cached is not None and cached.state is not PageState.PENDING:
-            return PageTask(number, page, "cpu", cached)
-        if cached is not None and cached in self._filling:
-            return PageTask(number, page, "cpu", cached, filling=self._filling[cached])
-        stored = self.ssd.index.get(page.key) if self.ssd is not None else None
-        return None if stored is None else PageTask(number, page, "ssd", stored)
+    def _set_out(self, tasks: Sequence[PageTask], lease: Lease) -> None:
+        """Count pages as under way until the lease ends."""
+        self._planned[lease] = planned = Counter(task.tier for task in tasks)
+        self.under_way.update(planned)
 
-    def _reserve_targets(self, tasks: Sequence[PageTask], lease: Lease) -> None:
-        if self.cpu is None:
-            return
-        index = self.cpu.index
-        wanted = [t for t in tasks if t.tier == "ssd" and t.page.key not in index]
-        for task, slot in zip(wanted, index.allocate_some(len(wanted)), strict=False):
-            task.target = index.insert(task.page, slot, PageState.PENDING)
-            lease.add(index, task.target)
-            self._filling[task.target] = Filling()
+    def _sources(self, pages: Sequence[Page], lease: Lease) -> list[PageTask]:
+        cpu = None if self.cpu is None else self.cpu.index
+        ssd = None if self.ssd is None else self.ssd.index
+        hides = self.quarantine.hides if self.quarantine.requests or self.quarantine.off else None
+        tasks, filling, leased = [], self._filling, lease.entries
+        for page in pages:
+            entry = None if cpu is None else cpu.pin(page)
+            if entry is not None and cpu is not None:
+                if entry.state is PageState.PENDING and entry not in filling:
+                    cpu.release(entry)  # a store's, on its way: the SSD may have the page
+                else:
+                    leased[entry] = cpu
+                    tasks.append(PageTask(page, "cpu", entry, None, filling.get(entry)))
+                    continue
+            entry = None if ssd is None else ssd.pin(page)
+            if entry is None or ssd is None:
+                break
+            if entry.state is PageState.PENDING or (hides is not None and hides(entry.slot)):
+                ssd.release(entry)
+                break
+            leased[entry] = ssd
+            tasks.append(PageTask(page, "ssd", entry))
+        return tasks
 
-    def finish_page(self, task: PageTask, status: PageStatus) -> None:
-        """The verdict on one page: publish its CPU copy, or drop the page from every tier that it came through."""
+    def plan_prefetch(self, pages: Sequence[Page], start: int, most: int, keep: Collection[bytes]) -> PrefetchPlan:
+        """Lease up to `most` of the SSD's pages from `pages[start]` on, and reserve CPU slots, evicting none of `keep`.
+
+        Needs both tiers. Never waits, and no task of it waits for another load.
+        """
         with self.lock:
-            task.status = status
-            if task.target is not None:
-                filling = self._filling.pop(task.target, None)
-                if filling is not None:
-                    if status in (PageStatus.LOADED, PageStatus.CANCELLED):  # its bytes were read and are good
+            self.expire(pages[start : start + most])
+            lease = self.lease("prefetch")
+            found, then = self._prefetchable(pages, start, most, lease)
+            tasks = [task for task in found if task is not None]
+            self._reserve_targets(self.cpu_index, tasks, lease, keep)
+            if tasks and tasks[-1].target is None:
+                then = "no_room"
+                for task in [task for task in tasks if task.target is None]:
+                    lease.remove(task.source)
+                del found[next(i for i, task in enumerate(found) if task is not None and task.target is None) :]
+                tasks = [task for task in tasks if task.target is not None]
+            if tasks:
+                self._set_out(tasks, lease)
+            else:
+                self.end(lease)
+            return PrefetchPlan(found, then, LoadPlan(tasks, lease))
+
+    def _prefetchable(
+        self, pages: Sequence[Page], start: int, most: int, lease: Lease
+    ) -> tuple[list[PageTask | None], Behind]:
+        assert self.ssd is not None, "no SSD tier"
+        ssd, cpu, gpu = self.ssd.index, self.cpu_index, None if self.gpu is None else self.gpu.index
+        found: list[PageTask | None] = []
+        for i in range(start, len(pages)):
+            page = pages[i]
+            if cpu.has(page.key) or (gpu is not None and gpu.has(page.key)):
+                found.append(None)
+                continue
+            if page.key in cpu:
+                return found, "busy"
+            if not most:
+                break
+            entry = ssd.pin(page)
+            if entry is None:
+                return found, "missing"
+            if entry.state is PageState.PENDING or self.quarantine.hides(entry.slot):
+                ssd.release(entry)
+                return found, "missing"
+            lease.entries[entry] = ssd
+            found.append(PageTask(page, "ssd", entry))
+            most -= 1
+        return found, "more"
+
+    def _promoted(self, index: PageIndex, tasks: Sequence[PageTask]) -> list[PageTask]:
+        """Those of the SSD's pages that a load may leave in the CPU tier."""
+        read = [t for t in tasks if t.tier == "ssd" and t.page.key not in index]
+        wanted = list(itertools.compress(read, self.promotion.wanted([t.page.key for t in read])))
+        if len(wanted) < len(read):
+            self.counts["promotion", "declined"] += len(read) - len(wanted)
+        return wanted
+
+    def _reserve_targets(
+        self, index: PageIndex, tasks: Sequence[PageTask], lease: Lease, keep: Collection[bytes] = ()
+    ) -> None:
+        wanted = [t for t in tasks if t.tier == "ssd" and t.page.key not in index]
+        filling, leased = self._filling, lease.entries
+        for task, slot in zip(wanted, index.allocate_some(len(wanted), keep), strict=False):
+            task.target = target = index.insert(task.page, slot, PageState.PENDING, task.source.retention)
+            target.leases = 1
+            leased[target] = index
+            filling[target] = task
+
+    def finish_pages(self, tasks: Iterable[PageTask], status: PageStatus) -> None:
+        """A verdict on pages: publish their CPU copies, or drop them from every tier that they came through."""
+        good = status in (PageStatus.LOADED, PageStatus.CANCELLED)  # the bytes were read, and are what was stored
+        bad = status in (PageStatus.CHECKSUM, PageStatus.SHORT_READ, PageStatus.IO_ERROR)
+        with self.lock:
+            for task in tasks:
+                task.status = status
+                if task.target is not None and self._filling.pop(task.target, None) is not None:
+                    task.landed = PageStatus.LOADED if good else status
+                    if good:
                         self.cpu_index.commit(task.target)
-                        filling.status = PageStatus.LOADED
                     else:
                         self.cpu_index.drop(task.target)
-                        filling.status = status
-                    self._filled.notify_all()
-            if status is PageStatus.LOADED:
-                self.counts["loaded", task.tier] += 1
-                return
-            self.counts["misses", status.value] += 1
-            if status in (PageStatus.CHECKSUM, PageStatus.SHORT_READ, PageStatus.IO_ERROR):
-                self.tiers[task.tier].index.drop(task.source)
+                if status is PageStatus.LOADED:
+                    self.counts["loaded", task.tier] += 1
+                else:
+                    self.counts["misses", status.value] += 1
+                if bad:
+                    self.tiers[task.tier].index.drop(task.source)
+            self._filled.notify_all()
 
-    def await_filling(self, filling: Filling, seconds: float) -> PageStatus:
+    def await_filling(self, filling: PageTask, seconds: float) -> PageStatus:
         """Wait up to `seconds` until another load has its verdict on a page; `DEADLINE` when it has none by then."""
         with self._filled:
-            if self._filled.wait_for(lambda: filling.status is not PageStatus.PENDING, seconds):
-                return filling.status
+            if self._filled.wait_for(lambda: filling.landed is not PageStatus.PENDING, seconds):
+                return filling.landed
             return PageStatus.DEADLINE
 
     @property
@@ -217,25 +431,56 @@ class TierManager:
     # -- removing -------------------------------------------------------------------------------------------------
 
     def clear(self, namespace: bytes | None = None) -> dict[str, int]:
-        """Drop every page (of one namespace) from every tier, durably; the pages removed by tier."""
+        """Drop every page (of one namespace) from every tier, durably; the pages removed by tier.
+
+        Everything goes in one step. A namespace goes piece by piece; what is stored of it meanwhile is dropped. When
+        several clear at once, each returns when what the others dropped before it is gone for good, too.
+        """
+        with self._clearing:
+            removed = self._drop_everything() if namespace is None else self._sweep(namespace)
+        if self.ssd is not None:
+            self.ssd.commit_all_deletions()
+        return removed
+
+    def _drop_everything(self) -> dict[str, int]:
+        """Make all pages invisible at once. The slots of the SSD, each of which costs work, follow in pieces."""
         with self.lock:
-            if namespace is None:
-                self._epoch += 1
-            else:
+            self._epoch += 1
+            detached = {name: tier.index.detach() for name, tier in self.tiers.items()}
+            slots = {name: iter(some.slots) for name, some in detached.items()}
+            for name, tier in self.tiers.items():  # at once for whoever needs some now
+                tier.index.retire(itertools.islice(slots[name], _PIECE) if tier is self.ssd else slots[name])
+        if self.ssd is not None:
+            rest = slots[self.ssd.name]
+            try:
+                for piece in _pieces(rest):
+                    with self.lock:
+                        self.ssd.index.retire(piece)
+            finally:
+                with self.lock:
+                    self.ssd.index.retire(rest)  # nothing, unless the loop was broken off
+        return {name: some.visible for name, some in detached.items()}
+
+    def _sweep(self, namespace: bytes) -> dict[str, int]:
+        """Drop the pages of a namespace, each from all tiers at once: no load can bring it back from another tier.
+
+        None of its pages is new meanwhile, for `epoch` refuses stores; a load may only copy what is among the keys.
+        """
+        removed = dict.fromkeys(self.tiers, 0)
+        try:
+            with self.lock:
                 if len(self._epochs) >= _NAMESPACE_EPOCHS_KEPT:  # forget them all: a newer epoch for everybody
                     self._epoch += max(self._epochs.values())
                     self._epochs.clear()
                 self._epochs[namespace] = self._epochs.get(namespace, 0) + 1
-            removed = {}
-            for name, tier in self.tiers.items():
-                removed[name] = 0
-                for key in tier.index.select(namespace):
-                    entry = tier.index.find(key)
-                    if entry is not None:
-                        removed[name] += entry.state is not PageState.PENDING
-                        tier.index.drop(entry)
-        if self.ssd is not None:
-            self.ssd.commit(())
+                self._swept = namespace
+                keys = [tier.index.select(None) for tier in self.tiers.values()]
+            for piece in _pieces(itertools.chain.from_iterable(keys)):
+                with self.lock:
+                    for name, tier in self.tiers.items():
+                        removed[name] += tier.index.drop_all(piece, namespace)
+        finally:
+            self._swept = None
         return removed
 
     # -- figures --------------------------------------------------------------------------------------------------
@@ -244,30 +489,19 @@ class TierManager:
         with self.lock:
             self.counts[group, name] += n
 
-    def observe(self, tier: str, nbytes: int, seconds: float) -> None:
-        """Feed the load estimate: `nbytes` came from `tier` in `seconds`."""
-        if nbytes and seconds > 0:
-            with self.lock:
-                rate = nbytes / seconds
-                self._rates[tier] = 0.75 * self._rates.get(tier, rate) + 0.25 * rate
-
-    def estimate(self, found: Iterable[str], page_bytes: int) -> float | None:
-        """Seconds that loading pages of these tiers would take by what was measured; None before all of them were."""
-        total = 0.0
-        with self.lock:
-            for name, n in Counter(found).items():
-                if name != "gpu":
-                    if name not in self._rates:
-                        return None
-                    total += n * page_bytes / self._rates[name]
-        return total
-
     def check(self, fix: bool = False) -> list[str]:
         """What disagrees in any tier. Meant for a quiet engine: work in flight holds slots of its own."""
-        return [f"{name}: {p}" for name, tier in self.tiers.items() for p in tier.check(self.lock, fix=fix)]
+        with self._clearing:  # which has slots in hand
+            return [f"{name}: {p}" for name, tier in self.tiers.items() for p in tier.check(self.lock, fix=fix)]
+
+    def _describe(self, lease: Lease) -> dict[str, Any]:
+        left = self.pins.seconds_left(lease)
+        told = {"owner": lease.owner, "pages": len(lease.entries)}
+        return told if left is None else {**told, "seconds_left": left}
 
     def stats(self) -> dict[str, Any]:
         with self.lock:
+            self.expire()
             groups: dict[str, dict[str, int]] = {}
             for (group, name), n in sorted(self.counts.items()):
                 groups.setdefault(group, {})[name] = n
@@ -277,14 +511,46 @@ class TierManager:
                     "slots": tier.index.slots,
                     "pages": len(tier.index),
                     "free_slots": tier.index.free_slots,
+                    "dirty_pages": tier.index.dirty_pages,
                     "evictions": tier.index.evictions,
                     **tier.describe(),
                 }
                 for name, tier in self.tiers.items()
             }
-            leases = [{"owner": lease.owner, "pages": len(lease.entries)} for lease in self._leases]
-            return {"tiers": tiers, **groups, "leases": leases, "bytes_per_second": dict(self._rates)}
+            if "ssd" in tiers:
+                tiers["ssd"]["quarantine"] = self.quarantine.describe()
+            leases = [self._describe(lease) for lease in self._leases]
+            return {"tiers": tiers, **groups, "leases": leases, "bytes_per_second": self.costs.bandwidths()}
 
     def close(self) -> None:
-        for tier in self.tiers.values():
-            tier.close()
+        """Close the tiers. What I/O that hangs may still touch is kept until that ends; the log says what."""
+        with self._clearing:
+            pass  # what it drops is known to the SSD tier then, which deletes it before it is closed
+        quarantine = self.quarantine
+        with contextlib.ExitStack() as last_to_first:
+            if self.gpu is not None:
+                last_to_first.callback(self.gpu.close)
+            if self.cpu is not None:
+                last_to_first.callback(quarantine.afterwards, self.cpu.close)
+            if self.ssd is None:
+                return
+            if quarantine.wait(_CLOSE_S):
+                last_to_first.callback(self.ssd.close)
+                return
+            held = quarantine.describe()
+            _log.error(
+                "closed with %d reads and %d writes unfinished: the memory that they may touch is kept (slots: %s), "
+                "and so are the slab and the transport's threads, until they end. See the system log for the device",
+                held["late_reads"],
+                held["late_writes"],
+                held["held_slots"],
+            )
+            quarantine.afterwards(self.ssd.close_unfinished(writing=quarantine.writes > 0))
+
+
+def _pieces(items: Iterable[_T]) -> Iterator[list[_T]]:
+    """`items`, `_PIECE` at a time, with a pause after each piece."""
+    rest = iter(items)
+    while piece := list(itertools.islice(rest, _PIECE)):
+        yield piece
+        time.sleep(_PAUSE_S)

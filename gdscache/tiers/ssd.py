@@ -9,61 +9,82 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
+import math
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from gdscache.catalog import Catalog, PageRecord
+from gdscache import stripes
+from gdscache.catalog import Catalog, PageRecord, Recovered
 from gdscache.checksum import Checksums
 from gdscache.config import SsdConfig
-from gdscache.directory import CacheDirectory
-from gdscache.errors import IOFailedError
+from gdscache.directory import CacheDirectories
+from gdscache.errors import IOFailedError, StorageError
 from gdscache.layout import PageLayout
+from gdscache.policies import new_policy
 from gdscache.slab import Slab
 from gdscache.storage import open_transport
-from gdscache.storage.base import IORequest, Op, Submission
+from gdscache.storage.base import Op
 from gdscache.tiers.base import Tier
+from gdscache.tiers.bounce import Extents
 from gdscache.tiers.index import Entry, Page, PageIndex, PageState
-
-if TYPE_CHECKING:
-    import torch
+from gdscache.tiers.page_io import PageIO, Positions
+from gdscache.tiers.retention import DEFAULT, HIGHEST, LOWEST, Retention
+from gdscache.tiers.slab_io import SlabIO
 
 _log = logging.getLogger("gdscache.ssd")
 _TOUCHES_KEPT = 1 << 16
+_CLOSE_S = 5.0  # seconds that closing the catalogue may take while I/O hangs
+_DELETIONS = 1 << 14  # rows that one commit deletes: what a store may have to wait for
+_NO_RETENTIONS: Mapping[bytes, Retention] = {}
 _CLOCK_LIMIT = 1 << 62  # a damaged row must not push the clock out of SQLite's integers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotWrite:
-    """A page to write: its reserved entry, its bytes, and their checksums."""
+    """A page to write: its reserved entry, the slot of `extents` with its bytes, and their checksums."""
 
     entry: Entry
-    memory: memoryview | torch.Tensor
+    extents: Extents
+    place: int
     checksums: Checksums
 
 
 class SsdTier(Tier):
-    """Pages on an SSD. `lock` is the manager's lock; it guards the index and is never held over I/O."""
+    """Pages on an SSD. `lock` is the manager's lock; it guards the index and is never held over I/O.
+
+    `wall_clock`: seconds since the epoch; pages that have expired by then are given up when the tier opens.
+    """
 
     name = "ssd"
 
-    def __init__(self, layout: PageLayout, config: SsdConfig, device: str, lock: threading.RLock) -> None:
+    def __init__(
+        self,
+        layout: PageLayout,
+        config: SsdConfig,
+        device: str,
+        lock: threading.RLock,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self.layout = layout
         self.lock = lock
         self.path = path = config.path
+        self.route: dict[str, Any] | None = None  # how pages go to the planes, for `describe`
         self.lost: Counter[str] = Counter()  # pages that recovery had to give up, by cause
         slots = config.capacity // layout.extent_bytes
         with contextlib.ExitStack() as undo:
-            self._directory = CacheDirectory.open(path)
-            undo.callback(self._directory.close)
+            self._directory = undo.enter_context(CacheDirectories.open((path, *config.stripes)))
+            stripes.claim((path, *config.stripes))
             self._catalog = Catalog.open(path, extent_bytes=layout.extent_bytes, durability=config.durability)
             undo.callback(self._catalog.close)
-            self._slab = Slab.open(path, layout.extent_bytes, slots)
-            self._transport = open_transport(
+            self._slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
+            transport = open_transport(
                 config.transport,
                 directory=path,
                 device=device,
@@ -71,30 +92,34 @@ class SsdTier(Tier):
                 direct_io=config.direct_io,
                 gds=config.gds,
             )
-            undo.callback(self._transport.close)
-            self._file = self._transport.open(self._slab.path)
-            self._recover(slots)
+            self.io = SlabIO(self._slab, transport)
+            undo.callback(self.io.close)
+            self._recover(slots, config.eviction, wall_clock())
             undo.pop_all()
         self._power = config.durability == "power"
         self._reserve = min(config.reserve, slots // 8)
         self._checksums = np.zeros((slots, layout.n_layers), dtype=np.uint64)
         self._known = bytearray(slots)  # slots whose checksums are in memory
-        self._doomed: set[int] = set()  # slots whose rows the next commit deletes
+        self._doomed: dict[int, None] = {}  # slots whose rows the next commits delete, the first doomed first
         self._deleting: set[int] = set()  # ... the commit under way
         self._returned: set[int] = set()  # slots that are free once their row is deleted
         self._touched: dict[int, int] = {}
+        self._retained: dict[int, bytes] = {}  # slot -> key of pages whose retention the next commit writes down
         self._commit_lock = threading.Lock()
         self._closed = False
 
-    def _recover(self, slots: int) -> None:
-        found = self._catalog.recover(min(slots, self._slab.valid_slots))
-        self.index = PageIndex(slots, forget=self._doom, recycle=self._return)
-        self.index.restore(found.keys, found.parents, found.namespaces, found.slots)
-        self._clock = min(found.recency[-1] if found.recency else 0, _CLOCK_LIMIT) + 1
+    def _recover(self, slots: int, eviction: str, now: float) -> None:
+        found = self._catalog.recover(min(slots, self._slab.valid_slots), now)
+        self.index = PageIndex(slots, new_policy(eviction), forget=self._doom, recycle=self._return)
+        kept = _retentions(found)
+        self.index.restore(found.keys, found.parents, found.digests, found.namespaces, found.slots, found.order, kept)
+        self._clock = min(int(found.recency.max(initial=0)), _CLOCK_LIMIT) + 1
         self._set_aside = found.set_aside
         self.lost.update(found.dropped)
         if found.dropped:
-            _log.warning("%s: recovery gave up pages: %s", self.path, dict(found.dropped))
+            expected = found.dropped.keys() <= {"expired"}
+            log = _log.info if expected else _log.warning
+            log("%s: recovery gave up pages: %s", self.path, dict(found.dropped))
         _log.info("%s: %d pages of %d bytes recovered", self.path, len(found.slots), self.layout.extent_bytes)
 
     @property
@@ -102,51 +127,79 @@ class SsdTier(Tier):
         return self.index.slots * self.layout.extent_bytes
 
     @property
-    def memory_kinds(self) -> frozenset[str]:
-        """Where the transport can read to and write from: `host`, `cuda`."""
-        return self._transport.memory_kinds
-
-    def register(self, memory: memoryview | torch.Tensor) -> None:
-        """Tell the transport about a buffer that will be used for the life of the tier."""
-        self._transport.register(memory)
+    def spare_slots(self) -> int:
+        """Slots for pages that need not push others out."""
+        return self.index.free_slots + len(self._returned) - self._reserve
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def read(self, pages: Sequence[tuple[Entry, memoryview | torch.Tensor]]) -> Submission:
-        """Start reading leased pages, each into a buffer of one extent."""
-        return self._submit(Op.READ, pages)
+    def read(
+        self,
+        entries: Sequence[Entry],
+        extents: Extents,
+        places: Positions,
+        layers: range | None = None,
+        *,
+        alone: bool = False,
+    ) -> PageIO:
+        """Start reading leased pages, each into its place, a slot of `extents`, which gets its checksums now.
 
-    def checksums(self, entries: Sequence[Entry]) -> list[Checksums | None]:
-        """The stored checksums of pages, uint64 of shape (layers,); None where the catalogue has none."""
-        self._learn_checksums([e.slot for e in entries if not self._known[e.slot]])
-        return [self._checksums[e.slot] if self._known[e.slot] else None for e in entries]
+        `layers`: these only; all by default. The layers before them are read into the same place already, and the
+        checksums came with the first, or the place has nothing of the page (`alone`): see `PageLayout.read_span`.
+        """
+        slots = np.array([e.slot for e in entries], dtype=np.int64)
+        if layers is None or layers.start == 0 or alone:
+            extents.checksums[places] = self._sums(slots)
+        span = None if layers is None else self.layout.read_span(layers, alone=alone)
+        return self.io.transfer(Op.READ, slots, [(extents, places)], span)
+
+    def checksums(self, entries: Sequence[Entry]) -> Checksums:
+        """The stored checksums of pages, uint64 of shape (pages, layers); zeros where the catalogue has none."""
+        return self._sums(np.array([e.slot for e in entries], dtype=np.int64))
+
+    def _sums(self, slots: Positions) -> Checksums:
+        known = np.frombuffer(self._known, dtype=np.bool_)
+        self._learn_checksums(slots[~known[slots]].tolist())
+        sums: Checksums = np.where(known[slots, None], self._checksums[slots], np.uint64(0))
+        return sums
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def reserve(self, pages: Sequence[Page]) -> list[Entry]:
+    def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = _NO_RETENTIONS) -> list[Entry]:
         """Reserve and lease slots for the first of `pages`, as many as find room. May commit deletions first.
 
+        `retentions`: by key, where they are not the default.
         Only pages that continue a prefix of this tier may push others out: after a restart, nobody reaches the others.
         """
         with self.lock:
-            short = self.index.continuing(pages) + self._reserve - self.index.free_slots - len(self._returned)
-            if short > 0:
-                self.index.evict(short, keep=self.index.family(pages))
+            self.index.make_room(pages, self._reserve, len(self._returned))
             commit_first = self.index.free_slots < len(pages) and bool(self._returned)
         if commit_first:
             self.commit(())
         with self.lock:
             fresh = [p for p in pages if p.key not in self.index]
             entries = []
-            for page, slot in zip(fresh, self.index.take_free(len(fresh)), strict=False):
-                entry = self.index.insert(page, slot, PageState.PENDING)
+            for page, slot in zip(fresh, self._neighbours(fresh), strict=False):
+                entry = self.index.insert(page, slot, PageState.PENDING, retentions.get(page.key, DEFAULT))
                 self.index.lease(entry)
                 entries.append(entry)
             return entries
 
-    def write(self, writes: Sequence[SlotWrite]) -> Submission:
+    def _neighbours(self, pages: Sequence[Page]) -> list[int]:
+        """Free slots for `pages`, or for the first of them: in one run, behind the page that they follow if possible.
+
+        Whoever reads the prefix again then reads few long stretches.
+        """
+        return self.index.take_free(len(pages), self.index.slot(pages[0].parent)) if pages else []
+
+    def write(self, writes: Sequence[SlotWrite]) -> PageIO:
         """Start writing the bytes of reserved pages."""
-        return self._submit(Op.WRITE, [(w.entry, w.memory) for w in writes])
+        slots = np.array([w.entry.slot for w in writes], dtype=np.int64)
+        ends = [
+            (extents, np.array([w.place for w in some], dtype=np.int64))
+            for extents, some in itertools.groupby(writes, lambda w: w.extents)
+        ]
+        return self.io.transfer(Op.WRITE, slots, ends)
 
     def commit(self, writes: Sequence[SlotWrite]) -> list[bool]:
         """Make written pages durable and visible, and retired slots free; True for each page that is visible now.
@@ -155,19 +208,23 @@ class SsdTier(Tier):
         """
         with self._commit_lock:
             if self._power and writes:
-                self._transport.flush(self._file)
+                self.io.flush()
             with self.lock:
                 live = [w for w in writes if not w.entry.dropped]
-                self._deleting, self._doomed = self._doomed, set()
+                self._deleting = set(itertools.islice(self._doomed, _DELETIONS))
+                for slot in self._deleting:
+                    del self._doomed[slot]
                 touched, self._touched = self._touched, {}
+                retained, self._retained = self._retained, {}
+                wanted = {s: self._retention(key) for s, key in retained.items() if self.index.slot(key) == s}
                 leased = [slot for slot in self._deleting - self._returned if not self._known[slot]]
                 clock = self._clock
                 self._clock += len(live)
+                records = [self._record(w, clock + i) for i, w in enumerate(live)]
             self._learn_checksums(leased)  # a load that still reads them could not check them otherwise
-            records = [self._record(w, clock + i) for i, w in enumerate(live)]
             with contextlib.ExitStack() as on_failure:
-                on_failure.callback(self._undo_deletions)
-                self._catalog.commit(records, sorted(self._deleting), touched)
+                on_failure.callback(self._undo, retained)
+                self._catalog.commit(records, sorted(self._deleting), touched, wanted)
                 on_failure.pop_all()
             with self.lock:
                 for w in live:
@@ -192,6 +249,20 @@ class SsdTier(Tier):
                     touched[slot] = self._clock
                     self._clock += 1
 
+    def retain(self, key: bytes, retention: Retention) -> None:
+        """A page is stored again: see `PageIndex.retain`. The next commit writes it down. Under the manager's lock."""
+        slot = self.index.slot(key)
+        if slot is not None and self.index.retain(key, retention):
+            self._retained[slot] = key
+
+    def commit_all_deletions(self) -> None:
+        """Commit every deletion that waits by now, in transactions of bounded size. Raises `IOFailedError`."""
+        self.commit(())  # after the commit under way, whose pages may have been dropped meanwhile
+        with self.lock:
+            waiting = len(self._doomed)
+        for _ in range(0, waiting, _DELETIONS):
+            self.commit(())
+
     def commit_deletions(self) -> None:
         """Commit deletions that wait for the next store, if there are any."""
         if self._doomed:
@@ -206,18 +277,20 @@ class SsdTier(Tier):
         if not slots:
             return
         try:
-            found = self._catalog.checksums(slots)
+            found, sums = self._catalog.checksum_rows(slots, self.layout.n_layers)
         except IOFailedError as error:  # no checksum, no hit: these pages fail their check and are dropped
             _log.warning("%s: checksums of %d pages cannot be read: %s", self.path, len(slots), error)
             return
-        for slot, sums in zip(slots, found, strict=True):
-            if sums is not None and len(sums) == self.layout.n_layers and not self._known[slot]:
-                self._checksums[slot] = sums
-                self._known[slot] = 1
+        with self.lock:
+            known = np.frombuffer(self._known, dtype=np.bool_)
+            new = ~known[found]  # what was written meanwhile is newer
+            self._checksums[found[new]] = sums[new]
+            known[found[new]] = True
 
     def _doom(self, slot: int) -> None:
         self._touched.pop(slot, None)
-        self._doomed.add(slot)
+        self._retained.pop(slot, None)
+        self._doomed[slot] = None
 
     def _return(self, slot: int) -> None:
         self._known[slot] = 0
@@ -226,17 +299,21 @@ class SsdTier(Tier):
         else:
             self.index.free((slot,))
 
-    def _undo_deletions(self) -> None:
+    def _undo(self, retained: Mapping[int, bytes]) -> None:
+        """Nothing was committed: deletions and retentions wait for the next commit."""
         with self.lock:
-            self._doomed |= self._deleting
+            self._retained = {**retained, **self._retained}
+            self._doomed = dict.fromkeys(sorted(self._deleting)) | self._doomed
             self._deleting = set()
-
-    def _submit(self, op: Op, pages: Sequence[tuple[Entry, Any]]) -> Submission:
-        return self._transport.submit(op, [IORequest(self._file, self._slab.offset(e.slot), m) for e, m in pages])
 
     def _record(self, write: SlotWrite, recency: int) -> PageRecord:
         e = write.entry
-        return PageRecord(e.slot, e.key, e.parent, e.namespace, self.layout.page_bytes, recency, write.checksums)
+        return PageRecord(
+            e.slot, e.key, e.parent, e.namespace, self.layout.page_bytes, recency, write.checksums, *e.retention
+        )
+
+    def _retention(self, key: bytes) -> Retention:
+        return self.index.retention(key) or DEFAULT
 
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
         """Write down what a namespace means, for people who inspect the directory; pages do without when it fails."""
@@ -246,42 +323,113 @@ class SsdTier(Tier):
             _log.warning("%s: a namespace stays without description: %s", self.path, error)
 
     def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
+        damaged = self._check_slab(lock, fix=fix)
         with self._commit_lock:
             try:
-                rows = self._catalog.rows()
+                rows, kept = self._catalog.rows(), self._catalog.retentions()
             except IOFailedError as error:
-                return [error.message]
+                return [*damaged, error.message]
             with lock:
                 problems = self.index.check(elsewhere=list(self._returned))
+                if fix and problems:
+                    self.index.mend(elsewhere=self._returned)
                 for slot in self._doomed:
                     rows.pop(slot, None)
                 pages = {e.slot: e for e in self.index if e.state is not PageState.PENDING}
                 unknown = [slot for slot, key in rows.items() if slot not in pages or pages[slot].key != key]
                 missing = [e for slot, e in pages.items() if rows.get(slot) != e.key]
+                known = {slot: _kept(e.retention) for slot, e in pages.items() if rows.get(slot) == e.key}
+                wrong = [s for s, r in known.items() if s not in self._retained and r != kept.get(s, _kept(DEFAULT))]
+                if fix:
+                    self._retained.update((slot, pages[slot].key) for slot in wrong)
                 for entry in filter(None, [self.index.find(e.key) for e in missing if fix]):
                     self.index.drop(entry)
             if fix and unknown:
                 self._catalog.commit((), unknown, {})
+        problems += damaged
+        problems += [f"the catalogue has another retention for the page in slot {slot}" for slot in wrong]
         problems += [f"the catalogue's row for slot {slot} names no page" for slot in unknown]
         return problems + [f"page {e.key.hex()[:16]} in slot {e.slot} has no row in the catalogue" for e in missing]
+
+    def _check_slab(self, lock: threading.RLock, *, fix: bool) -> list[str]:
+        """What became of the slab's files; `fix` drops the pages of a file that was cut, and gives it its size back."""
+        problems, short = self._slab.check()
+        if fix and short:
+            with lock:
+                places = [(entry, *self._slab.locate(entry.slot)) for entry in self.index]
+                lost = [e.key for e, n, at in places if n in short and at >= short[n] * self.layout.extent_bytes]
+                for entry in filter(None, map(self.index.find, lost)):
+                    self.index.drop(entry)
+            try:
+                self._slab.lengthen()
+            except StorageError as error:
+                problems.append(error.message)
+        return problems
 
     def describe(self) -> dict[str, Any]:
         return {
             "path": str(self.path),
+            "route": self.route,
+            "stripes": [str(file.parent) for file in self._slab.files[1:]],
             "lost_at_recovery": dict(self.lost),
             "catalogue_set_aside": None if self._set_aside is None else str(self._set_aside),
-            "transport": self._transport.describe(),
+            "transport": self.io.transport.describe(),
         }
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._transport.close()
         try:
-            self.commit(())
+            self.io.close()
+            self._close_catalog()
+        finally:
+            self._directory.close()
+
+    def close_unfinished(self, *, writing: bool) -> Callable[[], None]:
+        """Close what I/O that hangs does not need, in bounded time; the answer closes the rest, when it has ended.
+
+        `writing`: writes hang. The directory stays ours then, so that they cannot reach the slots of another owner.
+        """
+        self._closed = True
+        closing = threading.Thread(target=self._close_catalog, name="gdscache-close", daemon=True)
+        closing.start()  # the device that hangs may be the catalogue's as well
+        closing.join(_CLOSE_S)
+        if closing.is_alive():
+            _log.error("%s: the catalogue was not closed within %g s", self.path, _CLOSE_S)
+        elif not writing:
+            self._directory.close()
+
+        def rest() -> None:
+            try:
+                self.io.close()
+                closing.join()
+            finally:
+                self._directory.close()
+
+        return rest
+
+    def _close_catalog(self) -> None:
+        try:
+            self.commit_all_deletions()
         except IOFailedError as error:
             _log.warning("%s: the last uses and deletions are lost: %s", self.path, error)
         finally:
             self._catalog.close()
-            self._directory.close()
+
+
+def _retentions(found: Recovered) -> dict[int, Retention]:
+    """Position → retention of the recovered pages that have one of their own. Equal ones are one object."""
+    same: dict[Retention, Retention] = {}
+    kept = {}
+    priorities = np.clip(found.priorities, LOWEST, HIGHEST).tolist()
+    for position, priority, at in zip(found.retained.tolist(), priorities, found.expires.tolist(), strict=True):
+        retention = Retention(priority, None if at == math.inf else at)
+        if retention != DEFAULT:
+            kept[position] = same.setdefault(retention, retention)
+    return kept
+
+
+def _kept(retention: Retention) -> tuple[int, float | None]:
+    """A retention as the catalogue keeps it."""
+    return retention.priority, None if retention.expires is None else math.floor(retention.expires * 1000) / 1000

@@ -64,7 +64,9 @@ class TorchMover(Mover):
         loads = direction == "load"
         lane = self._loads if loads else self._stores
         kernel = reference.scatter if loads else reference.gather
-        with lane.entered(after):
+        track = "loads: copy stream" if loads else "stores: copy stream"
+        about = {"layers": layers, "pages": len(slots)}
+        with lane.entered(after), self.timeline.on_stream("copies", track, lane.stream, **about):
             if extents.rows.device == self.planes.device:
                 for rows, there in self._chunks(slots, blocks):
                     kernel(self.planes, there, extents.rows, rows, layers)

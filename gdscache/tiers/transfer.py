@@ -22,6 +22,7 @@ from gdscache.planes import PagedPlanes
 from gdscache.streams import Event
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.paths import Direction
+from gdscache.timeline import OFF, Timeline
 
 if TYPE_CHECKING:
     from gdscache.config import GpuConfig
@@ -63,6 +64,7 @@ class Mover(abc.ABC):
     name: str
     planes: PagedPlanes
     layout: PageLayout
+    timeline: Timeline = OFF
 
     def scatter(
         self,

@@ -1,0 +1,198 @@
+"""What `gdscache bench ttft` measures: prompts, shares that are cached, places, overlap and gate. Arithmetic only."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+from gdscache.errors import InvalidValueError
+
+CACHED = (0, 50, 90, 99)  # percent of a prompt, down to a page
+PLACES = ("gpu", "cpu", "ssd_via_cpu", "mixed", "ssd_direct")
+NOWHERE = "none"
+SWITCHED = ("cpu", "ssd_via_cpu", "mixed", "ssd_direct")  # places from which something is loaded
+CLIENTS = ("engine", "transformers")
+SAME_LOAD = "nothing is loaded, so neither overlap nor gate changes it: measured once"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How much is measured. `prompts`: tokens, short, middle and long; `preset` the shape of the model.
+
+    The default profile measures the middle prompt wholly and `SHORT_PLACES` of the short one, the full one everything.
+    A cell has `repeat` rounds, and after `budget_seconds` no further group of cells is begun. `new_tokens` are
+    compared with those of a run without a cache. `ceiling_bytes` are moved at most for a figure of a ceiling.
+    """
+
+    profile: str = "default"
+    client: str = "engine"
+    preset: str = "8b"
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    prompts: tuple[int, ...] = (8 << 10, 32 << 10, 128 << 10)
+    page_tokens: int = 64
+    block_tokens: int = 16
+    repeat: int = 5
+    new_tokens: int = 2
+    ceiling_bytes: int = 1 << 30
+    budget_seconds: float | None = 420.0
+    seed: int = 0
+
+    @classmethod
+    def of(cls, profile: str, device: str) -> Settings:
+        """The settings of a profile (`default`, `full`, `quick`): without a GPU a tiny model and short prompts."""
+        budget = None if profile == "full" else 420.0
+        if profile == "quick":
+            return cls(
+                profile,
+                preset="tiny",
+                device=device,
+                dtype=_dtype(device),
+                prompts=(256,),
+                page_tokens=16,
+                repeat=2,
+                ceiling_bytes=8 << 20,
+            )
+        if device.startswith("cuda"):
+            return cls(profile, device=device, budget_seconds=budget)
+        prompts = (512, 2048, 8192)
+        return cls(profile, "engine", "tiny", device, _dtype(device), prompts, budget_seconds=budget)
+
+    def describe(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "prompts": list(self.prompts)}
+
+
+def _dtype(device: str) -> str:
+    return "bfloat16" if device.startswith("cuda") else "float32"
+
+
+def check(settings: Settings) -> None:
+    """Raises `InvalidValueError` for settings that measure nothing."""
+    if settings.client not in CLIENTS:
+        raise InvalidValueError(f"unknown client {settings.client!r}", f"choose of {', '.join(CLIENTS)}")
+    for tokens in settings.prompts:
+        if tokens < 4 * settings.page_tokens:
+            raise InvalidValueError(f"a prompt of {tokens} tokens", f"use at least {4 * settings.page_tokens}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One thing to measure: `cached` percent of a prompt of `prompt` tokens lie at `where`."""
+
+    prompt: int
+    cached: int
+    where: str
+    overlap: bool
+    gate: bool
+
+    @property
+    def route(self) -> str:
+        """`ssd.route` of the cache that can serve it."""
+        return "direct" if self.where == "ssd_direct" else "via_cpu"
+
+    @property
+    def group(self) -> tuple[str, int, int]:
+        """Cells of a group are measured in turns, with the same baselines."""
+        return self.route, self.prompt, self.cached
+
+    @property
+    def label(self) -> str:
+        """The cell in a few words."""
+        words = [f"{self.prompt:,} tokens", f"{self.cached} % cached", self.where.replace("_", " ")]
+        if self.where in SWITCHED:
+            words += ["overlap" if self.overlap else "no overlap", *(["gate"] if self.gate else [])]
+        return ", ".join(words)
+
+    def describe(self) -> dict[str, Any]:
+        """The cell as plain data; `cell_of` reverses it."""
+        return {
+            "prompt_tokens": self.prompt,
+            "cached_percent": self.cached,
+            "where": self.where,
+            "overlap": self.overlap,
+            "gate": self.gate,
+        }
+
+
+def cell_of(row: Any) -> Cell:
+    """The cell that a row of a report is about."""
+    return Cell(row["prompt_tokens"], row["cached_percent"], row["where"], row["overlap"], row["gate"])
+
+
+def cells(settings: Settings) -> list[Cell]:
+    """The whole matrix, group by group; groups of one route follow each other."""
+    found = []
+    for route, prompt, cached in itertools.product(("via_cpu", "direct"), settings.prompts, CACHED):
+        if cached == 0:
+            found += [Cell(prompt, 0, NOWHERE, overlap=True, gate=False)] if route == "via_cpu" else []
+            continue
+        for where, overlap, gate in itertools.product(PLACES, (True, False), (False, True)):
+            cell = Cell(prompt, cached, where, overlap, gate)
+            if cell.route == route and (where in SWITCHED or (overlap and not gate)):
+                found.append(cell)
+    return found
+
+
+SHORT_PLACES = (NOWHERE, "gpu", "cpu", "ssd_via_cpu")  # of the default profile's short prompt
+_LEFT_OUT = "not part of the default profile: --full measures it"
+_TRANSFORMERS = "the transformers client has it from the CPU tier and the SSD, whole and before the forward pass"
+
+
+def chosen(settings: Settings) -> tuple[list[Cell], dict[Cell, str]]:
+    """What a profile measures, and why not the others."""
+    wanted, others = [], {}
+    for cell in cells(settings):
+        if settings.client == "transformers" and not _plain(cell):
+            others[cell] = _TRANSFORMERS
+        elif settings.profile == "default" and not _usual(settings.prompts, cell):
+            others[cell] = _LEFT_OUT
+        else:
+            wanted.append(cell)
+    return wanted, others
+
+
+def _usual(prompts: Collection[int], cell: Cell) -> bool:
+    short, middle = sorted(prompts)[:2] if len(prompts) > 1 else (0, *prompts)
+    return cell.prompt == middle or (cell.prompt == short and cell.where in SHORT_PLACES)
+
+
+def _plain(cell: Cell) -> bool:
+    return cell.where in ("cpu", "ssd_via_cpu") and not cell.overlap and not cell.gate
+
+
+def cached_tokens(prompt: int, percent: int, page_tokens: int) -> int:
+    """Tokens of a prompt that are cached: full pages, and never its last token."""
+    return min(prompt * percent // 100, prompt - 1) // page_tokens * page_tokens
+
+
+def transfer_seconds(
+    where: str, bytes_by_tier: dict[str, int], copy_gb: float | None, read_gb: float | None
+) -> float | None:
+    """The least that a load can take: its bytes over the bare ceilings, both at work at once. None without a ceiling.
+
+    What goes straight between SSD and GPU is not held against the copy from host memory.
+    """
+    parts = []
+    if where == "ssd_direct":
+        parts.append((bytes_by_tier.get("ssd", 0), read_gb))
+    else:
+        parts.append((sum(bytes_by_tier.values()), copy_gb))
+        parts.append((bytes_by_tier.get("ssd", 0), read_gb))
+    if any(nbytes and not rate for nbytes, rate in parts):
+        return None
+    return max((nbytes / rate / 1e9 for nbytes, rate in parts if rate), default=0.0)
+
+
+def expected_tiers(where: str, pages: int) -> list[str]:
+    """The fastest tier of each of the first so many pages."""
+    upper = {"cpu": pages, "mixed": pages // 2}.get(where, 0)
+    return ["cpu"] * upper + ["ssd"] * (pages - upper)
+
+
+def bytes_at(where: str, pages: int, page_bytes: int) -> dict[str, int]:
+    """What has to be moved of so many pages, by tier."""
+    upper = {"cpu": pages, "mixed": pages // 2}.get(where, 0)
+    parts = {"cpu": upper, "ssd": 0 if where == "gpu" else pages - upper}
+    return {tier: count * page_bytes for tier, count in parts.items() if count}

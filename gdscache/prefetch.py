@@ -1,0 +1,144 @@
+"""The caller's side of prefetches: the handle of one that is under way, and the report when it is over."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from gdscache.errors import DeadlineError
+from gdscache.tiers.index import Page
+from gdscache.tiers.manager import PageStatus, PrefetchPlan
+from gdscache.tiers.prefetching import PrefetchEnd, PrefetchRequest
+
+if TYPE_CHECKING:
+    from gdscache.prefetcher import Prefetcher
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefetchReport:
+    """How a prefetch ended, and `end` says why.
+
+    `tokens` counts the first tokens that were in the CPU tier or faster when their turn came; `pages` counts the pages
+    that the lookup found: `present` (there already), `left` (not begun), `loaded`, or what was wrong with them
+    (`PageStatus`). `nbytes` were read and found good, within `seconds` from the call.
+    """
+
+    tokens: int
+    pages: dict[str, int]
+    nbytes: int
+    seconds: float
+    end: PrefetchEnd
+
+
+class Prefetch:
+    """The handle of one prefetch. Made by `CacheEngine.prefetch`; thread-safe. Leaving its `with` block cancels it.
+
+    It needs nobody: pages are there as soon as they are checked, and what it holds goes back when it ends.
+    """
+
+    def __init__(self, owner: Prefetcher, request: PrefetchRequest, work: PrefetchWork) -> None:
+        self._owner = owner
+        self._request = request
+        self._work = work
+
+    @property
+    def tokens(self) -> int:
+        """Tokens from `start` on that it has seen in the CPU tier, or in a faster one, so far. It grows."""
+        return self._work.good * self._owner.layout.page_tokens
+
+    def done(self) -> bool:
+        """True when it has ended; never waits."""
+        return self._work.over.is_set()
+
+    def wait(self) -> int:
+        """Apply the stop policy (`prefetch.stop`) and return `tokens`; call it when the request is to run.
+
+        `best_effort` stops the prefetch now; `wait_complete` waits for its end, and stops it after `load.deadline`;
+        `timeout` waits until the time that it has from its begin is up. A chunk that is under way then goes on, and a
+        load that needs its pages waits for them.
+        """
+        seconds, why = self._owner.patience(self._request)
+        if not self._work.over.wait(seconds):
+            self._owner.stop(self._request, why)
+        return self.tokens
+
+    def cancel(self) -> None:
+        """End it, after the chunk under way; what has been brought stays. Never waits; again, and later, is fine."""
+        self._owner.stop(self._request, PrefetchEnd.CANCELLED)
+
+    def result(self, seconds: float | None = None) -> PrefetchReport:
+        """Wait until it has ended, whatever the stop policy; never raises for a page.
+
+        Raises `DeadlineError` when it has not ended within `seconds`, `load.deadline` by default. It goes on then.
+        """
+        work, deadline = self._work, self._owner.deadline if seconds is None else seconds
+        if not work.over.wait(deadline):
+            raise DeadlineError(
+                f"a prefetch has not ended after {deadline:g} s: {work.left} of {len(work.pages)} pages have not begun",
+                "loads go first: wait longer, or cancel() it",
+            )
+        assert self._request.end is not None, "over without a cause"
+        nbytes = work.counts[PageStatus.LOADED.value] * self._owner.layout.page_bytes
+        return PrefetchReport(self.tokens, dict(work.counts), nbytes, work.seconds, self._request.end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class PrefetchWork:
+    """The pages of one prefetch and what has become of them. The manager's lock guards it.
+
+    `keep`: keys that its own slots may not push out.
+    """
+
+    def __init__(self, pages: Sequence[Page], present: int, keep: set[bytes]) -> None:
+        self.pages = pages
+        self.keep = keep
+        self.at = self.good = present  # pages before `at` have had their turn; those before `good` are all there
+        self.counts: Counter[str] = Counter(present=present) if present else Counter()
+        self.seconds = 0.0
+        self.over = threading.Event()
+        self._lacking: set[int] = set()  # pages before `at` that are moving, or bad
+
+    @property
+    def left(self) -> int:
+        """Pages that have not had their turn."""
+        return len(self.pages) - self.at
+
+    def take(self, plan: PrefetchPlan) -> list[int]:
+        """Pages that are there, or begin to move; which of them do."""
+        moving = [self.at + i for i, task in enumerate(plan.found) if task is not None]
+        if len(plan.found) > len(moving):
+            self.counts["present"] += len(plan.found) - len(moving)
+        self.at += len(plan.found)
+        self._lacking.update(moving)
+        self._advance()
+        return moving
+
+    def land(self, numbers: Sequence[int], statuses: Sequence[str]) -> None:
+        """The verdict on pages that moved."""
+        self.counts.update(statuses)
+        good = PageStatus.LOADED.value
+        self._lacking.difference_update(n for n, status in zip(numbers, statuses, strict=True) if status == good)
+        self._advance()
+
+    def _advance(self) -> None:
+        while self.good < self.at and self.good not in self._lacking:
+            self.good += 1
+
+    def finish(self, seconds: float) -> None:
+        """It has ended."""
+        if self.left:
+            self.counts["left"] = self.left
+        self.seconds = seconds
+        self.keep = set()
+        self.over.set()

@@ -1,0 +1,208 @@
+"""The worker side of prefetches, SSD to CPU tier: who has chunks moved, one request in turn.
+
+What may begin, and when, `tiers/prefetching.py` decides. A chunk reserves its CPU slots when it begins, is read and
+checked as a load's pages are, and waits for no load. Nothing is held between two chunks but the names of pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from gdscache.config import PrefetchConfig
+from gdscache.errors import EngineClosedError
+from gdscache.layout import PageLayout
+from gdscache.loader import Loader
+from gdscache.loading import LoadReport
+from gdscache.prefetch import Prefetch, PrefetchWork
+from gdscache.tiers.index import Page
+from gdscache.tiers.manager import PageStatus, PrefetchPlan, TierManager
+from gdscache.tiers.prefetching import SWEPT, PrefetchedPages, PrefetchEnd, PrefetchQueue, PrefetchRequest
+
+_log = logging.getLogger("gdscache")
+
+
+class Prefetcher:
+    """Carries prefetches out: `prefetch.concurrent` threads move chunks, and one waits until the next may begin."""
+
+    def __init__(self, manager: TierManager, loader: Loader, layout: PageLayout, config: PrefetchConfig) -> None:
+        self.layout = layout
+        self.deadline = loader.config.deadline
+        self._manager = manager
+        self._loader = loader
+        cpu = manager.cpu
+        limit = 0 if cpu is None else max(1, int(config.quota * cpu.index.slots))
+        self._held = manager.prefetched = PrefetchedPages(limit, _nowhere if cpu is None else cpu.index.slot)
+        self._queue = PrefetchQueue(config, max(1, config.chunk // layout.extent_bytes), self._held, self._ended)
+        self._live: dict[PrefetchRequest, PrefetchWork] = {}
+        self._requests = 0
+        self._ends: Counter[str] = Counter()
+        self._pages: Counter[str] = Counter()
+        self._changed = loader.changed
+        self._pool = ThreadPoolExecutor(config.concurrent, "gdscache-prefetch")
+        self._thread: threading.Thread | None = None  # not before there is something to do
+        self._closed = False
+
+    def start(self, pages: Sequence[Page]) -> Prefetch:
+        """Begin to bring those of the consecutive cached pages to the CPU tier that only the SSD has."""
+        manager, keep = self._manager, {page.key for page in pages}
+        with manager.lock:
+            if self._closed:
+                raise EngineClosedError(
+                    "the engine was closed meanwhile", "open a new one with CacheEngine.from_config"
+                )
+            found = manager.peek(pages)
+            present = found.index("ssd") if "ssd" in found else len(found)
+            if manager.cpu is None:
+                del found[present:]
+            wanted = found.count("ssd")
+            pages = pages[: len(found)]
+            if wanted and manager.cpu is not None:
+                keep |= manager.cpu.index.family(pages[:1])
+                self._ensure_thread()
+            request, work = PrefetchRequest(wanted), PrefetchWork(pages, present, keep)
+            self._requests += 1
+            self._live[request] = work
+            self._queue.add(request, wanted * self.layout.page_tokens)
+            self._changed.notify_all()
+            return Prefetch(self, request, work)
+
+    def stop(self, request: PrefetchRequest, why: PrefetchEnd) -> None:
+        """Begin no further chunk of it."""
+        with self._manager.lock:
+            self._queue.stop(request, why)
+
+    def patience(self, request: PrefetchRequest) -> tuple[float, PrefetchEnd]:
+        """How long `wait` waits, in seconds, and why it stops the prefetch then."""
+        with self._manager.lock:
+            return self._queue.patience(request, self.deadline)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain data: prefetches by how they ended, pages by what became of them, used or lost before anybody did."""
+        lock, held = self._manager.lock, self._held
+        with lock:
+            left = held.unused
+        while left > 0:
+            with lock:
+                left -= held.sweep(SWEPT) or left
+        with lock:
+            return {
+                "requests": self._requests,
+                "under_way": len(self._queue),
+                "ended": {end.value: self._ends[end.value] for end in PrefetchEnd},
+                "pages": dict(self._pages),
+                "bytes": self._pages[PageStatus.LOADED.value] * self.layout.page_bytes,
+                "used_pages": held.used,
+                "lost_pages": held.lost,
+                "unused_pages": held.unused,
+                "held_pages": len(held),
+                "quota_pages": held.limit,
+            }
+
+    def close(self) -> None:
+        """Refuse new prefetches, end those that there are, and wait for the chunks under way. Twice is fine."""
+        with self._manager.lock:
+            self._closed = True
+            self._stop_all(PrefetchEnd.CLOSED)
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        self._pool.shutdown(wait=True)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._serve, name="gdscache-prefetch-turns", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        with self._manager.lock, contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._stop_all, PrefetchEnd.ERROR)
+            while not self._closed:
+                self._pump()
+                self._changed.wait(self._queue.wake())
+            on_failure.pop_all()
+
+    def _stop_all(self, why: PrefetchEnd) -> None:
+        for request in list(self._live):
+            self._queue.stop(request, why)
+
+    def _pump(self) -> None:
+        """Begin what may begin. The lock is held."""
+        while not self._closed:
+            turn = self._queue.next(demand=self._loader.loads > 0)
+            if turn is None:
+                return
+            request, most = turn
+            work = self._live[request]
+            plan = self._manager.plan_prefetch(work.pages, work.at, most, work.keep)
+            tasks, numbers = plan.chunk.tasks, work.take(plan)
+            if tasks:
+                self._held.begin(task.page.key for task in tasks)
+                self._queue.begin(request, chunk=True, left=work.left)
+                self._move(request, plan, numbers)
+            elif plan.then == "busy":
+                self._queue.park(request)
+            else:
+                self._queue.begin(request, chunk=False, left=work.left)
+            if plan.then in _ENDS:
+                self._queue.stop(request, _ENDS[plan.then])
+
+    def _move(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
+        landed = functools.partial(self._landed, request, plan, numbers)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(landed, None)
+            future = self._pool.submit(self._loader.bring, plan.chunk)
+            on_failure.pop_all()
+        future.add_done_callback(landed)
+
+    def _landed(
+        self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int], future: Future[LoadReport] | None
+    ) -> None:
+        """A chunk has ended, in the thread that moved it; `future` is None when none could be had."""
+        error = None if future is None else future.exception()
+        if error is not None:
+            _log.error("a chunk of a prefetch broke off", exc_info=error)
+        tasks = plan.chunk.tasks
+        with self._manager.lock:
+            self._manager.finish_pages([t for t in tasks if t.status is PageStatus.PENDING], PageStatus.ABORTED)
+            self._manager.end(plan.chunk.lease)
+            statuses = []
+            for task in tasks:
+                assert task.target is not None, "a page of a prefetch without a slot"
+                good = task.status is PageStatus.LOADED
+                cleared = good and task.target.dropped
+                statuses.append("cleared" if cleared else task.status.value)
+                self._held.land(task.page.key, task.target.slot if good and not cleared else None)
+            self._pages.update(statuses)
+            self._live[request].land(numbers, statuses)
+            if "cleared" in statuses:
+                self._queue.stop(request, PrefetchEnd.MISSING)
+            self._queue.land(request, good=set(statuses) == {PageStatus.LOADED.value})
+            if future is not None:
+                self._pump()
+                if self._queue.wake() is not None:
+                    self._changed.notify_all()
+
+    def _ended(self, request: PrefetchRequest) -> None:
+        """The queue's last word on a request."""
+        assert request.end is not None, "over without a cause"
+        work = self._live.pop(request)
+        self._ends[request.end.value] += 1
+        work.finish(time.monotonic() - request.begun)
+
+
+_ENDS = {"missing": PrefetchEnd.MISSING, "no_room": PrefetchEnd.NO_ROOM}
+
+
+def _nowhere(key: bytes) -> int | None:
+    return None

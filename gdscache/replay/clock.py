@@ -1,0 +1,205 @@
+"""Virtual time: events in order, processes that wait for them, and the machine whose time it is. No threads.
+
+A process is a generator that yields what it waits for, a `Done`. It goes on when that has happened, at that time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+from gdscache.errors import InvalidValueError
+
+READS_PER_WRITE = 8  # as the queue of the transports: with both waiting, so many bytes are read for each one written
+
+Process = Generator["Done", None, None]
+
+
+class Done:
+    """Something that happens once."""
+
+    __slots__ = ("_clock", "happened", "waiting")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.happened = False
+        self.waiting: list[Process] = []
+
+    def fire(self) -> None:
+        """It happens now. Whoever waits goes on at this time."""
+        self.happened = True
+        if self.waiting:
+            self._clock.ready.extend(self.waiting)
+            self.waiting = []
+
+
+class Clock:
+    """Seconds since the begin of the simulation."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ready: deque[Process] = deque()  # to go on now
+        self.past = Done(self)  # what has happened already
+        self.past.happened = True
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = 0
+
+    def time(self) -> float:
+        """For whatever takes a clock."""
+        return self.now
+
+    def call(self, at: float, action: Callable[[], None]) -> None:
+        """`action` at a time that is not past; actions of one time in the order of the calls."""
+        self._numbers += 1
+        heapq.heappush(self._events, (max(at, self.now), self._numbers, action))
+
+    def wait(self, seconds: float) -> Done:
+        """What happens in so many seconds."""
+        if seconds <= 0:
+            return self.past
+        done = Done(self)
+        self.call(self.now + seconds, done.fire)
+        return done
+
+    def start(self, process: Process) -> None:
+        """Run a process up to its first wait."""
+        for done in process:
+            if not done.happened:
+                done.waiting.append(process)
+                return
+
+    def run(self, until: float = math.inf) -> None:
+        """Let everything happen up to a time, that included, or until nothing is left to happen."""
+        ready, events = self.ready, self._events
+        while True:
+            while ready:
+                self.start(ready.popleft())
+            if not events or events[0][0] > until:
+                break
+            self.now, _, action = heapq.heappop(events)
+            action()
+        if until < math.inf:
+            self.now = max(self.now, until)
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What the simulated machine does in a second. Bytes and tokens a second (infinite: takes no time), seconds.
+
+    `link`: host memory to GPU memory, and as much the other way at the same time. `latency`: of each read or write of
+    the SSD. `prefill`: tokens that are computed in a second, for each request as if it were alone. `overlap`: the
+    prefill runs while the cached pages are loaded.
+    """
+
+    ssd_read: float = math.inf
+    ssd_write: float = math.inf
+    link: float = math.inf
+    latency: float = 0.0
+    prefill: float = math.inf
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("ssd_read", "ssd_write", "link", "prefill"):
+            if not getattr(self, name) > 0:
+                raise InvalidValueError(f"{name} is {getattr(self, name)}", "a rate is more than 0")
+        if not 0 <= self.latency < math.inf:
+            raise InvalidValueError(f"latency is {self.latency}", "it is seconds, 0 or more")
+
+    def describe(self) -> dict[str, Any]:
+        """JSON knows no infinity: what takes no time is None."""
+        return {k: None if v == math.inf else v for k, v in dataclasses.asdict(self).items()}
+
+
+class Pipe:
+    """Moves bytes in the order in which they come, at one rate."""
+
+    def __init__(self, clock: Clock, rate: float) -> None:
+        self._clock = clock
+        self._rate = rate
+        self._free = 0.0  # when the last one is through
+
+    def move(self, nbytes: int) -> Done:
+        now = self._clock.now
+        self._free = max(self._free, now) + nbytes / self._rate
+        return self._clock.wait(self._free - now)
+
+
+class _Moving:
+    __slots__ = ("done", "left")
+
+    def __init__(self, left: float, done: Done) -> None:
+        self.left = left
+        self.done = done
+
+
+class Disk:
+    """An SSD that reads and writes in turn, each in the order in which they come.
+
+    While only one kind waits it has the whole device. While both do, `READS_PER_WRITE` bytes are read for each byte
+    written, so that reads go first and writes never starve.
+    """
+
+    def __init__(self, clock: Clock, read: float, write: float, latency: float = 0.0) -> None:
+        self._clock = clock
+        self._latency = latency
+        cycle = READS_PER_WRITE / read + 1 / write  # seconds for so many bytes read and one written
+        self._alone = (read, write)
+        self._shared = (READS_PER_WRITE / cycle, 1 / cycle) if cycle else (math.inf, math.inf)
+        self._queues: tuple[deque[_Moving], deque[_Moving]] = (deque(), deque())
+        self._since = 0.0
+        self._plan = 0  # events of older plans are void
+
+    def read(self, nbytes: int) -> Done:
+        return self._add(0, nbytes)
+
+    def write(self, nbytes: int) -> Done:
+        return self._add(1, nbytes)
+
+    def _rates(self) -> tuple[float, float]:
+        return self._shared if self._queues[0] and self._queues[1] else self._alone
+
+    def _add(self, kind: int, nbytes: int) -> Done:
+        if self._alone[kind] == math.inf and not self._queues[kind]:
+            return self._clock.wait(self._latency)
+        done = Done(self._clock)
+        self._progress()
+        self._queues[kind].append(_Moving(nbytes, done))
+        self._schedule()
+        return done
+
+    def _progress(self) -> None:
+        """Bring what is left of the first of each queue up to now."""
+        seconds = self._clock.now - self._since
+        self._since = self._clock.now
+        if seconds:
+            for queue, rate in zip(self._queues, self._rates(), strict=True):
+                if queue:
+                    queue[0].left = max(0.0, queue[0].left - seconds * rate)
+
+    def _schedule(self) -> None:
+        """Plan the next end by what is queued now."""
+        self._plan += 1
+        plan = self._plan
+        ends = [
+            (queue[0].left / rate, kind)
+            for kind, (queue, rate) in enumerate(zip(self._queues, self._rates(), strict=True))
+            if queue
+        ]
+        if ends:
+            seconds, kind = min(ends)
+            self._clock.call(self._clock.now + seconds, lambda: self._end(plan, kind))
+
+    def _end(self, plan: int, kind: int) -> None:
+        if plan != self._plan:
+            return
+        self._progress()
+        done = self._queues[kind].popleft().done
+        if self._latency:
+            self._clock.call(self._clock.now + self._latency, done.fire)
+        else:
+            done.fire()
+        self._schedule()

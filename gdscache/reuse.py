@@ -1,0 +1,153 @@
+"""How soon pages of a class are used again, watched on a sample, and what lifetimes of the classes follow from it.
+
+Time is counted in pages that are stored.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+# 0, 1, 2, 3, 4, 6, 8, 12, 16, ...: age i is from AGES[i] on; a use that comes later than the last is not counted.
+AGES = np.array([0, 1] + [(2 + i % 2) << i // 2 for i in range(52)], np.float64)
+NEGLIGIBLE = 0.01  # gain over one lifetime for all that is not trusted at all
+CERTAIN = 0.03  # gain that is trusted in full
+PRIOR = 200.0  # pages of the average class that are added to each class
+
+
+class ReuseMonitor:
+    """Ages at which pages of each class are used again, on keys chosen by their bits, whether they are present or not.
+
+    Of so many keys that about `SAMPLES` are known at a time (Waldspurger, Park, Garthwaite, Ahmad: Efficient MRC
+    Construction with SHARDS, FAST 2015). What was counted fades by half in `FADE` periods; a period is as many stored
+    pages as there are in the tier. Classes from `kin` on are of used pages, one use more each.
+    """
+
+    SAMPLES = 16384
+    FADE = 16.0
+    ROUND = 256  # stored pages between two conclusions, or a quarter of a period if that is more
+    HORIZON = 32  # periods: no lifetime is longer
+    __slots__ = ("_arrived", "_hits", "_kin", "_known", "_last", "_new", "_new_hits", "_past", "due", "limit")
+
+    def __init__(self, classes: int, kin: int, pages: int) -> None:
+        self._kin = kin
+        self._known: OrderedDict[int, tuple[int, int]] = OrderedDict()  # bits -> (time, class) of the last use
+        self.limit = self._chosen(pages)
+        self.due = self.ROUND  # when to ask for a conclusion
+        self._last = 0  # time of the last one
+        self._new = [0] * (classes + 1)  # since then: uses that made a page one of a class; the last one: pages stored
+        self._new_hits: list[dict[int, int]] = [{} for _ in range(classes)]  # age -> uses of pages of a class
+        self._arrived: Floats = np.zeros(classes + 1)  # as `_new`, and faded
+        self._hits: Floats = np.zeros((classes, len(AGES)))
+        self._past = deque([(-1, self._arrived)])  # (time, `_arrived`) of each conclusion
+
+    def see(self, bits: int, number: int, now: int, stored: bool = False) -> None:
+        """A page is used, or `stored`, and of class `number` from now on.
+
+        `bits`: 64 bits of its key, of which `bits >> 36 & 0xFFFF` is below `limit`.
+        """
+        known = self._known
+        last = known.get(bits)
+        if last is not None:
+            hits, age = self._new_hits[last[1]], _range(now - last[0])
+            hits[age] = hits.get(age, 0) + 1
+            known.move_to_end(bits)
+        known[bits] = (now, number)
+        self._new[number] += 1
+        self._new[-1] += stored
+        if len(known) > self.SAMPLES:
+            known.popitem(last=False)
+
+    def learn(self, pages: int, now: int) -> Floats | None:
+        """The lifetimes of the classes in a tier of `pages`; None when it is too soon to conclude. Sets `due`."""
+        since = now - self._last
+        if since < self.ROUND or 4 * since < pages:
+            self.due = now + 1
+            return None
+        keep = 0.5 ** (since / (self.FADE * pages))
+        self._arrived = self._arrived * keep + self._new
+        self._hits *= keep
+        for number, hits in enumerate(self._new_hits):
+            for age, uses in hits.items():
+                self._hits[number, age] += uses
+            hits.clear()
+        self._new = [0] * len(self._new)
+        self._last = now
+        self.due = now + self.ROUND
+        self.limit = self._chosen(pages)
+        ages = AGES[: int(np.searchsorted(AGES, self.HORIZON * pages)) + 1]
+        self._past.append((now, self._arrived))
+        while self._past[1][0] < now - ages[-1]:
+            self._past.popleft()
+        # As many pages as the tier has, each for as long as they were stored in.
+        room = pages * float(self._arrived[-1])
+        lifetimes = best_lifetimes(ages, self.chances(ages), self._arrived[:-1], room)
+        used = lifetimes[self._kin :]
+        used[0] = lifetimes[: self._kin + 1].max()
+        np.maximum.accumulate(used, out=used)  # a page is used no less than what follows it, and stays as long
+        return lifetimes
+
+    def _chosen(self, pages: int) -> int:
+        """Keys are watched that have 16 bits below this, so that those of some periods are known at a time."""
+        return int((1 << 16) * min(1.0, self.SAMPLES / (8 * max(pages, 1))))
+
+    def chances(self, ages: Floats) -> Floats:
+        """For each class and each range of `ages` (B,), the chance of a use at such an age: float64 (C, B - 1).
+
+        Uses at an age are compared with the pages that are old enough, not with all. Classes with few pages are taken
+        to be like all of them together, with the weight of `PRIOR` pages. Where no page is old enough it is 0.
+        """
+        times = np.array([time for time, _ in self._past], np.float64)
+        arrived = np.array([arrived[:-1] for _, arrived in self._past])
+        born = times[-1] - (ages[1:] + ages[:-1]) / 2  # when pages of such an age arrived: between two conclusions
+        after = np.clip(np.searchsorted(times, born), 1, len(times) - 1)
+        part = np.clip((born - times[after - 1]) / (times[after] - times[after - 1]), 0, 1)[:, None]
+        reached = ((1 - part) * arrived[after - 1] + part * arrived[after]).T
+        hits = self._hits[:, : len(ages) - 1]
+        every = reached.sum(axis=0)
+        pooled = np.divide(hits.sum(axis=0), every, out=np.zeros_like(every), where=every > 0)
+        chances: Floats = (hits + PRIOR * pooled) / (reached + PRIOR)
+        chances[:, every <= 0] = 0
+        return chances
+
+
+def best_lifetimes(ages: Floats, chances: Floats, arrived: Floats, room: float) -> Floats:
+    """The lifetimes, one a class, with the most hits for `room`: pages times time.
+
+    `chances` (C, B - 1): of a use in each range of `ages` (B,); `arrived` (C,): pages, each use and each store counted.
+    At the best ones, a longer life brings as many hits for its room in each class: at the price of room, which is
+    bisected. Where two lifetimes are as good, what is left of the room decides in between. As far as the gain over
+    one lifetime for all is small it is not trusted, and lifetimes come near to that one.
+    """
+    chance = np.zeros((len(chances), len(ages)))
+    chance[:, 1:] = np.minimum(np.cumsum(chances, axis=1), 1.0)
+    alive = 1.0 - chance
+    lived = np.zeros_like(chance)
+    lived[:, 1:] = np.cumsum((alive[:, 1:] + alive[:, :-1]) / 2 * np.diff(ages), axis=1)
+    hits, used = arrived[:, None] * chance, arrived[:, None] * lived
+    same = float(np.interp(room, used.sum(axis=0), ages))
+    same_hits = float(np.interp(same, ages, hits.sum(axis=0)))
+    rows = np.arange(len(hits))
+    cheap, dear = 0.0, 1.0  # hits for a page and a time of one
+    for _ in range(32):
+        price = (cheap + dear) / 2
+        at = np.argmax(hits - price * used, axis=1)
+        cheap, dear = (price, dear) if used[rows, at].sum() > room else (cheap, price)
+    less, more = (np.argmax(hits - price * used, axis=1) for price in (dear, cheap))
+    least, most = used[rows, less].sum(), used[rows, more].sum()
+    share = min(1.0, max(0.0, (room - least) / (most - least))) if most > least else 0.0
+    best: Floats = ages[less] * (1 - share) + ages[more] * share
+    found = hits[rows, less].sum() * (1 - share) + hits[rows, more].sum() * share
+    gain = found / same_hits - 1 if same_hits > 0 else 0.0
+    trust = min(1.0, max(0.0, (gain - NEGLIGIBLE) / (CERTAIN - NEGLIGIBLE)))
+    return same + trust * (best - same)
+
+
+def _range(age: int) -> int:
+    """Where an age is in `AGES`."""
+    bits = age.bit_length()
+    return age if bits < 2 else min(2 * bits - 2 + (age >> bits - 2 & 1), len(AGES) - 1)

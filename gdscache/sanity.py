@@ -1,0 +1,83 @@
+"""What a configuration is allowed to be, and is hardly meant to be: said when an engine opens, with the figures.
+
+What cannot work is refused by `Config`. This is about what works and disappoints.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from gdscache.config import Config
+from gdscache.sizes import format_size
+from gdscache.tiers.store_plan import BATCH_BYTES
+
+SEGMENTS = 3  # that half of the staging ring is cut into, of a page at least
+
+
+def concerns(config: Config, gpu_pages: int, *, on_gpu: bool) -> list[str]:
+    """One sentence each, with the setting to change.
+
+    `gpu_pages`: pages that the planes hold, attached or owned; `on_gpu`: they lie on a GPU, and not in host memory.
+    """
+    return [*_pools(config, gpu_pages), *_buffers(config, on_gpu), *_policies(config)]
+
+
+def _pools(config: Config, gpu_pages: int) -> Iterator[str]:
+    extent = config.model.layout().extent_bytes
+    pools = [("the GPU's planes", gpu_pages, "gpu.capacity")]
+    if config.cpu is not None:
+        pools.append(("the CPU pool", config.cpu.capacity // extent, "cpu.capacity"))
+    if config.ssd is not None:
+        pools.append(("the SSD", config.ssd.capacity // extent, "ssd.capacity"))
+    for (above, more, _), (below, fewer, setting) in itertools.pairwise(pools):
+        if fewer < more:
+            yield (
+                f"{below} holds {_pages(fewer)} and {above} {more:,}: most of what leaves {above} is gone from {below} "
+                f"too. Raise {setting} above {format_size(more * extent)}"
+            )
+
+
+def _buffers(config: Config, on_gpu: bool) -> Iterator[str]:
+    layout = config.model.layout()
+    extent, below = layout.extent_bytes, config.cpu is not None or config.ssd is not None
+    fit = config.gpu.staging // 2 // extent
+    if below and on_gpu and fit < SEGMENTS:
+        yield (
+            f"half of gpu.staging holds {_pages(fit)} of {format_size(extent)}: copies and kernels overlap where it "
+            f"holds {SEGMENTS}. Raise gpu.staging to {format_size(2 * SEGMENTS * extent)}, or lower model.page_tokens"
+        )
+    bounced = config.host_buffer // 2 // extent
+    if config.ssd is not None and bounced < 2:
+        yield (
+            f"half of host_buffer holds {_pages(bounced)}: what passes through it is read, or written, one page at a "
+            f"time. Raise host_buffer to {format_size(2 * max(4 * extent, BATCH_BYTES))}"
+        )
+    if below and config.store.queue < min(BATCH_BYTES, 16 * extent):
+        yield (
+            f"store.queue holds {_pages(config.store.queue // extent)}, less than one batch of writes: stores of long "
+            f"prompts are dropped in part. Raise it above {format_size(min(BATCH_BYTES, 16 * extent))}"
+        )
+
+
+def _policies(config: Config) -> Iterator[str]:
+    ssd = config.ssd
+    extent = config.model.layout().extent_bytes
+    if ssd is not None:
+        slots = ssd.capacity // extent
+        if ssd.reserve > slots // 8:
+            yield (
+                f"ssd.reserve is {_pages(ssd.reserve)} of {slots:,}: an eighth, {slots // 8:,}, is kept. Lower it, or "
+                f"raise ssd.capacity"
+            )
+        if ssd.endurance is not None and ssd.endurance < ssd.capacity // 100:
+            yield (
+                f"ssd.endurance is {format_size(ssd.endurance)} a day: to fill ssd.capacity once takes "
+                f"{ssd.capacity // ssd.endurance:,} days. Raise it, or lower ssd.capacity"
+            )
+    if ssd is None and config.store.write_policy != type(config.store).model_fields["write_policy"].default:
+        yield f"store.write_policy is {config.store.write_policy} and there is no SSD tier: it has no effect. Add ssd"
+
+
+def _pages(n: int) -> str:
+    return f"{n:,} page" if n == 1 else f"{n:,} pages"

@@ -1,0 +1,305 @@
+"""What goes wrong, where and how often: the rules of a `FaultyTransport`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gdscache.errors import InvalidValueError
+from gdscache.layout import PageLayout
+from gdscache.storage.base import Op
+
+
+class Fault(enum.Enum):
+    EIO = "eio"
+    """Not tried, and answered with the errno EIO."""
+    ENOSPC = "enospc"
+    """A write is not tried, and answered with the errno ENOSPC."""
+    SHORT = "short"
+    """Half of the bytes, in whole sectors, are moved, and that is said."""
+    FLIP = "flip"
+    """One bit is moved wrong, and nothing is said."""
+    ZERO = "zero"
+    """Zeros take the place of the bytes, and nothing is said."""
+    LOST = "lost"
+    """A write is acknowledged and never done."""
+    TORN = "torn"
+    """A write is acknowledged, and half of it, in whole sectors, is done."""
+    DELAY = "delay"
+    """Begun `seconds` late; then all is well."""
+    HANG = "hang"
+    """Not begun before the rule is released; then all is well. The memory is the transport's for so long."""
+
+
+_OF_WRITES = (Fault.ENOSPC, Fault.LOST, Fault.TORN)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExtentPart:
+    """The bytes `start` to `stop` (exclusive) of every extent of `extent_bytes`, extents lying back to back from 0."""
+
+    start: int
+    stop: int
+    extent_bytes: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= self.extent_bytes:
+            raise InvalidValueError(
+                f"bytes {self.start} to {self.stop} are no part of an extent of {self.extent_bytes} bytes",
+                "give start < stop, both within the extent",
+            )
+
+    @classmethod
+    def layer(cls, layout: PageLayout, layer: int) -> ExtentPart:
+        """Where the pages of `layout` have their layer number `layer`."""
+        start, stop = layout.layer_bounds[layer]
+        return cls(start, stop, layout.extent_bytes)
+
+    def within(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """`(start, stop)` of what a request of `nbytes` at `offset` has of it, counted from the request's start."""
+        found = []
+        for extent in range(offset - offset % self.extent_bytes, offset + nbytes, self.extent_bytes):
+            start = max(extent + self.start - offset, 0)
+            stop = min(extent + self.stop - offset, nbytes)
+            if start < stop:
+                found.append((start, stop))
+        return found
+
+
+@dataclasses.dataclass(eq=False)
+class FaultRule:
+    """One fault, and the requests that it meets: all of them, or those that every condition given here lets through.
+
+    `op`: reads or writes only. `where(path, offset)`: the file, and the offset of the request in it, in bytes; called
+    under a lock, one request at a time. `part`: requests that touch this part of an extent; FLIP and ZERO then damage
+    nothing else. `rate`: this share of them, 0 to 1, drawn. `skip`: not the first so many; `times`: then no more than
+    so many.
+
+    `bit` is the bit that FLIP inverts, counted through the request, or through the part; drawn if it is None.
+    `seconds` is how late a DELAY is. `met` counts the requests met.
+
+    Raises `InvalidValueError` for a rule that can meet nothing.
+    """
+
+    fault: Fault
+    op: Op | None = None
+    where: Callable[[str, int], bool] | None = None
+    part: ExtentPart | None = None
+    rate: float = 1.0
+    skip: int = 0
+    times: int | None = None
+    bit: int | None = None
+    seconds: float = 0.0
+    met: int = dataclasses.field(default=0, init=False)
+    _passed: int = dataclasses.field(default=0, init=False)
+    gate: threading.Event = dataclasses.field(default_factory=threading.Event, init=False)
+
+    def __post_init__(self) -> None:
+        if self.fault in _OF_WRITES:
+            if self.op is Op.READ:
+                raise InvalidValueError(f"a read cannot be {self.fault.value}", "leave op out, or set it to write")
+            self.op = Op.WRITE
+        if not 0 < self.rate <= 1:
+            raise InvalidValueError(f"the rate of a fault is {self.rate}", "set rate above 0, and to 1 at most")
+        if (self.fault is Fault.DELAY) != (self.seconds > 0):
+            raise InvalidValueError(
+                f"{self.seconds} seconds for the fault {self.fault.value}",
+                "give seconds above 0 to delay, and only to it",
+            )
+
+    def release(self) -> None:
+        """Let what hangs go on; from now on nothing hangs by this rule."""
+        self.gate.set()
+
+    def wait(self) -> None:
+        """For the transport: what a DELAY or a HANG waits for."""
+        if self.fault is Fault.HANG:
+            self.gate.wait()
+        else:
+            self.gate.wait(self.seconds)
+
+    @property
+    def is_late(self) -> bool:
+        return self.fault in (Fault.DELAY, Fault.HANG)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Met:
+    """A rule that meets a request, and the random numbers for it."""
+
+    rule: FaultRule
+    draw: random.Random
+
+
+class FaultPlan:
+    """The rules in force, for any number of transports. The first rule that meets a request has it. Thread-safe.
+
+    Draws depend on `seed`, the rule's place among all rules ever added, the file (in the order of `open`), the offset,
+    and how often that was asked for: threads in another order change nothing. With `trace`, `ended` lists
+    (op, path, offset) of the requests, met or not, in the order of their ends.
+    """
+
+    def __init__(self, *rules: FaultRule, seed: int = 0, trace: bool = False) -> None:
+        self.seed = seed
+        self.trace = trace
+        self.ended: list[tuple[Op, str, int]] = []
+        self._lock = threading.Lock()
+        self._rules: dict[FaultRule, int] = {}
+        self._added = 0
+        self._visits: Counter[tuple[Op, int, int]] = Counter()
+        self._held = 0
+        self._counts: Counter[str] = Counter()
+        for rule in rules:
+            self.add(rule)
+
+    def add(self, rule: FaultRule) -> FaultRule:
+        """Put the rule in force, after those that are."""
+        with self._lock:
+            self._rules[rule] = self._added
+            self._added += 1
+        return rule
+
+    def remove(self, rule: FaultRule) -> None:
+        """Take the rule away, and let what hangs by it go on; again is fine."""
+        with self._lock:
+            self._rules.pop(rule, None)
+        rule.release()
+
+    @contextmanager
+    def rule(self, fault: Fault, op: Op | None = None, **conditions: Any) -> Iterator[FaultRule]:
+        """A `FaultRule(fault, op, **conditions)` for the length of a block."""
+        rule = self.add(FaultRule(fault, op, **conditions))
+        try:
+            yield rule
+        finally:
+            self.remove(rule)
+
+    def reset(self) -> None:
+        """Take all rules away, release what hangs, forget the counts; draws begin anew."""
+        with self._lock:
+            rules, self._rules = list(self._rules), {}
+            self._added = 0
+            self._visits.clear()
+            self._counts.clear()
+            self.ended = []
+        for rule in rules:
+            rule.release()
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to do but to hand requests on."""
+        return self.trace or bool(self._rules)
+
+    @property
+    def held(self) -> int:
+        """Requests that a DELAY or a HANG has met and that have not ended yet."""
+        with self._lock:
+            return self._held
+
+    def describe(self) -> dict[str, int]:
+        """How many requests met each kind of fault."""
+        with self._lock:
+            return dict(self._counts)
+
+    # -- for the transport -------------------------------------------------------------------------------------------
+
+    def meet(self, op: Op, file: int, path: str, offset: int, nbytes: int) -> Met | None:
+        """The rule that has this request. `file` is the number of the file among those that the transport opened."""
+        with self._lock:
+            if not self._rules:
+                return None
+            self._visits[op, file, offset] += 1
+            visit = self._visits[op, file, offset]
+            for rule, number in self._rules.items():
+                if rule.op not in (None, op) or (rule.times is not None and rule.met >= rule.times):
+                    continue
+                if rule.where is not None and not rule.where(path, offset):
+                    continue
+                if rule.part is not None and not rule.part.within(offset, nbytes):
+                    continue
+                draw = random.Random(f"{self.seed}/{number}/{op.value}/{file}/{offset}/{visit}")
+                if rule.rate < 1 and draw.random() >= rule.rate:
+                    continue
+                rule._passed += 1
+                if rule._passed <= rule.skip:
+                    continue
+                rule.met += 1
+                self._counts[rule.fault.value] += 1
+                self._held += rule.is_late
+                return Met(rule, draw)
+        return None
+
+    def end(self, op: Op, path: str, offset: int, met: Met | None) -> None:
+        """A request is about to be reported."""
+        with self._lock:
+            if met is not None and met.rule.is_late:
+                self._held -= 1
+            if self.trace:
+                self.ended.append((op, path, offset))
+
+    # -- from a file -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_file(cls, path: Path) -> tuple[FaultPlan, str]:
+        """The plan that a JSON file describes, and the name of the transport to wrap (`posix` if it has none).
+
+        `{"seed": 7, "inner": "posix", "rules": [{"fault": "flip", "op": "read", "rate": 0.01}]}`: a rule has the fields
+        of `FaultRule` but `where`; `part` is `[start, stop, extent_bytes]`. Raises `InvalidValueError`.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidValueError(f"{path} holds no plan of faults: {error}", "write a JSON object") from error
+        known = {"seed": int, "inner": str, "rules": list}
+        _check(path, data, known)
+        rules = [_rule(path, entry) for entry in data.get("rules", [])]
+        return cls(*rules, seed=data.get("seed", 0)), data.get("inner", "posix")
+
+
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "fault": str,
+    "op": str,
+    "part": list,
+    "rate": (int, float),
+    "skip": int,
+    "times": int,
+    "bit": int,
+    "seconds": (int, float),
+}
+
+
+def _check(path: Path, data: object, known: Mapping[str, type | tuple[type, ...]]) -> None:
+    if not isinstance(data, dict):
+        raise InvalidValueError(f"{path}: {data!r} is no object", f"give an object with {', '.join(known)}")
+    for key, value in data.items():
+        if key not in known:
+            raise InvalidValueError(f"{path}: {key!r} is not known", f"known are {', '.join(known)}")
+        if not isinstance(value, known[key]) or isinstance(value, bool):
+            raise InvalidValueError(f"{path}: {key} is {value!r}", "give a value of the right type")
+
+
+def _rule(path: Path, entry: object) -> FaultRule:
+    _check(path, entry, _FIELDS)
+    assert isinstance(entry, dict)
+    fields = dict(entry)
+    try:
+        fields["fault"] = Fault(fields.get("fault"))
+        if "op" in fields:
+            fields["op"] = Op(fields["op"])
+        if "part" in fields:
+            fields["part"] = ExtentPart(*fields["part"])
+    except (TypeError, ValueError) as error:
+        raise InvalidValueError(f"{path}: {entry}: {error}", f"fault is one of {_values(Fault)}") from error
+    return FaultRule(**fields)
+
+
+def _values(names: Iterable[enum.Enum]) -> str:
+    return ", ".join(str(name.value) for name in names)

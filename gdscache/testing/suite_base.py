@@ -1,0 +1,199 @@
+"""What the cases of the transport suite share: the hook, a file, memory of each kind."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from gdscache.errors import EngineClosedError, StorageError
+from gdscache.layout import EXTENT_ALIGNMENT
+from gdscache.memory import HostBuffer
+from gdscache.storage.base import IORequest, Op, Transport
+
+SECTOR = EXTENT_ALIGNMENT
+FILE_BYTES = 8 << 20
+CUDA_BYTES = 32 << 20
+PATIENCE = 30.0  # seconds: nothing takes so long unless it hangs
+
+Make = Callable[..., Transport]
+"""`make(threads=4)`: the transport under test, closed at the end."""
+
+
+def soon() -> float:
+    """A deadline that nothing reaches unless it hangs."""
+    return time.monotonic() + PATIENCE
+
+
+def odd_extents(rng: random.Random, total: int, largest: int) -> list[tuple[int, int]]:
+    """`(offset, bytes)`: the whole of `total` bytes in odd numbers of sectors below `largest`, shuffled."""
+    extents, at = [], 0
+    while at < total:
+        size = min(rng.randrange(1, largest, 2) * SECTOR, total - at)
+        extents.append((at, size))
+        at += size
+    rng.shuffle(extents)
+    return extents
+
+
+class Memory:
+    """`nbytes` zeros of one kind (`host` or `cuda`) on a page, registered with the transport."""
+
+    def __init__(self, kind: str, transport: Transport, nbytes: int) -> None:
+        self.kind, self.nbytes, self._transport = kind, nbytes, transport
+        if kind == "host":
+            self.host = HostBuffer(nbytes, "off")
+            self._whole: memoryview | torch.Tensor = self.host.view
+        else:
+            # All of one large size: torch gives each a CUDA allocation of its own, which is what cuFile registers.
+            room = torch.zeros(max(nbytes + SECTOR, CUDA_BYTES), dtype=torch.uint8, device="cuda")
+            start = -room.data_ptr() % SECTOR
+            self._whole = room[start : start + nbytes]
+            torch.cuda.synchronize()
+        transport.register(self._whole)
+
+    def part(self, at: int, nbytes: int) -> memoryview | torch.Tensor:
+        """The bytes from `at`, as a request takes them."""
+        return self._whole[at : at + nbytes]
+
+    def fill(self, data: bytes) -> None:
+        if isinstance(self._whole, memoryview):
+            self._whole[:] = data
+        else:
+            self._whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            torch.cuda.synchronize()
+
+    def bytes(self, at: int = 0, nbytes: int | None = None) -> bytes:
+        part = self.part(at, self.nbytes if nbytes is None else nbytes)
+        return bytes(part) if isinstance(part, memoryview) else part.cpu().numpy().tobytes()
+
+    def close(self) -> None:
+        with contextlib.suppress(EngineClosedError):
+            self._transport.deregister(self._whole)
+        if isinstance(self._whole, memoryview):
+            self._whole = memoryview(b"")
+            self.host.close()
+
+
+Remember = Callable[..., Memory]
+"""`memory(transport, nbytes=FILE_BYTES, kind="host")`: registered memory, given back at the end."""
+
+
+class SuiteBase:
+    """The hook, and the fixtures of the cases."""
+
+    memory_kinds: ClassVar[tuple[str, ...]] = ("host",)
+
+    def make_transport(self, threads: int) -> Transport:
+        """A new transport with so many threads; the suite closes it."""
+        raise NotImplementedError(f"{type(self).__name__}.make_transport(threads) returns the transport to test")
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Tests that take `kind` run once for each of `memory_kinds`."""
+        if "kind" in metafunc.fixturenames:
+            marked = [pytest.param(kind, marks=[] if kind == "host" else pytest.mark.gpu) for kind in self.memory_kinds]
+            metafunc.parametrize("kind", marked)
+
+    @pytest.fixture
+    def make(self) -> Iterator[Make]:
+        made: list[Transport] = []
+
+        def build(threads: int = 4) -> Transport:
+            made.append(self.make_transport(threads))
+            return made[-1]
+
+        yield build
+        for transport in made:
+            close(transport)
+
+    @pytest.fixture
+    def memory(self, make: Make) -> Iterator[Remember]:
+        """Takes `make`, so that memory is deregistered before its transport is closed."""
+        made: list[Memory] = []
+
+        def build(transport: Transport, nbytes: int = FILE_BYTES, kind: str = "host") -> Memory:
+            if kind == "cuda" and not torch.cuda.is_available():
+                pytest.skip("no CUDA device")
+            made.append(Memory(kind, transport, nbytes))
+            return made[-1]
+
+        yield build
+        for one in made:
+            one.close()
+
+    @pytest.fixture
+    def data_file(self, tmp_path: Path) -> Path:
+        """A file of `FILE_BYTES` random bytes, alone in its directory."""
+        directory = tmp_path / "files"
+        directory.mkdir()
+        path = directory / "data"
+        path.write_bytes(random.Random(1).randbytes(FILE_BYTES))
+        return path
+
+
+def close(transport: Transport) -> None:
+    """Close it; fails when that does not return. What it raises is raised here."""
+    raised: list[BaseException] = []
+
+    def closes() -> None:
+        try:
+            transport.close()
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the test's thread
+            raised.append(error)
+
+    closing = threading.Thread(target=closes, daemon=True)
+    closing.start()
+    join([closing], f"close() of {transport.name}")
+    if raised:
+        raise raised[0]
+
+
+def join(threads: Iterable[threading.Thread], what: str) -> None:
+    """Wait for threads, which are daemons; fails when one does not end."""
+    deadline = soon()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            pytest.fail(f"{what} has not returned after {PATIENCE:g} s")
+
+
+def check_equal(there: bytes | memoryview, expected: bytes | memoryview) -> None:
+    """Fails and names the first byte that differs.
+
+    A plain `assert a == b` will not do: in CI and with -v pytest compares what differs line by line, and with
+    megabytes that does not end.
+    """
+    if there == expected:
+        return
+    if len(there) != len(expected):
+        pytest.fail(f"{len(there)} bytes instead of {len(expected)}")
+    differ = [at for at, (a, b) in enumerate(zip(there, expected, strict=True)) if a != b]
+    at = differ[0]
+    pytest.fail(f"{len(differ)} of {len(there)} bytes differ, first byte {at}: {there[at]} instead of {expected[at]}")
+
+
+def check_done(errors: Sequence[StorageError | None], requests: int) -> None:
+    """Fails unless so many requests ended, all without an error; shows one error and not all of them."""
+    if len(errors) != requests:
+        pytest.fail(f"{len(errors)} results of {requests} requests")
+    bad = [(index, error) for index, error in enumerate(errors) if error is not None]
+    if bad:
+        pytest.fail(f"{len(bad)} of {requests} requests failed, first number {bad[0][0]}: {bad[0][1]}")
+
+
+def transfer(
+    transport: Transport, op: Op, file: int, memory: Memory, extents: list[tuple[int, int]], places: list[int]
+) -> list[StorageError | None]:
+    """Move extents of a file to or from these places in memory, in one batch; the result of each."""
+    batch = [
+        IORequest(file, offset, memory.part(place, nbytes))
+        for (offset, nbytes), place in zip(extents, places, strict=True)
+    ]
+    return transport.submit(op, batch).wait(soon())

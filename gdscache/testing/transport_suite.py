@@ -1,0 +1,36 @@
+"""What every transport passes. In a file of tests, which pytest then collects as usual:
+
+    from gdscache.testing.transport_suite import TransportSuite
+
+    class TestMine(TransportSuite):
+        def make_transport(self, threads):
+            return MyTransport(threads=threads, direct_io="auto")
+
+With `memory_kinds = ("host", "cuda")` in the class, what moves bytes is tried with GPU memory too, in tests with the
+marker `gpu`. Raises `MissingPackageError` where pytest is missing: it comes with `gdscache[test]`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gdscache.errors import MissingPackageError
+
+try:
+    import pytest
+except ImportError as error:
+    raise MissingPackageError(
+        f"the suite for transports needs pytest, which cannot be imported: {error}", "install gdscache[test]"
+    ) from error
+
+_CASES = ("gdscache.testing.suite_bytes", "gdscache.testing.suite_order")
+pytest.register_assert_rewrite(*(name for name in _CASES if name not in sys.modules))
+
+from gdscache.testing.suite_bytes import BytesCases  # noqa: E402
+from gdscache.testing.suite_order import OrderCases  # noqa: E402
+
+__all__ = ["TransportSuite"]
+
+
+class TransportSuite(BytesCases, OrderCases):
+    """Subclass it, and give `make_transport`. `memory_kinds`: the kinds of memory to test, of those it can move."""

@@ -1,0 +1,147 @@
+"""Fitting a cost to what was measured: seconds as a sum of non-negative prices, robust, and quick to see a change.
+
+Least absolute deviations, relative to the size of what is measured, over the last observations: one that is late by any
+factor counts no more than one that is late by a little. Solved by iteratively reweighted least squares (Schlossmacher
+1973), each step with non-negative coefficients (Lawson and Hanson 1974; of three columns all subsets can be tried).
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+ENOUGH = 4  # observations before a fit is used to decide; also so many in a row make a change
+CHANGE = 2.0  # an observation off by more than this factor may be the first of a change
+WINDOW = 64  # observations that a fit remembers
+_STEPS, _STEPS_NEAR = 12, 2
+_FEW = 16  # up to so many observations, and at each so many, the fit begins from nothing
+_LEAST_SHARE = 0.05  # of the median observation: what the main feature of the largest one costs at least
+_Floats = npt.NDArray[np.float64]
+
+
+def nonnegative(rows: _Floats, values: _Floats, weights: _Floats) -> _Floats:
+    """The coefficients >= 0 with the least weighted squares of `rows @ coefficients - values`; (n, p), (n,), (n,)."""
+    columns = rows.shape[1]
+    weighted = rows * weights[:, None]
+    gram, right = rows.T @ weighted, weighted.T @ values
+    gram.flat[:: columns + 1] *= 1 + 1e-12
+    found = _solve(gram, right)
+    if (found >= 0).all():
+        return found
+    best, least = np.zeros(columns), 0.0
+    for chosen in (c for size in range(1, columns) for c in itertools.combinations(range(columns), size)):
+        some = list(chosen)
+        square = gram[np.ix_(some, some)]
+        found = _solve(square, right[some])
+        loss = float(found @ square @ found - 2 * found @ right[some])  # all lack the same: the squares of the values
+        if loss < least and (found >= 0).all():
+            best, least = np.zeros(columns), loss
+            best[some] = found
+    return best
+
+
+def _solve(square: _Floats, right: _Floats) -> _Floats:
+    return np.asarray(np.linalg.solve(square, right), dtype=np.float64)
+
+
+def least_absolute(rows: _Floats, values: _Floats, near: _Floats | None = None) -> _Floats:
+    """Coefficients >= 0 with about the least sum of |values - fit| / fit. Column 0 has no zeros, values are above 0.
+
+    `near`: coefficients of a fit to nearly the same; then a few steps do.
+    """
+    scale = rows.max(axis=0)
+    rows = rows / scale
+    if near is None:
+        sizes = np.maximum(values, np.median(values / rows[:, 0]) * rows[:, 0])
+        weights, found, steps = 1.0 / sizes**2, np.zeros(rows.shape[1]), _STEPS
+    else:
+        found, steps = near * scale, _STEPS_NEAR
+        weights, sizes = _weights(rows, values, found, values)
+    for _ in range(steps):
+        before, found = found, nonnegative(rows, values, weights)
+        if (np.abs(found - before) <= 1e-4 * before).all():
+            break
+        weights, sizes = _weights(rows, values, found, sizes)
+    result: _Floats = found / scale
+    return result
+
+
+def _weights(rows: _Floats, values: _Floats, found: _Floats, sizes: _Floats) -> tuple[_Floats, _Floats]:
+    """Those that make the next least squares more like least absolute deviations, and what the fit expects."""
+    fit = rows @ found
+    sizes = np.maximum(fit, 1e-3 * sizes)
+    return 1.0 / (sizes * np.maximum(np.abs(values - fit), 1e-3 * sizes)), sizes
+
+
+class Fit:
+    """seconds = coefficients . features, from the last `WINDOW` observations.
+
+    `usable(rows)`: the columns that these features, float64 (n, p), can tell apart; the others are 0. Column 0, the
+    main one, is always among them. `ENOUGH` observations in a row that are all off by more than `CHANGE`, and all to
+    the same side, are no outliers: what was before them is forgotten. One writer at a time; readers need no lock.
+    """
+
+    def __init__(self, columns: int, usable: Callable[[_Floats], list[int]]) -> None:
+        self.columns = columns
+        self.coefficients: tuple[float, ...] | None = None
+        self.observations = 0  # ever
+        self.off = 0  # observations in a row, till now, that were far too slow (above 0) or far too fast (below 0)
+        self._usable = usable
+        self._columns: list[int] = []
+        self._seen: deque[tuple[tuple[float, ...], float]] = deque(maxlen=WINDOW)
+        self._errors: deque[float] = deque(maxlen=WINDOW)
+
+    @property
+    def enough(self) -> bool:
+        """Whether there were enough observations to decide by."""
+        return self.coefficients is not None and self.observations >= ENOUGH
+
+    @property
+    def error(self) -> float | None:
+        """Median of |expected - measured| / measured over the last `WINDOW` observations; None before there are any."""
+        errors = list(self._errors)
+        return statistics.median(errors) if errors else None
+
+    def seconds(self, features: Sequence[float]) -> float | None:
+        """What the fit expects; None before the first observation."""
+        prices = self.coefficients
+        return None if prices is None else sum(p * f for p, f in zip(prices, features, strict=True))
+
+    def observe(self, features: Sequence[float], seconds: float) -> None:
+        """`features` (the main one above 0) took `seconds` (above 0)."""
+        expected = self.seconds(features)
+        if expected is not None:
+            self._errors.append(abs(expected - seconds) / seconds)
+            side = 1 if seconds > CHANGE * expected else -1 if seconds * CHANGE < expected else 0
+            self.off = self.off + side if side * self.off >= 0 and side else side
+        self._seen.append((tuple(features), seconds))
+        self.observations += 1
+        if abs(self.off) >= ENOUGH:
+            for _ in range(len(self._seen) - ENOUGH):
+                self._seen.popleft()
+            self.off = 0
+        self.coefficients = self._fit()
+
+    def _fit(self) -> tuple[float, ...]:
+        rows = np.array([features for features, _ in self._seen])
+        values = np.array([seconds for _, seconds in self._seen])
+        columns = self._usable(rows) if len(rows) >= ENOUGH else [0]
+        near = None
+        if self.coefficients is not None and columns == self._columns and len(rows) > _FEW and self.observations % _FEW:
+            near = np.array(self.coefficients)[columns]
+        self._columns, found = columns, np.zeros(self.columns)
+        found[columns] = least_absolute(rows[:, columns], values, near)
+        # What is dear to begin must not make everything after it free.
+        found[0] = max(found[0], 0.0 if found[1:-1].any() else _LEAST_SHARE * np.median(values) / rows[:, 0].max())
+        return tuple(found.tolist())
+
+
+def spread(column: _Floats) -> float:
+    """The largest over the smallest: how much an observation of one says about another."""
+    least = float(column.min())
+    return float(column.max()) / least if least > 0 else float("inf")

@@ -1,0 +1,142 @@
+"""Pages in flight between the SSD and memory: neighbours that lie side by side at both ends are one request.
+
+A request for sixteen pages costs about as much as one for a page, in Python and in system calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.errors import StorageError
+from gdscache.storage.base import IORequest, Submission
+
+Positions = npt.NDArray[np.int64]
+
+
+def stretches(here: Positions, there: Positions, most: int, period: int) -> Iterator[tuple[int, int]]:
+    """Cut pages into (first, count): runs in which slots follow on at both ends, of `most` pages at most.
+
+    `here` and `there` have the slots of the pages, int64 of shape (pages,). No run crosses a multiple of `period` slots
+    `here`: another file begins there.
+    """
+    if not len(here):
+        return
+    apart = (np.diff(here) != 1) | (np.diff(there) != 1) | (here[1:] % period == 0)
+    starts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(here)]
+    for i in range(len(starts) - 1):
+        for first in range(starts[i], starts[i + 1], most):
+            yield first, min(most, starts[i + 1] - first)
+
+
+class PageIO:
+    """What `Submission` is to requests, to pages: each is answered for itself.
+
+    `runs` are (first page, pages) of each request; together they are all pages, in order. Where a request of several
+    pages fails, its pages are tried one by one (`single` makes the request for one): a bad sector must not cost its
+    neighbours. One thread consumes it.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[Sequence[IORequest]], Submission],
+        requests: Sequence[IORequest],
+        runs: Sequence[tuple[int, int]],
+        single: Callable[[int], IORequest],
+    ) -> None:
+        self._submit = submit
+        self._runs = runs
+        self._single = single
+        self._again: list[int] = []
+        self._second: Submission | None = None
+        self._also: list[tuple[PageIO, Mapping[int, int]]] = []
+        self._first = submit(requests)
+
+    def ended(self, deadline: float | None = None, at_least: int = 1) -> Iterator[tuple[range, StorageError | None]]:
+        """`(pages, their error or None)` in the order of their ends, each once an iterator.
+
+        It waits for about `at_least` further pages at a time, or for all that are left.
+
+        Raises `DeadlineError` when nothing has ended by `deadline` (`time.monotonic()` seconds) and pages are left.
+        """
+        again: list[int] = []
+        largest = max((count for _, count in self._runs), default=1)
+        for number, error in self._first.completions(deadline, max(1, at_least // largest)):
+            first, count = self._runs[number]
+            pages = range(first, first + count)
+            if error is not None and count > 1:
+                again.extend(pages)
+            else:
+                yield pages, error
+        if again and self._second is None:
+            self._again = again
+            self._second = self._submit([self._single(page) for page in again])
+        if self._second is not None:
+            for number, error in self._second.completions(deadline):
+                yield range(self._again[number], self._again[number] + 1), error
+
+    def completions(self, deadline: float | None = None) -> Iterator[tuple[int, StorageError | None]]:
+        """`ended`, page by page."""
+        for pages, error in self.ended(deadline):
+            for page in pages:
+                yield page, error
+
+    def wait(self, deadline: float | None = None) -> list[StorageError | None]:
+        """Wait for all pages; the error or None of each, in their order. Raises `DeadlineError` as above."""
+        ended = dict(self.completions(deadline))
+        return [ended[page] for page in range(len(ended))]
+
+    def also(self, other: PageIO, pages: Mapping[int, int]) -> None:
+        """Other I/O is at the same memory: to `on_end`, a page has ended when it has in both.
+
+        `pages`: their numbers in `other` → their numbers here.
+        """
+        self._also.append((other, pages))
+
+    def on_end(self, callback: Callable[[int], None]) -> None:
+        """Call `callback(page)` once for each page, when nothing touches its memory any more; see `Submission.on_end`.
+
+        Nobody consumes completions any more.
+        """
+        if self._also:
+            others = Counter(page for _, pages in self._also for page in pages.values())
+            callback = _last_of(others, callback)
+            for other, pages in self._also:
+                other.on_end(_renumbered(pages, callback))
+        second, again = self._second, set(self._again)
+
+        def run_ended(number: int) -> None:
+            first, count = self._runs[number]
+            for page in range(first, first + count):
+                if page not in again:
+                    callback(page)
+
+        self._first.on_end(run_ended)
+        if second is not None:
+            second.on_end(lambda number: callback(self._again[number]))
+
+
+def _last_of(others: Counter[int], callback: Callable[[int], None]) -> Callable[[int], None]:
+    """What passes a page on when it is called for it once more than `others` says."""
+    lock = threading.Lock()
+
+    def call(page: int) -> None:
+        with lock:
+            others[page] -= 1
+            last = others[page] < 0
+        if last:
+            callback(page)
+
+    return call
+
+
+def _renumbered(pages: Mapping[int, int], callback: Callable[[int], None]) -> Callable[[int], None]:
+    def call(number: int) -> None:
+        if number in pages:
+            callback(pages[number])
+
+    return call

@@ -1,0 +1,281 @@
+"""What prefetches may do, and when: turns, chunks, the quota, and how each one ends. No bytes, no threads, no torch.
+
+A prefetch moves in *chunks* of a few MiB, requests in turn. While a load is under way none begins, but one every
+`DEMAND_PAUSE_S`, so that loads without end cannot starve it. Time comes from a clock that the caller gives.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+
+from gdscache.config import PrefetchConfig
+
+DEMAND_PAUSE_S = 0.1  # while loads are under way, one chunk begins in so much time
+PARKED_S = 0.002  # a request that waits for somebody else's page is looked at again after this
+SWEPT = 1024  # pages that one turn looks for in the tier, to find out which were evicted
+
+
+class PrefetchEnd(enum.Enum):
+    """Why a prefetch has ended. The first cause counts."""
+
+    COMPLETE = "complete"  # all pages that the lookup found are in the CPU tier or faster
+    STOPPED = "stopped"  # by the stop policy: `wait` with best_effort, or the time of `timeout` was up
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"  # `wait` with wait_complete gave up after load.deadline
+    QUOTA = "quota"  # prefetched pages that nobody has used hold their share of the CPU tier
+    THRESHOLD = "threshold"  # the SSD has fewer tokens than prefetch.threshold
+    QUEUE_FULL = "queue_full"  # there were prefetch.queue prefetches already
+    NO_ROOM = "no_room"  # no slot of the CPU tier can be had: what is there is leased, or of this prefix
+    MISSING = "missing"  # the next page left the SSD meanwhile, or I/O that hangs hides it
+    ERROR = "error"  # a page could not be read, or was not what was stored
+    CLOSED = "closed"  # the engine was
+
+
+class PrefetchedPages:
+    """The pages that prefetches hold in the CPU tier, on their way or unused, against their quota of `limit` pages.
+
+    A page is *used* by the first load that plans to read it, and *lost* when it left the tier before. `slot_of` is the
+    CPU tier's index: the slot that a page has now, or None. Whether a page was evicted is found out when somebody
+    looks (`use`, `sweep`). The caller locks.
+    """
+
+    def __init__(self, limit: int, slot_of: Callable[[bytes], int | None]) -> None:
+        self.limit = limit
+        self.used = 0
+        self.lost = 0
+        self._slot_of = slot_of
+        self._flying: dict[bytes, bool] = {}  # key -> whether it was used already
+        self._unused: OrderedDict[bytes, int] = OrderedDict()  # key -> slot
+
+    def __len__(self) -> int:
+        return len(self._flying) + len(self._unused)
+
+    @property
+    def room(self) -> int:
+        """Pages that may still begin."""
+        return max(0, self.limit - len(self))
+
+    @property
+    def unused(self) -> int:
+        """Pages that are there, or were when somebody last looked, and that nobody has used."""
+        return len(self._unused)
+
+    def begin(self, keys: Iterable[bytes]) -> None:
+        """Pages are on their way."""
+        for key in keys:
+            if self._unused.pop(key, None) is not None:
+                self.lost += 1  # or it would not come again
+            self._flying[key] = False
+
+    def land(self, key: bytes, slot: int | None) -> None:
+        """A page's way has ended: in `slot`, or nowhere."""
+        used = self._flying.pop(key)
+        if slot is not None and used:
+            self.used += 1
+        elif slot is not None:
+            self._unused[key] = slot
+
+    def use(self, key: bytes, slot: int | None) -> None:
+        """A load reads the page: from this slot of the CPU tier, or from another tier (None)."""
+        if key in self._flying:
+            self._flying[key] = True
+            return
+        had = self._unused.pop(key, None)
+        if had is not None:
+            if had == slot:
+                self.used += 1
+            else:
+                self.lost += 1
+
+    def sweep(self, most: int) -> int:
+        """Look for up to `most` unused pages in the tier, those that were not looked for longest; how many were."""
+        unused = self._unused
+        looked = min(most, len(unused))
+        for _ in range(looked):
+            key = next(iter(unused))
+            if self._slot_of(key) == unused[key]:
+                unused.move_to_end(key)
+            else:
+                del unused[key]
+                self.lost += 1
+        return looked
+
+
+class PrefetchRequest:
+    """A prefetch as the queue sees it. `pages` of it are still to begin; it begins none after `limit`, if it has one.
+
+    `end` is why it ends; it is over when no chunk of it is `flying` any more.
+    """
+
+    __slots__ = ("begun", "end", "flying", "limit", "pages", "parked", "swept")
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.begun = 0.0
+        self.limit: float | None = None
+        self.parked: float | None = None  # not looked at before this time
+        self.swept = 0  # unused pages that were looked for since it found the quota used up
+        self.flying = 0
+        self.end: PrefetchEnd | None = None
+
+
+class PrefetchQueue:
+    """Whose turn it is. `ended` is called once for each request, when it is over. The caller locks.
+
+    Requests go round, a chunk of up to `chunk_pages` each: while one waits for its turn, no other gets two chunks more.
+    """
+
+    def __init__(
+        self,
+        config: PrefetchConfig,
+        chunk_pages: int,
+        pages: PrefetchedPages,
+        ended: Callable[[PrefetchRequest], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._chunk_pages = chunk_pages
+        self._pages = pages
+        self._ended = ended
+        self._clock = clock
+        self._turns: deque[PrefetchRequest] = deque()  # those that may begin another chunk, whose turn is next first
+        self._live = 0  # requests that are not over
+        self._held_back: float | None = None  # when loads began to hold back a chunk, or the last one that they let go
+        self._again = False  # `next` has more to do
+        self.flying = 0
+
+    def __len__(self) -> int:
+        """Requests that are not over."""
+        return self._live
+
+    def add(self, request: PrefetchRequest, tokens: int) -> None:
+        """A new request, to bring `tokens` tokens in `request.pages` pages; it may be over at once."""
+        config = self._config
+        request.begun = self._clock()
+        if config.stop == "timeout":
+            request.limit = request.begun + config.timeout_base + config.timeout_per_1024_tokens * tokens / 1024
+        self._live += 1
+        if not request.pages:
+            self.stop(request, PrefetchEnd.COMPLETE)
+        elif self._live > config.queue:
+            self.stop(request, PrefetchEnd.QUEUE_FULL)
+        elif tokens < config.threshold:
+            self.stop(request, PrefetchEnd.THRESHOLD)
+        else:
+            self._turns.append(request)
+
+    def next(self, *, demand: bool) -> tuple[PrefetchRequest, int] | None:
+        """The request that may begin a chunk now, and of how many pages at most. `demand`: a load is under way.
+
+        The answer is `begin` or `park`, or `stop`. Ends requests whose time is up, or for which the quota is used up.
+        """
+        now = self._clock()
+        self._again = False
+        self._expire(now)
+        while (request := self._ready(now)) is not None:
+            if self._waits(now, demand=demand):
+                return None
+            most = min(self._chunk_pages, request.pages, self._pages.room)
+            if most:
+                request.swept = 0
+                return request, most
+            if request.swept >= self._pages.unused:
+                self.stop(request, PrefetchEnd.QUOTA)
+                continue
+            request.swept += self._pages.sweep(SWEPT)
+            if not self._pages.room and request.swept < self._pages.unused:
+                self._again = True  # the lock is for others, too
+                return None
+        self._held_back = None
+        return None
+
+    def begin(self, request: PrefetchRequest, *, chunk: bool, left: int) -> None:
+        """The request has begun a chunk (or skipped pages that are there), and has up to `left` pages to go."""
+        request.pages = left
+        if chunk:
+            request.flying += 1
+            self.flying += 1
+            if self._held_back is not None:
+                self._held_back = self._clock()
+            self._turns.remove(request)
+            if left:
+                self._turns.append(request)
+        elif not left:
+            self._turns.remove(request)
+        self._complete(request)
+
+    def park(self, request: PrefetchRequest) -> None:
+        """It keeps its turn until somebody else's page is there."""
+        request.parked = self._clock() + PARKED_S
+
+    def land(self, request: PrefetchRequest, *, good: bool) -> None:
+        """A chunk has ended; unless all its pages are good, the request ends."""
+        request.flying -= 1
+        self.flying -= 1
+        if request.end is not None:
+            self._end_if_over(request)
+        elif good:
+            self._complete(request)
+        else:
+            self.stop(request, PrefetchEnd.ERROR)
+
+    def stop(self, request: PrefetchRequest, why: PrefetchEnd) -> None:
+        """It begins no further chunk, and is over when the one under way is. One that has ended stays as it is."""
+        if request.end is None:
+            request.end = why
+            if request in self._turns:
+                self._turns.remove(request)
+            self._end_if_over(request)
+
+    def patience(self, request: PrefetchRequest, deadline: float) -> tuple[float, PrefetchEnd]:
+        """How many seconds from now `wait` waits for the request's end, and why it stops it then."""
+        if self._config.stop == "best_effort":
+            return 0.0, PrefetchEnd.STOPPED
+        if request.limit is not None:
+            return max(0.0, request.limit - self._clock()), PrefetchEnd.STOPPED
+        return deadline, PrefetchEnd.DEADLINE
+
+    def wake(self) -> float | None:
+        """In how many seconds `next` may have another answer by the clock alone; None: not before something happens."""
+        if self._again:
+            return 0.0
+        times = [at for r in self._turns for at in (r.limit, r.parked) if at is not None]
+        if self._held_back is not None and not self.flying:
+            times.append(self._held_back + DEMAND_PAUSE_S)
+        return max(0.0, min(times) - self._clock()) if times else None
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        for request in [r for r in self._turns if r.limit is not None and now >= r.limit]:
+            self.stop(request, PrefetchEnd.STOPPED)
+
+    def _ready(self, now: float) -> PrefetchRequest | None:
+        ready = None
+        for request in self._turns:
+            if request.parked is not None and now >= request.parked:
+                request.parked = None
+            if request.parked is None and ready is None:
+                ready = request
+        return ready
+
+    def _waits(self, now: float, *, demand: bool) -> bool:
+        """Whether there are chunks enough under way, or loads go first."""
+        if not demand:
+            self._held_back = None
+            return self.flying >= self._config.concurrent
+        if self._held_back is None:
+            self._held_back = now
+        return self.flying > 0 or now < self._held_back + DEMAND_PAUSE_S
+
+    def _end_if_over(self, request: PrefetchRequest) -> None:
+        if not request.flying:
+            self._live -= 1
+            self._ended(request)
+
+    def _complete(self, request: PrefetchRequest) -> None:
+        if not request.pages and not request.flying:
+            self.stop(request, PrefetchEnd.COMPLETE)

@@ -1,0 +1,174 @@
+"""Quarantine: what I/O that missed its deadline may still touch, kept out of use until that I/O truly ends.
+
+A late request keeps its memory (a CPU or bounce slot) and its SSD slot. Nobody waits for it: its transport calls back
+when it ends, and everything goes back then. Where late requests hold more than a quarter of a pool of memory, the SSD
+tier is switched off, so that a device that hangs cannot take the rest: its pages miss and nothing is written, until no
+pool has more than an eighth in quarantine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from gdscache.tiers.page_io import PageIO
+
+_log = logging.getLogger("gdscache.ssd")
+_OFF_ABOVE, _ON_BELOW = 4, 8  # parts of a pool: off above a quarter, on again at an eighth or less
+
+PoolName = Literal["cpu", "bounce_loads", "bounce_stores"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Late:
+    """A request that missed its deadline: the pool that its memory is of, its SSD slot, and what gives both back.
+
+    `give_back` is called once, when the request has ended, under the manager's lock and in a thread of the transport:
+    it does bookkeeping only and does not raise.
+    """
+
+    op: Literal["read", "write"]
+    pool: PoolName
+    ssd_slot: int
+    give_back: Callable[[], None]
+
+
+class Quarantine:
+    """The late requests of one engine. Thread-safe; `lock` is the manager's.
+
+    `off` is whether the SSD tier is switched off.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.off = False
+        self._lock = lock
+        self._ended = threading.Condition(lock)
+        self._slots: dict[PoolName, int] = {}
+        self._held: Counter[PoolName] = Counter()
+        self._late: Counter[str] = Counter()  # by op
+        self._counts = {"switch_offs": 0, "held": 0, "ended": 0}  # since the engine was opened
+        self._reading: Counter[int] = Counter()  # SSD slots that late reads are at
+        self._afterwards: list[Callable[[], None]] = []
+        self._finishing = False
+
+    def add_pool(self, name: PoolName, slots: int) -> None:
+        """Watch over a pool of memory of so many slots."""
+        with self._lock:
+            self._slots[name] = slots
+
+    def hold(self, submission: PageIO, late: Mapping[int, Late]) -> None:
+        """Take over late pages of a submission, by their index in it. The lock may be held."""
+        if not late:
+            return
+        left = dict(late)
+
+        def ended(index: int) -> None:
+            request = left.pop(index, None)
+            if request is not None:
+                self._end(request)
+
+        with self._lock:
+            self._counts["held"] += len(late)
+            for request in late.values():
+                self._late[request.op] += 1
+                self._held[request.pool] += 1
+                if request.op == "read":
+                    self._reading[request.ssd_slot] += 1
+            full = None if self.off else self._fullest(_OFF_ABOVE)
+            if full is not None:
+                self.off = True
+                self._counts["switch_offs"] += 1
+        if full is not None:
+            _log.error(
+                "the SSD tier is switched off: I/O that has not ended within its deadline holds %d of %d slots of %s. "
+                "Its pages miss and nothing is written to it until I/O ends. See the system log for the device; if it "
+                "stays away, start again with another ssd.path, or without the tier",
+                self._held[full],
+                self._slots[full],
+                full,
+            )
+        submission.on_end(ended)
+
+    def hides(self, ssd_slot: int) -> bool:
+        """Whether a page of the SSD tier misses for now: a late read is at it, or the tier is switched off."""
+        return self.off or ssd_slot in self._reading
+
+    @property
+    def requests(self) -> int:
+        """Late requests that have not ended."""
+        return self._late["read"] + self._late["write"]
+
+    @property
+    def writes(self) -> int:
+        """Late writes that have not ended."""
+        return self._late["write"]
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until no late request is left; False when `seconds` pass before."""
+        with self._ended:
+            return self._ended.wait_for(lambda: not self.requests, seconds)
+
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Run `action` when no late request is left: at once, or then, in a thread of its own and in order."""
+        with self._lock:
+            if self.requests or self._finishing:
+                self._afterwards.append(action)
+                return
+        action()
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data for `stats()`: the switch, late requests now and ever, and slots of each pool that they hold."""
+        with self._lock:
+            return {
+                "switched_off": self.off,
+                "late_reads": self._late["read"],
+                "late_writes": self._late["write"],
+                **self._counts,
+                "held_slots": {name: self._held[name] for name in self._slots},
+            }
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _end(self, request: Late) -> None:
+        """A late request has ended: called by the transport."""
+        with self._lock:
+            request.give_back()
+            self._counts["ended"] += 1
+            self._late[request.op] -= 1
+            self._held[request.pool] -= 1
+            if request.op == "read":
+                self._reading[request.ssd_slot] -= 1
+                if not self._reading[request.ssd_slot]:
+                    del self._reading[request.ssd_slot]
+            switched_on = self.off and self._fullest(_ON_BELOW) is None
+            if switched_on:
+                self.off = False
+            finish = not self.requests and bool(self._afterwards) and not self._finishing
+            self._finishing = self._finishing or finish
+            self._ended.notify_all()
+        if switched_on:
+            _log.warning("the SSD tier is switched on again: I/O that hung has ended")
+        if finish:  # not in this thread: closing a transport waits for it
+            threading.Thread(target=self._finish, name="gdscache-late-close", daemon=True).start()
+
+    def _finish(self) -> None:
+        """Run what was left for now, each action whatever becomes of the others."""
+        while True:
+            with self._lock:
+                actions, self._afterwards = self._afterwards, []
+                if not actions:
+                    self._finishing = False
+                    return
+            with contextlib.ExitStack() as first_to_last:
+                for action in reversed(actions):
+                    first_to_last.callback(action)
+
+    def _fullest(self, parts: int) -> PoolName | None:
+        """A pool of which more than one of so many parts is held, if there is one."""
+        return next((name for name, slots in self._slots.items() if self._held[name] * parts > slots), None)

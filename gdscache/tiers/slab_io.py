@@ -1,0 +1,90 @@
+"""Bytes between the slab's extents and slots in memory, through a transport: what is read and written, page by page."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gdscache.slab import Slab, stretch_slots
+from gdscache.storage.base import IORequest, Op, Transport
+from gdscache.tiers.bounce import Extents
+from gdscache.tiers.page_io import PageIO, Positions, stretches
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SlabIO:
+    """The files of a slab, open in a transport, which is closed with it, or when they cannot be opened."""
+
+    def __init__(self, slab: Slab, transport: Transport) -> None:
+        self.transport = transport
+        self._slab = slab
+        with contextlib.ExitStack() as undo:
+            undo.callback(transport.close)
+            self._files = [transport.open(file) for file in slab.files]
+            undo.pop_all()
+        self._most = max(1, transport.merge_bytes // slab.extent_bytes)  # pages of one request
+        self._period = stretch_slots(slab.extent_bytes) if len(self._files) > 1 else slab.slots
+
+    @property
+    def memory_kinds(self) -> frozenset[str]:
+        """Where the transport can read to and write from: `host`, `cuda`."""
+        return self.transport.memory_kinds
+
+    def register(self, memory: memoryview | torch.Tensor) -> None:
+        """Tell the transport about a buffer that will be used until `close`, or until `deregister`."""
+        self.transport.register(memory)
+
+    def deregister(self, memory: memoryview | torch.Tensor) -> None:
+        """Take `register` back."""
+        self.transport.deregister(memory)
+
+    def transfer(
+        self,
+        op: Op,
+        slots: Positions,
+        ends: Sequence[tuple[Extents, Positions]],
+        span: tuple[int, int] | None = None,
+    ) -> PageIO:
+        """Start I/O between the slab's `slots` and places in memory, which `ends` have for so many pages each.
+
+        `span`: `(start, stop)` of each extent, multiples of `EXTENT_ALIGNMENT`; all of it by default.
+        """
+        start, stop = (0, self._slab.extent_bytes) if span is None else span
+        most = self._most if (start, stop) == (0, self._slab.extent_bytes) else 1  # parts of neighbours do not touch
+        runs: list[tuple[int, int]] = []
+        requests: list[IORequest] = []
+        at = 0
+        for extents, places in ends:
+            for first, count in stretches(slots[at : at + len(places)], places, most, self._period):
+                runs.append((at + first, count))
+                size = (count - 1) * self._slab.extent_bytes + stop - start
+                requests.append(self._request(int(slots[at + first]), extents, int(places[first]), start, size))
+            at += len(places)
+
+        def single(page: int) -> IORequest:
+            before = 0
+            for extents, places in ends:
+                if page < before + len(places):
+                    return self._request(int(slots[page]), extents, int(places[page - before]), start, stop - start)
+                before += len(places)
+            raise IndexError(page)
+
+        return PageIO(lambda some: self.transport.submit(op, some), requests, runs, single)
+
+    def _request(self, slot: int, extents: Extents, place: int, start: int, size: int) -> IORequest:
+        """`size` bytes from byte `start` of an extent on, into the extents after it where they are more."""
+        number, offset = self._slab.locate(slot)
+        memory = extents.memory(place, -(-(start + size) // self._slab.extent_bytes))
+        return IORequest(self._files[number], offset + start, memory[start : start + size])
+
+    def flush(self) -> None:
+        """Make ended writes survive a loss of power. Raises `IOFailedError`."""
+        for file in self._files:
+            self.transport.flush(file)
+
+    def close(self) -> None:
+        """Wait for what was submitted, and give files and threads back; again is fine."""
+        self.transport.close()

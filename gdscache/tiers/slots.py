@@ -1,0 +1,195 @@
+"""The free slots of a tier, as runs of neighbours, so that pages which are stored together lie together.
+
+A segregated fit (Wilson, Johnstone, Neely and Boles, "Dynamic Storage Allocation: A Survey and Critical Review", 1995):
+runs are kept by size, up to `EXACT` slots each size by itself and beyond in powers of two, and a bit mask says which
+sizes there are. Neighbouring runs are joined when slots come back (the boundary tags of Knuth, TAOCP 1, 2.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+EXACT = 64  # runs up to this length have a bin for each length
+TRIES = 8  # runs that are looked at in a bin where not all are long enough
+JOINED = 4096  # slots that came back and are joined to runs in one call; the others wait for their turn
+
+
+class FreeSlots:
+    """Which of the slots `0 ... slots-1` are free; all of them at first.
+
+    Giving a slot back costs O(1); taking costs O(1) for each run that is taken from, and joins at most `JOINED` slots
+    that came back (more only when they are needed now). Nothing here locks.
+    """
+
+    __slots__ = ("_bins", "_count", "_ends", "_mask", "_returned", "_runs")
+
+    def __init__(self, slots: int) -> None:
+        self._returned: list[int] = []  # free, and in no run yet
+        self._runs: dict[int, int] = {}  # first slot -> length
+        self._ends: dict[int, int] = {}  # slot behind the last -> first slot
+        self._bins: list[dict[int, None]] = [{} for _ in range(EXACT + 64)]  # the runs by their length
+        self._mask = 0  # bit i is set while bin i has runs
+        self._count = 0  # slots in runs
+        if slots:
+            self._add(0, slots)
+
+    def __len__(self) -> int:
+        return self._count + len(self._returned)
+
+    def __iter__(self) -> Iterator[int]:
+        for start, length in self._runs.items():
+            yield from range(start, start + length)
+        yield from self._returned
+
+    def give(self, slot: int) -> None:
+        """A slot is free again."""
+        self._returned.append(slot)
+
+    def give_all(self, slots: Iterable[int]) -> None:
+        """Slots are free again."""
+        self._returned.extend(slots)
+
+    def take(self, n: int, after: int | None = None) -> list[int]:
+        """Up to `n` free slots, fewer only when there are no more: one run if there is one, ascending.
+
+        Slots right behind `after` are preferred; else the shortest run that is long enough, else the longest ones.
+        """
+        if not self._count and len(self._returned) <= n:  # everything there is, as when as much was evicted
+            slots, self._returned = sorted(self._returned), []
+            return slots
+        self._join(JOINED)
+        slots = []
+        if after is not None and after + 1 in self._runs:
+            self._cut(after + 1, n, slots)
+        while len(slots) < n:
+            if self._count:
+                self._cut(self._fitting(n - len(slots)), n - len(slots), slots)
+            elif self._returned:
+                self._join(JOINED)
+            else:
+                break
+        return slots
+
+    @classmethod
+    def beside(cls, used: npt.NDArray[np.bool_]) -> FreeSlots:
+        """Slot `i` is free where `used[i]` is false."""
+        slots = cls(0)
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], used, [True]))))
+        starts, ends = edges[::2], edges[1::2]
+        lengths = ends - starts
+        slots._runs = dict(zip(starts.tolist(), lengths.tolist(), strict=True))
+        slots._ends = dict(zip(ends.tolist(), starts.tolist(), strict=True))
+        slots._count = int(lengths.sum())
+        for start, length in slots._runs.items():
+            slots._file(start, length)
+        return slots
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(first slot, slots) of each run, in order. Joins everything first: for reports, not for a hot path."""
+        while self._returned:
+            self._join(JOINED)
+        return sorted(self._runs.items())
+
+    def check(self) -> list[str]:
+        """Restate every invariant from scratch; the disagreements found."""
+        problems = []
+        if self._ends != {start + length: start for start, length in self._runs.items()}:
+            problems.append("the ends of the free runs are not those of the runs")
+        if self._count != sum(self._runs.values()):
+            problems.append(f"the free runs hold {sum(self._runs.values())} slots, counted are {self._count}")
+        if any(start in self._ends for start in self._runs):
+            problems.append("free runs touch each other")
+        filed = {start: size for size, starts in enumerate(self._bins) for start in starts}
+        if filed != {start: _bin(length) for start, length in self._runs.items()}:
+            problems.append("free runs are not filed by their length")
+        if self._mask != sum(1 << size for size, starts in enumerate(self._bins) if starts):
+            problems.append("the mask of the sizes of free runs is wrong")
+        return problems
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _file(self, start: int, length: int) -> None:
+        size = _bin(length)
+        self._bins[size][start] = None
+        self._mask |= 1 << size
+
+    def _add(self, start: int, length: int) -> None:
+        """A new run, joined with its neighbours."""
+        self._count += length
+        before = self._ends.get(start)
+        if before is not None:
+            length += self._remove(before)
+            start = before
+        if start + length in self._runs:
+            length += self._remove(start + length)
+        self._runs[start] = length
+        self._ends[start + length] = start
+        self._file(start, length)
+
+    def _remove(self, start: int) -> int:
+        """Take a run out of the books, its slots still counted; its length."""
+        length = self._runs.pop(start)
+        del self._ends[start + length]
+        size = _bin(length)
+        bin_ = self._bins[size]
+        del bin_[start]
+        if not bin_:
+            self._mask ^= 1 << size
+        return length
+
+    def _cut(self, start: int, n: int, out: list[int]) -> None:
+        """Move up to `n` slots from the front of a run to `out`."""
+        length = self._remove(start)
+        taken = min(n, length)
+        out.extend(range(start, start + taken))
+        self._count -= taken
+        if taken < length:
+            start, length = start + taken, length - taken
+            self._runs[start] = length
+            self._ends[start + length] = start
+            self._file(start, length)
+
+    def _fitting(self, n: int) -> int:
+        """The first slot of the run to take `n` slots from."""
+        size = _bin(n)
+        if n > EXACT and self._mask >> size & 1:  # these may be long enough
+            bin_ = self._bins[size]
+            fits = [start for start in self._last(bin_, TRIES) if self._runs[start] >= n]
+            if fits:
+                return min(fits, key=lambda start: self._runs[start])
+            size += 1
+        elif n > EXACT:
+            size += 1
+        longer = self._mask >> size
+        found = size + (longer & -longer).bit_length() - 1 if longer else self._mask.bit_length() - 1
+        return self._last(self._bins[found], 1)[0]
+
+    @staticmethod
+    def _last(bin_: dict[int, None], most: int) -> list[int]:
+        """The last runs of a bin. By `popitem`, which leaves no gaps behind that the next call would walk over."""
+        starts = [bin_.popitem()[0] for _ in range(min(most, len(bin_)))]
+        bin_.update(dict.fromkeys(reversed(starts)))
+        return starts
+
+    def _join(self, most: int) -> None:
+        """Move up to `most` slots that came back into runs."""
+        returned = self._returned
+        if not returned:
+            return
+        some = sorted(returned[-most:])
+        del returned[-most:]
+        start = last = some[0]
+        for slot in some:
+            if slot > last + 1:
+                self._add(start, last + 1 - start)
+                start = slot
+            last = slot
+        self._add(start, last + 1 - start)
+
+
+def _bin(length: int) -> int:
+    """Where runs of `length` slots are kept: 1 ... EXACT for these lengths, then one bin for each power of two."""
+    return length if length <= EXACT else EXACT - 6 + length.bit_length()

@@ -1,0 +1,358 @@
+"""What becomes of stores: which pages go to which tier, and when. Decisions only; no bytes, no threads, no torch.
+
+A page is *offered* by a store. The planner accepts it (or drops and counts it), finds its slot in the CPU tier, and
+says whether the SSD is to get it now, by the write policy:
+
+* `write_through`: every page, at once.
+* `write_through_selective`: a page that was hit `store.write_hits` times since it came.
+* `write_back`: a page that the CPU tier is about to give up. Until then it is *dirty* there, which eviction respects;
+  the coldest are written ahead when more than `cpu.high_watermark` of the slots are dirty, down to `cpu.low_watermark`.
+* `never`: none.
+
+What the policy would write still has to pass the SSD's admission. Whoever runs the plan (the engine's threads, or a
+simulation) moves the bytes and reports back. The manager's lock is held in every call, unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gdscache.tiers.base import Lease
+from gdscache.tiers.index import Entry, Page, PageIndex, PageState
+from gdscache.tiers.retention import DEFAULT, Retention
+
+if TYPE_CHECKING:
+    from gdscache.config import StoreConfig
+    from gdscache.tiers.admission import Admission
+    from gdscache.tiers.manager import TierManager
+
+BATCH_BYTES = 32 << 20  # what one gather, and one write batch, takes at once
+_UNWRITTEN = ("closed", "switched_off", "ssd_full")  # causes for which no byte of a page went out
+_MOST_HITS = 255  # counted a page
+
+
+class Receipt(Protocol):
+    """Who wants to know what becomes of a store."""
+
+    def committed(self, page: int, tier: str) -> None: ...
+
+    def finish(self, page: int, cause: str = "") -> None: ...
+
+
+class _Nobody:
+    def committed(self, page: int, tier: str) -> None: ...
+
+    def finish(self, page: int, cause: str = "") -> None: ...
+
+
+_NOBODY = _Nobody()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Pages as accepted. `numbers[i]` is page `i`'s place in the receipt; `epochs[i]` that of its namespace then."""
+
+    receipt: Receipt
+    numbers: Sequence[int]
+    pages: Sequence[Page]
+    epochs: Sequence[int]
+    retention: Retention = DEFAULT
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
+    """A page of a job and the slot that its bytes go to, or lie in.
+
+    `entry` is its page in the CPU tier, under `lease`; None: the slot is of the bounce reserve. `copied`: the bytes are
+    in the slot already. `to_ssd`: the SSD gets the page now.
+    """
+
+    job: StoreJob
+    i: int
+    slot: int
+    entry: Entry | None
+    lease: Lease | None
+    copied: bool
+    to_ssd: bool
+
+    @property
+    def page(self) -> Page:
+        return self.job.pages[self.i]
+
+
+class StorePlanner:
+    """The state of all stores that were accepted and are not done: at most `store.queue` bytes of pages.
+
+    `send` is given pages of the CPU tier that are to be written to the SSD now, without any store; it calls `written`
+    and `give_back` for each. `keys`: pages on their way to the SSD.
+    """
+
+    def __init__(
+        self,
+        manager: TierManager,
+        config: StoreConfig,
+        extent_bytes: int,
+        admission: Admission | None,
+        watermarks: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        self.keys: set[bytes] = set()
+        self.queued = 0  # pages accepted and not finished
+        self._cleaning = 0  # ... that are on their way from the CPU tier to the SSD without a store
+        self.send: Callable[[Sequence[Placed]], None] = _keep
+        self.empty: Callable[[], None] = _nothing  # called when nothing is queued any more
+        self._manager = manager
+        self._policy = config.write_policy if manager.ssd is not None else "never"
+        self._hits_wanted = config.write_hits
+        self._admission = admission
+        self._limit = config.queue // extent_bytes
+        slots = 0 if manager.cpu is None else manager.cpu.index.slots
+        low, high = watermarks
+        self._low, self._high = int(low * slots), int(high * slots)
+        self._hits = bytearray(slots)  # of the page in each CPU slot, since it came
+        # Hits offer pages of the CPU tier again where a first offer is not enough; the next store need not, then.
+        refuses = admission is not None and admission.refuses
+        self._hits_offer = self._policy == "write_through_selective" or (self._policy == "write_through" and refuses)
+        if self._hits_offer or refuses:
+            manager.on_use.append(self._used)
+
+    # -- accepting ---------------------------------------------------------------------------------------------------
+
+    def accept(self, pages: Sequence[Page], receipt: Receipt, retention: Retention = DEFAULT) -> list[int]:
+        """The places of those pages that some tier lacks and the queue has room for; the last word on the others."""
+        manager = self._manager
+        manager.counts["stores", "requests"] += 1
+        manager.retain(pages, retention)
+        room = self._limit - self.queued
+        wanted: list[int] = []
+        for number, page in enumerate(pages):
+            if not self._missing(page):
+                manager.counts["stores", "present"] += 1
+                receipt.finish(number)
+            elif len(wanted) >= room:
+                manager.counts["dropped", "queue_full"] += 1
+                receipt.finish(number, "queue_full")
+            else:
+                wanted.append(number)
+        self.queued += len(wanted)
+        if self._admission is not None:
+            self._admission.use([pages[number].key for number in wanted])
+        return wanted
+
+    def _missing(self, page: Page) -> bool:
+        """True when a tier that is to have the page lacks it and nothing is bringing it."""
+        cpu, ssd = self._manager.cpu, self._manager.ssd
+        if cpu is not None and page.key not in cpu.index:  # nor does a store promote what the load before it did not
+            return not (self._manager.promotion.selective and ssd is not None and page.key in ssd.index)
+        return (cpu is None or (self._policy == "write_through" and not self._hits_offer)) and self._ssd_lacks(page)
+
+    def _ssd_lacks(self, page: Page) -> bool:
+        ssd = self._manager.ssd
+        return self._policy != "never" and ssd is not None and page.key not in self.keys and page.key not in ssd.index
+
+    def _admits(self, page: Page) -> str:
+        """Offer a page to the SSD, which lacks it: why it does not get it, counted; "" when it does."""
+        ssd, admission = self._manager.ssd, self._admission
+        if ssd is None or admission is None:
+            return ""
+        full = admission.asks_victim and ssd.spare_slots <= len(self.keys)  # those have no slot yet
+        cause = admission.admit(page, ssd.index.coldest() if full else None)
+        if cause:
+            self._manager.counts["refused", cause] += 1
+        return cause
+
+    # -- placing -----------------------------------------------------------------------------------------------------
+
+    def cpu_slots(self, pages: Sequence[Page]) -> list[int]:
+        """CPU slots for those of `pages` that the tier lacks, without evicting what comes before them."""
+        cpu = self._manager.cpu
+        if cpu is None:
+            return []
+        lacking = sum(1 for page in pages if page.key not in cpu.index)
+        return cpu.index.allocate_some(lacking, keep=cpu.index.family(pages))
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Give CPU slots back that no page was put in."""
+        if slots:
+            self._manager.cpu_index.free(slots)
+
+    def place(self, job: StoreJob, i: int, slots: list[int], bounced: list[int]) -> tuple[bool, Placed | None]:
+        """Find a slot for page `i`, one of `slots` (CPU) or `bounced`, which shrink.
+
+        `(True, None)`: nothing to do, settled; `(False, None)`: it needs a bounce slot and there is none.
+        """
+        manager, page, cpu = self._manager, job.pages[i], self._manager.cpu
+        if manager.epoch(page.namespace) != job.epochs[i]:
+            self.settle(job, i, "cleared")
+            return True, None
+        if cpu is not None:
+            entry, copied = cpu.index.find(page.key), True
+            if entry is None:
+                if slots:
+                    kept = manager.expiry.joined(page, job.retention)
+                    entry, copied = cpu.index.insert(page, slots.pop(), PageState.PENDING, kept), False
+                    self._hits[entry.slot] = 0
+            elif not self._ssd_lacks(page) or entry.state is not PageState.VERIFIED:
+                self.settle(job, i)  # there, or on its way by somebody else
+                return True, None
+            if entry is not None:
+                to_ssd = self._policy == "write_through" and self._ssd_lacks(page) and not self._admits(page)
+                if copied and not to_ssd:
+                    self.settle(job, i)
+                    return True, None
+                return True, self._placed(job, i, cpu.index, entry, copied=copied, to_ssd=to_ssd)
+        if not self._ssd_lacks(page) or self._policy == "write_through_selective":
+            self.settle(job, i, "cpu_full" if cpu is not None else "")
+            return True, None
+        if manager.quarantine.off:  # its writes hold the bounce slots
+            self.settle(job, i, "switched_off")
+            return True, None
+        if not bounced:
+            return False, None
+        if cause := self._admits(page):
+            self.settle(job, i, cause)
+            return True, None
+        self.keys.add(page.key)
+        return True, Placed(job, i, bounced.pop(), None, None, copied=False, to_ssd=True)
+
+    def _placed(self, job: StoreJob, i: int, index: PageIndex, entry: Entry, *, copied: bool, to_ssd: bool) -> Placed:
+        lease = self._manager.lease("store")
+        lease.add(index, entry)
+        if to_ssd:
+            self.keys.add(entry.key)
+        return Placed(job, i, entry.slot, entry, lease, copied=copied, to_ssd=to_ssd)
+
+    # -- outcomes ----------------------------------------------------------------------------------------------------
+
+    def publish(self, placed: Placed) -> bool:
+        """The bytes are in the slot: the CPU tier shows the page. True when it goes on to the SSD now."""
+        job, cpu, entry = placed.job, self._manager.cpu, placed.entry
+        if cpu is not None and entry is not None and not placed.copied and cpu.index.commit(entry):
+            job.receipt.committed(job.numbers[placed.i], "cpu")
+            self._manager.counts["stored", "cpu"] += 1
+            if self._policy == "write_back" and self._ssd_lacks(placed.page):
+                cpu.index.mark_dirty(entry)
+        if placed.to_ssd:
+            return True
+        self.give_back(placed)
+        self.settle(job, placed.i, self._gone(placed.page) if entry is not None and entry.dropped else "")
+        return False
+
+    def _gone(self, page: Page) -> str:
+        """Why a page left the CPU tier while it was being put there."""
+        return "expired" if self._manager.expiry.was(page) else "cleared"
+
+    def written(self, placed: Placed, cause: str) -> None:
+        """The writer's last word on a page, "" or why it is not on the SSD. Its slot is given back by another call."""
+        self.keys.discard(placed.page.key)
+        if placed.entry is not None:
+            self._manager.cpu_index.mark_clean(placed.entry)  # refused for good, too: it must not stay for ever
+        if not cause:
+            placed.job.receipt.committed(placed.job.numbers[placed.i], "ssd")
+            self._manager.counts["stored", "ssd"] += 1
+        elif cause == "deadline" and placed.lease is not None:
+            placed.lease.owner = "quarantine"
+        if cause in _UNWRITTEN and self._admission is not None:
+            self._admission.not_written()
+        self.settle(placed.job, placed.i, cause)
+
+    def give_back(self, placed: Placed) -> None:
+        """End the lease on a page of the CPU tier. A slot of the bounce reserve is for its owner to give back."""
+        if placed.lease is not None:
+            self._manager.end(placed.lease)
+
+    def abandon(self, placed: Placed) -> None:
+        """The bytes of a placed page never came: undo its reservation."""
+        if placed.entry is not None and not placed.copied:
+            self._manager.cpu_index.drop(placed.entry)
+        if placed.to_ssd:
+            self.keys.discard(placed.page.key)
+            if self._admission is not None:
+                self._admission.not_written()
+        self.give_back(placed)
+        self.settle(placed.job, placed.i, "error")
+
+    def settle(self, job: StoreJob, i: int, cause: str = "") -> None:
+        """The last word on a page."""
+        if cause:
+            self._manager.counts["dropped", cause] += 1
+        job.receipt.finish(job.numbers[i], cause)
+        self.queued -= 1
+        self._cleaning -= job.receipt is _NOBODY
+        if not self.queued:
+            self.empty()
+
+    def describe(self) -> dict[str, Any]:
+        """For `stats()`: the policy, and what the SSD's admission let in and refused."""
+        admission = None if self._admission is None else self._admission.describe()
+        return {"write_policy": self._policy, "admission": admission}
+
+    # -- from the CPU tier to the SSD, without a store ---------------------------------------------------------------
+
+    def _used(self, keys: Sequence[bytes]) -> None:
+        """Pages were hit, tail first: send those on that have earned it, heads first."""
+        if self._admission is not None:
+            self._admission.use(keys)
+        cpu = self._manager.cpu
+        if cpu is None or not self._hits_offer:
+            return
+        earned = []
+        for key in reversed(keys):
+            slot = cpu.index.slot(key)
+            if slot is None:
+                continue
+            if self._policy == "write_through_selective":
+                hits = self._hits[slot] = min(_MOST_HITS, self._hits[slot] + 1)
+                if hits < self._hits_wanted:
+                    continue
+            entry = cpu.index.find(key)
+            if entry is not None:
+                earned.append(entry.page)
+        self._demote(earned, cpu.index)
+
+    def clean(self, everything: bool = False) -> int:
+        """Send dirty pages on where the high watermark is passed, or all of them; how many went. `send` is called.
+
+        The coldest first, so that eviction finds clean pages; each behind those before it.
+        """
+        cpu = self._manager.cpu
+        if cpu is None or not cpu.index.dirty_pages:
+            return 0
+        waiting = cpu.index.dirty_pages - self._cleaning
+        if not everything and waiting <= self._high:
+            return 0
+        wanted = min(waiting if everything else waiting - self._low, self._limit - self.queued)
+        return self._demote(cpu.index.coldest_dirty(wanted, self.keys), cpu.index) if wanted > 0 else 0
+
+    def _demote(self, pages: Iterable[Page], index: PageIndex) -> int:
+        placed = list(self._leaving(pages, index))
+        if placed:
+            self.send(placed)
+        return len(placed)
+
+    def _leaving(self, pages: Iterable[Page], index: PageIndex) -> Iterator[Placed]:
+        manager = self._manager
+        for page in pages:
+            if not self._ssd_lacks(page) or manager.quarantine.off:
+                continue
+            entry = index.find(page.key)
+            if entry is None or entry.state is not PageState.VERIFIED:
+                continue
+            if self.queued >= self._limit:
+                return
+            if self._admits(page):
+                index.mark_clean(entry)
+                continue
+            self.queued += 1
+            self._cleaning += 1
+            job = StoreJob(_NOBODY, (0,), (page,), (manager.epoch(page.namespace),), entry.retention)
+            yield self._placed(job, 0, index, entry, copied=True, to_ssd=True)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _keep(placed: Sequence[Placed]) -> None:
+    raise AssertionError("no writer takes the pages that leave the CPU tier")

@@ -1,0 +1,297 @@
+"""Slow and obvious models of the eviction orders: lists that are searched, sorted and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from gdscache.policies import ROUND, S3FIFO, SLRU
+from gdscache.policy_levels import LFU, CreditLRU
+from gdscache.policy_lifetimes import Lifetime
+
+
+class Model(Protocol):
+    def insert(self, key: bytes, parent: bytes = b"") -> None: ...
+    def touch(self, key: bytes) -> None: ...
+    def remove(self, key: bytes) -> None: ...
+    def defer(self, key: bytes) -> None: ...
+    def hasten(self, key: bytes) -> None: ...
+    def is_deferred(self, key: bytes) -> bool: ...
+    def order(self) -> list[bytes]: ...
+
+
+class Undeferred:
+    """Pages that are passed over stay where they are."""
+
+    def defer(self, key: bytes) -> None: ...
+
+    def hasten(self, key: bytes) -> None: ...
+
+    def is_deferred(self, key: bytes) -> bool:
+        return False
+
+
+class SlowLRU(Undeferred):
+    def __init__(self, restored: Sequence[bytes] = ()) -> None:
+        self.keys = list(restored)
+
+    def insert(self, key: bytes, parent: bytes = b"") -> None:
+        self.keys.append(key)
+
+    def touch(self, key: bytes) -> None:
+        self.keys.remove(key)
+        self.keys.append(key)
+
+    def remove(self, key: bytes) -> None:
+        self.keys.remove(key)
+
+    def order(self) -> list[bytes]:
+        return list(self.keys)
+
+
+class SlowSLRU(Undeferred):
+    def __init__(self, restored: Sequence[bytes] = ()) -> None:
+        self.restored = list(restored)
+        self.probation: list[bytes] = []
+        self.protected: list[bytes] = []
+
+    def insert(self, key: bytes, parent: bytes = b"") -> None:
+        self.probation.append(key)
+
+    def touch(self, key: bytes) -> None:
+        self._take(key)
+        self.protected.append(key)
+        self._limit()
+
+    def remove(self, key: bytes) -> None:
+        self._take(key)
+        self._limit()
+
+    def order(self) -> list[bytes]:
+        return self.restored + self.probation + self.protected
+
+    def _take(self, key: bytes) -> None:
+        next(keys for keys in (self.restored, self.probation, self.protected) if key in keys).remove(key)
+
+    def _limit(self) -> None:
+        while len(self.protected) > SLRU.PROTECTED * len(self.order()):
+            self.probation.append(self.protected.pop(0))
+
+
+class SlowS3FIFO(Undeferred):
+    def __init__(self, restored: Sequence[bytes] = ()) -> None:
+        self.restored = list(restored)
+        self.small: list[bytes] = []
+        self.main: list[bytes] = []
+        self.ghosts: list[bytes] = []
+        self.uses: dict[bytes, int] = {}
+
+    def insert(self, key: bytes, parent: bytes = b"") -> None:
+        (self.main if key in self.ghosts else self.small).append(key)
+        self.uses[key] = 0
+
+    def touch(self, key: bytes) -> None:
+        if key in self.restored:
+            self.restored.remove(key)
+            self.insert(key)
+        self.uses[key] = min(self.uses[key] + 1, S3FIFO.USES)
+
+    def remove(self, key: bytes) -> None:
+        if key in self.restored:
+            self.restored.remove(key)
+        elif key in self.small:
+            self.small = self._without(key, self.small)
+            while self.small and self.uses[self.small[0]] > 1:
+                self.uses[self.small[0]] = 0
+                self.main.append(self.small.pop(0))
+            if key not in self.ghosts:
+                self.ghosts.append(key)
+        else:
+            self.main = self._without(key, self.main)
+            while self.main and self.uses[self.main[0]]:
+                self.uses[self.main[0]] -= 1
+                self.main.append(self.main.pop(0))
+        self.ghosts = self.ghosts[max(0, len(self.ghosts) - len(self.order())) :]
+
+    def _without(self, key: bytes, queue: list[bytes]) -> list[bytes]:
+        n = min(ROUND, queue.index(key))
+        queue = queue[n:] + queue[:n]
+        queue.remove(key)
+        return queue
+
+    def order(self) -> list[bytes]:
+        """Evict one page after the other, as the paper does."""
+        small, main, uses, out = list(self.small), list(self.main), dict(self.uses), list(self.restored)
+        while small or main:
+            if small and (not main or len(small) > S3FIFO.SMALL * (len(small) + len(main))):
+                key = small.pop(0)
+                if uses[key] > 1:
+                    uses[key] = 0
+                    main.append(key)
+                    continue
+            else:
+                key = main.pop(0)
+                if uses[key]:
+                    uses[key] -= 1
+                    main.append(key)
+                    continue
+            out.append(key)
+        return out
+
+
+class SlowLevels:
+    """Pages sorted by (level, when they came to it), deferred ones behind; those that were hastened came first."""
+
+    steps = 1
+
+    def __init__(self, restored: Sequence[bytes] = ()) -> None:
+        self.restored = list(restored)
+        self.pages: dict[bytes, tuple[int, int]] = {}
+        self.uses: dict[bytes, int] = {}
+        self.deferred: set[bytes] = set()
+        self.moves = self.now = self.ticks = 0
+
+    def rise(self, key: bytes) -> int:
+        raise NotImplementedError
+
+    def insert(self, key: bytes, parent: bytes = b"") -> None:
+        self.uses[key] = 0
+        self._place(key, self.now)
+
+    def touch(self, key: bytes) -> None:
+        if key in self.restored:
+            self.pages[key] = (self.now, 0)  # as many pages as before
+            self.restored.remove(key)
+            self.insert(key)
+        self.uses[key] += 1
+        self._place(key, self.rise(key))
+
+    def remove(self, key: bytes) -> None:
+        if key in self.restored:
+            self.restored.remove(key)
+        else:
+            del self.pages[key], self.uses[key]
+            self.deferred.discard(key)
+
+    def defer(self, key: bytes) -> None:
+        if key in self.pages and key not in self.deferred:
+            self.moves += 1
+            self.pages[key] = (self.pages[key][0], self.moves)
+            self.deferred.add(key)
+
+    def hasten(self, key: bytes) -> None:
+        if key in self.deferred:
+            self.moves += 1
+            self.pages[key] = (self.pages[key][0], -self.moves)
+            self.deferred.remove(key)
+
+    def is_deferred(self, key: bytes) -> bool:
+        return key in self.deferred
+
+    def order(self) -> list[bytes]:
+        return self.restored + sorted(self.pages, key=lambda key: (key in self.deferred, self.pages[key]))
+
+    def _place(self, key: bytes, level: int) -> None:
+        self.deferred.discard(key)
+        self.moves += 1
+        self.pages[key] = (level, self.moves)
+        self.ticks += 1
+        if self.ticks >= len(self.order()) / self.steps:
+            self.ticks = 0
+            self.now += 1
+
+
+class SlowLFU(SlowLevels):
+    def rise(self, key: bytes) -> int:
+        return min(max(self.pages[key][0], self.now) + 1, self.now + LFU.USES)
+
+
+class SlowCreditLRU(SlowLevels):
+    steps = CreditLRU.STEPS
+
+    def rise(self, key: bytes) -> int:
+        return self.now + CreditLRU.CREDIT * min(self.uses[key], CreditLRU.USES)
+
+
+class SlowLifetime(SlowLevels):
+    """Lifetimes come from a monitor that sees the same uses; it has a test of its own."""
+
+    policy = Lifetime
+
+    def __init__(self, restored: Sequence[bytes] = ()) -> None:
+        super().__init__(restored)
+        self.steps = self.policy.STEPS
+        self.lifetimes = [0] * 13
+        self.monitor = self.policy.monitor(13, 5, len(restored))
+        self.branched: dict[bytes, int] = {}  # new page -> group of its prefix
+        self.ghosts: list[tuple[int, int, int]] = []  # (cell, bits of the key, uses), the last one of a cell counts
+        self.cells = self.stored = 0
+        self.widen()
+
+    def insert(self, key: bytes, parent: bytes = b"") -> None:
+        bits = int.from_bytes(key[:8], "little")
+        cell = [ghost for ghost in self.ghosts if ghost[0] == bits % self.cells][-1:]
+        above = self.uses.get(parent)
+        self.uses[key] = cell[0][2] if cell and cell[0][1] == bits >> 52 else 0
+        if self.uses[key]:
+            self.ghosts = [ghost for ghost in self.ghosts if ghost[0] != bits % self.cells]
+        if above is None:
+            self.branched[key] = 0
+        elif above == 0:
+            self.branched[key] = self.branched[parent]
+        else:
+            self.branched[key] = {1: 1, 2: 2, 3: 2, 8: 4}.get(above, 3)
+        self.moves += 1
+        self.pages[key] = (self.now + self.lifetimes[self.kind(key)], self.moves)
+        self.stored += 1
+        self.see(key, stored=True)
+        self.ticks += 1
+        if self.ticks >= len(self.order()) / self.steps:
+            self.ticks = 0
+            self.now += 1
+        found = self.monitor.learn(len(self.order()), self.stored)
+        if found is not None:
+            self.lifetimes = [int(age * self.steps / len(self.order())) for age in found]
+        if 8 * len(self.order()) > self.cells:
+            self.widen()
+
+    def touch(self, key: bytes) -> None:
+        if key in self.restored:
+            self.pages[key] = (self.now, 0)  # as many pages as before
+            self.restored.remove(key)
+            self.insert(key)
+        self.uses[key] = min(self.uses[key] + 1, 8)
+        self.deferred.discard(key)
+        self.moves += 1
+        self.pages[key] = (self.now + self.lifetimes[self.kind(key)], self.moves)
+        self.see(key)
+
+    def remove(self, key: bytes) -> None:
+        if key in self.pages:
+            bits = int.from_bytes(key[:8], "little")
+            self.ghosts.append((bits % self.cells, bits >> 52, min(self.uses[key] + 1, 8)))
+        super().remove(key)
+
+    def see(self, key: bytes, stored: bool = False) -> None:
+        bits = int.from_bytes(key[:8], "little")
+        if (bits >> 36) % 65536 < self.monitor.limit:
+            self.monitor.see(bits, self.kind(key), self.stored, stored)
+
+    def kind(self, key: bytes) -> int:
+        return 4 + self.uses[key] if self.uses[key] else self.branched[key]
+
+    def widen(self) -> None:
+        self.cells = 512
+        while self.cells < 8 * len(self.order()):
+            self.cells *= 2
+        self.ghosts = []
+
+
+MODELS: dict[str, type[SlowLRU | SlowSLRU | SlowS3FIFO | SlowLevels]] = {
+    "lru": SlowLRU,
+    "slru": SlowSLRU,
+    "s3fifo": SlowS3FIFO,
+    "lfu": SlowLFU,
+    "credit_lru": SlowCreditLRU,
+    "lifetime": SlowLifetime,
+}

@@ -1,0 +1,126 @@
+"""Pages as requests: how neighbours are joined, and that each page still has its own answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdscache.errors import DeadlineError, IOFailedError, ShortIOError
+from gdscache.storage.base import IORequest, Op, Span, Submission
+from gdscache.tiers.page_io import PageIO, stretches
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=40),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(1, 30)), max_size=6),
+    st.integers(1, 9),
+    st.integers(1, 12),
+)
+def test_stretches_are_all_pages_in_order_and_follow_on_at_both_ends(
+    singles: list[tuple[int, int]], runs: list[tuple[int, int, int]], most: int, period: int
+) -> None:
+    pages = singles + [(a + i, b + i) for a, b, n in runs for i in range(n)]
+    here, there = (np.array([page[end] for page in pages], dtype=np.int64) for end in (0, 1))
+    found = list(stretches(here, there, most, period))
+    assert [page for first, count in found for page in range(first, first + count)] == list(range(len(pages)))
+    for first, count in found:
+        assert 1 <= count <= most
+        for end in (here, there):
+            assert end[first : first + count].tolist() == list(range(end[first], end[first] + count))
+        assert here[first] // period == here[first + count - 1] // period
+    for first, count in found[:-1]:
+        border = first + count
+        joined = here[border] == here[border - 1] + 1 and there[border] == there[border - 1] + 1
+        assert not joined or count == most or here[border] % period == 0
+
+
+class Device:
+    """Answers when it is told to: `runs` are requests of the first submission, in pages."""
+
+    def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
+        self.submissions: list[tuple[list[int], Submission]] = []
+        requests = [IORequest(0, first, memoryview(bytes(count))) for first, count in runs]
+        self.io = PageIO(self._submit, requests, runs, lambda page: IORequest(0, page, memoryview(b"1")))
+
+    def _submit(self, requests: Sequence[IORequest]) -> Submission:
+        spans = [Span("slab", r.offset, len(r.memory)) for r in requests]  # type: ignore[arg-type]
+        submission = Submission(Op.READ, spans, [1] * len(spans))
+        self.submissions.append(([r.offset for r in requests], submission))
+        return submission
+
+
+ERROR = IOFailedError("injected", "none", 5)
+
+
+def test_a_request_that_fails_is_tried_again_page_by_page() -> None:
+    device = Device([(0, 3), (3, 2), (5, 1)])
+    [(_, first)] = device.submissions
+    first.finish([(1, 2, None), (0, 0, ERROR), (2, 0, ERROR)])
+    ended = device.io.completions(time.monotonic() + 5)
+    assert [next(ended) for _ in range(3)] == [(3, None), (4, None), (5, ERROR)]
+    with pytest.raises(DeadlineError):
+        list(device.io.completions(time.monotonic()))
+    [_, (pages, second)] = device.submissions
+    assert pages == [0, 1, 2]
+    second.finish([(2, 1, None), (1, 0, ERROR), (0, 0, None)])
+    rest = dict(ended)
+    assert rest[1] is ERROR
+    assert rest[2] is None
+    assert isinstance(rest[0], ShortIOError)
+    everything = device.io.wait(time.monotonic())  # once more: nothing is submitted again
+    assert len(device.submissions) == 2
+    assert [type(e) for e in everything] == [ShortIOError, IOFailedError, *[type(None)] * 3, IOFailedError]
+
+
+def test_the_end_of_each_page_is_told_once_and_not_before_its_memory_is_free() -> None:
+    device = Device([(0, 2), (2, 2), (4, 2)])
+    [(_, first)] = device.submissions
+    first.finish([(0, 0, ERROR), (1, 2, None)])
+    with pytest.raises(DeadlineError):
+        list(device.io.completions(time.monotonic()))
+    told: list[int] = []
+    device.io.on_end(told.append)
+    assert sorted(told) == [0, 1, 2, 3]  # nobody tries 0 and 1 again
+    first.finish([(2, 0, ERROR)])
+    assert sorted(told) == list(range(6))
+
+
+def test_pages_that_are_tried_again_end_with_their_second_request() -> None:
+    device = Device([(0, 2), (2, 1)])
+    [(_, first)] = device.submissions
+    first.finish([(0, 0, ERROR), (1, 1, None)])
+    with pytest.raises(DeadlineError):
+        list(device.io.completions(time.monotonic()))
+    told: list[int] = []
+    device.io.on_end(told.append)
+    assert told == [2]
+    [_, (_, second)] = device.submissions
+    second.finish([(1, 1, None)])
+    assert told == [2, 1]
+    second.finish([(0, 1, None)])
+    assert told == [2, 1, 0]
+
+
+def test_no_pages_end_at_once() -> None:
+    device = Device([])
+    assert device.io.wait(time.monotonic()) == []
+    assert list(stretches(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 4, 4)) == []
+
+
+def test_pages_of_two_requests_have_ended_when_both_have() -> None:
+    one, two, three = Device([(0, 2), (2, 1)]), Device([(0, 1), (1, 1)]), Device([(0, 1)])
+    one.io.also(two.io, {0: 2, 1: 0})  # the other's first page is our last
+    one.io.also(three.io, {0: 2})
+    told: list[int] = []
+    one.io.on_end(told.append)
+    one.submissions[0][1].finish([(0, 2, None), (1, 1, None)])
+    assert told == [1]
+    two.submissions[0][1].finish([(1, 0, ERROR), (0, 1, None)])
+    assert told == [1, 0]
+    three.submissions[0][1].finish([(0, 1, None)])
+    assert told == [1, 0, 2]

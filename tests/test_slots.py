@@ -1,0 +1,152 @@
+"""The allocator of free slots against a plain set: nothing lost, nothing twice, and runs where there are runs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from gdscache.tiers import slots as slots_module
+from gdscache.tiers.slots import FreeSlots
+
+
+def runs_of(slots: set[int]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for slot in sorted(slots):
+        if found and sum(found[-1]) == slot:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((slot, 1))
+    return found
+
+
+def pieces(slots: list[int]) -> int:
+    return len(runs_of(set(slots)))
+
+
+def fewest(runs: list[tuple[int, int]], n: int) -> int:
+    """Into how few pieces `n` slots can be taken from runs."""
+    total = count = 0
+    for _, length in sorted(runs, key=lambda run: -run[1]):
+        if total >= n:
+            break
+        total += length
+        count += 1
+    return count
+
+
+class SlotsMachine(RuleBasedStateMachine):
+    """`free` and `taken` are all there is; `known` are the runs that the allocator may know of."""
+
+    @initialize(slots=st.integers(0, 200), used=st.sets(st.integers(0, 199)), restore=st.booleans())
+    def start(self, slots: int, used: set[int], restore: bool) -> None:
+        self.slots = FreeSlots(slots)
+        self.free, self.taken = set(range(slots)), list[int]()
+        if restore:
+            self.slots = FreeSlots.beside(np.array([i in used for i in range(slots)], np.bool_))
+            self.taken = [slot for slot in used if slot < slots]
+            self.free -= used
+
+    @rule(n=st.integers(0, 150), near=st.booleans(), pick=st.randoms())
+    def take(self, n: int, near: bool, pick: random.Random) -> None:
+        after = pick.choice(self.taken) if near and self.taken else None
+        free = self.free
+        got = self.slots.take(n, after)
+        assert len(got) == len(set(got)) == min(n, len(free))
+        assert set(got) <= free
+        if after is not None and after + 1 in free and n and len(got) < len(free):
+            assert after + 1 in got
+        elif n <= slots_module.EXACT or n >= len(free):  # the shortest run that is long enough, or the longest ones
+            assert pieces(got) <= max(1, fewest(runs_of(free), n))
+        assert all(b > a for a, b in itertools.pairwise(got)) or pieces(got) > 1
+        self.free = free - set(got)
+        self.taken += got
+
+    @rule(n=st.integers(0, 80), pick=st.randoms(), together=st.booleans())
+    def give(self, n: int, pick: random.Random, together: bool) -> None:
+        pick.shuffle(self.taken)
+        some, self.taken = self.taken[:n], self.taken[n:]
+        if together:
+            self.slots.give_all(some)
+        else:
+            for slot in some:
+                self.slots.give(slot)
+        self.free |= set(some)
+
+    @rule()
+    def look(self) -> None:
+        assert self.slots.runs() == runs_of(self.free)
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "slots"):
+            assert len(self.slots) == len(self.free)
+            assert sorted(self.slots) == sorted(self.free)
+            assert self.slots.check() == []
+
+
+TestSlotsMachine = SlotsMachine.TestCase
+
+
+@given(st.permutations(range(64)), st.integers(1, 64))
+def test_what_comes_back_in_any_order_is_handed_out_in_a_row(order: list[int], n: int) -> None:
+    slots = FreeSlots(64)
+    assert slots.take(64) == list(range(64))
+    for slot in order:
+        slots.give(slot)
+    assert slots.take(n) == list(range(n))
+
+
+def test_the_shortest_run_that_is_long_enough() -> None:
+    slots = FreeSlots(1000)
+    slots.take(1000)
+    for start, length in [(0, 3), (10, 8), (30, 5), (100, 300), (500, 70), (600, 90)]:
+        slots.give_all(range(start, start + length))
+    assert slots.take(4) == [30, 31, 32, 33]
+    assert slots.take(8) == list(range(10, 18))
+    assert slots.take(80) == list(range(600, 680))
+    assert slots.take(1) == [34]
+    assert slots.take(2) == [0, 1]
+
+
+def test_a_request_behind_a_slot_goes_on_there() -> None:
+    slots = FreeSlots(100)
+    first = slots.take(3)
+    assert first == [0, 1, 2]
+    slots.take(1)
+    slots.give(3)
+    assert slots.take(2, after=2) == [3, 4]
+
+
+@pytest.mark.parametrize("damage", ["_count", "_mask"])
+def test_check_sees_what_is_wrong(damage: str) -> None:
+    slots = FreeSlots(10)
+    setattr(slots, damage, getattr(slots, damage) + 1)
+    assert slots.check()
+
+
+def test_a_call_is_bounded_when_a_million_slots_come_back_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other slot: no two can be joined, so there would be half a million runs."""
+    add, calls = FreeSlots._add, []
+    monkeypatch.setattr(FreeSlots, "_add", lambda *run: calls.append(run) or add(*run))
+    slots = FreeSlots(1 << 20)
+    slots.take(1 << 20)
+    slots.give_all(range(0, 1 << 20, 2))
+    for _ in range(200):
+        calls.clear()
+        assert len(slots.take(64)) == 64
+        assert len(calls) <= slots_module.JOINED
+
+
+def test_taking_from_many_runs_does_not_walk_over_those_that_are_gone() -> None:
+    """A quarter of a million single slots, one by one: a walk over gaps would take hours."""
+    slots = FreeSlots(1 << 19)
+    slots.take(1 << 19)
+    slots.give_all(range(0, 1 << 19, 2))
+    assert sorted(slots.take(1)[0] for _ in range(1 << 18)) == list(range(0, 1 << 19, 2))
+    assert slots.take(1) == []

@@ -1,0 +1,205 @@
+"""Stores run beside the next forward: the caller never waits for one, and has its slots back when they were read.
+
+Beside test_attached.py, where slots come back while the writes of pages with a place in the CPU tier hang, and
+test_engine.py: here the copy out of the planes hangs, its checksums do, and pages have no place in the CPU tier.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from faulty import PLAN, Fault
+from helpers import WAIT, Host, drop_from, prompt, quiet, settle, tokens_of, until
+
+from gdscache.errors import DeadlineError
+from gdscache.storage.base import Op
+
+OpenHost = Callable[..., Host]
+FAULTY = "faulty:FaultyTransport"
+
+
+@pytest.fixture(autouse=True)
+def _no_faults_left() -> Iterator[None]:
+    PLAN.reset()
+    yield
+    PLAN.reset()
+
+
+class Gate:
+    """Holds whoever comes through it until it opens."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.held: list[str] = []  # names of threads
+
+    def through(self) -> None:
+        self.held.append(threading.current_thread().name)
+        assert self.open.wait(2 * WAIT), "the gate was not opened"
+
+
+@contextmanager
+def held(host: Host, *, sums: bool = False) -> Iterator[Gate]:
+    """Gathers are held up in the block; with `sums`, only their checksums are."""
+    gate, mover = Gate(), host.engine.loader.mover
+    gather = mover.gather
+
+    def slow(*args: Any, **options: Any) -> Any:
+        if not sums:
+            gate.through()
+        moved = gather(*args, **options)
+        digests = moved._digests
+
+        def asked() -> Any:
+            if sums:
+                gate.through()
+            return digests()
+
+        moved._digests = asked
+        return moved
+
+    mover.gather = slow  # type: ignore[method-assign]
+    try:
+        yield gate
+    finally:
+        gate.open.set()
+        mover.gather = gather  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("cpu", [None, 8])
+def test_a_store_returns_while_the_mover_is_stalled(open_host: OpenHost, device: str, cpu: int | None) -> None:
+    """Stores, lookups and loads of the next request go on; the slots that were handed over stay the engine's."""
+    host = open_host(device=device, cpu=cpu, ssd=24, bounce=16)
+    before, later = prompt(1, 3), [prompt(n, 2) for n in range(2, 5)]
+    host.store(before)
+    quiet(host.engine)
+    caller = threading.current_thread().name
+    with held(host) as gate:
+        stores = []
+        for tokens in later:
+            blocks = host.compute(tokens)
+            stores.append((host.engine.store(tokens, blocks), blocks))
+        until(lambda: bool(gate.held), "the mover is stalled")
+        assert caller not in gate.held
+        assert [tokens_of(host.engine, tokens) for tokens in later] == [0, 0, 0]
+        assert host.load(before).tokens == 12, "a load waits for no store"
+        for handle, _ in stores:
+            assert not handle.done()
+            assert not handle.release_event.done()
+        with pytest.raises(DeadlineError):
+            stores[0][0].release_event.synchronize(0.05)
+    for (handle, blocks), tokens in zip(stores, later, strict=True):
+        handle.release_event.synchronize(WAIT)
+        host.give(blocks)
+        assert handle.result(WAIT).dropped == {}
+        assert host.load(tokens).tokens == 8
+    settle(host.engine)
+
+
+@pytest.mark.parametrize("cpu", [None, 8])
+def test_slots_come_back_right_after_the_gather(open_host: OpenHost, device: str, cpu: int | None) -> None:
+    """Not after the checksums, and not after the write, which hangs. What is stored is what was in the slots."""
+    host = open_host(device=device, transport=FAULTY, cpu=cpu, bounce=16)
+    tokens = prompt(1, 4)
+    with PLAN.rule(Op.WRITE, Fault.HANG) as rule:
+        with held(host, sums=True) as gate:
+            blocks = host.compute(tokens)
+            handle = host.engine.store(tokens, blocks)
+            until(lambda: bool(gate.held), "checksums are asked for")
+            handle.release_event.synchronize(WAIT / 4)
+            host.give(blocks)  # overwrites them
+            assert tokens_of(host.engine, tokens) == 0
+        until(lambda: rule.met > 0, "writes hang")
+        assert not handle.done()
+    assert handle.result(WAIT).dropped == {}
+    if cpu is not None:
+        assert host.load(tokens).tokens == 16
+        drop_from(host.engine, "cpu")
+    assert host.load(tokens).tokens == 16, "the bytes that were in the slots when the store was called"
+    settle(host.engine)
+
+
+def test_slots_in_two_places_come_back_after_the_last_gather(open_host: OpenHost) -> None:
+    """Some pages of a store find a CPU slot, the others a bounce slot: two gathers, and the checksums of the second
+    are nobody's wait."""
+    host = open_host(transport=FAULTY, cpu=2, bounce=8, ssd=24)
+    tokens = prompt(1, 4)
+    with PLAN.rule(Op.WRITE, Fault.HANG):
+        mover, asked, gate = host.engine.loader.mover, [], threading.Event()
+        gather = mover.gather
+
+        def slow(*args: Any, **options: Any) -> Any:
+            moved = gather(*args, **options)
+            digests, number = moved._digests, len(asked)
+            asked.append(number)
+
+            def sums() -> Any:
+                if number == 1:
+                    assert gate.wait(2 * WAIT)
+                return digests()
+
+            moved._digests = sums
+            return moved
+
+        mover.gather = slow  # type: ignore[method-assign]
+        blocks = host.compute(tokens)
+        handle = host.engine.store(tokens, blocks)
+        until(lambda: len(asked) == 2, "both places are gathered to")
+        try:
+            handle.release_event.synchronize(WAIT / 4)
+            host.give(blocks)
+        finally:
+            gate.set()
+    assert handle.result(WAIT).dropped == {}
+    drop_from(host.engine, "cpu")
+    assert host.load(tokens).tokens == 16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("cpu", [None, 8])
+def test_a_store_is_ordered_by_events_on_a_gpu(open_host: OpenHost, cpu: int | None) -> None:
+    """The forward that fills the slots is still running when they are stored, and the next one that overwrites them is
+    queued behind `release_event`: the thread waits for neither, and the pages have the first one's rows."""
+    host = open_host(device="cuda", cpu=cpu, bounce=16)
+    tokens = prompt(1, 4)
+    stream = torch.cuda.Stream()
+    rows = host.compute(tokens)  # the right bytes, elsewhere
+    blocks = host.take(4)
+    torch.cuda.synchronize()
+    sources = torch.tensor(rows, device="cuda")
+    targets = torch.tensor(blocks, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1_000_000_000)  # about half a second
+        filled = torch.cuda.Event()
+        for tensors in host.planes:
+            for tensor in tensors:
+                tensor.view(torch.uint8).index_copy_(0, targets, tensor.view(torch.uint8).index_select(0, sources))
+        filled.record()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            started = time.monotonic()
+            handle = host.engine.store(tokens, blocks)
+            took = time.monotonic() - started
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not filled.query(), "the store waited for the stream"
+        assert took < 0.1
+        assert not handle.release_event.done()
+        handle.release_event.wait(WAIT)
+        for tensors in host.planes:
+            for tensor in tensors:
+                tensor.view(torch.uint8).index_fill_(0, targets, 0x5A)
+    stream.synchronize()
+    host.give(rows + blocks)
+    assert handle.result(WAIT).dropped == {}
+    if cpu is not None:
+        assert host.load(tokens).tokens == 16
+        drop_from(host.engine, "cpu")
+    assert host.load(tokens).tokens == 16
