@@ -40,9 +40,6 @@ def serve(pipe: Connection, libraries: Path, name: str, scenario: str, folder: P
     with (
         mock.patch("gdscache.storage.kvikio.PROC_MODULES", there),
         mock.patch("gdscache.storage.nixl.PROC_MODULES", there),
-        mock.patch("gdscache.storage.nixl.HANG_S", HANG_S),
-        mock.patch("gdscache.storage.nixl.CALL_S", HANG_S),
-        mock.patch("gdscache.storage.kvikio.CALL_S", HANG_S),
     ):
         globals()[scenario](MADE[0], name, folder)
     pipe.send("done")
@@ -162,6 +159,7 @@ def a_refusal_has_its_cause(there: StandIns, name: str, folder: Path) -> None:
         assert gpu.memory == content[: gpu.nbytes]
 
 
+@mock.patch("gdscache.storage.nixl.HANG_S", HANG_S)
 def an_open_that_hangs_is_an_error(there: StandIns, name: str, folder: Path) -> None:
     """cuFile does not answer when a file is opened: that is said, and the transport closes."""
     path, _ = slab(folder)
@@ -169,7 +167,10 @@ def an_open_that_hangs_is_an_error(there: StandIns, name: str, folder: Path) -> 
         with opened(name) as transport:
             there.refuse(Call.HANDLE, HANG)
             begun = time.monotonic()
-            with pytest.raises(DeadlineError, match=str(path)) as caught:
+            with (
+                mock.patch(f"gdscache.storage.{name}.CALL_S", HANG_S),
+                pytest.raises(DeadlineError, match=str(path)) as caught,
+            ):
                 transport.open(path)
             assert "posix" in caught.value.hint
         assert time.monotonic() - begun < 10
@@ -203,6 +204,7 @@ def a_hang_is_its_own_request_s(there: StandIns, name: str, folder: Path) -> Non
             assert gpu.memory[n * PAGE : (n + 1) * PAGE] == path.read_bytes()[2 * n * PAGE :][:PAGE]
 
 
+@mock.patch("gdscache.storage.nixl.HANG_S", HANG_S)
 def close_beside_a_hang(there: StandIns, name: str, folder: Path) -> None:
     """What hangs keeps its memory and its file, and ends if it ever can. NIXL's close returns, kvikio's waits."""
     path, content = slab(folder)

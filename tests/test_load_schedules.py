@@ -16,7 +16,7 @@ import pytest
 import torch
 from faulty import PLAN
 from load_points import FAILING, Point, Points
-from load_schedules import ACTIONS, Schedule, play
+from load_schedules import ACTIONS, Player, Schedule, groups, play
 
 RANDOM = 400  # and some 300 that try every point of one of them
 CHUNK = 50
@@ -76,6 +76,8 @@ def test_many_random_schedules(directory: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_random_schedules_on_a_gpu(directory: Path) -> None:
+    with groups():
+        Player(Schedule(0), directory, "cuda").play()  # CUDA opens descriptors of its own once
     assert random_schedules(range(100), directory, "cuda") > 20
 
 

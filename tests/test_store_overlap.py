@@ -182,13 +182,9 @@ def test_a_store_is_ordered_by_events_on_a_gpu(open_host: OpenHost, cpu: int | N
             for tensor in tensors:
                 tensor.view(torch.uint8).index_copy_(0, targets, tensor.view(torch.uint8).index_select(0, sources))
         filled.record()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            started = time.monotonic()
-            handle = host.engine.store(tokens, blocks)
-            took = time.monotonic() - started
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        started = time.monotonic()
+        handle = host.engine.store(tokens, blocks)
+        took = time.monotonic() - started
         assert not filled.query(), "the store waited for the stream"
         assert took < 0.1
         assert not handle.release_event.done()
