@@ -19,6 +19,7 @@ from gdscache.errors import GeometryError
 EXTENT_ALIGNMENT = 4096
 MAX_PAGE_TOKENS = 512
 GROUP_BYTES = 256 << 10
+COPY_BYTES = 256 << 20
 FIRST_BYTES = 4 << 20
 FIRST_SECONDS = 0.002
 
@@ -172,7 +173,7 @@ class GroupSizes:
 
     least: int = GROUP_BYTES
     first: int = FIRST_BYTES
-    parts: int = 8
+    parts: int = 4
 
     def paced(self, bytes_per_second: float | None) -> GroupSizes:
         """With a first group of what takes `FIRST_SECONDS` at a measured speed; as they are where none is known.
@@ -200,6 +201,22 @@ def read_groups(layout: PageLayout, pages: int, sizes: GroupSizes = GroupSizes()
         return (range(layout.n_layers),)
     smallest = max(sizes.least, -(-sizes.first // pages), EXTENT_ALIGNMENT)
     largest = max(smallest, 2 * sizes.least, layout.page_bytes // sizes.parts)
+    return _doubling(layout, smallest, largest)
+
+
+def copy_groups(layout: PageLayout, pages: int, largest: int = COPY_BYTES) -> tuple[range, ...]:
+    """The groups of consecutive layers in which so many pages are copied from memory: all layers once, in order.
+
+    The first has little more than `GROUP_BYTES` a page, so that layer 0 is early, and so has the last. Between them
+    groups double until they have about `largest` bytes over all pages: to queue a group takes the interpreter's and
+    the driver's locks, which whoever launches the model's kernels wants too.
+    """
+    return _doubling(layout, GROUP_BYTES, max(GROUP_BYTES, largest // max(1, pages)))
+
+
+def _doubling(layout: PageLayout, smallest: int, largest: int) -> tuple[range, ...]:
+    """Groups of at least `smallest` bytes of a page; each has twice as many as the one before until they reach
+    `largest`. The last takes what is too small for a group of its own."""
     groups, begin, wanted = [], 0, smallest
     for layer, (_, end) in enumerate(layout.layer_bounds):
         if end - layout.layer_bounds[begin][0] >= wanted and layout.page_bytes - end >= smallest:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gdscache.config import LoadConfig
-from gdscache.layout import GroupSizes, PageLayout, read_groups
+from gdscache.layout import GroupSizes, PageLayout, copy_groups, read_groups
 from gdscache.load_passing import PassingReads, passing_sizes
 from gdscache.load_reads import LayeredReads, LoadReads
 from gdscache.load_verdicts import Batch, Verdicts
@@ -30,7 +30,7 @@ from gdscache.tiers.manager import PageStatus, PageTask, TierManager
 from gdscache.tiers.transfer import Moved, Mover
 
 GROUP_SIZES = GroupSizes()  # layers that are read at a time
-_SCATTER_BYTES = 32 << 20  # landed pages that are copied with one call, at most
+_SCATTER_BYTES = 64 << 20  # landed pages that are copied with one call, at most
 _SCATTERS = 16  # ... and a load is copied with about so many
 
 
@@ -125,7 +125,7 @@ class LoadRun:
         passing = [t for t in read if t.target is None]
         if not (resident or read):
             return
-        groups = self._groups(len(read), self._bounce if passing else None, layered=last and self._copy)
+        groups = self._groups(len(resident), len(read), self._bounce if passing else None, layered=last and self._copy)
         self._verdicts.expect(len(groups))
         here = self._resting(resident, [t.source.slot for t in resident])
         there = self._resting(staying, [t.target.slot for t in staying if t.target is not None])
@@ -144,12 +144,12 @@ class LoadRun:
             if last and self._copying:
                 self._signal(layers, self._mover.mark_loads() if moved is None or read else moved.event)
 
-    def _groups(self, read: int, bounce: Bounce | None, *, layered: bool) -> Sequence[range]:
-        """The layers that move together, when so many pages are read, some of them through `bounce`."""
+    def _groups(self, resident: int, read: int, bounce: Bounce | None, *, layered: bool) -> Sequence[range]:
+        """The layers that move together, when so many pages are there or read, some of these through `bounce`."""
         if not layered:
             return (self._every,)
         if not read:
-            return self._layout.layer_groups
+            return copy_groups(self._layout, resident)
         sizes = GROUP_SIZES.paced(self._manager.costs.bandwidths().get("ssd"))
         return read_groups(self._layout, read, sizes if bounce is None else passing_sizes(sizes, bounce))
 

@@ -15,6 +15,9 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
@@ -96,6 +99,14 @@ class Slab:
         if count == 1:
             return 0, slot * self.extent_bytes
         number, within = divmod(slot, self.stretch)
+        return number % count, (number // count * self.stretch + within) * self.extent_bytes
+
+    def locate_all(self, slots: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """`locate` of many slots at once. Raises `SlotRangeError`."""
+        if len(slots) and not (slots.min() >= 0 and slots.max() < self.slots):
+            self.locate(int(slots.min() if slots.min() < 0 else slots.max()))
+        count = len(self.files)
+        number, within = np.divmod(slots, self.stretch) if count > 1 else (np.zeros_like(slots), slots)
         return number % count, (number // count * self.stretch + within) * self.extent_bytes
 
     def offset(self, slot: int) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from helpers import EXTRA, MHA, MLA, layout_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache.errors import GeometryError
-from gdscache.layout import DTYPE_BYTES, EXTENT_ALIGNMENT, GROUP_BYTES, MAX_PAGE_TOKENS, PageLayout, Plane
+from gdscache.layout import DTYPE_BYTES, EXTENT_ALIGNMENT, GROUP_BYTES, MAX_PAGE_TOKENS, PageLayout, Plane, copy_groups
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 
@@ -49,6 +51,26 @@ def test_layer_groups_partition_the_layers_and_are_large_enough(layout: PageLayo
         nbytes = layout.layer_bounds[group[-1]][1] - layout.layer_bounds[group[0]][0]
         assert nbytes >= GROUP_BYTES
         assert nbytes - (layout.layer_bounds[group[-1]][1] - layout.layer_bounds[group[-1]][0]) < GROUP_BYTES
+
+
+deep = st.builds(
+    lambda layers, width: PageLayout.uniform([Plane("kv", (width,), "bfloat16")], layers, 64),
+    st.integers(1, 90),
+    st.sampled_from((1, 512, 2048, 4096)),
+)
+
+
+@given(layouts() | deep, st.integers(1, 3000), st.integers(1, 1 << 30))
+def test_copy_groups_begin_small_and_double(layout: PageLayout, pages: int, largest: int) -> None:
+    groups, bounds = copy_groups(layout, pages, largest), layout.layer_bounds
+    assert [layer for group in groups for layer in group] == list(range(layout.n_layers))
+    sizes = [bounds[group[-1]][1] - bounds[group[0]][0] for group in groups]
+    layer = max(end - start for start, end in bounds)
+    assert sizes[0] < GROUP_BYTES + layer or len(groups) == 1
+    for before, size in itertools.pairwise(sizes[:-1]):
+        assert GROUP_BYTES <= size < max(2 * before, GROUP_BYTES) + layer
+    assert all(size < max(GROUP_BYTES, largest / pages) + layer for size in sizes[:-1])
+    assert len(groups) == 1 or GROUP_BYTES <= sizes[-1] < max(GROUP_BYTES, largest / pages) + GROUP_BYTES + layer
 
 
 @given(st.integers(1, MAX_PAGE_TOKENS), st.integers(0, 5000))

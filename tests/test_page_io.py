@@ -26,7 +26,7 @@ def test_stretches_are_all_pages_in_order_and_follow_on_at_both_ends(
 ) -> None:
     pages = singles + [(a + i, b + i) for a, b, n in runs for i in range(n)]
     here, there = (np.array([page[end] for page in pages], dtype=np.int64) for end in (0, 1))
-    found = list(stretches(here, there, most, period))
+    found = list(zip(*(ends.tolist() for ends in stretches(here, there, most, period)), strict=True))
     assert [page for first, count in found for page in range(first, first + count)] == list(range(len(pages)))
     for first, count in found:
         assert 1 <= count <= most
@@ -109,7 +109,8 @@ def test_pages_that_are_tried_again_end_with_their_second_request() -> None:
 def test_no_pages_end_at_once() -> None:
     device = Device([])
     assert device.io.wait(time.monotonic()) == []
-    assert list(stretches(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 4, 4)) == []
+    none = np.empty(0, dtype=np.int64)
+    assert [len(ends) for ends in stretches(none, none, 4, 4)] == [0, 0]
 
 
 def test_pages_of_two_requests_have_ended_when_both_have() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transport_parts import soon
 
@@ -43,16 +44,20 @@ class BentRing(Ring):
         self.bend = lambda offset, length, answer: answer
         self.seen: list[tuple[int, int]] = []
 
-    def put(self, opcode: int, fd: int, offset: int, address: int, length: int, user_data: int, **more: Any) -> None:
-        super().put(opcode, fd, offset, address, length, user_data, **more)
-        self.asked[user_data] = (offset, length)
+    def put(
+        self, opcodes: Any, files: Any, offsets: Any, addresses: Any, lengths: Any, user_data: Any, **more: Any
+    ) -> None:
+        super().put(opcodes, files, offsets, addresses, lengths, user_data, **more)
+        places = zip(*(np.broadcast_to(n, len(user_data)).tolist() for n in (offsets, lengths)), strict=True)
+        self.asked.update(zip(user_data.tolist(), places, strict=True))
 
-    def take(self) -> Iterator[tuple[int, int]]:
-        for user_data, answer in super().take():
-            offset, length = self.asked[user_data]
+    def take(self) -> tuple[Any, Any]:
+        numbers, answers = super().take()
+        for at, (user_data, answer) in enumerate(zip(numbers.tolist(), answers.tolist(), strict=True)):
             if user_data:
-                self.seen.append((offset, length))
-            yield user_data, self.bend(offset, length, answer) if user_data and self.bend else answer
+                self.seen.append(self.asked[user_data])
+                answers[at] = self.bend(*self.asked[user_data], answer)
+        return numbers, answers
 
 
 @pytest.fixture
@@ -154,7 +159,7 @@ def test_an_error_nobody_foresaw_fails_what_waits(transport: UringTransport, dat
             batch = [IORequest(file, n * SECTOR, memory.view[n * SECTOR : (n + 1) * SECTOR]) for n in range(0, 64, 2)]
             submission = transport.submit(Op.READ, batch)
             transport._threads[0].join(10)
-            assert submission.pending <= 4  # those that the kernel has; what waited has failed
+            assert submission.pending <= transport._most < 32  # those that the kernel has; what waited has failed
             with pytest.raises(EngineClosedError):
                 transport.submit(Op.READ, batch)
     finally:
@@ -164,8 +169,9 @@ def test_an_error_nobody_foresaw_fails_what_waits(transport: UringTransport, dat
 
 def test_a_kernel_that_reads_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(BentRing):
-        def take(self) -> Iterator[tuple[int, int]]:
-            return iter([(user_data, answer - 1) for user_data, answer in super().take()])
+        def take(self) -> tuple[Any, Any]:
+            numbers, answers = super().take()
+            return numbers, answers - 1
 
     monkeypatch.setattr(uring, "Ring", Wrong)
     files = len(os.listdir("/proc/self/fd"))
@@ -185,9 +191,10 @@ def test_a_ring_goes_round(tmp_path: Path, data: Path) -> None:
     file = os.open(data, os.O_RDONLY)
     with HostBuffer(SECTOR, "off") as memory:
         for n in range(200):
-            small.put(READ, file, n % 64 * SECTOR, memory.address, SECTOR, n)
+            small.put(READ, file, n % 64 * SECTOR, memory.address, SECTOR, np.array([n]))
             small.enter(1)
-            assert list(small.take()) == [(n, SECTOR)]
+            numbers, answers = small.take()
+            assert (numbers.tolist(), answers.tolist()) == ([n], [SECTOR])
             assert memory.view == content[n % 64 * SECTOR : (n % 64 + 1) * SECTOR]
     os.close(file)
     small.close()

@@ -70,7 +70,7 @@ class EngineClient:
         settings, section = self.settings, self.section()
         extent = Config.from_dict({"model": section}).model.layout().extent_bytes
         pages = self._longest // settings.page_tokens
-        room, ring = (2 * pages + pages // 8 + 16) * extent, max(128 * MIB, 8 * extent)
+        room, ring = (2 * pages + pages // 8 + 16) * extent, max(256 * MIB, 8 * extent)
         ssd = {"path": str(self._directory / route), "capacity": room + room // 4, "reserve": 0, "route": route}
         if io_cache.in_memory(self._directory):
             ssd["threads"] = 16

@@ -67,9 +67,13 @@ class Submission:
     is it reported: with its first error, or with `ShortIOError` if its pieces moved fewer bytes than asked for.
     """
 
-    def __init__(self, op: Op, spans: Sequence[Span], pieces: Sequence[int]) -> None:
+    def __init__(
+        self, op: Op, spans: Sequence[Span], pieces: Sequence[int], sizes: Sequence[int] | None = None
+    ) -> None:
+        """`sizes`: the bytes of the requests, where `spans` would have to be asked for each."""
         self._op = op
         self._spans = spans
+        self._sizes = [span.nbytes for span in spans] if sizes is None else sizes
         self._left = list(pieces)
         self._moved = [0] * len(spans)
         self._errors: list[StorageError | None] = [None] * len(spans)
@@ -87,7 +91,7 @@ class Submission:
                 self._errors[index] = self._errors[index] or error
                 self._left[index] -= 1
                 if self._left[index] == 0:
-                    if self._errors[index] is None and self._moved[index] != self._spans[index].nbytes:
+                    if self._errors[index] is None and self._moved[index] != self._sizes[index]:
                         self._errors[index] = self._short(index)
                     self._ended.append(index)
             if self._wanted and min(self._wanted) <= len(self._ended):

@@ -1,7 +1,8 @@
 """The transport `uring`: host memory by io_uring. Threads of the kernel move the bytes, one of ours gives them work.
 
 Sixteen Python threads that read 2 MiB each spend much of their time waiting for each other's interpreter lock, and make
-whoever copies to the GPU wait too. Here one thread takes the lock, for as many ended reads at a time as there are.
+whoever launches a model's kernels wait too. Here one thread takes the lock, for as many ended reads at a time as it
+can, and what it does for them it does with arrays (batch.py).
 """
 
 from __future__ import annotations
@@ -10,37 +11,84 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
+import itertools
 import os
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
-from gdscache.errors import InvalidValueError, IOFailedError, TransportUnavailableError
+import numpy as np
+
+from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.layout import EXTENT_ALIGNMENT
-from gdscache.storage.base import IORequest, Op, Submission, Switch, address_of, failed
-from gdscache.storage.posix import PosixTransport, host_memory
+from gdscache.storage.base import IORequest, Op, Span, Submission, Switch, address_of, check_memory, failed
+from gdscache.storage.batch import IOBatch, Numbers, Pieces, Spans
+from gdscache.storage.posix import PosixTransport
 from gdscache.storage.ring import HINT, READ, READV, WRITE, WRITEV, Ring
-from gdscache.storage.workers import Result, Run
+from gdscache.storage.workers import MAX_PIECES, READS_PER_WRITE, Result, run_bytes
 
 _WAKE = 0  # user data of the read that ends when somebody submits
 _AGAIN = (errno.EAGAIN, errno.EINTR)
+_PATIENCE_S = 0.002  # that ended requests wait for others to be taken with
+
+
+class _Batch:
+    """What one `submit` asked for, cut into runs of neighbouring pieces; run `n` has the number `base + n`.
+
+    `memory` is kept until the last run has ended. `next`: the first run that is not begun; `left`: pieces that have not
+    ended. `vector` is what the kernel reads of where pieces lie: a struct iovec each.
+    """
+
+    def __init__(self, op: Op, submission: Submission, memory: list[memoryview], pieces: Pieces, limit: int) -> None:
+        self.op = op
+        self.submission = submission
+        self.memory = memory
+        self.pieces = pieces
+        self.firsts = pieces.joined(limit, MAX_PIECES)
+        self.counts = np.diff(self.firsts, append=len(pieces))
+        self.sizes = np.add.reduceat(pieces.sizes, self.firsts)
+        self.vector = np.stack([pieces.addresses, pieces.sizes], axis=1).astype(np.uint64)
+        self.base, self.next, self.left = 0, 0, len(pieces)
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def put(self, ring: Ring, runs: slice) -> None:
+        """Queue runs that are not begun yet."""
+        firsts, counts = self.firsts[runs], self.counts[runs]
+        alone, read = counts == 1, self.op is Op.READ
+        vectors = self.vector.ctypes.data + firsts * self.vector.strides[0]
+        ring.put(
+            np.where(alone, READ if read else WRITE, READV if read else WRITEV),
+            self.pieces.files[firsts],
+            self.pieces.offsets[firsts],
+            np.where(alone, self.pieces.addresses[firsts], vectors),
+            np.where(alone, self.sizes[runs], counts),
+            self.base + np.arange(runs.start, runs.stop),
+        )
+
+    def pieces_of(self, runs: Numbers) -> Numbers:
+        """The numbers of the pieces that runs have."""
+        if len(self.firsts) == len(self.pieces):
+            return runs
+        counts = self.counts[runs]
+        within: Numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return within + np.repeat(self.firsts[runs], counts)
 
 
 @dataclasses.dataclass(slots=True)
-class _Flight:
-    """A run in flight. One that was short goes on from byte `resume`; it had `moved` bytes by then.
+class _Odd:
+    """`count` pieces of a batch that have not ended as they should: they go on from byte `resume`, or are tried again.
+    One that was short had `moved` bytes by then."""
 
-    `vector` is what the kernel reads of where its pieces lie in memory.
-    """
-
-    run: Run
+    batch: _Batch
+    first: int
+    count: int
     moved: int = 0
     resume: int = 0
-    vector: Any = None
 
 
 class UringTransport(PosixTransport):
-    """Files are opened as `posix` opens them. `threads` threads of the kernel move runs, and as many wait for them.
+    """Files are opened as `posix` opens them. `threads` threads of the kernel move runs, and twice as many wait.
 
     Raises `TransportUnavailableError` where there is no io_uring.
     """
@@ -50,13 +98,18 @@ class UringTransport(PosixTransport):
     def __init__(self, threads: int, direct_io: Switch = "auto") -> None:
         if threads < 1:
             raise InvalidValueError(f"a transport with {threads} threads moves nothing", "set threads to 1 or more")
-        self._most = 2 * threads  # in flight
+        self._most = 3 * threads  # runs in flight
+        self._many = max(1, threads // 2)  # ... of which so many are answered at once, where others wait to be begun
         self._ring = Ring(self._most + 2, threads)
         self._signal = (ctypes.c_uint64 * 1)()
-        self._live: dict[int, _Flight] = {}
-        self._again: deque[_Flight] = deque()
-        self._number = _WAKE
+        self._queues: dict[Op, deque[_Batch]] = {op: deque() for op in Op}
+        self._live: list[_Batch] = []
+        self._flying = 0  # runs, and what is odd
+        self._odd: dict[int, _Odd] = {}
+        self._again: deque[_Odd] = deque()
+        self._numbers = itertools.count(_WAKE + 1)
         self._asleep = self._listening = False
+        self._patient = True
         with contextlib.ExitStack() as undo:
             undo.callback(self._ring.close)
             try:
@@ -76,26 +129,76 @@ class UringTransport(PosixTransport):
             page = os.urandom(EXTENT_ALIGNMENT)
             os.write(file, page)
             memory = ctypes.create_string_buffer(EXTENT_ALIGNMENT)
-            self._ring.put(READ, file, 0, ctypes.addressof(memory), EXTENT_ALIGNMENT, 1)
+            self._ring.put(READ, file, 0, ctypes.addressof(memory), EXTENT_ALIGNMENT, np.array([1]))
             try:
                 self._ring.enter(1)
             except OSError as error:
                 raise TransportUnavailableError(f"io_uring_enter answers {error}", HINT) from error
-            if list(self._ring.take()) != [(1, EXTENT_ALIGNMENT)] or memory.raw != page:
+            numbers, answers = self._ring.take()
+            if (numbers.tolist(), answers.tolist()) != ([1], [EXTENT_ALIGNMENT]) or memory.raw != page:
                 raise TransportUnavailableError("io_uring reads other bytes than were written", HINT)
         finally:
             os.close(file)
 
     def submit(self, op: Op, requests: Sequence[IORequest]) -> Submission:
-        submission = super().submit(op, requests)
+        errors: list[Result] = []
+        if isinstance(requests, IOBatch) and requests.is_sound(op) and self._knows(requests.files):
+            spans: Sequence[Span] = Spans(requests, self._paths)
+            sizes, memory = requests.sizes.tolist(), [requests.memory]
+            places = address_of(requests.memory) + requests.starts
+            pieces = Pieces(np.arange(len(requests)), requests.files, requests.offsets, places, requests.sizes)
+        else:
+            spans, memory, pieces, errors = self._one_by_one(op, requests)
+            sizes = [span.nbytes for span in spans]
+        limit = run_bytes(int(pieces.sizes.sum()), self._ways)
+        pieces = pieces.in_file_order().divided(limit)
+        counts = np.bincount(pieces.index, minlength=len(spans))
+        submission = Submission(op, spans, np.maximum(counts, 1).tolist(), sizes)
         with self._work:
+            if self._closing:
+                raise EngineClosedError(f"the {self.name} transport was closed", "submit before close")
+            if len(pieces):
+                batch = _Batch(op, submission, memory, pieces, limit)
+                batch.base = next(self._numbers)
+                self._numbers = itertools.count(batch.base + len(batch))
+                self._queues[op].append(batch)
+                self._work.notify()
             asleep, self._asleep = self._asleep, False
         if asleep:
             os.eventfd_write(self._wake, 1)
+        if errors:
+            submission.finish(errors)
         return submission
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "threads": self._ways}
+
+    def _knows(self, files: Numbers) -> bool:
+        return self._paths.keys() >= set(files.tolist())
+
+    def _one_by_one(
+        self, op: Op, requests: Sequence[IORequest]
+    ) -> tuple[list[Span], list[memoryview], Pieces, list[Result]]:
+        """Where requests lie, their memory, and those that can be done; the others have their error."""
+        spans: list[Span] = []
+        memories: list[memoryview] = []
+        good: list[tuple[int, int, int, int, int]] = []
+        errors: list[Result] = []
+        for index, request in enumerate(requests):
+            nbytes = 0
+            try:
+                path = self._path(request.file)
+                memory = check_memory(op, request.offset, request.memory, self.memory_kinds)
+                assert isinstance(memory, memoryview), "host memory is a memoryview"
+                nbytes = memory.nbytes
+                good.append((index, request.file, request.offset, address_of(memory), nbytes))
+                memories.append(memory)
+            except IOFailedError as error:
+                path = f"file {request.file}"
+                errors.append((index, 0, error))
+            spans.append(Span(path, request.offset, nbytes))
+        columns = np.array(good, dtype=np.int64).reshape(-1, 5).T
+        return spans, memories, Pieces(*columns), errors
 
     # What follows runs in the thread.
 
@@ -104,7 +207,7 @@ class UringTransport(PosixTransport):
         try:
             self._listen()
             while self._start():
-                self._ring.enter(1)
+                self._wait()
                 self._reap()
             self._end()
             finished = True
@@ -115,80 +218,127 @@ class UringTransport(PosixTransport):
     def _start(self) -> bool:
         """Begin runs while there is room, and wait for one where nothing is in flight; False when none will come."""
         while True:
-            while len(self._live) < self._most and (flight := self._next_flight()) is not None:
-                self._begin(flight)
             with self._work:
-                waiting = bool(self._reads or self._writes)
-                if self._live:
-                    if len(self._live) == self._most or not waiting:
-                        self._asleep = len(self._live) < self._most  # a new batch could begin now
-                        return True
-                elif not waiting:
-                    if self._closing:
-                        return False
-                    self._work.wait()
+                while self._again and self._flying < self._most:
+                    self._try_again(self._again.popleft())
+                while self._flying < self._most and (some := self._next_runs(self._most - self._flying)):
+                    self._begin(*some)
+                if self._flying:
+                    self._asleep = self._flying < self._most  # a new batch could begin now
+                    return True
+                if self._closing:
+                    return False
+                self._work.wait()
 
-    def _next_flight(self) -> _Flight | None:
-        if self._again:
-            return self._again.popleft()
-        with self._work:
-            if not self._reads and not self._writes:
-                return None
-        run = self._next()  # at once: nobody else takes runs
-        return None if run is None else _Flight(run)
-
-    def _begin(self, flight: _Flight) -> None:
-        run, at = flight.run, flight.resume
-        reads = run.op is Op.READ
-        self._number += 1
-        self._live[self._number] = flight
-        if len(run.pieces) == 1:
-            memory = host_memory(run.pieces[0])[at:]
-            address, size, opcode = address_of(memory), memory.nbytes, READ if reads else WRITE
+    def _next_runs(self, room: int) -> tuple[_Batch, slice] | None:
+        """The runs that are next, of one batch: reads first, but after `READS_PER_WRITE` of them in a row one write."""
+        reads, writes = self._queues[Op.READ], self._queues[Op.WRITE]
+        if reads and writes:
+            room = min(room, READS_PER_WRITE - self._reads_in_row)
+        if reads and room:
+            queue = reads
+        elif writes:
+            queue, room = writes, 1 if reads else room
         else:
-            numbers = [n for p in run.pieces for n in (address_of(host_memory(p)), p.nbytes)]
-            flight.vector = (ctypes.c_uint64 * len(numbers))(*numbers)  # of struct iovec
-            address, size, opcode = ctypes.addressof(flight.vector), len(run.pieces), READV if reads else WRITEV
-        self._ring.put(opcode, run.file, run.offset + at, address, size, self._number)
+            return None
+        batch = queue[0]
+        runs = slice(batch.next, min(batch.next + room, len(batch)))
+        self._reads_in_row = self._reads_in_row + runs.stop - runs.start if queue is reads and writes else 0
+        batch.next = runs.stop
+        if batch.next == len(batch):
+            queue.popleft()
+        return batch, runs
+
+    def _begin(self, batch: _Batch, runs: slice) -> None:
+        if runs.start == 0:
+            self._live.append(batch)
+        self._flying += runs.stop - runs.start
+        batch.put(self._ring, runs)
+
+    def _try_again(self, odd: _Odd) -> None:
+        number, pieces, at, reads = next(self._numbers), odd.batch.pieces, odd.first, odd.batch.op is Op.READ
+        self._odd[number] = odd
+        self._flying += 1
+        if odd.count == 1:
+            address, size = int(pieces.addresses[at]) + odd.resume, int(pieces.sizes[at]) - odd.resume
+            opcode = READ if reads else WRITE
+        else:
+            address = odd.batch.vector.ctypes.data + at * odd.batch.vector.strides[0]
+            size, opcode = odd.count, READV if reads else WRITEV
+        self._ring.put(opcode, pieces.files[at], pieces.offsets[at] + odd.resume, address, size, np.array([number]))
+
+    def _wait(self) -> None:
+        """Wait for what ends; where the ring is full, for many at a time, since each wait takes the interpreter's lock
+        anew. What hangs must not hide what has ended for long."""
+        if self._flying == self._most and self._patient:
+            self._ring.enter(self._many, _PATIENCE_S)
+        else:
+            self._ring.enter(1)
 
     def _reap(self) -> None:
         """Answer for everything that has ended, once a batch."""
-        results: dict[int, tuple[Submission, list[Result]]] = {}
-        for number, moved in self._ring.take():
+        numbers, answers = self._ring.take()
+        self._patient = bool(len(numbers))
+        left = np.ones(len(numbers), dtype=bool)
+        for batch in list(self._live):
+            mine = (numbers >= batch.base) & (numbers < batch.base + len(batch))
+            if mine.any():
+                left &= ~mine
+                self._flying -= int(mine.sum())
+                self._answer(batch, numbers[mine] - batch.base, answers[mine])
+        for number, answer in zip(numbers[left].tolist(), answers[left].tolist(), strict=True):
             if number == _WAKE:
                 self._listen()
-                continue
-            flight = self._live.pop(number)
-            ended = self._ended(flight, moved)
-            if ended:
-                submission = flight.run.submission
-                results.setdefault(id(submission), (submission, []))[1].extend(ended)
-        for submission, some in results.values():
-            submission.finish(some)
+            else:
+                odd = self._odd.pop(number)
+                self._flying -= 1
+                self._finish(odd.batch, self._ended(odd, answer))
 
-    def _ended(self, flight: _Flight, answer: int) -> list[Result]:
-        """What a request that has ended comes to; nothing where it goes on, or its pieces are tried one by one."""
-        run, pieces = flight.run, flight.run.pieces
+    def _answer(self, batch: _Batch, runs: Numbers, answers: Numbers) -> None:
+        """Runs of a batch have ended."""
+        whole = answers == batch.sizes[runs]
+        pieces = batch.pieces_of(runs if whole.all() else runs[whole])
+        results = _whole(batch.pieces.index[pieces], batch.pieces.sizes[pieces])
+        for run in np.flatnonzero(~whole).tolist():
+            number = runs[run]
+            odd = _Odd(batch, int(batch.firsts[number]), int(batch.counts[number]))
+            results += self._ended(odd, int(answers[run]))
+        self._finish(batch, results)
+
+    def _finish(self, batch: _Batch, results: list[Result]) -> None:
+        batch.left -= len(results)
+        if not batch.left:
+            self._live.remove(batch)
+            batch.memory = []  # who is told that requests have ended may count on nothing here holding their memory
+        if results:
+            batch.submission.finish(results)
+
+    def _ended(self, odd: _Odd, answer: int) -> list[Result]:
+        """What pieces that have ended come to; nothing where they go on, or are tried one by one."""
+        batch, first, pieces = odd.batch, odd.first, odd.batch.pieces
         if -answer in _AGAIN:
-            self._again.append(flight)
+            self._again.append(odd)
             return []
-        moved = flight.resume + answer
-        if moved == run.nbytes:
-            return [(piece.index, piece.nbytes, None) for piece in pieces]
-        if len(pieces) > 1:  # one bad sector must not cost its neighbours
-            self._again.extend(_Flight(Run(run.op, run.file, run.submission, [p], p.nbytes)) for p in pieces)
+        some = slice(first, first + odd.count)
+        moved = odd.resume + answer
+        if moved == int(pieces.sizes[some].sum()):
+            return _whole(pieces.index[some], pieces.sizes[some])
+        if odd.count > 1:  # one bad sector must not cost its neighbours
+            self._again.extend(_Odd(batch, number, 1) for number in range(some.start, some.stop))
             return []
+        index = int(pieces.index[first])
         if answer < 0:
             error = OSError(-answer, os.strerror(-answer))
-            return [(pieces[0].index, 0, failed(run.op.value, self._path(run.file), run.offset, error))]
-        if moved <= flight.moved or not answer:  # a file that ends within a sector has no more to give
-            return [(pieces[0].index, flight.moved, None)]
-        flight.moved, flight.resume = moved, moved // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
-        self._again.append(flight)
+            path = self._path(int(pieces.files[first]))
+            return [(index, 0, failed(batch.op.value, path, int(pieces.offsets[first]), error))]
+        if moved <= odd.moved or not answer:  # a file that ends within a sector has no more to give
+            return [(index, odd.moved, None)]
+        odd.moved, odd.resume = moved, moved // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+        self._again.append(odd)
         return []
 
     def _listen(self) -> None:
-        self._ring.put(READ, self._wake, 0, ctypes.addressof(self._signal), 8, _WAKE, worker=False)
+        self._ring.put(READ, self._wake, 0, ctypes.addressof(self._signal), 8, np.array([_WAKE]), worker=False)
         self._listening = True
 
     def _end(self) -> None:
@@ -205,5 +355,15 @@ class UringTransport(PosixTransport):
         cause = IOFailedError("the thread of the uring transport stopped on an unexpected error", "see the traceback")
         with self._work:
             self._closing = True
-        while (flight := self._next_flight()) is not None:
-            flight.run.submission.finish([(piece.index, 0, cause) for piece in flight.run.pieces])
+            queued = [batch for queue in self._queues.values() for batch in queue]
+        for batch in queued:
+            begun = batch.firsts[batch.next] if batch.next < len(batch) else len(batch.pieces)
+            batch.submission.finish([(index, 0, cause) for index in batch.pieces.index[begun:].tolist()])
+        for odd in self._again:
+            some = odd.batch.pieces.index[odd.first : odd.first + odd.count]
+            odd.batch.submission.finish([(index, 0, cause) for index in some.tolist()])
+
+
+def _whole(index: Numbers, sizes: Numbers) -> list[Result]:
+    """The results of pieces that moved all their bytes."""
+    return [(number, nbytes, None) for number, nbytes in zip(index.tolist(), sizes.tolist(), strict=True)]

@@ -103,7 +103,7 @@ class QueuedTransport(Transport):
                 errors.append((index, 0, error))
             spans.append(Span(path, request.offset, nbytes))
         good.sort(key=lambda entry: entry[:3])
-        limit = _run_bytes(sum(entry[3].nbytes for entry in good), self._ways)
+        limit = run_bytes(sum(entry[3].nbytes for entry in good), self._ways)
         pieces = [1] * len(spans)
         for _, _, index, memory in good:
             pieces[index] = -(-memory.nbytes // limit)
@@ -167,7 +167,7 @@ class QueuedTransport(Transport):
             return self._writes.popleft()
 
 
-def _run_bytes(total: int, threads: int) -> int:
+def run_bytes(total: int, threads: int) -> int:
     """Bytes of a run: an equal share a thread, within `MIN_RUN` and `MAX_RUN`, whole sectors."""
     share = -(-total // threads)
     return min(max(-(-share // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT, MIN_RUN), MAX_RUN)

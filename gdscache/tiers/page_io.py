@@ -18,19 +18,21 @@ from gdscache.storage.base import IORequest, Submission
 Positions = npt.NDArray[np.int64]
 
 
-def stretches(here: Positions, there: Positions, most: int, period: int) -> Iterator[tuple[int, int]]:
-    """Cut pages into (first, count): runs in which slots follow on at both ends, of `most` pages at most.
+def stretches(here: Positions, there: Positions, most: int, period: int) -> tuple[Positions, Positions]:
+    """Cut pages into runs in which slots follow on at both ends, of `most` pages at most: their first pages, and how
+    many each has.
 
-    `here` and `there` have the slots of the pages, int64 of shape (pages,). No run crosses a multiple of `period` slots
-    `here`: another file begins there.
+    `here` and `there` have the slots of the pages; all are int64, of shape (pages,) or (runs,). No run crosses a
+    multiple of `period` slots `here`: another file begins there.
     """
-    if not len(here):
-        return
-    apart = (np.diff(here) != 1) | (np.diff(there) != 1) | (here[1:] % period == 0)
-    starts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(here)]
-    for i in range(len(starts) - 1):
-        for first in range(starts[i], starts[i + 1], most):
-            yield first, min(most, starts[i + 1] - first)
+    pages = np.arange(len(here), dtype=np.int64)
+    begins = np.ones(len(here), dtype=bool)
+    if most > 1:
+        begins[1:] = (np.diff(here) != 1) | (np.diff(there) != 1) | (here[1:] % period == 0)
+        begun = pages[begins]
+        begins |= (pages - begun[np.cumsum(begins) - 1]) % most == 0
+    firsts = pages[begins]
+    return firsts, np.diff(firsts, append=len(here))
 
 
 class PageIO:

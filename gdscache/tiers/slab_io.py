@@ -6,8 +6,11 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from gdscache.slab import Slab, stretch_slots
 from gdscache.storage.base import IORequest, Op, Transport
+from gdscache.storage.batch import IOBatch
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.page_io import PageIO, Positions, stretches
 
@@ -25,6 +28,7 @@ class SlabIO:
             undo.callback(transport.close)
             self._files = [transport.open(file) for file in slab.files]
             undo.pop_all()
+        self._handles = np.array(self._files, dtype=np.int64)
         self._most = max(1, transport.merge_bytes // slab.extent_bytes)  # pages of one request
         self._period = stretch_slots(slab.extent_bytes) if len(self._files) > 1 else slab.slots
 
@@ -55,13 +59,13 @@ class SlabIO:
         start, stop = (0, self._slab.extent_bytes) if span is None else span
         most = self._most if (start, stop) == (0, self._slab.extent_bytes) else 1  # parts of neighbours do not touch
         runs: list[tuple[int, int]] = []
-        requests: list[IORequest] = []
+        requests: list[Sequence[IORequest]] = []
         at = 0
         for extents, places in ends:
-            for first, count in stretches(slots[at : at + len(places)], places, most, self._period):
-                runs.append((at + first, count))
-                size = (count - 1) * self._slab.extent_bytes + stop - start
-                requests.append(self._request(int(slots[at + first]), extents, int(places[first]), start, size))
+            here = slots[at : at + len(places)]
+            firsts, counts = stretches(here, places, most, self._period)
+            runs += zip((at + firsts).tolist(), counts.tolist(), strict=True)
+            requests.append(self._requests(here[firsts], extents, places[firsts], counts, start, stop))
             at += len(places)
 
         def single(page: int) -> IORequest:
@@ -72,7 +76,21 @@ class SlabIO:
                 before += len(places)
             raise IndexError(page)
 
-        return PageIO(lambda some: self.transport.submit(op, some), requests, runs, single)
+        whole = requests[0] if len(requests) == 1 else [request for some in requests for request in some]
+        return PageIO(lambda some: self.transport.submit(op, some), whole, runs, single)
+
+    def _requests(
+        self, slots: Positions, extents: Extents, places: Positions, counts: Positions, start: int, stop: int
+    ) -> Sequence[IORequest]:
+        """A request from byte `start` of each of `slots` on, to byte `stop` of the last of its `counts` extents."""
+        sizes = (counts - 1) * self._slab.extent_bytes + stop - start
+        memory = extents.memory(0, extents.slots)
+        if isinstance(memory, memoryview):
+            files, offsets = self._slab.locate_all(slots)
+            starts = places * self._slab.extent_bytes + start
+            return IOBatch(self._handles[files], offsets + start, starts, sizes, memory)
+        requests = zip(slots.tolist(), places.tolist(), sizes.tolist(), strict=True)
+        return [self._request(slot, extents, place, start, size) for slot, place, size in requests]
 
     def _request(self, slot: int, extents: Extents, place: int, start: int, size: int) -> IORequest:
         """`size` bytes from byte `start` of an extent on, into the extents after it where they are more."""

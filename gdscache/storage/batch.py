@@ -1,0 +1,137 @@
+"""Many requests at once, as arrays: what is done for each of them is numpy's work and not the interpreter's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.layout import EXTENT_ALIGNMENT
+from gdscache.storage.base import IORequest, Op, Span, address_of
+
+Numbers = npt.NDArray[np.int64]
+
+
+class IOBatch(Sequence[IORequest]):
+    """Requests between files and one piece of host memory; to those that know nothing of it, a list of `IORequest`.
+
+    `files` are handles, `offsets` bytes of the files, `starts` bytes of `memory`, a flat view of bytes, `sizes` bytes.
+    All int64 of shape (requests,).
+    """
+
+    def __init__(self, files: Numbers, offsets: Numbers, starts: Numbers, sizes: Numbers, memory: memoryview) -> None:
+        self.files = files
+        self.offsets = offsets
+        self.starts = starts
+        self.sizes = sizes
+        self.memory = memory
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, which: int) -> IORequest: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> list[IORequest]: ...
+
+    def __getitem__(self, which: int | slice) -> IORequest | list[IORequest]:
+        if isinstance(which, slice):
+            return [self[number] for number in range(*which.indices(len(self)))]
+        start = int(self.starts[which])
+        memory = self.memory[start : start + int(self.sizes[which])]
+        return IORequest(int(self.files[which]), int(self.offsets[which]), memory)
+
+    def is_sound(self, op: Op) -> bool:
+        """Whether each request is fit for I/O; who finds that one is not asks `check_memory` which, and why."""
+        if not len(self) or (self.memory.readonly and op is Op.READ):
+            return False
+        ends, everything = self.starts + self.sizes, self.offsets | self.starts | self.sizes
+        return bool(
+            not (int(np.bitwise_or.reduce(everything)) | address_of(self.memory)) % EXTENT_ALIGNMENT
+            and self.sizes.min() > 0
+            and self.offsets.min() >= 0
+            and self.starts.min() >= 0
+            and ends.max() <= self.memory.nbytes
+        )
+
+
+class Spans(Sequence[Span]):
+    """Where the requests of a batch lie, each said only when somebody asks."""
+
+    def __init__(self, batch: IOBatch, paths: dict[int, str]) -> None:
+        self._files, self._offsets, self._sizes = batch.files, batch.offsets, batch.sizes
+        self._paths = {file: paths[file] for file in set(batch.files.tolist())}
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @overload
+    def __getitem__(self, which: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> list[Span]: ...
+
+    def __getitem__(self, which: int | slice) -> Span | list[Span]:
+        if isinstance(which, slice):
+            return [self[number] for number in range(*which.indices(len(self)))]
+        return Span(self._paths[int(self._files[which])], int(self._offsets[which]), int(self._sizes[which]))
+
+
+@dataclasses.dataclass(slots=True)
+class Pieces:
+    """Parts of requests in the order of their files: `index` says whose. All int64 of shape (pieces,)."""
+
+    index: Numbers
+    files: Numbers
+    offsets: Numbers
+    addresses: Numbers
+    sizes: Numbers
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def at(self, which: Numbers) -> Pieces:
+        return Pieces(*(getattr(self, field.name)[which] for field in dataclasses.fields(self)))
+
+    def in_file_order(self) -> Pieces:
+        """Neighbours in a file side by side."""
+        order = np.lexsort((self.index, self.offsets, self.files))
+        return self.at(order)
+
+    def divided(self, limit: int) -> Pieces:
+        """Pieces of more than `limit` bytes in equal parts of whole sectors."""
+        counts = -(-self.sizes // limit)
+        if not len(self) or counts.max() == 1:
+            return self
+        share = -(-self.sizes // counts)
+        step = np.where(counts == 1, self.sizes, -(-share // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT)
+        counts = -(-self.sizes // step)
+        parts = self.at(np.repeat(np.arange(len(self)), counts))
+        numbers = np.arange(len(parts)) - np.repeat(np.cumsum(counts) - counts, counts)
+        step = np.repeat(step, counts)
+        start = numbers * step
+        return Pieces(
+            parts.index,
+            parts.files,
+            parts.offsets + start,
+            parts.addresses + start,
+            np.minimum(step, parts.sizes - start),
+        )
+
+    def joined(self, limit: int, most: int) -> Numbers:
+        """Where runs begin: neighbours of one file that have `limit` bytes together at most, and are `most` at most."""
+        follows = (self.files[1:] == self.files[:-1]) & (self.offsets[1:] == self.offsets[:-1] + self.sizes[:-1])
+        if not follows.any():
+            return np.arange(len(self))
+        firsts, nbytes = [0], int(self.sizes[0])
+        for number, (size, next_to) in enumerate(zip(self.sizes[1:].tolist(), follows.tolist(), strict=True), 1):
+            if next_to and nbytes + size <= limit and number - firsts[-1] < most:
+                nbytes += size
+            else:
+                firsts.append(number)
+                nbytes = size
+        return np.array(firsts, dtype=np.int64)
