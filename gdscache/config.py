@@ -202,7 +202,9 @@ class StoreConfig(Section):
     """How pages are stored."""
 
     queue: Size = Field(
-        default=8 * GIB, description="bytes accepted and not yet on the lowest tier; more is dropped, counted"
+        default=8 * GIB,
+        description="bytes on their way to the CPU tier; more is dropped, counted. As many again on their way to the "
+        "SSD; what is beyond them stays in the CPU tier alone, counted as refused",
     )
     write_policy: Literal["write_through", "write_through_selective", "write_back", "never"] = Field(
         default="write_through",

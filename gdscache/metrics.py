@@ -312,8 +312,15 @@ FAMILIES = (
     _Family(_GAUGE, "gdscache_store_queue_bytes", "Bytes accepted and not done.", "", _one("store_queue", "bytes")),
     _Family(
         _GAUGE,
+        "gdscache_store_queue_to_ssd_bytes",
+        "Bytes of them on their way to the SSD.",
+        "",
+        _one("store_queue", "to_ssd_bytes"),
+    ),
+    _Family(
+        _GAUGE,
         "gdscache_store_queue_limit_bytes",
-        "The most of them.",
+        "The most of them on their way to the SSD, and of the others; of both without a CPU tier.",
         "",
         _one("store_queue", "limit_bytes"),
     ),

@@ -124,8 +124,12 @@ class Storer:
 
     def stats(self) -> dict[str, Any]:
         with self._manager.lock:
-            queued = {"bytes": self._planner.queued * self._extent_bytes, "limit_bytes": self._queue}
-            return {"store_queue": queued, "store_policy": self._planner.describe()}
+            queue = {
+                "bytes": self._planner.queued * self._extent_bytes,
+                "to_ssd_bytes": len(self._planner.keys) * self._extent_bytes,
+                "limit_bytes": self._queue,
+            }
+            return {"store_queue": queue, "store_policy": self._planner.describe()}
 
     def close(self, *, drain: bool) -> None:
         """Refuse new stores, finish what was accepted and write what is dirty (or drop it), then end the threads."""
@@ -150,6 +154,8 @@ class Storer:
 
     def _gather_all(self, job: _Job) -> None:
         at, pages = 0, job.plan.pages
+        with self._manager.lock:
+            self._planner.begin()
         try:
             while at < len(pages):
                 at, round_ = self._place(job.plan, at)
@@ -188,8 +194,11 @@ class Storer:
             elif not settled:  # it needs a bounce slot: wait for one, unless there is other work to do first
                 if placed or self._bounce is None:
                     break
-                bounced = self._bounce.stores.take(self._most, seconds=1.0)
-                continue
+                bounced = self._bounce.stores.take(self._most, seconds=0.0 if planner.behind else 1.0)
+                if bounced or not planner.behind:
+                    continue
+                with lock:
+                    planner.turn_away(job, i)
             i += 1
         if bounced and self._bounce is not None:
             self._bounce.stores.give(bounced)

@@ -452,8 +452,8 @@ def test_what_is_not_written_comes_back_to_the_budget() -> None:
 _pages = st.integers(0, 11)  # of three prompts of four pages
 _operations = st.lists(
     st.one_of(
-        st.tuples(st.just("use"), st.lists(_pages, max_size=5)),
-        st.tuples(st.just("admit"), st.tuples(_pages, st.none() | _pages, st.booleans())),
+        st.tuples(st.just("use"), st.lists(_pages, max_size=5, unique=True)),
+        st.tuples(st.just("admit"), st.tuples(_pages, st.none() | _pages, st.booleans(), st.booleans())),
         st.tuples(st.just("store"), st.tuples(st.integers(0, 2), st.none() | _pages)),
         st.tuples(st.just("sleep"), st.sampled_from([1, 3600, DAY // 7, 2 * DAY])),
         st.tuples(st.just("not_written"), st.integers(0, 2)),
@@ -478,21 +478,21 @@ def test_the_gate_is_its_model(
         model.budget = ExactBudget(endurance, Fraction(1000))
     answers: list[str] = []
 
-    def admit(i: int, victim: int | None, reachable: bool) -> None:
+    def admit(i: int, victim: int | None, reachable: bool, room: bool) -> None:
         gone = None if victim is None else pages[victim].key
-        answers.append(admission.admit(pages[i], gone, reachable=reachable))
-        assert answers[-1] == model.admit(pages[i], gone, reachable, 10, Fraction(int(clock.now)))
+        answers.append(admission.admit(pages[i], gone, reachable=reachable, room=room))
+        assert answers[-1] == model.admit(pages[i], gone, reachable, room, 10, Fraction(int(clock.now)))
 
     for what, given_ in operations:
         match what, given_:
             case "use", list(numbers):
-                admission.use([pages[i].key for i in numbers])
-                model.use([pages[i].key for i in numbers])
-            case "admit", (int(i), victim, bool(reachable)):
-                admit(i, victim, reachable)
+                keys = [pages[i].key for i in numbers]
+                assert admission.use(keys) == model.use(keys)
+            case "admit", (int(i), victim, bool(reachable), bool(room)):
+                admit(i, victim, reachable, room)
             case "store", (int(seed), victim):
                 for i in range(4 * seed, 4 * seed + 4):
-                    admit(i, victim, True)
+                    admit(i, victim, True, True)
             case "sleep", int(seconds):
                 clock.now += seconds
             case "not_written", int(n):
@@ -537,6 +537,15 @@ def test_tinylfu_says_how_often_both_were_used(caplog: pytest.LogCaptureFixture)
     assert len(caplog.records) == 1
     for part in ("(tinylfu)", "used 1 times", "go 5 times", "ssd.admission", "ssd.capacity"):
         assert part in caplog.text
+
+
+def test_a_lack_of_room_is_said_once_with_the_settings_and_costs_no_budget(caplog: pytest.LogCaptureFixture) -> None:
+    admission = gate(endurance=8 * EXTENT)
+    assert [admission.admit(p, room=False) for p in prefix(1, 3)] == ["queue_full"] * 3
+    assert len(caplog.records) == 1
+    for part in ("(queue_full)", "more slowly", "store.queue", "cpu.capacity", "ssd.admission"):
+        assert part in caplog.text
+    assert admission.describe()["endurance"]["left_bytes"] == EXTENT
 
 
 def test_nothing_is_said_where_nothing_is_refused(caplog: pytest.LogCaptureFixture) -> None:

@@ -247,7 +247,7 @@ def test_a_batch_of_nothing(open_host: OpenHost) -> None:
 
 
 def test_a_page_is_written_once_however_often_it_is_offered(open_host: OpenHost) -> None:
-    host = open_host(transport=FAULTY)
+    host = open_host(transport=FAULTY, cpu=8)
     tokens = prompt(1, 4)
     with PLAN.rule(Op.WRITE, Fault.HANG) as rule:
         handles = [host.store(tokens) for _ in range(5)]

@@ -52,6 +52,7 @@ def test_counts_are_the_engine_s(open_engine: Opens) -> None:
     assert value("gdscache_tier_capacity_bytes", {"tier": "ssd"}) == 12 * engine.layout.extent_bytes
     assert value("gdscache_concerns") == len(engine.stats()["concerns"])
     assert value("gdscache_store_queue_bytes") == 0
+    assert value("gdscache_store_queue_to_ssd_bytes") == 0
     assert value("gdscache_store_queue_limit_bytes") == 64 * engine.layout.extent_bytes
 
 

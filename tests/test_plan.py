@@ -170,6 +170,15 @@ def test_an_ssd_that_is_slower_than_the_prefill_is_said_and_not_taken() -> None:
     assert "ssd_read" in [bound["what"] for bound in report["binds"]]
 
 
+def test_an_ssd_that_is_too_slow_for_what_it_is_offered_is_said() -> None:
+    slow = dataclasses.replace(MACHINE, ssd_write=PAGE / 100)
+    asked = dataclasses.replace(GEOMETRY, sets=(*GEOMETRY.sets, f"store.queue={4 * PAGE}"))
+    report = planned(loop(), Limits(cpu=8 * PAGE), machine=slow, asked=asked)
+    assert "ssd_write" in [bound["what"] for bound in report["binds"]]
+    usual = planned(loop(), Limits(cpu=8 * PAGE))
+    assert "ssd_write" not in [bound["what"] for bound in usual["binds"]]
+
+
 # -- wear ----------------------------------------------------------------------------------------------------------
 
 

@@ -388,6 +388,7 @@ def test_everything_adds_up(
     assert ledger.offered == ledger.finished
     assert counts["stores", "present"] + sum(ledger.dropped.values()) <= ledger.offered
     assert tiers.moved.most_queued <= config.store.queue // tiers.extent_bytes
+    assert tiers.moved.most_to_ssd <= config.store.queue // tiers.extent_bytes
     assert tiers.moved.written["ssd"] == counts["stored", "ssd"] + tiers.moved.not_written["deadline"]
     if not own_pool:
         assert hits <= optimum(work, tier_report.slots(config, own_pool=False)).hits

@@ -53,7 +53,8 @@ class Moved:
         self.demoted = 0  # from the CPU tier on to the SSD, without a store
         self.to_ssd = 0  # handed to the writer
         self.not_written: Counter[str] = Counter()  # ... and dropped there, by cause
-        self.most_queued = 0  # pages accepted and not finished
+        self.most_queued = 0  # pages accepted and not finished, those on their way to the SSD left out
+        self.most_to_ssd = 0  # pages on their way to the SSD
 
 
 def _nothing() -> None:
@@ -184,7 +185,7 @@ class Hierarchy:
         ledger, planner = self.ledger, self.planner
         ledger.offered += len(pages)
         wanted = planner.accept(pages, ledger)
-        self.moved.most_queued = max(self.moved.most_queued, planner.queued)
+        self.moved.most_queued = max(self.moved.most_queued, planner.queued - len(planner.keys))
         if not wanted:
             if sources is not None:
                 self.manager.end(sources)
@@ -200,6 +201,7 @@ class Hierarchy:
         """The gatherer's thread."""
         while self._jobs:
             job, sources = self._jobs.popleft()
+            self.planner.begin()
             at = 0
             while at < len(job.pages):
                 round_: list[Placed] = []
@@ -226,10 +228,12 @@ class Hierarchy:
                 if placed or self._bounce is None:
                     break
                 bounced = self._bounce.try_take(self._most)
-                while not bounced:
+                while not bounced and not planner.behind:
                     yield self._freed
                     bounced = self._bounce.try_take(self._most)
-                continue
+                if bounced:
+                    continue
+                planner.turn_away(job, i)
             i += 1
         if bounced:
             self._give_bounce(bounced)
@@ -249,13 +253,13 @@ class Hierarchy:
     def _send(self, pages: Sequence[Placed]) -> None:
         """The planner sends pages of the CPU tier, without a store."""
         self.moved.demoted += len(pages)
-        self.moved.most_queued = max(self.moved.most_queued, self.planner.queued)
         self._send_on(pages)
 
     def _send_on(self, pages: Sequence[Placed]) -> None:
         if not pages:
             return
         self.moved.to_ssd += len(pages)
+        self.moved.most_to_ssd = max(self.moved.most_to_ssd, len(self.planner.keys))
         self._ready.extend(pages)
         if not self._writing:
             self._writing = True

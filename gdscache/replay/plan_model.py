@@ -219,6 +219,8 @@ def _row(
         "write_amplification": wear.get("write_amplification"),
         "dropped_pages": {cause: n * every for cause, n in found["stores"]["dropped_pages"].items()},
         "offered_pages": found["stores"]["offered_pages"] * every,
+        "ssd_refused_pages": {cause: n * every for cause, n in wear.get("refused_pages", {}).items()},
+        "ssd_offered_pages": wear.get("offered_pages", 0) * every,
         "problems": tier_report.totals(found),
     }
 

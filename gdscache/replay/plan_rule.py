@@ -151,12 +151,16 @@ def binds(
         if not found:
             add("target", f"{aim}: no pair of sizes that was tried does it")
     if (full := _full(chosen)) > _DROPPED:
-        setting = "ssd.admission and store.write_policy write less" if chosen["ssd_bytes"] else "raise it"
+        setting = "raise it" if chosen["cpu_bytes"] else "ssd.admission and store.write_policy write less"
         add("queue", f"store.queue: {100 * full:.0f} % of what is stored finds it full and is dropped; {setting}")
+    others = "search others with --admission second_offer,tinylfu --write write_through_selective"
     with_ssd = [row for row in rows if row["ssd_bytes"]]
-    if not met and with_ssd and not chosen["ssd_bytes"] and (full := min(map(_full, with_ssd))) > _DROPPED:
-        text = f"the SSD's writes: with one, {100 * full:.0f} % of what is stored is dropped from a full store.queue"
-        add("ssd_write", f"{text}; search others with --admission second_offer,tinylfu --write write_through_selective")
+    if (full := _refused(chosen)) > _DROPPED:
+        add("ssd_write", f"the SSD's writes: {100 * full:.0f} % of what is offered to it finds no room; {others}")
+    elif not met and with_ssd and not chosen["ssd_bytes"]:
+        full = min(max(_full(row), _refused(row)) for row in with_ssd)
+        if full > _DROPPED:
+            add("ssd_write", f"the SSD's writes: with one, {100 * full:.0f} % of its pages find no room; {others}")
     from_ssd = machine.ssd_read / token_bytes
     if from_ssd < machine.prefill:
         add("ssd_read", f"the SSD reads {from_ssd:,.0f} tokens/s; the prefill, at {machine.prefill:,.0f}, is faster")
@@ -168,3 +172,9 @@ def binds(
 def _full(row: Mapping[str, Any]) -> float:
     """The share of the offered pages that the full queue drops; a plan from a curve knows of none."""
     return float(row["dropped_pages"].get("queue_full", 0) / row["offered_pages"]) if row.get("offered_pages") else 0.0
+
+
+def _refused(row: Mapping[str, Any]) -> float:
+    """The share of what is offered to the SSD that it has no room for; a plan from a curve knows of none."""
+    offered = row.get("ssd_offered_pages")
+    return float(row["ssd_refused_pages"].get("queue_full", 0) / offered) if offered else 0.0

@@ -174,6 +174,7 @@ def _ssd(hierarchy: Hierarchy, outcome: Outcome, span: float) -> dict[str, Any] 
         "offered_pages": moved.to_ssd + sum(n for (group, _), n in counts.items() if group == "refused"),
         "refused_pages": {name: n for (group, name), n in counts.items() if group == "refused"},
         "dropped_pages": dict(moved.not_written),
+        "most_queued_pages": moved.most_to_ssd,
         "demoted_pages": moved.demoted,
         "promotions_declined": counts["promotion", "declined"],
     }

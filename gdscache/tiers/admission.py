@@ -1,6 +1,6 @@
 """Admission to the SSD: which pages are worth their write. Decisions only, under the manager's lock; no I/O.
 
-A policy (a row of `ADMISSIONS`) says whether a page may go in; `Admission` asks it, and then two questions of its own:
+A policy (a row of `ADMISSIONS`) says whether a page may go in; `Admission` asks it, and then asks itself:
 
 * *Was the page before it refused?* A lookup finds consecutive pages from the first on, each in whatever tier has it, so
   a page is of use only while those before it are somewhere. The parent may well be in the CPU tier alone: tails leave
@@ -8,6 +8,7 @@ A policy (a row of `ADMISSIONS`) says whether a page may go in; `Admission` asks
   looks up from there; the SSD tier gives such a page free slots only. But a parent that was refused will be gone when
   the CPU tier gives it up, and its child would lie on the SSD out of reach: a page is refused ("no_prefix") when its
   parent was refused since it was used last. Whoever offers pages together offers heads first.
+* *Is there room on the way?* Whoever offers the page knows. Where there is none it is refused ("queue_full").
 * *Is there budget left?* See `EnduranceBudget`. Asked last: what is refused for another cause costs nothing.
 
 What a policy knows is lost at a restart.
@@ -149,8 +150,8 @@ ADMISSIONS: dict[str, type[AdmitAll] | type[SecondOffer] | type[TinyLFU]] = {
 class Admission:
     """A policy, the prefix and the budget together. Refusals are counted by cause, and each cause is said once.
 
-    Causes: the policy's name, "no_prefix", "endurance". Pages offered are `admitted` + `refused`. Remembers up to 4,096
-    refused pages besides what the policy does. The manager's lock guards it.
+    Causes: the policy's name, "queue_full", "no_prefix", "endurance". Pages offered are `admitted` + `refused`.
+    Remembers up to 4,096 refused pages besides what the policy does. The manager's lock guards it.
     """
 
     def __init__(self, policy: AdmissionPolicy, extent_bytes: int, budget: EnduranceBudget | None = None) -> None:
@@ -171,22 +172,29 @@ class Admission:
         """False when the answer does not depend on the victim: then nobody need look for it."""
         return self._policy.asks_victim
 
-    def use(self, keys: Sequence[bytes]) -> None:
-        """Pages that a request found, and those that it brought: each once a request."""
-        if self._lately:
-            for key in keys:
-                self._lately.pop(key, None)
-        self._policy.use(keys)
+    def use(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Pages that a request found, and those that it brought: each once a request.
 
-    def admit(self, page: Page, victim: bytes | None = None, *, reachable: bool = True) -> str:
+        Those of them that were refused, and not used since then.
+        """
+        refused = [key for key in keys if key in self._lately] if self._lately else []
+        for key in refused:
+            self._lately.pop(key, None)
+        self._policy.use(keys)
+        return refused
+
+    def admit(self, page: Page, victim: bytes | None = None, *, reachable: bool = True, room: bool = True) -> str:
         """Why the page must not be written; "" when it may.
 
         `victim`: the key of the page that would have to go, None while there is room; `reachable`: False where the
-        caller knows that no lookup can get to the page. Counts an offer. Where nothing is written after all, tell
+        caller knows that no lookup can get to the page; `room`: False where as many pages as may are on their way
+        already. Counts an offer. Where nothing is written after all, tell
         `not_written`.
         """
         if not self._policy.offer(page.key, victim):
             return self._refuse(page, self._policy.name, victim)
+        if not room:
+            return self._refuse(page, "queue_full", victim)
         if not reachable or page.parent in self._lately:
             return self._refuse(page, "no_prefix", victim)
         if self._budget is not None and not self._budget.take(self._extent_bytes):
@@ -230,6 +238,12 @@ class Admission:
             )
         if cause == "endurance":
             return f"a page needs {about(self._extent_bytes)}, {self._budget}. Raise ssd.endurance, or set it to null"
+        if cause == "queue_full":
+            return (
+                "the SSD writes more slowly than pages are stored, and as many are on their way as store.queue allows, "
+                "or as fill half of the CPU tier. Raise store.queue and cpu.capacity if that passes; if it lasts, "
+                "let ssd.admission choose what is written"
+            )
         return self._policy.explain(page.key, victim)
 
 

@@ -11,6 +11,12 @@ says whether the SSD is to get it now, by the write policy:
 
 What the policy would write still has to pass the SSD's admission. Whoever runs the plan (the engine's threads, or a
 simulation) moves the bytes and reports back. The manager's lock is held in every call, unless it says otherwise.
+
+The ways into the two tiers are bounded apart, by `store.queue` each, so that an SSD that falls behind does not keep
+pages out of the CPU tier. What the first has no room for is dropped. What the second has no room for is refused, as by
+the admission ("queue_full"): it stays in the CPU tier alone, and may be evicted. Pages on their way to the SSD hold CPU
+slots, so a store that finds more of them on their way than half of those slots finds no room there either; dirty pages
+hold slots too, so the coldest are refused where there are too many.
 """
 
 from __future__ import annotations
@@ -83,10 +89,11 @@ class Placed:
 
 
 class StorePlanner:
-    """The state of all stores that were accepted and are not done: at most `store.queue` bytes of pages.
+    """The state of all stores that were accepted and are not done.
 
     `send` is given pages of the CPU tier that are to be written to the SSD now, without any store; it calls `written`
-    and `give_back` for each. `keys`: pages on their way to the SSD.
+    and `give_back` for each. `keys`: pages on their way to the SSD. These are at most `store.queue` bytes, and so are
+    the other pages that are `queued`; without a CPU tier both together are.
     """
 
     def __init__(
@@ -110,11 +117,15 @@ class StorePlanner:
         slots = 0 if manager.cpu is None else manager.cpu.index.slots
         low, high = watermarks
         self._low, self._high = int(low * slots), int(high * slots)
+        # CPU slots that may be held by what is not on the SSD yet: pages on their way, or dirty ones.
+        self._most_held = (self._high + slots) // 2 if self._policy == "write_back" else slots // 2
+        self.behind = False  # the SSD was, when the store that is being placed had its turn: it is not waited for
         self._hits = bytearray(slots)  # of the page in each CPU slot, since it came
-        # Hits offer pages of the CPU tier again where a first offer is not enough; the next store need not, then.
+        # Hits offer pages of the CPU tier again where a first offer is not enough; the next store need not, then. Where
+        # it is enough but for a lack of room, hits offer what was refused, and so does the next store.
         refuses = admission is not None and admission.refuses
         self._hits_offer = self._policy == "write_through_selective" or (self._policy == "write_through" and refuses)
-        if self._hits_offer or refuses:
+        if admission is not None:
             manager.on_use.append(self._used)
 
     # -- accepting ---------------------------------------------------------------------------------------------------
@@ -124,7 +135,7 @@ class StorePlanner:
         manager = self._manager
         manager.counts["stores", "requests"] += 1
         manager.retain(pages, retention)
-        room = self._limit - self.queued
+        room = self._limit - self.queued + (0 if manager.cpu is None else len(self.keys))
         wanted: list[int] = []
         for number, page in enumerate(pages):
             if not self._missing(page):
@@ -151,18 +162,38 @@ class StorePlanner:
         ssd = self._manager.ssd
         return self._policy != "never" and ssd is not None and page.key not in self.keys and page.key not in ssd.index
 
-    def _admits(self, page: Page) -> str:
+    def _room(self, behind: bool) -> bool:
+        """Whether one more page may set out for the SSD."""
+        return not behind and len(self.keys) < self._limit
+
+    def _falls_behind(self) -> bool:
+        """Whether pages that are not on the SSD yet hold so much of the CPU tier that no more may."""
+        cpu = self._manager.cpu
+        if cpu is None:
+            return False
+        return (cpu.index.dirty_pages if self._policy == "write_back" else len(self.keys)) > self._most_held
+
+    def _admits(self, page: Page, room: bool) -> str:
         """Offer a page to the SSD, which lacks it: why it does not get it, counted; "" when it does."""
         ssd, admission = self._manager.ssd, self._admission
-        if ssd is None or admission is None:
-            return ""
+        assert ssd is not None, "an offer to the SSD tier without one"
+        assert admission is not None, "an SSD tier without admission"
         full = admission.asks_victim and ssd.spare_slots <= len(self.keys)  # those have no slot yet
-        cause = admission.admit(page, ssd.index.coldest() if full else None)
+        cause = admission.admit(page, ssd.index.coldest() if full else None, room=room)
         if cause:
             self._manager.counts["refused", cause] += 1
         return cause
 
     # -- placing -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A store has its turn: its pages are placed next. Whether the SSD is behind is decided here, once a store.
+
+        Else a prompt would be cut by its own pages, in a CPU tier that has been idle.
+        """
+        self.behind = self._falls_behind()
+        if self.behind:
+            self._give_up()
 
     def cpu_slots(self, pages: Sequence[Page]) -> list[int]:
         """CPU slots for those of `pages` that the tier lacks, without evicting what comes before them."""
@@ -197,7 +228,8 @@ class StorePlanner:
                 self.settle(job, i)  # there, or on its way by somebody else
                 return True, None
             if entry is not None:
-                to_ssd = self._policy == "write_through" and self._ssd_lacks(page) and not self._admits(page)
+                wanted = self._policy == "write_through" and self._ssd_lacks(page)
+                to_ssd = wanted and not self._admits(page, self._room(self.behind))
                 if copied and not to_ssd:
                     self.settle(job, i)
                     return True, None
@@ -208,13 +240,18 @@ class StorePlanner:
         if manager.quarantine.off:  # its writes hold the bounce slots
             self.settle(job, i, "switched_off")
             return True, None
-        if not bounced:
+        room = self._room(False)  # such a page holds no CPU slot
+        if room and not bounced:
             return False, None
-        if cause := self._admits(page):
+        if cause := self._admits(page, room):
             self.settle(job, i, cause)
             return True, None
         self.keys.add(page.key)
         return True, Placed(job, i, bounced.pop(), None, None, copied=False, to_ssd=True)
+
+    def turn_away(self, job: StoreJob, i: int) -> None:
+        """No bounce slot is free for page `i`, and the SSD is behind: it is dropped."""
+        self.settle(job, i, self._admits(job.pages[i], room=False))
 
     def _placed(self, job: StoreJob, i: int, index: PageIndex, entry: Entry, *, copied: bool, to_ssd: bool) -> Placed:
         lease = self._manager.lease("store")
@@ -292,13 +329,13 @@ class StorePlanner:
 
     def _used(self, keys: Sequence[bytes]) -> None:
         """Pages were hit, tail first: send those on that have earned it, heads first."""
-        if self._admission is not None:
-            self._admission.use(keys)
+        refused = self._admission.use(keys) if self._admission is not None else []
         cpu = self._manager.cpu
-        if cpu is None or not self._hits_offer:
+        offered = keys if self._hits_offer else refused if self._policy == "write_through" else []
+        if cpu is None or not offered:
             return
         earned = []
-        for key in reversed(keys):
+        for key in reversed(offered):
             slot = cpu.index.slot(key)
             if slot is None:
                 continue
@@ -314,16 +351,33 @@ class StorePlanner:
     def clean(self, everything: bool = False) -> int:
         """Send dirty pages on where the high watermark is passed, or all of them; how many went. `send` is called.
 
-        The coldest first, so that eviction finds clean pages; each behind those before it.
+        The coldest first, so that eviction finds clean pages; each behind those before it. As many as the SSD has room
+        for; where it does not keep up, others become clean as they are.
         """
         cpu = self._manager.cpu
         if cpu is None or not cpu.index.dirty_pages:
             return 0
         waiting = cpu.index.dirty_pages - self._cleaning
-        if not everything and waiting <= self._high:
-            return 0
-        wanted = min(waiting if everything else waiting - self._low, self._limit - self.queued)
-        return self._demote(cpu.index.coldest_dirty(wanted, self.keys), cpu.index) if wanted > 0 else 0
+        wanted = waiting if everything else waiting - self._low if waiting > self._high else 0
+        wanted = min(wanted, self._limit - len(self.keys))
+        sent = self._demote(cpu.index.coldest_dirty(wanted, self.keys), cpu.index) if wanted > 0 else 0
+        if not everything and (self._manager.quarantine.off or not self._room(self.behind)):
+            self._give_up()
+        return sent
+
+    def _give_up(self) -> None:
+        """The SSD takes no more. Where dirty pages are more than halfway from the high watermark to the whole tier, let
+        the coldest be evicted unwritten, tails before heads, down to the high watermark.
+        """
+        index = self._manager.cpu_index
+        surplus = min(index.dirty_pages - self._high, index.dirty_pages - self._cleaning)
+        if index.dirty_pages <= self._most_held or surplus <= 0:
+            return
+        for page in list(reversed(index.coldest_dirty(surplus, self.keys)))[:surplus]:
+            entry = index.find(page.key)
+            if entry is not None:
+                self._admits(page, room=False)
+                index.mark_clean(entry)
 
     def _demote(self, pages: Iterable[Page], index: PageIndex) -> int:
         placed = list(self._leaving(pages, index))
@@ -333,15 +387,16 @@ class StorePlanner:
 
     def _leaving(self, pages: Iterable[Page], index: PageIndex) -> Iterator[Placed]:
         manager = self._manager
+        behind = self._policy != "write_back" and self._falls_behind()  # dirty pages keep their slots anyway
         for page in pages:
             if not self._ssd_lacks(page) or manager.quarantine.off:
                 continue
             entry = index.find(page.key)
             if entry is None or entry.state is not PageState.VERIFIED:
                 continue
-            if self.queued >= self._limit:
-                return
-            if self._admits(page):
+            if self._policy == "write_back" and not self._room(False):
+                return  # dirty pages wait
+            if self._admits(page, self._room(behind)):
                 index.mark_clean(entry)
                 continue
             self.queued += 1
