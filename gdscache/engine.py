@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -155,7 +156,8 @@ class CacheEngine:
         """The names of all full pages of `tokens`."""
         namespace = self.namespace(salt)
         keys = page_keys(namespace, as_tokens(tokens), self.layout.page_tokens)
-        return [Page(key, parent, namespace) for key, parent in zip(keys, [namespace, *keys], strict=False)]
+        parents = itertools.chain((namespace,), keys)
+        return list(map(Page._make, zip(keys, parents, itertools.repeat(namespace), strict=False)))
 
     # -- an engine without a block manager -------------------------------------------------------------------------
 

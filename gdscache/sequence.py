@@ -165,17 +165,13 @@ class Sequence:
                 candidates = candidates[:keep]
             self._lease = self._manager.lease("sequence")
             undo.callback(self._manager.end, self._lease)
-            for page in candidates:
-                entry = gpu.index.get(page.key)
-                if entry is None:
-                    break
-                self._lease.add(gpu.index, entry)
-                self._entries.append(entry)
-            self._shared = len(self._entries)
+            shared = gpu.index.pin_run(candidates, 0, len(candidates))
+            self._lease.entries.update(dict.fromkeys(shared, gpu.index))
+            self._shared = len(shared)
             private = self._take(layout.pages_for(len(self._tokens)) - self._shared)
             undo.callback(gpu.give, private)
-            self._slots = [e.slot for e in self._entries if e is not None] + private
-            self._entries += [None] * len(private)
+            self._slots = [entry.slot for entry in shared] + private
+            self._entries = [*shared, *[None] * len(private)]
             gpu.order_after(self._slots[: self._shared])
             self._start_load(candidates)
             undo.pop_all()

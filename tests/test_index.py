@@ -24,9 +24,10 @@ from policy_models import MODELS, Model, Undeferred
 
 from gdscache.policies import POLICIES, new_policy
 from gdscache.tiers.index import KEY, Entry, Page, PageIndex, PageState
-from gdscache.tiers.retention import DEFAULT, Retention
+from gdscache.tiers.retention import DEFAULT, PRIORITIES, Retention
 
 NAMESPACE = b"n" * 32
+retentions = st.builds(Retention, st.sampled_from(PRIORITIES), st.one_of(st.none(), st.integers(0, 12).map(float)))
 
 
 def name(*path: object) -> bytes:
@@ -113,6 +114,30 @@ def test_a_leased_tail_does_not_keep_what_is_before_it_for_ever() -> None:
     index.release(entries[2])
     assert index.evict(1) == 1
     assert index.free_slots == 3
+    assert index.check() == []
+
+
+def test_a_head_goes_with_the_last_of_its_tails() -> None:
+    index = PageIndex(4)
+    head, *_ = chain(1, 1)
+    tails = [Page(name("tail", i), head.key, NAMESPACE) for i in range(2)]
+    put(index, [head, *tails, *chain(2, 1)])
+    assert index.evict(3) == index.evictions == 3
+    assert kept(index, [head, *tails, *chain(2, 1)]) == [3]
+
+
+def test_slots_come_back_whether_their_pages_were_at_rest_or_in_use() -> None:
+    given_back: list[int] = []
+    index = PageIndex(6, recycle=given_back.append)
+    pages = chain(1, 6)
+    for entry in put(index, pages):
+        index.lease(entry)
+        index.release(entry)
+    for i in (1, 4):
+        index.find(pages[i].key)
+    assert index.evict(6) == index.evictions == 6
+    assert given_back == [5, 4, 3, 2, 1, 0]
+    index.free(given_back)
     assert index.check() == []
 
 
@@ -529,6 +554,55 @@ class IndexMachine(RuleBasedStateMachine):
         for known in self.order:
             assert (self.index.get(known.page.key) is None) == known.pending
         assert self.index.check(elsewhere=self.taken) == []
+
+
+def state(index: PageIndex) -> tuple[object, ...]:
+    pages = {e.page: (e.slot, e.state, e.leases, e.retention) for e in index}
+    return pages, list(index._in_order()), index.next_expiry, index.check()
+
+
+@given(st.permutations([*chain(1, 4), *chain(2, 3)]), st.integers(0, 7), st.lists(retentions, min_size=7, max_size=7))
+def test_pages_put_in_together_are_there_as_if_one_after_another(
+    pages: list[Page], slots: int, wanted: list[Retention]
+) -> None:
+    together, one_by_one = PageIndex(8), PageIndex(8)
+    for index in (together, one_by_one):
+        index.insert(pages[0], 7, PageState.VERIFIED)
+    rest = pages[1:]
+    entries = together.insert_all(rest, range(slots), PageState.PENDING, wanted)
+    expected = [one_by_one.insert(p, i, PageState.PENDING, wanted[i]) for i, p in enumerate(rest) if i < slots]
+    for index, taken in ((together, entries), (one_by_one, expected)):
+        assert index.take_free(8) == list(range(8))
+        index.free(set(range(8)) - {7, *(entry.slot for entry in taken)})
+    assert [entry.page for entry in entries] == [entry.page for entry in expected]
+    assert state(together) == state(one_by_one)
+    assert state(together)[-1] == []
+
+
+@given(st.lists(st.sampled_from(["absent", "at rest", "in use", "retained", "pending"]), max_size=6), st.integers(0, 6))
+def test_a_run_of_pages_is_pinned_up_to_the_first_that_is_not_visible(kinds: list[str], start: int) -> None:
+    pages, index = chain(1, len(kinds)), PageIndex(8)
+    for i, (page, kind) in enumerate(zip(pages, kinds, strict=True)):
+        if kind != "absent":
+            retention = Retention(1) if kind == "retained" else DEFAULT
+            entry = index.insert(page, i, PageState.PENDING if kind == "pending" else PageState.VERIFIED, retention)
+            if kind != "pending":
+                index.lease(entry)
+                index.release(entry)
+            if kind == "in use":
+                index.find(page.key)
+    start = min(start, len(kinds))
+    for stop in range(start, len(kinds) + 1):
+        visible = [kind not in ("absent", "pending") for kind in kinds[start:stop]]
+        pinned = index.pin_run(pages, start, stop)
+        assert [e.page for e in pinned] == pages[start : start + [*visible, False].index(False)]
+        assert all(e.leases == 1 and e is index.get(e.key) for e in pinned)
+        assert all(e.retention == index.retention(e.key) for e in pinned)
+        for entry in pinned:
+            index.release(entry)
+        assert not any(entry.leases for entry in index)
+    absent = [kind == "absent" for kind in kinds[start:]]
+    assert index.absent_until(pages, start) == start + [*absent, False].index(False)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -123,6 +123,17 @@ def test_a_request_behind_a_slot_goes_on_there() -> None:
     assert slots.take(2, after=2) == [3, 4]
 
 
+def test_all_that_there_is_comes_in_order_but_for_what_goes_on_behind_a_slot() -> None:
+    slots = FreeSlots(10)
+    for after, expected in [(None, [0, 1, 5, 6]), (4, [5, 6, 0, 1])]:
+        slots.take(10)
+        slots.give_all([6, 0, 5, 1])
+        assert slots.runs() == [(0, 2), (5, 2)]
+        assert slots.take(4, after) == expected
+        assert len(slots) == 0
+        assert slots.check() == []
+
+
 @pytest.mark.parametrize("damage", ["_count", "_mask"])
 def test_check_sees_what_is_wrong(damage: str) -> None:
     slots = FreeSlots(10)

@@ -45,13 +45,19 @@ class PageState(enum.Enum):
     VERIFIED = "verified"
 
 
+# For loops over pages: looking up a member of an enum takes as long as looking up a page.
+PENDING, VERIFIED = PageState.PENDING, PageState.VERIFIED
+
+
 class Entry:
     """A page in use: leased, reserved, or just looked at. It is the one object for its page while it is leased."""
 
     __slots__ = ("dropped", "key", "leases", "namespace", "parent", "retention", "slot", "state")
 
     def __init__(self, page: Page, slot: int, state: PageState, retention: Retention = DEFAULT) -> None:
-        self.key, self.parent, self.namespace = page
+        self.key = page.key
+        self.parent = page.parent
+        self.namespace = page.namespace
         self.slot = slot
         self.state = state
         self.retention = retention
@@ -123,7 +129,7 @@ class PageIndex:
         if key in self._resting:
             return True
         entry = self._entries.get(key)
-        return entry is not None and entry.state is not PageState.PENDING
+        return entry is not None and entry.state is not PENDING
 
     def retention(self, key: bytes) -> Retention | None:
         """The retention of a page in any state; None when it is not there."""
@@ -134,7 +140,7 @@ class PageIndex:
     def get(self, key: bytes) -> Entry | None:
         """The page, if it is visible."""
         entry = self.find(key)
-        return None if entry is None or entry.state is PageState.PENDING else entry
+        return None if entry is None or entry.state is PENDING else entry
 
     def find(self, key: bytes) -> Entry | None:
         """The page in any state, reserved ones included."""
@@ -146,16 +152,43 @@ class PageIndex:
 
     def pin(self, page: Page) -> Entry | None:
         """`find` and `lease` in one, for a page whose name is at hand."""
-        slot = self._resting.pop(page.key, None)
+        key = page.key
+        slot = self._resting.pop(key, None)
         if slot is None:
-            entry = self._entries.get(page.key)
+            entry = self._entries.get(key)
             if entry is None:
                 return None
         else:
-            retention = self._retained.get(page.key, DEFAULT) if self._retained else DEFAULT
-            entry = self._entries[page.key] = Entry(page, slot, PageState.VERIFIED, retention)
+            retention = self._retained.get(key, DEFAULT) if self._retained else DEFAULT
+            entry = self._entries[key] = Entry(page, slot, VERIFIED, retention)
         entry.leases += 1
         return entry
+
+    def pin_run(self, pages: Sequence[Page], start: int, stop: int) -> list[Entry]:
+        """`pin` the consecutive pages of `pages[start:stop]`, from the first on, that are visible."""
+        take, entries, retained = self._resting.pop, self._entries, self._retained
+        pinned = []
+        for i in range(start, stop):
+            page = pages[i]
+            key = page.key
+            slot = take(key, None)
+            if slot is not None:
+                retention = retained.get(key, DEFAULT) if retained else DEFAULT
+                entry = entries[key] = Entry(page, slot, VERIFIED, retention)
+            elif key not in entries or (entry := entries[key]).state is PENDING:
+                break
+            entry.leases += 1
+            pinned.append(entry)
+        return pinned
+
+    def absent_until(self, pages: Sequence[Page], start: int) -> int:
+        """Where the first of `pages[start:]` is that is there in any state; their number when none is."""
+        resting, entries = self._resting, self._entries
+        for i in range(start, len(pages)):
+            key = pages[i].key
+            if key in resting or key in entries:
+                return i
+        return len(pages)
 
     def slot(self, key: bytes) -> int | None:
         """The slot of a page in any state."""
@@ -211,8 +244,7 @@ class PageIndex:
             victims = self._victims(short)
             if len(victims) < short:
                 return None
-            for key in victims:
-                self._evict(key)
+            self._evict(victims)
             if len(self._free) < n:  # evicted slots that come back later, after a commit
                 return None
         return self._free.take(n, after)
@@ -221,8 +253,7 @@ class PageIndex:
         """As many of `n` slots as can be had now without evicting a page of `keep`; neighbours where they can be."""
         short = n - len(self._free)
         if short > 0:
-            for key in self._victims(short, keep):
-                self._evict(key)
+            self._evict(self._victims(short, keep))
         return self._free.take(n, after)
 
     def take_free(self, n: int, after: int | None = None) -> list[int]:
@@ -232,8 +263,7 @@ class PageIndex:
     def evict(self, n: int, keep: Collection[bytes] = ()) -> int:
         """Evict up to `n` pages, none of `keep`; how many went."""
         victims = self._victims(n, keep)
-        for key in victims:
-            self._evict(key)
+        self._evict(victims)
         return len(victims)
 
     def make_room(self, pages: Sequence[Page], spare: int, coming: int = 0) -> None:
@@ -261,23 +291,37 @@ class PageIndex:
 
     def insert(self, page: Page, slot: int, state: PageState, retention: Retention = DEFAULT) -> Entry:
         """Put a page into an allocated slot. `PENDING` keeps it invisible until `commit`."""
-        entry = self._entries[page.key] = Entry(page, slot, state, retention)
-        self._parents[slot] = page.parent
-        self._namespaces[slot] = page.namespace
-        if retention is DEFAULT:
-            self._policy.insert(page.key, page.parent)
-        else:
-            if retention != DEFAULT:
-                self._keep_retention(page.key, retention)
-            self._order(page.key).insert(page.key, page.parent)
-        self._children[slot] = self._orphans.pop(page.key, 0) if self._orphans else 0
-        if page.parent != page.namespace:
-            above = self.slot(page.parent)
-            if above is None:
-                self._orphans[page.parent] = self._orphans.get(page.parent, 0) + 1
+        return self.insert_all((page,), (slot,), state, (retention,))[0]
+
+    def insert_all(
+        self, pages: Iterable[Page], slots: Iterable[int], state: PageState, retentions: Iterable[Retention]
+    ) -> list[Entry]:
+        """`insert` each page into its slot, as far as there are slots."""
+        entries, children, orphans, insert = self._entries, self._children, self._orphans, self._policy.insert
+        parents, namespaces = self._parents, self._namespaces
+        inserted: list[Entry] = []
+        last, last_slot = None, 0
+        for page, slot, retention in zip(pages, slots, retentions, strict=False):
+            key, parent, namespace = page.key, page.parent, page.namespace
+            entry = entries[key] = Entry(page, slot, state, retention)
+            inserted.append(entry)
+            parents[slot] = parent
+            namespaces[slot] = namespace
+            if retention is DEFAULT:
+                insert(key, parent)
             else:
-                self._children[above] += 1
-        return entry
+                if retention != DEFAULT:
+                    self._keep_retention(key, retention)
+                self._order(key).insert(key, parent)
+            children[slot] = orphans.pop(key, 0) if orphans else 0
+            if parent != namespace:
+                above = last_slot if parent == last else self.slot(parent)
+                if above is None:
+                    orphans[parent] = orphans.get(parent, 0) + 1
+                else:
+                    children[above] += 1
+            last, last_slot = key, slot
+        return inserted
 
     def restore(
         self,
@@ -327,7 +371,7 @@ class PageIndex:
         for level, policy in enumerate(self._orders):
             policy.restore(names, order[levels[order] == level])
 
-    def commit(self, entry: Entry, state: PageState = PageState.VERIFIED) -> bool:
+    def commit(self, entry: Entry, state: PageState = VERIFIED) -> bool:
         """Make a reserved page visible. Whoever reserved it still leases it. False when it was dropped meanwhile."""
         entry.state = state
         return not entry.dropped
@@ -339,7 +383,7 @@ class PageIndex:
         entry.dropped = True
         del self._entries[entry.key]
         self._unlink(entry.key, entry.parent, entry.namespace, entry.slot)
-        if self._forget is not None and entry.state is not PageState.PENDING:
+        if self._forget is not None and entry.state is not PENDING:
             self._forget(entry.slot)
         if entry.leases:
             self._leaving.add(entry.slot)
@@ -356,7 +400,7 @@ class PageIndex:
         if entry.dropped:
             self._leaving.discard(entry.slot)
             self._give_back(entry)
-        elif entry.state is PageState.VERIFIED:
+        elif entry.state is VERIFIED:
             del self._entries[entry.key]
             self._resting[entry.key] = entry.slot
 
@@ -408,7 +452,7 @@ class PageIndex:
         for key in keys:
             entry = self.find(key)
             assert entry is not None, "only pages that are there expire"
-            if entry.state is not PageState.PENDING:
+            if entry.state is not PENDING:
                 visible.append(key)
             self.drop(entry)
         return visible
@@ -471,7 +515,7 @@ class PageIndex:
         if slot is not None:
             return Page(key, self._parent_at(slot), self._namespaces[slot]) if slot in self._dirty else None
         entry = self._entries.get(key)
-        if entry is None or entry.state is not PageState.VERIFIED or entry.slot not in self._dirty:
+        if entry is None or entry.state is not VERIFIED or entry.slot not in self._dirty:
             return None
         return entry.page
 
@@ -490,7 +534,7 @@ class PageIndex:
             slot = self.slot(key)
             entry = self.find(key) if slot is not None and self._namespaces[slot] == namespace else None
             if entry is not None:
-                visible += entry.state is not PageState.PENDING
+                visible += entry.state is not PENDING
                 self.drop(entry)
         return visible
 
@@ -500,7 +544,7 @@ class PageIndex:
         The slots of pages at rest are nobody's until `retire` has had all of them.
         """
         in_use = list(self._entries.values())
-        visible = len(self._resting) + sum(entry.state is not PageState.PENDING for entry in in_use)
+        visible = len(self._resting) + sum(entry.state is not PENDING for entry in in_use)
         for entry in in_use:
             self.drop(entry)
         held = (self._resting, self._orders, self._orphans, self._retained, self._expiries)
@@ -525,14 +569,14 @@ class PageIndex:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _give_back(self, entry: Entry) -> None:
-        if self._recycle is None or entry.state is PageState.PENDING:  # never visible: nothing durable names its slot
+        if self._recycle is None or entry.state is PENDING:  # never visible: nothing durable names its slot
             self._free.give(entry.slot)
         else:
             self._recycle(entry.slot)
 
     def _entry(self, key: bytes, slot: int) -> Entry:
         page = Page(key, self._parent_at(slot), self._namespaces[slot])
-        return Entry(page, slot, PageState.VERIFIED, self._retained.get(key, DEFAULT))
+        return Entry(page, slot, VERIFIED, self._retained.get(key, DEFAULT))
 
     def _parent_at(self, slot: int) -> bytes:
         parent = self._parents[slot]
@@ -555,15 +599,15 @@ class PageIndex:
         else:
             self._orphans[parent] -= 1
 
-    def _may_follow(self, key: bytes, gone: int) -> bool:
-        """Whether a page of the tier could go, were so many of the pages behind it gone."""
+    def _slot_to_go(self, key: bytes, gone: int) -> int | None:
+        """The slot of a page of the tier, if it could go, were so many of the pages behind it gone."""
         slot = self._resting.get(key)
         if slot is None:
             entry = self._entries.get(key)
-            if entry is None or entry.leases or entry.state is PageState.PENDING:
-                return False
+            if entry is None or entry.leases or entry.state is PENDING:
+                return None
             slot = entry.slot
-        return self._children[slot] <= gone and slot not in self._dirty
+        return slot if self._children[slot] <= gone and slot not in self._dirty else None
 
     def _unlink(self, key: bytes, parent: bytes, namespace: bytes, slot: int) -> None:
         """A page is in no order any more, and follows none."""
@@ -580,14 +624,21 @@ class PageIndex:
         if parent != namespace:
             self._count_out(parent)
 
-    def _evict(self, key: bytes) -> None:
-        self.evictions += 1
-        slot = self._resting.pop(key, None)
-        if slot is None:
-            self.drop(self._entries[key])
-            return
-        self._unlink(key, self._parent_at(slot), self._namespaces[slot], slot)
-        self.retire((slot,))
+    def _evict(self, keys: Collection[bytes]) -> None:
+        """Drop pages that nobody leases. Their slots are given back in this order."""
+        self.evictions += len(keys)
+        take, parent_at, namespaces, unlink = self._resting.pop, self._parent_at, self._namespaces, self._unlink
+        slots: list[int] = []
+        for key in keys:
+            slot = take(key, None)
+            if slot is None:
+                self.retire(slots)
+                slots = []
+                self.drop(self._entries[key])
+            else:
+                unlink(key, parent_at(slot), namespaces[slot], slot)
+                slots.append(slot)
+        self.retire(slots)
 
     def _victims(self, n: int, keep: Collection[bytes] = ()) -> Collection[bytes]:
         """Up to `n` pages that may go, coldest first, tails before heads.
@@ -600,16 +651,16 @@ class PageIndex:
         passed: set[bytes] = set()
         gone: dict[bytes, int] = {}  # children that are chosen already
 
-        def choose(key: bytes | None) -> None:
-            while key is not None and len(chosen) < n:
+        def choose(key: bytes, slot: int | None) -> None:
+            while slot is not None and len(chosen) < n:
                 chosen[key] = None
-                key = self._parent(key)
-                gone[key] = gone.get(key, 0) + 1
-                met = key in passed or self._order(key).is_deferred(key)
-                if not met or not self._may_follow(key, gone[key]) or key in keep:
-                    key = None
+                key = parent_at(slot)
+                gone[key] = followed = gone.get(key, 0) + 1
+                met = key in passed or (order_of(key) if retained else policy).is_deferred(key)
+                slot = self._slot_to_go(key, followed) if met and key not in keep else None
 
         entries, children, dirty = self._entries, self._children, self._dirty
+        parent_at, order_of, policy, retained = self._parent_at, self._order, self._policy, self._retained
         at_rest = self._resting.get
         for tails_only in (True, False):
             if len(chosen) >= n:
@@ -618,7 +669,7 @@ class PageIndex:
                 slot = at_rest(key)
                 if slot is None:
                     entry = entries[key]
-                    if entry.leases or entry.state is PageState.PENDING:
+                    if entry.leases or entry.state is PENDING:
                         continue
                     slot = entry.slot
                 elif tails_only and children[slot] and key not in gone:  # most of what is looked at
@@ -626,10 +677,10 @@ class PageIndex:
                     continue
                 if key in chosen or key in keep or slot in dirty:
                     continue
-                if tails_only and children[slot] and children[slot] > gone.get(key, 0):
+                if tails_only and (followed := children[slot]) and followed > gone.get(key, 0):
                     passed.add(key)
                 else:
-                    choose(key)
+                    choose(key, slot)
                     if len(chosen) >= n:
                         break
         for key in passed.difference(chosen):
@@ -676,7 +727,7 @@ class PageIndex:
         counted = {e.key: self._children[e.slot] for e in pages if self._children[e.slot]} | self._orphans
         if Counter(e.parent for e in pages if e.parent != e.namespace) != counted:
             problems.append("pages that follow others are miscounted")
-        if self._dirty - {e.slot for e in pages if e.state is PageState.VERIFIED}:
+        if self._dirty - {e.slot for e in pages if e.state is VERIFIED}:
             problems.append("slots are dirty that hold no page")
         problems += self._free.check()
         wrong = [e for e in self._entries.values() if e.leases < 0 or e.dropped or e.key in self._resting]

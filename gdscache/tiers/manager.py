@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from gdscache.tiers.base import Lease, Tier
 from gdscache.tiers.busy import BusyPeriods
 from gdscache.tiers.costs import Costs
-from gdscache.tiers.index import Entry, Page, PageIndex, PageState
+from gdscache.tiers.index import PENDING, Entry, Page, PageIndex
 from gdscache.tiers.keeping import Expiry, Pin, Pins
 from gdscache.tiers.promotion import Always, Promotion
 from gdscache.tiers.quarantine import Late, PoolName, Quarantine
@@ -288,43 +288,62 @@ class TierManager:
         with self.lock:
             self.expire(pages)
             lease = self.lease(owner)
-            tasks = self._sources(pages, lease)
+            tasks, absent = self._sources(pages, lease)
             if self.prefetched:
                 for task in tasks:
                     self.prefetched.use(task.page.key, task.source.slot if task.tier == "cpu" else None)
             if keep and self.cpu is not None:
-                self._reserve_targets(self.cpu.index, self._promoted(self.cpu.index, tasks), lease)
+                self._reserve_targets(self.cpu.index, self._promoted(absent), lease)
             self._set_out(tasks, lease)
             return LoadPlan(tasks, lease)
 
     def _set_out(self, tasks: Sequence[PageTask], lease: Lease) -> None:
         """Count pages as under way until the lease ends."""
-        self._planned[lease] = planned = Counter(task.tier for task in tasks)
+        self._planned[lease] = planned = Counter([task.tier for task in tasks])
         self.under_way.update(planned)
 
-    def _sources(self, pages: Sequence[Page], lease: Lease) -> list[PageTask]:
-        cpu = None if self.cpu is None else self.cpu.index
-        ssd = None if self.ssd is None else self.ssd.index
-        hides = self.quarantine.hides if self.quarantine.requests or self.quarantine.off else None
-        tasks, filling, leased = [], self._filling, lease.entries
-        for page in pages:
-            entry = None if cpu is None else cpu.pin(page)
-            if entry is not None and cpu is not None:
-                if entry.state is PageState.PENDING and entry not in filling:
-                    cpu.release(entry)  # a store's, on its way: the SSD may have the page
-                else:
-                    leased[entry] = cpu
-                    tasks.append(PageTask(page, "cpu", entry, None, filling.get(entry)))
+    def _sources(self, pages: Sequence[Page], lease: Lease) -> tuple[list[PageTask], list[PageTask]]:
+        """Lease pages, up to the first that no lower tier has; and those of them that are not in the CPU tier."""
+        cpu, ssd = self.cpu, self.ssd
+        tasks: list[PageTask] = []
+        absent: list[PageTask] = []
+        at, end = 0, len(pages)
+        while at < end:
+            stop, copy = end, None
+            if cpu is not None:
+                tasks += self._take(cpu, pages, at, end, lease)
+                at = len(tasks)
+                if at == end:
+                    break
+                copy = cpu.index.find(pages[at].key)  # not complete, if it is there
+                filling = None if copy is None else self._filling.get(copy)
+                if copy is not None and filling is not None:
+                    lease.add(cpu.index, copy)
+                    tasks.append(PageTask(pages[at], "cpu", copy, None, filling))
+                    at += 1
                     continue
-            entry = None if ssd is None else ssd.pin(page)
-            if entry is None or ssd is None:
+                # Any other copy is a store's, on its way: the SSD may have the page.
+                stop = cpu.index.absent_until(pages, at) if copy is None else at + 1
+            read = [] if ssd is None else self._take(ssd, pages, at, stop, lease)
+            tasks += read
+            if copy is None:
+                absent += read
+            at += len(read)
+            if at < stop:
                 break
-            if entry.state is PageState.PENDING or (hides is not None and hides(entry.slot)):
-                ssd.release(entry)
-                break
-            leased[entry] = ssd
-            tasks.append(PageTask(page, "ssd", entry))
-        return tasks
+        return tasks, absent
+
+    def _take(self, tier: Tier, pages: Sequence[Page], start: int, stop: int, lease: Lease) -> list[PageTask]:
+        """Lease those of `pages[start:stop]`, from the first on, that a tier has and that quarantine does not hide."""
+        index = tier.index
+        entries = index.pin_run(pages, start, stop)
+        if self.quarantine.requests or self.quarantine.off:
+            seen = next((i for i, entry in enumerate(entries) if self.hidden(tier.name, entry.slot)), len(entries))
+            for entry in entries[seen:]:
+                index.release(entry)
+            del entries[seen:]
+        lease.entries.update(dict.fromkeys(entries, index))
+        return list(map(PageTask, pages[start : start + len(entries)], itertools.repeat(tier.name), entries))
 
     def plan_prefetch(self, pages: Sequence[Page], start: int, most: int, keep: Collection[bytes]) -> PrefetchPlan:
         """Lease up to `most` of the SSD's pages from `pages[start]` on, and reserve CPU slots, evicting none of `keep`.
@@ -367,7 +386,7 @@ class TierManager:
             entry = ssd.pin(page)
             if entry is None:
                 return found, "missing"
-            if entry.state is PageState.PENDING or self.quarantine.hides(entry.slot):
+            if entry.state is PENDING or self.quarantine.hides(entry.slot):
                 ssd.release(entry)
                 return found, "missing"
             lease.entries[entry] = ssd
@@ -375,9 +394,8 @@ class TierManager:
             most -= 1
         return found, "more"
 
-    def _promoted(self, index: PageIndex, tasks: Sequence[PageTask]) -> list[PageTask]:
-        """Those of the SSD's pages that a load may leave in the CPU tier."""
-        read = [t for t in tasks if t.tier == "ssd" and t.page.key not in index]
+    def _promoted(self, read: Sequence[PageTask]) -> list[PageTask]:
+        """Those of the SSD's pages that a load may leave in the CPU tier, which has none of them."""
         wanted = list(itertools.compress(read, self.promotion.wanted([t.page.key for t in read])))
         if len(wanted) < len(read):
             self.counts["promotion", "declined"] += len(read) - len(wanted)
@@ -386,17 +404,22 @@ class TierManager:
     def _reserve_targets(
         self, index: PageIndex, tasks: Sequence[PageTask], lease: Lease, keep: Collection[bytes] = ()
     ) -> None:
-        wanted = [t for t in tasks if t.tier == "ssd" and t.page.key not in index]
-        filling, leased = self._filling, lease.entries
-        for task, slot in zip(wanted, index.allocate_some(len(wanted), keep), strict=False):
-            task.target = target = index.insert(task.page, slot, PageState.PENDING, task.source.retention)
+        """Give pages that the CPU tier has not a slot of it each, as far as there is room."""
+        if not tasks:
+            return
+        slots = index.allocate_some(len(tasks), keep)
+        retentions = [task.source.retention for task in tasks]
+        targets = index.insert_all([task.page for task in tasks], slots, PENDING, retentions)
+        for task, target in zip(tasks, targets, strict=False):
+            task.target = target
             target.leases = 1
-            leased[target] = index
-            filling[target] = task
+        lease.entries.update(dict.fromkeys(targets, index))
+        self._filling.update(zip(targets, tasks, strict=False))
 
     def finish_pages(self, tasks: Iterable[PageTask], status: PageStatus) -> None:
         """A verdict on pages: publish their CPU copies, or drop them from every tier that they came through."""
-        good = status in (PageStatus.LOADED, PageStatus.CANCELLED)  # the bytes were read, and are what was stored
+        loaded = status is PageStatus.LOADED
+        good = loaded or status is PageStatus.CANCELLED  # the bytes were read, and are what was stored
         bad = status in (PageStatus.CHECKSUM, PageStatus.SHORT_READ, PageStatus.IO_ERROR)
         with self.lock:
             for task in tasks:
@@ -407,7 +430,7 @@ class TierManager:
                         self.cpu_index.commit(task.target)
                     else:
                         self.cpu_index.drop(task.target)
-                if status is PageStatus.LOADED:
+                if loaded:
                     self.counts["loaded", task.tier] += 1
                 else:
                     self.counts["misses", status.value] += 1

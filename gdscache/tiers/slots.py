@@ -57,16 +57,17 @@ class FreeSlots:
 
         Slots right behind `after` are preferred; else the shortest run that is long enough, else the longest ones.
         """
-        if not self._count and len(self._returned) <= n:  # everything there is, as when as much was evicted
-            slots, self._returned = sorted(self._returned), []
-            return slots
+        if len(self) <= n and (after is None or not self._count):  # everything there is, as when as much was evicted
+            return self._take_all()
         self._join(JOINED)
-        slots = []
+        slots: list[int] = []
         if after is not None and after + 1 in self._runs:
             self._cut(after + 1, n, slots)
         while len(slots) < n:
-            if self._count:
+            if self._mask.bit_length() > _bin(n - len(slots)):
                 self._cut(self._fitting(n - len(slots)), n - len(slots), slots)
+            elif self._count:
+                self._cut_longest(n - len(slots), slots)
             elif self._returned:
                 self._join(JOINED)
             else:
@@ -151,6 +152,31 @@ class FreeSlots:
             self._runs[start] = length
             self._ends[start + length] = start
             self._file(start, length)
+
+    def _take_all(self) -> list[int]:
+        """All slots, ascending."""
+        slots, self._returned = sorted(self), []
+        if self._count:
+            self._count = self._mask = 0
+            self._runs.clear()
+            self._ends.clear()
+            for bin_ in self._bins:
+                bin_.clear()
+        return slots
+
+    def _cut_longest(self, n: int, out: list[int]) -> None:
+        """Move whole runs to `out`, the longest first, as far as the longest is shorter than what is left of `n`."""
+        runs, ends = self._runs, self._ends
+        while 0 <= (size := self._mask.bit_length() - 1) < _bin(n):
+            bin_ = self._bins[size]
+            start = bin_.popitem()[0]
+            if not bin_:
+                self._mask ^= 1 << size
+            length = runs.pop(start)
+            del ends[start + length]
+            out.extend(range(start, start + length))
+            self._count -= length
+            n -= length
 
     def _fitting(self, n: int) -> int:
         """The first slot of the run to take `n` slots from."""

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -237,17 +237,14 @@ class SsdTier(Tier):
                 self._deleting = set()
                 return [not w.entry.dropped for w in writes]
 
-    def touch(self, keys: Iterable[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of each present page, tail first, under the manager's lock. What is kept for disk is bounded."""
-        touched = self._touched
-        room = len(touched) < _TOUCHES_KEPT
-        for key in keys:
-            slot = self.index.slot(key)
-            if slot is not None:
-                self.index.touch((key,))
-                if room:
-                    touched[slot] = self._clock
-                    self._clock += 1
+        self.index.touch(keys)
+        if len(self._touched) < _TOUCHES_KEPT:
+            slot_of = self.index.slot
+            slots = [slot for key in keys if (slot := slot_of(key)) is not None]
+            self._touched.update(zip(slots, itertools.count(self._clock), strict=False))
+            self._clock += len(slots)
 
     def retain(self, key: bytes, retention: Retention) -> None:
         """A page is stored again: see `PageIndex.retain`. The next commit writes it down. Under the manager's lock."""
