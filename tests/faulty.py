@@ -16,13 +16,19 @@ __all__ = ["PLAN", "Fault", "FaultyKvikio", "FaultyMerging", "FaultyNixl", "Faul
 
 
 class Plan(FaultPlan):
-    """Rules by operation first, and chosen by the offset alone."""
+    """Rules by operation first, and chosen by the offset alone.
+
+    A bit that flips is one of the page's, unless it is drawn again and again: any may lie in the padding of an extent,
+    where it harms nothing.
+    """
 
     @contextmanager
     def rule(  # type: ignore[override]
         self, op: Op, fault: Fault, chosen: Callable[[int], bool] | None = None, **conditions: Any
     ) -> Iterator[FaultRule]:
         where = None if chosen is None else lambda path, offset: chosen(offset)
+        if fault is Fault.FLIP and "rate" not in conditions:
+            conditions.setdefault("bit", 7)
         with super().rule(fault, op, where=where, **conditions) as rule:
             yield rule
 

@@ -20,7 +20,7 @@ from load_schedules import ACTIONS, Player, Schedule, groups, play
 
 RANDOM = 400  # and some 300 that try every point of one of them
 CHUNK = 50
-SWEPT = 3  # the seed of a schedule whose points are all tried
+SWEPT = 2  # the seed of a schedule whose points are all tried
 SOAK = 20_000
 # Where an engine of any configuration comes by, whatever is asked of it.
 ALWAYS = {"caller", "plan", "planned", "submitted", "read", "reading", "scatter", "scattered", "verdict", "publish"}

@@ -177,7 +177,7 @@ class Queue(RuleBasedStateMachine):
                 self.decide(request, PrefetchEnd.QUOTA)
             ready, self.held_back = [], None
         turn = self.queue.next(demand=demand)
-        for _ in range(20):
+        for _ in range(200):  # requests, each of which looks for pages two at a time
             if turn is None and self.queue.wake() == 0:
                 turn = self.queue.next(demand=demand)
         if not ready:

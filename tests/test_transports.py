@@ -87,33 +87,38 @@ class TestNixlBuffered(TransportSuite):
 # Through cuFile, where the probe proves it.
 
 
+@pytest.fixture(scope="module")
+def _cufile(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A probe takes seconds, so there is one."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if (found := probe.probe_kvikio(tmp_path_factory.mktemp("probe"), 0, 60)).mode != "gds":
+        pytest.skip(f"cuFile does not work here: {found.reason}")
+
+
 @pytest.mark.gpu
 @needs_kvikio
+@pytest.mark.usefixtures("_cufile")
 class TestKvikioThroughCufile(TransportSuite):
     memory_kinds = ("cuda",)
-
-    @pytest.fixture(autouse=True)
-    def _proven(self, tmp_path: Path) -> None:
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
-        if (found := probe.probe_kvikio(tmp_path, 0, 60)).mode != "gds":
-            pytest.skip(f"cuFile does not work here: {found.reason}")
 
     def make_transport(self, threads: int) -> Transport:
         return KvikioTransport(threads, compat="off")
 
 
+@pytest.fixture(scope="module")
+def _gds_mt(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if not (found := probe_nixl.probe_nixl(tmp_path_factory.mktemp("probe"), 0, 60)).ok:
+        pytest.skip(f"GDS_MT does not work here: {found.reason}")
+
+
 @pytest.mark.gpu
 @needs_nixl
+@pytest.mark.usefixtures("_gds_mt")
 class TestNixlGdsMt(TransportSuite):
     memory_kinds = ("cuda",)
-
-    @pytest.fixture(autouse=True)
-    def _proven(self, tmp_path: Path) -> None:
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
-        if not (found := probe_nixl.probe_nixl(tmp_path, 0, 60)).ok:
-            pytest.skip(f"GDS_MT does not work here: {found.reason}")
 
     def make_transport(self, threads: int) -> Transport:
         return NixlTransport(threads, gds=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from gdscache.bench import io_cache
-from gdscache.bench.bare import BareLoop, best
+from gdscache.bench.bare import BareLoop, Way, best
 from gdscache.bench.io_engine import ColdEngine
 from gdscache.bench.io_files import KvikioPerPage
 from gdscache.bench.io_loop import Metered
@@ -47,14 +49,26 @@ def cold_loads(place: Place) -> list[Row]:
 
 
 def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
-    """RAM disk → GPU against one page-locked copy; pages of 256 KiB also against kvikio called once a page."""
+    """RAM disk → GPU against one page-locked copy; pages of 256 KiB also against kvikio called once a page.
+
+    And against the bare loop beside such copies, which share the memory's bandwidth with it: what is left for a load.
+    """
     what = f"RAM disk → GPU via CPU, {format_size(page_bytes)} pages"
-    with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, page_bytes) as engine:
-        ways: dict[str, Callable[[], float]] = {"ours": _cold(engine, engine.load), "copy": engine.copy}
+    with (
+        tempfile.TemporaryDirectory(dir=place.directory) as name,
+        _engine(place, name, page_bytes) as engine,
+        BareLoop(engine.slab, engine.nbytes) as bare,
+    ):
+        way = bare.scout(Op.READ, place.progress)[0]
+        ways: dict[str, Callable[[], float]] = {
+            "ours": _cold(engine, engine.load),
+            "copy": engine.copy,
+            "bare": lambda: _beside_copies(engine, bare, way),
+        }
         if page_bytes == SUMS_PAGE:
             ways["plain"] = _cold(engine, engine.load_unchecked)
-        for way in ways.values():
-            way()
+        for measure in ways.values():
+            measure()
         found = interleave(ways, place.repeat, place.progress, what)
         state = io_cache.state([engine.slab], direct=engine.direct)
         _check(engine)
@@ -62,12 +76,32 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
         rows = []
         copied = found["ours"], "a page-locked copy", found["copy"]
         rows.append(row(place, what, page_bytes, copied, COPY_TARGETS[page_bytes], **more))
+        beside = found["ours"], f"bare loop, {way.label}, beside page-locked copies", found["bare"]
+        rows.append(row(place, what, page_bytes, beside, None, **more))
         if "plain" in found:
             sums = found["ours"], "without checksums", found["plain"]
             rows.append(row(place, f"checksums, {what}", page_bytes, sums, SUMS_TARGET, **more))
         if page_bytes == KVIKIO_PAGE:
             rows += _against_kvikio(place, engine, what)
     return rows
+
+
+def _beside_copies(engine: ColdEngine, bare: BareLoop, way: Way) -> float:
+    """The bare loop's GB/s while page-locked copies go to the device, one after the other."""
+    over = threading.Event()
+
+    def copy() -> None:
+        while not over.is_set():
+            engine.copy()
+
+    with ThreadPoolExecutor(1) as pool:
+        copies = pool.submit(copy)
+        try:
+            found = bare.run(Op.READ, way)
+        finally:
+            over.set()
+        copies.result()
+    return found
 
 
 def _against_kvikio(place: Place, engine: ColdEngine, what: str) -> list[Row]:

@@ -18,6 +18,7 @@ import torch
 
 from gdscache import CacheEngine, Config
 from gdscache.bench import io_cache
+from gdscache.bench.io_cells import RAM_THREADS
 from gdscache.bench.serving import PRESETS, EngineOptions, InferenceEngine, KVPool, fingerprint, random_model
 from gdscache.bench.ttft_answers import Answer, stored_bytes
 from gdscache.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens, expected_tiers
@@ -73,7 +74,7 @@ class EngineClient:
         room, ring = (2 * pages + pages // 8 + 16) * extent, max(256 * MIB, 8 * extent)
         ssd = {"path": str(self._directory / route), "capacity": room + room // 4, "reserve": 0, "route": route}
         if io_cache.in_memory(self._directory):
-            ssd["threads"] = 16
+            ssd["threads"] = RAM_THREADS
         if route == "via_cpu":
             ssd["gds"] = "off"
         return Config.from_dict(
