@@ -310,8 +310,8 @@ class CacheEngine:
     def flush(self, seconds: float | None = None) -> None:
         """`drain`, and write what is in the CPU tier only on to the SSD, as far as `store.write_policy` writes any.
 
-        For `write_back`, whose pages go there late: what must outlive this process. Raises `DeadlineError` after
-        `seconds`.
+        For `write_back`, whose pages go there late: what must outlive this process. What the SSD refused is not
+        written. Raises `DeadlineError` after `seconds`.
         """
         self._check_open()
         if not self._parts.storer.flush(seconds):

@@ -88,6 +88,27 @@ def test_a_page_that_came_back_by_another_way_was_lost_before() -> None:
 # -- the queue against a slow model of itself -------------------------------------------------------------------------
 
 
+def test_a_page_that_left_before_its_landing_was_told_may_come_again() -> None:
+    """A chunk's pages are there, and may be evicted and begun again, a moment before its end is told."""
+    for used, slots, expected in (
+        (False, (5, 6), (0, 1, 1)),
+        (True, (5, 6), (1, 0, 1)),
+        (True, (None, 6), (1, 0, 0)),
+        (False, (None, None), (0, 0, 0)),
+        (False, (5, None), (0, 1, 0)),
+    ):
+        held = PrefetchedPages(8, {b"a": 6}.get)
+        held.begin([b"a"])
+        if used:
+            held.use(b"a", 5)
+        held.begin([b"a"])
+        assert len(held) == 1
+        for slot in slots:
+            held.land(b"a", slot)
+        assert (held.used, held.lost, held.unused) == expected
+        assert len(held) == held.unused
+
+
 class Queue(RuleBasedStateMachine):
     """Requests, turns, landings, evictions and time in any order. The model has no deque, no counters, no laziness."""
 

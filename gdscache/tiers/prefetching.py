@@ -47,7 +47,7 @@ class PrefetchedPages:
         self.used = 0
         self.lost = 0
         self._slot_of = slot_of
-        self._flying: dict[bytes, bool] = {}  # key -> whether it was used already
+        self._flying: dict[bytes, tuple[int, bool]] = {}  # key -> on how many ways, whether it was used already
         self._unused: OrderedDict[bytes, int] = OrderedDict()  # key -> slot
 
     def __len__(self) -> int:
@@ -68,12 +68,18 @@ class PrefetchedPages:
         for key in keys:
             if self._unused.pop(key, None) is not None:
                 self.lost += 1  # or it would not come again
-            self._flying[key] = False
+            ways, used = self._flying.get(key, (0, False))
+            self._flying[key] = ways + 1, used
 
     def land(self, key: bytes, slot: int | None) -> None:
         """A page's way has ended: in `slot`, or nowhere."""
-        used = self._flying.pop(key)
-        if slot is not None and used:
+        ways, used = self._flying.pop(key)
+        if ways > 1:  # it came, left, and was begun again before anybody said that it had come
+            self._flying[key] = ways - 1, used and slot is None
+            if slot is not None:
+                self.used += used
+                self.lost += not used
+        elif slot is not None and used:
             self.used += 1
         elif slot is not None:
             self._unused[key] = slot
@@ -81,7 +87,7 @@ class PrefetchedPages:
     def use(self, key: bytes, slot: int | None) -> None:
         """A load reads the page: from this slot of the CPU tier, or from another tier (None)."""
         if key in self._flying:
-            self._flying[key] = True
+            self._flying[key] = self._flying[key][0], True
             return
         had = self._unused.pop(key, None)
         if had is not None:
