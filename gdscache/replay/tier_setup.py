@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import yaml
 
-from gdscache.config import Config, Eviction, ModelConfig
+from gdscache.config import Config, Eviction, ModelConfig, StoreConfig
 from gdscache.config_file import read_mapping
 from gdscache.errors import InvalidValueError
 from gdscache.replay.trace import BLOCK_TOKENS
@@ -224,5 +224,5 @@ def _roomy(extent: int) -> dict[str, Any]:
     return {
         "gpu": {"device": "cpu", "capacity": max(GIB, extent), "staging": max(256 * MIB, 8 * extent)},
         "host_buffer": max(64 * MIB, 8 * extent),
-        "store": {"queue": max(GIB, 16 * extent)},
+        "store": {"queue": max(StoreConfig.model_fields["queue"].default, 16 * extent)},
     }
