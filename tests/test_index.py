@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -532,6 +533,14 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.evict(n) == len(victims)
         for victim in victims:
             self.leave(victim)
+
+    @rule(n=st.integers(1, 6), page=names)
+    def evict_beside(self, n: int, page: Page) -> None:
+        """That the family of a page stays is looked for lazily; here it is said page by page."""
+        lazy, told = copy.deepcopy(self.index), copy.deepcopy(self.index)
+        assert lazy.evict(n, pages=[page]) == told.evict(n, keep=told.family([page]))
+        assert {e.page for e in lazy} == {e.page for e in told}
+        assert lazy.check(elsewhere=self.taken) == []
 
     @rule(n=st.integers(0, 4))
     def allocate_some(self, n: int) -> None:

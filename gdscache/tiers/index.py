@@ -249,20 +249,23 @@ class PageIndex:
                 return None
         return self._free.take(n, after)
 
-    def allocate_some(self, n: int, keep: Collection[bytes] = (), after: int | None = None) -> list[int]:
-        """As many of `n` slots as can be had now without evicting a page of `keep`; neighbours where they can be."""
+    def allocate_some(
+        self, n: int, keep: Collection[bytes] = (), after: int | None = None, pages: Sequence[Page] = ()
+    ) -> list[int]:
+        """As many of `n` slots as can be had now without evicting a page of `keep`, or of the family of `pages`;
+        neighbours where they can be."""
         short = n - len(self._free)
         if short > 0:
-            self._evict(self._victims(short, keep))
+            self._evict(self._victims(short, keep, pages))
         return self._free.take(n, after)
 
     def take_free(self, n: int, after: int | None = None) -> list[int]:
         """As many of `n` slots as are free, neighbours where they can be; nothing is evicted."""
         return self._free.take(n, after)
 
-    def evict(self, n: int, keep: Collection[bytes] = ()) -> int:
-        """Evict up to `n` pages, none of `keep`; how many went."""
-        victims = self._victims(n, keep)
+    def evict(self, n: int, keep: Collection[bytes] = (), pages: Sequence[Page] = ()) -> int:
+        """Evict up to `n` pages, none of `keep`, nor of the family of `pages`; how many went."""
+        victims = self._victims(n, keep, pages)
         self._evict(victims)
         return len(victims)
 
@@ -273,7 +276,7 @@ class PageIndex:
         """
         short = self.continuing(pages) + spare - self.free_slots - coming
         if short > 0:
-            self.evict(short, keep=self.family(pages))
+            self.evict(short, pages=pages)
 
     def coldest(self) -> bytes | None:
         """The page that eviction looks at first."""
@@ -640,8 +643,8 @@ class PageIndex:
                 slots.append(slot)
         self.retire(slots)
 
-    def _victims(self, n: int, keep: Collection[bytes] = ()) -> Collection[bytes]:
-        """Up to `n` pages that may go, coldest first, tails before heads.
+    def _victims(self, n: int, keep: Collection[bytes] = (), pages: Sequence[Page] = ()) -> Collection[bytes]:
+        """Up to `n` pages that may go, coldest first, tails before heads; none of `keep`, nor of the family of `pages`.
 
         A page that was passed over for its children goes as soon as the last of them is chosen, since it is colder than
         whatever comes later. One that stays is deferred, so that not every call looks at it. Only when no tail is left,
@@ -662,9 +665,13 @@ class PageIndex:
         entries, children, dirty = self._entries, self._children, self._dirty
         parent_at, order_of, policy, retained = self._parent_at, self._order, self._policy, self._retained
         at_rest = self._resting.get
+        if pages:  # the first round looks for tails: of the family that is its end, and all others have a child in it
+            keep = {*keep, *(page.key for page in pages), *(page.parent for page in pages)}
         for tails_only in (True, False):
             if len(chosen) >= n:
                 break
+            if pages and not tails_only:
+                keep = {*keep, *self.family(pages)}
             for key in self._in_order():
                 slot = at_rest(key)
                 if slot is None:

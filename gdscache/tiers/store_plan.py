@@ -201,7 +201,7 @@ class StorePlanner:
         if cpu is None:
             return []
         lacking = sum(1 for page in pages if page.key not in cpu.index)
-        return cpu.index.allocate_some(lacking, keep=cpu.index.family(pages))
+        return cpu.index.allocate_some(lacking, pages=pages)
 
     def free(self, slots: Sequence[int]) -> None:
         """Give CPU slots back that no page was put in."""
