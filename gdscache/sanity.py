@@ -13,6 +13,7 @@ from gdscache.sizes import format_size
 from gdscache.tiers.store_plan import BATCH_BYTES
 
 SEGMENTS = 3  # that half of the staging ring is cut into, of a page at least
+_BOUNCED_BYTES = 32 << 20  # that pass through half of the bounce reserve at a time, to be worth a read
 
 
 def concerns(config: Config, gpu_pages: int, *, on_gpu: bool) -> list[str]:
@@ -51,7 +52,7 @@ def _buffers(config: Config, on_gpu: bool) -> Iterator[str]:
     if config.ssd is not None and bounced < 2:
         yield (
             f"half of host_buffer holds {_pages(bounced)}: what passes through it is read, or written, one page at a "
-            f"time. Raise host_buffer to {format_size(2 * max(4 * extent, BATCH_BYTES))}"
+            f"time. Raise host_buffer to {format_size(2 * max(4 * extent, _BOUNCED_BYTES))}"
         )
     if below and config.store.queue < min(BATCH_BYTES, 16 * extent):
         yield (

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from gdscache.tiers.admission import Admission
     from gdscache.tiers.manager import TierManager
 
-BATCH_BYTES = 32 << 20  # what one gather, and one write batch, takes at once
+# What one gather, and one write batch, takes at once: each costs turns at the locks that a model's thread wants, too.
+BATCH_BYTES = 128 << 20
 _UNWRITTEN = ("closed", "switched_off", "ssd_full")  # causes for which no byte of a page went out
 _MOST_HITS = 255  # counted a page
 
