@@ -94,7 +94,7 @@ def few_descriptors(path: Path) -> None:
     host = open_host(path / "cache")
     for seed in range(8):
         host.store(prompt(seed, PAGES))
-    quiet(host.engine)
+        quiet(host.engine)  # or the next store may be refused: the CPU tier has room for little more than one
     drop_from(host.engine, "cpu")
     assert host.load(prompt(7, PAGES)).tokens == 4 * PAGES
     host.engine.close()
