@@ -207,9 +207,9 @@ def read_groups(layout: PageLayout, pages: int, sizes: GroupSizes = GroupSizes()
 def copy_groups(layout: PageLayout, pages: int, largest: int = COPY_BYTES) -> tuple[range, ...]:
     """The groups of consecutive layers in which so many pages are copied from memory: all layers once, in order.
 
-    The first has little more than `GROUP_BYTES` a page, so that layer 0 is early, and so has the last. Between them
-    groups double until they have about `largest` bytes over all pages: to queue a group takes the interpreter's and
-    the driver's locks, which whoever launches the model's kernels wants too.
+    The first has little more than `GROUP_BYTES` a page, so that layer 0 is early. The following ones double until they
+    have about `largest` bytes over all pages: to queue a group takes the interpreter's and the driver's locks, which
+    whoever launches the model's kernels wants too.
     """
     return _doubling(layout, GROUP_BYTES, max(GROUP_BYTES, largest // max(1, pages)))
 

@@ -14,6 +14,7 @@ import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -95,18 +96,18 @@ class Slab:
         """`(index into files, byte offset)` of a slot's extent. Raises `SlotRangeError`."""
         if not 0 <= slot < self.slots:
             raise SlotRangeError(f"slot {slot} is outside a slab of {self.slots} slots", "a bug: please report it")
-        count = len(self.files)
-        if count == 1:
-            return 0, slot * self.extent_bytes
-        number, within = divmod(slot, self.stretch)
-        return number % count, (number // count * self.stretch + within) * self.extent_bytes
+        return self._place(slot)
 
     def locate_all(self, slots: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """`locate` of many slots at once. Raises `SlotRangeError`."""
-        if len(slots) and not (slots.min() >= 0 and slots.max() < self.slots):
-            self.locate(int(slots.min() if slots.min() < 0 else slots.max()))
+        for slot in (slots.min(), slots.max()) if len(slots) else ():
+            self.locate(int(slot))
+        return self._place(slots)
+
+    def _place(self, slots: Any) -> tuple[Any, Any]:
+        """`locate` without its check, of one slot or of an array of them."""
+        number, within = divmod(slots, self.stretch)
         count = len(self.files)
-        number, within = np.divmod(slots, self.stretch) if count > 1 else (np.zeros_like(slots), slots)
         return number % count, (number // count * self.stretch + within) * self.extent_bytes
 
     def offset(self, slot: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -12,17 +12,22 @@ import numpy.typing as npt
 from gdscache.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import IORequest, Op, Span, address_of
 
+if TYPE_CHECKING:
+    import torch
+
 Numbers = npt.NDArray[np.int64]
 
 
 class IOBatch(Sequence[IORequest]):
-    """Requests between files and one piece of host memory; to those that know nothing of it, a list of `IORequest`.
+    """Requests between files and one piece of memory; to those that know nothing of it, a list of `IORequest`.
 
-    `files` are handles, `offsets` bytes of the files, `starts` bytes of `memory`, a flat view of bytes, `sizes` bytes.
+    `files` are handles, `offsets` bytes of the files, `starts` bytes of `memory` (flat), `sizes` bytes.
     All int64 of shape (requests,).
     """
 
-    def __init__(self, files: Numbers, offsets: Numbers, starts: Numbers, sizes: Numbers, memory: memoryview) -> None:
+    def __init__(
+        self, files: Numbers, offsets: Numbers, starts: Numbers, sizes: Numbers, memory: memoryview | torch.Tensor
+    ) -> None:
         self.files = files
         self.offsets = offsets
         self.starts = starts
@@ -46,8 +51,8 @@ class IOBatch(Sequence[IORequest]):
         return IORequest(int(self.files[which]), int(self.offsets[which]), memory)
 
     def is_sound(self, op: Op) -> bool:
-        """Whether each request is fit for I/O; who finds that one is not asks `check_memory` which, and why."""
-        if not len(self) or (self.memory.readonly and op is Op.READ):
+        """Whether each is fit for I/O with host memory. Where one is not, `check_memory` says which, and why."""
+        if not len(self) or not isinstance(self.memory, memoryview) or (self.memory.readonly and op is Op.READ):
             return False
         ends, everything = self.starts + self.sizes, self.offsets | self.starts | self.sizes
         return bool(

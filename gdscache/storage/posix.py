@@ -16,7 +16,7 @@ from gdscache.directory import PROBE_PREFIX
 from gdscache.errors import InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import Op, Switch, failed
-from gdscache.storage.workers import Piece, QueuedTransport, Result, Run
+from gdscache.storage.workers import QueuedTransport, Result, Run
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class PosixTransport(QueuedTransport):
     def move(self, run: Run) -> list[Result]:
         pieces = run.pieces
         try:
-            moved = _transfer(run.op, run.file, [host_memory(piece) for piece in pieces], run.offset, run.nbytes)
+            moved = _transfer(run.op, run.file, [host_memory(piece.memory) for piece in pieces], run.offset, run.nbytes)
         except (OSError, ValueError, MemoryError) as error:
             if len(pieces) == 1:
                 return [(pieces[0].index, 0, failed(run.op.value, self._path(run.file), run.offset, error))]
@@ -161,10 +161,10 @@ def _probe_failed(directory: Path, error: OSError) -> IOFailedError:
     return failed("probe", str(directory), 0, error)
 
 
-def host_memory(piece: Piece) -> memoryview:
-    """The memory of a piece that `check_memory` let through for a transport of host memory only."""
-    assert isinstance(piece.memory, memoryview)  # check_memory let nothing else through
-    return piece.memory
+def host_memory(memory: memoryview | torch.Tensor) -> memoryview:
+    """The memory of a request that `check_memory` let through for a transport of host memory only."""
+    assert isinstance(memory, memoryview)  # check_memory let nothing else through
+    return memory
 
 
 def _transfer(op: Op, file: int, views: Sequence[memoryview], offset: int, nbytes: int) -> int:

@@ -20,9 +20,9 @@ import numpy as np
 
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.layout import EXTENT_ALIGNMENT
-from gdscache.storage.base import IORequest, Op, Span, Submission, Switch, address_of, check_memory, failed
+from gdscache.storage.base import IORequest, Op, Span, Submission, Switch, address_of, failed
 from gdscache.storage.batch import IOBatch, Numbers, Pieces, Spans
-from gdscache.storage.posix import PosixTransport
+from gdscache.storage.posix import PosixTransport, host_memory
 from gdscache.storage.ring import HINT, READ, READV, WRITE, WRITEV, Ring
 from gdscache.storage.workers import MAX_PIECES, READS_PER_WRITE, Result, run_bytes
 
@@ -141,15 +141,18 @@ class UringTransport(PosixTransport):
             os.close(file)
 
     def submit(self, op: Op, requests: Sequence[IORequest]) -> Submission:
+        spans: Sequence[Span]
         errors: list[Result] = []
         if isinstance(requests, IOBatch) and requests.is_sound(op) and self._knows(requests.files):
-            spans: Sequence[Span] = Spans(requests, self._paths)
-            sizes, memory = requests.sizes.tolist(), [requests.memory]
-            places = address_of(requests.memory) + requests.starts
+            memory = [host_memory(requests.memory)]
+            spans, sizes = Spans(requests, self._paths), requests.sizes.tolist()
+            places = address_of(memory[0]) + requests.starts
             pieces = Pieces(np.arange(len(requests)), requests.files, requests.offsets, places, requests.sizes)
         else:
-            spans, memory, pieces, errors = self._one_by_one(op, requests)
-            sizes = [span.nbytes for span in spans]
+            spans, good, errors = self.checked(op, requests)
+            sizes, memory = [span.nbytes for span in spans], [host_memory(entry[3]) for entry in good]
+            rows = [(n, file, at, address_of(m), m.nbytes) for (file, at, n, _), m in zip(good, memory, strict=True)]
+            pieces = Pieces(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
         limit = run_bytes(int(pieces.sizes.sum()), self._ways)
         pieces = pieces.in_file_order().divided(limit)
         counts = np.bincount(pieces.index, minlength=len(spans))
@@ -175,30 +178,6 @@ class UringTransport(PosixTransport):
 
     def _knows(self, files: Numbers) -> bool:
         return self._paths.keys() >= set(files.tolist())
-
-    def _one_by_one(
-        self, op: Op, requests: Sequence[IORequest]
-    ) -> tuple[list[Span], list[memoryview], Pieces, list[Result]]:
-        """Where requests lie, their memory, and those that can be done; the others have their error."""
-        spans: list[Span] = []
-        memories: list[memoryview] = []
-        good: list[tuple[int, int, int, int, int]] = []
-        errors: list[Result] = []
-        for index, request in enumerate(requests):
-            nbytes = 0
-            try:
-                path = self._path(request.file)
-                memory = check_memory(op, request.offset, request.memory, self.memory_kinds)
-                assert isinstance(memory, memoryview), "host memory is a memoryview"
-                nbytes = memory.nbytes
-                good.append((index, request.file, request.offset, address_of(memory), nbytes))
-                memories.append(memory)
-            except IOFailedError as error:
-                path = f"file {request.file}"
-                errors.append((index, 0, error))
-            spans.append(Span(path, request.offset, nbytes))
-        columns = np.array(good, dtype=np.int64).reshape(-1, 5).T
-        return spans, memories, Pieces(*columns), errors
 
     # What follows runs in the thread.
 

@@ -88,20 +88,7 @@ class QueuedTransport(Transport):
         """Close all files; runs after the last run has ended."""
 
     def submit(self, op: Op, requests: Sequence[IORequest]) -> Submission:
-        spans: list[Span] = []
-        errors: list[Result] = []
-        good: list[tuple[int, int, int, memoryview | torch.Tensor]] = []
-        for index, request in enumerate(requests):
-            nbytes = 0
-            try:
-                path = self._path(request.file)
-                memory = check_memory(op, request.offset, request.memory, self.memory_kinds)
-                nbytes = memory.nbytes
-                good.append((request.file, request.offset, index, memory))
-            except IOFailedError as error:
-                path = f"file {request.file}"
-                errors.append((index, 0, error))
-            spans.append(Span(path, request.offset, nbytes))
+        spans, good, errors = self.checked(op, requests)
         good.sort(key=lambda entry: entry[:3])
         limit = run_bytes(sum(entry[3].nbytes for entry in good), self._ways)
         pieces = [1] * len(spans)
@@ -117,6 +104,26 @@ class QueuedTransport(Transport):
         if errors:
             submission.finish(errors)
         return submission
+
+    def checked(
+        self, op: Op, requests: Sequence[IORequest]
+    ) -> tuple[list[Span], list[tuple[int, int, int, memoryview | torch.Tensor]], list[Result]]:
+        """Where requests lie; those that can be done, as (file, offset, index, memory); the errors of the others."""
+        spans: list[Span] = []
+        errors: list[Result] = []
+        good: list[tuple[int, int, int, memoryview | torch.Tensor]] = []
+        for index, request in enumerate(requests):
+            nbytes = 0
+            try:
+                path = self._path(request.file)
+                memory = check_memory(op, request.offset, request.memory, self.memory_kinds)
+                nbytes = memory.nbytes
+                good.append((request.file, request.offset, index, memory))
+            except IOFailedError as error:
+                path = f"file {request.file}"
+                errors.append((index, 0, error))
+            spans.append(Span(path, request.offset, nbytes))
+        return spans, good, errors
 
     def close(self) -> None:
         with self._work:

@@ -72,7 +72,8 @@ class SlabIO:
             before = 0
             for extents, places in ends:
                 if page < before + len(places):
-                    return self._request(int(slots[page]), extents, int(places[page - before]), start, stop - start)
+                    place = places[page - before : page - before + 1]
+                    return self._requests(slots[page : page + 1], extents, place, np.ones(1, np.int64), start, stop)[0]
                 before += len(places)
             raise IndexError(page)
 
@@ -81,22 +82,12 @@ class SlabIO:
 
     def _requests(
         self, slots: Positions, extents: Extents, places: Positions, counts: Positions, start: int, stop: int
-    ) -> Sequence[IORequest]:
+    ) -> IOBatch:
         """A request from byte `start` of each of `slots` on, to byte `stop` of the last of its `counts` extents."""
+        files, offsets = self._slab.locate_all(slots)
         sizes = (counts - 1) * self._slab.extent_bytes + stop - start
-        memory = extents.memory(0, extents.slots)
-        if isinstance(memory, memoryview):
-            files, offsets = self._slab.locate_all(slots)
-            starts = places * self._slab.extent_bytes + start
-            return IOBatch(self._handles[files], offsets + start, starts, sizes, memory)
-        requests = zip(slots.tolist(), places.tolist(), sizes.tolist(), strict=True)
-        return [self._request(slot, extents, place, start, size) for slot, place, size in requests]
-
-    def _request(self, slot: int, extents: Extents, place: int, start: int, size: int) -> IORequest:
-        """`size` bytes from byte `start` of an extent on, into the extents after it where they are more."""
-        number, offset = self._slab.locate(slot)
-        memory = extents.memory(place, -(-(start + size) // self._slab.extent_bytes))
-        return IORequest(self._files[number], offset + start, memory[start : start + size])
+        starts = places * self._slab.extent_bytes + start
+        return IOBatch(self._handles[files], offsets + start, starts, sizes, extents.memory(0, extents.slots))
 
     def flush(self) -> None:
         """Make ended writes survive a loss of power. Raises `IOFailedError`."""
