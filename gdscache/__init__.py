@@ -1,17 +1,43 @@
 """gdscache: a GPUDirect Storage tiered cache engine for the KV cache of transformers."""
 
-from gdscache.config import Config, load_config
-from gdscache.engine import CacheEngine, CheckReport, Hit
-from gdscache.errors import GdsCacheError
-from gdscache.loading import Gap, LayerwiseLoad, LoadReport
-from gdscache.prefetch import Prefetch, PrefetchReport
-from gdscache.sequence import Sequence
-from gdscache.storing import StoreHandle, StoreReport
-from gdscache.tiers.keeping import Pin
-from gdscache.tiers.manager import PageStatus
-from gdscache.tiers.prefetching import PrefetchEnd
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gdscache.config import Config, load_config
+    from gdscache.engine import CacheEngine, CheckReport, Hit
+    from gdscache.errors import GdsCacheError
+    from gdscache.loading import Gap, LayerwiseLoad, LoadReport
+    from gdscache.prefetch import Prefetch, PrefetchReport
+    from gdscache.sequence import Sequence
+    from gdscache.storing import StoreHandle, StoreReport
+    from gdscache.tiers.keeping import Pin
+    from gdscache.tiers.manager import PageStatus
+    from gdscache.tiers.prefetching import PrefetchEnd
 
 __version__ = "0.1.0"
+
+# Where the names are, each imported when somebody asks for it (PEP 562): the engine takes torch in, which takes longer
+# than most commands.
+_HOMES = {
+    "CacheEngine": "engine",
+    "CheckReport": "engine",
+    "Config": "config",
+    "Gap": "loading",
+    "GdsCacheError": "errors",
+    "Hit": "engine",
+    "LayerwiseLoad": "loading",
+    "LoadReport": "loading",
+    "PageStatus": "tiers.manager",
+    "Pin": "tiers.keeping",
+    "Prefetch": "prefetch",
+    "PrefetchEnd": "tiers.prefetching",
+    "PrefetchReport": "prefetch",
+    "Sequence": "sequence",
+    "StoreHandle": "storing",
+    "StoreReport": "storing",
+    "load_config": "config",
+}
 
 __all__ = [
     "CacheEngine",
@@ -32,3 +58,14 @@ __all__ = [
     "StoreReport",
     "load_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

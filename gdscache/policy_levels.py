@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from gdscache.policy import AfterRestored
@@ -62,8 +62,14 @@ class Levels(AfterRestored):
         return level is not None
 
     def _order(self) -> Iterator[bytes]:
-        levels = chain(map(self._levels.__getitem__, self._numbers), map(self._aside.__getitem__, sorted(self._aside)))
-        return chain.from_iterable(level.uses for level in levels)
+        return chain.from_iterable(self._lists())
+
+    def _lists(self) -> Iterator[Iterable[bytes]]:
+        """The pages of each level; the levels set aside are sorted only when somebody comes to them."""
+        for number in self._numbers:
+            yield self._levels[number].uses
+        for number in sorted(self._aside):
+            yield self._aside[number].uses
 
     def _put(self, key: bytes, number: int, uses: int) -> None:
         level = self._levels.get(number)

@@ -95,6 +95,24 @@ def test_the_colder_chain_goes_before_the_warmer_one_is_touched(order: str, evic
     assert kept(index, cold) == list(range(5 - evicted))
 
 
+def test_a_large_tier_evicts_some_tails_ahead_but_no_head_for_it() -> None:
+    index = PageIndex(1024)  # two ahead
+    long, short = chain(1, 1000), chain(2, 24)
+    put(index, [*long, *short])
+    new = chain(3, 9)
+    assert index.allocate_some(1, pages=new[:1]) == [997]
+    assert index.evictions == 3
+    assert index.allocate_some(2, pages=new[:2]) == [998, 999]
+    assert index.evictions == 3  # they were there
+    index.lease(found := index.get(long[996].key) or pytest.fail("the tail is gone"))
+    entry = index.get(short[23].key) or pytest.fail("the warm tail is gone")
+    index.lease(entry)
+    assert len(index.allocate_some(1, pages=new[:3])) == 1  # only heads can go: one, none ahead
+    assert index.evictions == 4
+    index.release(found)
+    index.release(entry)
+
+
 def test_a_shared_head_stays_while_a_branch_can_go() -> None:
     index = PageIndex(5)
     trunk = chain(1, 2)

@@ -166,8 +166,12 @@ class Disk:
         if self._alone[kind] == math.inf and not self._queues[kind]:
             return self._clock.wait(self._latency)
         done = Done(self._clock)
+        queue = self._queues[kind]
+        if queue:  # what ends next, and when, stays as it is
+            queue.append(_Moving(nbytes, done))
+            return done
         self._progress()
-        self._queues[kind].append(_Moving(nbytes, done))
+        queue.append(_Moving(nbytes, done))
         self._schedule()
         return done
 

@@ -75,11 +75,10 @@ class ModelSsd(ModelTier):
         index = self.index
         index.make_room(pages, self._reserve)
         fresh = [page for page in pages if page.key not in index]
-        entries = []
-        for page, slot in zip(fresh, index.take_free(len(fresh)), strict=False):
-            entry = index.insert(page, slot, PageState.PENDING, retentions.get(page.key, DEFAULT))
+        kept = [retentions.get(page.key, DEFAULT) for page in fresh]
+        entries = index.insert_all(fresh, index.take_free(len(fresh)), PageState.PENDING, kept)
+        for entry in entries:
             index.lease(entry)
-            entries.append(entry)
         return entries
 
     def touch(self, keys: Iterable[bytes]) -> None:

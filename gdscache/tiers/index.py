@@ -27,6 +27,7 @@ from gdscache.tiers.slots import FreeSlots
 
 KEY = np.dtype(f"V{KEY_BYTES}")
 NO_RETENTIONS: Mapping[int, Retention] = {}
+_AHEAD = 32  # pages at most that go with those that have to, so that the next few need not look for victims
 
 
 class Page(NamedTuple):
@@ -93,6 +94,7 @@ class PageIndex:
     ) -> None:
         self.slots = slots
         self.evictions = 0
+        self._ahead = min(_AHEAD, slots // 512)
         # Pages at rest are columns, not objects: a million of them cost little, and the garbage collector nothing.
         self._resting: dict[bytes, int] = {}  # key -> slot
         self._parents: list[bytes | None] = [b""] * slots  # None: as restored
@@ -253,10 +255,10 @@ class PageIndex:
         self, n: int, keep: Collection[bytes] = (), after: int | None = None, pages: Sequence[Page] = ()
     ) -> list[int]:
         """As many of `n` slots as can be had now without evicting a page of `keep`, or of the family of `pages`;
-        neighbours where they can be."""
+        neighbours where they can be. A large tier evicts a few tails more, for the calls to come."""
         short = n - len(self._free)
         if short > 0:
-            self._evict(self._victims(short, keep, pages))
+            self._evict(self._victims(short, keep, pages, self._ahead))
         return self._free.take(n, after)
 
     def take_free(self, n: int, after: int | None = None) -> list[int]:
@@ -272,11 +274,12 @@ class PageIndex:
     def make_room(self, pages: Sequence[Page], spare: int, coming: int = 0) -> None:
         """Evict until `pages` and `spare` more find slots, where `coming` evicted slots are free soon.
 
-        Only pages that continue a prefix of this tier may push others out: nobody would reach the rest.
+        Only pages that continue a prefix of this tier may push others out: nobody would reach the rest. A large tier
+        evicts a few tails more, for the calls to come.
         """
         short = self.continuing(pages) + spare - self.free_slots - coming
         if short > 0:
-            self.evict(short, pages=pages)
+            self._evict(self._victims(short, pages=pages, ahead=self._ahead))
 
     def coldest(self) -> bytes | None:
         """The page that eviction looks at first."""
@@ -643,8 +646,11 @@ class PageIndex:
                 slots.append(slot)
         self.retire(slots)
 
-    def _victims(self, n: int, keep: Collection[bytes] = (), pages: Sequence[Page] = ()) -> Collection[bytes]:
+    def _victims(
+        self, n: int, keep: Collection[bytes] = (), pages: Sequence[Page] = (), ahead: int = 0
+    ) -> Collection[bytes]:
         """Up to `n` pages that may go, coldest first, tails before heads; none of `keep`, nor of the family of `pages`.
+        Up to `ahead` more where they are tails.
 
         A page that was passed over for its children goes as soon as the last of them is chosen, since it is colder than
         whatever comes later. One that stays is deferred, so that not every call looks at it. Only when no tail is left,
@@ -655,7 +661,7 @@ class PageIndex:
         gone: dict[bytes, int] = {}  # children that are chosen already
 
         def choose(key: bytes, slot: int | None) -> None:
-            while slot is not None and len(chosen) < n:
+            while slot is not None and len(chosen) < wanted:
                 chosen[key] = None
                 key = parent_at(slot)
                 gone[key] = followed = gone.get(key, 0) + 1
@@ -667,7 +673,7 @@ class PageIndex:
         at_rest = self._resting.get
         if pages:  # the first round looks for tails: of the family that is its end, and all others have a child in it
             keep = {*keep, *(page.key for page in pages), *(page.parent for page in pages)}
-        for tails_only in (True, False):
+        for tails_only, wanted in ((True, n + ahead), (False, n)):
             if len(chosen) >= n:
                 break
             if pages and not tails_only:
@@ -688,7 +694,7 @@ class PageIndex:
                     passed.add(key)
                 else:
                     choose(key, slot)
-                    if len(chosen) >= n:
+                    if len(chosen) >= wanted:
                         break
         for key in passed.difference(chosen):
             self._order(key).defer(key)

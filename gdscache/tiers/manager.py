@@ -247,7 +247,9 @@ class TierManager:
         with self.lock:
             lease.end()
             self._leases.discard(lease)
-            self.under_way.subtract(self._planned.pop(lease, {}))
+            planned = self._planned.pop(lease, None)
+            if planned is not None:
+                self.under_way.subtract(planned)
 
     def epoch(self, namespace: bytes) -> int:
         """Grows when the namespace is cleared: what was accepted in an older epoch must not become visible.

@@ -178,11 +178,10 @@ class SsdTier(Tier):
             self.commit(())
         with self.lock:
             fresh = [p for p in pages if p.key not in self.index]
-            entries = []
-            for page, slot in zip(fresh, self._neighbours(fresh), strict=False):
-                entry = self.index.insert(page, slot, PageState.PENDING, retentions.get(page.key, DEFAULT))
+            kept = [retentions.get(page.key, DEFAULT) for page in fresh]
+            entries = self.index.insert_all(fresh, self._neighbours(fresh), PageState.PENDING, kept)
+            for entry in entries:
                 self.index.lease(entry)
-                entries.append(entry)
             return entries
 
     def _neighbours(self, pages: Sequence[Page]) -> list[int]:
