@@ -28,6 +28,8 @@ _log = logging.getLogger("gdscache")
 Route = Path | Literal["device"]
 
 _CHUNK_BYTES = 512 << 20  # that one kernel moves over the bus: each start and end costs some 30 us of it
+# The end of a load that needs no kernel: as long on the bus as a kernel waits for a large product of the model's.
+_END_BYTES = 96 << 20
 # The first chunk of a store is smaller than the others by so much: its copies wait for its kernel. A load's do not.
 _FIRST: dict[Direction, int] = {"load": 1, "store": 4}
 
@@ -102,16 +104,17 @@ class CudaMover(Mover):
         on_gpu = on_gpu and path != "copy_engine"
         with lane.entered():
             transfer = Transfer(self.planes, extents, slots, blocks, layers, sums=on_gpu)
+            kernels = self._with_kernels(direction, transfer, path)
             try:
-                if path == "copy_engine":
-                    lane.follow(after, kernels=False)
-                    self._copy_alone(direction, lane, transfer)
-                else:
+                if kernels:
                     lane.follow(after, kernels=True)
                     step = self._load_chunk if direction == "load" else self._store_chunk
-                    for chunk in self._chunks(direction, lane, transfer, path):
+                    for chunk in self._chunks(direction, lane, transfer, path, kernels):
                         step(lane, transfer, chunk, path)
-                read = None if path == "copy_engine" else lane.mark_kernels()
+                if kernels < transfer.pages:
+                    lane.follow(after, kernels=False)
+                    self._copy_alone(direction, lane, transfer, kernels)
+                read = lane.mark_kernels() if kernels == transfer.pages else None
             finally:  # what is queued reads the transfer's tables, whatever else went wrong
                 event = lane.keep(transfer)
         taken = transfer.read_digests if on_gpu else host_digests(extents, slots, layers)
@@ -124,8 +127,22 @@ class CudaMover(Mover):
         if not extents.pinned:
             return "staged"
         bounds = self.layout.layer_bounds
-        run = min(runs.run_bytes for layer in layers for runs in self.kernels.runs[layer])
-        return self.paths.choose(direction, bounds[layers.stop - 1][1] - bounds[layers.start][0], run, sums=sums)
+        span = bounds[layers.stop - 1][1] - bounds[layers.start][0]
+        return self.paths.choose(direction, span, self._run(layers), sums=sums)
+
+    def _run(self, layers: range) -> int:
+        """The shortest run of bytes that lies together in the planes."""
+        return min(runs.run_bytes for layer in layers for runs in self.kernels.runs[layer])
+
+    def _with_kernels(self, direction: Direction, transfer: Transfer, path: Route) -> int:
+        """How many pages, the first ones, take this path; the others go by the copy engine alone."""
+        if path == "copy_engine":
+            return 0
+        if direction == "store" or path != "staged" or transfer.digests is not None or not transfer.extents.pinned:
+            return transfer.pages
+        if not self.paths.ends_without_kernel(transfer.span, self._run(transfer.layers)):
+            return transfer.pages
+        return max(0, transfer.pages - -(-_END_BYTES // transfer.span))
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
@@ -133,16 +150,16 @@ class CudaMover(Mover):
         """What the block indices and extent slots of so many pages take at most."""
         return pages * 8 * (self.planes.blocks_per_page + 1)
 
-    def _chunks(self, direction: Direction, lane: Lane, transfer: Transfer, path: Route) -> Iterator[Chunk]:
-        """Cut a transfer into chunks, each in a segment of its own."""
+    def _chunks(self, direction: Direction, lane: Lane, transfer: Transfer, path: Route, end: int) -> Iterator[Chunk]:
+        """Cut the pages of a transfer before `end` into chunks, each in a segment of its own."""
         most = (lane.segment_bytes if path == "staged" else _CHUNK_BYTES) // transfer.stride
         most = max(1, min(most, lane.table_bytes // self._table_bytes(1)))
         listed = LISTED_BYTES // (self.planes.blocks_per_page * transfer.item)  # pages whose blocks go with a launch
-        if path == "staged" and listed >= min(transfer.pages, most // 2):
+        if path == "staged" and listed >= min(end, most // 2):
             most = min(most, listed)
         first, size = 0, -(-most // _FIRST[direction])
-        while first < transfer.pages:
-            pages, segment = min(size, transfer.pages - first), lane.take()
+        while first < end:
+            pages, segment = min(size, end - first), lane.take()
             if path == "staged" and pages <= listed:
                 yield Chunk(first, pages, segment, None, 0)
             else:
@@ -226,17 +243,18 @@ class CudaMover(Mover):
 
     # -- the copy engine alone -----------------------------------------------------------------------------------------
 
-    def _copy_alone(self, direction: Direction, lane: Lane, transfer: Transfer) -> None:
-        extents, pages = transfer.extents.rows, transfer.pages
-        bases = extents.data_ptr() + transfer.slots * extents.stride(0)
+    def _copy_alone(self, direction: Direction, lane: Lane, transfer: Transfer, first: int) -> None:
+        """Move the pages from `first` on."""
+        extents, pages = transfer.extents.rows, transfer.pages - first
+        bases, blocks = extents.data_ptr() + transfer.slots[first:] * extents.stride(0), transfer.blocks[first:]
         for layer in transfer.layers:
             start = self.layout.layer_bounds[layer][0]
             for runs in self.kernels.runs[layer]:
                 tokens = np.arange(runs.runs_per_block) * runs.run_stride
-                planes = (runs.base + transfer.blocks[:, :, None] * runs.block_stride + tokens).reshape(pages, -1)
+                planes = (runs.base + blocks[:, :, None] * runs.block_stride + tokens).reshape(pages, -1)
                 host = bases[:, None] + (start + runs.start + np.arange(planes.shape[1]) * runs.run_bytes)
                 fences = np.zeros(planes.shape, dtype=bool)
-                fences[:, 0] = transfer.borders(0, pages)
+                fences[:, 0] = transfer.borders(first, pages)
                 ends = planes.ravel().astype(np.uint64), host.ravel().astype(np.uint64)
                 dst, src = ends if direction == "load" else ends[::-1]
                 parts = merge(dst, src, np.full(planes.size, runs.run_bytes, dtype=np.uint64), fences.ravel())

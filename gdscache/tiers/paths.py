@@ -30,6 +30,9 @@ _ZERO_COPY_MUST_WIN_BY = 1.1
 _COPY_ENGINE_MAY_LOSE = 0.97
 # Alone it takes an entry a piece, which costs the host more than it saves unless pieces are large.
 COPY_ENGINE_FROM = 512 << 10
+# The end of a load is short enough for that, and worth more: its kernel would wait for the model's.
+_END_FROM = 64 << 10
+_END_MAY_LOSE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +91,13 @@ class Paths:
         if large and not sums and rates.batched(run) >= _COPY_ENGINE_MAY_LOSE * max(staged, rates.zero_copy):
             return "copy_engine"
         return "zero_copy" if rates.zero_copy > _ZERO_COPY_MUST_WIN_BY * staged else "staged"
+
+    def ends_without_kernel(self, span: int, run: int) -> bool:
+        """Whether the end of a staged load of such pages is left to the copy engine alone."""
+        if self._forced["load"] != "auto" or self.calibration is None or run < _END_FROM:
+            return False
+        rates = self.calibration.load
+        return rates.batched(run) >= _END_MAY_LOSE * rates.batched(span)
 
     def crossover(self, direction: Direction) -> int | None:
         """Bytes from which on a piece is staged and not moved by a zero-copy kernel.
