@@ -191,8 +191,8 @@ def read_groups(layout: PageLayout, pages: int, sizes: GroupSizes = GroupSizes()
 
     The first group is as small as `sizes` allow, so that layer 0 is early. The following ones double until they reach
     a `parts`-th of a page: a model that computes as fast as pages are read waits for about one largest group more than
-    for a load that is there, and each read should be as large as that allows. The last takes what is too small for a
-    group of its own.
+    for a load that is there, and each read should be as large as that allows. Towards the end they become small again,
+    so that few layers are left to compute when the last bytes come.
 
     There is one group where an extent has less than two `least`, since its neighbours are better read together, and
     where the load has less than two `first`, since it is over before a second group would help.
@@ -208,18 +208,21 @@ def copy_groups(layout: PageLayout, pages: int, largest: int = COPY_BYTES) -> tu
     """The groups of consecutive layers in which so many pages are copied from memory: all layers once, in order.
 
     The first has little more than `GROUP_BYTES` a page, so that layer 0 is early. The following ones double until they
-    have about `largest` bytes over all pages: to queue a group takes the interpreter's and the driver's locks, which
-    whoever launches the model's kernels wants too.
+    have about `largest` bytes over all pages, and the last ones are small again: to queue a group takes the
+    interpreter's and the driver's locks, which whoever launches the model's kernels wants too.
     """
     return _doubling(layout, GROUP_BYTES, max(GROUP_BYTES, largest // max(1, pages)))
 
 
 def _doubling(layout: PageLayout, smallest: int, largest: int) -> tuple[range, ...]:
     """Groups of at least `smallest` bytes of a page; each has twice as many as the one before until they reach
-    `largest`. The last takes what is too small for a group of its own."""
+    `largest`, and about half of what is left at most: the last bytes come with few layers left to compute. The last
+    group takes what is too small for one of its own."""
     groups, begin, wanted = [], 0, smallest
     for layer, (_, end) in enumerate(layout.layer_bounds):
-        if end - layout.layer_bounds[begin][0] >= wanted and layout.page_bytes - end >= smallest:
+        start = layout.layer_bounds[begin][0]
+        most = max(smallest, (layout.page_bytes - start) // 2)
+        if end - start >= min(wanted, most) and layout.page_bytes - end >= smallest:
             groups.append(range(begin, layer + 1))
             begin, wanted = layer + 1, min(2 * wanted, largest)
     return (*groups, range(begin, layout.n_layers))

@@ -113,10 +113,11 @@ class PagedPlanes:
         table = _host_indices(slots)
         if not table.numel():
             return table.view(0, self.blocks_per_page)
-        low, high = int(table.min()), int(table.max())
+        ordered = np.sort(table.numpy())
+        low, high = int(ordered[0]), int(ordered[-1])
         if low < 0 or high >= self.blocks:
             raise SlotRangeError(f"slots span {low} ... {high}, the pool has blocks 0 ... {self.blocks - 1}")
-        if table.numel() != len(set(table.tolist())):
+        if (ordered[1:] == ordered[:-1]).any():
             raise SlotRangeError("a slot is named twice", "every page needs blocks of its own")
         if table.numel() % self.blocks_per_page:
             raise SlotCountError(

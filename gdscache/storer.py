@@ -27,7 +27,7 @@ from gdscache.tiers.bounce import Bounce, Extents
 from gdscache.tiers.index import Page
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.retention import DEFAULT, Retention
-from gdscache.tiers.store_plan import BATCH_BYTES, Placed, StoreJob, StorePlanner
+from gdscache.tiers.store_plan import Placed, StoreJob, StorePlanner, round_pages
 from gdscache.tiers.transfer import Mover
 from gdscache.writer import Outgoing, SsdWriter, log_failure
 
@@ -66,7 +66,7 @@ class Storer:
         self._deadline = config.deadline
         self._jobs = 0  # stores whose blocks are still being read; the manager's lock guards it
         self._idle = threading.Condition(manager.lock)
-        self._most = max(1, BATCH_BYTES // extent_bytes)
+        self._most = round_pages(extent_bytes)
         self._dropping = False
         self._closed = False
         self._writing = writer is not None

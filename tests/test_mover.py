@@ -19,6 +19,7 @@ from gdscache.tiers.bounce import Extents
 from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.cuda_mover import CudaMover
 from gdscache.tiers.gpu import DeviceExtents
+from gdscache.tiers.paths import Paths
 from gdscache.tiers.torch_mover import TorchMover
 from gdscache.tiers.transfer import Mover
 
@@ -32,6 +33,16 @@ LATENT = PageLayout.uniform([Plane("latent", (576,), "bfloat16")], 5, 16)
 SHORT = PageLayout.uniform([Plane("p", (40,), "uint8")], 3, 2)  # its checksums are the host's
 LAYOUTS = {"mha": layout_of(MHA), "mla": layout_of(MLA), "extra": layout_of(EXTRA), "row": ROW, "latent": LATENT}
 PATHS = ["staged", "zero_copy", "copy_engine", "auto", "device", "pageable", "torch"]
+
+
+class Ending(Paths):
+    """Staged, and without a kernel at the end of a load."""
+
+    def __init__(self) -> None:
+        super().__init__("staged", "staged", lambda: None)
+
+    def ends_without_kernel(self, span: int, run: int) -> bool:
+        return True
 
 
 def page(number: int) -> bytes:
@@ -54,6 +65,9 @@ class Rig:
         self.mover: Mover = (
             TorchMover(planes, nbytes, "a test") if path == "torch" else CudaMover(planes, nbytes, choice, choice)
         )
+        if path == "ends":
+            assert isinstance(self.mover, CudaMover)
+            self.mover.paths, self.mover.end_bytes = Ending(), 2 * layout.page_bytes
         capacity = (pages + 2) * layout.extent_bytes
         self.extents: Extents = (
             DeviceExtents(layout, capacity, torch.device("cuda", 0))
@@ -171,7 +185,7 @@ def test_more_pages_than_the_ring_holds(rigs: Any, path: str, pages: int) -> Non
 
 
 @pytest.mark.parametrize("order", ["identity", "reversed", "runs"])
-@pytest.mark.parametrize("path", ["staged", "zero_copy", "copy_engine"])
+@pytest.mark.parametrize("path", ["staged", "ends", "zero_copy", "copy_engine"])
 def test_page_maps(rigs: Any, path: str, order: str) -> None:
     """Neighbours that are merged into one copy, and some that must not be."""
     rig = rigs(LAYOUTS["mha"], path, pages=12)
@@ -188,6 +202,34 @@ def test_page_maps(rigs: Any, path: str, order: str) -> None:
     rig.assert_extents()
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("pages", [1, 2, 3, 40])
+def test_the_end_of_a_load_goes_without_a_kernel_and_with_checksums_nothing_does(
+    rigs: Any, name: str, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, alone = LAYOUTS[name], list[int]()
+    copy_alone = CudaMover._copy_alone
+
+    def seen(self: CudaMover, direction: Any, lane: Any, transfer: Any, first: int) -> None:
+        alone.append(transfer.pages - first)
+        copy_alone(self, direction, lane, transfer, first)
+
+    monkeypatch.setattr(CudaMover, "_copy_alone", seen)
+    rig = rigs(layout, "ends", pages, staging=20 * (layout.extent_bytes + 8192))
+    rig.fill_extents()
+    rig.mover.scatter(rig.extents, rig.slots, rig.blocks).synchronize()
+    rig.assert_planes()
+    assert alone == [min(pages, 2)]
+    for layer in range(layout.n_layers):  # of one layer there are more pages in as many bytes
+        rig.mover.scatter(rig.extents, rig.slots, rig.blocks, range(layer, layer + 1)).synchronize()
+    rig.assert_planes()
+    assert len(alone) == 1 + layout.n_layers
+    assert np.array_equal(rig.mover.scatter(rig.extents, rig.slots, rig.blocks, sums=True).checksums(), rig.sums())
+    rig.fill_planes()
+    rig.mover.gather(rig.extents, rig.slots, rig.blocks).synchronize()
+    assert len(alone) == 1 + layout.n_layers
+
+
 def test_short_layers_are_summed_on_the_host(rigs: Any) -> None:
     rig = rigs(SHORT, "staged")
     rig.fill_extents()
@@ -196,9 +238,10 @@ def test_short_layers_are_summed_on_the_host(rigs: Any) -> None:
     rig.assert_planes()
 
 
-def test_copies_wait_for_the_events_given(rigs: Any) -> None:
+@pytest.mark.parametrize("path", ["staged", "ends", "copy_engine"])
+def test_copies_wait_for_the_events_given(rigs: Any, path: str) -> None:
     """What is still writing the planes comes first; what comes later is not overwritten."""
-    rig = rigs(LAYOUTS["mha"], "staged")
+    rig = rigs(LAYOUTS["mha"], path)
     rig.fill_extents()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

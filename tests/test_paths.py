@@ -161,10 +161,18 @@ def test_the_choice_is_never_far_from_the_best(some: Rates, span: int, run: int,
     assert expected[chosen] >= max(allowed) / 1.1 * 0.97 * (1 - 1e-9)
 
 
+def test_a_load_ends_without_a_kernel_where_its_pieces_are_not_small_and_the_copy_engine_is_fast_with_them() -> None:
+    span = 1 << 20
+    for fast, piece, ends in ((45.1, 64 << 10, True), (44.9, 64 << 10, False), (50.0, (64 << 10) - 1, False)):
+        assert automatic(Rates({piece: fast, span: 50.0}, 1.0)).ends_without_kernel(span, piece) is ends
+    assert not Paths("staged", "auto", lambda: calibration(UP, UP)).ends_without_kernel(span, span)
+    assert not Paths("auto", "auto", lambda: None).ends_without_kernel(span, span)
+
+
 def test_a_kernel_must_win_clearly_and_the_copy_engine_may_lose_a_little() -> None:
     flat = {4096: 50.0}
-    assert automatic(Rates(flat, 54.0)).choose("load", 4096, 1, sums=True) == "staged"
-    assert automatic(Rates(flat, 56.0)).choose("load", 4096, 1, sums=True) == "zero_copy"
+    assert automatic(Rates(flat, 52.4)).choose("load", 4096, 1, sums=True) == "staged"
+    assert automatic(Rates(flat, 52.6)).choose("load", 4096, 1, sums=True) == "zero_copy"
     piece, page = COPY_ENGINE_FROM, 4 * COPY_ENGINE_FROM
     slope = {piece: 48.6, page: 50.0}
     assert automatic(Rates(slope, 1.0)).choose("load", page, piece, sums=False) == "copy_engine"

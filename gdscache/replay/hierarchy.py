@@ -20,7 +20,7 @@ from gdscache.tiers.base import Lease, SlotPool
 from gdscache.tiers.index import Entry, Page
 from gdscache.tiers.manager import LoadPlan, PageStatus, TierManager
 from gdscache.tiers.promotion import new_promotion
-from gdscache.tiers.store_plan import BATCH_BYTES, Placed, StoreJob, StorePlanner
+from gdscache.tiers.store_plan import BATCH_BYTES, Placed, StoreJob, StorePlanner, round_pages
 
 CHUNK_BYTES = 32 << 20  # of the SSD, that go on to the GPU while the next are read
 
@@ -107,7 +107,7 @@ class Hierarchy:
             half = config.host_buffer // extent // 2
             self._bounce = SlotPool(range(half, 2 * half))
         self._freed = Done(clock)  # a slot of the bounce reserve came back
-        self._most = max(1, BATCH_BYTES // extent)
+        self._round, self._batch = round_pages(extent), max(1, BATCH_BYTES // extent)
         self._chunk = max(1, CHUNK_BYTES // extent)
         self._disk = Disk(clock, machine.ssd_read, machine.ssd_write, machine.latency)
         self._up, self._down = Pipe(clock, machine.link), Pipe(clock, machine.link)
@@ -218,7 +218,7 @@ class Hierarchy:
     def _place(self, job: StoreJob, start: int, placed: list[Placed]) -> Generator[Done, None, int]:
         """Find slots for the next pages, `placed`; where it stopped."""
         planner, bounced = self.planner, list[int]()
-        i, end = start, min(start + self._most, len(job.pages))
+        i, end = start, min(start + self._round, len(job.pages))
         slots = planner.cpu_slots(job.pages[start:end])
         while i < end:
             settled, page = planner.place(job, i, slots, bounced)
@@ -227,10 +227,10 @@ class Hierarchy:
             elif not settled:
                 if placed or self._bounce is None:
                     break
-                bounced = self._bounce.try_take(self._most)
+                bounced = self._bounce.try_take(self._round)
                 while not bounced and not planner.behind:
                     yield self._freed
-                    bounced = self._bounce.try_take(self._most)
+                    bounced = self._bounce.try_take(self._round)
                 if bounced:
                     continue
                 planner.turn_away(job, i)
@@ -269,7 +269,7 @@ class Hierarchy:
         """The writer's thread: a batch is under way while another one begins."""
         flying: deque[tuple[list[tuple[Placed, Entry]], float, Done]] = deque()
         while True:
-            batch = [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
+            batch = [self._ready.popleft() for _ in range(min(self._batch, len(self._ready)))]
             if batch:
                 writes = self._reserve(batch)
                 if writes:

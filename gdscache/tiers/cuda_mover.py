@@ -28,8 +28,6 @@ _log = logging.getLogger("gdscache")
 Route = Path | Literal["device"]
 
 _CHUNK_BYTES = 512 << 20  # that one kernel moves over the bus: each start and end costs some 30 us of it
-# The end of a load that needs no kernel: as long on the bus as a kernel waits for a large product of the model's.
-_END_BYTES = 96 << 20
 # The first chunk of a store is smaller than the others by so much: its copies wait for its kernel. A load's do not.
 _FIRST: dict[Direction, int] = {"load": 1, "store": 4}
 
@@ -43,6 +41,8 @@ class CudaMover(Mover):
     """
 
     name = "cuda"
+    # Of the end of a load, without a kernel: longer on the bus than a kernel waits for a large product of the model's.
+    end_bytes = 96 << 20
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class CudaMover(Mover):
             return transfer.pages
         if not self.paths.ends_without_kernel(transfer.span, self._run(transfer.layers)):
             return transfer.pages
-        return max(0, transfer.pages - -(-_END_BYTES // transfer.span))
+        return max(0, transfer.pages - -(-self.end_bytes // transfer.span))
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 

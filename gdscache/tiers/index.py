@@ -227,12 +227,13 @@ class PageIndex:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Count a use of each present page. Give a prefix tail first, so that its head stays longest."""
-        resting, entries, touch, retained = self._resting, self._entries, self._policy.touch, self._retained
-        for key in keys:
-            if retained and key in retained:
-                self._order(key).touch(key)
-            elif key in resting or key in entries:
-                touch(key)
+        resting, entries, retained = self._resting, self._entries, self._retained
+        present = [key for key in keys if key in resting or key in entries]
+        if not retained:
+            self._policy.touch_all(present)
+            return
+        for key in present:
+            self._order(key).touch(key)
 
     # -- slots without a page -------------------------------------------------------------------------------------
 
