@@ -165,7 +165,7 @@ def test_a_load_ends_without_a_kernel_where_its_pieces_are_not_small_and_the_cop
     span = 1 << 20
     for fast, piece, ends in ((45.1, 64 << 10, True), (44.9, 64 << 10, False), (50.0, (64 << 10) - 1, False)):
         assert automatic(Rates({piece: fast, span: 50.0}, 1.0)).ends_without_kernel(span, piece) is ends
-    assert not Paths("staged", "auto", lambda: calibration(UP, UP)).ends_without_kernel(span, span)
+    assert not Paths("staged", "auto", lambda: MEASURED).ends_without_kernel(span, span)
     assert not Paths("auto", "auto", lambda: None).ends_without_kernel(span, span)
 
 
