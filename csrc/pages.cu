@@ -1,4 +1,5 @@
 // Gather (planes -> extents) and scatter (extents -> planes) of pages, and the checksum of each layer in the same pass.
+// To gather into no extents at all (a null address) is to take the checksums of what the planes hold.
 //
 // A warp moves spans of 2 KiB of one layer of one page's extent, 16 bytes a lane and step: two tiles, each a block of XXH3.
 // All loads of a span are in flight before the first store; spans that lie side by side make the bus's reads long.
@@ -176,6 +177,7 @@ __device__ __forceinline__ void move_span(
         const char* source = GATHER ? address[s] : extent + begin + chunk_at<SUMS>(s, lane);
         if (address[s]) data[s].words[0] = load(source);
     }
+    if (GATHER && SUMS && !extent) return;
 #pragma unroll
     for (u32 s = 0; s < STEPS; ++s) {
         char* target = GATHER ? extent + begin + chunk_at<SUMS>(s, lane) : address[s];
@@ -190,7 +192,7 @@ __device__ __forceinline__ void move_span(
             char* address = there && at < end ? byte_address(c, layer, page, at) : nullptr;
             if (!address) continue;
             data[s].words[p] = load(GATHER ? address : extent + at);
-            store(GATHER ? extent + at : address, data[s].words[p]);
+            if (!(GATHER && SUMS && !extent)) store(GATHER ? extent + at : address, data[s].words[p]);
         }
     }
 #endif
@@ -318,7 +320,7 @@ __device__ __forceinline__ void move_and_sum(Call c, u32 team, u64* digests) {
             row = c.rows ? index_at(c.rows, page, c.wide) : (long long)page;
             layer = c.layers[which];
             bytes = (u32)layer.bytes;
-            extent = c.extents + row * c.stride + (layer.start - c.origin);
+            if (c.extents) extent = c.extents + row * c.stride + (layer.start - c.origin);
             if (which == 0 && member == 0 && c.skipped) count_skipped(c, page, row, lane);
         }
         const bool there = row >= 0 && row < c.slots;

@@ -98,6 +98,7 @@ class PageKernels:
         self.layout = planes.layout
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.has_sums = all(end - start >= SHORTEST for start, end in self.layout.layer_bounds)
+        self.can_look = self.has_sums and all((end - start) % 16 == 0 for start, end in self.layout.layer_bounds)
         self.runs = self._describe()
         self._table = self._upload()
         self._vector = self._widest()
@@ -159,6 +160,13 @@ class PageKernels:
     ) -> None:
         """Copy `layers` of pages from the planes into extents: the inverse of `scatter`, with the same arguments."""
         self._move("gather", extents, indices, layers, stream, digests, blocks, threads)
+
+    def look(self, indices: Indices, layers: range, stream: torch.cuda.Stream, digests: int) -> None:
+        """Take the checksums of `layers` of pages as they are in the planes; only where `can_look`."""
+        if not self.can_look:
+            raise UnsupportedRequestError("a layer whose bytes are no multiple of 16 is summed when it is gathered")
+        nowhere = ExtentArray(0, 0, indices.pages)
+        self._move("gather", nowhere, indices, layers, stream, digests, None, STAGED_THREADS)
 
     def tiles(self, layers: range) -> int:
         """Tiles of the largest of these layers."""

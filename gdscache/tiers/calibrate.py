@@ -1,4 +1,5 @@
-"""The calibration of one GPU's bus: staged copies by piece size, and a zero-copy kernel, each way. Under a second.
+"""The calibration of one GPU's bus: staged copies and the copy engine alone by piece size, and a zero-copy kernel, each
+way. Under a second.
 
 What is measured is the mover itself, with pages of one plane in random order, so that all that it costs is in it.
 """
@@ -26,6 +27,7 @@ from gdscache.tiers.cuda_mover import CudaMover
 from gdscache.tiers.paths import Calibration, Choice, Direction, Rates
 
 PIECES = (8 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 2 << 20)
+ENGINE_PIECES = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
 _ZERO_COPY_PIECE = 8 << 10
 _BUFFER = 128 << 20
 _REPEATS = 3
@@ -60,13 +62,17 @@ def measure(driver: Driver, key: dict[str, str]) -> Calibration:
     """Measure now. Takes 128 MiB of page-locked memory and twice as much of the GPU's while it runs."""
     began = time.perf_counter()
     staged: dict[Direction, dict[int, float]] = {"load": {}, "store": {}}
+    alone: dict[Direction, dict[int, float]] = {"load": {}, "store": {}}
     kernels: PageKernels | None = None
-    for piece in PIECES:
-        kernels, rates = _rates(driver.device, piece, "staged", kernels)
-        for direction in _DIRECTIONS:
-            staged[direction][piece] = rates[direction]
+    plan: tuple[tuple[Choice, dict[Direction, dict[int, float]], tuple[int, ...]], ...]
+    plan = (("staged", staged, PIECES), ("copy_engine", alone, ENGINE_PIECES))
+    for path, found, pieces in plan:
+        for piece in pieces:
+            kernels, rates = _rates(driver.device, piece, path, kernels)
+            for direction in _DIRECTIONS:
+                found[direction][piece] = rates[direction]
     _, zero_copy = _rates(driver.device, _ZERO_COPY_PIECE, "zero_copy", kernels)
-    load, store = (Rates(staged[direction], zero_copy[direction]) for direction in _DIRECTIONS)
+    load, store = (Rates(staged[direction], alone[direction], zero_copy[direction]) for direction in _DIRECTIONS)
     return Calibration(load, store, key, time.perf_counter() - began)
 
 

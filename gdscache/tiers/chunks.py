@@ -116,6 +116,12 @@ class Transfer:
             fences[1:] = number[1:] != number[:-1]
         return fences
 
+    def digests_of(self, chunk: Chunk) -> int | None:
+        """The address where the checksums of a chunk's pages go; None where none are wanted."""
+        if self.digests is None:
+            return None
+        return self.digests.data_ptr() + chunk.first * len(self.layers) * 8
+
     def read_digests(self) -> Checksums:
         assert self.digests is not None
         return self.digests.numpy().view(np.uint64).copy()

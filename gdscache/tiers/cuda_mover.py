@@ -21,13 +21,16 @@ from gdscache.tiers.bounce import Extents
 from gdscache.tiers.chunks import Chunk, Transfer
 from gdscache.tiers.lanes import SEGMENTS, Lane
 from gdscache.tiers.paths import Calibration, Choice, Direction, Path, Paths
+from gdscache.tiers.pieces import Pieces
 from gdscache.tiers.transfer import Moved, Mover, Slots, host_digests
+from gdscache.timeline.base import Span
 
 _log = logging.getLogger("gdscache")
 
 Route = Path | Literal["device"]
 
 _CHUNK_BYTES = 512 << 20  # that one kernel moves over the bus: each start and end costs some 30 us of it
+_LOOK_BYTES = 64 << 20  # that one kernel looks at behind a load's copies
 # The first chunk of a store is smaller than the others by so much: its copies wait for its kernel. A load's do not.
 _FIRST: dict[Direction, int] = {"load": 1, "store": 4}
 
@@ -41,8 +44,6 @@ class CudaMover(Mover):
     """
 
     name = "cuda"
-    # Of the end of a load, without a kernel: longer on the bus than a kernel waits for a large product of the model's.
-    end_bytes = 96 << 20
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class CudaMover(Mover):
                 f"set gpu.staging to at least {2 * extent}",
             )
         self.paths = Paths(load_path, store_path, self._calibration)
+        self._pieces: dict[range, Pieces] = {}  # of layers that were moved together
         tables = max(64 << 10, share // SEGMENTS // 64, self._table_bytes(1))
         self._loads = Lane(self.driver, share, extent, tables, loads=True)
         try:
@@ -101,20 +103,20 @@ class CudaMover(Mover):
             return Moved(None, None, host_digests(extents, (), layers))
         path = self.path(direction, extents, layers, sums=on_gpu)
         lane = self._loads if direction == "load" else self._stores
-        on_gpu = on_gpu and path != "copy_engine"
+        on_gpu = on_gpu and (path != "copy_engine" or self.kernels.can_look)
         with lane.entered():
             transfer = Transfer(self.planes, extents, slots, blocks, layers, sums=on_gpu)
-            kernels = self._with_kernels(direction, transfer, path)
             try:
-                if kernels:
+                if on_gpu or path != "copy_engine":
                     lane.follow(after, kernels=True)
-                    step = self._load_chunk if direction == "load" else self._store_chunk
-                    for chunk in self._chunks(direction, lane, transfer, path, kernels):
-                        step(lane, transfer, chunk, path)
-                if kernels < transfer.pages:
+                if path == "copy_engine":
                     lane.follow(after, kernels=False)
-                    self._copy_alone(direction, lane, transfer, kernels)
-                read = lane.mark_kernels() if kernels == transfer.pages else None
+                    self._copy_alone(direction, lane, transfer)
+                else:
+                    step = self._load_chunk if direction == "load" else self._store_chunk
+                    for chunk in self._chunks(direction, lane, transfer, path):
+                        step(lane, transfer, chunk, path)
+                read = None if path == "copy_engine" else lane.mark_kernels()
             finally:  # what is queued reads the transfer's tables, whatever else went wrong
                 event = lane.keep(transfer)
         taken = transfer.read_digests if on_gpu else host_digests(extents, slots, layers)
@@ -128,21 +130,8 @@ class CudaMover(Mover):
             return "staged"
         bounds = self.layout.layer_bounds
         span = bounds[layers.stop - 1][1] - bounds[layers.start][0]
-        return self.paths.choose(direction, span, self._run(layers), sums=sums)
-
-    def _run(self, layers: range) -> int:
-        """The shortest run of bytes that lies together in the planes."""
-        return min(runs.run_bytes for layer in layers for runs in self.kernels.runs[layer])
-
-    def _with_kernels(self, direction: Direction, transfer: Transfer, path: Route) -> int:
-        """How many pages, the first ones, take this path; the others go by the copy engine alone."""
-        if path == "copy_engine":
-            return 0
-        if direction == "store" or path != "staged" or transfer.digests is not None or not transfer.extents.pinned:
-            return transfer.pages
-        if not self.paths.ends_without_kernel(transfer.span, self._run(transfer.layers)):
-            return transfer.pages
-        return max(0, transfer.pages - -(-self.end_bytes // transfer.span))
+        run = min(runs.run_bytes for layer in layers for runs in self.kernels.runs[layer])
+        return self.paths.choose(direction, span, run, fused=sums and not self.kernels.can_look)
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
@@ -150,17 +139,18 @@ class CudaMover(Mover):
         """What the block indices and extent slots of so many pages take at most."""
         return pages * 8 * (self.planes.blocks_per_page + 1)
 
-    def _chunks(self, direction: Direction, lane: Lane, transfer: Transfer, path: Route, end: int) -> Iterator[Chunk]:
-        """Cut the pages of a transfer before `end` into chunks, each in a segment of its own."""
-        most = (lane.segment_bytes if path == "staged" else _CHUNK_BYTES) // transfer.stride
+    def _chunks(self, direction: Direction, lane: Lane, transfer: Transfer, path: Route) -> Iterator[Chunk]:
+        """Cut a transfer into chunks, each in a segment of its own."""
+        most = {"staged": lane.segment_bytes, "copy_engine": _LOOK_BYTES}.get(path, _CHUNK_BYTES) // transfer.stride
         most = max(1, min(most, lane.table_bytes // self._table_bytes(1)))
         listed = LISTED_BYTES // (self.planes.blocks_per_page * transfer.item)  # pages whose blocks go with a launch
-        if path == "staged" and listed >= min(end, most // 2):
+        listable = path in ("staged", "copy_engine")
+        if listable and listed >= min(transfer.pages, most // 2):
             most = min(most, listed)
         first, size = 0, -(-most // _FIRST[direction])
-        while first < end:
-            pages, segment = min(size, end - first), lane.take()
-            if path == "staged" and pages <= listed:
+        while first < transfer.pages:
+            pages, segment = min(size, transfer.pages - first), lane.take()
+            if listable and pages <= listed:
                 yield Chunk(first, pages, segment, None, 0)
             else:
                 table = transfer.table(first, pages)
@@ -217,48 +207,68 @@ class CudaMover(Mover):
             driver.record(segment.copied, copies)
 
     def _launch(self, kernel: Callable[..., None], lane: Lane, transfer: Transfer, chunk: Chunk, path: Route) -> None:
-        layers, digests = transfer.layers, transfer.digests
+        layers = transfer.layers
         if path == "staged":
             array = ExtentArray(chunk.segment.data, transfer.stride, chunk.pages, transfer.origin)
         else:
             extents = transfer.extents.rows
             array = ExtentArray(extents.data_ptr(), extents.stride(0), len(extents))
-        if chunk.table is None:
-            listed = transfer.listed(chunk.first, chunk.pages)
-            indices = Indices(0, 0, chunk.pages, transfer.wide, checked=True, listed=listed)
-        else:
-            rows = 0 if path == "staged" else chunk.rows
-            indices = Indices(chunk.segment.table, rows, chunk.pages, transfer.wide, checked=True)
-        sums = None if digests is None else digests.data_ptr() + chunk.first * len(layers) * 8
-        track = self._track(lane, "kernel stream")
-        with self.timeline.on_stream("kernel", track, lane.kernels, layers=layers, pages=chunk.pages, path=path):
+        indices = self._indices(transfer, chunk, 0 if path == "staged" else chunk.rows)
+        with self._kernel_span(lane, transfer, chunk, path):
             if path == "zero_copy":
                 blocks = self.kernels.zero_copy_blocks(layers)
-                kernel(array, indices, layers, lane.kernels, sums, blocks, ZERO_COPY_THREADS)
+                kernel(array, indices, layers, lane.kernels, transfer.digests_of(chunk), blocks, ZERO_COPY_THREADS)
             else:
-                kernel(array, indices, layers, lane.kernels, sums)
+                kernel(array, indices, layers, lane.kernels, transfer.digests_of(chunk))
+
+    def _indices(self, transfer: Transfer, chunk: Chunk, rows: int) -> Indices:
+        if chunk.table is None:
+            listed = transfer.listed(chunk.first, chunk.pages)
+            return Indices(0, 0, chunk.pages, transfer.wide, checked=True, listed=listed)
+        return Indices(chunk.segment.table, rows, chunk.pages, transfer.wide, checked=True)
+
+    def _kernel_span(self, lane: Lane, transfer: Transfer, chunk: Chunk, path: Route) -> Span:
+        about = {"layers": transfer.layers, "pages": chunk.pages, "path": path}
+        return self.timeline.on_stream("kernel", self._track(lane, "kernel stream"), lane.kernels, **about)
 
     def _track(self, lane: Lane, stream: str) -> str:
         return f"{'loads' if lane is self._loads else 'stores'}: {stream}"
 
     # -- the copy engine alone -----------------------------------------------------------------------------------------
 
-    def _copy_alone(self, direction: Direction, lane: Lane, transfer: Transfer, first: int) -> None:
-        """Move the pages from `first` on."""
-        extents, pages = transfer.extents.rows, transfer.pages - first
-        bases, blocks = extents.data_ptr() + transfer.slots[first:] * extents.stride(0), transfer.blocks[first:]
-        for layer in transfer.layers:
-            start = self.layout.layer_bounds[layer][0]
-            for runs in self.kernels.runs[layer]:
-                tokens = np.arange(runs.runs_per_block) * runs.run_stride
-                planes = (runs.base + blocks[:, :, None] * runs.block_stride + tokens).reshape(pages, -1)
-                host = bases[:, None] + (start + runs.start + np.arange(planes.shape[1]) * runs.run_bytes)
-                fences = np.zeros(planes.shape, dtype=bool)
-                fences[:, 0] = transfer.borders(first, pages)
-                ends = planes.ravel().astype(np.uint64), host.ravel().astype(np.uint64)
-                dst, src = ends if direction == "load" else ends[::-1]
-                parts = merge(dst, src, np.full(planes.size, runs.run_bytes, dtype=np.uint64), fences.ravel())
-                self._submit(lane, transfer, parts)
+    def _copy_alone(self, direction: Direction, lane: Lane, transfer: Transfer) -> None:
+        """Pieces between extents and planes, and where checksums are wanted a kernel that looks at the planes: at what
+        a load has brought there, and at what a store takes while it does."""
+        if transfer.digests is None:
+            self._copy_pieces(direction, lane, transfer, 0, transfer.pages)
+            return
+        driver, copies, kernels = lane.driver, lane.copies.cuda_stream, lane.kernels.cuda_stream
+        for chunk in self._chunks(direction, lane, transfer, "copy_engine"):
+            segment, end = chunk.segment, chunk.first + chunk.pages
+            if direction == "load":
+                driver.wait(copies, segment.done)
+                if chunk.table is not None:
+                    self.engine.submit(*chunk.copy_of_table(), copies)
+                self._copy_pieces(direction, lane, transfer, chunk.first, end)
+                driver.record(segment.copied, copies)
+                driver.wait(kernels, segment.copied)
+            elif chunk.table is not None:
+                self.engine.submit(*chunk.copy_of_table(), kernels)
+            with self._kernel_span(lane, transfer, chunk, "copy_engine"):
+                digests = transfer.digests_of(chunk)
+                assert digests is not None, "a look for nothing"
+                self.kernels.look(self._indices(transfer, chunk, 0), transfer.layers, lane.kernels, digests)
+            driver.record(segment.done, kernels)
+            if direction == "store":
+                self._copy_pieces(direction, lane, transfer, chunk.first, end)
+
+    def _copy_pieces(self, direction: Direction, lane: Lane, transfer: Transfer, first: int, end: int) -> None:
+        pieces = self._pieces.get(transfer.layers)
+        if pieces is None:
+            pieces = Pieces.of(self.kernels.runs, self.layout.layer_bounds, transfer.layers)
+            self._pieces[transfer.layers] = pieces
+        for planes, host, sizes in pieces.lists(transfer, first, end):
+            self._submit(lane, transfer, (planes, host, sizes) if direction == "load" else (host, planes, sizes))
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 

@@ -29,33 +29,39 @@ Direction = Literal["load", "store"]
 # (its lists are short). And copies that need no SM at all may be a little slower.
 _ZERO_COPY_MUST_WIN_BY = 1.05
 _COPY_ENGINE_MAY_LOSE = 0.97
-# Alone it takes an entry a piece, which costs the host more than it saves unless pieces are large.
-COPY_ENGINE_FROM = 512 << 10
-# The end of a load is short enough for that, and worth more: its kernel would wait for the model's.
-_END_FROM = 64 << 10
-_END_MAY_LOSE = 0.9
+# Alone it takes an entry a piece, which costs the host more than it saves where pieces are smaller.
+COPY_ENGINE_FROM = 64 << 10
+_BY_SIZE = ("staged", "copy_engine")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What one direction gives, in GB/s: staged copies by the bytes of a piece, and a zero-copy kernel.
+    """What one direction gives, in GB/s: staged copies and the copy engine alone, by the bytes of a piece, and a
+    zero-copy kernel."""
 
-    The copy engine alone is taken to be as fast as staged copies of pieces of the same size.
-    """
-
+    staged: dict[int, float]
     copy_engine: dict[int, float]
     zero_copy: float
 
-    def batched(self, piece: int) -> float:
-        """The copy engine's rate for pieces of so many bytes: between those measured, on a scale of logarithms."""
-        sizes = sorted(self.copy_engine)
-        if piece <= sizes[0]:  # time goes by the piece there
-            return self.copy_engine[sizes[0]] * piece / sizes[0]
-        for low, high in itertools.pairwise(sizes):
-            if piece <= high:
-                part = math.log(piece / low) / math.log(high / low)
-                return self.copy_engine[low] * float((self.copy_engine[high] / self.copy_engine[low]) ** part)
-        return self.copy_engine[sizes[-1]]
+    def staging(self, piece: int) -> float:
+        """The rate of staged copies whose pieces in the extent have so many bytes."""
+        return _between(self.staged, piece)
+
+    def engine(self, piece: int) -> float:
+        """The rate of the copy engine alone for pieces of so many bytes in the planes; 0 for small ones."""
+        return _between(self.copy_engine, piece) if piece >= COPY_ENGINE_FROM else 0.0
+
+
+def _between(rates: Mapping[int, float], piece: int) -> float:
+    """The rate for pieces of so many bytes: between those measured, on a scale of logarithms."""
+    sizes = sorted(rates)
+    if piece <= sizes[0]:  # time goes by the piece there
+        return rates[sizes[0]] * piece / sizes[0]
+    for low, high in itertools.pairwise(sizes):
+        if piece <= high:
+            part = math.log(piece / low) / math.log(high / low)
+            return rates[low] * float((rates[high] / rates[low]) ** part)
+    return rates[sizes[-1]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,27 +84,19 @@ class Paths:
         self._forced: dict[Direction, Choice] = {"load": load, "store": store}
         self.calibration = measure() if "auto" in (load, store) else None
 
-    def choose(self, direction: Direction, span: int, run: int, *, sums: bool) -> Path:
+    def choose(self, direction: Direction, span: int, run: int, *, fused: bool = False) -> Path:
         """The path for pages of which `span` bytes lie together in the extent and `run` bytes in the planes.
 
-        `sums`: checksums are wanted, which only the kernels take.
+        `fused`: checksums are wanted that only the kernel which moves the bytes can take.
         """
         forced = self._forced[direction]
         if forced != "auto" or self.calibration is None:
             return "staged" if forced == "auto" else forced
         rates = self.calibration.rates(direction)
-        staged = rates.batched(span)
-        large = run >= COPY_ENGINE_FROM
-        if large and not sums and rates.batched(run) >= _COPY_ENGINE_MAY_LOSE * max(staged, rates.zero_copy):
+        staged = rates.staging(span)
+        if not fused and rates.engine(run) >= _COPY_ENGINE_MAY_LOSE * max(staged, rates.zero_copy):
             return "copy_engine"
         return "zero_copy" if rates.zero_copy > _ZERO_COPY_MUST_WIN_BY * staged else "staged"
-
-    def ends_without_kernel(self, span: int, run: int) -> bool:
-        """Whether the end of a staged load of such pages is left to the copy engine alone."""
-        if self._forced["load"] != "auto" or self.calibration is None or run < _END_FROM:
-            return False
-        rates = self.calibration.load
-        return rates.batched(run) >= _END_MAY_LOSE * rates.batched(span)
 
     def crossover(self, direction: Direction) -> int | None:
         """Bytes from which on a piece is staged and not moved by a zero-copy kernel.
@@ -109,7 +107,7 @@ class Paths:
             return None
         rates = self.calibration.rates(direction)
         wanted = rates.zero_copy / _ZERO_COPY_MUST_WIN_BY
-        return next((1 << bits for bits in range(9, 26) if rates.batched(1 << bits) >= wanted), None)
+        return next((1 << bits for bits in range(9, 26) if rates.staging(1 << bits) >= wanted), None)
 
     def describe(self) -> dict[str, Any]:
         """The choice as plain data: forced paths, the crossovers, what was measured."""
@@ -152,10 +150,11 @@ def read(key: Mapping[str, str]) -> Calibration | None:
 
 
 def _rates(data: Any) -> Rates:
-    by_size = {int(size): _positive(rate) for size, rate in data["copy_engine"].items()}
-    if min(by_size, default=0) < 1:
-        raise ValueError(f"rates for pieces of {sorted(by_size)} bytes")
-    return Rates(by_size, _positive(data["zero_copy"]))
+    staged, copy_engine = ({int(size): _positive(rate) for size, rate in data[name].items()} for name in _BY_SIZE)
+    for by_size in (staged, copy_engine):
+        if min(by_size, default=0) < 1:
+            raise ValueError(f"rates for pieces of {sorted(by_size)} bytes")
+    return Rates(staged, copy_engine, _positive(data["zero_copy"]))
 
 
 def _positive(value: Any) -> float:
