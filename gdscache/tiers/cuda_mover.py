@@ -30,7 +30,8 @@ _log = logging.getLogger("gdscache")
 Route = Path | Literal["device"]
 
 _CHUNK_BYTES = 512 << 20  # that one kernel moves over the bus: each start and end costs some 30 us of it
-_LOOK_BYTES = 64 << 20  # that one kernel looks at behind a load's copies
+_LOOK_BYTES = 256 << 20  # that one kernel looks at behind a load's copies: each wait for them costs some 15 us
+_LAST_LOOK_BYTES = 32 << 20  # ... behind the last ones, when nothing is copied any more
 # The first chunk of a store is smaller than the others by so much: its copies wait for its kernel. A load's do not.
 _FIRST: dict[Direction, int] = {"load": 1, "store": 4}
 
@@ -101,7 +102,7 @@ class CudaMover(Mover):
         on_gpu = sums and self.kernels.has_sums
         if not len(slots) or not layers:
             return Moved(None, None, host_digests(extents, (), layers))
-        path = self.path(direction, extents, layers, sums=on_gpu)
+        path = self.path(direction, extents, layers, sums=on_gpu, blocks=blocks)
         lane = self._loads if direction == "load" else self._stores
         on_gpu = on_gpu and (path != "copy_engine" or self.kernels.can_look)
         with lane.entered():
@@ -122,16 +123,37 @@ class CudaMover(Mover):
         taken = transfer.read_digests if on_gpu else host_digests(extents, slots, layers)
         return Moved(event, read or event, taken)
 
-    def path(self, direction: Direction, extents: Extents, layers: range, *, sums: bool) -> Route:
-        """The way that these layers of a page take; `device` where the extents are in GPU memory themselves."""
+    def path(
+        self,
+        direction: Direction,
+        extents: Extents,
+        layers: range,
+        *,
+        sums: bool,
+        blocks: torch.Tensor | None = None,
+    ) -> Route:
+        """The way that these layers of a page take; `device` where the extents are in GPU memory themselves.
+
+        `blocks`: those of the pages, by default as if none were neighbours.
+        """
         if extents.rows.is_cuda:
             return "device"
         if not extents.pinned:
             return "staged"
         bounds = self.layout.layer_bounds
         span = bounds[layers.stop - 1][1] - bounds[layers.start][0]
-        run = min(runs.run_bytes for layer in layers for runs in self.kernels.runs[layer])
+        run = self._run(layers, blocks)
         return self.paths.choose(direction, span, run, fused=sums and not self.kernels.can_look)
+
+    def _run(self, layers: range, blocks: torch.Tensor | None) -> int:
+        """Bytes that lie together in the planes: of the shortest piece, and with `blocks` on average, since pieces in
+        neighbouring blocks are one copy."""
+        planes = [plane for layer in layers for plane in self.kernels.runs[layer]]
+        run = min(plane.run_bytes for plane in planes)
+        if blocks is None or blocks.shape[1] < 2 or any(plane.block_stride != plane.run_bytes for plane in planes):
+            return run
+        neighbours = int(np.count_nonzero(np.diff(blocks.numpy(), axis=1) == 1))
+        return run * blocks.numel() // (blocks.numel() - neighbours)
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
@@ -147,9 +169,12 @@ class CudaMover(Mover):
         listable = path in ("staged", "copy_engine")
         if listable and listed >= min(transfer.pages, most // 2):
             most = min(most, listed)
-        first, size = 0, -(-most // _FIRST[direction])
+        first, size, last = 0, -(-most // _FIRST[direction]), max(1, _LAST_LOOK_BYTES // transfer.stride)
         while first < transfer.pages:
-            pages, segment = min(size, transfer.pages - first), lane.take()
+            left, segment = transfer.pages - first, lane.take()
+            pages = min(size, left)
+            if path == "copy_engine" and last < pages == left:
+                pages -= last
             if listable and pages <= listed:
                 yield Chunk(first, pages, segment, None, 0)
             else:

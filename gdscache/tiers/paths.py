@@ -24,10 +24,10 @@ Choice = Literal["auto", "staged", "zero_copy", "copy_engine"]
 Direction = Literal["load", "store"]
 
 # A zero-copy kernel loses a quarter of its speed beside a model's kernels and takes SMs from them, and beside staged
-# copies the other way both came to 0.55 of what they should: it has to win when alone. Not by more than this, or else
-# long lists of small copies are staged, which a busy host hands over at two thirds of the speed of the calibration
-# (its lists are short). And copies that need no SM at all may be a little slower.
-_ZERO_COPY_MUST_WIN_BY = 1.05
+# copies the other way both came to 0.55 of what they should: it has to win when alone. Where the copies are small,
+# staging has to: a busy host hands long lists of them over at two thirds of the speed of the calibration, whose lists
+# are short. And copies that need no SM at all may be a little slower.
+_MUST_WIN_BY = 1.05
 _COPY_ENGINE_MAY_LOSE = 0.97
 # Alone it takes an entry a piece, which costs the host more than it saves where pieces are smaller.
 COPY_ENGINE_FROM = 64 << 10
@@ -96,7 +96,7 @@ class Paths:
         staged = rates.staging(span)
         if not fused and rates.engine(run) >= _COPY_ENGINE_MAY_LOSE * max(staged, rates.zero_copy):
             return "copy_engine"
-        return "zero_copy" if rates.zero_copy > _ZERO_COPY_MUST_WIN_BY * staged else "staged"
+        return "zero_copy" if rates.zero_copy > _handicap(span) * staged else "staged"
 
     def crossover(self, direction: Direction) -> int | None:
         """Bytes from which on a piece is staged and not moved by a zero-copy kernel.
@@ -106,8 +106,8 @@ class Paths:
         if self.calibration is None:
             return None
         rates = self.calibration.rates(direction)
-        wanted = rates.zero_copy / _ZERO_COPY_MUST_WIN_BY
-        return next((1 << bits for bits in range(9, 26) if rates.staging(1 << bits) >= wanted), None)
+        sizes = (1 << bits for bits in range(9, 26))
+        return next((size for size in sizes if rates.zero_copy <= _handicap(size) * rates.staging(size)), None)
 
     def describe(self) -> dict[str, Any]:
         """The choice as plain data: forced paths, the crossovers, what was measured."""
@@ -118,6 +118,11 @@ class Paths:
             "staged_from_bytes": {"load": self.crossover("load"), "store": self.crossover("store")},
             "calibration": None if found is None else dataclasses.asdict(found),
         }
+
+
+def _handicap(span: int) -> float:
+    """How many times as fast as staged copies of so many bytes a zero-copy kernel has to be."""
+    return _MUST_WIN_BY if span >= COPY_ENGINE_FROM else 1 / _MUST_WIN_BY
 
 
 # -- the calibration's file --------------------------------------------------------------------------------------------
