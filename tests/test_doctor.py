@@ -32,17 +32,26 @@ from gdscache.doctor.facts import (
 )
 from gdscache.errors import DeviceError, PinnedMemoryError
 from gdscache.planes import PagedPlanes
+from gdscache.sizes import about
 from gdscache.tiers import calibrate, paths
 from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.cuda_mover import CudaMover
-from gdscache.tiers.paths import Calibration, Choice, Rates
+from gdscache.tiers.paths import COPY_ENGINE_FROM, Calibration, Choice, Rates
 from gdscache.tiers.transfer import open_mover
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128, "page_tokens": 16}  # 64 KiB a layer
 KEY = {"gpu": "H200", "gpu_uuid": "GPU-1", "driver": "13000", "copy_engine": "batch_13", "kernels": "0123456789abcdef"}
-UP = Rates({4096: 3.0, 16384: 12.0, 65536: 40.0, 262144: 50.0, 1048576: 54.0}, 50.0)
-DOWN = Rates({4096: 2.0, 16384: 8.0, 65536: 30.0, 262144: 52.0, 1048576: 53.0}, 30.0)
+UP = Rates(
+    {4096: 3.0, 16384: 12.0, 65536: 40.0, 262144: 50.0, 1048576: 54.0},
+    {COPY_ENGINE_FROM: 44.0, 4 * COPY_ENGINE_FROM: 52.0, 16 * COPY_ENGINE_FROM: 54.5},
+    50.0,
+)
+DOWN = Rates(
+    {4096: 2.0, 16384: 8.0, 65536: 30.0, 262144: 52.0, 1048576: 53.0},
+    {COPY_ENGINE_FROM: 28.0, 4 * COPY_ENGINE_FROM: 54.0, 16 * COPY_ENGINE_FROM: 56.5},
+    30.0,
+)
 MEASURED = Calibration(UP, DOWN, KEY, 0.5)
 HINT = "install it"
 
@@ -216,10 +225,13 @@ def test_what_to_install_fits_torch() -> None:
 
 def test_the_rates_are_those_of_the_calibration() -> None:
     said = rows(doctor.examine(WHOLE, defaults()))
-    for size, rate in UP.copy_engine.items():
-        row = next(row for row in said.values() if isinstance(row.data, dict) and row.data.get("bytes") == size)
-        assert (row.data["load"], row.data["store"]) == (pytest.approx(rate), pytest.approx(DOWN.copy_engine[size]))
-        assert f"load {rate:.1f} GB/s" in row.value
+    for path, up, down in (("staged", UP.staged, DOWN.staged), ("copy engine", UP.copy_engine, DOWN.copy_engine)):
+        found = [row for name, row in said.items() if name.startswith(f"{path}, pieces of ")]
+        assert [row.data["bytes"] for row in found] == sorted(up)
+        for row, size in zip(found, sorted(up), strict=True):
+            assert row.name == f"{path}, pieces of {about(size)}"
+            assert (row.data["load"], row.data["store"]) == (pytest.approx(up[size]), pytest.approx(down[size]))
+            assert f"load {up[size]:.1f} GB/s" in row.value
     assert said["zero-copy kernel"].data == {"load": 50.0, "store": 30.0}
     assert said["staged"].data == {"load": 262144, "store": 65536}
     assert said["staged"].value == "load: from 256KiB on, store: from 64KiB on"
@@ -228,7 +240,7 @@ def test_the_rates_are_those_of_the_calibration() -> None:
 
 
 def test_where_a_kernel_always_wins_nothing_is_staged() -> None:
-    slow = dataclasses.replace(MEASURED, load=Rates({4096: 3.0, 1 << 20: 20.0}, 50.0))
+    slow = dataclasses.replace(MEASURED, load=Rates({4096: 3.0, 1 << 20: 20.0}, {1 << 20: 5.0}, 50.0))
     facts = changed(WHOLE, calibration=Found(CalibrationFacts(slow, "/c", False, True)))
     said = rows(doctor.examine(facts, defaults()))
     assert said["staged"].data == {"load": None, "store": 65536}
@@ -257,14 +269,41 @@ def test_a_load_also_shows_the_group_of_layers_that_it_moves_at_a_time() -> None
     assert "gpu.store_path, 4 layers" not in said
 
 
-def test_without_checksums_the_copy_engine_may_do_it_alone() -> None:
+ODD = {  # layers that a kernel sums only while it moves them: a row of 4,001 bytes a token
+    "name": "m",
+    "kind": "planes",
+    "layers": 2,
+    "dtype": "uint8",
+    "page_tokens": 511,
+    "planes": [{"name": "p", "shape": [4001]}],
+}
+
+
+def test_the_copy_engine_may_do_it_alone_with_checksums_and_without() -> None:
     large = MODEL | {"page_tokens": 512}  # 1 MiB a plane
-    once, always = (rows(doctor.examine(WHOLE, asks(model=large, load={"verify": v}))) for v in ("once", "always"))
+    fast = dataclasses.replace(MEASURED, load=dataclasses.replace(UP, copy_engine={1 << 20: 60.0}))
+    facts = changed(WHOLE, calibration=Found(CalibrationFacts(fast, "/c", True, True)))
+    for verify in ("once", "always"):
+        said = rows(doctor.examine(facts, asks(model=large, load={"verify": verify})))
+        for path in ("load_path, one layer", "store_path, one layer"):
+            assert said[f"gpu.{path}"].data["path"] == "copy_engine"
+            assert "checksums" not in said[f"gpu.{path}"].value
+    said = rows(doctor.examine(WHOLE, asks(model=large, load={"verify": "once"})))
+    assert said["gpu.load_path, one layer"].data["path"] == "copy_engine"
+    said = rows(doctor.examine(WHOLE, asks(model=large, load={"verify": "always"})))
+    assert said["gpu.load_path, one layer"].data["path"] == "staged"  # with checksums it has to be faster
+
+
+def test_where_the_kernel_that_moves_the_bytes_sums_them_the_copy_engine_is_not_alone() -> None:
+    once, always = (rows(doctor.examine(WHOLE, asks(model=ODD, load={"verify": v}))) for v in ("once", "always"))
     assert once["gpu.load_path, one layer"].data["path"] == "copy_engine"
     assert always["gpu.load_path, one layer"].data["path"] == "staged"
     assert once["gpu.store_path, one layer"].data["path"] == "staged"  # stores always take checksums
-    forced = rows(doctor.examine(WHOLE, asks(gpu={"store_path": "copy_engine"})))
+    forced = rows(doctor.examine(WHOLE, asks(model=ODD, gpu={"store_path": "copy_engine"})))
+    assert forced["gpu.store_path, all layers"].data["path"] == "copy_engine"
     assert "checksums on the host" in forced["gpu.store_path, all layers"].value
+    even = rows(doctor.examine(WHOLE, asks(gpu={"store_path": "copy_engine"})))
+    assert "checksums" not in even["gpu.store_path, all layers"].value
 
 
 def test_the_smallest_plane_decides_whether_the_copy_engine_may_do_it_alone() -> None:
@@ -534,9 +573,10 @@ def test_a_gpu_is_calibrated_once(run, tmp_path: Path) -> None:
     assert calibration["seconds"] > 0
     assert (calibration["cached"], calibration["kept"]) == (False, True)
     assert [str(file) for file in (tmp_path / "calibration").glob("*.json")] == [calibration["file"]]
-    sizes = [row["data"]["bytes"] for name, row in first.items() if name.startswith("pieces of ")]
-    assert sizes == sorted(calibrate.PIECES)
-    assert first["gpu.load_path, all layers"]["data"]["path"] in ("staged", "zero_copy")
+    for path, pieces in (("staged", calibrate.PIECES), ("copy engine", calibrate.ENGINE_PIECES)):
+        sizes = [row["data"]["bytes"] for name, row in first.items() if name.startswith(f"{path}, pieces of ")]
+        assert sizes == sorted(pieces)
+    assert first["gpu.load_path, all layers"]["data"]["path"] in ("staged", "zero_copy", "copy_engine")
     again = by_name(run("--json")[1])["calibration"]["data"]
     assert again == calibration | {"cached": True}
     anew = by_name(run("--json", "--recalibrate")[1])["calibration"]["data"]

@@ -180,7 +180,7 @@ def test_a_cupy_that_cannot_be_imported_is_told_with_its_cause(
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
     """A cupy that only notes what it is asked for; `error` is raised when it is to compile."""
-    seen = SimpleNamespace(error=None, code="", options=(), cache=None, launches=[])
+    seen = SimpleNamespace(error=None, code="", options=(), cache=None, launches=[], version=(12, 8))
 
     class RawModule:
         def __init__(self, code: str, options: tuple[str, ...]) -> None:
@@ -200,6 +200,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
 
     cupy = ModuleType("cupy")
     cupy.RawModule = RawModule  # type: ignore[attr-defined]
+    cupy.cuda = SimpleNamespace(nvrtc=SimpleNamespace(getVersion=lambda: seen.version))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(jit, "Driver", Driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -211,6 +212,9 @@ def test_a_kernel_is_asked_for_with_its_sources_and_macros(stand_in: SimpleNames
     assert list(kernels) == ["fill", "triple"]
     assert stand_in.code == PROBE.decode()
     assert stand_in.options == jit.options(sources, WIDTH=4)
+    stand_in.version = (13, 0)
+    jit.build("probe.cu", {"fill": "PI"}, DEVICE, sources=sources, WIDTH=4)
+    assert stand_in.options == (*jit.options(sources, WIDTH=4), "--split-compile=0")
 
 
 def test_a_launch_packs_its_arguments_as_c_does(stand_in: SimpleNamespace, sources: Path) -> None:

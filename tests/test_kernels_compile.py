@@ -103,7 +103,7 @@ class Compiler:
             {
                 "name": job.source,
                 "source": (job.sources / job.source).read_text(encoding="utf-8"),
-                "options": jit.options(job.sources, **dict(job.macros)),
+                "options": (*jit.options(job.sources, **dict(job.macros)), *jit.parallel((major, 9))),
                 "arch": job.arch,
             }
             for job in jobs

@@ -12,14 +12,15 @@ from helpers import EXTRA, MHA, MLA, SENTINEL, expected, layout_of, new_planes, 
 
 from gdscache.checksum import layer_checksums
 from gdscache.errors import CapacityError
+from gdscache.kernels.cuda import Indices, PageKernels
 from gdscache.layout import PageLayout, Plane
 from gdscache.planes import PagedPlanes
 from gdscache.streams import record
+from gdscache.tiers import cuda_mover
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.cuda_mover import CudaMover
 from gdscache.tiers.gpu import DeviceExtents
-from gdscache.tiers.paths import Paths
 from gdscache.tiers.torch_mover import TorchMover
 from gdscache.tiers.transfer import Mover
 
@@ -30,19 +31,11 @@ pytestmark = [
 
 ROW = PageLayout.uniform([Plane("latent", (656,), "uint8")], 5, 1)
 LATENT = PageLayout.uniform([Plane("latent", (576,), "bfloat16")], 5, 16)
+MANY = PageLayout.uniform([Plane("latent", (16,), "bfloat16")], 2, 32)
+ODD = PageLayout.uniform([Plane("p", (250,), "uint8")], 3, 1)  # a kernel sums such layers only while it moves them
 SHORT = PageLayout.uniform([Plane("p", (40,), "uint8")], 3, 2)  # its checksums are the host's
 LAYOUTS = {"mha": layout_of(MHA), "mla": layout_of(MLA), "extra": layout_of(EXTRA), "row": ROW, "latent": LATENT}
 PATHS = ["staged", "zero_copy", "copy_engine", "auto", "device", "pageable", "torch"]
-
-
-class Ending(Paths):
-    """Staged, and without a kernel at the end of a load."""
-
-    def __init__(self) -> None:
-        super().__init__("staged", "staged", lambda: None)
-
-    def ends_without_kernel(self, span: int, run: int) -> bool:
-        return True
 
 
 def page(number: int) -> bytes:
@@ -65,9 +58,6 @@ class Rig:
         self.mover: Mover = (
             TorchMover(planes, nbytes, "a test") if path == "torch" else CudaMover(planes, nbytes, choice, choice)
         )
-        if path == "ends":
-            assert isinstance(self.mover, CudaMover)
-            self.mover.paths, self.mover.end_bytes = Ending(), 2 * layout.page_bytes
         capacity = (pages + 2) * layout.extent_bytes
         self.extents: Extents = (
             DeviceExtents(layout, capacity, torch.device("cuda", 0))
@@ -185,7 +175,7 @@ def test_more_pages_than_the_ring_holds(rigs: Any, path: str, pages: int) -> Non
 
 
 @pytest.mark.parametrize("order", ["identity", "reversed", "runs"])
-@pytest.mark.parametrize("path", ["staged", "ends", "zero_copy", "copy_engine"])
+@pytest.mark.parametrize("path", ["staged", "zero_copy", "copy_engine"])
 def test_page_maps(rigs: Any, path: str, order: str) -> None:
     """Neighbours that are merged into one copy, and some that must not be."""
     rig = rigs(LAYOUTS["mha"], path, pages=12)
@@ -202,32 +192,97 @@ def test_page_maps(rigs: Any, path: str, order: str) -> None:
     rig.assert_extents()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("pages", [1, 2, 3, 40])
-def test_the_end_of_a_load_goes_without_a_kernel_and_with_checksums_nothing_does(
-    rigs: Any, name: str, pages: int, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Indices]:
+    """The indices of every look at the planes so far."""
+    seen: list[Indices] = []
+    look = PageKernels.look
+
+    def looked(kernels: PageKernels, indices: Indices, *rest: Any) -> None:
+        seen.append(indices)
+        look(kernels, indices, *rest)
+
+    monkeypatch.setattr(PageKernels, "look", looked)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "block_tokens", "pages", "at_once", "tables"),
+    [
+        ("mha", 4, 100, 8, False),
+        ("mha", 1, 100, 8, False),
+        ("mla", 4, 61, 6, False),
+        ("row", 1, 50, 1, False),
+        ("row", 1, 4000, 1800, True),  # 880 indices go with a launch
+        ("many", 32, 100, 8, False),
+        ("many", 1, 240, 27, False),  # those of 27 pages
+        ("many", 1, 240, 60, True),
+    ],
+)
+def test_the_copy_engine_alone_leaves_checksums_to_a_look_at_the_planes(
+    rigs: Any,
+    looks: list[Indices],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    block_tokens: int,
+    pages: int,
+    at_once: int,
+    tables: bool,
 ) -> None:
-    layout, alone = LAYOUTS[name], list[int]()
-    copy_alone = CudaMover._copy_alone
+    """Every segment is used several times, with indices that go with the launch or lie in its table."""
+    layout = (LAYOUTS | {"many": MANY})[name]
+    stride = -(-layout.page_bytes // 16) * 16
+    monkeypatch.setattr(cuda_mover, "_LOOK_BYTES", at_once * stride)
+    monkeypatch.setattr(cuda_mover, "_LAST_LOOK_BYTES", max(1, at_once // 3) * stride)
+    for load in (False, True):
+        looks.clear()
+        rig = rigs(layout, "copy_engine", pages, block_tokens)
+        (rig.fill_extents if load else rig.fill_planes)()
+        move = rig.mover.scatter if load else rig.mover.gather
+        after = (record(torch.device("cuda", 0)),)
+        moves = [move(rig.extents, rig.slots, rig.blocks, None, after, sums=True) for _ in range(2)]
+        for moved in moves:
+            assert np.array_equal(moved.checksums(), rig.sums())
+        (rig.assert_planes if load else rig.assert_extents)()
+        assert sum(indices.pages for indices in looks) == 2 * pages
+        assert max(indices.pages for indices in looks) <= at_once
+        assert any(indices.blocks for indices in looks) is tables
+        assert all(bool(indices.blocks) != bool(indices.listed) for indices in looks)
 
-    def seen(self: CudaMover, direction: Any, lane: Any, transfer: Any, first: int) -> None:
-        alone.append(transfer.pages - first)
-        copy_alone(self, direction, lane, transfer, first)
 
-    monkeypatch.setattr(CudaMover, "_copy_alone", seen)
-    rig = rigs(layout, "ends", pages, staging=20 * (layout.extent_bytes + 8192))
+def test_some_layers_are_looked_at_alone(rigs: Any, looks: list[Indices], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_mover, "_LOOK_BYTES", 8 * 656)
+    rig = rigs(ROW, "copy_engine", 40)
+    rig.fill_extents()
+    layers = [range(layer, layer + 1) for layer in range(ROW.n_layers)]
+    moves = [rig.mover.scatter(rig.extents, rig.slots, rig.blocks, layer, sums=True) for layer in layers]
+    for layer, moved in zip(layers, moves, strict=True):
+        assert np.array_equal(moved.checksums(), rig.sums(layer))
+    rig.assert_planes()
+    assert sum(indices.pages for indices in looks) == 40 * ROW.n_layers
+
+
+@pytest.mark.parametrize("layout", [ODD, layout_of(EXTRA), SHORT], ids=["odd", "extra", "short"])
+def test_layers_that_cannot_be_looked_at_are_summed_on_the_host(
+    rigs: Any, looks: list[Indices], layout: PageLayout
+) -> None:
+    for load in (False, True):
+        rig = rigs(layout, "copy_engine", 20)
+        assert not rig.mover.kernels.can_look
+        (rig.fill_extents if load else rig.fill_planes)()
+        after = (record(torch.device("cuda", 0)),)
+        move = rig.mover.scatter if load else rig.mover.gather
+        assert np.array_equal(move(rig.extents, rig.slots, rig.blocks, None, after, sums=True).checksums(), rig.sums())
+        (rig.assert_planes if load else rig.assert_extents)()
+    assert looks == []
+
+
+def test_without_checksums_nothing_is_looked_at(rigs: Any, looks: list[Indices]) -> None:
+    rig = rigs(LAYOUTS["mha"], "copy_engine", 20)
     rig.fill_extents()
     rig.mover.scatter(rig.extents, rig.slots, rig.blocks).synchronize()
     rig.assert_planes()
-    assert alone == [min(pages, 2)]
-    for layer in range(layout.n_layers):  # of one layer there are more pages in as many bytes
-        rig.mover.scatter(rig.extents, rig.slots, rig.blocks, range(layer, layer + 1)).synchronize()
-    rig.assert_planes()
-    assert len(alone) == 1 + layout.n_layers
-    assert np.array_equal(rig.mover.scatter(rig.extents, rig.slots, rig.blocks, sums=True).checksums(), rig.sums())
-    rig.fill_planes()
-    rig.mover.gather(rig.extents, rig.slots, rig.blocks).synchronize()
-    assert len(alone) == 1 + layout.n_layers
+    assert looks == []
 
 
 def test_short_layers_are_summed_on_the_host(rigs: Any) -> None:
@@ -238,7 +293,7 @@ def test_short_layers_are_summed_on_the_host(rigs: Any) -> None:
     rig.assert_planes()
 
 
-@pytest.mark.parametrize("path", ["staged", "ends", "copy_engine"])
+@pytest.mark.parametrize("path", ["staged", "copy_engine"])
 def test_copies_wait_for_the_events_given(rigs: Any, path: str) -> None:
     """What is still writing the planes comes first; what comes later is not overwritten."""
     rig = rigs(LAYOUTS["mha"], path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import logging
 import math
@@ -32,24 +33,39 @@ KEY = {
     "gdscache": "0.1.0",
     "kernels": "0123456789abcdef",
 }
-UP = Rates({4096: 3.0, 16384: 12.0, 65536: 40.0, 262144: 50.0, 1048576: 54.0}, 50.0)
-DOWN = Rates({4096: 2.0, 16384: 8.0, 65536: 30.0, 262144: 52.0, 1048576: 53.0}, 30.0)
+UP = Rates(
+    {4096: 3.0, 16384: 12.0, 65536: 40.0, 262144: 50.0, 1048576: 54.0},
+    {COPY_ENGINE_FROM: 44.0, 4 * COPY_ENGINE_FROM: 52.0, 16 * COPY_ENGINE_FROM: 54.5},
+    50.0,
+)
+DOWN = Rates(
+    {4096: 2.0, 16384: 8.0, 65536: 30.0, 262144: 52.0, 1048576: 53.0},
+    {COPY_ENGINE_FROM: 28.0, 4 * COPY_ENGINE_FROM: 54.0, 16 * COPY_ENGINE_FROM: 56.5},
+    30.0,
+)
 MEASURED = Calibration(UP, DOWN, KEY, 0.5)
 CHOICES: list[Choice] = ["staged", "zero_copy", "copy_engine"]
 BOTH: list[Direction] = ["load", "store"]
 
-rates = st.builds(
-    Rates,
-    st.dictionaries(st.integers(1, 1 << 25), st.floats(0.001, 1000), min_size=1, max_size=9),
-    st.floats(0.001, 1000),
-)
+by_size = st.dictionaries(st.integers(1, 1 << 25), st.floats(0.001, 1000), min_size=1, max_size=9)
+rates = st.builds(Rates, by_size, by_size, st.floats(0.001, 1000))
 pieces = st.integers(1, 1 << 30)
+runs = pieces | st.integers(COPY_ENGINE_FROM - 2, 4 * COPY_ENGINE_FROM)
 
 
-def rising(given: Rates) -> Rates:
+def rising(given: dict[int, float]) -> dict[int, float]:
     """The same sizes with rates that never fall."""
-    sizes = sorted(given.copy_engine)
-    return Rates(dict(zip(sizes, sorted(given.copy_engine.values()), strict=True)), given.zero_copy)
+    return dict(zip(sorted(given), sorted(given.values()), strict=True))
+
+
+def staging(by_size: dict[int, float], zero_copy: float = 1.0) -> Rates:
+    """Rates where the copy engine alone is never worth it."""
+    return Rates(by_size, {COPY_ENGINE_FROM: 0.001}, zero_copy)
+
+
+def engine(by_size: dict[int, float]) -> Rates:
+    """Rates where the copy engine alone is all that is worth it."""
+    return Rates({4096: 0.001}, by_size, 0.001)
 
 
 def automatic(load: Rates = UP, store: Rates = DOWN) -> Paths:
@@ -60,44 +76,68 @@ def automatic(load: Rates = UP, store: Rates = DOWN) -> Paths:
 
 
 def test_a_measured_size_has_the_measured_rate() -> None:
-    for size, rate in UP.copy_engine.items():
-        assert UP.batched(size) == pytest.approx(rate)
+    for measured in (UP, DOWN):
+        for size, rate in measured.staged.items():
+            assert measured.staging(size) == pytest.approx(rate)
+        for size, rate in measured.copy_engine.items():
+            assert measured.engine(size) == pytest.approx(rate)
 
 
 def test_between_two_sizes_the_rate_goes_with_the_logarithm() -> None:
-    assert UP.batched(8192) == pytest.approx(math.sqrt(3.0 * 12.0))
-    assert UP.batched(4096 * 2**1) ** 2 == pytest.approx(UP.batched(4096) * UP.batched(16384))
+    assert UP.staging(8192) == pytest.approx(math.sqrt(3.0 * 12.0))
+    assert UP.staging(4096 * 2**1) ** 2 == pytest.approx(UP.staging(4096) * UP.staging(16384))
+    assert UP.engine(2 * COPY_ENGINE_FROM) == pytest.approx(math.sqrt(44.0 * 52.0))
 
 
 def test_below_the_smallest_size_each_piece_takes_its_time() -> None:
     for size in (1, 512, 4095):
-        assert size / UP.batched(size) == pytest.approx(4096 / 3.0)
+        assert size / UP.staging(size) == pytest.approx(4096 / 3.0)
+    large = engine({1 << 20: 50.0})
+    for size in (COPY_ENGINE_FROM, COPY_ENGINE_FROM + 1, (1 << 20) - 1):
+        assert size / large.engine(size) == pytest.approx((1 << 20) / 50.0)
 
 
 def test_above_the_largest_size_the_rate_stays() -> None:
-    assert UP.batched(1048577) == UP.batched(1 << 40) == 54.0
+    assert UP.staging(1048577) == UP.staging(1 << 40) == 54.0
+    assert UP.engine(16 * COPY_ENGINE_FROM + 1) == UP.engine(1 << 40) == 54.5
 
 
 def test_one_size_is_enough() -> None:
-    one = Rates({4096: 3.0}, 1.0)
-    assert (one.batched(2048), one.batched(4096), one.batched(1 << 30)) == (1.5, 3.0, 3.0)
+    one, large = Rates({4096: 3.0}, {1 << 20: 32.0}, 1.0), 1 << 20
+    assert (one.staging(2048), one.staging(4096), one.staging(1 << 30)) == (1.5, 3.0, 3.0)
+    assert (one.engine(large // 2), one.engine(large), one.engine(1 << 30)) == (16.0, 32.0, 32.0)
 
 
-@given(rates, pieces, pieces)
-def test_where_larger_pieces_were_faster_the_rate_never_falls(some: Rates, one: int, other: int) -> None:
+def test_the_two_curves_do_not_mix() -> None:
+    flat = Rates({4096: 3.0}, {4096: 7.0}, 11.0)
+    for size in (COPY_ENGINE_FROM, 1 << 20, 1 << 30):
+        assert (flat.staging(size), flat.engine(size)) == (3.0, 7.0)
+
+
+@given(by_size, pieces, pieces)
+def test_where_larger_pieces_were_faster_the_rate_never_falls(some: dict[int, float], one: int, other: int) -> None:
     small, large = sorted((one, other))
-    curve = rising(some)
-    assert 0 < curve.batched(small) <= curve.batched(large) * (1 + 1e-9)
+    staged, alone = staging(rising(some)), engine(rising(some))
+    assert 0 < staged.staging(small) <= staged.staging(large) * (1 + 1e-9)
+    assert 0 <= alone.engine(small) <= alone.engine(large) * (1 + 1e-9)
 
 
-@given(rates, pieces)
-def test_a_rate_lies_between_those_of_its_neighbours(some: Rates, piece: int) -> None:
-    sizes = sorted(some.copy_engine)
+@given(by_size, runs)
+def test_a_rate_lies_between_those_of_its_neighbours(some: dict[int, float], piece: int) -> None:
+    sizes = sorted(some)
     around = [size for size in sizes if size <= piece][-1:] + [size for size in sizes if size >= piece][:1]
-    low, high = (limit(some.copy_engine[size] for size in around) for limit in (min, max))
+    low, high = (limit(some[size] for size in around) for limit in (min, max))
     if piece < sizes[0]:
         low = 0.0
-    assert low * (1 - 1e-9) <= some.batched(piece) <= high * (1 + 1e-9)
+    assert low * (1 - 1e-9) <= staging(some).staging(piece) <= high * (1 + 1e-9)
+    if piece >= COPY_ENGINE_FROM:
+        assert low * (1 - 1e-9) <= engine(some).engine(piece) <= high * (1 + 1e-9)
+
+
+@given(by_size, st.integers(1, COPY_ENGINE_FROM - 1))
+def test_for_small_pieces_the_copy_engine_alone_has_no_rate(some: dict[int, float], piece: int) -> None:
+    assert engine(some).engine(piece) == 0.0
+    assert engine(some).engine(COPY_ENGINE_FROM) > 0.0
 
 
 # --- the choice --------------------------------------------------------------------------------------------------
@@ -106,12 +146,12 @@ def test_a_rate_lies_between_those_of_its_neighbours(some: Rates, piece: int) ->
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_forced_path_is_taken_whatever_was_measured(choice: Choice) -> None:
     forced = Paths(choice, "auto", lambda: MEASURED)
-    for span, run, sums in ((1, 1, True), (1 << 30, 1 << 30, True), (1, 1, False), (1 << 30, 1 << 30, False)):
-        assert forced.choose("load", span, run, sums=sums) == choice
-    assert forced.choose("store", 1 << 20, 1 << 20, sums=True) == "staged"
+    for size, sums, fused in itertools.product((1, 1 << 30), (False, True), (False, True)):
+        assert forced.choose("load", size, size, sums=sums, fused=fused) == choice
+    assert forced.choose("store", 1 << 20, 1 << 20, sums=True, fused=True) == "staged"
     backwards = Paths("auto", choice, lambda: MEASURED)
-    assert backwards.choose("store", 1, 1, sums=True) == choice
-    assert backwards.choose("load", 4096, 4096, sums=True) == "zero_copy"
+    assert backwards.choose("store", 1, 1, sums=True, fused=True) == choice
+    assert backwards.choose("load", 4096, 4096, sums=True, fused=True) == "zero_copy"
 
 
 def test_nothing_is_measured_where_both_paths_are_forced() -> None:
@@ -123,6 +163,13 @@ def test_nothing_is_measured_where_both_paths_are_forced() -> None:
     assert (forced.crossover("load"), forced.crossover("store")) == (None, None)
     assert forced.describe()["calibration"] is None
     assert [forced.choose(direction, 1, 1, sums=False) for direction in BOTH] == ["staged", "zero_copy"]
+
+
+@given(pieces, runs, st.booleans(), st.booleans(), st.sampled_from(BOTH))
+def test_where_it_cannot_be_measured_all_is_staged(
+    span: int, run: int, sums: bool, fused: bool, direction: Direction
+) -> None:
+    assert Paths("auto", "auto", lambda: None).choose(direction, span, run, sums=sums, fused=fused) == "staged"
 
 
 def test_small_pieces_go_by_the_kernel_and_large_ones_are_staged() -> None:
@@ -138,59 +185,104 @@ def test_each_direction_has_its_own_rates() -> None:
     swapped = automatic(DOWN, UP)
     assert swapped.crossover("load") == both.crossover("store")
     assert swapped.crossover("store") == both.crossover("load")
+    fast, slow = engine({COPY_ENGINE_FROM: 50.0}), staging({4096: 50.0})
+    for some, chosen in (
+        (automatic(fast, slow), ["copy_engine", "staged"]),
+        (automatic(slow, fast), ["staged", "copy_engine"]),
+    ):
+        assert [some.choose(direction, 1 << 20, 1 << 20, sums=True) for direction in BOTH] == chosen
 
 
-def test_the_copy_engine_alone_where_the_planes_have_large_pieces_and_nobody_wants_sums() -> None:
+def test_the_copy_engine_alone_where_the_planes_have_large_pieces_and_no_kernel_has_to_move_them() -> None:
     both = automatic()
-    assert both.choose("load", 1 << 20, 1 << 20, sums=False) == "copy_engine"
-    assert both.choose("load", 1 << 20, 1 << 20, sums=True) == "staged"
-    assert both.choose("load", 1 << 20, 16384, sums=False) == "staged"
+    for direction in BOTH:
+        assert both.choose(direction, 1 << 20, 1 << 20, sums=False) == "copy_engine"
+        assert both.choose(direction, 1 << 20, 1 << 20, sums=False, fused=True) == "copy_engine"
+        assert both.choose(direction, 1 << 20, 1 << 20, sums=True, fused=True) == "staged"
+        assert both.choose(direction, 1 << 20, 16384, sums=False) == "staged"
+    assert both.choose("store", 1 << 20, 1 << 20, sums=True) == "copy_engine"
+    assert both.choose("load", 1 << 20, 1 << 20, sums=True) == "staged"  # it would only be as fast
 
 
-@given(rates, pieces, pieces, st.sampled_from(BOTH))
-def test_sums_exclude_the_copy_engine_alone(some: Rates, span: int, run: int, direction: Direction) -> None:
-    assert automatic(some, some).choose(direction, span, run, sums=True) in ("staged", "zero_copy")
+@given(rates, pieces, runs, st.sampled_from(BOTH))
+def test_checksums_of_the_kernel_that_moves_the_bytes_exclude_the_copy_engine_and_nothing_else(
+    some: Rates, span: int, run: int, direction: Direction
+) -> None:
+    both = automatic(some, some)
+    fused, free = (both.choose(direction, span, run, sums=True, fused=fused) for fused in (True, False))
+    assert fused in ("staged", "zero_copy")
+    assert fused == both.choose(direction, span, 1, sums=True)
+    assert free in ("copy_engine", fused)
+    unwanted, plain = (both.choose(direction, span, run, sums=False, fused=fused) for fused in (True, False))
+    assert unwanted == plain
 
 
-@given(rates, pieces, pieces, st.booleans())
-def test_the_choice_is_never_far_from_the_best(some: Rates, span: int, run: int, sums: bool) -> None:
-    expected = {"staged": some.batched(span), "zero_copy": some.zero_copy, "copy_engine": some.batched(run)}
-    chosen = automatic(some, some).choose("load", span, run, sums=sums)
-    alone = run >= COPY_ENGINE_FROM and not sums
-    allowed = [rate for path, rate in expected.items() if path != "copy_engine" or alone]
-    assert expected[chosen] >= max(allowed) / 1.1 * 0.97 * (1 - 1e-9)
+@given(rates, pieces, runs, st.booleans(), st.sampled_from(BOTH))
+def test_the_copy_engine_is_taken_exactly_where_it_is_fast_enough(
+    some: Rates, span: int, run: int, sums: bool, direction: Direction
+) -> None:
+    chosen = automatic(some, some).choose(direction, span, run, sums=sums)
+    wanted = 0.97 if direction == "load" and not sums else 1.02
+    assert (chosen == "copy_engine") is (some.engine(run) >= wanted * max(some.staging(span), some.zero_copy))
 
 
-def test_a_load_ends_without_a_kernel_where_its_pieces_are_not_small_and_the_copy_engine_is_fast_with_them() -> None:
-    span = 1 << 20
-    for fast, piece, ends in ((45.1, 64 << 10, True), (44.9, 64 << 10, False), (50.0, (64 << 10) - 1, False)):
-        assert automatic(Rates({piece: fast, span: 50.0}, 1.0)).ends_without_kernel(span, piece) is ends
-    assert not Paths("staged", "auto", lambda: MEASURED).ends_without_kernel(span, span)
-    assert not Paths("auto", "auto", lambda: None).ends_without_kernel(span, span)
+@given(pieces, st.integers(1, COPY_ENGINE_FROM - 1), st.booleans(), st.sampled_from(BOTH))
+def test_small_pieces_never_go_by_the_copy_engine_alone(span: int, run: int, sums: bool, direction: Direction) -> None:
+    fast = engine({1: 1000.0})
+    assert automatic(fast, fast).choose(direction, span, run, sums=sums) != "copy_engine"
+    assert automatic(fast, fast).choose(direction, span, COPY_ENGINE_FROM, sums=sums) == "copy_engine"
 
 
-def test_a_kernel_must_win_clearly_and_the_copy_engine_may_lose_a_little() -> None:
-    flat = {4096: 50.0}
-    assert automatic(Rates(flat, 52.4)).choose("load", 4096, 1, sums=True) == "staged"
-    assert automatic(Rates(flat, 52.6)).choose("load", 4096, 1, sums=True) == "zero_copy"
-    piece, page = COPY_ENGINE_FROM, 4 * COPY_ENGINE_FROM
-    slope = {piece: 48.6, page: 50.0}
-    assert automatic(Rates(slope, 1.0)).choose("load", page, piece, sums=False) == "copy_engine"
-    assert automatic(Rates({piece - 1: 48.6, page: 50.0}, 1.0)).choose("load", page, piece - 1, sums=False) == "staged"
-    slope = {piece: 48.4, page: 50.0}
-    assert automatic(Rates(slope, 1.0)).choose("load", page, piece, sums=False) == "staged"
+@given(rates, pieces, runs, st.booleans(), st.booleans(), st.sampled_from(BOTH))
+def test_the_choice_is_never_far_from_the_best(
+    some: Rates, span: int, run: int, sums: bool, fused: bool, direction: Direction
+) -> None:
+    expected = {"staged": some.staging(span), "zero_copy": some.zero_copy, "copy_engine": some.engine(run)}
+    chosen = automatic(some, some).choose(direction, span, run, sums=sums, fused=fused)
+    allowed = [rate for path, rate in expected.items() if path != "copy_engine" or not (sums and fused)]
+    assert expected[chosen] >= max(allowed) / 1.05 / 1.02 * (1 - 1e-9)
 
 
-@given(rates, st.integers(9, 25))
-def test_the_crossover_is_where_the_choice_changes(some: Rates, bits: int) -> None:
-    both = automatic(rising(some), rising(some))
+def test_a_kernel_must_win_clearly_where_the_copies_are_large_and_staging_where_they_are_small() -> None:
+    for span, zero_copy, path in (
+        (65536, 52.4, "staged"),
+        (65536, 52.6, "zero_copy"),
+        (65535, 47.5, "staged"),
+        (65535, 47.7, "zero_copy"),
+    ):
+        assert automatic(staging({4096: 50.0}, zero_copy)).choose("load", span, 1, sums=True) == path
+
+
+@pytest.mark.parametrize(
+    ("direction", "sums", "enough", "too_little"),
+    [
+        ("load", False, 48.6, 48.4),
+        ("load", True, 51.1, 50.9),
+        ("store", False, 51.1, 50.9),
+        ("store", True, 51.1, 50.9),
+    ],
+)
+def test_the_copy_engine_may_lose_a_little_where_no_model_waits_for_it_and_must_win_elsewhere(
+    direction: Direction, sums: bool, enough: float, too_little: float
+) -> None:
+    page, piece = 4 * COPY_ENGINE_FROM, COPY_ENGINE_FROM
+    for staged, zero_copy in ((50.0, 1.0), (1.0, 50.0)):
+        fast, slow = (Rates({page: staged}, {piece: rate}, zero_copy) for rate in (enough, too_little))
+        assert automatic(fast, fast).choose(direction, page, piece, sums=sums) == "copy_engine"
+        assert automatic(fast, fast).choose(direction, page, piece - 1, sums=sums) != "copy_engine"
+        assert automatic(slow, slow).choose(direction, page, piece, sums=sums) != "copy_engine"
+
+
+@given(by_size, st.floats(0.001, 1000), st.integers(9, 25))
+def test_the_crossover_is_where_the_choice_changes(some: dict[int, float], zero_copy: float, bits: int) -> None:
+    both = automatic(staging(rising(some), zero_copy))
     border = both.crossover("load")
     path = both.choose("load", 1 << bits, 1, sums=True)
     assert (path == "staged") == (border is not None and 1 << bits >= border)
 
 
 def test_there_is_no_crossover_where_the_kernel_always_wins() -> None:
-    assert automatic(Rates({4096: 3.0, 1 << 20: 20.0}, 50.0)).crossover("load") is None
+    assert automatic(staging({4096: 3.0, 1 << 20: 20.0}, 50.0)).crossover("load") is None
 
 
 def test_the_description_is_plain_data() -> None:
@@ -198,6 +290,8 @@ def test_the_description_is_plain_data() -> None:
     assert (described["load_path"], described["store_path"]) == ("auto", "auto")
     assert described["staged_from_bytes"] == {"load": 262144, "store": 65536}
     assert described["calibration"]["load"]["zero_copy"] == 50.0
+    assert described["calibration"]["load"]["copy_engine"][str(COPY_ENGINE_FROM)] == 44.0
+    assert described["calibration"]["store"]["staged"]["4096"] == 2.0
     assert described["calibration"]["seconds"] == 0.5
 
 
@@ -234,6 +328,12 @@ def changed(*where: str, value: object) -> str:
         inside = inside[name]
     inside[where[-1]] = value
     return json.dumps(data)
+
+
+def without(direction: str, part: str) -> dict[str, Any]:
+    """What `MEASURED` has of one direction, less a part."""
+    rates = dataclasses.asdict(MEASURED)[direction]
+    return {name: value for name, value in rates.items() if name != part}
 
 
 def measured_anew(monkeypatch: pytest.MonkeyPatch, *, fresh: bool = False) -> bool:
@@ -309,12 +409,21 @@ BROKEN: dict[str, str | bytes] = {
     "no seconds": json.dumps({"key": KEY, "load": {}, "store": {}}),
     "load is a list": changed("load", value=[1, 2]),
     "store is null": changed("store", value=None),
-    "no sizes": changed("load", "copy_engine", value={}),
-    "sizes are a list": changed("load", "copy_engine", value=[3.0]),
-    "a size of zero": changed("load", "copy_engine", "0", value=3.0),
-    "a negative size": changed("store", "copy_engine", "-4096", value=3.0),
-    "a size that is none": changed("store", "copy_engine", "4KiB", value=3.0),
 }
+MEASURED_SIZES = {"staged": ("4096", "1048576"), "copy_engine": (str(COPY_ENGINE_FROM), str(16 * COPY_ENGINE_FROM))}
+for d in DIRECTIONS:
+    BROKEN |= {f"{d} without {part}": changed(d, value=without(d, part)) for part in (*MEASURED_SIZES, "zero_copy")}
+    for path in MEASURED_SIZES:
+        BROKEN |= {
+            f"{d}, {path}: no sizes": changed(d, path, value={}),
+            f"{d}, {path}: null": changed(d, path, value=None),
+            f"{d}, {path}: a rate": changed(d, path, value=3.0),
+            f"{d}, {path}: sizes are a list": changed(d, path, value=[3.0]),
+            f"{d}, {path}: a size of zero": changed(d, path, "0", value=3.0),
+            f"{d}, {path}: a negative size": changed(d, path, "-4096", value=3.0),
+            f"{d}, {path}: a size that is none": changed(d, path, "4KiB", value=3.0),
+            f"{d}, {path}: a size with a fraction": changed(d, path, "4096.5", value=3.0),
+        }
 for name, bad in {
     "zero": 0.0,
     "negative": -1.0,
@@ -327,8 +436,10 @@ for name, bad in {
     "a list": [],
 }.items():
     BROKEN |= {f"{d} by kernel {name}": changed(d, "zero_copy", value=bad) for d in DIRECTIONS}
-    for size in ("4096", "1048576"):
-        BROKEN |= {f"{d} at {size} {name}": changed(d, "copy_engine", size, value=bad) for d in DIRECTIONS}
+    for path, sizes in MEASURED_SIZES.items():
+        BROKEN |= {
+            f"{d}, {path} at {size} {name}": changed(d, path, size, value=bad) for d in DIRECTIONS for size in sizes
+        }
     BROKEN |= {f"seconds {name}": changed("seconds", value=bad)}
 
 

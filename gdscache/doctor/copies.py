@@ -163,7 +163,7 @@ def model_paths(
     """
     bounds, pieces = layout.layer_bounds, layout.pieces
     sums = sums and all(end - start >= SHORTEST for start, end in bounds)
-    fused = sums and any((end - start) % 16 for start, end in bounds)
+    fused = any((end - start) % 16 for start, end in bounds)
     smallest = min(range(layout.n_layers), key=lambda layer: bounds[layer][1] - bounds[layer][0])
     parts = {"all layers": range(layout.n_layers), "one layer": range(smallest, smallest + 1)}
     group = layout.layer_groups[0]
@@ -174,8 +174,8 @@ def model_paths(
         run = min(piece.nbytes for layer in layers for piece in pieces[layer])
         path = choice
         if choice == "auto" and calibration is not None:
-            path = _automatic(calibration).choose(direction, span, run, fused=fused)
-        aside = "; checksums on the host" if fused and path == "copy_engine" else ""
+            path = _automatic(calibration).choose(direction, span, run, sums=sums, fused=fused)
+        aside = "; checksums on the host" if sums and fused and path == "copy_engine" else ""
         value = f"{choice}: {path} ({about(span)} together in an extent, {about(run)} in the planes{aside})"
         data = {"path": path, "layers": len(layers), "extent_bytes": span, "plane_bytes": run}
         yield Row(f"gpu.{direction}_path, {label}", value, "ok" if choice == "auto" else "info", data=data)

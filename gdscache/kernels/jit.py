@@ -52,6 +52,11 @@ def options(sources: Path = SOURCES, **macros: int | str) -> tuple[str, ...]:
     return ("-std=c++17", f"-I{sources}", f"-DGDSCACHE_SOURCE=0x{source_digest(sources)}ULL", *defines)
 
 
+def parallel(version: tuple[int, int]) -> tuple[str, ...]:
+    """Options that let this version of NVRTC compile the kernels of a source on several cores, where it can."""
+    return ("--split-compile=0",) if version >= (12, 9) else ()
+
+
 class Kernel:
     """One compiled kernel. `form` has the C types of its arguments, as `struct` names them.
 
@@ -83,10 +88,9 @@ def build(
         try:
             import cupy
 
+            every = (*options(sources, **macros), *parallel(cupy.cuda.nvrtc.getVersion()))
             with torch.cuda.device(device):
-                module = cupy.RawModule(
-                    code=(sources / source).read_text(encoding="utf-8"), options=options(sources, **macros)
-                )
+                module = cupy.RawModule(code=(sources / source).read_text(encoding="utf-8"), options=every)
                 driver = Driver(device)
                 return {name: Kernel(module.get_function(name), driver, form) for name, form in forms.items()}
         except Exception as error:

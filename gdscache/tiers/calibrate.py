@@ -27,7 +27,7 @@ from gdscache.tiers.cuda_mover import CudaMover
 from gdscache.tiers.paths import Calibration, Choice, Direction, Rates
 
 PIECES = (8 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 2 << 20)
-ENGINE_PIECES = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
+ENGINE_PIECES = (128 << 10, 256 << 10, 512 << 10, 2 << 20)
 _ZERO_COPY_PIECE = 8 << 10
 _BUFFER = 128 << 20
 _REPEATS = 3

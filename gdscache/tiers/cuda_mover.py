@@ -102,7 +102,7 @@ class CudaMover(Mover):
         on_gpu = sums and self.kernels.has_sums
         if not len(slots) or not layers:
             return Moved(None, None, host_digests(extents, (), layers))
-        path = self.path(direction, extents, layers, sums=on_gpu, blocks=blocks)
+        path = self.path(direction, extents, layers, sums=on_gpu)
         lane = self._loads if direction == "load" else self._stores
         on_gpu = on_gpu and (path != "copy_engine" or self.kernels.can_look)
         with lane.entered():
@@ -123,37 +123,16 @@ class CudaMover(Mover):
         taken = transfer.read_digests if on_gpu else host_digests(extents, slots, layers)
         return Moved(event, read or event, taken)
 
-    def path(
-        self,
-        direction: Direction,
-        extents: Extents,
-        layers: range,
-        *,
-        sums: bool,
-        blocks: torch.Tensor | None = None,
-    ) -> Route:
-        """The way that these layers of a page take; `device` where the extents are in GPU memory themselves.
-
-        `blocks`: those of the pages, by default as if none were neighbours.
-        """
+    def path(self, direction: Direction, extents: Extents, layers: range, *, sums: bool) -> Route:
+        """The way that these layers of a page take; `device` where the extents are in GPU memory themselves."""
         if extents.rows.is_cuda:
             return "device"
         if not extents.pinned:
             return "staged"
         bounds = self.layout.layer_bounds
         span = bounds[layers.stop - 1][1] - bounds[layers.start][0]
-        run = self._run(layers, blocks)
-        return self.paths.choose(direction, span, run, fused=sums and not self.kernels.can_look)
-
-    def _run(self, layers: range, blocks: torch.Tensor | None) -> int:
-        """Bytes that lie together in the planes: of the shortest piece, and with `blocks` on average, since pieces in
-        neighbouring blocks are one copy."""
-        planes = [plane for layer in layers for plane in self.kernels.runs[layer]]
-        run = min(plane.run_bytes for plane in planes)
-        if blocks is None or blocks.shape[1] < 2 or any(plane.block_stride != plane.run_bytes for plane in planes):
-            return run
-        neighbours = int(np.count_nonzero(np.diff(blocks.numpy(), axis=1) == 1))
-        return run * blocks.numel() // (blocks.numel() - neighbours)
+        run = min(runs.run_bytes for layer in layers for runs in self.kernels.runs[layer])
+        return self.paths.choose(direction, span, run, sums=sums, fused=not self.kernels.can_look)
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 

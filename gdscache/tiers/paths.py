@@ -26,11 +26,14 @@ Direction = Literal["load", "store"]
 # A zero-copy kernel loses a quarter of its speed beside a model's kernels and takes SMs from them, and beside staged
 # copies the other way both came to 0.55 of what they should: it has to win when alone. Where the copies are small,
 # staging has to: a busy host hands long lists of them over at two thirds of the speed of the calibration, whose lists
-# are short. And copies that need no SM at all may be a little slower.
+# are short.
 _MUST_WIN_BY = 1.05
+_SMALL = 64 << 10
+# Loads by the copy engine alone may be a little slower, since they lose nothing beside a model's kernels, where staged
+# ones lose 5 %. Otherwise it has to win: it takes the driver's lock for an entry a piece, and the model's thread waits.
 _COPY_ENGINE_MAY_LOSE = 0.97
-# Alone it takes an entry a piece, which costs the host more than it saves where pieces are smaller.
-COPY_ENGINE_FROM = 64 << 10
+_COPY_ENGINE_MUST_WIN_BY = 1.02
+COPY_ENGINE_FROM = 128 << 10  # bytes of a piece: smaller ones cost the host more than they save
 _BY_SIZE = ("staged", "copy_engine")
 
 
@@ -84,17 +87,18 @@ class Paths:
         self._forced: dict[Direction, Choice] = {"load": load, "store": store}
         self.calibration = measure() if "auto" in (load, store) else None
 
-    def choose(self, direction: Direction, span: int, run: int, *, fused: bool = False) -> Path:
+    def choose(self, direction: Direction, span: int, run: int, *, sums: bool, fused: bool = False) -> Path:
         """The path for pages of which `span` bytes lie together in the extent and `run` bytes in the planes.
 
-        `fused`: checksums are wanted that only the kernel which moves the bytes can take.
+        `sums`: checksums are wanted; `fused`: only the kernel that moves the bytes can take them.
         """
         forced = self._forced[direction]
         if forced != "auto" or self.calibration is None:
             return "staged" if forced == "auto" else forced
         rates = self.calibration.rates(direction)
-        staged = rates.staging(span)
-        if not fused and rates.engine(run) >= _COPY_ENGINE_MAY_LOSE * max(staged, rates.zero_copy):
+        staged, engine = rates.staging(span), rates.engine(run)
+        handicap = _COPY_ENGINE_MAY_LOSE if direction == "load" and not sums else _COPY_ENGINE_MUST_WIN_BY
+        if not (sums and fused) and engine >= handicap * max(staged, rates.zero_copy):
             return "copy_engine"
         return "zero_copy" if rates.zero_copy > _handicap(span) * staged else "staged"
 
@@ -122,7 +126,7 @@ class Paths:
 
 def _handicap(span: int) -> float:
     """How many times as fast as staged copies of so many bytes a zero-copy kernel has to be."""
-    return _MUST_WIN_BY if span >= COPY_ENGINE_FROM else 1 / _MUST_WIN_BY
+    return _MUST_WIN_BY if span >= _SMALL else 1 / _MUST_WIN_BY
 
 
 # -- the calibration's file --------------------------------------------------------------------------------------------

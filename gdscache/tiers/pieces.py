@@ -23,7 +23,7 @@ class Pieces:
     """The pieces of a page's layers in the order of the extent; every array has one value a piece.
 
     Piece `i` begins at `offset[i]` of the extent, and in the planes at `base[i] + stride[i] * b`, `b` being the page's
-    `block[i]`-th block.
+    `block[i]`-th block. `opens[i]`: it is its plane's first.
     """
 
     base: Integers
@@ -31,6 +31,7 @@ class Pieces:
     block: Integers
     offset: Integers
     nbytes: Addresses
+    opens: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, runs: Sequence[Sequence[PlaneRuns]], bounds: Sequence[tuple[int, int]], layers: range) -> Pieces:
@@ -46,15 +47,17 @@ class Pieces:
                         number // plane.runs_per_block,
                         bounds[layer][0] + plane.start + number * plane.run_bytes,
                         np.full(len(number), plane.run_bytes),
+                        number,
                     )
                 )
-        base, stride, block, offset, nbytes = (np.concatenate(column) for column in zip(*columns, strict=True))
-        return cls(base, stride, block, offset, nbytes.astype(np.uint64))
+        base, stride, block, offset, nbytes, number = (np.concatenate(column) for column in zip(*columns, strict=True))
+        return cls(base, stride, block, offset, nbytes.astype(np.uint64), number == 0)
 
     def lists(self, transfer: Transfer, first: int, end: int) -> Iterator[tuple[Addresses, Addresses, Addresses]]:
         """Where pages `first ... end - 1` of a transfer lie in the planes and in their extents, and how many bytes.
 
-        Some pages at a time, neighbours merged, never across two registrations of host memory.
+        Some pages at a time, neighbours merged, never across two planes, which may be two allocations side by side, nor
+        across two pages, which may lie in two registrations of host memory.
         """
         memory = transfer.extents.rows
         pages = max(1, _FIRST // len(self.base))
@@ -63,7 +66,5 @@ class Pieces:
             extents = memory.data_ptr() + transfer.slots[first:stop] * memory.stride(0)
             planes = (self.base + transfer.blocks[first:stop, self.block] * self.stride).ravel().astype(np.uint64)
             host = (extents[:, None] + self.offset).ravel().astype(np.uint64)
-            fences = np.zeros((stop - first, len(self.base)), dtype=bool)
-            fences[:, 0] = transfer.borders(first, stop - first)
-            yield merge(planes, host, np.tile(self.nbytes, stop - first), fences.ravel())
+            yield merge(planes, host, np.tile(self.nbytes, stop - first), np.tile(self.opens, stop - first))
             first, pages = stop, max(1, _ENTRIES // len(self.base))
