@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,6 +94,52 @@ def test_the_colder_chain_goes_before_the_warmer_one_is_touched(order: str, evic
     assert index.evict(evicted) == evicted
     assert kept(index, warm) == list(range(5))
     assert kept(index, cold) == list(range(5 - evicted))
+
+
+uses = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=12)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("touch"), uses),
+        st.tuples(st.just("put"), st.integers(0, 3)),
+        st.tuples(st.just("evict"), st.integers(1, 3)),
+        st.tuples(st.just("retain"), st.integers(0, 3)),
+        st.tuples(st.just("drop"), st.integers(0, 3)),
+    ),
+    max_size=30,
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(steps=steps, kept=st.integers(0, 20))
+def test_uses_that_count_later_count_as_if_they_had_at_once(
+    policy: str, steps: list[tuple[str, Any]], kept: int
+) -> None:
+    chains = [chain(number, 6) for number in range(4)]
+    later, at_once = (PageIndex(12, new_policy(policy)) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gdscache.tiers.index._USES_KEPT", kept)
+        for what, given_ in steps:
+            for index in (later, at_once):
+                if what == "touch":
+                    index.touch([chains[number][i].key for number, i in given_])
+                elif what == "put":
+                    pages = [page for page in chains[given_] if page.key not in index]
+                    slots = index.allocate_some(len(pages), pages=pages)
+                    index.insert_all(pages, slots, PageState.VERIFIED, [DEFAULT] * len(pages))
+                    for page in pages[: len(slots)]:
+                        index.lease(entry := index.find(page.key) or pytest.fail("a page is gone"))
+                        index.release(entry)
+                elif what == "evict":
+                    index.evict(given_)
+                elif what == "retain":
+                    index.retain(chains[given_][0].key, Retention(1, None))
+                elif (entry := index.get(chains[given_][-1].key)) is not None:
+                    index.drop(entry)
+            at_once._count_uses()
+            assert len(later._uses) <= kept
+            assert {e.key for e in later} == {e.key for e in at_once}
+        assert list(later._in_order()) == list(at_once._in_order())
+        assert later.check() == at_once.check() == []
 
 
 def test_a_large_tier_evicts_some_tails_ahead_but_no_head_for_it() -> None:

@@ -79,7 +79,13 @@ def index_tables(report: Mapping[str, Any]) -> list[Table]:
     """The report of `bench index` as a table."""
     table = new_table("Index", "what", "figure", "")
     found, reopened, held = report["lookup"], report["reopen"], report["memory"]
-    for name, label in (("hash", "bare hash loop"), ("numpy", "lookup, numpy tokens"), ("list", "lookup, list tokens")):
+    labels = {
+        "hash": "bare hash loop",
+        "numpy": "lookup, numpy tokens",
+        "list": "lookup, list tokens",
+        "in_a_row": "lookups in a row, numpy tokens",
+    }
+    for name, label in labels.items():
         table.add_row(f"{label}, {found['pages']:,} pages", f"{found[f'{name}_seconds']['median'] * 1e3:.2f} ms", "")
     table.add_row("lookup / hash loop, numpy", _ratio(found), verdict(found, "at most"))
     table.add_row("lookup / hash loop, list", f"{found['list_ratio']:.2f}", "")

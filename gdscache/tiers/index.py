@@ -27,6 +27,7 @@ from gdscache.tiers.slots import FreeSlots
 
 KEY = np.dtype(f"V{KEY_BYTES}")
 NO_RETENTIONS: Mapping[int, Retention] = {}
+_USES_KEPT = 8192  # uses at most that are not in the eviction orders yet
 _AHEAD = 32  # pages at most that go with those that have to, so that the next few need not look for victims
 
 
@@ -105,6 +106,7 @@ class PageIndex:
         self._orphans: dict[bytes, int] = {}  # ... that follow a page which is not in the tier, by its key
         self._policy: EvictionPolicy = LRU() if policy is None else policy  # of priority 0
         self._orders = self._new_orders(self._policy)
+        self._uses: list[bytes] = []  # since the orders were looked at last
         self._retained: dict[bytes, Retention] = {}  # of the pages whose retention is not the default
         self._expiries = Expiries()
         self._free = FreeSlots(slots)
@@ -226,10 +228,21 @@ class PageIndex:
         return len(keys)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Count a use of each present page. Give a prefix tail first, so that its head stays longest."""
-        resting, entries, retained = self._resting, self._entries, self._retained
-        present = [key for key in keys if key in resting or key in entries]
-        if not retained:
+        """Count a use of each present page. Give a prefix tail first, so that its head stays longest.
+
+        It counts when somebody looks at the order or changes it: a request that finds its pages does not wait for it.
+        """
+        self._uses.extend(keys)
+        over = len(self._uses) - _USES_KEPT
+        if over > 0:  # no more than what came now
+            self._count_uses(over)
+
+    def _count_uses(self, most: int | None = None) -> None:
+        """Bring the eviction orders up to date, by the `most` oldest uses or by all. No page came or went since."""
+        uses, self._uses = self._uses[:most], [] if most is None else self._uses[most:]
+        resting, entries = self._resting, self._entries
+        present = [key for key in uses if key in resting or key in entries]
+        if not self._retained:
             self._policy.touch_all(present)
             return
         for key in present:
@@ -304,6 +317,8 @@ class PageIndex:
         self, pages: Iterable[Page], slots: Iterable[int], state: PageState, retentions: Iterable[Retention]
     ) -> list[Entry]:
         """`insert` each page into its slot, as far as there are slots."""
+        if self._uses:
+            self._count_uses()
         entries, children, orphans, insert = self._entries, self._children, self._orphans, self._policy.insert
         parents, namespaces = self._parents, self._namespaces
         inserted: list[Entry] = []
@@ -345,6 +360,7 @@ class PageIndex:
         `keys` and `parents` are of dtype V32, `namespaces` positions in `digests`, `order` positions of pages, the
         least recently used first; `retentions`: by position, where they are not the default.
         """
+        self._uses = []
         names = [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", keys.tobytes())]
         self._resting = dict(zip(names, slots.tolist(), strict=True))
         self._restore_orders(names, order, retentions)
@@ -387,6 +403,8 @@ class PageIndex:
         """Make a page invisible now (a reserved one: undo the reservation); its slot goes with its last lease."""
         if entry.dropped:
             return
+        if self._uses:
+            self._count_uses()
         entry.dropped = True
         del self._entries[entry.key]
         self._unlink(entry.key, entry.parent, entry.namespace, entry.slot)
@@ -422,6 +440,8 @@ class PageIndex:
         new = old if old is None else old.joined(retention)
         if old is None or new is None or new == old:
             return False
+        if self._uses:
+            self._count_uses()
         if key in self._retained:
             self._forget_retention(key)
         if new != DEFAULT:
@@ -484,6 +504,8 @@ class PageIndex:
 
     def _in_order(self) -> Iterator[bytes]:
         """All pages, those of the lowest priority first, within a priority in the tier's order."""
+        if self._uses:
+            self._count_uses()
         return itertools.chain.from_iterable(self._orders)
 
     # -- pages that a lower tier has not got yet ------------------------------------------------------------------
@@ -559,6 +581,7 @@ class PageIndex:
         self._resting, self._policy, self._orphans = {}, self._policy.empty(), {}
         self._orders, self._retained, self._expiries = self._new_orders(self._policy), {}, Expiries()
         self._dirty = set()
+        self._uses = []
         self._children = array("i", bytes(4 * self.slots))
         return detached
 
@@ -617,7 +640,7 @@ class PageIndex:
         return slot if self._children[slot] <= gone and slot not in self._dirty else None
 
     def _unlink(self, key: bytes, parent: bytes, namespace: bytes, slot: int) -> None:
-        """A page is in no order any more, and follows none."""
+        """A page is in no order any more, and follows none. All uses are counted."""
         self._dirty.discard(slot)
         if not self._retained:
             self._policy.remove(key)
@@ -703,6 +726,7 @@ class PageIndex:
 
     def mend(self, elsewhere: Iterable[int] = ()) -> None:
         """Make free what no page holds, and count followers anew. `elsewhere`: slots held outside the index."""
+        self._count_uses()
         pages = list(self)
         used = np.zeros(self.slots, np.bool_)
         used[[*(e.slot for e in pages), *self._leaving, *elsewhere]] = True
