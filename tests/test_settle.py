@@ -38,7 +38,7 @@ def bad(host: Host, tokens: list[int], page: int) -> None:
 def stored(host: Host, *prompts: list[int]) -> None:
     for tokens in prompts:
         host.store(tokens)
-    quiet(host.engine)
+        quiet(host.engine)  # else the SSD may refuse the next, whose pages fill half of a small CPU tier
     drop_from(host.engine, "cpu")
 
 
