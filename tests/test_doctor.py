@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from test_paths import DOWN, UP
 
 from gdscache import cli, doctor
 from gdscache.config import Config, GpuConfig, load_config
@@ -36,22 +37,12 @@ from gdscache.sizes import about
 from gdscache.tiers import calibrate, paths
 from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.cuda_mover import CudaMover
-from gdscache.tiers.paths import COPY_ENGINE_FROM, Calibration, Choice, Rates
+from gdscache.tiers.paths import Calibration, Choice, Rates
 from gdscache.tiers.transfer import open_mover
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128, "page_tokens": 16}  # 64 KiB a layer
 KEY = {"gpu": "H200", "gpu_uuid": "GPU-1", "driver": "13000", "copy_engine": "batch_13", "kernels": "0123456789abcdef"}
-UP = Rates(
-    {4096: 3.0, 16384: 12.0, 65536: 40.0, 262144: 50.0, 1048576: 54.0},
-    {COPY_ENGINE_FROM: 44.0, 4 * COPY_ENGINE_FROM: 52.0, 16 * COPY_ENGINE_FROM: 54.5},
-    50.0,
-)
-DOWN = Rates(
-    {4096: 2.0, 16384: 8.0, 65536: 30.0, 262144: 52.0, 1048576: 53.0},
-    {COPY_ENGINE_FROM: 28.0, 4 * COPY_ENGINE_FROM: 54.0, 16 * COPY_ENGINE_FROM: 56.5},
-    30.0,
-)
 MEASURED = Calibration(UP, DOWN, KEY, 0.5)
 HINT = "install it"
 
