@@ -6,7 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, Self
 
 import numpy as np
@@ -30,9 +30,6 @@ class EvictionPolicy(Protocol):
 
     def touch(self, key: bytes) -> None:
         """A use of a present page."""
-
-    def touch_all(self, keys: Iterable[bytes]) -> None:
-        """A use of each of these present pages, in this order."""
 
     def remove(self, key: bytes) -> None:
         """The page is gone."""
@@ -104,10 +101,6 @@ class LRU(Undeferred):
             self._order[key] = None
         self._order.move_to_end(key)
 
-    def touch_all(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self.touch(key)
-
     def remove(self, key: bytes) -> None:
         if not self._cold_to:
             del self._order[key]
@@ -174,10 +167,6 @@ class AfterRestored(Undeferred, ABC):
             self._restored.remove(key)
             self._insert(key, b"")
             self._touch(key)
-
-    def touch_all(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self.touch(key)
 
     def remove(self, key: bytes) -> None:
         self._pages -= 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from typing import ClassVar
 
 from gdscache.policy_levels import Levels
@@ -74,30 +73,6 @@ class Lifetime(Levels):
         if bits >> 36 & 0xFFFF < self._monitor.limit:
             self._monitor.see(bits, number, self._stored)
         return True
-
-    def touch_all(self, keys: Iterable[bytes]) -> None:
-        """As `touch`, which would take twice as long: a hit of a long prompt waits for it."""
-        at, most, before, see, read = self._at, self.USES, self.KIN - 1, self._monitor.see, int.from_bytes
-        now, lifetimes, stored, limit = self._now, self._lifetimes, self._stored, self._monitor.limit
-        for key in keys:
-            level = at.get(key)
-            if level is None:
-                self.touch(key)
-                now, lifetimes, stored, limit = self._now, self._lifetimes, self._stored, self._monitor.limit
-                continue
-            state = level.uses[key]
-            if state & _USES < most:
-                state += 1
-            class_ = before + (state & _USES)
-            number = now + lifetimes[class_]
-            if number == level.number and not level.aside:
-                level.uses[key] = state
-                level.uses.move_to_end(key)
-            else:
-                self._move(key, level, number, state)
-            bits = read(key[:8], "little")
-            if bits >> 36 & 0xFFFF < limit:
-                see(bits, class_, stored)
 
     def _remove(self, key: bytes) -> bool:
         level = self._at.pop(key, None)

@@ -67,13 +67,6 @@ class PolicyMachine(RuleBasedStateMachine):
                 self.policy.touch(key)
                 self.model.touch(key)
 
-    @rule(keys=st.lists(keys, max_size=6))
-    def touch_all(self, keys: list[bytes]) -> None:
-        present = [key for key in keys if key in self.model.order()]
-        self.policy.touch_all(iter(present))
-        for key in present:
-            self.model.touch(key)
-
     @precondition(lambda self: self.model.order())
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:

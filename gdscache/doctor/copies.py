@@ -13,7 +13,7 @@ from gdscache.doctor.facts import Asked, CalibrationFacts, CopyFacts, Facts, Fou
 from gdscache.doctor.report import Row, Verdict, answer
 from gdscache.driver import Driver
 from gdscache.kernels.copy_engine import CopyEngine
-from gdscache.kernels.cuda import SHORTEST
+from gdscache.kernels.cuda import SHORTEST, can_look
 from gdscache.layout import PageLayout
 from gdscache.memory import HostBuffer
 from gdscache.sizes import about
@@ -163,7 +163,7 @@ def model_paths(
     """
     bounds, pieces = layout.layer_bounds, layout.pieces
     sums = sums and all(end - start >= SHORTEST for start, end in bounds)
-    fused = any((end - start) % 16 for start, end in bounds)
+    fused = not can_look(layout)
     smallest = min(range(layout.n_layers), key=lambda layer: bounds[layer][1] - bounds[layer][0])
     parts = {"all layers": range(layout.n_layers), "one layer": range(smallest, smallest + 1)}
     group = layout.layer_groups[0]

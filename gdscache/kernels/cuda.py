@@ -13,6 +13,7 @@ import torch
 
 from gdscache.errors import SlotRangeError, UnsupportedRequestError
 from gdscache.kernels import jit
+from gdscache.layout import PageLayout
 from gdscache.planes import PagedPlanes
 
 SOURCE = "pages.cu"
@@ -83,6 +84,11 @@ class Indices:
     listed: bytes = b""
 
 
+def can_look(layout: PageLayout) -> bool:
+    """Whether a kernel can take the checksums of pages from the planes alone."""
+    return all(end - start >= SHORTEST and (end - start) % 16 == 0 for start, end in layout.layer_bounds)
+
+
 class PageKernels:
     """The kernels for one set of planes. Raises `KernelUnavailableError` when they cannot be built.
 
@@ -98,7 +104,7 @@ class PageKernels:
         self.layout = planes.layout
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.has_sums = all(end - start >= SHORTEST for start, end in self.layout.layer_bounds)
-        self.can_look = self.has_sums and all((end - start) % 16 == 0 for start, end in self.layout.layer_bounds)
+        self.can_look = can_look(self.layout)
         self.runs = self._describe()
         self._table = self._upload()
         self._vector = self._widest()

@@ -239,14 +239,15 @@ class PageIndex:
 
     def _count_uses(self, most: int | None = None) -> None:
         """Bring the eviction orders up to date, by the `most` oldest uses or by all. No page came or went since."""
-        uses, self._uses = self._uses[:most], [] if most is None else self._uses[most:]
-        resting, entries = self._resting, self._entries
-        present = [key for key in uses if key in resting or key in entries]
-        if not self._retained:
-            self._policy.touch_all(present)
+        if not self._uses:
             return
-        for key in present:
-            self._order(key).touch(key)
+        uses, self._uses = self._uses[:most], [] if most is None else self._uses[most:]
+        resting, entries, touch, retained = self._resting, self._entries, self._policy.touch, self._retained
+        for key in uses:
+            if retained and key in retained:
+                self._order(key).touch(key)
+            elif key in resting or key in entries:
+                touch(key)
 
     # -- slots without a page -------------------------------------------------------------------------------------
 
@@ -317,8 +318,7 @@ class PageIndex:
         self, pages: Iterable[Page], slots: Iterable[int], state: PageState, retentions: Iterable[Retention]
     ) -> list[Entry]:
         """`insert` each page into its slot, as far as there are slots."""
-        if self._uses:
-            self._count_uses()
+        self._count_uses()
         entries, children, orphans, insert = self._entries, self._children, self._orphans, self._policy.insert
         parents, namespaces = self._parents, self._namespaces
         inserted: list[Entry] = []
@@ -403,8 +403,7 @@ class PageIndex:
         """Make a page invisible now (a reserved one: undo the reservation); its slot goes with its last lease."""
         if entry.dropped:
             return
-        if self._uses:
-            self._count_uses()
+        self._count_uses()
         entry.dropped = True
         del self._entries[entry.key]
         self._unlink(entry.key, entry.parent, entry.namespace, entry.slot)
@@ -440,8 +439,7 @@ class PageIndex:
         new = old if old is None else old.joined(retention)
         if old is None or new is None or new == old:
             return False
-        if self._uses:
-            self._count_uses()
+        self._count_uses()
         if key in self._retained:
             self._forget_retention(key)
         if new != DEFAULT:
@@ -504,8 +502,7 @@ class PageIndex:
 
     def _in_order(self) -> Iterator[bytes]:
         """All pages, those of the lowest priority first, within a priority in the tier's order."""
-        if self._uses:
-            self._count_uses()
+        self._count_uses()
         return itertools.chain.from_iterable(self._orders)
 
     # -- pages that a lower tier has not got yet ------------------------------------------------------------------
