@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import random
 import resource
+import select
 import threading
 import time
 from collections.abc import Iterator
@@ -141,6 +143,32 @@ def test_a_batch_is_begun_while_another_waits(transport: UringTransport, tmp_pat
             assert waits.pending == 1
             os.write(end, bytes(SECTOR))
             assert waits.wait(soon()) == [None]
+    finally:
+        os.close(end)
+
+
+def test_writes_that_hang_leave_room_for_reads(transport: UringTransport, tmp_path: Path, data: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    end = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+    full = fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, SECTOR)
+    os.write(end, bytes(full))
+    stuck, file = transport.open(fifo), transport.open(data)
+    try:
+        with HostBuffer(FILE_BYTES, "off") as memory, HostBuffer(SECTOR, "off") as other:
+            writes = [transport.submit(Op.WRITE, [IORequest(stuck, 0, other.view)]) for _ in range(2 * transport._most)]
+            time.sleep(0.05)
+            read = transport.submit(Op.READ, [IORequest(file, 0, memory.view)])
+            try:
+                assert read.wait(soon()) == [None]
+                assert memory.view == data.read_bytes()
+                assert all(write.pending for write in writes)
+            finally:  # let all of them end, or the transport never closes
+                while any(write.pending for write in writes):
+                    select.select([end], [], [], 1)
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(end, full)
+            assert all(write.wait(soon()) == [None] for write in writes)
     finally:
         os.close(end)
 

@@ -38,7 +38,7 @@ def measure(client: EngineClient, cell: Cell) -> dict[str, Any]:
         for _ in range(REQUESTS):
             request = Request(tokens[: part + more], part + more, 1, computed=part)
             request.blocks = pool.take(-(-(part + more) // pool.block_tokens)) or []
-            request.table = torch.tensor(request.blocks, device=client.device)
+            request.places = client.pool.places(request.blocks)
             requests.append(request)
             batch.append((cache.lookup(tokens[:part]), request.blocks[: part // pool.block_tokens]))
         client.idle()
@@ -51,7 +51,7 @@ def measure(client: EngineClient, cell: Cell) -> dict[str, Any]:
                 waits.append(time.perf_counter() - start)
 
         with torch.inference_mode():
-            client.model(batch_of([(r, more) for r in requests], pool.block_tokens, client.device), pool.planes, ready)
+            client.model(batch_of([(r, more) for r in requests], client.device), pool.rows, ready)
         load.result()
         client.idle()
         for request in requests:

@@ -29,6 +29,10 @@ from gdscache.storage.workers import MAX_PIECES, READS_PER_WRITE, Result, run_by
 _WAKE = 0  # user data of the read that ends when somebody submits
 _AGAIN = (errno.EAGAIN, errno.EINTR)
 _PATIENCE_S = 0.002  # that ended requests wait for others to be taken with
+# Runs in flight for each thread of the kernel, which must not run dry while a round of answers and new requests waits
+# for the interpreter's lock. Fewer of them are writes, which the kernel would not let a read overtake.
+_DEPTH, _WRITES = 8, 3
+_ANSWERED = 4  # where others wait to be begun, answers wait for one in so many of those in flight
 
 
 class _Batch:
@@ -88,7 +92,7 @@ class _Odd:
 
 
 class UringTransport(PosixTransport):
-    """Files are opened as `posix` opens them. `threads` threads of the kernel move runs, and twice as many wait.
+    """Files are opened as `posix` opens them. `threads` threads of the kernel move runs, and seven times as many wait.
 
     Raises `TransportUnavailableError` where there is no io_uring.
     """
@@ -98,17 +102,17 @@ class UringTransport(PosixTransport):
     def __init__(self, threads: int, direct_io: Switch = "auto") -> None:
         if threads < 1:
             raise InvalidValueError(f"a transport with {threads} threads moves nothing", "set threads to 1 or more")
-        self._most = 3 * threads  # runs in flight
-        self._many = max(1, threads // 2)  # ... of which so many are answered at once, where others wait to be begun
+        self._most = _DEPTH * threads  # runs in flight
+        self._most_writes = _WRITES * threads
         self._ring = Ring(self._most + 2, threads)
         self._signal = (ctypes.c_uint64 * 1)()
         self._queues: dict[Op, deque[_Batch]] = {op: deque() for op in Op}
         self._live: list[_Batch] = []
-        self._flying = 0  # runs, and what is odd
+        self._flying = self._writing = 0  # runs, and what is odd; and how many of them are writes
         self._odd: dict[int, _Odd] = {}
         self._again: deque[_Odd] = deque()
         self._numbers = itertools.count(_WAKE + 1)
-        self._asleep = self._listening = False
+        self._asleep = self._listening = self._crowded = False
         self._patient = True
         with contextlib.ExitStack() as undo:
             undo.callback(self._ring.close)
@@ -203,6 +207,7 @@ class UringTransport(PosixTransport):
                 while self._flying < self._most and (some := self._next_runs(self._most - self._flying)):
                     self._begin(*some)
                 if self._flying:
+                    self._crowded = any(self._queues.values())
                     self._asleep = self._flying < self._most  # a new batch could begin now
                     return True
                 if self._closing:
@@ -212,12 +217,13 @@ class UringTransport(PosixTransport):
     def _next_runs(self, room: int) -> tuple[_Batch, slice] | None:
         """The runs that are next, of one batch: reads first, but after `READS_PER_WRITE` of them in a row one write."""
         reads, writes = self._queues[Op.READ], self._queues[Op.WRITE]
-        if reads and writes:
-            room = min(room, READS_PER_WRITE - self._reads_in_row)
+        most = min(room, self._most_writes - self._writing)  # writes that may begin
+        if reads and writes and most > 0:
+            room = min(room, max(0, READS_PER_WRITE - self._reads_in_row))
         if reads and room:
             queue = reads
-        elif writes:
-            queue, room = writes, 1 if reads else room
+        elif writes and most > 0:
+            queue, room = writes, 1 if reads else most
         else:
             return None
         batch = queue[0]
@@ -231,13 +237,19 @@ class UringTransport(PosixTransport):
     def _begin(self, batch: _Batch, runs: slice) -> None:
         if runs.start == 0:
             self._live.append(batch)
-        self._flying += runs.stop - runs.start
+        self._count(batch, runs.stop - runs.start)
         batch.put(self._ring, runs)
+
+    def _count(self, batch: _Batch, runs: int) -> None:
+        """So many more of a batch's runs are in flight, or fewer."""
+        self._flying += runs
+        if batch.op is Op.WRITE:
+            self._writing += runs
 
     def _try_again(self, odd: _Odd) -> None:
         number, pieces, at, reads = next(self._numbers), odd.batch.pieces, odd.first, odd.batch.op is Op.READ
         self._odd[number] = odd
-        self._flying += 1
+        self._count(odd.batch, 1)
         if odd.count == 1:
             address, size = int(pieces.addresses[at]) + odd.resume, int(pieces.sizes[at]) - odd.resume
             opcode = READ if reads else WRITE
@@ -247,10 +259,10 @@ class UringTransport(PosixTransport):
         self._ring.put(opcode, pieces.files[at], pieces.offsets[at] + odd.resume, address, size, np.array([number]))
 
     def _wait(self) -> None:
-        """Wait for what ends; where the ring is full, for many at a time, since each wait takes the interpreter's lock
-        anew. What hangs must not hide what has ended for long."""
-        if self._flying == self._most and self._patient:
-            self._ring.enter(self._many, _PATIENCE_S)
+        """Wait for what ends; where others wait to be begun, for many at a time, since each wait takes the
+        interpreter's lock anew. What hangs must not hide what has ended for long."""
+        if self._crowded and self._patient:
+            self._ring.enter(max(1, self._flying // _ANSWERED), _PATIENCE_S)
         else:
             self._ring.enter(1)
 
@@ -263,14 +275,14 @@ class UringTransport(PosixTransport):
             mine = (numbers >= batch.base) & (numbers < batch.base + len(batch))
             if mine.any():
                 left &= ~mine
-                self._flying -= int(mine.sum())
+                self._count(batch, -int(mine.sum()))
                 self._answer(batch, numbers[mine] - batch.base, answers[mine])
         for number, answer in zip(numbers[left].tolist(), answers[left].tolist(), strict=True):
             if number == _WAKE:
                 self._listen()
             else:
                 odd = self._odd.pop(number)
-                self._flying -= 1
+                self._count(odd.batch, -1)
                 self._finish(odd.batch, self._ended(odd, answer))
 
     def _answer(self, batch: _Batch, runs: Numbers, answers: Numbers) -> None:

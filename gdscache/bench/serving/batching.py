@@ -13,17 +13,16 @@ from gdscache.bench.serving.request import Request
 from gdscache.streams import Fence
 
 
-def batch_of(work: Sequence[tuple[Request, int]], block_tokens: int, device: torch.device) -> Batch:
+def batch_of(work: Sequence[tuple[Request, int]], device: torch.device) -> Batch:
     """The next so many tokens of each request, as one batch."""
     tokens, positions, places, spans, rows = [], [], [], [], 0
     for request, count in work:
-        assert request.table is not None, "a request that runs has blocks"
+        assert request.places is not None, "a request that runs has blocks"
         start, stop = request.computed, request.computed + count
-        where = torch.arange(start, stop, device=device)
         tokens += request.tokens[start:stop]
-        positions.append(where)
-        places.append(request.table[where // block_tokens] * block_tokens + where % block_tokens)
-        spans.append(Span(slice(rows, rows + count), stop, request.table))
+        positions.append(torch.arange(start, stop, device=device))
+        places.append(request.places[start:stop])
+        spans.append(Span(slice(rows, rows + count), request.places[:stop]))
         rows += count
     return Batch(torch.tensor(tokens, device=device), torch.cat(positions), torch.cat(places), spans)
 

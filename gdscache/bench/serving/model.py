@@ -1,7 +1,7 @@
 """The model in plain torch: RMSNorm, rotary embeddings, grouped-query or latent attention over paged planes, SwiGLU.
 
 A batch is rows: tokens of any number of requests, prompts and single tokens alike. Everything but attention works on
-all rows at once; attention goes request by request over the pages that the request's block table names.
+all rows at once; attention goes request by request over the places that the request's blocks have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from gdscache.bench.serving.shape import ModelShape
 from gdscache.timeline import OFF, Timeline
@@ -24,19 +24,17 @@ Ready = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One request's rows in a batch: its tokens up to number `length`, the last of them being these rows.
-
-    `blocks`: the request's block table, int64 on the device, for `length` tokens and maybe more.
-    """
+    """One request's rows in a batch, which are the last of its tokens so far. `context`: the places of all of these
+    tokens, int64 (tokens,)."""
 
     rows: slice
-    length: int
-    blocks: torch.Tensor
+    context: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One step's tokens and their positions, int64 (rows,), and where their rows go in a plane, counted in tokens."""
+    """One step's tokens, their positions, and their places, int64 (rows,). A place is the number of a row in planes
+    that are seen as one row of tokens (`KVPool.rows`)."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -50,6 +48,7 @@ class _Step:
     there."""
 
     batch: Batch
+    biases: Sequence[CausalBias | None]
     planes: Sequence[torch.Tensor]
     cos: torch.Tensor
     sin: torch.Tensor
@@ -58,12 +57,17 @@ class _Step:
     def write(self, *rows: torch.Tensor) -> None:
         """Put this batch's rows into the planes."""
         for plane, new in zip(self.planes, rows, strict=True):
-            plane.flatten(0, 1).index_copy_(0, self.batch.places, new)
+            plane.index_copy_(0, self.batch.places, new)
 
-    def context(self, span: Span) -> list[torch.Tensor]:
-        """The rows of all of a request's tokens so far, (length, *row) a plane."""
-        used = span.blocks[: -(-span.length // self.planes[0].shape[1])]
-        return [plane.index_select(0, used).flatten(0, 1)[: span.length] for plane in self.planes]
+    def attend(self, q: torch.Tensor, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """`attention(q, *rows, bias)` of each request, with the rows of all of its tokens so far, (tokens, *row) a
+        plane."""
+        return torch.cat(
+            [
+                attention(q[span.rows], *(plane.index_select(0, span.context) for plane in self.planes), bias)
+                for span, bias in zip(self.batch.spans, self.biases, strict=True)
+            ]
+        )
 
 
 class RMSNorm(nn.Module):
@@ -77,7 +81,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; the planes of a layer are K and V, each (blocks, block_tokens, kv_heads, head_dim)."""
+    """Grouped-query attention; the planes of a layer are K and V, each (places, kv_heads, head_dim)."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -95,14 +99,13 @@ class Attention(nn.Module):
         k = rotate(self.k_norm(self.k_proj(x).unflatten(1, self.heads)), step.cos, step.sin)
         step.write(k, self.v_proj(x).unflatten(1, self.heads))
         step.ready()
-        parts = [attend(q[span.rows], *step.context(span)) for span in step.batch.spans]
-        out: torch.Tensor = self.o_proj(torch.cat(parts))
+        out: torch.Tensor = self.o_proj(step.attend(q, attend))
         return out
 
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention in its plain form: keys and values of the whole context are made anew from the
-    latents. The planes of a layer are the latent, (blocks, block_tokens, rank), and the rope part."""
+    latents. The planes of a layer are the latent, (places, rank), and the rope part."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -121,14 +124,15 @@ class LatentAttention(nn.Module):
         latent, rope = self.kv_a_proj(x).split([mla.rank, mla.rope_dim], dim=1)
         step.write(self.kv_a_norm(latent), rotate(rope[:, None], step.cos, step.sin)[:, 0])
         step.ready()
-        parts = [self._attend(q[span.rows], *step.context(span)) for span in step.batch.spans]
-        out: torch.Tensor = self.o_proj(torch.cat(parts))
+        out: torch.Tensor = self.o_proj(step.attend(q, self._attend))
         return out
 
-    def _attend(self, q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, bias: CausalBias | None
+    ) -> torch.Tensor:
         nope, v = self.kv_b_proj(latent).unflatten(1, (self.heads, -1)).split([self.mla.nope_dim, self.mla.v_dim], 2)
         k = torch.cat([nope, rope[:, None].expand(-1, self.heads, -1)], dim=2)
-        return attend(q, k, v)
+        return attend(q, k, v, bias)
 
 
 class MLP(nn.Module):
@@ -175,16 +179,20 @@ class Transformer(nn.Module):
         ready: Callable[[int], None] = lambda layer: None,
         timeline: Timeline = OFF,
     ) -> torch.Tensor:
-        """Hidden states of all rows, (rows, hidden). Writes their K and V (or latents) into `planes[layer]`.
+        """Hidden states of all rows, (rows, hidden). Writes their K and V (or latents) into `planes[layer]`, each
+        (places, *row).
 
         `ready(layer)` is called before a layer's attention reads pages that it has not written itself.
         """
         x = self.embed_tokens(batch.tokens)
         angles = batch.positions[:, None] * rope_frequencies(self.shape, x.device)
-        cos, sin = (turned(angles).repeat(1, 2)[:, None].to(x.dtype) for turned in (torch.cos, torch.sin))
+        cos, sin = angles.cos(), angles.sin()
+        cos = torch.cat([cos, cos], dim=1)[:, None].to(x.dtype)
+        sin = torch.cat([-sin, sin], dim=1)[:, None].to(x.dtype)
+        biases = [causal_bias(span) for span in batch.spans]
         for number, layer in enumerate(self.layers):
             with timeline.compute("layer", x.device, layer=number):
-                x = layer(x, _Step(batch, planes[number], cos, sin, functools.partial(ready, number)))
+                x = layer(x, _Step(batch, biases, planes[number], cos, sin, functools.partial(ready, number)))
         out: torch.Tensor = self.norm(x)
         return out
 
@@ -194,10 +202,15 @@ class Transformer(nn.Module):
         return F.linear(hidden, head.weight).float()
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def causal_bias(span: Span) -> CausalBias | None:
+    """With it a token sees itself and what is before it; a single token sees all."""
+    rows = span.rows.stop - span.rows.start
+    return causal_lower_right(rows, len(span.context)) if rows > 1 else None
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: CausalBias | None) -> torch.Tensor:
     """Attention of the last `t` of `n` tokens: q (t, heads, dim), k (n, kv_heads, dim), v (n, kv_heads, v_dim) to
-    (t, heads * v_dim). A token sees itself and what is before it."""
-    bias = causal_lower_right(len(q), len(k)) if len(q) > 1 else None
+    (t, heads * v_dim)."""
     grouped = q.shape[1] != k.shape[1]
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
@@ -205,10 +218,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x (rows, heads, dim), halves paired as Hugging Face's Llama pairs them; cos, sin
-    (rows, 1, dim)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    """Rotary embedding of x (rows, heads, dim), halves paired as Hugging Face's Llama pairs them; cos and sin
+    (rows, 1, dim), the first half of sin negated."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def rope_frequencies(shape: ModelShape, device: torch.device) -> torch.Tensor:

@@ -13,6 +13,8 @@ from gdscache.bench.serving.shape import ModelShape
 class KVPool:
     """`planes[layer][plane]`, each (blocks, block_tokens, *row), and a block manager. One thread at a time.
 
+    `rows[layer][plane]` are the same tensors as (blocks * block_tokens, *row).
+
     A block is held by as many requests as share it. Full pages that were published under their key stay, when nobody
     holds them, until their blocks are needed for something else: the page that was released first goes first, and of
     one request the last page before the first.
@@ -26,6 +28,7 @@ class KVPool:
             [torch.zeros((blocks, block_tokens, *row), dtype=dtype, device=device) for row in shape.rows]
             for _ in range(shape.layers)
         ]
+        self.rows = [[plane.flatten(0, 1) for plane in planes] for planes in self.planes]
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
         self._pages: dict[bytes, tuple[int, ...]] = {}  # published
@@ -36,6 +39,11 @@ class KVPool:
     def available(self) -> int:
         """Blocks that `take` could give."""
         return len(self._free) + sum(len(self._pages[key]) for key in self._idle)
+
+    def places(self, blocks: Sequence[int]) -> torch.Tensor:
+        """The rows that these blocks have, in their order, int64 on the device."""
+        first = torch.tensor(blocks, dtype=torch.int64) * self.block_tokens
+        return (first[:, None] + torch.arange(self.block_tokens)).flatten().to(self.rows[0][0].device)
 
     def take(self, count: int) -> list[int] | None:
         """`count` blocks, or None and nothing when there are fewer."""

@@ -59,7 +59,7 @@ class Request:
 
     keys: list[bytes] = dataclasses.field(default_factory=list)  # of the full pages
     blocks: list[int] = dataclasses.field(default_factory=list)
-    table: torch.Tensor | None = None  # the same on the device
+    places: torch.Tensor | None = None  # of the blocks' tokens in the pool's rows, int64 on the device
     computed: int = 0  # tokens whose rows are in the blocks, or are being loaded there
     published: int = 0  # of them, in full pages that others may find
     load: LayerwiseLoad | None = None  # until its verdict

@@ -131,7 +131,7 @@ class InferenceEngine:
                 return
             self.running.append(self.waiting.popleft())
             request.state, request.blocks = State.RUNNING, shared + blocks
-            request.table = torch.tensor(request.blocks, device=self.device)
+            request.places = self.pool.places(request.blocks)
             request.computed = len(shared) * self.pool.block_tokens
             if shared:
                 request.sources["pool"] = request.computed
@@ -186,9 +186,9 @@ class InferenceEngine:
 
     def _forward(self, work: Sequence[tuple[Request, int]]) -> None:
         loading = [request for request, _ in work if request.load is not None]
-        batch = batch_of(work, self.pool.block_tokens, self.device)
+        batch = batch_of(work, self.device)
         prefill = self._prefills.begin(work)
-        hidden = self.model(batch, self.pool.planes, lambda layer: self._ready(loading, layer), self.timeline)
+        hidden = self.model(batch, self.pool.rows, lambda layer: self._ready(loading, layer), self.timeline)
         self._prefills.end(prefill)
         good = [(request, count, span) for (request, count), span in zip(work, batch.spans, strict=True)
                 if self._judge(request)]  # fmt: skip
@@ -304,7 +304,7 @@ class InferenceEngine:
             request.load.cancel()
             request.reads.append(request.load.release_event)
         self._parked.park(request.blocks, request.reads)
-        request.blocks, request.reads, request.load, request.table = [], [], None, None
+        request.blocks, request.reads, request.load, request.places = [], [], None, None
 
     def _blocks_of(self, request: Request) -> int:
         return -(-(request.prompt_tokens + request.new_tokens) // self.pool.block_tokens)
