@@ -78,17 +78,16 @@ class LoadReads:
         ended = np.zeros(len(batch.tasks), dtype=bool)
         ready: list[int] = []
         late: set[int] = set()
-        for at_least in (most, 1):  # at the deadline once more, for what has ended by then
+        for again, at_least in ((False, most), (True, 1)):  # at the deadline once more, for what has ended by then
             try:
                 for pages, error in reading.io.ended(self._until, at_least):
-                    if ended[pages.start]:
-                        continue
-                    ended[pages.start : pages.stop] = True
+                    new = [page for page in pages if not ended[page]] if again else pages
+                    ended[new] = True
                     if error is None:
-                        ready.extend(pages)
+                        ready.extend(new)
                     else:
                         short = isinstance(error, ShortIOError)
-                        failed = batch.tasks[pages.start : pages.stop]
+                        failed = [batch.tasks[page] for page in new]
                         self._verdicts.say(failed, PageStatus.SHORT_READ if short else PageStatus.IO_ERROR)
                     if len(ready) >= most:
                         self._hand_on(reading, ready, landed)

@@ -106,6 +106,7 @@ class Loader:
             self.loads -= 1
             if not self.loads:
                 self.changed.notify_all()
+        self.manager.settle()
 
     def close(self) -> None:
         """Refuse new loads and wait for those that run."""

@@ -106,7 +106,8 @@ class SsdWriter:
             if self._flying and (len(self._flying) > 1 or not batch):
                 self._complete(self._flying.popleft())
             elif not batch:
-                return
+                break
+        self._manager.settle()
 
     def _start(self, batch: Sequence[Outgoing]) -> None:
         entries: dict[bytes, Entry] = {}

@@ -104,6 +104,7 @@ steps = st.lists(
         st.tuples(st.just("evict"), st.integers(1, 3)),
         st.tuples(st.just("retain"), st.integers(0, 3)),
         st.tuples(st.just("drop"), st.integers(0, 3)),
+        st.tuples(st.just("settle"), st.integers(1, 5)),
     ),
     max_size=30,
 )
@@ -111,13 +112,11 @@ steps = st.lists(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(steps=steps, kept=st.integers(0, 20))
-def test_uses_that_count_later_count_as_if_they_had_at_once(
-    policy: str, steps: list[tuple[str, Any]], kept: int
-) -> None:
+def test_what_counts_later_counts_as_if_it_had_at_once(policy: str, steps: list[tuple[str, Any]], kept: int) -> None:
     chains = [chain(number, 6) for number in range(4)]
     later, at_once = (PageIndex(12, new_policy(policy)) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gdscache.tiers.index._USES_KEPT", kept)
+        patch.setattr("gdscache.tiers.index._CHANGES_KEPT", kept)
         for what, given_ in steps:
             for index in (later, at_once):
                 if what == "touch":
@@ -125,18 +124,21 @@ def test_uses_that_count_later_count_as_if_they_had_at_once(
                 elif what == "put":
                     pages = [page for page in chains[given_] if page.key not in index]
                     slots = index.allocate_some(len(pages), pages=pages)
-                    index.insert_all(pages, slots, PageState.VERIFIED, [DEFAULT] * len(pages))
+                    retentions = [Retention(page.key[-1] % 2 if given_ == 3 else 0, None) for page in pages]
+                    index.insert_all(pages, slots, PageState.VERIFIED, retentions)
                     for page in pages[: len(slots)]:
                         index.lease(entry := index.find(page.key) or pytest.fail("a page is gone"))
                         index.release(entry)
                 elif what == "evict":
                     index.evict(given_)
+                elif what == "settle":
+                    index.settle(given_)
                 elif what == "retain":
                     index.retain(chains[given_][0].key, Retention(1, None))
                 elif (entry := index.get(chains[given_][-1].key)) is not None:
                     index.drop(entry)
-            at_once._count_uses()
-            assert len(later._uses) <= kept
+            at_once.settle()
+            assert later.unsettled <= kept
             assert {e.key for e in later} == {e.key for e in at_once}
         assert list(later._in_order()) == list(at_once._in_order())
         assert later.check() == at_once.check() == []
@@ -312,6 +314,7 @@ def test_check_sees_what_is_wrong() -> None:
     entries[0].leases = -1
     assert index.check()
     index, entries = fresh()
+    index.settle()
     index._policy.remove(entries[0].key)
     assert index.check()
     index, _ = fresh()

@@ -45,7 +45,8 @@ class Device:
     def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
         self.submissions: list[tuple[list[int], Submission]] = []
         requests = [IORequest(0, first, memoryview(bytes(count))) for first, count in runs]
-        self.io = PageIO(self._submit, requests, runs, lambda page: IORequest(0, page, memoryview(b"1")))
+        firsts, counts = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+        self.io = PageIO(self._submit, requests, firsts, counts, lambda page: IORequest(0, page, memoryview(b"1")))
 
     def _submit(self, requests: Sequence[IORequest]) -> Submission:
         spans = [Span("slab", r.offset, len(r.memory)) for r in requests]  # type: ignore[arg-type]

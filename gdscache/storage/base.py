@@ -10,9 +10,10 @@ import ctypes
 import dataclasses
 import enum
 import errno
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -77,6 +78,7 @@ class Submission:
         self._left = list(pieces)
         self._moved = [0] * len(spans)
         self._errors: list[StorageError | None] = [None] * len(spans)
+        self._failed = False
         self._ended: list[int] = []
         self._wanted: list[int] = []  # how many ended requests waiters wait for; none is woken before
         self._callbacks: tuple[Callable[[int], None], ...] = ()
@@ -84,8 +86,8 @@ class Submission:
 
     def finish(self, results: Sequence[tuple[int, int, StorageError | None]]) -> None:
         """For transports: pieces that ended, each as (index of the request, bytes moved, error or None)."""
+        over: list[int] = []
         with self._changed:
-            before = len(self._ended)
             for index, moved, error in results:
                 self._moved[index] += moved
                 self._errors[index] = self._errors[index] or error
@@ -93,14 +95,23 @@ class Submission:
                 if self._left[index] == 0:
                     if self._errors[index] is None and self._moved[index] != self._sizes[index]:
                         self._errors[index] = self._short(index)
-                    self._ended.append(index)
-            if self._wanted and min(self._wanted) <= len(self._ended):
-                self._changed.notify_all()
-            callbacks = self._callbacks
-            ended = self._ended[before:] if callbacks else ()
-        for index in ended:
-            for callback in callbacks:
-                callback(index)
+                    self._failed = self._failed or self._errors[index] is not None
+                    over.append(index)
+            callbacks = self._end(over)
+        _call(callbacks, over)
+
+    def finish_whole(self, indices: Sequence[int]) -> None:
+        """For transports: `finish` for requests of one piece each that moved all their bytes, many at a time."""
+        with self._changed:
+            callbacks = self._end(indices)
+        _call(callbacks, indices)
+
+    def _end(self, indices: Sequence[int]) -> tuple[Callable[[int], None], ...]:
+        """These have ended; who is to be told when the lock is free again."""
+        self._ended.extend(indices)
+        if self._wanted and min(self._wanted) <= len(self._ended):
+            self._changed.notify_all()
+        return self._callbacks
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         """Call `callback(index)` once for each request, when it has ended: for those that have, now and in this thread;
@@ -108,27 +119,41 @@ class Submission:
         with self._changed:
             self._callbacks += (callback,)
             ended = list(self._ended)
-        for index in ended:
-            callback(index)
+        _call((callback,), ended)
 
     def completions(
         self, deadline: float | None = None, at_least: int = 1
     ) -> Iterator[tuple[int, StorageError | None]]:
-        """`(index of the request, its error or None)` in the order of their ends, each once an iterator.
+        """`(index of the request, its error or None)`, about in the order of their ends, each once an iterator.
 
         It waits for `at_least` further ends at a time, or for all that are left: to be woken costs time.
 
         Raises `DeadlineError` when nothing has ended by `deadline` (`time.monotonic()` seconds; None waits for ever)
         although requests are left. They go on, and keep their memory.
         """
+        for good, bad in self.ends(deadline, at_least):
+            for index in good:
+                yield index, None
+            yield from bad
+
+    def ends(
+        self, deadline: float | None = None, at_least: int = 1
+    ) -> Iterator[tuple[list[int], list[tuple[int, StorageError]]]]:
+        """`completions` as lists of those that have ended together: the good, and the others with their errors."""
         seen = 0
         while seen < len(self._spans):
             with self._changed:
                 self._wait_for(min(seen + at_least, len(self._spans)), deadline)
-                ended = self._ended[seen:]
+                ended, failed = self._ended[seen:], self._failed
             seen += len(ended)
-            for index in ended:
-                yield index, self._errors[index]
+            if not failed:
+                yield ended, []
+                continue
+            errors = [(index, self._errors[index]) for index in ended]
+            yield (
+                [index for index, error in errors if error is None],
+                [(index, error) for index, error in errors if error is not None],
+            )
 
     def wait(self, deadline: float | None = None) -> list[StorageError | None]:
         """Wait for all requests; the error or None of each, in their order. Raises `DeadlineError` as above."""
@@ -161,6 +186,11 @@ class Submission:
             f"{self._op.value} moved {moved} at offset {span.offset} of {span.path}",
             "the file was truncated" if self._op is Op.READ else "the file system is full or the file is limited",
         )
+
+
+def _call(callbacks: Iterable[Callable[[int], None]], indices: Iterable[int]) -> None:
+    for index, callback in itertools.product(indices, callbacks):
+        callback(index)
 
 
 class Transport(abc.ABC):

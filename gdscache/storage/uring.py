@@ -38,15 +38,26 @@ _ANSWERED = 4  # where others wait to be begun, answers wait for one in so many 
 class _Batch:
     """What one `submit` asked for, cut into runs of neighbouring pieces; run `n` has the number `base + n`.
 
-    `memory` is kept until the last run has ended. `next`: the first run that is not begun; `left`: pieces that have not
-    ended. `vector` is what the kernel reads of where pieces lie: a struct iovec each.
+    `whole`: each request is one piece. `memory` is kept until the last run has ended. `next`: the first run that is not
+    begun; `left`: pieces that have not ended. `vector` is what the kernel reads of where pieces lie: a struct iovec
+    each.
     """
 
-    def __init__(self, op: Op, submission: Submission, memory: list[memoryview], pieces: Pieces, limit: int) -> None:
+    def __init__(
+        self,
+        op: Op,
+        submission: Submission,
+        memory: list[memoryview],
+        pieces: Pieces,
+        limit: int,
+        *,
+        whole: bool,
+    ) -> None:
         self.op = op
         self.submission = submission
         self.memory = memory
         self.pieces = pieces
+        self.whole = whole
         self.firsts = pieces.joined(limit, MAX_PIECES)
         self.counts = np.diff(self.firsts, append=len(pieces))
         self.sizes = np.add.reduceat(pieces.sizes, self.firsts)
@@ -165,7 +176,7 @@ class UringTransport(PosixTransport):
             if self._closing:
                 raise EngineClosedError(f"the {self.name} transport was closed", "submit before close")
             if len(pieces):
-                batch = _Batch(op, submission, memory, pieces, limit)
+                batch = _Batch(op, submission, memory, pieces, limit, whole=bool((counts == 1).all()))
                 batch.base = next(self._numbers)
                 self._numbers = itertools.count(batch.base + len(batch))
                 self._queues[op].append(batch)
@@ -288,7 +299,12 @@ class UringTransport(PosixTransport):
     def _answer(self, batch: _Batch, runs: Numbers, answers: Numbers) -> None:
         """Runs of a batch have ended."""
         whole = answers == batch.sizes[runs]
-        pieces = batch.pieces_of(runs if whole.all() else runs[whole])
+        if batch.whole and whole.all():
+            requests = batch.pieces.index[batch.pieces_of(runs)].tolist()
+            self._over(batch, len(requests))
+            batch.submission.finish_whole(requests)
+            return
+        pieces = batch.pieces_of(runs[whole])
         results = _whole(batch.pieces.index[pieces], batch.pieces.sizes[pieces])
         for run in np.flatnonzero(~whole).tolist():
             number = runs[run]
@@ -297,12 +313,16 @@ class UringTransport(PosixTransport):
         self._finish(batch, results)
 
     def _finish(self, batch: _Batch, results: list[Result]) -> None:
-        batch.left -= len(results)
+        self._over(batch, len(results))
+        if results:
+            batch.submission.finish(results)
+
+    def _over(self, batch: _Batch, pieces: int) -> None:
+        """So many more pieces of a batch have ended: for before anybody is told."""
+        batch.left -= pieces
         if not batch.left:
             self._live.remove(batch)
             batch.memory = []  # who is told that requests have ended may count on nothing here holding their memory
-        if results:
-            batch.submission.finish(results)
 
     def _ended(self, odd: _Odd, answer: int) -> list[Result]:
         """What pieces that have ended come to; nothing where they go on, or are tried one by one."""

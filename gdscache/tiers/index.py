@@ -27,7 +27,7 @@ from gdscache.tiers.slots import FreeSlots
 
 KEY = np.dtype(f"V{KEY_BYTES}")
 NO_RETENTIONS: Mapping[int, Retention] = {}
-_USES_KEPT = 8192  # uses at most that are not in the eviction orders yet
+_CHANGES_KEPT = 8192  # new pages and uses at most that are not in the eviction orders yet
 _AHEAD = 32  # pages at most that go with those that have to, so that the next few need not look for victims
 
 
@@ -106,7 +106,8 @@ class PageIndex:
         self._orphans: dict[bytes, int] = {}  # ... that follow a page which is not in the tier, by its key
         self._policy: EvictionPolicy = LRU() if policy is None else policy  # of priority 0
         self._orders = self._new_orders(self._policy)
-        self._uses: list[bytes] = []  # since the orders were looked at last
+        # Since the orders were looked at last, oldest first: a page that is new, or the key of one that was used.
+        self._changes: list[Page | bytes] = []
         self._retained: dict[bytes, Retention] = {}  # of the pages whose retention is not the default
         self._expiries = Expiries()
         self._free = FreeSlots(slots)
@@ -230,24 +231,36 @@ class PageIndex:
     def touch(self, keys: Iterable[bytes]) -> None:
         """Count a use of each present page. Give a prefix tail first, so that its head stays longest.
 
-        It counts when somebody looks at the order or changes it: a request that finds its pages does not wait for it.
+        It counts when somebody looks at the order or takes from it, or when it is settled: a request does not wait for
+        it, nor for the order of new pages.
         """
-        self._uses.extend(keys)
-        over = len(self._uses) - _USES_KEPT
-        if over > 0:  # no more than what came now
-            self._count_uses(over)
+        resting, entries = self._resting, self._entries
+        self._changes += [key for key in keys if key in resting or key in entries]
+        self._keep_few()
 
-    def _count_uses(self, most: int | None = None) -> None:
-        """Bring the eviction orders up to date, by the `most` oldest uses or by all. No page came or went since."""
-        if not self._uses:
+    def _keep_few(self) -> None:
+        over = len(self._changes) - _CHANGES_KEPT
+        if over > 0:  # no more than what came now
+            self.settle(over)
+
+    @property
+    def unsettled(self) -> int:
+        """New pages and uses that are not in the eviction orders yet."""
+        return len(self._changes)
+
+    def settle(self, most: int | None = None) -> None:
+        """Bring the eviction orders up to date, by the `most` oldest changes or by all. No page went since."""
+        if not self._changes:
             return
-        uses, self._uses = self._uses[:most], [] if most is None else self._uses[most:]
-        resting, entries, touch, retained = self._resting, self._entries, self._policy.touch, self._retained
-        for key in uses:
-            if retained and key in retained:
-                self._order(key).touch(key)
-            elif key in resting or key in entries:
-                touch(key)
+        changes, self._changes = self._changes[:most], [] if most is None else self._changes[most:]
+        retained, touch, insert = self._retained, self._policy.touch, self._policy.insert
+        for change in changes:
+            if isinstance(change, Page):
+                insert(change.key, change.parent)
+            elif retained and change in retained:
+                self._order(change).touch(change)
+            else:
+                touch(change)
 
     # -- slots without a page -------------------------------------------------------------------------------------
 
@@ -318,22 +331,24 @@ class PageIndex:
         self, pages: Iterable[Page], slots: Iterable[int], state: PageState, retentions: Iterable[Retention]
     ) -> list[Entry]:
         """`insert` each page into its slot, as far as there are slots."""
-        self._count_uses()
-        entries, children, orphans, insert = self._entries, self._children, self._orphans, self._policy.insert
+        entries, children, orphans, changes = self._entries, self._children, self._orphans, self._changes
         parents, namespaces = self._parents, self._namespaces
         inserted: list[Entry] = []
         last, last_slot = None, 0
         for page, slot, retention in zip(pages, slots, retentions, strict=False):
             key, parent, namespace = page.key, page.parent, page.namespace
+            by_default = retention == DEFAULT
+            if not by_default:
+                self.settle()
+                changes = self._changes
             entry = entries[key] = Entry(page, slot, state, retention)
             inserted.append(entry)
             parents[slot] = parent
             namespaces[slot] = namespace
-            if retention is DEFAULT:
-                insert(key, parent)
+            if by_default:
+                changes.append(page)
             else:
-                if retention != DEFAULT:
-                    self._keep_retention(key, retention)
+                self._keep_retention(key, retention)
                 self._order(key).insert(key, parent)
             children[slot] = orphans.pop(key, 0) if orphans else 0
             if parent != namespace:
@@ -343,6 +358,7 @@ class PageIndex:
                 else:
                     children[above] += 1
             last, last_slot = key, slot
+        self._keep_few()
         return inserted
 
     def restore(
@@ -360,7 +376,7 @@ class PageIndex:
         `keys` and `parents` are of dtype V32, `namespaces` positions in `digests`, `order` positions of pages, the
         least recently used first; `retentions`: by position, where they are not the default.
         """
-        self._uses = []
+        self._changes = []
         names = [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", keys.tobytes())]
         self._resting = dict(zip(names, slots.tolist(), strict=True))
         self._restore_orders(names, order, retentions)
@@ -403,7 +419,7 @@ class PageIndex:
         """Make a page invisible now (a reserved one: undo the reservation); its slot goes with its last lease."""
         if entry.dropped:
             return
-        self._count_uses()
+        self.settle()
         entry.dropped = True
         del self._entries[entry.key]
         self._unlink(entry.key, entry.parent, entry.namespace, entry.slot)
@@ -439,7 +455,7 @@ class PageIndex:
         new = old if old is None else old.joined(retention)
         if old is None or new is None or new == old:
             return False
-        self._count_uses()
+        self.settle()
         if key in self._retained:
             self._forget_retention(key)
         if new != DEFAULT:
@@ -502,7 +518,7 @@ class PageIndex:
 
     def _in_order(self) -> Iterator[bytes]:
         """All pages, those of the lowest priority first, within a priority in the tier's order."""
-        self._count_uses()
+        self.settle()
         return itertools.chain.from_iterable(self._orders)
 
     # -- pages that a lower tier has not got yet ------------------------------------------------------------------
@@ -578,7 +594,7 @@ class PageIndex:
         self._resting, self._policy, self._orphans = {}, self._policy.empty(), {}
         self._orders, self._retained, self._expiries = self._new_orders(self._policy), {}, Expiries()
         self._dirty = set()
-        self._uses = []
+        self._changes = []
         self._children = array("i", bytes(4 * self.slots))
         return detached
 
@@ -637,7 +653,7 @@ class PageIndex:
         return slot if self._children[slot] <= gone and slot not in self._dirty else None
 
     def _unlink(self, key: bytes, parent: bytes, namespace: bytes, slot: int) -> None:
-        """A page is in no order any more, and follows none. All uses are counted."""
+        """A page is in no order any more, and follows none. The orders are up to date."""
         self._dirty.discard(slot)
         if not self._retained:
             self._policy.remove(key)
@@ -723,7 +739,7 @@ class PageIndex:
 
     def mend(self, elsewhere: Iterable[int] = ()) -> None:
         """Make free what no page holds, and count followers anew. `elsewhere`: slots held outside the index."""
-        self._count_uses()
+        self.settle()
         pages = list(self)
         used = np.zeros(self.slots, np.bool_)
         used[[*(e.slot for e in pages), *self._leaving, *elsewhere]] = True
@@ -751,9 +767,9 @@ class PageIndex:
         lost = set(range(self.slots)) - set(held)
         if lost:
             problems.append(f"{len(lost)} slots are neither free nor used: {sorted(lost)[:8]}")
-        if [set(order) for order in self._orders] != [
-            {e.key for e in pages if e.retention.priority == priority} for priority in PRIORITIES
-        ]:
+        new = {change.key for change in self._changes if isinstance(change, Page)}
+        ordered = [{*order, *(new if order is self._policy else ())} for order in self._orders]
+        if ordered != [{e.key for e in pages if e.retention.priority == priority} for priority in PRIORITIES]:
             problems.append("the eviction order and the index name different pages")
         if self._retained != {e.key: e.retention for e in pages if e.retention != DEFAULT}:
             problems.append("pages with a retention of their own are not those that the index names")

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _NAMESPACE_EPOCHS_KEPT = 4096
 _PIECE = 1024  # pages that a clear drops, or slots that it gives back, while it holds the lock once
+_UNSETTLED = 1024  # changes of an eviction order that may wait for whoever looks at it: some milliseconds
+_SETTLED = 128  # changes that are brought in while the lock is held once
 _PAUSE_S = 0.0005  # ... and then leaves the lock to others: it would have it again before they wake up
 _CLOSE_S = 5.0  # seconds that close() waits for I/O which has missed its deadline already
 _log = logging.getLogger("gdscache")
@@ -507,6 +509,14 @@ class TierManager:
         finally:
             self._swept = None
         return removed
+
+    def settle(self) -> None:
+        """Bring the eviction orders nearly up to date: for threads that nobody waits for, after work on many pages."""
+        for tier in self.tiers.values():
+            while tier.index.unsettled > _UNSETTLED:
+                with self.lock:
+                    tier.index.settle(_SETTLED)
+                time.sleep(_PAUSE_S)
 
     # -- figures --------------------------------------------------------------------------------------------------
 

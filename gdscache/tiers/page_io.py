@@ -38,48 +38,65 @@ def stretches(here: Positions, there: Positions, most: int, period: int) -> tupl
 class PageIO:
     """What `Submission` is to requests, to pages: each is answered for itself.
 
-    `runs` are (first page, pages) of each request; together they are all pages, in order. Where a request of several
-    pages fails, its pages are tried one by one (`single` makes the request for one): a bad sector must not cost its
-    neighbours. One thread consumes it.
+    Each request is for `counts` pages from `firsts` on; together they are all pages, in order. Where a request of
+    several pages fails, its pages are tried one by one (`single` makes the request for one): a bad sector must not cost
+    its neighbours. One thread consumes it.
     """
 
     def __init__(
         self,
         submit: Callable[[Sequence[IORequest]], Submission],
         requests: Sequence[IORequest],
-        runs: Sequence[tuple[int, int]],
+        firsts: Positions,
+        counts: Positions,
         single: Callable[[int], IORequest],
     ) -> None:
         self._submit = submit
-        self._runs = runs
+        self._firsts = firsts
+        self._counts = counts
+        self._largest = int(counts.max(initial=1))
         self._single = single
         self._again: list[int] = []
         self._second: Submission | None = None
         self._also: list[tuple[PageIO, Mapping[int, int]]] = []
         self._first = submit(requests)
 
-    def ended(self, deadline: float | None = None, at_least: int = 1) -> Iterator[tuple[range, StorageError | None]]:
-        """`(pages, their error or None)` in the order of their ends, each once an iterator.
+    def ended(
+        self, deadline: float | None = None, at_least: int = 1
+    ) -> Iterator[tuple[Sequence[int], StorageError | None]]:
+        """`(pages, their error or None)`, about in the order of their ends, each page once an iterator.
 
         It waits for about `at_least` further pages at a time, or for all that are left.
 
         Raises `DeadlineError` when nothing has ended by `deadline` (`time.monotonic()` seconds) and pages are left.
         """
         again: list[int] = []
-        largest = max((count for _, count in self._runs), default=1)
-        for number, error in self._first.completions(deadline, max(1, at_least // largest)):
-            first, count = self._runs[number]
-            pages = range(first, first + count)
-            if error is not None and count > 1:
-                again.extend(pages)
-            else:
-                yield pages, error
+        for good, bad in self._first.ends(deadline, max(1, at_least // self._largest)):
+            if good:
+                yield self._pages(good), None
+            for number, error in bad:
+                pages = self._run(number)
+                if len(pages) > 1:
+                    again.extend(pages)
+                else:
+                    yield pages, error
         if again and self._second is None:
             self._again = again
             self._second = self._submit([self._single(page) for page in again])
         if self._second is not None:
-            for number, error in self._second.completions(deadline):
-                yield range(self._again[number], self._again[number] + 1), error
+            for number, failure in self._second.completions(deadline):
+                yield [self._again[number]], failure
+
+    def _run(self, number: int) -> range:
+        """The pages of a request."""
+        first = int(self._firsts[number])
+        return range(first, first + int(self._counts[number]))
+
+    def _pages(self, numbers: Sequence[int]) -> Sequence[int]:
+        """The pages of requests."""
+        if self._largest == 1:
+            return numbers
+        return [page for number in numbers for page in self._run(number)]
 
     def completions(self, deadline: float | None = None) -> Iterator[tuple[int, StorageError | None]]:
         """`ended`, page by page."""
@@ -112,8 +129,7 @@ class PageIO:
         second, again = self._second, set(self._again)
 
         def run_ended(number: int) -> None:
-            first, count = self._runs[number]
-            for page in range(first, first + count):
+            for page in self._run(number):
                 if page not in again:
                     callback(page)
 

@@ -58,13 +58,13 @@ class SlabIO:
         """
         start, stop = (0, self._slab.extent_bytes) if span is None else span
         most = self._most if (start, stop) == (0, self._slab.extent_bytes) else 1  # parts of neighbours do not touch
-        runs: list[tuple[int, int]] = []
+        runs: list[tuple[Positions, Positions]] = []
         requests: list[Sequence[IORequest]] = []
         at = 0
         for extents, places in ends:
             here = slots[at : at + len(places)]
             firsts, counts = stretches(here, places, most, self._period)
-            runs += zip((at + firsts).tolist(), counts.tolist(), strict=True)
+            runs.append((at + firsts, counts))
             requests.append(self._requests(here[firsts], extents, places[firsts], counts, start, stop))
             at += len(places)
 
@@ -78,7 +78,8 @@ class SlabIO:
             raise IndexError(page)
 
         whole = requests[0] if len(requests) == 1 else [request for some in requests for request in some]
-        return PageIO(lambda some: self.transport.submit(op, some), whole, runs, single)
+        firsts, counts = (np.concatenate(some) for some in zip(*runs, strict=True))
+        return PageIO(lambda some: self.transport.submit(op, some), whole, firsts, counts, single)
 
     def _requests(
         self, slots: Positions, extents: Extents, places: Positions, counts: Positions, start: int, stop: int
