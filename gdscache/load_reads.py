@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from gdscache.tiers.quarantine import Late
 Landed = Callable[[Batch, range], object]
 
 READ_BYTES = 64 << 20  # of one submit: the first are on their way while the others are prepared
-FLYING_BYTES = 4 * READ_BYTES  # that a load reads at a time: what fails, or is switched off, is not read further
+FLYING_BYTES = 8 * READ_BYTES  # that a load reads at a time: what fails, or is switched off, is not read further
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -185,7 +186,7 @@ class LayeredReads:
         self._reads = reads
         self._layout = layout
         self._left = deque(self._submits(batch, groups))
-        self._begun: deque[tuple[range, int, Reading | None]] = deque()
+        self._begun: deque[tuple[range, Reading | None]] = deque()
         self._flying = 0  # bytes
 
     def page_bytes(self, layers: range) -> int:
@@ -204,18 +205,35 @@ class LayeredReads:
         while self._left and self._flying < FLYING_BYTES:
             layers, part, pages = self._left.popleft()
             batch = pages.part(part).pending()
-            reading, nbytes = None, 0
+            reading = None
             if batch.tasks and self._reads.may_begin(batch.tasks):
-                reading, nbytes = self._reads.begin(batch, layers), len(batch.tasks) * self.page_bytes(layers)
-            self._begun.append((layers, nbytes, reading))
-            self._flying += nbytes
+                reading = self._reads.begin(batch, layers)
+                self._flying += len(batch.tasks) * self.page_bytes(layers)
+            self._begun.append((layers, reading))
 
     def land(self, group: range, most: int, landed: Landed) -> None:
         """Wait for a group, and hand it on as it comes, about `most` pages at a time."""
         self.begin()
         while self._begun and self._begun[0][0] == group:
-            _, nbytes, reading = self._begun.popleft()
+            _, reading = self._begun.popleft()
             if reading is not None:
-                self._reads.land(reading, most, landed)
-            self._flying -= nbytes
-            self.begin()
+                left = _Left(len(reading.batch.tasks) * self.page_bytes(group))
+                self._reads.land(reading, most, functools.partial(self._landed, left, landed))
+                self._over(left, left.nbytes)
+
+    def _landed(self, left: _Left, landed: Landed, batch: Batch, layers: range) -> None:
+        """The next reads are on their way before these pages are copied, which takes its time."""
+        self._over(left, len(batch.tasks) * self.page_bytes(layers))
+        landed(batch.pending(), layers)
+
+    def _over(self, left: _Left, nbytes: int) -> None:
+        left.nbytes -= nbytes
+        self._flying -= nbytes
+        self.begin()
+
+
+@dataclasses.dataclass(slots=True)
+class _Left:
+    """What of a reading has not been handed on."""
+
+    nbytes: int

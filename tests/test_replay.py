@@ -233,7 +233,7 @@ def test_a_prefix_is_touched_tail_first_and_stored_head_first() -> None:
             calls.append(("insert", key))
             super().insert(key, parent)
 
-    work = workload([1, 2], [1, 2, 3, 4])
+    work = workload([1, 2], [1, 2, 3, 4], [9])  # the last evicts, which looks at the order
     simulate(work, 4, Recorded())
     order = [("insert", 0), ("insert", 1), ("touch", 1), ("touch", 0), ("insert", 2), ("insert", 3)]
     assert calls == [(call, work.names[page].key) for call, page in order]

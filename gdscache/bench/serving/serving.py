@@ -190,19 +190,22 @@ class InferenceEngine:
         prefill = self._prefills.begin(work)
         hidden = self.model(batch, self.pool.rows, lambda layer: self._ready(loading, layer), self.timeline)
         self._prefills.end(prefill)
-        good = [(request, count, span) for (request, count), span in zip(work, batch.spans, strict=True)
-                if self._judge(request)]  # fmt: skip
-        ends = []  # those that have a token now, and the row that it follows from
-        for request, count, span in good:
+        rows = {  # of those that have a token now: what it follows from
+            request: span.rows.stop - 1
+            for (request, count), span in zip(work, batch.spans, strict=True)
+            if request.computed + count == len(request.tokens)
+        }
+        logits = self.model.logits(hidden[torch.tensor([*rows.values()], device=self.device)]) if rows else None
+        good = {request: count for request, count in work if self._judge(request)}
+        for request, count in good.items():
             request.computed += count
-            if request.computed == len(request.tokens):
-                ends.append((request, span.rows.stop - 1))
-        if ends:
-            self._sample(ends, hidden)
+        ends = [(number, request) for number, request in enumerate(rows) if request in good]
+        if logits is not None and ends:
+            self._sample(ends, logits)
         self._prefills.report()
-        for request, _, _ in good:
+        for request in good:
             self._store(request)
-        for request, _ in ends:
+        for _, request in ends:
             last = request.tokens[-1]
             if len(request.generated) == request.new_tokens or last in request.stop:
                 self._leave(request)
@@ -220,13 +223,13 @@ class InferenceEngine:
         if loading and self.observe is not None:
             self.observe("wait", layer, time.perf_counter() - started)
 
-    def _sample(self, ends: Sequence[tuple[Request, int]], hidden: torch.Tensor) -> None:
-        """The next token of each, greedily. The verdict on all that they rest on is there."""
-        logits = self.model.logits(hidden[torch.tensor([row for _, row in ends], device=self.device)])
+    def _sample(self, ends: Sequence[tuple[int, Request]], logits: torch.Tensor) -> None:
+        """The next token of each, greedily, from its row of `logits`, which were queued before the verdict on all that
+        they rest on; it is there now."""
         best = logits.topk(2)
         tokens, margins = best.indices[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
         now = time.perf_counter()
-        for number, (request, _) in enumerate(ends):
+        for number, request in ends:
             request.first_token = request.first_token or now
             request.tokens.append(tokens[number])
             request.margins.append(margins[number])
