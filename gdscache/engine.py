@@ -23,7 +23,7 @@ from gdscache.errors import (
     SlotCountError,
     TokensError,
 )
-from gdscache.keys import KEY_BYTES, as_tokens, namespace_digest, page_keys
+from gdscache.keys import KEY_BYTES, Page, as_tokens, namespace_digest, page_keys
 from gdscache.layout import PageLayout
 from gdscache.loader import Loader
 from gdscache.loading import LayerwiseLoad
@@ -34,7 +34,6 @@ from gdscache.streams import Event, record
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gate import Gate
 from gdscache.tiers.gpu import GpuTier
-from gdscache.tiers.index import Page
 from gdscache.tiers.keeping import Pin
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.retention import DEFAULT, Retention

@@ -10,7 +10,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,14 @@ KEY_BYTES = 32
 FORMAT = 1
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+class Page(NamedTuple):
+    """The name of a page: its key, the key of the page before it (the namespace for a first page), its namespace."""
+
+    key: bytes
+    parent: bytes
+    namespace: bytes
 
 
 def namespace_digest(fields: Mapping[str, object]) -> bytes:

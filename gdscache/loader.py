@@ -11,12 +11,12 @@ import torch
 
 from gdscache.config import LoadConfig
 from gdscache.errors import EngineClosedError
+from gdscache.keys import Page
 from gdscache.layout import PageLayout
 from gdscache.load_run import LoadRun
 from gdscache.loading import LayerwiseLoad, LoadPart, LoadReport
 from gdscache.streams import Event
 from gdscache.tiers.bounce import Bounce
-from gdscache.tiers.index import Page
 from gdscache.tiers.manager import LoadPlan, PageStatus, TierManager
 from gdscache.tiers.transfer import Mover
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gdscache.errors import DeadlineError
-from gdscache.tiers.index import Page
+from gdscache.keys import Page
 from gdscache.tiers.manager import PageStatus, PrefetchPlan
 from gdscache.tiers.prefetching import PrefetchEnd, PrefetchRequest
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from gdscache.config import PrefetchConfig
 from gdscache.errors import EngineClosedError
+from gdscache.keys import Page
 from gdscache.layout import PageLayout
 from gdscache.loader import Loader
 from gdscache.loading import LoadReport
 from gdscache.prefetch import Prefetch, PrefetchWork
-from gdscache.tiers.index import Page
 from gdscache.tiers.manager import PageStatus, PrefetchPlan, TierManager
 from gdscache.tiers.prefetching import SWEPT, PrefetchedPages, PrefetchEnd, PrefetchQueue, PrefetchRequest
 

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from gdscache.errors import DeadlineError, LoadFailedError, PoolFullError, SequenceStateError
-from gdscache.keys import as_tokens
+from gdscache.keys import Page, as_tokens
 from gdscache.loading import LayerwiseLoad
 from gdscache.storing import StoreHandle
 from gdscache.streams import record
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
-from gdscache.tiers.index import Entry, Page, PageState
+from gdscache.tiers.index import Entry, PageState
 from gdscache.tiers.retention import Retention
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ import torch
 
 from gdscache.config import StoreConfig
 from gdscache.errors import EngineClosedError
+from gdscache.keys import Page
 from gdscache.storing import StoreHandle
 from gdscache.streams import Event
 from gdscache.tiers.base import Lease
 from gdscache.tiers.bounce import Bounce, Extents
-from gdscache.tiers.index import Page
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.retention import DEFAULT, Retention
 from gdscache.tiers.store_plan import Placed, StoreJob, StorePlanner, round_pages

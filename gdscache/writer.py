@@ -16,8 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from gdscache.checksum import Checksums
 from gdscache.errors import DeadlineError, StorageError
+from gdscache.keys import Page
 from gdscache.tiers.bounce import Extents
-from gdscache.tiers.index import Entry, Page
+from gdscache.tiers.index import Entry
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.page_io import PageIO
 from gdscache.tiers.quarantine import Late, PoolName

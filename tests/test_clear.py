@@ -34,8 +34,9 @@ from helpers import (
 from gdscache import CacheEngine
 from gdscache.catalog import Catalog
 from gdscache.errors import PoolFullError
+from gdscache.keys import Page
 from gdscache.tiers import manager as manager_module
-from gdscache.tiers.index import Entry, Page, PageIndex, PageState
+from gdscache.tiers.index import Entry, PageIndex, PageState
 from gdscache.tiers.manager import TierManager
 
 SALTS = ("", "tenant")

@@ -24,8 +24,9 @@ from hypothesis.stateful import (
 )
 from policy_models import MODELS, Model, Undeferred
 
+from gdscache.keys import Page
 from gdscache.policies import POLICIES, new_policy
-from gdscache.tiers.index import KEY, Entry, Page, PageIndex, PageState
+from gdscache.tiers.index import KEY, Entry, PageIndex, PageState
 from gdscache.tiers.retention import DEFAULT, PRIORITIES, Retention
 
 NAMESPACE = b"n" * 32
@@ -116,7 +117,7 @@ def test_what_counts_later_counts_as_if_it_had_at_once(policy: str, steps: list[
     chains = [chain(number, 6) for number in range(4)]
     later, at_once = (PageIndex(12, new_policy(policy)) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gdscache.tiers.index._CHANGES_KEPT", kept)
+        patch.setattr("gdscache.tiers.orders._CHANGES_KEPT", kept)
         for what, given_ in steps:
             for index in (later, at_once):
                 if what == "touch":
@@ -140,7 +141,7 @@ def test_what_counts_later_counts_as_if_it_had_at_once(policy: str, steps: list[
             at_once.settle()
             assert later.unsettled <= kept
             assert {e.key for e in later} == {e.key for e in at_once}
-        assert list(later._in_order()) == list(at_once._in_order())
+        assert list(later._orders) == list(at_once._orders)
         assert later.check() == at_once.check() == []
 
 
@@ -315,7 +316,7 @@ def test_check_sees_what_is_wrong() -> None:
     assert index.check()
     index, entries = fresh()
     index.settle()
-    index._policy.remove(entries[0].key)
+    index._orders.policy.remove(entries[0].key)
     assert index.check()
     index, _ = fresh()
     index._orphans[b"x" * 32] = 1
@@ -635,7 +636,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 def state(index: PageIndex) -> tuple[object, ...]:
     pages = {e.page: (e.slot, e.state, e.leases, e.retention) for e in index}
-    return pages, list(index._in_order()), index.next_expiry, index.check()
+    return pages, list(index._orders), index.next_expiry, index.check()
 
 
 @given(st.permutations([*chain(1, 4), *chain(2, 3)]), st.integers(0, 7), st.lists(retentions, min_size=7, max_size=7))

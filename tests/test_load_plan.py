@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from test_index import chain
 from test_retention import Clock, bare_manager
 
-from gdscache.tiers.index import Entry, Page, PageIndex, PageState
+from gdscache.keys import Page
+from gdscache.tiers.index import Entry, PageIndex, PageState
 from gdscache.tiers.manager import PageStatus, TierManager
 
 SLOTS = 12  # of each tier

@@ -276,7 +276,7 @@ def test_an_engine_evicts_as_its_configuration_says(policy: str, slab: Path) -> 
     for _ in range(2):
         with CacheEngine.from_config(data) as engine:
             for tier in engine.manager.tiers.values():
-                assert type(tier.index._policy) is POLICIES[policy]
+                assert type(tier.index._orders.policy) is POLICIES[policy]
             for seed in (1, 2, 1, 3, 4, 1, 5):
                 run(engine, prompt(seed, 4, extra=1))
             settle(engine)
@@ -291,7 +291,7 @@ def test_each_tier_has_a_policy_of_its_own(slab: Path) -> None:
     data["cpu"]["eviction"] = "s3fifo"
     data["ssd"]["eviction"] = "credit_lru"
     with CacheEngine.from_config(data) as engine:
-        kinds = {name_: type(tier.index._policy) for name_, tier in engine.manager.tiers.items()}
+        kinds = {name_: type(tier.index._orders.policy) for name_, tier in engine.manager.tiers.items()}
     assert kinds == {"gpu": Lifetime, "cpu": S3FIFO, "ssd": CreditLRU}
 
 

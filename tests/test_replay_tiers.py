@@ -19,6 +19,7 @@ from test_replay import line, request, workloads, write
 from gdscache import cli, writer
 from gdscache.config import Config, Eviction
 from gdscache.errors import ConfigError, InvalidValueError
+from gdscache.keys import Page
 from gdscache.policies import POLICIES
 from gdscache.replay import clock as clocks
 from gdscache.replay import hierarchy, tier_report
@@ -30,7 +31,6 @@ from gdscache.replay.trace import read_trace
 from gdscache.replay.traffic import Found, Outcome, Traffic
 from gdscache.replay.workload import Workload, expand
 from gdscache.storage import workers
-from gdscache.tiers.index import Page
 
 TRACE = os.environ.get("GDSCACHE_CONVERSATION_TRACE")
 PAGE = 4096  # bytes; 512 tokens of 8

@@ -23,10 +23,11 @@ from test_index import IndexMachine, chain, name, put, restore
 from gdscache import CacheEngine
 from gdscache.errors import InvalidValueError, IOFailedError, PoolFullError
 from gdscache.inspection import inspect
+from gdscache.keys import Page
 from gdscache.policies import POLICIES, new_policy
 from gdscache.tiers import keeping
 from gdscache.tiers.base import Tier
-from gdscache.tiers.index import Entry, Page, PageIndex, PageState
+from gdscache.tiers.index import Entry, PageIndex, PageState
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.retention import DEFAULT, LONGEST_TTL, PRIORITIES, Expiries, Retention
 
@@ -359,17 +360,17 @@ def test_check_sees_wrong_retentions() -> None:
 
     index, key = fresh()
     assert index.check() == []
-    index._retained[key] = Retention(1, 6.0)
+    index._orders.retained[key] = Retention(1, 6.0)
     assert index.check()
     index, key = fresh()
-    index._expiries.remove(key, 5.0)
+    index._orders._expiries.remove(key, 5.0)
     assert index.check()
     index, key = fresh()
-    index._orders[2].remove(key)
-    index._orders[1].insert(key)
+    index._orders._of_priority[2].remove(key)
+    index._orders._of_priority[1].insert(key)
     assert index.check()
     index, key = fresh()
-    index._retained[name("nobody")] = Retention(1)
+    index._orders.retained[name("nobody")] = Retention(1)
     assert index.check()
 
 
@@ -390,7 +391,7 @@ def test_a_default_page_costs_nothing() -> None:
     assert slots is not None
     index.insert(chain(1, 1)[0], slots[0], PageState.VERIFIED, Retention(0, None))
     index.insert(chain(2, 1)[0], slots[1], PageState.VERIFIED)
-    assert (index._retained, index.next_expiry) == ({}, math.inf)
+    assert (index._orders.retained, index.next_expiry) == ({}, math.inf)
     assert index.check() == []
 
 

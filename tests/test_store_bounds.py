@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from test_replay_tiers import PAGE, make, run, work_of
 from test_write_policy import dirty, on, open_host, written  # noqa: F401  (a fixture)
 
+from gdscache.keys import Page
 from gdscache.replay.clock import Clock, Machine
 from gdscache.replay.hierarchy import Hierarchy, Ledger
 from gdscache.storage.base import Op
-from gdscache.tiers.index import Page
 from gdscache.tiers.store_plan import Placed, StoreJob
 
 OpenHost = Callable[..., Host]

@@ -22,10 +22,10 @@ from gdscache.bench.measure import Progress, interleave, rate, ratio, silent, ta
 from gdscache.build import build
 from gdscache.config import Config
 from gdscache.errors import IOFailedError
+from gdscache.keys import Page
 from gdscache.layout import PageLayout
 from gdscache.storage.base import Op
 from gdscache.tiers.base import Tier
-from gdscache.tiers.index import Page
 from gdscache.tiers.manager import TierManager
 from gdscache.writer import Outgoing, SsdWriter
 

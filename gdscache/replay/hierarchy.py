@@ -13,11 +13,12 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 from gdscache.config import Config
+from gdscache.keys import Page
 from gdscache.replay.clock import Clock, Disk, Done, Machine, Pipe, Process
 from gdscache.replay.tiers import ModelGpu, ModelSsd, ModelTier
 from gdscache.tiers.admission import open_admission
 from gdscache.tiers.base import Lease, SlotPool
-from gdscache.tiers.index import Entry, Page
+from gdscache.tiers.index import Entry
 from gdscache.tiers.manager import LoadPlan, PageStatus, TierManager
 from gdscache.tiers.promotion import new_promotion
 from gdscache.tiers.store_plan import BATCH_BYTES, Placed, StoreJob, StorePlanner, round_pages

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from gdscache.config import Config, ModelConfig
 from gdscache.errors import InvalidValueError
+from gdscache.keys import Page
 from gdscache.policies import new_policy
 from gdscache.replay import tier_report
 from gdscache.replay.clock import Machine
 from gdscache.replay.simulate import Progress, infinite, optimum, silent, simulate
 from gdscache.replay.tier_setup import Asked, Setup, setups
 from gdscache.replay.workload import Prompt, Workload
-from gdscache.tiers.index import Page
 
 REFERENCES = 60_000  # pages of all prompts that a run of the search has, about
 HOT = 0.001  # of all references: a page with so many is not left to chance

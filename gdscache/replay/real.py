@@ -21,13 +21,12 @@ import torch
 from gdscache.config import Config
 from gdscache.engine import CacheEngine
 from gdscache.errors import GdsCacheError
-from gdscache.keys import namespace_digest, page_keys
+from gdscache.keys import Page, namespace_digest, page_keys
 from gdscache.layout import PageLayout
 from gdscache.planes import PagedPlanes
 from gdscache.replay.simulate import Progress, silent
 from gdscache.replay.traffic import Found
 from gdscache.replay.workload import Workload
-from gdscache.tiers.index import Page
 
 Bytes = npt.NDArray[np.uint8]
 WAIT_S = 600.0  # for a request's writes

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gdscache.keys import Page
 from gdscache.policies import new_policy
 from gdscache.tiers.base import Tier
-from gdscache.tiers.index import Entry, Page, PageIndex, PageState
+from gdscache.tiers.index import Entry, PageIndex, PageState
 from gdscache.tiers.retention import DEFAULT, Retention
 
 _NO_RETENTIONS: Mapping[bytes, Retention] = {}

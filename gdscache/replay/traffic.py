@@ -7,12 +7,13 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gdscache.keys import Page
 from gdscache.replay.clock import Done, Machine, Process
 from gdscache.replay.hierarchy import Hierarchy
 from gdscache.replay.simulate import Progress, silent
 from gdscache.replay.workload import Workload
 from gdscache.tiers.base import Lease
-from gdscache.tiers.index import Entry, Page, PageState
+from gdscache.tiers.index import Entry, PageState
 from gdscache.tiers.manager import LoadPlan
 
 TIERS = ("gpu", "cpu", "ssd")

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gdscache.errors import InvalidValueError
-from gdscache.keys import KEY_BYTES, namespace_digest
+from gdscache.keys import KEY_BYTES, Page, namespace_digest
 from gdscache.replay.trace import BLOCK_TOKENS, Request
-from gdscache.tiers.index import Page
 
 
 class Prompt(NamedTuple):

@@ -28,7 +28,7 @@ from gdscache.tiers.sketch import FrequencySketch, RecentCounter
 
 if TYPE_CHECKING:
     from gdscache.config import SsdConfig
-    from gdscache.tiers.index import Page
+    from gdscache.keys import Page
 
 REMEMBERED = 4  # `second_offer`: an offer is remembered during so many offers a slot of the SSD, up to twice as many
 _REFUSED_KEPT = 4096  # pages that were refused and not used since then

@@ -10,7 +10,6 @@ Nothing here locks: the manager's lock guards every index.
 from __future__ import annotations
 
 import enum
-import itertools
 import struct
 from array import array
 from collections import Counter
@@ -20,23 +19,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.keys import KEY_BYTES
+from gdscache.keys import KEY_BYTES, Page
 from gdscache.policy import LRU, EvictionPolicy
-from gdscache.tiers.retention import DEFAULT, LOWEST, PRIORITIES, Expiries, Retention
+from gdscache.tiers.orders import NO_RETENTIONS, Orders
+from gdscache.tiers.retention import DEFAULT, Retention
 from gdscache.tiers.slots import FreeSlots
 
 KEY = np.dtype(f"V{KEY_BYTES}")
-NO_RETENTIONS: Mapping[int, Retention] = {}
-_CHANGES_KEPT = 8192  # new pages and uses at most that are not in the eviction orders yet
 _AHEAD = 32  # pages at most that go with those that have to, so that the next few need not look for victims
-
-
-class Page(NamedTuple):
-    """The name of a page: its key, the key of the page before it (the namespace for a first page), its namespace."""
-
-    key: bytes
-    parent: bytes
-    namespace: bytes
 
 
 class PageState(enum.Enum):
@@ -104,12 +94,7 @@ class PageIndex:
         self._entries: dict[bytes, Entry] = {}  # pages in use
         self._children = array("i", bytes(4 * slots))  # pages of this tier that follow the page in the slot
         self._orphans: dict[bytes, int] = {}  # ... that follow a page which is not in the tier, by its key
-        self._policy: EvictionPolicy = LRU() if policy is None else policy  # of priority 0
-        self._orders = self._new_orders(self._policy)
-        # Since the orders were looked at last, oldest first: a page that is new, or the key of one that was used.
-        self._changes: list[Page | bytes] = []
-        self._retained: dict[bytes, Retention] = {}  # of the pages whose retention is not the default
-        self._expiries = Expiries()
+        self._orders = Orders(LRU() if policy is None else policy)
         self._free = FreeSlots(slots)
         self._forget = forget
         self._recycle = recycle
@@ -138,9 +123,7 @@ class PageIndex:
 
     def retention(self, key: bytes) -> Retention | None:
         """The retention of a page in any state; None when it is not there."""
-        if key in self._retained:
-            return self._retained[key]
-        return DEFAULT if key in self else None
+        return self._orders.retained.get(key, DEFAULT) if key in self else None
 
     def get(self, key: bytes) -> Entry | None:
         """The page, if it is visible."""
@@ -164,14 +147,13 @@ class PageIndex:
             if entry is None:
                 return None
         else:
-            retention = self._retained.get(key, DEFAULT) if self._retained else DEFAULT
-            entry = self._entries[key] = Entry(page, slot, VERIFIED, retention)
+            entry = self._entries[key] = Entry(page, slot, VERIFIED, self._orders.retained.get(key, DEFAULT))
         entry.leases += 1
         return entry
 
     def pin_run(self, pages: Sequence[Page], start: int, stop: int) -> list[Entry]:
         """`pin` the consecutive pages of `pages[start:stop]`, from the first on, that are visible."""
-        take, entries, retained = self._resting.pop, self._entries, self._retained
+        take, entries, retained = self._resting.pop, self._entries, self._orders.retained
         pinned = []
         for i in range(start, stop):
             page = pages[i]
@@ -231,36 +213,19 @@ class PageIndex:
     def touch(self, keys: Iterable[bytes]) -> None:
         """Count a use of each present page. Give a prefix tail first, so that its head stays longest.
 
-        It counts when somebody looks at the order or takes from it, or when it is settled: a request does not wait for
-        it, nor for the order of new pages.
+        It counts later, as new pages do: see `Orders`.
         """
         resting, entries = self._resting, self._entries
-        self._changes += [key for key in keys if key in resting or key in entries]
-        self._keep_few()
-
-    def _keep_few(self) -> None:
-        over = len(self._changes) - _CHANGES_KEPT
-        if over > 0:  # no more than what came now
-            self.settle(over)
+        self._orders.use([key for key in keys if key in resting or key in entries])
 
     @property
     def unsettled(self) -> int:
-        """New pages and uses that are not in the eviction orders yet."""
-        return len(self._changes)
+        """New pages and uses that have not entered the eviction orders yet."""
+        return self._orders.unsettled
 
     def settle(self, most: int | None = None) -> None:
-        """Bring the eviction orders up to date, by the `most` oldest changes or by all. No page went since."""
-        if not self._changes:
-            return
-        changes, self._changes = self._changes[:most], [] if most is None else self._changes[most:]
-        retained, touch, insert = self._retained, self._policy.touch, self._policy.insert
-        for change in changes:
-            if isinstance(change, Page):
-                insert(change.key, change.parent)
-            elif retained and change in retained:
-                self._order(change).touch(change)
-            else:
-                touch(change)
+        """Let the `most` oldest of them enter, or all."""
+        self._orders.settle(most)
 
     # -- slots without a page -------------------------------------------------------------------------------------
 
@@ -311,7 +276,7 @@ class PageIndex:
 
     def coldest(self) -> bytes | None:
         """The page that eviction looks at first."""
-        return next(self._in_order(), None)
+        return next(iter(self._orders), None)
 
     def free(self, slots: Iterable[int]) -> None:
         """Give back slots that hold no page."""
@@ -331,25 +296,20 @@ class PageIndex:
         self, pages: Iterable[Page], slots: Iterable[int], state: PageState, retentions: Iterable[Retention]
     ) -> list[Entry]:
         """`insert` each page into its slot, as far as there are slots."""
-        entries, children, orphans, changes = self._entries, self._children, self._orphans, self._changes
+        entries, children, orphans = self._entries, self._children, self._orphans
         parents, namespaces = self._parents, self._namespaces
         inserted: list[Entry] = []
+        placed: list[Page] = []
+        wanted: list[Retention] = []
         last, last_slot = None, 0
         for page, slot, retention in zip(pages, slots, retentions, strict=False):
             key, parent, namespace = page.key, page.parent, page.namespace
-            by_default = retention == DEFAULT
-            if not by_default:
-                self.settle()
-                changes = self._changes
             entry = entries[key] = Entry(page, slot, state, retention)
             inserted.append(entry)
+            placed.append(page)
+            wanted.append(retention)
             parents[slot] = parent
             namespaces[slot] = namespace
-            if by_default:
-                changes.append(page)
-            else:
-                self._keep_retention(key, retention)
-                self._order(key).insert(key, parent)
             children[slot] = orphans.pop(key, 0) if orphans else 0
             if parent != namespace:
                 above = last_slot if parent == last else self.slot(parent)
@@ -358,7 +318,7 @@ class PageIndex:
                 else:
                     children[above] += 1
             last, last_slot = key, slot
-        self._keep_few()
+        self._orders.add(placed, wanted)
         return inserted
 
     def restore(
@@ -376,10 +336,9 @@ class PageIndex:
         `keys` and `parents` are of dtype V32, `namespaces` positions in `digests`, `order` positions of pages, the
         least recently used first; `retentions`: by position, where they are not the default.
         """
-        self._changes = []
         names = [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", keys.tobytes())]
         self._resting = dict(zip(names, slots.tolist(), strict=True))
-        self._restore_orders(names, order, retentions)
+        self._orders.restore(names, order, retentions)
         used = np.zeros(self.slots, np.bool_)
         used[slots] = True
         self._free = FreeSlots.beside(used)
@@ -397,19 +356,6 @@ class PageIndex:
         self._children = array("i", counts.tobytes())
         self._orphans = dict(Counter(parents[follows[above < 0]].tolist()))
 
-    def _restore_orders(
-        self, names: Sequence[bytes], order: npt.NDArray[np.int64], retentions: Mapping[int, Retention]
-    ) -> None:
-        if not retentions:
-            self._policy.restore(names, order)
-            return
-        levels = np.full(len(names), -LOWEST, np.int8)
-        for position, retention in retentions.items():
-            self._keep_retention(names[position], retention)
-            levels[position] = retention.priority - LOWEST
-        for level, policy in enumerate(self._orders):
-            policy.restore(names, order[levels[order] == level])
-
     def commit(self, entry: Entry, state: PageState = VERIFIED) -> bool:
         """Make a reserved page visible. Whoever reserved it still leases it. False when it was dropped meanwhile."""
         entry.state = state
@@ -419,7 +365,6 @@ class PageIndex:
         """Make a page invisible now (a reserved one: undo the reservation); its slot goes with its last lease."""
         if entry.dropped:
             return
-        self.settle()
         entry.dropped = True
         del self._entries[entry.key]
         self._unlink(entry.key, entry.parent, entry.namespace, entry.slot)
@@ -453,16 +398,11 @@ class PageIndex:
         """
         old = self.retention(key)
         new = old if old is None else old.joined(retention)
-        if old is None or new is None or new == old:
+        if new is None or new == old:
             return False
-        self.settle()
-        if key in self._retained:
-            self._forget_retention(key)
-        if new != DEFAULT:
-            self._keep_retention(key, new)
-        if new.priority != old.priority:
-            self._orders[old.priority - LOWEST].remove(key)
-            self._orders[new.priority - LOWEST].insert(key, self._parent(key))
+        slot = self.slot(key)
+        assert slot is not None, "a page that is there has a slot"
+        self._orders.retain(self._page_at(key, slot), new)
         entry = self._entries.get(key)
         if entry is not None:
             entry.retention = new
@@ -471,22 +411,20 @@ class PageIndex:
     @property
     def retained_pages(self) -> int:
         """Pages whose retention is not the default."""
-        return len(self._retained)
+        return len(self._orders.retained)
 
     @property
     def next_expiry(self) -> float:
         """When the next page expires, in seconds since the epoch; infinite when none does."""
-        return self._expiries.first
+        return self._orders.next_expiry
 
     def expire(self, now: float, most: int) -> list[bytes]:
         """Drop up to `most` pages that have expired by `now`; the keys of those that were visible."""
-        return self._drop_expired(self._expiries.take(now, most))
+        return self._drop_expired(self._orders.expired(now, most))
 
     def expire_among(self, pages: Iterable[Page], now: float) -> list[bytes]:
         """Drop those of `pages` that have expired by `now`; the keys of those that were visible."""
-        retained = self._retained
-        keys = dict.fromkeys(page.key for page in pages if page.key in retained)
-        return self._drop_expired([key for key in keys if (at := retained[key].expires) is not None and at <= now])
+        return self._drop_expired(self._orders.expired_among((page.key for page in pages), now))
 
     def _drop_expired(self, keys: Iterable[bytes]) -> list[bytes]:
         visible = []
@@ -497,29 +435,6 @@ class PageIndex:
                 visible.append(key)
             self.drop(entry)
         return visible
-
-    def _keep_retention(self, key: bytes, retention: Retention) -> None:
-        self._retained[key] = retention
-        if retention.expires is not None:
-            self._expiries.add(key, retention.expires)
-
-    def _forget_retention(self, key: bytes) -> None:
-        expires = self._retained.pop(key).expires
-        if expires is not None:
-            self._expiries.remove(key, expires)
-
-    @staticmethod
-    def _new_orders(policy: EvictionPolicy) -> list[EvictionPolicy]:
-        """An eviction order for each priority, from the lowest on; `policy` is that of priority 0."""
-        return [policy if priority == 0 else policy.empty() for priority in PRIORITIES]
-
-    def _order(self, key: bytes) -> EvictionPolicy:
-        return self._orders[self._retained.get(key, DEFAULT).priority - LOWEST]
-
-    def _in_order(self) -> Iterator[bytes]:
-        """All pages, those of the lowest priority first, within a priority in the tier's order."""
-        self.settle()
-        return itertools.chain.from_iterable(self._orders)
 
     # -- pages that a lower tier has not got yet ------------------------------------------------------------------
 
@@ -542,7 +457,7 @@ class PageIndex:
         None of `skip`, and no page that is not complete. The last one brings all that it follows.
         """
         chosen: dict[bytes, Page] = {}
-        for key in self._in_order():
+        for key in self._orders:
             if len(chosen) >= n:
                 break
             family: list[Page] = []
@@ -555,7 +470,7 @@ class PageIndex:
     def _dirty_page(self, key: bytes) -> Page | None:
         slot = self._resting.get(key)
         if slot is not None:
-            return Page(key, self._parent_at(slot), self._namespaces[slot]) if slot in self._dirty else None
+            return self._page_at(key, slot) if slot in self._dirty else None
         entry = self._entries.get(key)
         if entry is None or entry.state is not VERIFIED or entry.slot not in self._dirty:
             return None
@@ -589,12 +504,10 @@ class PageIndex:
         visible = len(self._resting) + sum(entry.state is not PENDING for entry in in_use)
         for entry in in_use:
             self.drop(entry)
-        held = (self._resting, self._orders, self._orphans, self._retained, self._expiries)
+        held = (self._resting, self._orders, self._orphans)
         detached = Detached(visible, list(self._resting.values()), held)
-        self._resting, self._policy, self._orphans = {}, self._policy.empty(), {}
-        self._orders, self._retained, self._expiries = self._new_orders(self._policy), {}, Expiries()
+        self._resting, self._orders, self._orphans = {}, self._orders.empty(), {}
         self._dirty = set()
-        self._changes = []
         self._children = array("i", bytes(4 * self.slots))
         return detached
 
@@ -618,8 +531,10 @@ class PageIndex:
             self._recycle(entry.slot)
 
     def _entry(self, key: bytes, slot: int) -> Entry:
-        page = Page(key, self._parent_at(slot), self._namespaces[slot])
-        return Entry(page, slot, VERIFIED, self._retained.get(key, DEFAULT))
+        return Entry(self._page_at(key, slot), slot, VERIFIED, self._orders.retained.get(key, DEFAULT))
+
+    def _page_at(self, key: bytes, slot: int) -> Page:
+        return Page(key, self._parent_at(slot), self._namespaces[slot])
 
     def _parent_at(self, slot: int) -> bytes:
         parent = self._parents[slot]
@@ -635,8 +550,7 @@ class PageIndex:
         if above is not None:
             self._children[above] -= 1
             if not self._children[above]:
-                order = self._order(parent) if self._retained else self._policy
-                order.hasten(parent)
+                self._orders.hasten(parent)
         elif self._orphans[parent] == 1:
             del self._orphans[parent]
         else:
@@ -653,14 +567,9 @@ class PageIndex:
         return slot if self._children[slot] <= gone and slot not in self._dirty else None
 
     def _unlink(self, key: bytes, parent: bytes, namespace: bytes, slot: int) -> None:
-        """A page is in no order any more, and follows none. The orders are up to date."""
+        """A page is in no order any more, and follows none."""
         self._dirty.discard(slot)
-        if not self._retained:
-            self._policy.remove(key)
-        else:
-            self._order(key).remove(key)
-            if key in self._retained:
-                self._forget_retention(key)
+        self._orders.remove(key)
         followed = self._children[slot]
         if followed:
             self._orphans[key] = followed
@@ -702,11 +611,11 @@ class PageIndex:
                 chosen[key] = None
                 key = parent_at(slot)
                 gone[key] = followed = gone.get(key, 0) + 1
-                met = key in passed or (order_of(key) if retained else policy).is_deferred(key)
+                met = key in passed or is_deferred(key)
                 slot = self._slot_to_go(key, followed) if met and key not in keep else None
 
         entries, children, dirty = self._entries, self._children, self._dirty
-        parent_at, order_of, policy, retained = self._parent_at, self._order, self._policy, self._retained
+        parent_at, is_deferred = self._parent_at, self._orders.is_deferred
         at_rest = self._resting.get
         if pages:  # the first round looks for tails: of the family that is its end, and all others have a child in it
             keep = {*keep, *(page.key for page in pages), *(page.parent for page in pages)}
@@ -715,7 +624,7 @@ class PageIndex:
                 break
             if pages and not tails_only:
                 keep = {*keep, *self.family(pages)}
-            for key in self._in_order():
+            for key in self._orders:
                 slot = at_rest(key)
                 if slot is None:
                     entry = entries[key]
@@ -734,7 +643,7 @@ class PageIndex:
                     if len(chosen) >= wanted:
                         break
         for key in passed.difference(chosen):
-            self._order(key).defer(key)
+            self._orders.defer(key)
         return chosen
 
     def mend(self, elsewhere: Iterable[int] = ()) -> None:
@@ -752,7 +661,7 @@ class PageIndex:
         self._orphans = dict(counts)
         for key, slot in slots.items():
             if not self._children[slot]:
-                self._order(key).hasten(key)
+                self._orders.hasten(key)
 
     def check(self, elsewhere: Sequence[int] = ()) -> list[str]:
         """Restate every invariant from scratch; the disagreements found. `elsewhere`: slots held outside the index."""
@@ -767,14 +676,7 @@ class PageIndex:
         lost = set(range(self.slots)) - set(held)
         if lost:
             problems.append(f"{len(lost)} slots are neither free nor used: {sorted(lost)[:8]}")
-        new = {change.key for change in self._changes if isinstance(change, Page)}
-        ordered = [{*order, *(new if order is self._policy else ())} for order in self._orders]
-        if ordered != [{e.key for e in pages if e.retention.priority == priority} for priority in PRIORITIES]:
-            problems.append("the eviction order and the index name different pages")
-        if self._retained != {e.key: e.retention for e in pages if e.retention != DEFAULT}:
-            problems.append("pages with a retention of their own are not those that the index names")
-        if self._expiries.items() != {e.key: e.retention.expires for e in pages if e.retention.expires is not None}:
-            problems.append("pages that expire are not those that the index names")
+        problems += self._orders.check({e.key: e.retention for e in pages})
         counted = {e.key: self._children[e.slot] for e in pages if self._children[e.slot]} | self._orphans
         if Counter(e.parent for e in pages if e.parent != e.namespace) != counted:
             problems.append("pages that follow others are miscounted")

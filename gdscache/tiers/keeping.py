@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gdscache.errors import InvalidValueError
+from gdscache.keys import Page
 from gdscache.tiers.base import Lease
-from gdscache.tiers.index import Entry, Page
+from gdscache.tiers.index import Entry
 from gdscache.tiers.retention import DEFAULT, Retention
 
 if TYPE_CHECKING:

@@ -16,10 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from gdscache.keys import Page
 from gdscache.tiers.base import Lease, Tier
 from gdscache.tiers.busy import BusyPeriods
 from gdscache.tiers.costs import Costs
-from gdscache.tiers.index import PENDING, Entry, Page, PageIndex
+from gdscache.tiers.index import PENDING, Entry, PageIndex
 from gdscache.tiers.keeping import Expiry, Pin, Pins
 from gdscache.tiers.promotion import Always, Promotion
 from gdscache.tiers.quarantine import Late, PoolName, Quarantine

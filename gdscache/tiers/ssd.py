@@ -26,6 +26,7 @@ from gdscache.checksum import Checksums
 from gdscache.config import SsdConfig
 from gdscache.directory import CacheDirectories
 from gdscache.errors import IOFailedError, StorageError
+from gdscache.keys import Page
 from gdscache.layout import PageLayout
 from gdscache.policies import new_policy
 from gdscache.slab import Slab
@@ -33,7 +34,7 @@ from gdscache.storage import open_transport
 from gdscache.storage.base import Op
 from gdscache.tiers.base import Tier
 from gdscache.tiers.bounce import Extents
-from gdscache.tiers.index import Entry, Page, PageIndex, PageState
+from gdscache.tiers.index import Entry, PageIndex, PageState
 from gdscache.tiers.page_io import PageIO, Positions
 from gdscache.tiers.retention import DEFAULT, HIGHEST, LOWEST, Retention
 from gdscache.tiers.slab_io import SlabIO

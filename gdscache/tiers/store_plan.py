@@ -25,8 +25,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gdscache.keys import Page
 from gdscache.tiers.base import Lease
-from gdscache.tiers.index import Entry, Page, PageIndex, PageState
+from gdscache.tiers.index import Entry, PageIndex, PageState
 from gdscache.tiers.retention import DEFAULT, Retention
 
 if TYPE_CHECKING:
