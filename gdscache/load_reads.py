@@ -188,6 +188,7 @@ class LayeredReads:
         self._left = deque(self._submits(batch, groups))
         self._begun: deque[tuple[range, Reading | None]] = deque()
         self._flying = 0  # bytes
+        self._landing = 0  # of them, those of the reading at hand that were not handed on
 
     def page_bytes(self, layers: range) -> int:
         """What is read of a page for a group, at least 1."""
@@ -217,23 +218,16 @@ class LayeredReads:
         while self._begun and self._begun[0][0] == group:
             _, reading = self._begun.popleft()
             if reading is not None:
-                left = _Left(len(reading.batch.tasks) * self.page_bytes(group))
-                self._reads.land(reading, most, functools.partial(self._landed, left, landed))
-                self._over(left, left.nbytes)
+                self._landing = len(reading.batch.tasks) * self.page_bytes(group)
+                self._reads.land(reading, most, functools.partial(self._landed, landed))
+                self._over(self._landing)
 
-    def _landed(self, left: _Left, landed: Landed, batch: Batch, layers: range) -> None:
+    def _landed(self, landed: Landed, batch: Batch, layers: range) -> None:
         """The next reads are on their way before these pages are copied, which takes its time."""
-        self._over(left, len(batch.tasks) * self.page_bytes(layers))
+        self._over(len(batch.tasks) * self.page_bytes(layers))
         landed(batch.pending(), layers)
 
-    def _over(self, left: _Left, nbytes: int) -> None:
-        left.nbytes -= nbytes
+    def _over(self, nbytes: int) -> None:
+        self._landing -= nbytes
         self._flying -= nbytes
         self.begin()
-
-
-@dataclasses.dataclass(slots=True)
-class _Left:
-    """What of a reading has not been handed on."""
-
-    nbytes: int
