@@ -13,6 +13,7 @@ from helpers import Host, make_config, settle
 from hypothesis import HealthCheck, settings
 
 from gdscache import CacheEngine
+from gdscache.storage import probe_nixl
 
 # Tests run beside each other, and threads of torch that have no core to themselves spin. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,6 +38,15 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def gds_mt(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """NIXL's plugin GDS_MT moves GPU memory here. A probe takes seconds, so there is one."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if not (found := probe_nixl.probe_nixl(tmp_path_factory.mktemp("probe"), 0, 60)).ok:
+        pytest.skip(f"GDS_MT does not work here: {found.reason}")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from transport_parts import has_libcuda
 
 from gdscache.errors import TransportUnavailableError
-from gdscache.storage import Transport, probe, probe_nixl
+from gdscache.storage import Transport, probe
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.nixl import NixlTransport
 from gdscache.storage.posix import PosixTransport, probe_direct_io
@@ -106,17 +106,9 @@ class TestKvikioThroughCufile(TransportSuite):
         return KvikioTransport(threads, compat="off")
 
 
-@pytest.fixture(scope="module")
-def _gds_mt(tmp_path_factory: pytest.TempPathFactory) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    if not (found := probe_nixl.probe_nixl(tmp_path_factory.mktemp("probe"), 0, 60)).ok:
-        pytest.skip(f"GDS_MT does not work here: {found.reason}")
-
-
 @pytest.mark.gpu
 @needs_nixl
-@pytest.mark.usefixtures("_gds_mt")
+@pytest.mark.usefixtures("gds_mt")
 class TestNixlGdsMt(TransportSuite):
     memory_kinds = ("cuda",)
 

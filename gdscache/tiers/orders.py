@@ -44,7 +44,6 @@ class Orders:
     ) -> None:
         """Fill empty orders: `order` are positions in `keys`, the least recently used first; `retentions`: by position,
         where they are not the default."""
-        self._changes = []
         if not retentions:
             self.policy.restore(keys, order)
             return
