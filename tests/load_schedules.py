@@ -47,6 +47,7 @@ from gdscache.testing.faults import FaultRule
 
 ACTIONS = ("none", "cancel", "close", "raise", "error")
 PAGES = 4
+LOCKED = 0.01  # seconds that a call which needs the manager's lock is waited for at a point that may hold it
 BLOCKS = 56  # six steps take eight each at most, and then a load
 EVEN = MHA | {"layers": 6, "head_dim": 72}  # several groups of layers, with the sizes below
 SIZES = GroupSizes(least=4096, first=1)
@@ -124,6 +125,7 @@ class Player:
         self.prefetches: list[Prefetch] = []
         self.interrupt = threading.Event()
         self.closer: threading.Thread | None = None
+        self.cancellers: list[threading.Thread] = []
         self.drain = draw.random() < 0.5
 
     # -- what happens at the point -------------------------------------------------------------------------------------
@@ -131,8 +133,14 @@ class Player:
     def _cancel(self) -> None:
         for begun in list(self.loads):
             begun.load.cancel()
-        for prefetch in list(self.prefetches):
-            prefetch.cancel()
+        if not self.prefetches:
+            return
+        # Whoever is at the point may hold the manager's lock, and no caller of `cancel` does: it comes from a thread
+        # of its own, which is waited for only as long as it may be waiting for that lock.
+        canceller = threading.Thread(target=lambda: [prefetch.cancel() for prefetch in list(self.prefetches)])
+        self.cancellers.append(canceller)
+        canceller.start()
+        canceller.join(LOCKED)
 
     def _close(self) -> None:
         if self.closer is None:
@@ -295,8 +303,8 @@ class Player:
         finally:
             PLAN.reset()
             self.points.on = False
-            if self.closer is not None:
-                self.closer.join(WAIT)
+            for thread in [*self.cancellers, *([] if self.closer is None else [self.closer])]:
+                thread.join(WAIT)
             rested = not engine._closed
             engine.close()
         self.closed()
