@@ -24,7 +24,7 @@ from gdscache.load_passing import PassingReads, passing_sizes
 from gdscache.load_reads import LayeredReads, LoadReads
 from gdscache.load_verdicts import Batch, Verdicts
 from gdscache.loading import LayerwiseLoad, LoadReport
-from gdscache.streams import Event
+from gdscache.streams import Event, Fence
 from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.manager import PageStatus, PageTask, TierManager
 from gdscache.tiers.transfer import Moved, Mover
@@ -64,6 +64,7 @@ class LoadRun:
         for row, task in enumerate(self._tasks):
             task.row = row
         self._verdicts = Verdicts(manager, load, len(self._tasks))
+        self.begun = Fence()  # its first copies, or reads, are queued, or there will be none
         self._reads = LoadReads(manager, bounce, self._verdicts, self._until)
 
     def __call__(self) -> None:
@@ -74,6 +75,7 @@ class LoadRun:
     def _run(self) -> None:
         started = time.monotonic()
         with contextlib.ExitStack() as ends:  # the last first, each whatever became of those before it
+            ends.callback(self.begun.signal)
             ends.callback(lambda: self._finish(time.monotonic() - started))
             ends.callback(self._reads.give_bounced)
             ends.callback(self._end_copies)
@@ -135,6 +137,7 @@ class LoadRun:
             if reads is not None:
                 reads.begin()
             moved = None if here is None else self._scatter_resident(here, layers)
+            self.begun.signal()
             if layers.stop == self._every.stop and not self._always:
                 self._verdicts.say(resident, PageStatus.LOADED)
             for source in (reads, through):
@@ -228,22 +231,23 @@ class LoadRun:
             self._load.signal(layer, event)
 
     def _finish(self, seconds: float) -> None:
-        failed = False
+        failed, pending = False, PageStatus.PENDING
         for part in self._load.parts:
             tasks = part.plan.tasks
-            self._manager.finish_pages([t for t in tasks if t.status is PageStatus.PENDING], PageStatus.ABORTED)
+            self._manager.finish_pages([t for t in tasks if t.status is pending], PageStatus.ABORTED)
             part.report = self._report(tasks, seconds)
-            failed = failed or part.report.first_bad is not None
+            failed = failed or part.report.tokens < len(tasks) * self._layout.page_tokens
             self._manager.end(part.plan.lease)
         self._load.release_event.signal()
         if failed and self._manager.ssd is not None:
             self._manager.ssd.commit_deletions()
 
     def _report(self, tasks: Sequence[PageTask], seconds: float) -> LoadReport:
-        statuses = tuple(task.status for task in tasks)
-        by_tier = Counter(task.tier for task in tasks if task.status is PageStatus.LOADED)
+        loaded = PageStatus.LOADED
+        statuses = tuple([task.status for task in tasks])
+        by_tier = Counter([task.tier for task in tasks if task.status is loaded])
         for name, pages in by_tier.items():
             self._manager.count("bytes_loaded", name, pages * self._layout.page_bytes)
-        good = next((i for i, status in enumerate(statuses) if status is not PageStatus.LOADED), len(statuses))
+        good = next((i for i, status in enumerate(statuses) if status is not loaded), len(statuses))
         nbytes = {name: pages * self._layout.page_bytes for name, pages in by_tier.items()}
         return LoadReport(good * self._layout.page_tokens, statuses, nbytes, seconds)

@@ -101,6 +101,7 @@ class Verdicts:
         """The verdict on those of the pages that have none."""
         if status is PageStatus.LOADED and self._load.cancelled:
             status = PageStatus.CANCELLED
-        pending = [task for task in tasks if task.status is PageStatus.PENDING]
+        none = PageStatus.PENDING
+        pending = [task for task in tasks if task.status is none]
         if pending:
             self._manager.finish_pages(pending, status)

@@ -44,26 +44,24 @@ def record_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
 class Fence:
     """Work that is queued by another thread and done later still. One writer signals it once; anybody waits."""
 
-    __slots__ = ("_event", "_queued")
+    __slots__ = ("_event", "_gate", "queued")
 
     def __init__(self) -> None:
-        self._queued = threading.Event()
+        self.queued = False  # True when the work was signalled, done or not
         self._event: Event = None
-
-    @property
-    def queued(self) -> bool:
-        """True when the work was signalled, done or not."""
-        return self._queued.is_set()
+        self._gate = threading.Lock()  # held until then; a load has one for each layer, and a lock is cheap to make
+        self._gate.acquire()
 
     def signal(self, event: Event = None) -> None:
         """The work is queued, and done when `event` is (None: it is done). Later signals change nothing."""
-        if not self._queued.is_set():
+        if not self.queued:
             self._event = event
-            self._queued.set()
+            self.queued = True
+            self._gate.release()
 
     def done(self) -> bool:
         """True when the work is finished; never waits."""
-        return self._queued.is_set() and (self._event is None or bool(self._event.query()))  # type: ignore[no-untyped-call]
+        return self.queued and (self._event is None or bool(self._event.query()))  # type: ignore[no-untyped-call]
 
     def wait(self, seconds: float | None = None) -> None:
         """Order the current stream after the work: the thread waits until it is queued, the stream until it is done.
@@ -80,8 +78,17 @@ class Fence:
         if self._event is not None:
             self._event.synchronize()
 
+    def reached(self, seconds: float | None) -> bool:
+        """The thread waits until the work is queued, at most so long; whether it is."""
+        if self.queued:
+            return True
+        if not self._gate.acquire(timeout=threading.TIMEOUT_MAX if seconds is None else max(0.0, seconds)):
+            return False
+        self._gate.release()
+        return True
+
     def _wait_queued(self, seconds: float | None) -> None:
         start = time.monotonic()
-        if not self._queued.wait(seconds):
+        if not self.reached(seconds):
             waited = time.monotonic() - start
             raise DeadlineError(f"not ready after {waited:.1f} s", "raise load.deadline, or see stats() for what hangs")

@@ -17,6 +17,7 @@ may be called twice.
 from __future__ import annotations
 
 import abc
+import itertools
 import threading
 import time
 from typing import Any
@@ -74,8 +75,8 @@ class Lease:
     def end(self) -> None:
         """Release every page. A second call does nothing."""
         entries, self.entries = self.entries, {}
-        for entry, index in entries.items():
-            index.release(entry)
+        for index, some in itertools.groupby(entries, entries.__getitem__):
+            index.release_all(some)
 
 
 class SlotPool:

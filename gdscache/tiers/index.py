@@ -379,15 +379,21 @@ class PageIndex:
         entry.leases += 1
 
     def release(self, entry: Entry) -> None:
-        entry.leases -= 1
-        if entry.leases:
-            return
-        if entry.dropped:
-            self._leaving.discard(entry.slot)
-            self._give_back(entry)
-        elif entry.state is VERIFIED:
-            del self._entries[entry.key]
-            self._resting[entry.key] = entry.slot
+        self.release_all((entry,))
+
+    def release_all(self, some: Iterable[Entry]) -> None:
+        """End one lease of each."""
+        entries, resting = self._entries, self._resting
+        for entry in some:
+            entry.leases -= 1
+            if entry.leases:
+                continue
+            if entry.dropped:
+                self._leaving.discard(entry.slot)
+                self._give_back(entry)
+            elif entry.state is VERIFIED:
+                del entries[entry.key]
+                resting[entry.key] = entry.slot
 
     # -- retention ------------------------------------------------------------------------------------------------
 

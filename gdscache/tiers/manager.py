@@ -421,26 +421,29 @@ class TierManager:
         lease.entries.update(dict.fromkeys(targets, index))
         self._filling.update(zip(targets, tasks, strict=False))
 
-    def finish_pages(self, tasks: Iterable[PageTask], status: PageStatus) -> None:
+    def finish_pages(self, tasks: Sequence[PageTask], status: PageStatus) -> None:
         """A verdict on pages: publish their CPU copies, or drop them from every tier that they came through."""
         loaded = status is PageStatus.LOADED
         good = loaded or status is PageStatus.CANCELLED  # the bytes were read, and are what was stored
         bad = status in (PageStatus.CHECKSUM, PageStatus.SHORT_READ, PageStatus.IO_ERROR)
         with self.lock:
+            filling = self._filling
             for task in tasks:
                 task.status = status
-                if task.target is not None and self._filling.pop(task.target, None) is not None:
+                target = task.target
+                if target is not None and filling.pop(target, None) is not None:
                     task.landed = PageStatus.LOADED if good else status
                     if good:
-                        self.cpu_index.commit(task.target)
+                        self.cpu_index.commit(target)
                     else:
-                        self.cpu_index.drop(task.target)
-                if loaded:
-                    self.counts["loaded", task.tier] += 1
-                else:
-                    self.counts["misses", status.value] += 1
+                        self.cpu_index.drop(target)
                 if bad:
                     self.tiers[task.tier].index.drop(task.source)
+            if loaded:
+                for tier, pages in Counter([task.tier for task in tasks]).items():
+                    self.counts["loaded", tier] += pages
+            elif tasks:
+                self.counts["misses", status.value] += len(tasks)
             self._filled.notify_all()
 
     def await_filling(self, filling: PageTask, seconds: float) -> PageStatus:
@@ -512,12 +515,15 @@ class TierManager:
         return removed
 
     def settle(self) -> None:
-        """Bring the eviction orders nearly up to date: for threads that nobody waits for, after work on many pages."""
+        """Bring the eviction orders nearly up to date: for threads that nobody waits for, after work on many pages.
+
+        A pause comes first: whoever waited for that work has the interpreter then.
+        """
         for tier in self.tiers.values():
             while tier.index.unsettled > _UNSETTLED:
+                time.sleep(_PAUSE_S)
                 with self.lock:
                     tier.index.settle(_SETTLED)
-                time.sleep(_PAUSE_S)
 
     # -- figures --------------------------------------------------------------------------------------------------
 
