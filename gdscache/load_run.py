@@ -24,7 +24,7 @@ from gdscache.load_passing import PassingReads, passing_sizes
 from gdscache.load_reads import LayeredReads, LoadReads
 from gdscache.load_verdicts import Batch, Verdicts
 from gdscache.loading import LayerwiseLoad, LoadReport
-from gdscache.streams import Event, Fence
+from gdscache.streams import Event
 from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.manager import PageStatus, PageTask, TierManager
 from gdscache.tiers.transfer import Moved, Mover
@@ -64,7 +64,6 @@ class LoadRun:
         for row, task in enumerate(self._tasks):
             task.row = row
         self._verdicts = Verdicts(manager, load, len(self._tasks))
-        self.begun = Fence()  # its first copies, or reads, are queued, or there will be none
         self._reads = LoadReads(manager, bounce, self._verdicts, self._until)
 
     def __call__(self) -> None:
@@ -75,7 +74,6 @@ class LoadRun:
     def _run(self) -> None:
         started = time.monotonic()
         with contextlib.ExitStack() as ends:  # the last first, each whatever became of those before it
-            ends.callback(self.begun.signal)
             ends.callback(lambda: self._finish(time.monotonic() - started))
             ends.callback(self._reads.give_bounced)
             ends.callback(self._end_copies)
@@ -137,7 +135,6 @@ class LoadRun:
             if reads is not None:
                 reads.begin()
             moved = None if here is None else self._scatter_resident(here, layers)
-            self.begun.signal()
             if layers.stop == self._every.stop and not self._always:
                 self._verdicts.say(resident, PageStatus.LOADED)
             for source in (reads, through):

@@ -20,7 +20,6 @@ from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.manager import LoadPlan, PageStatus, TierManager
 from gdscache.tiers.transfer import Mover
 
-_HANDOVER_S = 0.002
 _NO_BLOCKS = torch.empty((0, 1), dtype=torch.int64)
 
 
@@ -53,11 +52,10 @@ class Loader:
     def start(
         self, requests: Sequence[tuple[Sequence[Page], torch.Tensor, int]], owner: str, after: Iterable[Event] = ()
     ) -> LayerwiseLoad:
-        """Start moving pages into planes; returns when the first copies, or reads, are queued, or after `_HANDOVER_S`.
+        """Start moving pages into planes.
 
         A request is its pages, their blocks, int64 (pages, blocks_per_page), and the token that its first page begins
-        with. The caller's next step is to queue a forward pass that needs those pages first of all, and for that it
-        would keep the interpreter to itself.
+        with.
         """
         # Plans and the order of execution agree, so that waiting for another load ends.
         with self.manager.lock, contextlib.ExitStack() as undo:
@@ -68,11 +66,9 @@ class Loader:
                     plan = self.manager.plan_load(pages, owner, keep=self.keep)
                 undo.callback(self._abandon, plan)
                 parts.append(LoadPart(plan, blocks[: len(plan.tasks)], start))
-            load, run = self._submit(parts, tuple(after))
+            load = self._submit(parts, tuple(after))
             undo.pop_all()
-        if load.tokens and self.loads <= self.config.threads:
-            run.begun.reached(_HANDOVER_S)
-        return load
+            return load
 
     def bring(self, plan: LoadPlan) -> LoadReport:
         """Read pages of the SSD into the CPU slots that the plan has for them, in this thread, and no further.
@@ -95,7 +91,7 @@ class Loader:
         if self._closed:
             raise EngineClosedError("the engine was closed meanwhile", "open a new one with CacheEngine.from_config")
 
-    def _submit(self, parts: Sequence[LoadPart], after: tuple[Event, ...]) -> tuple[LayerwiseLoad, LoadRun]:
+    def _submit(self, parts: Sequence[LoadPart], after: tuple[Event, ...]) -> LayerwiseLoad:
         timeline, device = self.manager.timeline, self.mover.planes.device
         load = LayerwiseLoad(parts, self.layout, self.config.deadline, timeline=timeline, device=device)
         run = LoadRun(self.manager, self.mover, self.bounce, self.layout, self.config, load, after, copy=True)
@@ -103,7 +99,7 @@ class Loader:
         if load.tokens:
             self.loads += 1
             load.future.add_done_callback(self._over)
-        return load, run
+        return load
 
     def _over(self, future: Future[None]) -> None:
         with self.manager.lock:

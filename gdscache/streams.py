@@ -78,17 +78,11 @@ class Fence:
         if self._event is not None:
             self._event.synchronize()
 
-    def reached(self, seconds: float | None) -> bool:
-        """The thread waits until the work is queued, at most so long; whether it is."""
-        if self.queued:
-            return True
-        if not self._gate.acquire(timeout=threading.TIMEOUT_MAX if seconds is None else max(0.0, seconds)):
-            return False
-        self._gate.release()
-        return True
-
     def _wait_queued(self, seconds: float | None) -> None:
+        if self.queued:
+            return
         start = time.monotonic()
-        if not self.reached(seconds):
+        if not self._gate.acquire(timeout=threading.TIMEOUT_MAX if seconds is None else max(0.0, seconds)):
             waited = time.monotonic() - start
             raise DeadlineError(f"not ready after {waited:.1f} s", "raise load.deadline, or see stats() for what hangs")
+        self._gate.release()

@@ -14,7 +14,6 @@ from typing import Any
 
 from gdscache import CacheEngine
 from gdscache.errors import IOFailedError
-from gdscache.load_run import LoadRun
 from gdscache.loading import LayerwiseLoad
 
 Point = tuple[str, int]
@@ -131,10 +130,10 @@ class Points:
         self.after(parts.loader, "_submit", "submitted")
         submit = parts.loader._submit
 
-        def submitted(*args: Any) -> tuple[LayerwiseLoad, LoadRun]:
-            load, run = submit(*args)
+        def submitted(*args: Any) -> LayerwiseLoad:
+            load = submit(*args)
             self.before(load, "signal", "signal")  # what was signalled before this is not a point
-            return load, run
+            return load
 
         parts.loader._submit = submitted  # type: ignore[method-assign]
 
