@@ -25,6 +25,7 @@ from helpers import (
     layout_of,
     make_config,
     prompt,
+    quiet,
     read_page,
     run,
     settle,
@@ -46,6 +47,7 @@ from gdscache.errors import (
     TokensError,
     TransportUnavailableError,
 )
+from gdscache.storing import StoreHandle
 
 Open = Callable[..., CacheEngine]
 
@@ -158,6 +160,29 @@ def test_salts_keep_tenants_apart(open_engine: Open, device: str) -> None:
 
 
 # -- sequences -------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_salt_does_not_wait_for_the_catalogue(open_engine: Open) -> None:
+    """What a namespace means is written with its first pages, by the writer: a commit may take its time."""
+    engine = open_engine()
+    assert engine.manager.ssd is not None
+    catalog = engine.manager.ssd._catalog
+    handles: list[StoreHandle] = []
+
+    def request() -> None:
+        with engine.sequence(prompt(1, 3), "tenant") as sequence:
+            fill(engine, sequence, "tenant")
+            handles.append(sequence.commit())
+
+    with catalog._write_lock:
+        caller = threading.Thread(target=request)
+        caller.start()
+        caller.join(WAIT)
+        assert not caller.is_alive(), "the caller waits for the catalogue"
+        assert not handles[0].done()
+        assert engine.namespace("tenant") not in catalog.namespaces()
+    quiet(engine)
+    assert catalog.namespaces()[engine.namespace("tenant")]["request_salt"] == "tenant"
 
 
 def test_two_sequences_share_slots_and_the_last_one_to_leave_counts(open_engine: Open, device: str) -> None:

@@ -105,6 +105,7 @@ class SsdTier(Tier):
         self._deleting: set[int] = set()  # ... the commit under way
         self._returned: set[int] = set()  # slots that are free once their row is deleted
         self._touched: dict[int, int] = {}
+        self._descriptions: dict[bytes, dict[str, object]] = {}  # of namespaces, for the next commit
         self._retained: dict[int, bytes] = {}  # slot -> key of pages whose retention the next commit writes down
         self._commit_lock = threading.Lock()
         self._closed = False
@@ -222,6 +223,7 @@ class SsdTier(Tier):
                 self._clock += len(live)
                 records = [self._record(w, clock + i) for i, w in enumerate(live)]
             self._learn_checksums(leased)  # a load that still reads them could not check them otherwise
+            self._describe_namespaces()
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(self._undo, retained)
                 self._catalog.commit(records, sorted(self._deleting), touched, wanted)
@@ -313,11 +315,18 @@ class SsdTier(Tier):
         return self.index.retention(key) or DEFAULT
 
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
-        """Write down what a namespace means, for people who inspect the directory; pages do without when it fails."""
-        try:
-            self._catalog.describe_namespace(digest, description)
-        except IOFailedError as error:
-            _log.warning("%s: a namespace stays without description: %s", self.path, error)
+        """Write down what a namespace means, with the next commit: for people who inspect the directory."""
+        with self.lock:
+            self._descriptions[digest] = description
+
+    def _describe_namespaces(self) -> None:
+        with self.lock:
+            descriptions, self._descriptions = self._descriptions, {}
+        for digest, description in descriptions.items():
+            try:
+                self._catalog.describe_namespace(digest, description)
+            except IOFailedError as error:  # pages do without
+                _log.warning("%s: a namespace stays without description: %s", self.path, error)
 
     def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
         damaged = self._check_slab(lock, fix=fix)
