@@ -20,6 +20,7 @@ CHANGE = 2.0  # an observation off by more than this factor may be the first of 
 WINDOW = 64  # observations that a fit remembers
 _STEPS, _STEPS_NEAR = 12, 2
 _FEW = 16  # up to so many observations, and at each so many, the fit begins from nothing
+_NEAR = 0.02  # what comes as near as this to what was expected changes nothing until then: a fit takes its time
 _LEAST_SHARE = 0.05  # of the median observation: what the main feature of the largest one costs at least
 _Floats = npt.NDArray[np.float64]
 
@@ -125,7 +126,9 @@ class Fit:
             for _ in range(len(self._seen) - ENOUGH):
                 self._seen.popleft()
             self.off = 0
-        self.coefficients = self._fit()
+        near = expected is not None and abs(expected - seconds) <= _NEAR * seconds
+        if not near or self.observations <= _FEW or not self.observations % _FEW:
+            self.coefficients = self._fit()
 
     def _fit(self) -> tuple[float, ...]:
         rows = np.array([features for features, _ in self._seen])
