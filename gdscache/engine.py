@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from gdscache.errors import (
     SlotCountError,
     TokensError,
 )
-from gdscache.keys import KEY_BYTES, Page, as_tokens, namespace_digest, page_keys
+from gdscache.keys import KEY_BYTES, Page, PageNames, as_tokens, namespace_digest
 from gdscache.layout import PageLayout
 from gdscache.loader import Loader
 from gdscache.loading import LayerwiseLoad
@@ -101,6 +100,7 @@ class CacheEngine:
         self.gate: Gate = Gate(config.load.gate, costs, self.layout.page_tokens, self.layout.page_bytes)
         self._namespaces: dict[str, bytes] = {}
         self._described: set[bytes] = set()
+        self.names = PageNames(self.layout.page_tokens)
         self._closing = threading.Lock()
         self._owner = os.getpid()
         self._closed = False
@@ -153,10 +153,7 @@ class CacheEngine:
 
     def pages(self, tokens: Any, salt: str = "") -> list[Page]:
         """The names of all full pages of `tokens`."""
-        namespace = self.namespace(salt)
-        keys = page_keys(namespace, as_tokens(tokens), self.layout.page_tokens)
-        parents = itertools.chain((namespace,), keys)
-        return list(map(Page._make, zip(keys, parents, itertools.repeat(namespace), strict=False)))
+        return self.names.of(self.namespace(salt), as_tokens(tokens))
 
     # -- an engine without a block manager -------------------------------------------------------------------------
 

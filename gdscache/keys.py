@@ -6,8 +6,11 @@ ids as little-endian uint32. A key therefore names the whole prefix up to and in
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import json
+import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +22,8 @@ from gdscache.errors import TokensError
 
 KEY_BYTES = 32
 FORMAT = 1
+SEQUENCES_KEPT = 32  # whose names are remembered: a megabyte each, where they have 128k tokens
+_COMPARED = 8  # of those that begin with the same page, the last
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -67,12 +72,17 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
     return np.ascontiguousarray(values, dtype="<u4")
 
 
-def page_keys(namespace: bytes, tokens: npt.NDArray[np.uint32], page_tokens: int) -> list[bytes]:
-    """Keys of all full pages of `tokens` (see `as_tokens`), first page first; the partial tail has none."""
+def page_keys(
+    namespace: bytes, tokens: npt.NDArray[np.uint32], page_tokens: int, parent: bytes | None = None
+) -> list[bytes]:
+    """Keys of all full pages of `tokens` (see `as_tokens`), first page first; the partial tail has none.
+
+    `parent`: the key of the page before them, where they are not the first of their sequence.
+    """
     data = tokens.tobytes()
     step = page_tokens * 4
     keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)  # a copy of it costs half as much as another one
-    parent, keys = namespace, []
+    parent, keys = parent or namespace, []
     for at in range(0, len(data) - step + 1, step):
         page = keyed.copy()
         page.update(parent)
@@ -80,3 +90,74 @@ def page_keys(namespace: bytes, tokens: npt.NDArray[np.uint32], page_tokens: int
         parent = page.digest()
         keys.append(parent)
     return keys
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Sequence:
+    """Tokens whose pages have names. `first`: the namespace, and the bytes of the first page."""
+
+    first: tuple[bytes, bytes]
+    tokens: npt.NDArray[np.uint32]
+    pages: list[Page]
+
+
+class PageNames:
+    """The names of the pages of token sequences.
+
+    The last `kept` sequences are remembered, and what begins as one of them is hashed only from where it differs: a
+    prompt that is stored chunk by chunk, or a conversation that goes on, is hashed once. Thread-safe.
+    """
+
+    def __init__(self, page_tokens: int, kept: int = SEQUENCES_KEPT) -> None:
+        self._page_tokens = page_tokens
+        self._kept = kept
+        self._known: list[_Sequence] = []  # the one that was used last comes last
+        self._lock = threading.Lock()
+
+    def of(self, namespace: bytes, tokens: npt.NDArray[np.uint32]) -> list[Page]:
+        """The names of all full pages of `tokens` (see `as_tokens`), first page first."""
+        size = self._page_tokens
+        tokens = tokens[: len(tokens) // size * size]
+        if not len(tokens):
+            return []
+        first = namespace, tokens[:size].tobytes()
+        known, equal = self._nearest(first, tokens)
+        pages = [] if known is None else known.pages[: equal // size]
+        used, replaced = known, known
+        if len(pages) * size < len(tokens) or used is None:
+            parent = pages[-1].key if pages else namespace
+            keys = page_keys(namespace, tokens[len(pages) * size :], size, parent)
+            parents = itertools.chain((parent,), keys)
+            pages += map(Page._make, zip(keys, parents, itertools.repeat(namespace), strict=False))
+            used = _Sequence(first, tokens.copy(), pages[:])
+            if known is not None and equal < len(known.tokens):
+                replaced = None  # it has an end of its own, and may go on too
+        with self._lock:
+            if replaced is not None and replaced in self._known:
+                self._known.remove(replaced)
+            self._known.append(used)
+            del self._known[: -self._kept]
+        return pages
+
+    def _nearest(self, first: tuple[bytes, bytes], tokens: npt.NDArray[np.uint32]) -> tuple[_Sequence | None, int]:
+        """The remembered sequence that has the most first tokens in common with these, and how many these are."""
+        with self._lock:
+            alike = [some for some in self._known if some.first == first][-_COMPARED:]
+        equal = [_equal(some.tokens, tokens) for some in alike]
+        most = max(equal, default=0)
+        return (alike[equal.index(most)], most) if most else (None, 0)
+
+    def forget(self) -> None:
+        """Remember nothing."""
+        with self._lock:
+            self._known.clear()
+
+
+def _equal(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> int:
+    """How many of the first elements of both are equal."""
+    most = min(len(a), len(b))
+    if not most:
+        return 0
+    differs = a[:most] != b[:most]
+    first = int(differs.argmax())
+    return first if differs[first] else most

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from gdscache.config import ModelConfig
 from gdscache.errors import TokensError
-from gdscache.keys import as_tokens, namespace_digest, page_keys
+from gdscache.keys import Page, PageNames, as_tokens, namespace_digest, page_keys
 
 NAMESPACE = namespace_digest({"name": "m"})
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -49,6 +49,52 @@ def test_two_sequences_share_keys_exactly_as_far_as_they_share_pages(a: list[int
     keys_a, keys_b = page_keys(NAMESPACE, as_tokens(a), n), page_keys(NAMESPACE, as_tokens(b), n)
     for i, (x, y) in enumerate(zip(keys_a, keys_b, strict=False)):
         assert (x == y) == (a[: (i + 1) * n] == b[: (i + 1) * n])
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=14), st.sampled_from([NAMESPACE, bytes(32)])), max_size=20),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_names_are_the_same_whatever_is_remembered(
+    asked: list[tuple[list[int], bytes]], page_tokens: int, kept: int
+) -> None:
+    names = PageNames(page_tokens, kept)
+    for tokens, namespace in asked:
+        given_tokens = np.array(tokens, dtype="<u4")
+        pages = names.of(namespace, given_tokens)
+        given_tokens[:] = 7  # the caller's own
+        keys = slow_keys(namespace, tokens, page_tokens)
+        assert pages == [Page(key, parent, namespace) for key, parent in zip(keys, [namespace, *keys], strict=False)]
+        pages.clear()  # the caller's own, too
+    assert len(names._known) <= kept
+
+
+def test_what_is_remembered_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+
+    def counted(namespace: bytes, tokens: Any, page_tokens: int, parent: bytes | None = None) -> list[bytes]:
+        hashed.append(len(tokens) // page_tokens)
+        return page_keys(namespace, tokens, page_tokens, parent)
+
+    monkeypatch.setattr("gdscache.keys.page_keys", counted)
+    names = PageNames(2)
+    system, other = list(range(6)), [9, 9]
+    for tokens, new in [
+        (system, 3),
+        (system[:5], 0),
+        ([*system, *other], 1),
+        ([*system, *system], 3),  # a second conversation with the same beginning
+        ([*system, *other, 4, 4], 1),  # while the first goes on
+        ([*system, *system, 5, 5], 1),
+    ]:
+        hashed.clear()
+        names.of(NAMESPACE, as_tokens(tokens))
+        assert sum(hashed) == new, tokens
+    assert len(names._known) == 2
+    names.forget()
+    names.of(NAMESPACE, as_tokens(system))
+    assert hashed[-1] == 3
 
 
 def test_the_key_of_a_known_page_never_changes() -> None:
