@@ -50,7 +50,7 @@ from gdscache.errors import (
     StorageError,
     TransportUnavailableError,
 )
-from gdscache.storage import open_transport, posix, uring
+from gdscache.storage import files, open_transport, uring
 from gdscache.storage.base import Op
 from gdscache.storage.posix import PosixTransport
 
@@ -395,7 +395,7 @@ def test_host_then_gpu_goes_through_both(file: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_trials_of_what_hangs_dies_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    direct = not posix.probe_direct_io(tmp_path)
+    direct = not files.probe_direct_io(tmp_path)
     assert io_trial.try_way("host", tmp_path, 2, "cpu") == io_trial.Trial("host", word="posix", direct=direct)
     monkeypatch.setattr(io_trial, "_CODE", "import time; time.sleep(600)")
     assert "no answer within 0.5 s" in io_trial.try_way("host", tmp_path, 2, "cpu", 0.5).cause
@@ -691,7 +691,7 @@ def cells_only(no_trials: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cells_only")
 def test_reads_through_the_page_cache_are_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where O_DIRECT is refused, the file is dropped before each run, is read once, and the report says so."""
-    for module in (posix, bare):
+    for module in (files, bare):
         monkeypatch.setattr(module, "probe_direct_io", lambda directory: "open answers Invalid argument")
     found = io.run(tmp_path, dataclasses.replace(TINY, cell_seconds=60.0))
     assert found["failed"] == []

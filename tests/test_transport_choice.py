@@ -17,7 +17,7 @@ from gdscache.errors import (
     TransportUnavailableError,
 )
 from gdscache.storage import Transport, open_transport, probe, uring
-from gdscache.storage.posix import PosixTransport
+from gdscache.storage.files import DirectFiles
 
 # The factory.
 
@@ -32,7 +32,7 @@ def test_cpu_gets_posix_and_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, transport: str, gds: str
 ) -> None:
     with caplog.at_level(logging.INFO, "gdscache.storage"), opened(tmp_path, transport, gds=gds) as chosen:
-        assert isinstance(chosen, PosixTransport)
+        assert isinstance(chosen, DirectFiles)
     assert len(caplog.records) == 1
     assert f"transport {chosen.name}" in caplog.text
     assert "io_uring" in caplog.text if transport == "auto" else chosen.name == "posix"

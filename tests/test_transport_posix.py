@@ -18,6 +18,7 @@ from gdscache.errors import (
 from gdscache.memory import HostBuffer
 from gdscache.storage import IORequest, Op, Transport
 from gdscache.storage.base import Switch
+from gdscache.storage.files import probe_direct_io
 from gdscache.storage.posix import PosixTransport
 
 
@@ -160,7 +161,7 @@ def test_too_many_open_files_are_not_taken_for_a_file_system_without_direct_io(
             raise OSError(code, os.strerror(code))
         return real(path, flags, *rest)
 
-    cause = posix_module.probe_direct_io(slab.parent)
+    cause = probe_direct_io(slab.parent)
     with PosixTransport(1, direct_io) as transport:
         with monkeypatch.context() as patch:
             patch.setattr(posix_module.os, "open", refuses)

@@ -11,9 +11,10 @@ from transport_parts import has_libcuda
 
 from gdscache.errors import TransportUnavailableError
 from gdscache.storage import Transport, probe
+from gdscache.storage.files import probe_direct_io
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.nixl import NixlTransport
-from gdscache.storage.posix import PosixTransport, probe_direct_io
+from gdscache.storage.posix import PosixTransport
 from gdscache.storage.uring import UringTransport
 from gdscache.testing.faults import Fault, FaultPlan, FaultRule, FaultyTransport
 from gdscache.testing.transport_suite import TransportSuite

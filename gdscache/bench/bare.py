@@ -18,7 +18,7 @@ from gdscache.bench.measure import Progress, Series, interleave, rate, silent
 from gdscache.errors import InvalidValueError, IOFailedError, ShortIOError
 from gdscache.memory import HostBuffer
 from gdscache.storage.base import Op
-from gdscache.storage.posix import probe_direct_io
+from gdscache.storage.files import probe_direct_io
 
 THREADS = (1, 2, 4, 8, 16)
 IO_BYTES = (1 << 20, 4 << 20)

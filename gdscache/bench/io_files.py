@@ -16,7 +16,7 @@ import torch
 from gdscache.bench import io_cache
 from gdscache.bench.measure import rate
 from gdscache.errors import IOFailedError, ShortIOError, TransportUnavailableError
-from gdscache.storage.posix import probe_direct_io
+from gdscache.storage.files import probe_direct_io
 from gdscache.storage.workers import MAX_RUN
 
 

@@ -38,7 +38,7 @@ from gdscache.doctor.trial import DEADLINE_S, Trial, run_child, try_transport
 from gdscache.errors import DirectoryNotWritableError, TransportUnavailableError
 from gdscache.inspection.owner import find_owner
 from gdscache.slab import slab_name
-from gdscache.storage.posix import probe_direct_io
+from gdscache.storage.files import probe_direct_io
 
 SCRATCH_PREFIX = ".gdscache-doctor-"
 TRANSPORTS = ("posix", "uring", "kvikio", "nixl")

@@ -306,6 +306,12 @@ def check_memory(
     return memory
 
 
+def host_memory(memory: memoryview | torch.Tensor) -> memoryview:
+    """The memory of a request that `check_memory` let through for a transport of host memory only."""
+    assert isinstance(memory, memoryview)  # check_memory let nothing else through
+    return memory
+
+
 def address_of(memory: memoryview) -> int:
     """Where a contiguous view of bytes begins."""
     if memory.readonly:

@@ -32,8 +32,8 @@ from gdscache.errors import (
     TransportUnavailableError,
 )
 from gdscache.storage.base import Op, Submission, Switch, check_memory, failed, refused
-from gdscache.storage.posix import PosixTransport
-from gdscache.storage.workers import MAX_RUN, Piece, Result, Run
+from gdscache.storage.files import DirectFiles
+from gdscache.storage.workers import MAX_RUN, Piece, Result, Run, RunTransport
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +60,8 @@ class _Transfer:
     handle: Any = None
 
 
-class NixlTransport(PosixTransport):
-    """Files are opened as `posix` opens them; NIXL moves the bytes, from one thread that starts and polls transfers.
+class NixlTransport(DirectFiles, RunTransport):
+    """Files are opened as `DirectFiles` does; NIXL moves the bytes, from one thread that starts and polls transfers.
 
     At most `threads` times 16 pieces (1,024 in all) and `threads` times 4 MiB are in flight. With `gds` CUDA memory is
     moved too, where a `register`ed buffer holds it whole, by `threads` threads of the plugin. A file without O_DIRECT

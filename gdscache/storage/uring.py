@@ -20,9 +20,9 @@ import numpy as np
 
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.layout import EXTENT_ALIGNMENT
-from gdscache.storage.base import IORequest, Op, Span, Submission, Switch, address_of, failed
+from gdscache.storage.base import IORequest, Op, Span, Submission, Switch, address_of, failed, host_memory
 from gdscache.storage.batch import IOBatch, Numbers, Pieces, Spans
-from gdscache.storage.posix import PosixTransport, host_memory
+from gdscache.storage.files import DirectFiles
 from gdscache.storage.ring import HINT, READ, READV, WRITE, WRITEV, Ring
 from gdscache.storage.workers import MAX_PIECES, READS_PER_WRITE, Result, run_bytes
 
@@ -102,13 +102,15 @@ class _Odd:
     resume: int = 0
 
 
-class UringTransport(PosixTransport):
-    """Files are opened as `posix` opens them. `threads` threads of the kernel move runs, and seven times as many wait.
+class UringTransport(DirectFiles):
+    """Moves host memory: `threads` threads of the kernel move runs, and seven times as many wait. Files as
+    `DirectFiles` opens them.
 
     Raises `TransportUnavailableError` where there is no io_uring.
     """
 
     name = "uring"
+    memory_kinds = frozenset({"host"})
 
     def __init__(self, threads: int, direct_io: Switch = "auto") -> None:
         if threads < 1:
@@ -118,6 +120,7 @@ class UringTransport(PosixTransport):
         self._ring = Ring(self._most + 2, threads)
         self._signal = (ctypes.c_uint64 * 1)()
         self._queues: dict[Op, deque[_Batch]] = {op: deque() for op in Op}
+        self._reads_in_row = 0
         self._live: list[_Batch] = []
         self._flying = self._writing = 0  # runs, and what is odd; and how many of them are writes
         self._odd: dict[int, _Odd] = {}
@@ -134,8 +137,7 @@ class UringTransport(PosixTransport):
             except OSError as error:  # no descriptors left
                 raise IOFailedError(f"io_uring cannot be set up: {error}", "raise ulimit -n", error.errno) from error
             undo.pop_all()
-        super().__init__(1, direct_io)
-        self._ways = threads
+        super().__init__(1, direct_io, ways=threads)
 
     def _try_it(self) -> None:
         """Read a page through the ring and look at it. Leaves nothing in flight."""
@@ -187,9 +189,6 @@ class UringTransport(PosixTransport):
         if errors:
             submission.finish(errors)
         return submission
-
-    def describe(self) -> dict[str, object]:
-        return {**super().describe(), "threads": self._ways}
 
     def _knows(self, files: Numbers) -> bool:
         return self._paths.keys() >= set(files.tolist())

@@ -57,19 +57,16 @@ class Run:
         return self.pieces[0].offset
 
 
-class QueuedTransport(Transport):
-    """A transport whose threads each move one run at a time; the depth of I/O is the number of threads.
+class WorkerTransport(Transport):
+    """A transport with threads of its own, which `serve` until it is closed and nothing is left to do.
 
-    Queued reads go before queued writes, but after `READS_PER_WRITE` reads in a row one write goes.
+    `ways`: the runs that are moved at once, for which a batch is cut; by default as many as there are threads.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, ways: int | None = None) -> None:
         if threads < 1:
             raise InvalidValueError(f"a transport with {threads} threads moves nothing", "set threads to 1 or more")
-        self._reads: deque[Run] = deque()
-        self._writes: deque[Run] = deque()
-        self._reads_in_row = 0
-        self._ways = threads  # runs that are moved at once: a batch is cut for so many
+        self._ways = ways or threads
         self._closing = False
         self._work = threading.Condition(threading.Lock())
         self._paths: dict[int, str] = {}
@@ -80,30 +77,12 @@ class QueuedTransport(Transport):
             thread.start()
 
     @abc.abstractmethod
-    def move(self, run: Run) -> list[Result]:
-        """Move one run in the calling thread; one result a piece: (request index, bytes moved, error or None)."""
+    def _serve(self) -> None:
+        """What each thread runs. `_work` is notified when something is submitted, and when the transport closes."""
 
     @abc.abstractmethod
     def release(self) -> None:
         """Close all files; runs after the last run has ended."""
-
-    def submit(self, op: Op, requests: Sequence[IORequest]) -> Submission:
-        spans, good, errors = self.checked(op, requests)
-        good.sort(key=lambda entry: entry[:3])
-        limit = run_bytes(sum(entry[3].nbytes for entry in good), self._ways)
-        pieces = [1] * len(spans)
-        for _, _, index, memory in good:
-            pieces[index] = -(-memory.nbytes // limit)
-        submission = Submission(op, spans, pieces)
-        runs = _runs(op, submission, good, limit)
-        with self._work:
-            if self._closing:
-                raise EngineClosedError(f"the {self.name} transport was closed", "submit before close")
-            (self._reads if op is Op.READ else self._writes).extend(runs)
-            self._work.notify(len(runs))
-        if errors:
-            submission.finish(errors)
-        return submission
 
     def checked(
         self, op: Op, requests: Sequence[IORequest]
@@ -149,6 +128,56 @@ class QueuedTransport(Transport):
             raise refused(f"{file} is no open file of this transport", "pass a handle from open()", errno.EBADF)
         return path
 
+
+class RunTransport(WorkerTransport):
+    """Cuts batches into runs, which its threads take in order: reads first, but after `READS_PER_WRITE` reads in a row
+    one write."""
+
+    def __init__(self, threads: int, ways: int | None = None) -> None:
+        self._reads: deque[Run] = deque()
+        self._writes: deque[Run] = deque()
+        self._reads_in_row = 0
+        super().__init__(threads, ways)
+
+    def submit(self, op: Op, requests: Sequence[IORequest]) -> Submission:
+        spans, good, errors = self.checked(op, requests)
+        good.sort(key=lambda entry: entry[:3])
+        limit = run_bytes(sum(entry[3].nbytes for entry in good), self._ways)
+        pieces = [1] * len(spans)
+        for _, _, index, memory in good:
+            pieces[index] = -(-memory.nbytes // limit)
+        submission = Submission(op, spans, pieces)
+        runs = _runs(op, submission, good, limit)
+        with self._work:
+            if self._closing:
+                raise EngineClosedError(f"the {self.name} transport was closed", "submit before close")
+            (self._reads if op is Op.READ else self._writes).extend(runs)
+            self._work.notify(len(runs))
+        if errors:
+            submission.finish(errors)
+        return submission
+
+    def _next(self) -> Run | None:
+        """The next run; waits for one, and is None when there will be none."""
+        with self._work:
+            while not self._reads and not self._writes:
+                if self._closing:
+                    return None
+                self._work.wait()
+            if self._reads and (self._reads_in_row < READS_PER_WRITE or not self._writes):
+                self._reads_in_row = self._reads_in_row + 1 if self._writes else 0
+                return self._reads.popleft()
+            self._reads_in_row = 0
+            return self._writes.popleft()
+
+
+class QueuedTransport(RunTransport):
+    """A transport whose threads each move one run at a time; the depth of I/O is the number of threads."""
+
+    @abc.abstractmethod
+    def move(self, run: Run) -> list[Result]:
+        """Move one run in the calling thread; one result a piece: (request index, bytes moved, error or None)."""
+
     def _serve(self) -> None:
         while (run := self._next()) is not None:
             results: list[Result] = []
@@ -160,18 +189,6 @@ class QueuedTransport(Transport):
                 results = results or [(piece.index, 0, _broken(self.name)) for piece in run.pieces]
                 submission, run = run.submission, None
                 submission.finish(results)
-
-    def _next(self) -> Run | None:
-        with self._work:
-            while not self._reads and not self._writes:
-                if self._closing:
-                    return None
-                self._work.wait()
-            if self._reads and (self._reads_in_row < READS_PER_WRITE or not self._writes):
-                self._reads_in_row = self._reads_in_row + 1 if self._writes else 0
-                return self._reads.popleft()
-            self._reads_in_row = 0
-            return self._writes.popleft()
 
 
 def run_bytes(total: int, threads: int) -> int:

@@ -1,0 +1,143 @@
+"""Files of transports that move host memory: opened past the page cache where the system can."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdscache.directory import PROBE_PREFIX
+from gdscache.errors import InvalidValueError, IOFailedError, TransportUnavailableError
+from gdscache.layout import EXTENT_ALIGNMENT
+from gdscache.storage.base import Switch, failed
+from gdscache.storage.workers import WorkerTransport
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("gdscache.storage")
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)  # open files, of the process or of the system
+
+
+class DirectFiles(WorkerTransport):
+    """A transport whose handles are file descriptors.
+
+    `direct_io="auto"` uses O_DIRECT in every directory where a write and a read through it give the same bytes, and
+    the page cache elsewhere (one warning a directory names the cause); `"on"` raises `TransportUnavailableError`
+    instead; `"off"` always uses the page cache.
+    """
+
+    def __init__(self, threads: int, direct_io: Switch = "auto", ways: int | None = None) -> None:
+        if direct_io not in ("auto", "on", "off"):
+            raise InvalidValueError(f"direct_io is {direct_io!r}", "set direct_io to auto, on or off")
+        self._direct_io = direct_io
+        self._refusals: dict[Path, str] = {}
+        self._buffered: set[int] = set()
+        self._open_lock = threading.Lock()
+        super().__init__(threads, ways)
+
+    @property
+    def direct(self) -> bool:
+        return bool(self._paths) and not self._buffered
+
+    def open(self, path: Path) -> int:
+        with self._open_lock:
+            self.check_open()
+            flags = os.O_RDWR | os.O_CLOEXEC
+            direct = self._direct_io != "off" and not self._refusal(path.parent)
+            try:
+                file = os.open(path, flags | os.O_DIRECT if direct else flags)
+            except OSError as error:
+                raise failed("open", str(path), 0, error) from error
+            if not direct:
+                self._buffered.add(file)
+            self.add_file(file, path)
+            return file
+
+    def register(self, memory: memoryview | torch.Tensor) -> None:
+        """Nothing to do: the system takes any memory."""
+
+    def deregister(self, memory: memoryview | torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def flush(self, file: int) -> None:
+        self.check_open()
+        path = self._path(file)
+        try:
+            os.fdatasync(file)
+        except OSError as error:
+            raise failed("flush", path, 0, error) from error
+
+    def describe(self) -> dict[str, object]:
+        refusals = {str(directory): cause for directory, cause in self._refusals.items() if cause}
+        return {"name": self.name, "threads": self._ways, "direct": self.direct, "direct_refused": refusals}
+
+    def release(self) -> None:
+        with self._open_lock:
+            for file in self._paths:
+                os.close(file)
+            self._paths.clear()
+            self._buffered.clear()
+
+    def _refusal(self, directory: Path) -> str:
+        """Why O_DIRECT does not work in the directory, probed once; an empty string when it does."""
+        cause = self._refusals.get(directory)
+        if cause is None:
+            cause = self._refusals[directory] = probe_direct_io(directory)
+            if cause and self._direct_io == "on":
+                del self._refusals[directory]
+                raise TransportUnavailableError(
+                    f"direct_io is on, but O_DIRECT does not work in {directory}: {cause}",
+                    "set direct_io to auto or off, or move the directory to a file system with O_DIRECT",
+                )
+            if cause:
+                _log.warning("no O_DIRECT in %s, I/O goes through the page cache: %s", directory, cause)
+        return cause
+
+
+def probe_direct_io(directory: Path) -> str:
+    """Write and read one sector in a temporary file of `directory` with O_DIRECT, and compare.
+
+    Returns why it does not work, or an empty string when it does. Raises `IOFailedError` when the directory takes no
+    file at all, or no more files can be open: that says nothing of O_DIRECT.
+    """
+    try:
+        file, name = tempfile.mkstemp(prefix=PROBE_PREFIX, dir=directory)
+    except OSError as error:
+        raise _probe_failed(directory, error) from error
+    try:
+        with mmap.mmap(-1, 2 * EXTENT_ALIGNMENT) as memory, memoryview(memory) as view:
+            view[:EXTENT_ALIGNMENT] = bytes(range(256)) * (EXTENT_ALIGNMENT // 256)
+            return _probe_sector(name, view[:EXTENT_ALIGNMENT], view[EXTENT_ALIGNMENT:])
+    finally:
+        os.close(file)
+        os.unlink(name)
+
+
+def _probe_sector(name: str, source: memoryview, target: memoryview) -> str:
+    with source, target:
+        try:
+            file = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno in _TOO_MANY:
+                raise _probe_failed(Path(name).parent, error) from error
+            return f"open answers {error.strerror}"
+        try:
+            written, read = os.pwritev(file, [source], 0), os.preadv(file, [target], 0)
+        except OSError as error:
+            return f"I/O answers {error.strerror}"
+        finally:
+            os.close(file)
+        return "" if written == read == len(source) and source == target else "what was read is not what was written"
+
+
+def _probe_failed(directory: Path, error: OSError) -> IOFailedError:
+    if error.errno in _TOO_MANY:
+        message = f"O_DIRECT cannot be probed in {directory}: {error.strerror}"
+        return IOFailedError(message, "raise the limit of open files (ulimit -n), or close some", error.errno)
+    return failed("probe", str(directory), 0, error)
