@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -14,6 +14,7 @@ from gdscache.errors import InvalidValueError
 from gdscache.sizes import parse_size
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from rich.table import Table
 
 bench_app = typer.Typer(help="Measure this machine, against its own ceilings.", no_args_is_help=True)
@@ -23,7 +24,10 @@ _INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 
 Dir = Annotated[Path, typer.Option("--dir", help="Directory on the device to measure; what is written is deleted.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, a few seconds: to see that it works.")]
+Resume = Annotated[Path | None, typer.Option("--resume", help="Go on where this report ends, and write it again.")]
+_Settings = TypeVar("_Settings", bound="DataclassInstance")
 
 
 @bench_app.callback()
@@ -40,7 +44,7 @@ def engine(
     repeat: Annotated[int | None, typer.Option(min=1, help="Rounds a figure. Default: 5.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="ssd.threads. Default: the engine's.")] = None,
     json_file: Json = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,
+    plot: Plot = None,
     quick: Quick = False,
 ) -> None:
     """SSD tier and engine in GB/s against a bare O_DIRECT loop and a plain copy, and the engine's memory.
@@ -50,11 +54,7 @@ def engine(
     from gdscache.bench import engine as measured
     from gdscache.bench import report as reports
 
-    if plot is not None:
-        from gdscache.bench import plots
-
-        plots.require(plot)
-        reports.check_writable(plot, "--plot")
+    _check_plot(plot)
     given: dict[str, Any] = {
         "pages": tuple(_size("--pages", page) for page in pages) if pages else None,
         "total": None if total is None else _size("--total", total),
@@ -62,7 +62,7 @@ def engine(
         "threads": threads,
     }
     settings = measured.Settings.quick() if quick else measured.Settings()
-    settings = dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
+    settings = _replaced(settings, given)
     report = _measured(
         directory,
         json_file,
@@ -72,6 +72,8 @@ def engine(
         reports.engine_tables,
     )
     if plot is not None:
+        from gdscache.bench import plots
+
         plots.engine_plot(report, plot)
 
 
@@ -110,7 +112,7 @@ def copy(
     pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of runs for a figure with a target.")] = None,
     pin: Annotated[str | None, typer.Option(help="The pool that is page-locked. Default: 16GiB.")] = None,
     json_file: Json = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,
+    plot: Plot = None,
     full: Annotated[bool, typer.Option("--full", help="Every path, page size, geometry, direction and part.")] = False,
     quick: Quick = False,
 ) -> None:
@@ -124,20 +126,15 @@ def copy(
     from gdscache.bench import report as reports
     from gdscache.bench.copy_gpu import Gpu
 
-    if full and quick:
-        raise InvalidValueError("--full and --quick were both given", "choose one")
-    if plot is not None:
-        from gdscache.bench import copy_plot, plots
-
-        plots.require(plot)
-        reports.check_writable(plot, "--plot")
+    _check_profile(full=full, quick=quick)
+    _check_plot(plot)
     given: dict[str, Any] = {
         "total": None if total is None else _size("--total", total),
         "pairs": pairs,
         "pin": None if pin is None else _size("--pin", pin),
     }
     settings = measured.Settings.full() if full else measured.Settings.quick() if quick else measured.Settings()
-    settings = dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
+    settings = _replaced(settings, given)
     gpu = Gpu()
     report = _measured(
         Path(),
@@ -148,6 +145,8 @@ def copy(
         copy_report.copy_tables,
     )
     if plot is not None:
+        from gdscache.bench import copy_plot
+
         copy_plot.copy_plot(report, plot)
     if not report["complete"]:
         raise typer.Exit(_INTERRUPTED)
@@ -169,11 +168,9 @@ def io(
     require_gds: Annotated[
         bool, typer.Option("--require-gds", help="Fail unless the driver's counters prove GPUDirect Storage.")
     ] = False,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", help="Go on where this report ends, and write it again.")
-    ] = None,
+    resume: Resume = None,
     json_file: Json = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,
+    plot: Plot = None,
     full: Annotated[bool, typer.Option("--full", help="Every way, operation, size, depth and thread count.")] = False,
     quick: Quick = False,
 ) -> None:
@@ -185,16 +182,10 @@ def io(
     """
     from gdscache.bench import io as measured
     from gdscache.bench import io_report
-    from gdscache.bench import report as reports
     from gdscache.bench.io_cells import Settings
 
-    if full and quick:
-        raise InvalidValueError("--full and --quick were both given", "choose one")
-    if plot is not None:
-        from gdscache.bench import io_plot, plots
-
-        plots.require(plot)
-        reports.check_writable(plot, "--plot")
+    _check_profile(full=full, quick=quick)
+    _check_plot(plot)
     given: dict[str, Any] = {
         "total": None if total is None else _size("--total", total),
         "repeat": repeat,
@@ -204,7 +195,7 @@ def io(
         "require_gds": require_gds,
     }
     settings = Settings.full() if full else Settings.quick() if quick else Settings()
-    settings = dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
+    settings = _replaced(settings, given)
     measured.check(settings)
     done = None if resume is None else measured.resumed(resume, io_report.IO_SCHEMA, settings, directory)
     report = _measured(
@@ -217,11 +208,10 @@ def io(
         measured.write_json,
     )
     if plot is not None:
+        from gdscache.bench import io_plot
+
         io_plot.io_plot(report, plot)
-    if report["interrupted"]:
-        raise typer.Exit(_INTERRUPTED)
-    if report["failed"]:
-        raise typer.Exit(_FAILED)
+    _end(report)
 
 
 @bench_app.command("ttft")
@@ -233,11 +223,9 @@ def ttft(
     preset: Annotated[str | None, typer.Option(help="Shape of the model. Default: 8b; without a GPU tiny.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     repeat: Annotated[int | None, typer.Option(min=1, help="Rounds a cell. Default: 5.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", help="Go on where this report ends, and write it again.")
-    ] = None,
+    resume: Resume = None,
     json_file: Json = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,
+    plot: Plot = None,
     full: Annotated[bool, typer.Option("--full", help="Every prompt, share, place, overlap and gate.")] = False,
     quick: Quick = False,
 ) -> None:
@@ -247,7 +235,6 @@ def ttft(
     needs 35 GiB of the GPU's memory, 12 GiB of the host's and 12 GiB of disk, a RAM disk's being the host's too; with
     --full 75, 40 and 45. Status 1 where something failed, as a hit that gave other tokens than recomputing.
     """
-    from gdscache.bench import report as reports
     from gdscache.bench import ttft as measured
     from gdscache.bench import ttft_report
     from gdscache.bench.io import write_json
@@ -255,18 +242,13 @@ def ttft(
     from gdscache.bench.ttft_cells import Settings, check
     from gdscache.streams import resolve_device
 
-    if full and quick:
-        raise InvalidValueError("--full and --quick were both given", "choose one")
+    _check_profile(full=full, quick=quick)
     if preset is not None and preset not in PRESETS:
         raise InvalidValueError(f"unknown preset {preset!r}", f"choose of {', '.join(PRESETS)}")
-    if plot is not None:
-        from gdscache.bench import plots, ttft_plot
-
-        plots.require(plot)
-        reports.check_writable(plot, "--plot")
+    _check_plot(plot)
     settings = Settings.of("full" if full else "quick" if quick else "default", str(resolve_device(device)))
     given: dict[str, Any] = {"client": client, "preset": preset, "repeat": repeat}
-    settings = dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
+    settings = _replaced(settings, given)
     check(settings)
     where = measured.place(directory)
     done = None if resume is None else measured.resumed(resume, ttft_report.TTFT_SCHEMA, settings, where)
@@ -280,11 +262,10 @@ def ttft(
         write_json,
     )
     if plot is not None:
+        from gdscache.bench import ttft_plot
+
         ttft_plot.ttft_plot(report, plot)
-    if report["interrupted"]:
-        raise typer.Exit(_INTERRUPTED)
-    if report["failed"]:
-        raise typer.Exit(_FAILED)
+    _end(report)
 
 
 @bench_app.command("policy")
@@ -310,20 +291,15 @@ def policy(
     """
     from gdscache.bench import policy as measured
     from gdscache.bench import policy_report
-    from gdscache.bench import report as reports
 
-    if plot is not None:
-        from gdscache.bench import plots
-
-        plots.require(plot)
-        reports.check_writable(plot, "--plot")
+    _check_plot(plot)
     given: dict[str, Any] = {
         "traces": tuple(trace) if trace else None,
         "kinds": tuple(kinds) if kinds else None,
         "policies": tuple(dict.fromkeys([measured.DEFAULT, *policies])) if policies else None,
     }
     settings = measured.Settings.quick() if quick else measured.Settings()
-    settings = dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
+    settings = _replaced(settings, given)
     measured.check(settings)
     report = _measured(
         Path(),
@@ -381,6 +357,34 @@ def _measured(
     if json_file is not None:
         write(json_file, report)
     return report
+
+
+def _check_profile(*, full: bool, quick: bool) -> None:
+    if full and quick:
+        raise InvalidValueError("--full and --quick were both given", "choose one")
+
+
+def _check_plot(plot: Path | None) -> None:
+    """Whether the figures can be drawn, before they are measured."""
+    if plot is not None:
+        from gdscache.bench import plots
+        from gdscache.bench import report as reports
+
+        plots.require(plot)
+        reports.check_writable(plot, "--plot")
+
+
+def _replaced(settings: _Settings, given: Mapping[str, Any]) -> _Settings:
+    """The settings, with those options that were given."""
+    return dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
+
+
+def _end(report: Mapping[str, Any]) -> None:
+    """The exit status of a run that may be interrupted, and in which things may fail."""
+    if report["interrupted"]:
+        raise typer.Exit(_INTERRUPTED)
+    if report["failed"]:
+        raise typer.Exit(_FAILED)
 
 
 def _size(option: str, text: str) -> int:
