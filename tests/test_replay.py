@@ -21,7 +21,7 @@ from gdscache import cli
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES
 from gdscache.policy import LRU
-from gdscache.replay.commands import _listed
+from gdscache.replay.console import listed
 from gdscache.replay.report import capacity_pages
 from gdscache.replay.simulate import Counts, infinite, optimum, plain_lru, simulate
 from gdscache.replay.synthetic import KINDS, LONGEST, Call, Chat, Spread, Text, generate, write_trace
@@ -397,8 +397,8 @@ def test_other_capacities_are_refused(text: str) -> None:
 
 
 def test_options_are_lists_by_commas_or_given_twice() -> None:
-    assert _listed(["1%,5%", "5%", "7"]) == ("1%", "5%", "7")
-    assert _listed(None) == ()
+    assert listed(["1%,5%", "5%", "7"]) == ("1%", "5%", "7")
+    assert listed(None) == ()
 
 
 def test_the_report_as_json(gdscache, trace: Path) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from gdscache.errors import InvalidValueError
@@ -18,12 +15,14 @@ from gdscache.policies import POLICIES
 from gdscache.replay import report as reports
 from gdscache.replay import tier_commands
 from gdscache.replay.clock import Machine
+from gdscache.replay.console import end, listed, show, watched
+from gdscache.replay.simulate import Progress
 from gdscache.replay.tier_setup import TOKEN_BYTES, Asked, page_tokens_of
 from gdscache.replay.trace import BLOCK_TOKENS, read_trace
 from gdscache.replay.workload import expand
 
 SWEEP = ("0.5%", "1%", "2%", "5%", "10%", "25%", "50%")
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+_INCOMPLETE = "the replay is not complete"
 _TIERS, _MACHINE, _REAL = "Tiers", "The machine of the simulation", "An engine with bytes"
 _CAPACITY = "64GiB, pages (5000), percent of the unique pages (10%)"
 
@@ -140,12 +139,12 @@ def replay(
             page_bytes or (tier_commands.REAL_PAGE if real else None),
             page_tokens,
             gpu,
-            _listed(cpu),
-            _listed(ssd),
-            _listed(policy),
-            _listed(write),
-            _listed(admission),
-            _listed(promotion),
+            listed(cpu),
+            listed(ssd),
+            listed(policy),
+            listed(write),
+            listed(admission),
+            listed(promotion),
             tuple(sets or ()),
             sweep,
         )
@@ -160,28 +159,20 @@ def replay(
         from gdscache.bench.plots import require
 
         require(plot)
-    capacities = _listed(capacity) or (SWEEP if sweep else ("10%",))
-    policies = _listed(policy) or (tuple(POLICIES) if sweep else ("lru",))
-    try:
-        from gdscache.bench.report import progress_bar
+    capacities = listed(capacity) or (SWEEP if sweep else ("10%",))
+    policies = listed(policy) or (tuple(POLICIES) if sweep else ("lru",))
 
-        with progress_bar() as progress:
-            progress(0, 1, "reading the trace")
-            workload = expand(read_trace(traces), page_tokens, partial=not full_pages)
-            report = reports.run(workload, capacities, policies, progress)
-    except KeyboardInterrupt:
-        typer.echo("interrupted: the replay is not complete", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    report = {"traces": [str(path) for path in traces], **report}
+    def replayed(progress: Progress) -> dict[str, Any]:
+        progress(0, 1, "reading the trace")
+        workload = expand(read_trace(traces), page_tokens, partial=not full_pages)
+        return reports.run(workload, capacities, policies, progress)
+
+    report = {"traces": [str(path) for path in traces], **watched(replayed, _INCOMPLETE)}
     if plot is not None:
         from gdscache.replay.plot import hit_rate_plot
 
         hit_rate_plot(report, plot)
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-        return
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
-    console.print(_table(report))
+    show(report, [_table(report)], as_json=as_json, width=120)
 
 
 class Tiers(NamedTuple):
@@ -198,55 +189,36 @@ class Tiers(NamedTuple):
 
 
 def _replay_tiers(traces: Sequence[Path], wanted: Tiers, *, real: bool, as_json: bool, plot: Path | None) -> None:
-    from gdscache.bench.report import progress_bar
-
     if plot is not None:
         from gdscache.bench.plots import require
 
         if real:
             raise InvalidValueError("--plot is of a simulation", "leave --real out")
         require(plot)
-    try:
-        with progress_bar() as progress:
-            progress(0, 1, "reading the trace")
-            requests = read_trace(traces)[: wanted.first]
-            workload, times = tier_commands.prepare(requests, page_tokens_of(wanted.asked), wanted.speed)
-            if real:
-                report = tier_commands.real(workload, wanted.asked, wanted.directory, wanted.device, progress)
-            else:
-                report = tier_commands.simulated(
-                    workload,
-                    times,
-                    wanted.asked,
-                    wanted.machine,
-                    serial=wanted.serial,
-                    own_pool=wanted.own_pool,
-                    progress=progress,
-                )
-    except KeyboardInterrupt:
-        typer.echo("interrupted: the replay is not complete", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    report = {"traces": [str(path) for path in traces], **report}
+
+    def replayed(progress: Progress) -> dict[str, Any]:
+        progress(0, 1, "reading the trace")
+        requests = read_trace(traces)[: wanted.first]
+        workload, times = tier_commands.prepare(requests, page_tokens_of(wanted.asked), wanted.speed)
+        if real:
+            return tier_commands.real(workload, wanted.asked, wanted.directory, wanted.device, progress)
+        return tier_commands.simulated(
+            workload,
+            times,
+            wanted.asked,
+            wanted.machine,
+            serial=wanted.serial,
+            own_pool=wanted.own_pool,
+            progress=progress,
+        )
+
+    report = {"traces": [str(path) for path in traces], **watched(replayed, _INCOMPLETE)}
     if plot is not None:
         from gdscache.replay.tier_plot import tier_plot
 
         tier_plot(report, plot)
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
-        for table in tier_commands.tables(report):
-            console.print(table)
-    wrong = tier_commands.defects(report)
-    for problem in wrong:
-        typer.echo(f"does not add up: {problem}", err=True)
-    if wrong:
-        raise typer.Exit(EXIT_FAILED)
-
-
-def _listed(texts: list[str] | None) -> tuple[str, ...]:
-    """Values of an option given several times, with commas, or both; each once."""
-    return tuple(dict.fromkeys(part.strip() for text in texts or () for part in text.split(",")))
+    show(report, tier_commands.tables(report), as_json=as_json, width=160)
+    end(tier_commands.defects(report))
 
 
 def _table(report: Mapping[str, Any]) -> Table:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import logging
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from gdscache.errors import InvalidValueError
 from gdscache.replay import tier_commands
 from gdscache.replay.clock import Machine
+from gdscache.replay.console import end, listed, show, watched
 from gdscache.replay.plan import POINTS, SCHEMA, plan
 from gdscache.replay.plan_curve import Demand, plan_curve, read_curve
 from gdscache.replay.plan_machine import GB, bench_rates
@@ -26,7 +25,6 @@ from gdscache.replay.tier_setup import TOKEN_BYTES, Asked, page_tokens_of, setup
 from gdscache.replay.trace import BLOCK_TOKENS, read_trace
 from gdscache.sizes import parse_size
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _RATES = {"ssd_read": 6 * GB, "ssd_write": 3 * GB, "link": 50 * GB}  # where nothing was said
 _MODEL, _MACHINE, _LIMITS, _SEARCH, _CURVE = "Model and policies", "The machine", "Limits", "The search", "With --curve"
 
@@ -173,8 +171,8 @@ def plan_tiers(
         page_tokens=page_tokens,
         gpu=gpu,
         eviction=(policy,) if policy else (),
-        write=_listed(write),
-        admission=_listed(admission),
+        write=listed(write),
+        admission=listed(admission),
         sets=tuple(sets or ()),
     )
     if curve is not None:
@@ -200,22 +198,14 @@ def plan_tiers(
                 progress=progress,
             )
 
-        report = {"traces": [str(path) for path in traces or []], **_watched(replayed)}
+        with _quiet_stores():
+            report = {"traces": [str(path) for path in traces or []], **watched(replayed, "there is no plan")}
     if plot is not None:
         from gdscache.replay.plan_plot import plan_plot
 
         plan_plot(report, plot)
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
-        for table in tables(report):
-            console.print(table)
-            console.print()
-    for problem in report.get("problems", ()):
-        typer.echo(f"does not add up: {problem}", err=True)
-    if report.get("problems"):
-        raise typer.Exit(EXIT_FAILED)
+    show(report, tables(report), as_json=as_json, width=140)
+    end(report.get("problems", ()))
 
 
 def _from_curve(
@@ -238,19 +228,14 @@ def _from_curve(
     }
 
 
-def _watched(work: Callable[[Progress], dict[str, Any]]) -> dict[str, Any]:
-    """Done under a progress bar; Ctrl-C ends it with a word."""
-    from gdscache.bench.report import progress_bar
-
+@contextlib.contextmanager
+def _quiet_stores() -> Iterator[None]:
+    """Each run of a search would say once what its row counts."""
     log = logging.getLogger("gdscache.store")
     level = log.level
-    log.setLevel(logging.ERROR)  # each run would say once what its row counts
+    log.setLevel(logging.ERROR)
     try:
-        with progress_bar() as progress:
-            return work(progress)
-    except KeyboardInterrupt:
-        typer.echo("interrupted: there is no plan", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        yield
     finally:
         log.setLevel(level)
 
@@ -273,8 +258,3 @@ def _written(a_day: str | None, terabytes: float | None, years: float) -> float 
             raise InvalidValueError(f"--years is {years:g}", "set it to more than 0")
         found.append(terabytes * 1e12 / (365 * years))
     return min(found, default=None)
-
-
-def _listed(texts: list[str] | None) -> tuple[str, ...]:
-    """Values of an option given several times, with commas, or both; each once."""
-    return tuple(dict.fromkeys(part.strip() for text in texts or () for part in text.split(",")))
