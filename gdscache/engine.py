@@ -247,7 +247,7 @@ class CacheEngine:
                 "a partial last page is not stored: pass slots for full pages only",
             )
         namespace = self.namespace(salt)
-        epoch = self.manager.epoch(namespace)
+        epoch = self.manager.clearing.epoch(namespace)
         return self.submit_store(pages[: len(blocks)], blocks, epoch, salt, after, retention=retention)
 
     def submit_store(
@@ -289,13 +289,13 @@ class CacheEngine:
 
     def clear(self) -> dict[str, int]:
         """Drop every page from every tier; the pages removed, by tier. What is being stored is dropped too."""
-        return self.manager.clear()
+        return self.manager.clearing.clear()
 
     def invalidate(self, namespace: bytes) -> dict[str, int]:
         """Drop every page of one namespace (see `namespace()`) from every tier; the pages removed, by tier."""
         if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
             raise InvalidValueError(f"{namespace!r} is no namespace", "pass engine.namespace(salt)")
-        return self.manager.clear(namespace)
+        return self.manager.clearing.clear(namespace)
 
     def drain(self, seconds: float | None = None) -> None:
         """Wait until every accepted store is on the tiers it is meant for. Raises `DeadlineError` after `seconds`."""

@@ -17,7 +17,7 @@ from gdscache.storing import StoreHandle
 from gdscache.streams import record
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
-from gdscache.tiers.index import Entry, PageState
+from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import Retention
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Sequence:
         most = max(0, len(self._tokens) - 1) // layout.page_tokens
         candidates = self._pages[:most]
         with self._manager.lock, contextlib.ExitStack() as undo:
-            self._epoch = self._manager.epoch(self._engine.namespace(self._salt))
+            self._epoch = self._manager.clearing.epoch(self._engine.namespace(self._salt))
             with self._manager.timeline.span("lookup", pages=len(candidates)):
                 found = self._manager.lookup(candidates, 0)
             keep = self._engine.gate.decide(found, 0, len(self._tokens), self._manager.under_way).pages
@@ -226,7 +226,7 @@ class Sequence:
         event = record(gpu.pool.device)
         with self._manager.lock:
             sources = self._manager.lease("store")
-            if self._manager.epoch(self._engine.namespace(self._salt)) != self._epoch:
+            if self._manager.clearing.epoch(self._engine.namespace(self._salt)) != self._epoch:
                 self._manager.count("dropped", "cleared", pages)
                 return [], sources
             self._manager.retain(self._pages[:pages], retention)

@@ -18,9 +18,9 @@ from gdscache.checksum import Checksums
 from gdscache.errors import DeadlineError, StorageError
 from gdscache.keys import Page
 from gdscache.tiers.bounce import Extents
-from gdscache.tiers.index import Entry
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.page_io import PageIO
+from gdscache.tiers.pages import Entry
 from gdscache.tiers.quarantine import Late, PoolName
 from gdscache.tiers.retention import DEFAULT, Retention
 from gdscache.tiers.ssd import SlotWrite, SsdTier
@@ -144,7 +144,7 @@ class SsdWriter:
                 entry = entries.get(out.page.key)
                 if entry is None:
                     self._finish(out, cause)
-                elif self._manager.epoch(out.page.namespace) != out.epoch:
+                elif self._manager.clearing.epoch(out.page.namespace) != out.epoch:
                     self._give_up(entries.pop(out.page.key))
                     self._finish(out, "cleared")
                 else:

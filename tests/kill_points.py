@@ -18,7 +18,7 @@ from kill_record import DOCUMENTS, PAGE_TOKENS, content, name
 
 from gdscache import catalog_file, directory, slab
 from gdscache.catalog import Catalog
-from gdscache.storage import posix
+from gdscache.storage import files
 from gdscache.storage.base import Op
 from gdscache.storage.posix import PosixTransport
 from gdscache.storage.workers import Piece, Result, Run
@@ -209,7 +209,7 @@ OPENING: dict[str, tuple[Any, str]] = {  # where an opening is ended: what death
     "the catalogue is made": (catalog_file, "open_reader"),
     "the slab has no bytes": (slab, "_allocate"),
     "the slab is allocated": (slab, "_flush_directory"),
-    "the transport is probed": (posix, "_probe_sector"),
+    "the transport is probed": (files, "_probe_sector"),
     "the catalogue is recovered": (Catalog, "recover"),
 }
 ONLY_NEW = {"the catalogue has its tables", "the slab is allocated"}  # what happens once in a directory's life

@@ -35,9 +35,10 @@ from gdscache import CacheEngine
 from gdscache.catalog import Catalog
 from gdscache.errors import PoolFullError
 from gdscache.keys import Page
-from gdscache.tiers import manager as manager_module
-from gdscache.tiers.index import Entry, PageIndex, PageState
+from gdscache.tiers import clearing as clearing_module
+from gdscache.tiers.index import PageIndex
 from gdscache.tiers.manager import TierManager
+from gdscache.tiers.pages import Entry, PageState
 
 SALTS = ("", "tenant")
 OpenEngine = Callable[..., CacheEngine]
@@ -53,7 +54,7 @@ def between_pieces(action: Callable[[], None], piece: int = 1) -> AbstractContex
             left.pop()()
 
     clock = SimpleNamespace(sleep=pause, monotonic=time.monotonic)
-    return mock.patch.multiple(manager_module, _PIECE=piece, time=clock)
+    return mock.patch.multiple(clearing_module, _PIECE=piece, time=clock)
 
 
 def rows(engine: CacheEngine) -> set[bytes]:
@@ -138,9 +139,9 @@ def test_the_lock_is_held_for_a_piece_at_a_time(cleared: str) -> None:
     hold.holds.clear()
     target = {"everything": None, "one namespace": names[0]}.get(cleared, names[2])
     gone = {"everything": pages, "one namespace": pages // 2}.get(cleared, 0)
-    assert manager.clear(target) == dict.fromkeys(tiers, gone)
+    assert manager.clearing.clear(target) == dict.fromkeys(tiers, gone)
     assert sum(hold.holds) >= gone
-    assert max(hold.holds) <= 3 * manager_module._PIECE < pages // 10
+    assert max(hold.holds) <= 3 * clearing_module._PIECE < pages // 10
     for tier in tiers.values():
         assert len(tier.index) == pages - gone
         assert tier.index.free_slots == gone
@@ -376,7 +377,7 @@ def test_a_page_whose_commit_is_under_way_is_gone_when_clear_returns(open_host: 
         handle = host.store(prompt(1, 4))
         assert reached.wait(WAIT)
         clearing = pool.submit(engine.clear)
-        until(lambda: engine.manager.epoch(engine.namespace()) == 1, "clear begins")
+        until(lambda: engine.manager.clearing.epoch(engine.namespace()) == 1, "clear begins")
         time.sleep(0.05)
         go.set()
         clearing.result(WAIT)
@@ -423,7 +424,7 @@ class Versions:
 
 @pytest.fixture
 def small_pieces() -> Iterator[None]:
-    with mock.patch.object(manager_module, "_PIECE", 2):
+    with mock.patch.object(clearing_module, "_PIECE", 2):
         yield
 
 

@@ -26,7 +26,9 @@ from policy_models import MODELS, Model, Undeferred
 
 from gdscache.keys import Page
 from gdscache.policies import POLICIES, new_policy
-from gdscache.tiers.index import KEY, Entry, PageIndex, PageState
+from gdscache.tiers.index import PageIndex
+from gdscache.tiers.key_columns import KEY
+from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import DEFAULT, PRIORITIES, Retention
 
 NAMESPACE = b"n" * 32

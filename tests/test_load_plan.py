@@ -10,8 +10,9 @@ from test_index import chain
 from test_retention import Clock, bare_manager
 
 from gdscache.keys import Page
-from gdscache.tiers.index import Entry, PageIndex, PageState
+from gdscache.tiers.index import PageIndex
 from gdscache.tiers.manager import PageStatus, TierManager
+from gdscache.tiers.pages import Entry, PageState
 
 SLOTS = 12  # of each tier
 

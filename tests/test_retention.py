@@ -27,8 +27,9 @@ from gdscache.keys import Page
 from gdscache.policies import POLICIES, new_policy
 from gdscache.tiers import keeping
 from gdscache.tiers.base import Tier
-from gdscache.tiers.index import Entry, PageIndex, PageState
+from gdscache.tiers.index import PageIndex
 from gdscache.tiers.manager import TierManager
+from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import DEFAULT, LONGEST_TTL, PRIORITIES, Expiries, Retention
 
 Open = Callable[..., CacheEngine]

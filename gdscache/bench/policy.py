@@ -22,7 +22,8 @@ from gdscache.replay import report as replays
 from gdscache.replay.synthetic import KINDS, generate
 from gdscache.replay.trace import Request, read_trace
 from gdscache.replay.workload import expand
-from gdscache.tiers.index import PageIndex, PageState
+from gdscache.tiers.index import PageIndex
+from gdscache.tiers.pages import PageState
 
 DEFAULT: str = CpuConfig().eviction
 CAPACITIES = ("1%", "5%", "10%", "25%", "50%")

@@ -145,7 +145,7 @@ class TierUnderTest:
                 done.set()
 
         manager = self._parts.manager
-        epoch = manager.epoch(NAMESPACE)
+        epoch = manager.clearing.epoch(NAMESPACE)
         extents = self._cpu.extents
         outgoing = [Outgoing(page, epoch, extents, slot, finish) for slot, page in enumerate(self._names)]
         with manager.lock:

@@ -18,8 +18,8 @@ from gdscache.replay.clock import Clock, Disk, Done, Machine, Pipe, Process
 from gdscache.replay.tiers import ModelGpu, ModelSsd, ModelTier
 from gdscache.tiers.admission import open_admission
 from gdscache.tiers.base import Lease, SlotPool
-from gdscache.tiers.index import Entry
 from gdscache.tiers.manager import LoadPlan, PageStatus, TierManager
+from gdscache.tiers.pages import Entry
 from gdscache.tiers.promotion import new_promotion
 from gdscache.tiers.store_plan import BATCH_BYTES, Placed, StoreJob, StorePlanner, round_pages
 
@@ -191,7 +191,7 @@ class Hierarchy:
             if sources is not None:
                 self.manager.end(sources)
             return
-        epoch = self.manager.epoch(pages[0].namespace)
+        epoch = self.manager.clearing.epoch(pages[0].namespace)
         job = StoreJob(ledger, wanted, [pages[n] for n in wanted], [epoch] * len(wanted))
         self._jobs.append((job, sources))
         if not self._gathering:

@@ -15,7 +15,8 @@ from gdscache.errors import InvalidValueError
 from gdscache.policy import EvictionPolicy
 from gdscache.replay.trace import BLOCK_TOKENS
 from gdscache.replay.workload import Workload
-from gdscache.tiers.index import PageIndex, PageState
+from gdscache.tiers.index import PageIndex
+from gdscache.tiers.pages import PageState
 
 Progress = Callable[[int, int, str], None]
 _REPORT_EVERY = 256  # requests between two reports of progress

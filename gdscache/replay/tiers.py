@@ -9,7 +9,8 @@ from typing import Any
 from gdscache.keys import Page
 from gdscache.policies import new_policy
 from gdscache.tiers.base import Tier
-from gdscache.tiers.index import Entry, PageIndex, PageState
+from gdscache.tiers.index import PageIndex
+from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import DEFAULT, Retention
 
 _NO_RETENTIONS: Mapping[bytes, Retention] = {}

@@ -13,8 +13,8 @@ from gdscache.replay.hierarchy import Hierarchy
 from gdscache.replay.simulate import Progress, silent
 from gdscache.replay.workload import Workload
 from gdscache.tiers.base import Lease
-from gdscache.tiers.index import Entry, PageState
 from gdscache.tiers.manager import LoadPlan
+from gdscache.tiers.pages import Entry, PageState
 
 TIERS = ("gpu", "cpu", "ssd")
 SAMPLES = 240  # of a run, over time

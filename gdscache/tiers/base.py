@@ -22,7 +22,8 @@ import threading
 import time
 from typing import Any
 
-from gdscache.tiers.index import Entry, PageIndex
+from gdscache.tiers.index import PageIndex
+from gdscache.tiers.pages import Entry
 
 
 class Tier(abc.ABC):

@@ -13,7 +13,8 @@ from gdscache.layout import PageLayout
 from gdscache.memory import HostBuffer, Pin
 from gdscache.policies import new_policy
 from gdscache.tiers.base import Tier
-from gdscache.tiers.index import PageIndex, PageState
+from gdscache.tiers.index import PageIndex
+from gdscache.tiers.pages import PageState
 
 
 class HostExtents:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from gdscache.errors import InvalidValueError
 from gdscache.keys import Page
 from gdscache.tiers.base import Lease
-from gdscache.tiers.index import Entry
+from gdscache.tiers.pages import Entry
 from gdscache.tiers.retention import DEFAULT, Retention
 
 if TYPE_CHECKING:

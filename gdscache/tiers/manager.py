@@ -13,15 +13,17 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from gdscache.keys import Page
 from gdscache.tiers.base import Lease, Tier
 from gdscache.tiers.busy import BusyPeriods
+from gdscache.tiers.clearing import Clearing
 from gdscache.tiers.costs import Costs
-from gdscache.tiers.index import PENDING, Entry, PageIndex
+from gdscache.tiers.index import PageIndex
 from gdscache.tiers.keeping import Expiry, Pin, Pins
+from gdscache.tiers.pages import PENDING, Entry
 from gdscache.tiers.promotion import Always, Promotion
 from gdscache.tiers.quarantine import Late, PoolName, Quarantine
 from gdscache.tiers.retention import DEFAULT, Retention
@@ -34,14 +36,11 @@ if TYPE_CHECKING:
     from gdscache.tiers.prefetching import PrefetchedPages
     from gdscache.tiers.ssd import SsdTier
 
-_NAMESPACE_EPOCHS_KEPT = 4096
-_PIECE = 1024  # pages that a clear drops, or slots that it gives back, while it holds the lock once
 _UNSETTLED = 1024  # changes of an eviction order that may wait for whoever looks at it: some milliseconds
 _SETTLED = 128  # changes that are brought in while the lock is held once
 _PAUSE_S = 0.0005  # ... and then leaves the lock to others: it would have it again before they wake up
 _CLOSE_S = 5.0  # seconds that close() waits for I/O which has missed its deadline already
 _log = logging.getLogger("gdscache")
-_T = TypeVar("_T")
 Behind = Literal["more", "busy", "missing", "no_room"]
 
 
@@ -98,7 +97,7 @@ class PrefetchPlan:
 
 
 class TierManager:
-    """Chains the tiers: lookup, the two phases of loads and stores, dropping, clearing, counting."""
+    """Chains the tiers: lookup, the two phases of loads and stores, leases, counting. `clearing` drops pages."""
 
     def __init__(
         self,
@@ -122,11 +121,7 @@ class TierManager:
         self._leases: set[Lease] = set()
         self._filling: dict[Entry, PageTask] = {}
         self._filled = threading.Condition(lock)
-        self._epoch = 0
-        self._epochs: dict[bytes, int] = {}
-        self._clearing = threading.Lock()  # held while a clear drops pages: one at a time
-        self._swept: bytes | None = None  # the namespace that is being cleared
-        self._refusals = itertools.count(1)
+        self.clearing = Clearing(lock, self.tiers, ssd)
         self.costs = Costs()
         self.busy = BusyPeriods(self.costs.observe_load)
         self.under_way: Counter[str] = Counter()  # pages of loads and prefetches that have not ended, by source
@@ -253,16 +248,6 @@ class TierManager:
             planned = self._planned.pop(lease, None)
             if planned is not None:
                 self.under_way.subtract(planned)
-
-    def epoch(self, namespace: bytes) -> int:
-        """Grows when the namespace is cleared: what was accepted in an older epoch must not become visible.
-
-        While its pages are being dropped no two answers are the same: what is accepted then may come from a page that
-        is still to go.
-        """
-        if namespace == self._swept:
-            return -next(self._refusals)
-        return self._epoch + self._epochs.get(namespace, 0)
 
     def hold_read(self, task: PageTask, pool: PoolName, give_back: Callable[[], None] | None = None) -> Late:
         """Pin what a late read of a page may still touch: its SSD slot, and its CPU slot where it has one.
@@ -459,60 +444,7 @@ class TierManager:
         assert self.cpu is not None, "no CPU tier"
         return self.cpu.index
 
-    # -- removing -------------------------------------------------------------------------------------------------
-
-    def clear(self, namespace: bytes | None = None) -> dict[str, int]:
-        """Drop every page (of one namespace) from every tier, durably; the pages removed by tier.
-
-        Everything goes in one step. A namespace goes piece by piece; what is stored of it meanwhile is dropped. When
-        several clear at once, each returns when what the others dropped before it is gone for good, too.
-        """
-        with self._clearing:
-            removed = self._drop_everything() if namespace is None else self._sweep(namespace)
-        if self.ssd is not None:
-            self.ssd.commit_all_deletions()
-        return removed
-
-    def _drop_everything(self) -> dict[str, int]:
-        """Make all pages invisible at once. The slots of the SSD, each of which costs work, follow in pieces."""
-        with self.lock:
-            self._epoch += 1
-            detached = {name: tier.index.detach() for name, tier in self.tiers.items()}
-            slots = {name: iter(some.slots) for name, some in detached.items()}
-            for name, tier in self.tiers.items():  # at once for whoever needs some now
-                tier.index.retire(itertools.islice(slots[name], _PIECE) if tier is self.ssd else slots[name])
-        if self.ssd is not None:
-            rest = slots[self.ssd.name]
-            try:
-                for piece in _pieces(rest):
-                    with self.lock:
-                        self.ssd.index.retire(piece)
-            finally:
-                with self.lock:
-                    self.ssd.index.retire(rest)  # nothing, unless the loop was broken off
-        return {name: some.visible for name, some in detached.items()}
-
-    def _sweep(self, namespace: bytes) -> dict[str, int]:
-        """Drop the pages of a namespace, each from all tiers at once: no load can bring it back from another tier.
-
-        None of its pages is new meanwhile, for `epoch` refuses stores; a load may only copy what is among the keys.
-        """
-        removed = dict.fromkeys(self.tiers, 0)
-        try:
-            with self.lock:
-                if len(self._epochs) >= _NAMESPACE_EPOCHS_KEPT:  # forget them all: a newer epoch for everybody
-                    self._epoch += max(self._epochs.values())
-                    self._epochs.clear()
-                self._epochs[namespace] = self._epochs.get(namespace, 0) + 1
-                self._swept = namespace
-                keys = [tier.index.select(None) for tier in self.tiers.values()]
-            for piece in _pieces(itertools.chain.from_iterable(keys)):
-                with self.lock:
-                    for name, tier in self.tiers.items():
-                        removed[name] += tier.index.drop_all(piece, namespace)
-        finally:
-            self._swept = None
-        return removed
+    # -- behind the work ------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Bring the eviction orders nearly up to date: for threads that nobody waits for, after work on many pages.
@@ -533,7 +465,7 @@ class TierManager:
 
     def check(self, fix: bool = False) -> list[str]:
         """What disagrees in any tier. Meant for a quiet engine: work in flight holds slots of its own."""
-        with self._clearing:  # which has slots in hand
+        with self.clearing.alone:  # a clear has slots in hand
             return [f"{name}: {p}" for name, tier in self.tiers.items() for p in tier.check(self.lock, fix=fix)]
 
     def _describe(self, lease: Lease) -> dict[str, Any]:
@@ -566,7 +498,7 @@ class TierManager:
 
     def close(self) -> None:
         """Close the tiers. What I/O that hangs may still touch is kept until that ends; the log says what."""
-        with self._clearing:
+        with self.clearing.alone:
             pass  # what it drops is known to the SSD tier then, which deletes it before it is closed
         quarantine = self.quarantine
         with contextlib.ExitStack() as last_to_first:
@@ -588,11 +520,3 @@ class TierManager:
                 held["held_slots"],
             )
             quarantine.afterwards(self.ssd.close_unfinished(writing=quarantine.writes > 0))
-
-
-def _pieces(items: Iterable[_T]) -> Iterator[list[_T]]:
-    """`items`, `_PIECE` at a time, with a pause after each piece."""
-    rest = iter(items)
-    while piece := list(itertools.islice(rest, _PIECE)):
-        yield piece
-        time.sleep(_PAUSE_S)

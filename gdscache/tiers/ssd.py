@@ -34,8 +34,9 @@ from gdscache.storage import open_transport
 from gdscache.storage.base import Op
 from gdscache.tiers.base import Tier
 from gdscache.tiers.bounce import Extents
-from gdscache.tiers.index import Entry, PageIndex, PageState
+from gdscache.tiers.index import PageIndex
 from gdscache.tiers.page_io import PageIO, Positions
+from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import DEFAULT, HIGHEST, LOWEST, Retention
 from gdscache.tiers.slab_io import SlabIO
 

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gdscache.keys import Page
 from gdscache.tiers.base import Lease
-from gdscache.tiers.index import Entry, PageIndex, PageState
+from gdscache.tiers.index import PageIndex
+from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import DEFAULT, Retention
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class StorePlanner:
         `(True, None)`: nothing to do, settled; `(False, None)`: it needs a bounce slot and there is none.
         """
         manager, page, cpu = self._manager, job.pages[i], self._manager.cpu
-        if manager.epoch(page.namespace) != job.epochs[i]:
+        if manager.clearing.epoch(page.namespace) != job.epochs[i]:
             self.settle(job, i, "cleared")
             return True, None
         if cpu is not None:
@@ -409,7 +410,7 @@ class StorePlanner:
                 continue
             self.queued += 1
             self._cleaning += 1
-            job = StoreJob(_NOBODY, (0,), (page,), (manager.epoch(page.namespace),), entry.retention)
+            job = StoreJob(_NOBODY, (0,), (page,), (manager.clearing.epoch(page.namespace),), entry.retention)
             yield self._placed(job, 0, index, entry, copied=True, to_ssd=True)
 
 

@@ -1,0 +1,105 @@
+"""Clearing: pages go from every tier at once, durably, and what was accepted before they went does not come back."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from gdscache.tiers.base import Tier
+
+if TYPE_CHECKING:
+    from gdscache.tiers.ssd import SsdTier
+
+_NAMESPACE_EPOCHS_KEPT = 4096
+_PIECE = 1024  # pages that a clear drops, or slots that it gives back, while it holds the lock once
+_PAUSE_S = 0.0005  # ... and then leaves the lock to others: it would have it again before they wake up
+_T = TypeVar("_T")
+
+
+class Clearing:
+    """Drops all pages of all tiers, or those of a namespace, and knows by epochs what came before. `lock` guards the
+    tiers' indexes. `alone` is held while a clear drops pages: one at a time."""
+
+    def __init__(self, lock: threading.RLock, tiers: Mapping[str, Tier], ssd: SsdTier | None) -> None:
+        self.alone = threading.Lock()
+        self._lock = lock
+        self._tiers = tiers
+        self._ssd = ssd
+        self._epoch = 0
+        self._epochs: dict[bytes, int] = {}
+        self._swept: bytes | None = None  # the namespace that is being cleared
+        self._refusals = itertools.count(1)
+
+    def epoch(self, namespace: bytes) -> int:
+        """Grows when the namespace is cleared: what was accepted in an older epoch must not become visible.
+
+        While its pages are being dropped no two answers are the same: what is accepted then may come from a page that
+        is still to go.
+        """
+        if namespace == self._swept:
+            return -next(self._refusals)
+        return self._epoch + self._epochs.get(namespace, 0)
+
+    def clear(self, namespace: bytes | None = None) -> dict[str, int]:
+        """Drop every page (of one namespace) from every tier, durably; the pages removed by tier.
+
+        Everything goes in one step. A namespace goes piece by piece; what is stored of it meanwhile is dropped. When
+        several clear at once, each returns when what the others dropped before it is gone for good, too.
+        """
+        with self.alone:
+            removed = self._drop_everything() if namespace is None else self._sweep(namespace)
+        if self._ssd is not None:
+            self._ssd.commit_all_deletions()
+        return removed
+
+    def _drop_everything(self) -> dict[str, int]:
+        """Make all pages invisible at once. The slots of the SSD, each of which costs work, follow in pieces."""
+        with self._lock:
+            self._epoch += 1
+            detached = {name: tier.index.detach() for name, tier in self._tiers.items()}
+            slots = {name: iter(some.slots) for name, some in detached.items()}
+            for name, tier in self._tiers.items():  # at once for whoever needs some now
+                tier.index.retire(itertools.islice(slots[name], _PIECE) if tier is self._ssd else slots[name])
+        if self._ssd is not None:
+            rest = slots[self._ssd.name]
+            try:
+                for piece in _pieces(rest):
+                    with self._lock:
+                        self._ssd.index.retire(piece)
+            finally:
+                with self._lock:
+                    self._ssd.index.retire(rest)  # nothing, unless the loop was broken off
+        return {name: some.visible for name, some in detached.items()}
+
+    def _sweep(self, namespace: bytes) -> dict[str, int]:
+        """Drop the pages of a namespace, each from all tiers at once: no load can bring it back from another tier.
+
+        None of its pages is new meanwhile, for `epoch` refuses stores; a load may only copy what is among the keys.
+        """
+        removed = dict.fromkeys(self._tiers, 0)
+        try:
+            with self._lock:
+                if len(self._epochs) >= _NAMESPACE_EPOCHS_KEPT:  # forget them all: a newer epoch for everybody
+                    self._epoch += max(self._epochs.values())
+                    self._epochs.clear()
+                self._epochs[namespace] = self._epochs.get(namespace, 0) + 1
+                self._swept = namespace
+                keys = [tier.index.select(None) for tier in self._tiers.values()]
+            for piece in _pieces(itertools.chain.from_iterable(keys)):
+                with self._lock:
+                    for name, tier in self._tiers.items():
+                        removed[name] += tier.index.drop_all(piece, namespace)
+        finally:
+            self._swept = None
+        return removed
+
+
+def _pieces(items: Iterable[_T]) -> Iterator[list[_T]]:
+    """`items`, `_PIECE` at a time, with a pause after each piece."""
+    rest = iter(items)
+    while piece := list(itertools.islice(rest, _PIECE)):
+        yield piece
+        time.sleep(_PAUSE_S)
