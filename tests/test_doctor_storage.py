@@ -225,6 +225,30 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> list[trial.Trial]:
     return asked
 
 
+@pytest.mark.parametrize(
+    ("route", "cpu", "device", "kinds", "expected"),
+    [
+        ("auto", True, "cpu", ("host",), "via_cpu (the transport moves host memory, the planes are on cpu)"),
+        ("auto", True, "cuda:0", ("cuda", "host"), "direct or via_cpu, whichever is faster when the engine opens"),
+        ("auto", False, "cuda:0", ("cuda",), "direct (the transport moves GPU memory only)"),
+        ("auto", True, "cuda:0", ("cuda",), None),  # a CPU tier that nothing could fill
+        ("via_cpu", True, "cuda:0", ("cuda", "host"), "via_cpu (configured)"),
+        ("direct", True, "cuda:0", ("cuda", "host"), "direct (configured)"),
+        ("direct", True, "cpu", ("host",), None),
+        ("direct", True, "cuda:0", ("host",), None),
+    ],
+)
+def test_the_route_is_what_an_engine_would_take(
+    route: str, cpu: bool, device: str, kinds: tuple[str, ...], expected: str | None
+) -> None:
+    asked = Asked(Config.from_dict({"model": MODEL, "ssd": {"path": "/x", "route": route}, "cpu": {} if cpu else None}))
+    if expected is None:
+        with pytest.raises(TransportUnavailableError):
+            storage.find_route(asked, answered(kinds=kinds), device)
+    else:
+        assert storage.find_route(asked, answered(kinds=kinds), device) == expected
+
+
 def test_a_directory_that_does_not_exist_is_not_made(no_children: list[trial.Trial], tmp_path: Path) -> None:
     found = storage.find_ssd(defaults(), tmp_path / "a/b", "cpu")
     assert (found.directory.exists, found.directory.place, found.directory.problem) == (False, str(tmp_path), "")
@@ -492,7 +516,8 @@ BEST = SsdFacts(
     kvikio=Found("26.10"),
     nixl=Found("1.5.1"),
     trials={"posix": answered(), "kvikio": answered("kvikio", memory="cuda", word="gds")},
-    chosen=answered("kvikio", memory="cuda", word="gds"),
+    chosen=answered("kvikio", memory="cuda", word="gds", kinds=("cuda", "host")),
+    route=Found("direct (configured)"),
 )
 
 
@@ -539,6 +564,7 @@ HELD = dataclasses.replace(BEST.directory, holder="process 7")
         ({"chosen": COMPAT}, {"gds": "on"}, "fail", {"ssd.gds"}),
         ({"chosen": answered()}, {"gds": "on", "transport": "posix"}, "fail", {"ssd.gds"}),
         ({"chosen": COMPAT}, {"gds": "auto"}, "fail", set()),
+        ({"route": Found(None, "the planes are on cpu", "set it to auto")}, {"route": "direct"}, "fail", {"ssd.route"}),
         ({"chosen": answered(direct=False)}, {"direct_io": "on"}, "fail", {"ssd.direct_io"}),
         ({"chosen": answered(direct=False)}, {}, "warn", {"ssd.direct_io"}),
         ({"chosen": answered(direct=False)}, {"direct_io": "off"}, "warn", set()),

@@ -227,7 +227,8 @@ class KernelSideFacts:
 class TrialFacts:
     """A transport that wrote and read `nbytes` there, the same bytes; `seconds` of the write with its flush, and of the
     read. `word`: `gds` only if nvidia-fs counted these reads and writes, `compat` for GPU memory without that proof,
-    `posix` for host memory. `reason`: why this transport, in the words of its log line.
+    `posix` for host memory. `reason`: why this transport, in the words of its log line. `kinds`: the memory
+    that it moves.
     """
 
     name: str
@@ -238,6 +239,7 @@ class TrialFacts:
     write_s: float
     read_s: float
     reason: str
+    kinds: tuple[str, ...] = ("host",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -255,7 +257,8 @@ class StripeFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SsdFacts(StripeFacts):
-    """`ssd.path` and all that is below it. `trials`: by transport; `stripes`: the directories of `ssd.stripes`."""
+    """`ssd.path` and all that is below it. `trials`: by transport; `stripes`: the directories of `ssd.stripes`;
+    `route`: what `ssd.route` comes to with the transport that would be used."""
 
     gpu_numa_node: int | None
     kernel: KernelSideFacts
@@ -264,6 +267,7 @@ class SsdFacts(StripeFacts):
     nixl: Found[str]
     trials: dict[str, Found[TrialFacts]]
     stripes: tuple[StripeFacts, ...] = ()
+    route: Found[str] = Found(None, "no SSD tier is asked for")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from gdscache.errors import DirectoryNotWritableError, TransportUnavailableError
 from gdscache.inspection.owner import find_owner
 from gdscache.slab import slab_name
 from gdscache.storage.files import probe_direct_io
+from gdscache.tiers import routes
 
 SCRATCH_PREFIX = ".gdscache-doctor-"
 TRANSPORTS = ("posix", "uring", "kvikio", "nixl")
@@ -85,6 +86,7 @@ def find_ssd(asked: Asked, directory: Path, device: str, deadline_s: float = DEA
         nixl=nixl,
         trials=trials,
         stripes=tuple(more),
+        route=attempt(lambda: find_route(asked, found.chosen, device)),
     )
 
 
@@ -95,6 +97,18 @@ def _decided(asked: Asked, chosen: Found[TrialFacts]) -> Asked:
         return asked
     decided = ssd.model_copy(update={"transport": chosen.value.name})
     return dataclasses.replace(asked, config=asked.config.model_copy(update={"ssd": decided}))
+
+
+def find_route(asked: Asked, chosen: Found[TrialFacts], device: str) -> str:
+    """What `ssd.route` comes to. Raises `TransportUnavailableError` where it cannot be had."""
+    ssd = asked.config.ssd if asked.given else None
+    if ssd is None or chosen.value is None:
+        raise TransportUnavailableError("there is no SSD tier, or no transport for it", "set ssd.transport to posix")
+    keep = asked.config.cpu is not None
+    choice = routes.decided(ssd.route, chosen.value.kinds, torch.device(device), keep=keep)
+    if choice is None:
+        return "direct or via_cpu, whichever is faster when the engine opens"
+    return f"{choice.route} ({choice.reason})"
 
 
 def find_stripe(

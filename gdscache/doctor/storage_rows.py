@@ -32,6 +32,8 @@ def ssd_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
         yield _trial_row(name, trial, facts.has_gpu)
     if ssd is not None and not found.directory.problem:
         yield from _key_rows(found, ssd)
+        if found.chosen.value is not None:
+            yield _route_key(found.route, ssd)
     for number, stripe in enumerate(found.stripes, start=1):
         rows = [*_place_rows(stripe, parts, found.gpu_numa_node, ssd)]
         if ssd is not None and not stripe.directory.problem:
@@ -238,6 +240,12 @@ def _gds_key(found: StripeFacts, ssd: SsdConfig) -> Row:
     if ssd.gds == "auto":
         return Row("ssd.gds", value, data=word)
     return Row("ssd.gds", value, "fail", f"set ssd.gds to auto; {_GDS_DISKS}", word)
+
+
+def _route_key(route: Found[str], ssd: SsdConfig) -> Row:
+    if route.value is None:
+        return Row("ssd.route", f"{ssd.route}: {route.cause}", "fail", route.hint)
+    return Row("ssd.route", f"{ssd.route}: {route.value}", "ok", data=route.value.partition(" (")[0])
 
 
 def _direct_key(found: StripeFacts, ssd: SsdConfig) -> Row:

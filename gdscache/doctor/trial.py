@@ -62,7 +62,9 @@ def try_transport(trial: Trial, deadline_s: float = DEADLINE_S) -> Found[TrialFa
     if status != 0 or len(answers) != 1:
         return Found(None, f"{lines[-1] if lines else 'no message'} (exit status {status})")
     answer = json.loads(answers[0])
-    return Found(TrialFacts(**answer["facts"])) if "facts" in answer else Found(None, answer["cause"], answer["hint"])
+    if "facts" not in answer:
+        return Found(None, answer["cause"], answer["hint"])
+    return Found(TrialFacts(**{**answer["facts"], "kinds": tuple(answer["facts"]["kinds"])}))
 
 
 def run_child(code: str, arguments: Sequence[str], deadline_s: float) -> tuple[int | None, str]:
@@ -182,7 +184,8 @@ def _move(trial: Trial, transport: Transport, reason: str) -> TrialFacts:
     _compare("read into memory", _bytes(target), content)
     _compare("in the file", path.read_bytes(), content)
     word = word_for(kind, transport.describe(), counted=counted)
-    return TrialFacts(transport.name, kind, word, direct, trial.nbytes, write_s, read_s, reason)
+    kinds = tuple(sorted(transport.memory_kinds))
+    return TrialFacts(transport.name, kind, word, direct, trial.nbytes, write_s, read_s, reason, kinds)
 
 
 def word_for(kind: str, described: dict[str, object], *, counted: bool) -> Literal["gds", "compat", "posix"]:

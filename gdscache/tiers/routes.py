@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +26,7 @@ from gdscache.tiers.page_io import Positions
 from gdscache.tiers.ssd import SsdTier
 
 Route = Literal["direct", "via_cpu"]
+Asked = Literal["auto", "direct", "via_cpu"]
 
 _log = logging.getLogger("gdscache")
 _BYTES = 32 << 20  # that each way moves a time
@@ -45,14 +46,19 @@ class Choice:
         return dataclasses.asdict(self)
 
 
-def choose(
-    asked: Literal["auto", "direct", "via_cpu"], ssd: SsdTier, layout: PageLayout, device: torch.device, *, keep: bool
-) -> Choice:
+def choose(asked: Asked, ssd: SsdTier, layout: PageLayout, device: torch.device, *, keep: bool) -> Choice:
     """The route for pages of `ssd`, said in one log line. `keep`: there is a CPU tier, which host memory is for.
 
     Raises `TransportUnavailableError` where the route that was asked for cannot be had.
     """
-    kinds = ssd.io.memory_kinds
+    found = decided(asked, ssd.io.memory_kinds, device, keep=keep) or _faster(ssd, layout, device)
+    _log.info("%s: pages go %s: %s", ssd.path, found.route, found.reason)
+    return found
+
+
+def decided(asked: Asked, kinds: Collection[str], device: torch.device, *, keep: bool) -> Choice | None:
+    """The route for planes on `device` with a transport that moves `kinds` of memory; None where both can be had, and
+    the faster is to be found out. Raises as `choose` does."""
     if "host" not in kinds and (keep or asked == "via_cpu"):
         what = "ssd.route is via_cpu" if asked == "via_cpu" else "there is a CPU tier"
         raise TransportUnavailableError(f"{what}, but the transport moves no host memory", "set another ssd.transport")
@@ -63,17 +69,14 @@ def choose(
             f"ssd.route is direct, but {cause}", "set ssd.transport to kvikio or nixl, or ssd.route to auto"
         )
     if asked != "auto":
-        found = Choice(asked, "configured")
-    elif not direct:
-        found = Choice(
+        return Choice(asked, "configured")
+    if not direct:
+        return Choice(
             "via_cpu", f"the transport moves {' and '.join(sorted(kinds))} memory, the planes are on {device}"
         )
-    elif "host" not in kinds:
-        found = Choice("direct", "the transport moves GPU memory only")
-    else:
-        found = _faster(ssd, layout, device)
-    _log.info("%s: pages go %s: %s", ssd.path, found.route, found.reason)
-    return found
+    if "host" not in kinds:
+        return Choice("direct", "the transport moves GPU memory only")
+    return None
 
 
 def _faster(ssd: SsdTier, layout: PageLayout, device: torch.device) -> Choice:
