@@ -22,7 +22,7 @@ from gdscache.errors import TokensError
 
 KEY_BYTES = 32
 FORMAT = 1
-SEQUENCES_KEPT = 32  # whose names are remembered: a megabyte each, where they have 128k tokens
+SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # sequences whose names are remembered, and names in all: about 13 MiB
 _COMPARED = 8  # of those that begin with the same page, the last
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -104,13 +104,15 @@ class _Sequence:
 class PageNames:
     """The names of the pages of token sequences.
 
-    The last `kept` sequences are remembered, and what begins as one of them is hashed only from where it differs: a
-    prompt that is stored chunk by chunk, or a conversation that goes on, is hashed once. Thread-safe.
+    The last `kept` sequences are remembered, fewer where they have more than `names` pages together, and what begins as
+    one of them is hashed only from where it differs: a prompt that is stored chunk by chunk, or a conversation that
+    goes on, is hashed once. Thread-safe.
     """
 
-    def __init__(self, page_tokens: int, kept: int = SEQUENCES_KEPT) -> None:
+    def __init__(self, page_tokens: int, kept: int = SEQUENCES_KEPT, names: int = NAMES_KEPT) -> None:
         self._page_tokens = page_tokens
         self._kept = kept
+        self._names = names
         self._known: list[_Sequence] = []  # the one that was used last comes last
         self._lock = threading.Lock()
 
@@ -137,6 +139,8 @@ class PageNames:
                 self._known.remove(replaced)
             self._known.append(used)
             del self._known[: -self._kept]
+            while len(self._known) > 1 and sum(len(some.pages) for some in self._known) > self._names:
+                del self._known[0]
         return pages
 
     def _nearest(self, first: tuple[bytes, bytes], tokens: npt.NDArray[np.uint32]) -> tuple[_Sequence | None, int]:

@@ -55,11 +55,12 @@ def test_two_sequences_share_keys_exactly_as_far_as_they_share_pages(a: list[int
     st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=14), st.sampled_from([NAMESPACE, bytes(32)])), max_size=20),
     st.integers(1, 4),
     st.integers(1, 3),
+    st.integers(0, 20),
 )
 def test_names_are_the_same_whatever_is_remembered(
-    asked: list[tuple[list[int], bytes]], page_tokens: int, kept: int
+    asked: list[tuple[list[int], bytes]], page_tokens: int, kept: int, most: int
 ) -> None:
-    names = PageNames(page_tokens, kept)
+    names = PageNames(page_tokens, kept, most)
     for tokens, namespace in asked:
         given_tokens = np.array(tokens, dtype="<u4")
         pages = names.of(namespace, given_tokens)
@@ -67,7 +68,9 @@ def test_names_are_the_same_whatever_is_remembered(
         keys = slow_keys(namespace, tokens, page_tokens)
         assert pages == [Page(key, parent, namespace) for key, parent in zip(keys, [namespace, *keys], strict=False)]
         pages.clear()  # the caller's own, too
-    assert len(names._known) <= kept
+        held = [len(sequence.pages) for sequence in names._known]
+        assert len(held) <= kept
+        assert len(held) <= 1 or sum(held) <= most
 
 
 def test_what_is_remembered_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
