@@ -14,6 +14,7 @@ from pathlib import Path
 
 from power_recorder import (
     FILES,
+    Claimed,
     CommitBegun,
     Committed,
     Event,
@@ -25,19 +26,34 @@ from power_recorder import (
     WriteEnded,
 )
 
+from gdscache.catalog_file import STRIPE_NAME
+from gdscache.slab import slab_name
+
 DISK_SECTOR = 512
 WAL_HEADER = 32
 CATALOG, WAL = FILES
 
 
-def restore(events: Sequence[Event], cut: int, directory: Path, rng: random.Random) -> frozenset[bytes]:
-    """Make `directory` as a loss of power after the first `cut` events may leave it.
+def stripe_of(directory: Path, number: int) -> Path:
+    """Directory `number` of a slab whose first is `directory`."""
+    return directory.with_name(f"{directory.name}-stripe-{number}") if number else directory
+
+
+def restore(
+    events: Sequence[Event], cut: int, directory: Path, rng: random.Random, stripes: int = 0
+) -> frozenset[bytes]:
+    """Make `directory`, and the further `stripes`, as a loss of power after the first `cut` events may leave them.
 
     Returns the keys that the catalogue has in every state that it may be in: what nobody may lose.
     """
-    directory.mkdir(mode=0o700)
+    for number in range(1 + stripes):
+        stripe_of(directory, number).mkdir(mode=0o700)
+    places = {slab_name(number): stripe_of(directory, number) for number in range(1 + stripes)}
+    for event in events[:cut]:
+        if isinstance(event, Claimed):
+            (stripe_of(directory, event.number) / STRIPE_NAME).write_bytes(event.content)
     for name, content in _slabs(events[:cut], rng).items():
-        (directory / name).write_bytes(content)
+        (places[name] / name).write_bytes(content)
     files, keys = _catalogue(events, cut, rng)
     for name, content in files.items():
         (directory / name).write_bytes(content)

@@ -17,7 +17,7 @@ from unittest import mock
 
 from kill_record import Log
 
-from gdscache import catalog_file
+from gdscache import catalog_file, stripes
 from gdscache.catalog import Catalog
 from gdscache.storage.base import Op
 from gdscache.storage.posix import PosixTransport
@@ -34,6 +34,14 @@ class Opened:
 
     file: str
     nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claimed:
+    """Directory `number` of a striped slab says what it is. The file was flushed."""
+
+    number: int
+    content: bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +88,7 @@ class Said:
     line: bytes
 
 
-Event = Opened | WriteBegun | WriteEnded | FlushBegun | FlushEnded | CommitBegun | Committed | Said
+Event = Opened | Claimed | WriteBegun | WriteEnded | FlushBegun | FlushEnded | CommitBegun | Committed | Said
 
 
 class Tape:
@@ -161,7 +169,16 @@ def recording() -> Iterator[Tape]:
         for name in ("_connect", "recover", "commit", "describe_namespace", "close"):
             patches.enter_context(mock.patch.object(Catalog, name, _recorded(name, getattr(Catalog, name))))
         patches.enter_context(mock.patch.object(catalog_file, "WAL_PAGES", SMALL_WAL))
+        patches.enter_context(mock.patch.object(stripes, "_write", _claimed(stripes._write)))
         yield TAPE
+
+
+def _claimed(original: Callable[[Path, stripes.Stripe], None]) -> Callable[[Path, stripes.Stripe], None]:
+    def write(directory: Path, stripe: stripes.Stripe) -> None:
+        original(directory, stripe)
+        TAPE.add(Claimed(stripe.number, (directory / catalog_file.STRIPE_NAME).read_bytes()))
+
+    return write
 
 
 def _recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

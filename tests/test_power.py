@@ -22,12 +22,13 @@ import pytest
 from helpers import make_config
 from kill_child import THREADS, Session
 from kill_record import SALTS, Record
-from power_check import look
-from power_cut import log_of, moments, restore
+from power_check import LAYOUT, look
+from power_cut import log_of, moments, restore, stripe_of
 from power_recorder import Event, FlushEnded, TapeLog, recording
 
-from gdscache import catalog_file
-from gdscache.tiers import manager
+from gdscache import catalog_file, slab
+from gdscache.tiers import clearing
+from gdscache.tiers.slab_io import SlabIO
 from gdscache.tiers.ssd import SsdTier
 
 MEMORY, MEMORY_NEEDED = Path("/dev/shm"), 64 << 20
@@ -38,7 +39,24 @@ SETUPS: dict[str, dict[str, Any]] = {
     "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
     "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
     "ssd only, evicting": {"cpu": None, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
+    "over three directories": {"cpu": None, "ssd": ROOMY, "stripes": 2},
+    "over two directories, evicting": {"cpu": None, "ssd": TIGHT, "ssd_options": {"reserve": 4}, "stripes": 1},
 }
+
+
+def configured(directory: Path, setup: str, transport: str = "posix", durability: str = "", **more: Any) -> Any:
+    """The configuration of a setup in this directory, and in others beside it where it is striped."""
+    options = dict(SETUPS[setup])
+    ssd = dict(options.pop("ssd_options", {}))
+    stripes = [str(stripe_of(directory, 1 + number)) for number in range(options.pop("stripes", 0))]
+    ssd |= ({"stripes": stripes} if stripes else {}) | ({"durability": durability} if durability else {})
+    return make_config(directory, transport=transport, ssd_options=ssd, **options, **more)
+
+
+@pytest.fixture(autouse=True)
+def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny slabs lie in all their directories."""
+    monkeypatch.setattr(slab, "STRETCH_BYTES", 2 * LAYOUT.extent_bytes)
 
 
 @pytest.fixture
@@ -52,13 +70,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_two_hundred_losses_of_power(folder: Path, setup: str, record_property: Any) -> None:
+def test_three_hundred_losses_of_power(folder: Path, setup: str, record_property: Any) -> None:
     _losses(folder, setup, 1, 50, record_property)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("setup", SETUPS)
-def test_two_thousand_losses_of_power(folder: Path, setup: str, record_property: Any) -> None:
+def test_three_thousand_losses_of_power(folder: Path, setup: str, record_property: Any) -> None:
     _losses(folder, setup, 10, 50, record_property)
 
 
@@ -91,12 +109,19 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "clear returns before its deletions are committed": lambda: mock.patch.object(
         SsdTier, "commit", _idle_without_writes(SsdTier.commit)
     ),
+    "the first of two directories is flushed, and not the other": lambda: mock.patch.object(
+        SlabIO, "flush", lambda io: io.transport.flush(io._files[0])
+    ),
 }
 FOUND_IN = {
     "slots are used again before the deletion of their row": ("ssd only, evicting", "have rows, but other bytes"),
     "the catalogue is committed without a flush": ("ssd only, room for all", "are lost"),
     "the slab is flushed after the commit": ("ssd only, room for all", "have rows, but other bytes"),
     "clear returns before its deletions are committed": ("ssd only, room for all", "were cleared"),
+    "the first of two directories is flushed, and not the other": (
+        "over two directories, evicting",
+        "have rows, but other bytes",
+    ),
 }
 TAPES, CUTS = 6, 60
 
@@ -175,11 +200,9 @@ def record(
     length: float = 1,
 ) -> list[Event]:
     """Store, load, evict, clear and reopen on two threads for `length` seconds; what reached the disk meanwhile."""
-    options = dict(SETUPS[setup])
-    options["ssd_options"] = {"durability": durability, **options.get("ssd_options", {})}
-    config = make_config(folder / "recorded", transport=transport, **options)
+    config = configured(folder / "recorded", setup, transport, durability)
     rng = random.Random(seed)
-    with recording() as tape, mock.patch.object(manager, "_PIECE", 3):  # so that a clear has several pieces
+    with recording() as tape, mock.patch.object(clearing, "_PIECE", 3):  # so that a clear has several pieces
         log = TapeLog()
         log.session()
         for seconds in (0.4 * length, 0.3 * length):
@@ -206,9 +229,10 @@ def cut(folder: Path, setup: str, events: list[Event], cuts: int, seed: int, sto
     for number in range(cuts):
         at = rng.choice(chosen[number % len(chosen)])
         directory = folder / f"cut-{number}"
-        keys = restore(events, at, directory, rng)
+        stripes = SETUPS[setup].get("stripes", 0)
+        keys = restore(events, at, directory, rng, stripes)
         said = Record.replay(log_of(events[:at], folder / "log"))
-        config = make_config(directory, load={"verify": ("once", "always")[number // 4 % 2]}, **SETUPS[setup])
+        config = configured(directory, setup, load={"verify": ("once", "always")[number // 4 % 2]})
         pages = look(config)
         # Where pages are evicted, an acknowledged page may be gone once its deletion may be committed.
         required = said.required if roomy else said.required & {pages.names[key] for key in keys}
@@ -220,7 +244,8 @@ def cut(folder: Path, setup: str, events: list[Event], cuts: int, seed: int, sto
             refused=len(pages.refused),
             cleared=said.cleared,
         )
-        shutil.rmtree(directory)
+        for which in range(1 + stripes):
+            shutil.rmtree(stripe_of(directory, which))
         if stop and stop in "".join(found.losses):
             break
     return found
