@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from helpers import MHA, WAIT, layout_of, new_planes, read_page
 from kill_record import DOCUMENTS, PAGE_TOKENS, Name, all_pages, content, name
 
 from gdscache import CacheEngine
+from gdscache.catalog_file import STRIPE_NAME
+from gdscache.slab import slab_name
 
 LAYOUT = layout_of(MHA)
-FILES = {"lock", "slab-0.bin", "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"}
+FILES = {"catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"}
 
 
 def verify(config: dict[str, Any], allowed: set[Name], required: set[Name]) -> int:
@@ -34,7 +37,8 @@ def verify(config: dict[str, Any], allowed: set[Name], required: set[Name]) -> i
         assert _read_all(engine, planes, present) == present, "a page is not served"
         _is_whole(engine, len(present))
         assert set(engine.stats().get("misses", {})) <= {"absent"}, "a page failed its verdict, and nothing damaged it"
-    _bounded(Path(config["ssd"]["path"]), config["ssd"]["capacity"])
+    ssd = config["ssd"]
+    _bounded([Path(ssd["path"]), *map(Path, ssd.get("stripes", ()))], ssd["capacity"])
     return len(present)
 
 
@@ -81,9 +85,15 @@ def _read_all(engine: CacheEngine, planes: Any, present: set[Name]) -> set[Name]
     return read
 
 
-def _bounded(directory: Path, capacity: int) -> None:
-    files = {path.name: path.stat() for path in directory.iterdir()}
-    assert files.keys() <= FILES, "kills leave files behind"
-    assert files["slab-0.bin"].st_size == capacity
-    assert files["slab-0.bin"].st_blocks * 512 <= capacity + (64 << 10)
-    assert sum(status.st_size for name, status in files.items() if name != "slab-0.bin") < 1 << 20
+def _bounded(directories: Sequence[Path], capacity: int) -> None:
+    slabs, others = [], 0
+    for number, directory in enumerate(directories):
+        files = {path.name: path.stat() for path in directory.iterdir()}
+        mine = {"lock", slab_name(number)} | (FILES if not number else set())
+        assert files.keys() <= mine | ({STRIPE_NAME} if len(directories) > 1 else set()), "kills leave files behind"
+        slabs.append(files.pop(slab_name(number)))
+        others += sum(status.st_size for status in files.values())
+    assert sum(slab.st_size for slab in slabs) == capacity
+    assert sum(slab.st_blocks for slab in slabs) * 512 <= capacity + len(slabs) * (64 << 10)
+    assert min(slab.st_size for slab in slabs) > 0
+    assert others < 1 << 20

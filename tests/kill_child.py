@@ -14,7 +14,7 @@ import numpy as np
 from helpers import WAIT, layout_of, new_planes, read_page, write_page
 from kill_record import DOCUMENTS, PAGE_TOKENS, PAGES, SALTS, Log, Name, content, name
 
-from gdscache import CacheEngine
+from gdscache import CacheEngine, slab
 from gdscache.errors import PoolFullError
 from gdscache.layout import PageLayout
 from gdscache.loading import LoadReport
@@ -25,8 +25,9 @@ THREADS = 2
 BLOCKS = max(PAGES)  # of each thread, where the planes are ours
 
 
-def run(pipe: Connection, config: dict[str, Any], attached: bool, path: Path, seed: int) -> None:
-    """Work on the directory until somebody kills the process."""
+def run(pipe: Connection, config: dict[str, Any], attached: bool, path: Path, seed: int, stretch: int) -> None:
+    """Work on the directory until somebody kills the process. `stretch`: `STRETCH_BYTES` of the slab."""
+    slab.STRETCH_BYTES = stretch
     log = Log(path)
     log.session()
     rng = random.Random(seed)

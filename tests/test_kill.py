@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from helpers import WAIT, make_config
-from kill_check import verify
+from kill_check import LAYOUT, verify
 from kill_child import run
 from kill_record import Record
 from processes import Child
+
+from gdscache import slab
 
 ROOMY, TIGHT = 160, 40  # all there is, and a third of it
 SETUPS: dict[str, dict[str, Any]] = {
@@ -21,31 +23,37 @@ SETUPS: dict[str, dict[str, Any]] = {
     "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
     "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
     "ssd only, evicting": {"cpu": None, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
+    "over two directories": {"cpu": None, "ssd": ROOMY},
 }
+STRIPED = "over two directories"
+STRETCH = 2 * LAYOUT.extent_bytes  # tiny slabs lie in all their directories
 # What some rounds wait for before their random instant, by the round's number, so that it happens on slow machines too.
 GOALS = {2: "cleared", 4: "kept"}
 GOAL_EVERY = 5
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_sixty_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
-    _loop(tmp_path, setup, 15, record_property)
+def test_seventy_five_kills(tmp_path: Path, setup: str, record_property: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _loop(tmp_path, setup, 15, record_property, monkeypatch)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("setup", SETUPS)
-def test_five_hundred_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
-    _loop(tmp_path, setup, 125, record_property)
+def test_six_hundred_kills(tmp_path: Path, setup: str, record_property: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _loop(tmp_path, setup, 125, record_property, monkeypatch)
 
 
-def _loop(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None:
+def _loop(tmp_path: Path, setup: str, rounds: int, record_property: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab, "STRETCH_BYTES", STRETCH)
     config = make_config(tmp_path / "cache", **SETUPS[setup])
+    if setup == STRIPED:
+        config["ssd"]["stripes"] = [str(tmp_path / "more")]
     attached, roomy = "cpu" not in config, SETUPS[setup]["ssd"] == ROOMY
     log, rng, pages, found = tmp_path / "log", random.Random(setup), 0, Record()
     log.touch()
     for round_ in range(rounds):
         begun = log.stat().st_size
-        with Child(run, config, attached, log, rng.randrange(1 << 32)) as child:
+        with Child(run, config, attached, log, rng.randrange(1 << 32), STRETCH) as child:
             if round_ % 8:
                 child.receive()
             if goal := GOALS.get(round_ % GOAL_EVERY):
