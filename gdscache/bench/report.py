@@ -83,6 +83,7 @@ def index_tables(report: Mapping[str, Any]) -> list[Table]:
         "hash": "bare hash loop",
         "numpy": "lookup, numpy tokens",
         "list": "lookup, list tokens",
+        "again": "lookup of a prompt that is remembered",
         "in_a_row": "lookups in a row, numpy tokens",
     }
     for name, label in labels.items():
