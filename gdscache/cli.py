@@ -19,16 +19,13 @@ from rich.table import Table
 from gdscache.bench.commands import bench_app
 from gdscache.config import Config, config_schema, load_config
 from gdscache.errors import GdsCacheError
+from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from gdscache.keys import namespace_digest
 from gdscache.replay.commands import replay
 from gdscache.replay.make_command import make_trace
 from gdscache.replay.plan_commands import plan_tiers
 from gdscache.sizes import about
 from gdscache.timeline.command import show_timeline
-
-EXIT_FAILED = 1
-EXIT_REFUSED = 2
-EXIT_INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 
 app = typer.Typer(
     name="gdscache",

@@ -93,7 +93,7 @@ def page_keys(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Sequence:
+class _Named:
     """Tokens whose pages have names. `first`: the namespace, and the bytes of the first page."""
 
     first: tuple[bytes, bytes]
@@ -113,7 +113,7 @@ class PageNames:
         self._page_tokens = page_tokens
         self._kept = kept
         self._names = names
-        self._known: list[_Sequence] = []  # the one that was used last comes last
+        self._known: list[_Named] = []  # the one that was used last comes last
         self._lock = threading.Lock()
 
     def of(self, namespace: bytes, tokens: npt.NDArray[np.uint32]) -> list[Page]:
@@ -125,25 +125,25 @@ class PageNames:
         first = namespace, tokens[:size].tobytes()
         known, equal = self._nearest(first, tokens)
         pages = [] if known is None else known.pages[: equal // size]
-        used, replaced = known, known
-        if len(pages) * size < len(tokens) or used is None:
+        if known is not None and equal == len(tokens):
+            used = known
+        else:
             parent = pages[-1].key if pages else namespace
             keys = page_keys(namespace, tokens[len(pages) * size :], size, parent)
             parents = itertools.chain((parent,), keys)
             pages += map(Page._make, zip(keys, parents, itertools.repeat(namespace), strict=False))
-            used = _Sequence(first, tokens.copy(), pages[:])
-            if known is not None and equal < len(known.tokens):
-                replaced = None  # it has an end of its own, and may go on too
+            used = _Named(first, tokens.copy(), pages[:])
         with self._lock:
-            if replaced is not None and replaced in self._known:
-                self._known.remove(replaced)
+            # One that `used` goes on from is not needed any more; one with an end of its own may go on, too.
+            if known is not None and known in self._known and (used is known or equal == len(known.tokens)):
+                self._known.remove(known)
             self._known.append(used)
             del self._known[: -self._kept]
             while len(self._known) > 1 and sum(len(some.pages) for some in self._known) > self._names:
                 del self._known[0]
         return pages
 
-    def _nearest(self, first: tuple[bytes, bytes], tokens: npt.NDArray[np.uint32]) -> tuple[_Sequence | None, int]:
+    def _nearest(self, first: tuple[bytes, bytes], tokens: npt.NDArray[np.uint32]) -> tuple[_Named | None, int]:
         """The remembered sequence that has the most first tokens in common with these, and how many these are."""
         with self._lock:
             alike = [some for some in self._known if some.first == first][-_COMPARED:]

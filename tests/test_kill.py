@@ -32,19 +32,23 @@ GOALS = {2: "cleared", 4: "kept"}
 GOAL_EVERY = 5
 
 
+@pytest.fixture(autouse=True)
+def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab, "STRETCH_BYTES", STRETCH)
+
+
 @pytest.mark.parametrize("setup", SETUPS)
-def test_seventy_five_kills(tmp_path: Path, setup: str, record_property: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _loop(tmp_path, setup, 15, record_property, monkeypatch)
+def test_seventy_five_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
+    _loop(tmp_path, setup, 15, record_property)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("setup", SETUPS)
-def test_six_hundred_kills(tmp_path: Path, setup: str, record_property: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _loop(tmp_path, setup, 125, record_property, monkeypatch)
+def test_six_hundred_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
+    _loop(tmp_path, setup, 125, record_property)
 
 
-def _loop(tmp_path: Path, setup: str, rounds: int, record_property: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slab, "STRETCH_BYTES", STRETCH)
+def _loop(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None:
     config = make_config(tmp_path / "cache", **SETUPS[setup])
     if setup == STRIPED:
         config["ssd"]["stripes"] = [str(tmp_path / "more")]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from gdscache.errors import InvalidValueError
+from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 bench_app = typer.Typer(help="Measure this machine, against its own ceilings.", no_args_is_help=True)
-
-_FAILED = 1
-_INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 
 Dir = Annotated[Path, typer.Option("--dir", help="Directory on the device to measure; what is written is deleted.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
@@ -149,7 +147,7 @@ def copy(
 
         copy_plot.copy_plot(report, plot)
     if not report["complete"]:
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @bench_app.command("io")
@@ -382,9 +380,9 @@ def _replaced(settings: _Settings, given: Mapping[str, Any]) -> _Settings:
 def _end(report: Mapping[str, Any]) -> None:
     """The exit status of a run that may be interrupted, and in which things may fail."""
     if report["interrupted"]:
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(EXIT_INTERRUPTED)
     if report["failed"]:
-        raise typer.Exit(_FAILED)
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _size(option: str, text: str) -> int:

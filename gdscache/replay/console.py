@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.replay.simulate import Progress
-
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 
 def listed(texts: list[str] | None) -> tuple[str, ...]:

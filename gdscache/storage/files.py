@@ -66,12 +66,7 @@ class DirectFiles(WorkerTransport):
         """Nothing to do."""
 
     def flush(self, file: int) -> None:
-        self.check_open()
-        path = self._path(file)
-        try:
-            os.fdatasync(file)
-        except OSError as error:
-            raise failed("flush", path, 0, error) from error
+        self.sync_file(file)
 
     def describe(self) -> dict[str, object]:
         refusals = {str(directory): cause for directory, cause in self._refusals.items() if cause}

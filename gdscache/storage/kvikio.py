@@ -136,12 +136,7 @@ class KvikioTransport(QueuedTransport):
             self._kvikio.memory_deregister(memory)
 
     def flush(self, file: int) -> None:
-        self.check_open()
-        path = self._path(file)
-        try:
-            os.fdatasync(file)
-        except OSError as error:
-            raise failed("flush", path, 0, error) from error
+        self.sync_file(file)
 
     def describe(self) -> dict[str, object]:
         return {

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, StorageError
 from gdscache.layout import EXTENT_ALIGNMENT
-from gdscache.storage.base import IORequest, Op, Span, Submission, Transport, check_memory, refused
+from gdscache.storage.base import IORequest, Op, Span, Submission, Transport, check_memory, failed, refused
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +121,15 @@ class WorkerTransport(Transport):
     def add_file(self, file: int, path: Path) -> None:
         """For subclasses: `file` is a handle from now on."""
         self._paths[file] = str(path)
+
+    def sync_file(self, file: int) -> None:
+        """For subclasses whose handles are file descriptors: what `flush` does."""
+        self.check_open()
+        path = self._path(file)
+        try:
+            os.fdatasync(file)
+        except OSError as error:
+            raise failed("flush", path, 0, error) from error
 
     def _path(self, file: int) -> str:
         path = self._paths.get(file)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _NAMESPACE_EPOCHS_KEPT = 4096
 _PIECE = 1024  # pages that a clear drops, or slots that it gives back, while it holds the lock once
-_PAUSE_S = 0.0005  # ... and then leaves the lock to others: it would have it again before they wake up
+PAUSE_S = 0.0005  # ... and then leaves the lock to others: it would have it again before they wake up
 _T = TypeVar("_T")
 
 
@@ -102,4 +102,4 @@ def _pieces(items: Iterable[_T]) -> Iterator[list[_T]]:
     rest = iter(items)
     while piece := list(itertools.islice(rest, _PIECE)):
         yield piece
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gdscache.keys import Page
 from gdscache.tiers.base import Lease, Tier
 from gdscache.tiers.busy import BusyPeriods
-from gdscache.tiers.clearing import Clearing
+from gdscache.tiers.clearing import PAUSE_S, Clearing
 from gdscache.tiers.costs import Costs
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.keeping import Expiry, Pin, Pins
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 _UNSETTLED = 1024  # changes of an eviction order that may wait for whoever looks at it: some milliseconds
 _SETTLED = 128  # changes that are brought in while the lock is held once
-_PAUSE_S = 0.0005  # ... and then leaves the lock to others: it would have it again before they wake up
 _CLOSE_S = 5.0  # seconds that close() waits for I/O which has missed its deadline already
 _log = logging.getLogger("gdscache")
 Behind = Literal["more", "busy", "missing", "no_room"]
@@ -453,7 +452,7 @@ class TierManager:
         """
         for tier in self.tiers.values():
             while tier.index.unsettled > _UNSETTLED:
-                time.sleep(_PAUSE_S)
+                time.sleep(PAUSE_S)
                 with self.lock:
                     tier.index.settle(_SETTLED)
 

@@ -218,13 +218,14 @@ class SsdTier(Tier):
                     del self._doomed[slot]
                 touched, self._touched = self._touched, {}
                 retained, self._retained = self._retained, {}
+                descriptions, self._descriptions = self._descriptions, {}
                 wanted = {s: self._retention(key) for s, key in retained.items() if self.index.slot(key) == s}
                 leased = [slot for slot in self._deleting - self._returned if not self._known[slot]]
                 clock = self._clock
                 self._clock += len(live)
                 records = [self._record(w, clock + i) for i, w in enumerate(live)]
             self._learn_checksums(leased)  # a load that still reads them could not check them otherwise
-            self._describe_namespaces()
+            self._describe(descriptions)
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(self._undo, retained)
                 self._catalog.commit(records, sorted(self._deleting), touched, wanted)
@@ -320,9 +321,7 @@ class SsdTier(Tier):
         with self.lock:
             self._descriptions[digest] = description
 
-    def _describe_namespaces(self) -> None:
-        with self.lock:
-            descriptions, self._descriptions = self._descriptions, {}
+    def _describe(self, descriptions: Mapping[bytes, dict[str, object]]) -> None:
         for digest, description in descriptions.items():
             try:
                 self._catalog.describe_namespace(digest, description)
