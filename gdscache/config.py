@@ -274,7 +274,7 @@ class Config(Section):
     cpu: CpuConfig | None = Field(default=None, description="the pinned CPU pool; null or absent is no such tier")
     ssd: SsdConfig | None = Field(default=None, description="the SSD tier; null or absent is no such tier")
     host_buffer: Size = Field(
-        default=64 * MIB,
+        default=256 * MIB,
         description="bounce reserve for pages that cannot stay in the CPU tier; half for loads, half for stores",
     )
     store: StoreConfig = Field(default=StoreConfig(), description="how pages are stored")

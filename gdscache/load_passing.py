@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from gdscache.layout import GroupSizes, PageLayout
+from gdscache.layout import PageLayout
 from gdscache.load_reads import Landed, LoadReads, Reading
 from gdscache.load_verdicts import Batch, Verdicts
-from gdscache.tiers.bounce import Bounce
+from gdscache.tiers.bounce import Bounce, Window
 from gdscache.tiers.manager import PageStatus, PageTask
 
 ROUND_BYTES = 32 << 20  # SSD bytes that one round asks for at once
-_ROUNDS = 2  # the next is read under the copy of the one before
-
-
-def passing_sizes(sizes: GroupSizes, bounce: Bounce) -> GroupSizes:
-    """Sizes of groups with which a round, a slot for each page, is still worth its waits."""
-    least = ROUND_BYTES // 8 // max(1, bounce.loads.slots // _ROUNDS)
-    return dataclasses.replace(sizes, least=max(sizes.least, least))
+ROUNDS = 4  # that are read or copied at a time, at most: while one is copied, the others are read
+_WORTH_BYTES = 16 << 20  # of a round, below which there are rather fewer than smaller ones: each costs the interpreter
 
 
 class PassingReads:
     """Rounds of reads into bounce slots, each a group of layers of some pages. Land each group once, in order.
 
-    A slot holds what is read of a page for one group, and is given back when that is copied, so that a load of any size
-    goes by layers through a reserve of any size. Waits for a slot only while it holds none, so two loads never wait for
-    each other. `copied` returns when all that was handed on is in the planes and checked.
+    A round has some slots, which are cut for what is read of a page for one group, and gives them back when that is in
+    the planes and checked, so that a load of any size goes by layers through a reserve of any size. The next rounds are
+    read meanwhile. The slots that come back are the next that are taken, so that what passes through stays in the
+    processor's cache. Waits for a slot only while it holds none, so two loads never wait for each other.
     """
 
     def __init__(
@@ -38,7 +34,6 @@ class PassingReads:
         layout: PageLayout,
         tasks: Sequence[PageTask],
         groups: Sequence[range],
-        copied: Callable[[], None],
         cancelled: Callable[[], bool],
     ) -> None:
         self._reads = reads
@@ -49,41 +44,83 @@ class PassingReads:
         self._groups = deque(groups)  # that are not begun
         self._layers = range(0)  # the group that is being begun, and its pages
         self._rest: deque[PageTask] = deque()
-        self._rounds: deque[Reading] = deque()
-        self._copied = copied
+        self._rounds: deque[tuple[Reading, list[int]]] = deque()  # with their slots of the reserve
+        self._landing = False  # a round that is in `_rounds` no more
+        self._copying: deque[tuple[Sequence[int], int]] = deque()  # slots, and the copies behind which they are free
         self._cancelled = cancelled
+        share = bounce.loads.slots * layout.extent_bytes
+        self._most = min(ROUNDS, max(2, share // _WORTH_BYTES))  # rounds
 
     def page_bytes(self, layers: range) -> int:
-        """What is read of a page for a group, at least 1."""
+        """What is read of a page for a group."""
         start, stop = self._layout.read_span(layers, alone=True)
-        return max(1, stop - start)
+        return stop - start
 
     def land(self, group: range, most: int, landed: Landed) -> None:
-        """Wait for a group, and hand it on as it comes, about `most` pages at a time; the next one is begun."""
-        while True:
-            while self._begin():
-                pass
-            if not self._rounds or self._rounds[0].layers != group:
-                break
-            over = self._reads.land(self._rounds.popleft(), most, landed)
-            self._copied()
-            self._reads.give_bounced(over)
+        """Wait for a group, and hand it on as it comes, about `most` pages at a time; the next ones are begun."""
+        self._begin()
+        while self._rounds and self._rounds[0][0].layers == group:
+            reading, slots = self._rounds.popleft()
+            self._landing = True
+            late = self._reads.land(reading, most, functools.partial(self._landed, landed))
+            self._landing = False
+            self._copying.append((_without(slots, reading, late), self._verdicts.copies))
+            self._begin()
         if not self._rounds and self._cancelled():
             self._verdicts.say(self._tasks, PageStatus.CANCELLED)
 
-    def _begin(self) -> bool:
+    def _landed(self, landed: Landed, batch: Batch, layers: range) -> None:
+        landed(batch, layers)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start the rounds that there are slots for, one at least where nothing is under way."""
+        while self._begin_one():
+            pass
+
+    def _begin_one(self) -> bool:
         """Start a round, or refuse what may not be read any more; False when one has to land first, or all is begun."""
+        self._free()
         while not self._rest and self._groups:
             self._layers = self._groups.popleft()
             self._rest.extend(task for task in self._tasks if task.status is PageStatus.PENDING)
-        if not self._rest or len(self._rounds) == _ROUNDS or self._cancelled():
+        reading = len(self._rounds) + self._landing
+        full = reading and reading + len(self._copying) >= self._most
+        if not self._rest or full or self._cancelled():
             return False
         if not self._reads.may_begin(self._rest):
             self._rest.clear()
             return True
-        most = max(1, min(self._bounce.loads.slots // _ROUNDS, ROUND_BYTES // self.page_bytes(self._layers)))
-        slots = self._reads.take_bounced(min(most, len(self._rest)), wait=not self._rounds)
+        slots = self._reads.take_bounced(self._wanted(), wait=not reading and not self._copying)
         if slots:
-            batch = Batch.of([self._rest.popleft() for _ in slots], self._bounce.extents, slots)
-            self._rounds.append(self._reads.begin(batch, self._layers, alone=True))
-        return bool(slots) or not self._rounds
+            self._read_into(slots)
+        elif not reading and self._copying:
+            self._free(wait=True)
+        return bool(slots) or not reading
+
+    def _wanted(self) -> int:
+        """The slots of a round."""
+        part = self.page_bytes(self._layers)
+        pages = max(1, min(len(self._rest), ROUND_BYTES // part))
+        return max(1, min(self._bounce.loads.slots // self._most, -(-pages * part // self._layout.extent_bytes)))
+
+    def _read_into(self, slots: Sequence[int]) -> None:
+        window, others = self._bounce.window(slots, self._layout.read_span(self._layers, alone=True))
+        self._reads.give_bounced(others)
+        pages = [self._rest.popleft() for _ in range(min(window.slots, len(self._rest)))]
+        reading = self._reads.begin(Batch.of(pages, window, range(len(pages))), self._layers, alone=True)
+        self._rounds.append((reading, [slot for slot in slots if slot not in others]))
+
+    def _free(self, *, wait: bool = False) -> None:
+        """Give back the slots whose bytes are in the planes and checked; with `wait`, one round's at least."""
+        self._verdicts.check(first=self._copying[0][1] if wait else 0)
+        while self._copying and self._copying[0][1] <= self._verdicts.judged:
+            self._reads.give_bounced(self._copying.popleft()[0])
+
+
+def _without(slots: Sequence[int], reading: Reading, late: Collection[int]) -> list[int]:
+    """The slots of a round without those that its late reads may still write to."""
+    window = reading.batch.extents
+    assert isinstance(window, Window), "a round elsewhere than in the reserve"
+    written = {slot for page in late for slot in window.reserve_slots(int(reading.batch.slots[page]))}
+    return [slot for slot in slots if slot not in written]

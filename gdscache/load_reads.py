@@ -14,7 +14,7 @@ import numpy as np
 from gdscache.errors import DeadlineError, ShortIOError
 from gdscache.layout import PageLayout
 from gdscache.load_verdicts import Batch, Verdicts
-from gdscache.tiers.bounce import Bounce
+from gdscache.tiers.bounce import Bounce, LateSlots, Window
 from gdscache.tiers.manager import PageStatus, PageTask, TierManager
 from gdscache.tiers.page_io import PageIO
 from gdscache.tiers.quarantine import Late
@@ -48,6 +48,7 @@ class LoadReads:
         self._flying: list[Reading] = []
         self._late: list[tuple[Reading, int]] = []  # pages of readings that are not in quarantine yet
         self._bounced: set[int] = set()  # bounce slots that are ours
+        self._late_slots = None if bounce is None else LateSlots(bounce.loads)
 
     def may_begin(self, tasks: Iterable[PageTask]) -> bool:
         """Whether I/O may still begin, which would pin more memory; if not, these pages have their verdict."""
@@ -73,8 +74,8 @@ class LoadReads:
             flight.follow(io, len(batch.tasks))
         return reading
 
-    def land(self, reading: Reading, most: int, landed: Landed) -> list[int]:
-        """Hand pages on as their reads complete, about `most` at a time; the slots whose I/O is over."""
+    def land(self, reading: Reading, most: int, landed: Landed) -> set[int]:
+        """Hand pages on as their reads complete, about `most` at a time; the pages whose I/O is late."""
         batch = reading.batch
         ended = np.zeros(len(batch.tasks), dtype=bool)
         ready: list[int] = []
@@ -103,13 +104,13 @@ class LoadReads:
         self._hand_on(reading, ready, landed)
         if not self._flying:
             self._hold_late()
-        return [slot for i, slot in enumerate(batch.slots.tolist()) if i not in late]
+        return late
 
     def _hand_on(self, reading: Reading, ready: Sequence[int], landed: Landed) -> None:
         batch = reading.batch.some(ready).pending()  # of a page that failed meanwhile nothing is moved any more
         if len(batch.tasks):
             landed(batch, reading.layers)
-        self._verdicts.check(wait=False)
+        self._verdicts.check()
 
     # -- what is left behind ------------------------------------------------------------------------------------------
 
@@ -131,41 +132,52 @@ class LoadReads:
 
     def _hold_late(self) -> None:
         """Late reads keep their pages' slots until they end: each slot once, whatever groups of its page are late."""
-        held: dict[tuple[int, int], tuple[PageIO, int]] = {}
+        if not self._late:
+            return
+        try:
+            self._verdicts.check(wait=True)  # a bounce slot has parts of other pages too, which are still copied
+        finally:
+            self._hold()
+
+    def _hold(self) -> None:
+        held: dict[tuple[int, int, int], tuple[PageIO, int]] = {}
         late: dict[PageIO, dict[int, Late]] = {}
         also: dict[tuple[PageIO, PageIO], dict[int, int]] = {}
         for reading, page in self._late:
             batch, io = reading.batch, reading.io
-            place = int(batch.rows[page]), int(batch.slots[page])
+            place = int(batch.rows[page]), id(batch.extents), int(batch.slots[page])
             if place in held:
                 first, number = held[place]
                 also.setdefault((first, io), {})[page] = number
             else:
                 held[place] = io, page
-                late.setdefault(io, {})[page] = self._kept(batch.tasks[page], place[1])
+                late.setdefault(io, {})[page] = self._kept(batch, page)
         self._late.clear()
         for (first, io), pages in also.items():
             first.also(io, pages)
         for io, kept in late.items():
             self._manager.quarantine.hold(io, kept)
 
-    def _kept(self, task: PageTask, slot: int) -> Late:
+    def _kept(self, batch: Batch, page: int) -> Late:
+        task, window, late = batch.tasks[page], batch.extents, self._late_slots
         if task.target is not None:
-            return self._manager.hold_read(task, "cpu")
-        assert self._bounce is not None, "a page without a slot"
-        self._bounced.remove(slot)
-        pool = self._bounce.loads
-        return self._manager.hold_read(task, "bounce_loads", lambda: pool.give([slot]))
+            return self._manager.hold_read(task)
+        assert isinstance(window, Window), "a page without a slot"
+        assert late is not None, "no bounce reserve"
+        slots = window.reserve_slots(int(batch.slots[page]))
+        self._bounced.difference_update(slots)
+        with self._manager.lock:
+            return self._manager.hold_read(task, (late.hold(slots), functools.partial(late.end, slots)))
 
     # -- slots of the bounce reserve ----------------------------------------------------------------------------------
 
     def take_bounced(self, wanted: int, *, wait: bool) -> list[int]:
-        """Up to so many slots, in order; none at once, or (`wait`) none until the deadline."""
+        """Up to so many slots, ascending; none at once, or (`wait`) none until the deadline."""
         assert self._bounce is not None, "no bounce reserve"
         pool = self._bounce.loads
         slots = pool.take(wanted, max(0.0, self._until - time.monotonic())) if wait else pool.try_take(wanted)
         self._bounced.update(slots)
-        return sorted(slots)
+        return slots
 
     def give_bounced(self, slots: Iterable[int] | None = None) -> None:
         """Give back slots whose bytes nobody moves any more; all by default."""

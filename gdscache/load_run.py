@@ -20,7 +20,7 @@ import torch
 
 from gdscache.config import LoadConfig
 from gdscache.layout import GroupSizes, PageLayout, copy_groups, read_groups
-from gdscache.load_passing import PassingReads, passing_sizes
+from gdscache.load_passing import PassingReads
 from gdscache.load_reads import LayeredReads, LoadReads
 from gdscache.load_verdicts import Batch, Verdicts
 from gdscache.loading import LayerwiseLoad, LoadReport
@@ -125,7 +125,7 @@ class LoadRun:
         passing = [t for t in read if t.target is None]
         if not (resident or read):
             return
-        groups = self._groups(len(resident), len(read), self._bounce if passing else None, layered=last and self._copy)
+        groups = self._groups(len(resident), len(read), layered=last and self._copy)
         self._verdicts.expect(len(groups))
         here = self._resting(resident, [t.source.slot for t in resident])
         there = self._resting(staying, [t.target.slot for t in staying if t.target is not None])
@@ -144,14 +144,13 @@ class LoadRun:
             if last and self._copying:
                 self._signal(layers, self._mover.mark_loads() if moved is None or read else moved.event)
 
-    def _groups(self, resident: int, read: int, bounce: Bounce | None, *, layered: bool) -> Sequence[range]:
-        """The layers that move together, when so many pages are there or read, some of these through `bounce`."""
+    def _groups(self, resident: int, read: int, *, layered: bool) -> Sequence[range]:
+        """The layers that move together, when so many pages are there or read."""
         if not layered:
             return (self._every,)
         if not read:
             return copy_groups(self._layout, resident)
-        sizes = GROUP_SIZES.paced(self._manager.costs.bandwidths().get("ssd"))
-        return read_groups(self._layout, read, sizes if bounce is None else passing_sizes(sizes, bounce))
+        return read_groups(self._layout, read, GROUP_SIZES.paced(self._manager.costs.bandwidths().get("ssd")))
 
     def _resting(self, tasks: Sequence[PageTask], slots: Sequence[int]) -> Batch | None:
         """Pages that have, or get, a place in the CPU tier."""
@@ -169,16 +168,8 @@ class LoadRun:
             self._layout,
             tasks,
             groups,
-            copied=self._copied,
             cancelled=lambda: self._load.cancelled,
         )
-
-    def _copied(self) -> None:
-        """All that was handed on is in the planes, and checked."""
-        self._verdicts.check(wait=True)
-        event = self._mover.mark_loads()  # a load that was cancelled meanwhile has copies that nobody checks
-        if event is not None:
-            event.synchronize()
 
     def _scatter_resident(self, batch: Batch, layers: range) -> Moved | None:
         """Copy layers of pages whose bytes are known to be there; their verdict does not wait for it."""

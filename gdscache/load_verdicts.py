@@ -60,6 +60,8 @@ class Verdicts:
         self._load = load
         self._left = np.ones(pages, dtype=np.int64)  # groups of each page that are not known to be good
         self._copied: deque[tuple[Batch, range, Moved]] = deque()
+        self.copies = 0  # that were handed in so far
+        self.judged = 0  # of them, in that order
 
     def expect(self, groups: int) -> None:
         """All pages that have no verdict are moved in so many groups of layers (one, if nothing is said)."""
@@ -68,6 +70,7 @@ class Verdicts:
     def copied(self, batch: Batch, layers: range, moved: Moved) -> None:
         """A group of layers is on its way into the planes; its bytes are checked when they are there."""
         self._copied.append((batch, layers, moved))
+        self.copies += 1
 
     def hashed(self, batch: Batch, layers: range) -> None:
         """A group of layers is not copied: check its bytes where they lie, now."""
@@ -77,13 +80,15 @@ class Verdicts:
                 found = np.stack([batch.extents.digest(slot, layers) for slot in batch.slots.tolist()])
             self._judge(batch, layers, found)
 
-    def check(self, *, wait: bool) -> None:
-        """Judge the groups that are in the planes; with `wait`, all that are on their way there."""
+    def check(self, *, wait: bool = False, first: int = 0) -> None:
+        """Judge the groups that are in the planes; with `wait`, all that are on their way there, or the `first` copies
+        that were handed in."""
         while self._copied:
             batch, layers, moved = self._copied[0]
-            if not (wait or moved.event is None or moved.event.query()):  # type: ignore[no-untyped-call]
+            if not (wait or self.judged < first or moved.event is None or moved.event.query()):  # type: ignore[no-untyped-call]
                 return
             self._copied.popleft()
+            self.judged += 1
             with self._manager.timeline.span("check", layers=layers, pages=len(batch.tasks)):
                 found = moved.checksums()
             self._judge(batch, layers, found)

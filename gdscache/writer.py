@@ -227,9 +227,10 @@ class SsdWriter:
     def _late(self, out: Outgoing, write: SlotWrite) -> Late:
         """A write whose slots may be used again only when it has ended."""
 
-        def ended() -> None:
+        def ended() -> int:
             self._ssd.index.release(write.entry)
             out.release()
+            return 1
 
         return Late("write", out.pool, write.entry.slot, ended)
 

@@ -598,7 +598,10 @@ def place(directory: Path, nbytes: int = 4 * MIB) -> Place:
 def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_kvikio(monkeypatch)
     rows = engine_rows.loads_from_memory(place(tmp_path), 256 * KIB)
-    beside = rows.pop(1)
+    passing, beside = rows.pop(1), rows.pop(1)
+    assert passing["what"] == "RAM disk → GPU via CPU, 256 KiB pages that pass the CPU tier by"
+    assert passing["against"] == "a page-locked copy"
+    assert "target" not in passing
     assert re.fullmatch(r"bare loop, \d+ threads, \d+ KiB, beside page-locked copies", beside["against"])
     assert "target" not in beside
     assert beside["against_figure"]["median"] > 0
@@ -610,6 +613,7 @@ def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path, monkey
     assert [r["unit"] for r in rows] == ["GB/s", "GB/s", "CPU s/GiB"]
     assert all((r["transport"], r["threads"]) == (engine_transport(tmp_path), 2) for r in rows)
     rows = engine_rows.loads_from_memory(place(tmp_path), MIB)
+    assert "pass the CPU tier by" in rows.pop(1)["what"]
     assert "beside page-locked copies" in rows.pop(1)["against"]
     assert [(r["against"], r["target"]) for r in rows] == [("a page-locked copy", 0.75), ("without checksums", 0.97)]
     assert not list(tmp_path.iterdir())

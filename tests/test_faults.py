@@ -239,7 +239,7 @@ def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
     open_host: OpenHost, device: str, fault: Fault, status: PageStatus, cpu: int | None
 ) -> None:
     """Neighbours come as one request; when it fails its pages are tried one by one, and only the bad one is lost."""
-    host = open_host(device=device, transport="faulty:FaultyMerging", cpu=cpu, bounce=24)
+    host = open_host(device=device, transport="faulty:FaultyMerging", cpu=cpu, bounce=40)
     tokens = prompt(1, 5)
     host.store(tokens)
     quiet(host.engine)

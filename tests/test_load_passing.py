@@ -34,11 +34,8 @@ from test_layerwise import (
 
 from gdscache import load_passing, load_run
 from gdscache.layout import EXTENT_ALIGNMENT, FIRST_BYTES, GroupSizes
-from gdscache.load_passing import passing_sizes
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart, FaultRule
-from gdscache.tiers.base import SlotPool
-from gdscache.tiers.bounce import Bounce
 
 OpenHost = Callable[..., Host]
 PLACES: dict[str, dict[str, Any]] = {
@@ -236,17 +233,6 @@ def test_random_loads_share_the_reserve(open_host: OpenHost, device: str, seed: 
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_small_reserve_makes_larger_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_passing, "ROUND_BYTES", 32 << 20)
-
-    def least(slots: int) -> int:
-        bounce = Bounce.__new__(Bounce)
-        bounce.loads = SlotPool(range(slots))
-        return passing_sizes(GroupSizes(), bounce).least
-
-    assert [least(slots) for slots in (1, 2, 8, 16, 1000)] == [4 << 20, 4 << 20, 1 << 20, 512 << 10, 256 << 10]
 
 
 def test_the_first_group_follows_the_measured_speed() -> None:

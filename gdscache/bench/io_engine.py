@@ -41,7 +41,7 @@ class ColdEngine:
         config = Config.from_dict(
             {
                 "model": model_of(page_bytes),
-                "gpu": {"device": str(device), "capacity": page_bytes, "staging": max(128 << 20, 2 * page_bytes)},
+                "gpu": {"device": str(device), "capacity": page_bytes, "staging": max(256 << 20, 2 * page_bytes)},
                 "cpu": {"capacity": self.nbytes},
                 "ssd": {
                     "path": str(directory / f"cold-{page_bytes}"),
@@ -49,7 +49,7 @@ class ColdEngine:
                     "threads": threads,
                     "gds": "off",
                 },
-                "host_buffer": max(64 << 20, 2 * page_bytes),
+                "host_buffer": max(256 << 20, 2 * page_bytes),
                 "store": {"queue": self.nbytes},
                 "load": {"deadline": 600.0},
             }
@@ -113,6 +113,15 @@ class ColdEngine:
         if self._unchecked.moves == before:
             raise IOFailedError("a load without checksums took some", "please report it")
         return found
+
+    def load_passing(self) -> float:
+        """The same past the CPU tier: no page stays there, all go through the bounce reserve."""
+        loader = self.engine.loader
+        before, loader.keep = loader.keep, False
+        try:
+            return self.load()
+        finally:
+            loader.keep = before
 
     def copy(self) -> float:
         """One copy of as many bytes from the CPU tier's memory (page-locked where CUDA is) to the device; GB/s."""

@@ -52,6 +52,7 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
     """RAM disk → GPU against one page-locked copy; pages of 256 KiB also against kvikio called once a page.
 
     And against the bare loop beside such copies, which share the memory's bandwidth with it: what is left for a load.
+    Once with pages that stay in the CPU tier, and once with pages that pass it by, through the bounce reserve.
     """
     what = f"RAM disk → GPU via CPU, {format_size(page_bytes)} pages"
     with (
@@ -62,6 +63,7 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
         way = bare.scout(Op.READ, place.progress)[0]
         ways: dict[str, Callable[[], float]] = {
             "ours": _cold(engine, engine.load),
+            "passing": _cold(engine, engine.load_passing),
             "copy": engine.copy,
             "bare": lambda: _beside_copies(engine, bare, way),
         }
@@ -76,6 +78,8 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
         rows = []
         copied = found["ours"], "a page-locked copy", found["copy"]
         rows.append(row(place, what, page_bytes, copied, COPY_TARGETS[page_bytes], **more))
+        passing = found["passing"], "a page-locked copy", found["copy"]
+        rows.append(row(place, f"{what} that pass the CPU tier by", page_bytes, passing, None, **more))
         beside = found["ours"], f"bare loop, {way.label}, beside page-locked copies", found["bare"]
         rows.append(row(place, what, page_bytes, beside, None, **more))
         if "plain" in found:

@@ -20,10 +20,12 @@ import abc
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.pages import Entry
+from gdscache.tiers.slots import FreeSlots
 
 
 class Tier(abc.ABC):
@@ -81,29 +83,40 @@ class Lease:
 
 
 class SlotPool:
-    """A fixed set of slots that threads take and give back: a share of the bounce reserve."""
+    """A fixed set of slots that threads take and give back: a share of the bounce reserve. Neighbours, as far as there
+    are any, and rather those that came back lately than others."""
 
     def __init__(self, slots: range) -> None:
         self.slots = len(slots)
-        self._free = list(reversed(slots))
+        self._first = slots.start
+        self._free = FreeSlots(len(slots))
         self._changed = threading.Condition()
 
     @property
     def free_slots(self) -> int:
         return len(self._free)
 
-    def try_take(self, most: int) -> list[int]:
-        """Up to `most` slots, at once, perhaps none."""
+    @property
+    def free(self) -> set[int]:
+        """The slots that nobody has."""
         with self._changed:
-            return [self._free.pop() for _ in range(min(most, len(self._free)))]
+            return {self._first + slot for slot in self._free}
+
+    def try_take(self, most: int) -> list[int]:
+        """Up to `most` slots, ascending, at once, perhaps none."""
+        with self._changed:
+            return self._take(most)
 
     def take(self, most: int, seconds: float) -> list[int]:
-        """One to `most` slots; waits until there is one, at most `seconds`, then returns none."""
+        """One to `most` slots, ascending; waits until there is one, at most `seconds`, then returns none."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._free), seconds)
-            return [self._free.pop() for _ in range(min(most, len(self._free)))]
+            return self._take(most)
 
-    def give(self, slots: list[int]) -> None:
+    def _take(self, most: int) -> list[int]:
+        return [self._first + slot for slot in sorted(self._free.take(most))]
+
+    def give(self, slots: Sequence[int]) -> None:
         with self._changed:
-            self._free.extend(slots)
+            self._free.give_all(slot - self._first for slot in slots)
             self._changed.notify_all()

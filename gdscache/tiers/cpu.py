@@ -13,6 +13,7 @@ from gdscache.layout import PageLayout
 from gdscache.memory import HostBuffer, Pin
 from gdscache.policies import new_policy
 from gdscache.tiers.base import Tier
+from gdscache.tiers.bounce import Places
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.pages import PageState
 
@@ -34,10 +35,19 @@ class HostExtents:
         self.pinned = self.buffer.pinned
         self.fence_slots = self.buffer.registration_bytes // layout.extent_bytes
 
-    def memory(self, slot: int, count: int = 1) -> memoryview:
-        """The bytes of the extents of `count` slots from `slot` on, padding included."""
+    @property
+    def flat(self) -> memoryview:
+        """The bytes of all extents, padding included."""
+        return self._view[: self.slots * self.layout.extent_bytes]
+
+    def where(self, slots: Places, byte: int) -> Places:
+        """The places in `flat` of a byte of the slots' extents. int64 of shape (slots,)."""
+        return slots * self.layout.extent_bytes + byte
+
+    def memory(self, slot: int) -> memoryview:
+        """The bytes of a slot's extent, padding included."""
         start = slot * self.layout.extent_bytes
-        return self._view[start : start + count * self.layout.extent_bytes]
+        return self._view[start : start + self.layout.extent_bytes]
 
     def digest(self, slot: int, layers: range) -> Checksums:
         """The checksums of some layers of the slot's bytes, taken now."""

@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gdscache.checksum import Checksums, first_bad_layer, layer_checksums
+from gdscache.checksum import Checksums, layer_checksums
 from gdscache.layout import EXTENT_ALIGNMENT, PageLayout
 from gdscache.planes import PagedPlanes
 from gdscache.policies import new_policy
 from gdscache.streams import Event
 from gdscache.tiers.base import Tier
+from gdscache.tiers.bounce import Places
 from gdscache.tiers.index import PageIndex
 
 
@@ -85,7 +86,7 @@ class GpuTier(Tier):
 class DeviceExtents:
     """Extents in GPU memory for I/O that goes straight to and from the device; the counterpart of `HostExtents`.
 
-    `digest`, `sign` and `bad_layer` look at a copy on the host; the kernels that move the bytes take the sums in place.
+    `digest` looks at a copy on the host; the kernels that move the bytes take the sums in place.
     """
 
     pinned = True
@@ -100,21 +101,18 @@ class DeviceExtents:
         self.rows = memory[start : start + nbytes].view(self.slots, layout.extent_bytes)
         self.checksums = np.zeros((self.slots, layout.n_layers), dtype=np.uint64)
 
-    def memory(self, slot: int, count: int = 1) -> torch.Tensor:
-        """The bytes of the extents of `count` slots from `slot` on, padding included."""
-        return self.rows[slot : slot + count].view(-1)
+    @property
+    def flat(self) -> torch.Tensor:
+        """The bytes of all extents, padding included."""
+        return self.rows.view(-1)
+
+    def where(self, slots: Places, byte: int) -> Places:
+        """The places in `flat` of a byte of the slots' extents. int64 of shape (slots,)."""
+        return slots * self.layout.extent_bytes + byte
 
     def digest(self, slot: int, layers: range) -> Checksums:
         """The checksums of some layers of the slot's bytes. Waits for the copy to the host."""
         return layer_checksums(self._host(slot), self.layout.layer_bounds[layers.start : layers.stop])
-
-    def sign(self, slot: int) -> None:
-        """Take the checksums of the slot's bytes as the truth about them. Waits for the copy to the host."""
-        self.checksums[slot] = self.digest(slot, range(self.layout.n_layers))
-
-    def bad_layer(self, slot: int) -> int | None:
-        """The first layer whose bytes are not what `checksums` says, or None. Waits for the copy to the host."""
-        return first_bad_layer(self._host(slot), self.layout.layer_bounds, self.checksums[slot])
 
     def _host(self, slot: int) -> memoryview:
         copy: npt.NDArray[np.uint8] = self.rows[slot].cpu().numpy()

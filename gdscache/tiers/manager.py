@@ -25,7 +25,7 @@ from gdscache.tiers.index import PageIndex
 from gdscache.tiers.keeping import Expiry, Pin, Pins
 from gdscache.tiers.pages import PENDING, Entry
 from gdscache.tiers.promotion import Always, Promotion
-from gdscache.tiers.quarantine import Late, PoolName, Quarantine
+from gdscache.tiers.quarantine import Late, Quarantine
 from gdscache.tiers.retention import DEFAULT, Retention
 from gdscache.timeline import OFF, Timeline
 
@@ -248,10 +248,11 @@ class TierManager:
             if planned is not None:
                 self.under_way.subtract(planned)
 
-    def hold_read(self, task: PageTask, pool: PoolName, give_back: Callable[[], None] | None = None) -> Late:
-        """Pin what a late read of a page may still touch: its SSD slot, and its CPU slot where it has one.
+    def hold_read(self, task: PageTask, bounced: tuple[int, Callable[[], int]] | None = None) -> Late:
+        """Pin what a late read of a page may still touch: its SSD slot, and its CPU slot.
 
-        The caller hands the answer to `quarantine.hold`; `give_back` returns memory that is not the CPU tier's.
+        The caller hands the answer to `quarantine.hold`. `bounced`: where the page has none, the slots of the bounce
+        reserve that nothing late held before, and what gives them back; see `Late`.
         """
         with self.lock:
             lease = self.lease("quarantine")
@@ -259,12 +260,13 @@ class TierManager:
             if task.target is not None:
                 lease.add(self.cpu_index, task.target)
 
-        def ended() -> None:
+        def ended() -> int:
             self.end(lease)
-            if give_back is not None:
-                give_back()
+            return 1 if bounced is None else bounced[1]()
 
-        return Late("read", pool, task.source.slot, ended)
+        if bounced is None:
+            return Late("read", "cpu", task.source.slot, ended)
+        return Late("read", "bounce_loads", task.source.slot, ended, bounced[0])
 
     # -- loading --------------------------------------------------------------------------------------------------
 

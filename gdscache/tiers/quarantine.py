@@ -30,13 +30,15 @@ class Late:
     """A request that missed its deadline: the pool that its memory is of, its SSD slot, and what gives both back.
 
     `give_back` is called once, when the request has ended, under the manager's lock and in a thread of the transport:
-    it does bookkeeping only and does not raise.
+    it does bookkeeping only and does not raise. `slots`: those of the pool that nothing late held before; `give_back`
+    says how many nothing holds any more.
     """
 
     op: Literal["read", "write"]
     pool: PoolName
     ssd_slot: int
-    give_back: Callable[[], None]
+    give_back: Callable[[], int]
+    slots: int = 1
 
 
 class Quarantine:
@@ -77,7 +79,7 @@ class Quarantine:
             self._counts["held"] += len(late)
             for request in late.values():
                 self._late[request.op] += 1
-                self._held[request.pool] += 1
+                self._held[request.pool] += request.slots
                 if request.op == "read":
                     self._reading[request.ssd_slot] += 1
             full = None if self.off else self._fullest(_OFF_ABOVE)
@@ -138,10 +140,9 @@ class Quarantine:
     def _end(self, request: Late) -> None:
         """A late request has ended: called by the transport."""
         with self._lock:
-            request.give_back()
+            self._held[request.pool] -= request.give_back()
             self._counts["ended"] += 1
             self._late[request.op] -= 1
-            self._held[request.pool] -= 1
             if request.op == "read":
                 self._reading[request.ssd_slot] -= 1
                 if not self._reading[request.ssd_slot]:

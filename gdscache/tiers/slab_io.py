@@ -87,8 +87,7 @@ class SlabIO:
         """A request from byte `start` of each of `slots` on, to byte `stop` of the last of its `counts` extents."""
         files, offsets = self._slab.locate_all(slots)
         sizes = (counts - 1) * self._slab.extent_bytes + stop - start
-        starts = places * self._slab.extent_bytes + start
-        return IOBatch(self._handles[files], offsets + start, starts, sizes, extents.memory(0, extents.slots))
+        return IOBatch(self._handles[files], offsets + start, extents.where(places, start), sizes, extents.flat)
 
     def flush(self) -> None:
         """Make ended writes survive a loss of power. Raises `IOFailedError`."""

@@ -1,0 +1,153 @@
+"""The bounce reserve: slots of one page each, cut for parts of several."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdscache.checksum import layer_checksums
+from gdscache.layout import EXTENT_ALIGNMENT, PageLayout, Plane
+from gdscache.tiers.base import SlotPool
+from gdscache.tiers.bounce import Bounce, LateSlots, Reserved
+from gdscache.tiers.cpu import HostExtents
+from gdscache.tiers.gpu import DeviceExtents
+
+SLOTS = 12
+
+
+def uneven() -> PageLayout:
+    """Layers of 2,560 bytes, so that no group but the last ends with a sector."""
+    return PageLayout(tuple((Plane("kv", (640,), "uint8"),) for _ in range(9)), 4)
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def bounce(request: pytest.FixtureRequest) -> Iterator[Bounce]:
+    layout = uneven()
+    capacity = SLOTS * layout.extent_bytes
+    extents: Reserved = (
+        HostExtents(layout, capacity, "off")
+        if request.param == "host"
+        else DeviceExtents(layout, capacity, torch.device("cuda", 0))
+    )
+    yield Bounce(extents)
+    extents.close()
+
+
+def every_span(layout: PageLayout) -> list[tuple[range, tuple[int, int]]]:
+    groups = [range(first, stop) for first in range(layout.n_layers) for stop in range(first + 1, layout.n_layers + 1)]
+    return [(group, layout.read_span(group, alone=True)) for group in groups]
+
+
+def test_parts_of_pages_lie_side_by_side_in_the_slots_they_are_cut_from(bounce: Bounce) -> None:
+    """For every group of layers and every run of slots: what a transport writes is what a mover reads, and nothing
+    lies elsewhere than in the slots."""
+    layout = bounce.extents.layout
+    extent, memory = layout.extent_bytes, bounce.extents.rows.view(-1)
+    half = SLOTS // 2
+    assert extent % EXTENT_ALIGNMENT == 0
+    rng = np.random.default_rng(1)
+    for group, (start, stop) in every_span(layout):
+        for run in (range(half, half + 1), range(half + 1, half + 4), range(half, SLOTS)):
+            window, others = bounce.window(list(run), (start, stop))
+            assert others == []
+            assert window.slots == len(run) * extent // (stop - start) >= len(run)
+            memory.zero_()
+            pages = rng.integers(1, 256, (window.slots, extent), dtype=np.uint8)
+            places = window.where(np.arange(window.slots), start)
+            assert np.array_equal(places, run.start * extent + np.arange(window.slots) * (stop - start))
+            for page, place in zip(pages, places.tolist(), strict=True):
+                memory[place : place + stop - start] = torch.from_numpy(page[start:stop]).to(memory.device)
+            used = torch.nonzero(memory.view(SLOTS, extent).any(dim=1)).flatten().tolist()
+            assert used == list(run)
+            first, end = layout.layer_bounds[group.start][0], layout.layer_bounds[group.stop - 1][1]
+            assert np.array_equal(window.rows[:, first:end].cpu().numpy(), pages[:, first:end])
+            bounds = layout.layer_bounds[group.start : group.stop]
+            for slot in {0, window.slots // 2, window.slots - 1}:
+                assert np.array_equal(window.digest(slot, group), layer_checksums(pages[slot].data, bounds))
+
+
+def test_a_slot_that_is_written_late_belongs_to_the_slots_that_have_its_bytes(bounce: Bounce) -> None:
+    extent = bounce.extents.layout.extent_bytes
+    for _, (start, stop) in every_span(bounce.extents.layout):
+        window, _ = bounce.window(list(range(7, 11)), (start, stop))
+        for slot in range(window.slots):
+            place = int(window.where(np.array([slot]), start)[0])
+            touched = range(place // extent, (place + stop - start - 1) // extent + 1)
+            assert list(window.reserve_slots(slot)) == list(touched)
+
+
+def test_a_window_is_the_longest_run_within_one_registration(bounce: Bounce) -> None:
+    whole = (0, bounce.extents.layout.extent_bytes)
+    window, others = bounce.window([6, 8, 9, 11], whole)
+    assert (window.slots, others) == (2, [6, 11])
+    bounce.extents.fence_slots = 9
+    window, others = bounce.window([6, 7, 8, 9, 10], whole)
+    assert (window.slots, others) == (3, [9, 10])
+    assert window.fence_slots == 0
+
+
+def test_loads_and_stores_have_a_half_each(bounce: Bounce) -> None:
+    assert bounce.stores.take(SLOTS, 0) == list(range(SLOTS // 2))
+    assert bounce.loads.take(SLOTS, 0) == list(range(SLOTS // 2, SLOTS))
+    assert bounce.loads.try_take(1) == bounce.stores.try_take(1) == []
+
+
+# -- slots ------------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))
+def test_a_pool_gives_each_slot_to_one_at_a_time(slots: int, acts: list[tuple[bool, int]]) -> None:
+    pool = SlotPool(range(5, 5 + slots))
+    held: list[list[int]] = []
+    for taking, number in acts:
+        if taking:
+            some = pool.try_take(number)
+            assert some == sorted(some)
+            assert len(some) == min(number, slots - sum(map(len, held)))
+            held.append(some)
+        elif held:
+            pool.give(held.pop(number % len(held)))
+        out = [slot for some in held for slot in some]
+        assert len(set(out)) == len(out)
+        assert pool.free == set(range(5, 5 + slots)) - set(out)
+        assert pool.free_slots == slots - len(out)
+
+
+def test_what_came_back_last_is_taken_next() -> None:
+    """Memory that is still in the processor's cache goes before memory that is not."""
+    pool = SlotPool(range(64))
+    rounds = [pool.try_take(8) for _ in range(4)]
+    for _ in range(20):
+        pool.give(rounds.pop(0))
+        rounds.append(pool.try_take(8))
+    assert {slot for some in rounds for slot in some} == set(range(32))
+
+
+def test_whoever_waits_for_a_slot_gets_the_first_that_comes_back() -> None:
+    pool = SlotPool(range(2))
+    assert pool.take(2, 0) == [0, 1]
+    assert pool.take(1, 0.001) == []
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.extend(pool.take(2, 10)))
+    thread.start()
+    pool.give([1])
+    thread.join(10)
+    assert found == [1]
+
+
+def test_a_slot_is_free_when_the_last_late_read_of_it_has_ended() -> None:
+    pool = SlotPool(range(10))
+    pool.take(10, 0)
+    late = LateSlots(pool)
+    assert [late.hold(range(2, 4)), late.hold(range(3, 5)), late.hold(range(3, 4))] == [2, 1, 0]
+    assert [late.end(range(3, 4)), late.end(range(2, 4))] == [0, 1]
+    assert pool.free == {2}
+    assert late.end(range(3, 5)) == 2
+    assert pool.free == {2, 3, 4}
