@@ -599,7 +599,7 @@ def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path, monkey
     fake_kvikio(monkeypatch)
     rows = engine_rows.loads_from_memory(place(tmp_path), 256 * KIB)
     passing, beside = rows.pop(1), rows.pop(1)
-    assert passing["what"] == "RAM disk → GPU via CPU, 256 KiB pages that pass the CPU tier by"
+    assert passing["what"] == "RAM disk → GPU via CPU, 256KiB pages that pass the CPU tier by"
     assert passing["against"] == "a page-locked copy"
     assert "target" not in passing
     assert re.fullmatch(r"bare loop, \d+ threads, \d+ KiB, beside page-locked copies", beside["against"])

@@ -391,7 +391,9 @@ def test_everything_adds_up(
     assert tiers.moved.most_to_ssd <= config.store.queue // tiers.extent_bytes
     assert tiers.moved.written["ssd"] == counts["stored", "ssd"] + tiers.moved.not_written["deadline"]
     if not own_pool:
-        assert hits <= optimum(work, tier_report.slots(config, own_pool=False)).hits
+        # A page on its way takes no slot yet: it may evict a page after the hit that would have been the price of it.
+        under_way = 0 if serial else config.store.queue // tiers.extent_bytes
+        assert hits <= optimum(work, tier_report.slots(config, own_pool=False) + under_way).hits
     for name, tier in tiers.manager.tiers.items():
         assert len(tier.index) <= tier.index.slots, name
     assert all(seconds >= 0 for seconds in outcome.first_token)
