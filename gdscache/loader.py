@@ -45,9 +45,10 @@ class Loader:
         self.config = config
         self.keep = keep
         self.loads = 0  # under way or waiting for a thread; the manager's lock guards it
-        self.changed = threading.Condition(manager.lock)  # notified when there are none any more
+        self.changed = threading.Condition(manager.lock)  # notified when there are none any more, and when one is begun
         self._pool = ThreadPoolExecutor(config.threads, "gdscache-load")
         self._closed = False
+        self._beginning = 0  # loads whose first copies their callers are queueing; the manager's lock guards it
 
     def start(
         self, requests: Sequence[tuple[Sequence[Page], torch.Tensor, int]], owner: str, after: Iterable[Event] = ()
@@ -66,9 +67,27 @@ class Loader:
                     plan = self.manager.plan_load(pages, owner, keep=self.keep)
                 undo.callback(self._abandon, plan)
                 parts.append(LoadPart(plan, blocks[: len(plan.tasks)], start))
-            load = self._submit(parts, tuple(after))
-            undo.pop_all()
-            return load
+            timeline, device = self.manager.timeline, self.mover.planes.device
+            load = LayerwiseLoad(parts, self.layout, self.config.deadline, timeline=timeline, device=device)
+            run = self._run(load, tuple(after), copy=True)
+            if not run.begins_here:
+                self._submit(load, run)
+                undo.pop_all()
+                return load
+            self._beginning += 1
+            plans = undo.pop_all()
+        try:
+            with plans:  # beside plans that are made meanwhile: it fills no slot that another load would wait for
+                plans.callback(self._end_copies)
+                run.queue_first()
+                with self.manager.lock:
+                    self._submit(load, run)
+                plans.pop_all()
+        finally:
+            with self.manager.lock:
+                self._beginning -= 1
+                self.changed.notify_all()
+        return load
 
     def bring(self, plan: LoadPlan) -> LoadReport:
         """Read pages of the SSD into the CPU slots that the plan has for them, in this thread, and no further.
@@ -78,7 +97,7 @@ class Loader:
         part = LoadPart(plan, _NO_BLOCKS)
         timeline = self.manager.timeline
         load = LayerwiseLoad([part], self.layout, self.config.deadline, layered=False, timeline=timeline)
-        LoadRun(self.manager, self.mover, self.bounce, self.layout, self.config, load, (), copy=False)()
+        self._run(load, (), copy=False)()
         assert part.report is not None, "a run that returns has a report"
         return part.report
 
@@ -91,15 +110,20 @@ class Loader:
         if self._closed:
             raise EngineClosedError("the engine was closed meanwhile", "open a new one with CacheEngine.from_config")
 
-    def _submit(self, parts: Sequence[LoadPart], after: tuple[Event, ...]) -> LayerwiseLoad:
-        timeline, device = self.manager.timeline, self.mover.planes.device
-        load = LayerwiseLoad(parts, self.layout, self.config.deadline, timeline=timeline, device=device)
-        run = LoadRun(self.manager, self.mover, self.bounce, self.layout, self.config, load, after, copy=True)
+    def _run(self, load: LayerwiseLoad, after: tuple[Event, ...], *, copy: bool) -> LoadRun:
+        return LoadRun(self.manager, self.mover, self.bounce, self.layout, self.config, load, after, copy=copy)
+
+    def _end_copies(self) -> None:
+        """Wait for the copies of a load that is not begun after all: the slots are the caller's again."""
+        event = self.mover.mark_loads()
+        if event is not None:
+            event.synchronize()
+
+    def _submit(self, load: LayerwiseLoad, run: LoadRun) -> None:
         load.future = self._pool.submit(run)
         if load.tokens:
             self.loads += 1
             load.future.add_done_callback(self._over)
-        return load
 
     def _over(self, future: Future[None]) -> None:
         with self.manager.lock:
@@ -112,4 +136,5 @@ class Loader:
         """Refuse new loads and wait for those that run."""
         with self.manager.lock:
             self._closed = True
+            self.changed.wait_for(lambda: not self._beginning)
         self._pool.shutdown(wait=True)

@@ -128,14 +128,13 @@ class Points:
             self.before(manager.ssd, "commit_deletions", "deletions")
             self.after(manager.ssd, "commit", "committed")
         self.after(parts.loader, "_submit", "submitted")
-        submit = parts.loader._submit
+        make = parts.loader._run
 
-        def submitted(*args: Any) -> LayerwiseLoad:
-            load = submit(*args)
-            self.before(load, "signal", "signal")  # what was signalled before this is not a point
-            return load
+        def made(load: LayerwiseLoad, *args: Any, **options: Any) -> Any:
+            self.before(load, "signal", "signal")
+            return make(load, *args, **options)
 
-        parts.loader._submit = submitted  # type: ignore[method-assign]
+        parts.loader._run = made  # type: ignore[method-assign]
 
     def _sums(self, mover: Any, method: str, name: str) -> None:
         """`name` is reached when the checksums of a copy are asked for."""

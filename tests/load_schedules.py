@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from faulty import PLAN, Fault
 from helpers import (
     MHA,
@@ -38,7 +39,7 @@ from load_points import FAILING, InjectedError, Point, Points
 
 from gdscache import load_run
 from gdscache.errors import DeadlineError, EngineClosedError
-from gdscache.layout import GroupSizes
+from gdscache.layout import GroupSizes, read_groups
 from gdscache.loading import Gap, LayerwiseLoad
 from gdscache.prefetch import Prefetch
 from gdscache.storage.base import Op
@@ -110,6 +111,8 @@ class Player:
             load={"verify": draw.choice(["once", "always"]), "threads": draw.choice([1, 2, 4])},
         )
         self.host = Host(self.config, BLOCKS)
+        if device == "cpu" and draw.random() < 0.5:  # as a mover for a GPU
+            self.host.engine.loader.mover.queues = lambda extents: True  # type: ignore[method-assign]
         rate = draw.choice([0.0, 0.15, 0.4])
         self.points = Points(
             schedule.seed,
@@ -382,11 +385,10 @@ def threads() -> list[str]:
 @contextlib.contextmanager
 def groups() -> Iterator[None]:
     """Groups of layers that suit tiny pages."""
-    sizes, load_run.GROUP_SIZES = load_run.GROUP_SIZES, SIZES
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_run, "GROUP_SIZES", SIZES)
+        patch.setattr(load_run, "copy_groups", lambda layout, pages: read_groups(layout, pages, SIZES))
         yield
-    finally:
-        load_run.GROUP_SIZES = sizes
 
 
 def play(schedule: Schedule, directory: Path, device: str = "cpu") -> Points:

@@ -21,10 +21,11 @@ from helpers import MHA, MLA, WAIT, Bytes, Host, drop_from, prompt, quiet, read_
 from load_points import Points
 
 from gdscache import LoadReport, PageStatus, load_run
-from gdscache.layout import GroupSizes
+from gdscache.layout import GroupSizes, read_groups
 from gdscache.loading import Gap, LayerwiseLoad
 from gdscache.storage.base import Op
 from gdscache.testing.faults import FaultRule
+from gdscache.tiers.host_mover import HostMover
 
 OpenHost = Callable[..., Host]
 LOADED = PageStatus.LOADED
@@ -51,9 +52,12 @@ BAD = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["the pool begins", "the caller begins"])
+def _small_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And hits of the CPU tier begin in a thread of the pool, or, as they do on a GPU, in the caller's."""
     monkeypatch.setattr(load_run, "GROUP_SIZES", GroupSizes(least=4096, first=1))
+    monkeypatch.setattr(load_run, "copy_groups", lambda layout, pages: read_groups(layout, pages, load_run.GROUP_SIZES))
+    monkeypatch.setattr(HostMover, "queues", lambda self, extents: request.param == "the caller begins")
     PLAN.reset()
     yield
     PLAN.reset()

@@ -16,13 +16,16 @@ from gdscache.errors import DeadlineError
 from gdscache.loading import Gap
 from gdscache.storage.base import Op
 from gdscache.testing.faults import FaultRule
+from gdscache.tiers.host_mover import HostMover
 
 OpenHost = Callable[..., Host]
 FAULTY = "faulty:FaultyTransport"
 
 
-@pytest.fixture(autouse=True)
-def _no_faults_left() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["the pool begins", "the caller begins"])
+def _no_faults_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And hits of the CPU tier begin in a thread of the pool, or, as they do on a GPU, in the caller's."""
+    monkeypatch.setattr(HostMover, "queues", lambda self, extents: request.param == "the caller begins")
     PLAN.reset()
     yield
     PLAN.reset()
@@ -217,6 +220,7 @@ def test_a_cancelled_load_has_its_slots_until_the_copy_under_way_is_over(open_ho
     tokens = prompt(1, 3)
     stored(host, tokens)
     mover, begun, gate = host.engine.loader.mover, threading.Event(), threading.Event()
+    mover.queues = lambda extents: False  # type: ignore[method-assign]
     scatter = mover.scatter
 
     def slow(*args: Any, **options: Any) -> Any:

@@ -199,6 +199,9 @@ class Unchecked(Mover):
             moved.event, moved.read_event, lambda: extents.checksums[list(slots)][:, layers.start : layers.stop]
         )
 
+    def queues(self, extents: Extents) -> bool:
+        return self._mover.queues(extents)
+
     def mark_loads(self) -> Event:
         return self._mover.mark_loads()
 

@@ -276,6 +276,9 @@ class CudaMover(Mover):
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
+    def queues(self, extents: Extents) -> bool:
+        return extents.pinned
+
     def mark_loads(self) -> Event:
         return self._loads.mark()
 

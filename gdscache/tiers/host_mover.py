@@ -43,6 +43,9 @@ class HostMover(Mover):
             kernel(self.planes, blocks[at : at + _CHUNK_PAGES], extents.rows, rows, layers)
         return Moved(None, None, host_digests(extents, slots, layers))
 
+    def queues(self, extents: Extents) -> bool:
+        return False
+
     def mark_loads(self) -> Event:
         return None
 

@@ -96,6 +96,9 @@ class TorchMover(Mover):
             rows = torch.tensor(slots[at : at + _CHUNK_PAGES], device=self.planes.device)
             yield rows, blocks[at : at + _CHUNK_PAGES].to(self.planes.device)
 
+    def queues(self, extents: Extents) -> bool:
+        return extents.pinned
+
     def mark_loads(self) -> Event:
         return record_on(self._loads.stream)
 

@@ -93,6 +93,10 @@ class Mover(abc.ABC):
         return self._move("store", extents, slots, blocks, self._layers(layers), after, sums=sums)
 
     @abc.abstractmethod
+    def queues(self, extents: Extents) -> bool:
+        """Whether `scatter` from these returns before the bytes are moved."""
+
+    @abc.abstractmethod
     def _move(
         self,
         direction: Direction,

@@ -131,12 +131,12 @@ class InferenceEngine:
                 return
             self.running.append(self.waiting.popleft())
             request.state, request.blocks = State.RUNNING, shared + blocks
-            request.places = self.pool.places(request.blocks)
             request.computed = len(shared) * self.pool.block_tokens
             if shared:
                 request.sources["pool"] = request.computed
-            self._begin_load(request)
+            self._begin_load(request)  # before anything that the load need not wait for
             request.published = request.computed
+            request.places = self.pool.places(request.blocks)
 
     def _find_shared(self, request: Request) -> list[int]:
         """Blocks of pages that are still in the pool. The last token of a prompt is computed in any case."""
@@ -187,15 +187,16 @@ class InferenceEngine:
     def _forward(self, work: Sequence[tuple[Request, int]]) -> None:
         loading = [request for request, _ in work if request.load is not None]
         batch = batch_of(work, self.device)
-        prefill = self._prefills.begin(work)
-        hidden = self.model(batch, self.pool.rows, lambda layer: self._ready(loading, layer), self.timeline)
-        self._prefills.end(prefill)
-        rows = {  # of those that have a token now: what it follows from
+        rows = {  # of those that have a token after this: what it follows from
             request: span.rows.stop - 1
             for (request, count), span in zip(work, batch.spans, strict=True)
             if request.computed + count == len(request.tokens)
         }
-        logits = self.model.logits(hidden[torch.tensor([*rows.values()], device=self.device)]) if rows else None
+        index = torch.tensor([*rows.values()], device=self.device)  # here: behind the model it would wait for the model
+        prefill = self._prefills.begin(work)
+        hidden = self.model(batch, self.pool.rows, lambda layer: self._ready(loading, layer), self.timeline)
+        self._prefills.end(prefill)
+        logits = self.model.logits(hidden[index]) if rows else None
         good = {request: count for request, count in work if self._judge(request)}
         for request, count in good.items():
             request.computed += count

@@ -1,0 +1,141 @@
+"""Where a load begins: hits of the CPU tier in the caller's thread where copies are queued, others in the pool's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from faulty import PLAN, Fault
+from helpers import MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
+
+from gdscache import PageStatus, load_run
+from gdscache.layout import GroupSizes, read_groups
+from gdscache.storage.base import Op
+from gdscache.tiers.host_mover import HostMover
+
+OpenHost = Callable[..., Host]
+EVEN = MHA | {"layers": 6, "head_dim": 72}
+FAULTY = "faulty:FaultyTransport"
+PAGES = 4
+
+
+class InjectedError(Exception):
+    """What a copy raises on order."""
+
+
+@pytest.fixture(autouse=True)
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    sizes = GroupSizes(least=4096, first=1)
+    monkeypatch.setattr(load_run, "copy_groups", lambda layout, pages: read_groups(layout, pages, sizes))
+    monkeypatch.setattr(HostMover, "queues", lambda self, extents: True)
+    PLAN.reset()
+    yield
+    PLAN.reset()
+
+
+def stored(host: Host, seed: int) -> list[int]:
+    tokens = prompt(seed, PAGES)
+    host.store(tokens)
+    quiet(host.engine)
+    return tokens
+
+
+def watched(host: Host, before: Callable[[int], None] = lambda number: None) -> list[str]:
+    """Call `before(number)` in front of each copy of a load; the names of the threads that made one."""
+    mover, names = host.engine.loader.mover, list[str]()
+    scatter = mover.scatter
+
+    def call(*args: Any, **options: Any) -> Any:
+        names.append(threading.current_thread().name)
+        before(len(names) - 1)
+        return scatter(*args, **options)
+
+    mover.scatter = call  # type: ignore[method-assign]
+    return names
+
+
+@pytest.mark.parametrize("verify", ["once", "always"])
+def test_the_first_layers_of_a_hit_are_there_when_load_returns(open_host: OpenHost, verify: str) -> None:
+    """Whatever the threads of loads are busy with: here the only one waits for a read."""
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16, load={"threads": 1, "verify": verify})
+    away = stored(host, 1)
+    drop_from(host.engine, "cpu")
+    here = stored(host, 2)
+    names = watched(host)
+    with PLAN.rule(Op.READ, Fault.HANG) as rule:
+        slow = host.begin(away)
+        until(lambda: rule.met > 0, "a read begins")
+        load, blocks, keys = host.begin(here)
+        assert names == [threading.current_thread().name]
+        load.wait(0, 0.0)
+        assert not load.done()
+    assert host.finish(load, blocks, keys).pages == (PageStatus.LOADED,) * PAGES
+    assert host.finish(*slow).pages == (PageStatus.LOADED,) * PAGES
+    assert set(names[1:]) == {"gdscache-load_0"}
+    settle(host.engine)
+
+
+@pytest.mark.parametrize("tier", ["ssd", "cpu and ssd", "a mover that copies at once"])
+def test_all_other_loads_begin_in_a_thread_of_the_pool(open_host: OpenHost, tier: str) -> None:
+    host = open_host(model=EVEN, cpu=16)
+    tokens = stored(host, 1)
+    if tier == "a mover that copies at once":
+        host.engine.loader.mover.queues = lambda extents: False  # type: ignore[method-assign]
+    else:
+        drop_from(host.engine, "cpu")
+    if tier == "cpu and ssd":
+        host.load(tokens[:8])
+    names = watched(host)
+    assert host.load(tokens).tokens == 4 * PAGES
+    assert names
+    assert threading.current_thread().name not in names
+    settle(host.engine)
+
+
+def test_a_load_that_breaks_off_while_it_begins_leaves_nothing(open_host: OpenHost) -> None:
+    host = open_host(model=EVEN, cpu=16)
+    tokens = stored(host, 1)
+    broken = True
+
+    def fail(number: int) -> None:
+        if broken:
+            raise InjectedError
+
+    watched(host, fail)
+    hit = host.engine.lookup(tokens)
+    blocks = host.take(PAGES)
+    with pytest.raises(InjectedError):
+        host.engine.load(hit, blocks)
+    assert host.engine.stats()["leases"] == []
+    host.give(blocks)
+    broken = False
+    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    settle(host.engine)
+
+
+def test_close_waits_for_a_load_that_begins(open_host: OpenHost) -> None:
+    host = open_host(model=EVEN, cpu=16)
+    tokens = stored(host, 1)
+    begun, gate, found = threading.Event(), threading.Event(), []
+
+    def hold(number: int) -> None:
+        if number == 0:
+            begun.set()
+            assert gate.wait(WAIT)
+
+    watched(host, hold)
+    caller = threading.Thread(target=lambda: found.append(host.begin(tokens)))
+    caller.start()
+    assert begun.wait(WAIT)
+    closer = threading.Thread(target=host.engine.close)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive(), "the tiers were closed under a load"
+    gate.set()
+    caller.join(WAIT)
+    closer.join(WAIT)
+    assert not closer.is_alive()
+    ((load, _, _),) = found
+    assert load.result(WAIT).pages == (PageStatus.LOADED,) * PAGES
