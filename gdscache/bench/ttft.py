@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,11 +177,17 @@ class _Bench:
     # -- cells -----------------------------------------------------------------------------------------------------
 
     def _miss(self, client: EngineClient, cell: Cell) -> None:
-        """A request that hits nothing, with a cache and without, in turns; the time includes the call of `store`."""
+        """A request that hits nothing, with a cache and without, in turns; the time includes the call of `store`.
+
+        What is looked for is a hundredth of the time, so short prompts have more rounds: as many tokens in all as the
+        middle one.
+        """
         ours: list[Answer] = []
         plain: list[Answer] = []
-        for number in range(self.settings.repeat + 1):
-            self._say(cell, f"round {number} of {self.settings.repeat}")
+        middle = statistics.median_low(self.settings.prompts)
+        rounds = self.settings.repeat * max(1, middle // cell.prompt)
+        for number in range(rounds + 1):
+            self._say(cell, f"round {number} of {rounds}")
             for cached in (False, True) if number % 2 else (True, False):
                 (ours if cached else plain).append(client.miss(cell, cached=cached))
         with_, without = (Series(tuple(a.whole for a in some[1:])) for some in (ours, plain))

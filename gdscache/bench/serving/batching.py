@@ -10,6 +10,7 @@ import torch
 from gdscache.bench.serving.model import Batch, Span
 from gdscache.bench.serving.pool import KVPool
 from gdscache.bench.serving.request import Request
+from gdscache.bench.serving.uploads import upload
 from gdscache.streams import Fence
 
 
@@ -24,7 +25,7 @@ def batch_of(work: Sequence[tuple[Request, int]], device: torch.device) -> Batch
         places.append(request.places[start:stop])
         spans.append(Span(slice(rows, rows + count), request.places[:stop]))
         rows += count
-    return Batch(torch.tensor(tokens, device=device), torch.cat(positions), torch.cat(places), spans)
+    return Batch(upload(tokens, device), torch.cat(positions), torch.cat(places), spans)
 
 
 class Parked:

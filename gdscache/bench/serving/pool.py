@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gdscache.bench.serving.shape import ModelShape
+from gdscache.bench.serving.uploads import upload
 
 
 class KVPool:
@@ -42,8 +43,9 @@ class KVPool:
 
     def places(self, blocks: Sequence[int]) -> torch.Tensor:
         """The rows that these blocks have, in their order, int64 on the device."""
-        first = torch.tensor(blocks, dtype=torch.int64) * self.block_tokens
-        return (first[:, None] + torch.arange(self.block_tokens)).flatten().to(self.rows[0][0].device)
+        device = self.rows[0][0].device
+        first = upload(blocks, device) * self.block_tokens
+        return (first[:, None] + torch.arange(self.block_tokens, device=device)).flatten()
 
     def take(self, count: int) -> list[int] | None:
         """`count` blocks, or None and nothing when there are fewer."""

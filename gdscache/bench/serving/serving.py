@@ -19,6 +19,7 @@ from gdscache.bench.serving.model import Transformer
 from gdscache.bench.serving.pool import KVPool
 from gdscache.bench.serving.prefills import PrefillClock
 from gdscache.bench.serving.request import EngineOptions, Request, State
+from gdscache.bench.serving.uploads import upload
 from gdscache.errors import DeadlineError, PoolFullError, TokensError
 from gdscache.loading import Gap
 from gdscache.timeline import OFF, Timeline
@@ -192,7 +193,7 @@ class InferenceEngine:
             for (request, count), span in zip(work, batch.spans, strict=True)
             if request.computed + count == len(request.tokens)
         }
-        index = torch.tensor([*rows.values()], device=self.device)  # here: behind the model it would wait for the model
+        index = upload([*rows.values()], self.device)
         prefill = self._prefills.begin(work)
         hidden = self.model(batch, self.pool.rows, lambda layer: self._ready(loading, layer), self.timeline)
         self._prefills.end(prefill)
