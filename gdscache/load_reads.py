@@ -213,9 +213,9 @@ class LayeredReads:
             for at in range(0, len(batch.tasks), most):
                 yield layers, slice(at, at + most), batch
 
-    def begin(self) -> None:
-        """Start as many reads as may be in flight."""
-        while self._left and self._flying < FLYING_BYTES:
+    def begin(self, *, first: bool = False) -> None:
+        """Start as many reads as may be in flight; or the `first`, and no more."""
+        while self._left and self._flying < (1 if first else FLYING_BYTES):
             layers, part, pages = self._left.popleft()
             batch = pages.part(part).pending()
             reading = None

@@ -11,6 +11,7 @@ Python's time counts here: what is done for each page is done for many at once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,18 @@ from gdscache.tiers.transfer import Moved, Mover
 GROUP_SIZES = GroupSizes()  # layers that are read at a time
 _SCATTER_BYTES = 64 << 20  # landed pages that are copied with one call, at most
 _SCATTERS = 16  # ... and a load is copied with about so many
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Moves:
+    """Pages that move together, in `groups` of layers: those that are `resident` in the CPU tier (as a batch: `here`),
+    those that are read into it, and those that pass it by."""
+
+    groups: Sequence[range]
+    resident: Sequence[PageTask]
+    here: Batch | None
+    reads: LayeredReads | None
+    through: PassingReads | None
 
 
 class LoadRun:
@@ -65,32 +78,35 @@ class LoadRun:
             task.row = row
         self._verdicts = Verdicts(manager, load, len(self._tasks))
         self._reads = LoadReads(manager, bounce, self._verdicts, self._until)
-        self._queued = range(0)  # layers whose copies the caller's thread has queued
+        self._resident = [t for t in self._tasks if t.tier == "cpu" and t.filling is None]
+        self._shared = [t for t in self._tasks if t.filling is not None]
+        self._from_ssd = [t for t in self._tasks if t.tier == "ssd"]
+        self._moves: _Moves | None = None
+        self._queued = range(0)  # layers whose copies are queued before the run
         self._started: float | None = None
 
-    @property
-    def begins_here(self) -> bool:
-        """Whether `queue_first` is to be called before the run: all pages are in the CPU tier, nobody else's reads are
-        waited for, and to queue a copy is not to make it."""
-        cpu = self._manager.cpu
-        here = all(task.tier == "cpu" and task.filling is None for task in self._tasks)
-        return self._copy and bool(self._tasks) and here and cpu is not None and self._mover.queues(cpu.extents)
-
-    def queue_first(self) -> None:
-        """Queue the first group's copies in the caller's thread.
+    def begin(self) -> None:
+        """Queue the first copies, or else the first reads, in the caller's thread, before the run.
 
         A thread of the pool begins when the caller's lets go of the interpreter's lock, and who launches a model does
-        that seldom: some 2 ms in which the bus would have nothing to do.
+        that seldom: some 2 ms in which neither the bus nor the SSD would have anything to do. Nothing waits here, so
+        a mover that copies at once is left to the run.
         """
         self._started = time.monotonic()
-        groups = copy_groups(self._layout, len(self._tasks))
-        self._verdicts.expect(len(groups))
-        batch = self._resting(self._tasks, [t.source.slot for t in self._tasks])
-        assert batch is not None, "pages of the CPU tier without one"
-        moved = self._scatter_resident(batch, groups[0])
-        if moved is not None:
-            self._signal(groups[0], moved.event)
-            self._queued = groups[0]
+        with self._manager.timeline.span("begin", load=self._load.number, pages=len(self._tasks)):
+            self._moves = moves = self._prepared(self._resident, self._from_ssd, last=not self._shared)
+            if moves.reads is not None:
+                moves.reads.begin(first=True)
+            elif moves.here is not None and moves.through is None and self._mover.queues(moves.here.extents):
+                moved = self._scatter_resident(moves.here, moves.groups[0])
+                if moved is not None and not self._shared:
+                    self._signal(moves.groups[0], moved.event)
+                self._queued = moves.groups[0]
+
+    def break_off(self) -> None:
+        """In place of the run: end what was begun."""
+        with self._ended():
+            pass
 
     def __call__(self) -> None:
         kind = "load" if self._copy else "prefetch"
@@ -98,13 +114,18 @@ class LoadRun:
             self._run()
 
     def _run(self) -> None:
+        with self._ended():
+            self._move()
+
+    @contextlib.contextmanager
+    def _ended(self) -> Iterator[None]:
         started = self._started or time.monotonic()
         with contextlib.ExitStack() as ends:  # the last first, each whatever became of those before it
             ends.callback(lambda: self._finish(time.monotonic() - started))
             ends.callback(self._reads.give_bounced)
             ends.callback(self._end_copies)
             ends.callback(self._reads.drain)  # nothing but an exception leaves reads behind
-            self._move()
+            yield
 
     def _end_copies(self) -> None:
         """Nobody waits for a layer any more: all are queued, or never will be. Then wait for the copies."""
@@ -119,13 +140,11 @@ class LoadRun:
             event.synchronize()
 
     def _move(self) -> None:
-        resident = [t for t in self._tasks if t.tier == "cpu" and t.filling is None]
-        shared = [t for t in self._tasks if t.filling is not None]
-        from_ssd = [t for t in self._tasks if t.tier == "ssd"]
-        with self._measured("ssd", from_ssd) if from_ssd else self._measured("cpu", resident):
-            self._move_by_layer(resident, from_ssd, last=not shared)
+        moves = self._moves or self._prepared(self._resident, self._from_ssd, last=not self._shared)
+        with self._measured("ssd", self._from_ssd) if self._from_ssd else self._measured("cpu", self._resident):
+            self._move_by_layer(moves, last=not self._shared)
             self._verdicts.check(wait=True)
-        self._wait_for_others(shared)
+        self._wait_for_others(self._shared)
         self._verdicts.check(wait=True)
 
     @contextlib.contextmanager
@@ -142,35 +161,37 @@ class LoadRun:
             good = all(task.status is PageStatus.LOADED for task in tasks)
             busy.end(tier, len(tasks) * self._layout.page_bytes if good else None, time.monotonic())
 
-    def _move_by_layer(self, resident: Sequence[PageTask], read: Sequence[PageTask], *, last: bool) -> None:
-        """Copy pages that are in the CPU tier, and those that are read, group by group.
-
-        `last`: nothing comes behind them, so a group's layers are ready when these pages have them.
-        """
+    def _prepared(self, resident: Sequence[PageTask], read: Sequence[PageTask], *, last: bool) -> _Moves:
+        """How pages move that are in the CPU tier, and those that are read."""
         staying = [t for t in read if t.target is not None]
         passing = [t for t in read if t.target is None]
-        if not (resident or read):
-            return
         groups = self._groups(len(resident), len(read), layered=last and self._copy)
-        if not self._queued:
-            self._verdicts.expect(len(groups))
+        self._verdicts.expect(len(groups))
         here = self._resting(resident, [t.source.slot for t in resident])
         there = self._resting(staying, [t.target.slot for t in staying if t.target is not None])
         reads = None if there is None else LayeredReads(self._reads, self._layout, there, groups)
-        through = self._passing(passing, groups)
+        return _Moves(groups, resident, here, reads, self._passing(passing, groups))
+
+    def _move_by_layer(self, moves: _Moves, *, last: bool) -> None:
+        """Copy pages group by group. `last`: nothing comes behind them, so a group's layers are ready when these pages
+        have them."""
+        groups, here, reads = moves.groups, moves.here, moves.reads
+        if here is None and reads is None and moves.through is None:
+            return
         for layers in groups:
             queued = layers == self._queued
             if reads is not None:
                 reads.begin()
             moved = None if here is None or queued else self._scatter_resident(here, layers)
             if layers.stop == self._every.stop and not self._always:
-                self._verdicts.say(resident, PageStatus.LOADED)
-            for source in (reads, through):
+                self._verdicts.say(moves.resident, PageStatus.LOADED)
+            for source in (reads, moves.through):
                 if source is not None:
                     most = min(len(self._tasks) * len(groups) // _SCATTERS, _SCATTER_BYTES // source.page_bytes(layers))
                     source.land(layers, max(1, most), self._scatter)
             if last and self._copying and not queued:
-                self._signal(layers, self._mover.mark_loads() if moved is None or read else moved.event)
+                only = reads is None and moves.through is None and moved is not None
+                self._signal(layers, moved.event if only and moved is not None else self._mover.mark_loads())
 
     def _groups(self, resident: int, read: int, *, layered: bool) -> Sequence[range]:
         """The layers that move together, when so many pages are there or read."""
@@ -215,7 +236,8 @@ class LoadRun:
                 there.append(task)
             else:
                 self._verdicts.say([task], status)
-        self._move_by_layer(there, (), last=False)
+        self._queued = range(0)
+        self._move_by_layer(self._prepared(there, (), last=False), last=False)
 
     def _scatter(self, batch: Batch, layers: range) -> Moved | None:
         """Copy layers of pages whose bytes are there. What is not copied (a prefetch, a cancelled load) is checked

@@ -45,49 +45,53 @@ class Loader:
         self.config = config
         self.keep = keep
         self.loads = 0  # under way or waiting for a thread; the manager's lock guards it
-        self.changed = threading.Condition(manager.lock)  # notified when there are none any more, and when one is begun
+        self.changed = threading.Condition(manager.lock)  # notified when there are none any more
         self._pool = ThreadPoolExecutor(config.threads, "gdscache-load")
         self._closed = False
-        self._beginning = 0  # loads whose first copies their callers are queueing; the manager's lock guards it
+        self._order = threading.Lock()  # of plans; taken before the manager's lock
 
     def start(
-        self, requests: Sequence[tuple[Sequence[Page], torch.Tensor, int]], owner: str, after: Iterable[Event] = ()
+        self,
+        requests: Sequence[tuple[Sequence[Page], torch.Tensor, int]],
+        owner: str,
+        after: Iterable[Event] = (),
+        *,
+        here: bool = True,
     ) -> LayerwiseLoad:
         """Start moving pages into planes.
 
         A request is its pages, their blocks, int64 (pages, blocks_per_page), and the token that its first page begins
-        with.
+        with. `here`: the first copies or reads are begun in this thread; not for who holds the manager's lock.
         """
         # Plans and the order of execution agree, so that waiting for another load ends.
-        with self.manager.lock, contextlib.ExitStack() as undo:
-            self._check_open()
-            parts = []
-            for pages, blocks, start in requests:
-                with self.manager.timeline.span("plan", pages=len(pages)):
-                    plan = self.manager.plan_load(pages, owner, keep=self.keep)
-                undo.callback(self._abandon, plan)
-                parts.append(LoadPart(plan, blocks[: len(plan.tasks)], start))
-            timeline, device = self.manager.timeline, self.mover.planes.device
-            load = LayerwiseLoad(parts, self.layout, self.config.deadline, timeline=timeline, device=device)
-            run = self._run(load, tuple(after), copy=True)
-            if not run.begins_here:
-                self._submit(load, run)
-                undo.pop_all()
-                return load
-            self._beginning += 1
-            plans = undo.pop_all()
-        try:
-            with plans:  # beside plans that are made meanwhile: it fills no slot that another load would wait for
-                plans.callback(self._end_copies)
-                run.queue_first()
-                with self.manager.lock:
+        with self._order if here else contextlib.nullcontext():
+            with self.manager.lock, contextlib.ExitStack() as undo:
+                self._check_open()
+                parts = []
+                for pages, blocks, start in requests:
+                    with self.manager.timeline.span("plan", pages=len(pages)):
+                        plan = self.manager.plan_load(pages, owner, keep=self.keep)
+                    undo.callback(self._abandon, plan)
+                    parts.append(LoadPart(plan, blocks[: len(plan.tasks)], start))
+                timeline, device = self.manager.timeline, self.mover.planes.device
+                load = LayerwiseLoad(parts, self.layout, self.config.deadline, timeline=timeline, device=device)
+                run = self._run(load, tuple(after), copy=True)
+                if not here:
                     self._submit(load, run)
-                plans.pop_all()
-        finally:
-            with self.manager.lock:
-                self._beginning -= 1
-                self.changed.notify_all()
+                undo.pop_all()
+            if here:
+                self._begin(load, run)
         return load
+
+    def _begin(self, load: LayerwiseLoad, run: LoadRun) -> None:
+        """Begin in this thread, and leave the rest to one of the pool."""
+        try:
+            run.begin()
+            with self.manager.lock:
+                self._submit(load, run)
+        except BaseException:
+            run.break_off()
+            raise
 
     def bring(self, plan: LoadPlan) -> LoadReport:
         """Read pages of the SSD into the CPU slots that the plan has for them, in this thread, and no further.
@@ -113,12 +117,6 @@ class Loader:
     def _run(self, load: LayerwiseLoad, after: tuple[Event, ...], *, copy: bool) -> LoadRun:
         return LoadRun(self.manager, self.mover, self.bounce, self.layout, self.config, load, after, copy=copy)
 
-    def _end_copies(self) -> None:
-        """Wait for the copies of a load that is not begun after all: the slots are the caller's again."""
-        event = self.mover.mark_loads()
-        if event is not None:
-            event.synchronize()
-
     def _submit(self, load: LayerwiseLoad, run: LoadRun) -> None:
         load.future = self._pool.submit(run)
         if load.tokens:
@@ -134,7 +132,6 @@ class Loader:
 
     def close(self) -> None:
         """Refuse new loads and wait for those that run."""
-        with self.manager.lock:
+        with self._order, self.manager.lock:
             self._closed = True
-            self.changed.wait_for(lambda: not self._beginning)
         self._pool.shutdown(wait=True)

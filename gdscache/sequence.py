@@ -182,7 +182,8 @@ class Sequence:
         if rest:
             blocks = self.slots[self._shared : self._shared + len(rest)].view(-1, 1)
             start = self._shared * self._engine.layout.page_tokens
-            load = self._engine.loader.start([(rest, blocks, start)], "sequence", [record(self._gpu.pool.device)])
+            after = [record(self._gpu.pool.device)]
+            load = self._engine.loader.start([(rest, blocks, start)], "sequence", after, here=False)
             self._load = load if load.tokens else None
 
     def _load_is_over(self) -> bool:

@@ -1,4 +1,4 @@
-"""Where a load begins: hits of the CPU tier in the caller's thread where copies are queued, others in the pool's."""
+"""Where a load begins: the first copies (where they are queued, not made) or the first reads in the caller's thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from faulty import PLAN, Fault
 from helpers import MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
 
-from gdscache import PageStatus, load_run
+from gdscache import PageStatus, load_reads, load_run
 from gdscache.layout import GroupSizes, read_groups
 from gdscache.storage.base import Op
 from gdscache.tiers.host_mover import HostMover
@@ -77,8 +77,25 @@ def test_the_first_layers_of_a_hit_are_there_when_load_returns(open_host: OpenHo
     settle(host.engine)
 
 
+def test_the_first_reads_are_under_way_when_load_returns(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One submit, of a page here; the rest is for the thread."""
+    monkeypatch.setattr(load_reads, "READ_BYTES", 1)
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16, load={"threads": 1})
+    tokens = stored(host, 1)
+    drop_from(host.engine, "cpu")
+    gate = threading.Event()
+    host.engine.loader._pool.submit(gate.wait, WAIT)
+    PLAN.reset()
+    load, blocks, keys = host.begin(tokens)
+    until(lambda: len(PLAN.moved[Op.READ]) == 1, "a read begins")
+    assert not load.done()
+    gate.set()
+    assert host.finish(load, blocks, keys).pages == (PageStatus.LOADED,) * PAGES
+    settle(host.engine)
+
+
 @pytest.mark.parametrize("tier", ["ssd", "cpu and ssd", "a mover that copies at once"])
-def test_all_other_loads_begin_in_a_thread_of_the_pool(open_host: OpenHost, tier: str) -> None:
+def test_what_would_wait_is_left_to_a_thread_of_the_pool(open_host: OpenHost, tier: str) -> None:
     host = open_host(model=EVEN, cpu=16)
     tokens = stored(host, 1)
     if tier == "a mover that copies at once":
@@ -112,6 +129,27 @@ def test_a_load_that_breaks_off_while_it_begins_leaves_nothing(open_host: OpenHo
     host.give(blocks)
     broken = False
     assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    settle(host.engine)
+
+
+def test_reads_that_were_begun_when_the_call_breaks_off_have_ended(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16)
+    tokens = stored(host, 1)
+    drop_from(host.engine, "cpu")
+
+    def fail(*_: Any) -> None:
+        raise InjectedError
+
+    hit, blocks = host.engine.lookup(tokens), host.take(PAGES)
+    with monkeypatch.context() as patched:
+        patched.setattr(host.engine.loader, "_submit", fail)
+        with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02), pytest.raises(InjectedError):
+            host.engine.load(hit, blocks)
+        assert host.engine.stats()["leases"] == []
+    host.give(blocks)
+    assert host.load(tokens).tokens == 4 * PAGES
     settle(host.engine)
 
 

@@ -46,9 +46,9 @@ _NOTHING = Flight()
 class Timeline:
     """Told by the engine what begins and ends. Keeps nothing: a span costs less than 0.5 us.
 
-    `kind` says what it is: step, layer, wait, lookup, plan, load, read, scatter, check, gather, store, write, commit,
-    prefetch, copies, kernel. `about` is plain data: `layer` (int) or `layers` (range), `pages`, `bytes`, and `load`,
-    the load's number, which spans within spans inherit. Thread-safe.
+    `kind` says what it is: step, layer, wait, lookup, plan, begin, load, read, scatter, check, gather, store, write,
+    commit, prefetch, copies, kernel. `about` is plain data: `layer` (int) or `layers` (range), `pages`, `bytes`, and
+    `load`, the load's number, which spans within spans inherit. Thread-safe.
     """
 
     __slots__ = ()

@@ -10,7 +10,7 @@ from typing import Any
 from gdscache.bench.plots import require
 from gdscache.timeline.summary import Trace, TraceSpan
 
-_OUTER = ("step", "load", "store", "prefetch")  # spans around others: drawn as a frame
+_OUTER = ("step", "begin", "load", "store", "prefetch")  # spans around others: drawn as a frame
 _GREY = "0.55"
 
 
