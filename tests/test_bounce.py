@@ -26,13 +26,13 @@ def uneven() -> PageLayout:
     return PageLayout(tuple((Plane("kv", (640,), "uint8"),) for _ in range(9)), 4)
 
 
-@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
-def bounce(request: pytest.FixtureRequest) -> Iterator[Bounce]:
+@pytest.fixture
+def bounce(device: str) -> Iterator[Bounce]:
     layout = uneven()
     capacity = SLOTS * layout.extent_bytes
     extents: Reserved = (
         HostExtents(layout, capacity, "off")
-        if request.param == "host"
+        if device == "cpu"
         else DeviceExtents(layout, capacity, torch.device("cuda", 0))
     )
     yield Bounce(extents)
