@@ -173,6 +173,26 @@ def test_writes_that_hang_leave_room_for_reads(transport: UringTransport, tmp_pa
         os.close(end)
 
 
+@pytest.mark.parametrize(("nbytes", "small"), [(SECTOR, True), (512 << 10, True), (1 << 20, False)])
+def test_small_reads_are_more_in_flight(transport: UringTransport, tmp_path: Path, nbytes: int, small: bool) -> None:
+    """No neighbours, so that each is a run. What is in flight has a limit, and small reads make use of the larger."""
+    most = transport._most_small if small else transport._most
+    path, count, seen = tmp_path / "sparse", 2 * transport._most_small, list[int]()
+    with path.open("wb") as made:
+        made.truncate(2 * count * nbytes)
+    file, enter = transport.open(path), transport._ring.enter
+
+    def counted(wait: int, seconds: float | None = None) -> None:
+        seen.append(transport._flying)
+        enter(wait, seconds)
+
+    transport._ring.enter = counted  # type: ignore[method-assign]
+    with HostBuffer(nbytes, "off") as memory:
+        batch = [IORequest(file, 2 * n * nbytes, memory.view) for n in range(count)]
+        assert transport.submit(Op.READ, batch).wait(soon()) == [None] * count
+    assert max(seen) == most
+
+
 def test_an_error_nobody_foresaw_fails_what_waits(transport: UringTransport, data: Path) -> None:
     file = transport.open(data)
 
@@ -184,10 +204,12 @@ def test_an_error_nobody_foresaw_fails_what_waits(transport: UringTransport, dat
     try:
         transport._ring.enter = broken  # type: ignore[method-assign]
         with HostBuffer(FILE_BYTES, "off") as memory:
-            batch = [IORequest(file, n * SECTOR, memory.view[n * SECTOR : (n + 1) * SECTOR]) for n in range(0, 64, 2)]
+            batch = [
+                IORequest(file, n * SECTOR, memory.view[n * SECTOR : (n + 1) * SECTOR]) for n in range(0, 64, 2)
+            ] * 2
             submission = transport.submit(Op.READ, batch)
             transport._threads[0].join(10)
-            assert submission.pending <= transport._most < 32  # those that the kernel has; what waited has failed
+            assert submission.pending <= transport._most_small < 64  # those that the kernel has; what waited has failed
             with pytest.raises(EngineClosedError):
                 transport.submit(Op.READ, batch)
     finally:

@@ -32,6 +32,8 @@ _PATIENCE_S = 0.002  # that ended requests wait for others to be taken with
 # Runs in flight for each thread of the kernel, which must not run dry while a round of answers and new requests waits
 # for the interpreter's lock. Fewer of them are writes, which the kernel would not let a read overtake.
 _DEPTH, _WRITES = 8, 3
+_SMALL = 512 << 10  # reads of so many bytes or fewer: more are in flight, so that a round answers for more of them
+_DEPTH_SMALL = 16
 _ANSWERED = 4  # where others wait to be begun, answers wait for one in so many of those in flight
 
 
@@ -63,6 +65,7 @@ class _Batch:
         self.sizes = np.add.reduceat(pieces.sizes, self.firsts)
         self.vector = np.stack([pieces.addresses, pieces.sizes], axis=1).astype(np.uint64)
         self.base, self.next, self.left = 0, 0, len(pieces)
+        self.small = op is Op.READ and int(self.sizes.mean()) <= _SMALL
 
     def __len__(self) -> int:
         return len(self.firsts)
@@ -116,8 +119,9 @@ class UringTransport(DirectFiles):
         if threads < 1:
             raise InvalidValueError(f"a transport with {threads} threads moves nothing", "set threads to 1 or more")
         self._most = _DEPTH * threads  # runs in flight
+        self._most_small = _DEPTH_SMALL * threads
         self._most_writes = _WRITES * threads
-        self._ring = Ring(self._most + 2, threads)
+        self._ring = Ring(self._most_small + 2, threads)
         self._signal = (ctypes.c_uint64 * 1)()
         self._queues: dict[Op, deque[_Batch]] = {op: deque() for op in Op}
         self._reads_in_row = 0
@@ -214,20 +218,24 @@ class UringTransport(DirectFiles):
             with self._work:
                 while self._again and self._flying < self._most:
                     self._try_again(self._again.popleft())
-                while self._flying < self._most and (some := self._next_runs(self._most - self._flying)):
+                while some := self._next_runs():
                     self._begin(*some)
                 if self._flying:
                     self._crowded = any(self._queues.values())
-                    self._asleep = self._flying < self._most  # a new batch could begin now
+                    self._asleep = self._flying < self._most_small  # a new batch could begin now
                     return True
                 if self._closing:
                     return False
                 self._work.wait()
 
-    def _next_runs(self, room: int) -> tuple[_Batch, slice] | None:
-        """The runs that are next, of one batch: reads first, but after `READS_PER_WRITE` of them in a row one write."""
+    def _next_runs(self) -> tuple[_Batch, slice] | None:
+        """The runs that are next, of one batch, and have room: reads first, but after `READS_PER_WRITE` of them in a
+        row one write."""
         reads, writes = self._queues[Op.READ], self._queues[Op.WRITE]
-        most = min(room, self._most_writes - self._writing)  # writes that may begin
+        most = min(self._most - self._flying, self._most_writes - self._writing)  # writes that may begin
+        room = 0
+        if reads:
+            room = max(0, (self._most_small if reads[0].small else self._most) - self._flying)
         if reads and writes and most > 0:
             room = min(room, max(0, READS_PER_WRITE - self._reads_in_row))
         if reads and room:
