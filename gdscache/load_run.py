@@ -190,8 +190,8 @@ class LoadRun:
                     most = min(len(self._tasks) * len(groups) // _SCATTERS, _SCATTER_BYTES // source.page_bytes(layers))
                     source.land(layers, max(1, most), self._scatter)
             if last and self._copying and not queued:
-                only = reads is None and moves.through is None and moved is not None
-                self._signal(layers, moved.event if only and moved is not None else self._mover.mark_loads())
+                nothing_read = reads is None and moves.through is None
+                self._signal(layers, moved.event if moved is not None and nothing_read else self._mover.mark_loads())
 
     def _groups(self, resident: int, read: int, *, layered: bool) -> Sequence[range]:
         """The layers that move together, when so many pages are there or read."""
