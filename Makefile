@@ -2,7 +2,8 @@
 #
 #   PY=python3.12    another Python, for a new .venv
 #   GPU=auto|on|off  GPU libraries: where there is a GPU (auto), required (on), never (off)
-#   WORKERS=N        make test in N processes, each file of tests in one of them; 0: in this one, as with a GPU to share
+#   WORKERS=N        tests in N processes, each file of tests in one of them; 0: in this one, as with a GPU to share
+#   SEED=N           make soak with that seed again; a fresh one is drawn, and printed, where none is given
 #
 # Without a GPU on Linux, PyPI's torch still brings its CUDA libraries (some GB). That is accepted: it is the build that
 # users have. To save the download, install a CPU build of torch into .venv first; it is then kept.
@@ -15,38 +16,53 @@ BIN := $(VENV)/bin
 
 # On a terminal pip shows its own progress, elsewhere only what goes wrong.
 PIP_QUIET := $(shell test -t 2 || echo -q)
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install $(PIP_QUIET)
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install $(PIP_QUIET) -c tools/constraints.txt
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 CHECK_PYTHON := -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 	"error: gdscache needs Python 3.11 or newer, and %s is %s: use make PY=..." % (sys.executable, sys.version.split()[0]))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint soak bench install clean
+.PHONY: help demo test suites soak lint resolve wheels bench install clean
 
 help:
-	@echo "make demo    the demo: a model's prefix cache through GPU, CPU and SSD, and a restart"
-	@echo "make test    the tests        make soak   long runs of kills and faults"
-	@echo "make lint    ruff and mypy    make bench  what the tiers give on this machine"
-	@echo "make clean   removes .venv and all that was built"
+	@echo "make demo     the demo: a model's prefix cache through GPU, CPU and SSD, and a restart"
+	@echo "make test     the tests of every promise, in some three minutes"
+	@echo "make suites   the short forms of the long suites: kills, power cuts, faults, schedules, the benches"
+	@echo "make soak     their long forms, with a fresh seed that is printed (SEED=N: that one again)"
+	@echo "make lint     ruff and mypy            make wheels   sdist and wheel, tried in a new environment"
+	@echo "make bench    what the tiers give      make resolve  whether the engines' pins resolve with ours"
+	@echo "make clean    removes .venv and all that was built"
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) -m "not suite and not soak" $(PYTEST_ARGS)
 
+suites: $(VENV)/.installed
+	$(PYTEST) -n $(WORKERS) -m "suite and not soak" $(PYTEST_ARGS)
+
+soak: SEED ?= $(shell $(BIN)/python -c "import random; print(random.SystemRandom().randrange(2**32))")
 soak: $(VENV)/.installed
-	GDSCACHE_SOAK=1 $(BIN)/python -m pytest -m soak --durations=15 --timeout=0 $(PYTEST_ARGS)
-
-bench: $(VENV)/.installed
-	$(BIN)/gdscache bench engine
-	$(BIN)/gdscache bench index
-	$(BIN)/gdscache bench io
+	@echo "== the seed of this run: make soak SEED=$(SEED)"
+	GDSCACHE_SOAK=1 GDSCACHE_SEED=$(SEED) $(PYTEST) -m soak --durations=15 --timeout=0 --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+resolve: $(VENV)/.installed
+	$(BIN)/python tools/engine_pins.py
+
+wheels: $(VENV)/.installed-dev
+	$(BIN)/python tools/wheels.py dist
+
+bench: $(VENV)/.installed
+	$(BIN)/gdscache bench engine
+	$(BIN)/gdscache bench index
+	$(BIN)/gdscache bench io
 
 install: $(VENV)/.installed
 
@@ -56,7 +72,7 @@ $(BIN)/python:
 	@echo "== $(VENV): a new environment from $$($(PY) --version)"
 	@$(PY) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/.installed: pyproject.toml tools/install_gpu.py | $(BIN)/python
+$(VENV)/.installed: pyproject.toml tools/constraints.txt tools/install_gpu.py | $(BIN)/python
 	@$(BIN)/python $(CHECK_PYTHON)
 	@echo "== $(VENV): gdscache and what its tests need (torch is large: the first time this takes minutes)"
 	@$(PIP) "setuptools>=77"

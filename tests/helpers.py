@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,7 +22,10 @@ from gdscache.storing import StoreHandle
 Bytes = npt.NDArray[np.uint8]
 Planes = Sequence[Sequence[torch.Tensor]]
 SENTINEL = 0xA5
-WAIT = 20.0  # seconds after which something hangs
+WAIT = 60.0  # seconds after which something hangs, on a machine that others keep busy too
+SEED = int(
+    os.environ.get("GDSCACHE_SEED", "0")
+)  # what is drawn at random follows from it; `make soak` prints a fresh one
 
 # 3 layers x 2 planes x 4 tokens x 256 bytes: 6,144 bytes in an extent of 8,192, so that padding is always there.
 MHA = {"name": "tiny", "kind": "mha", "layers": 3, "kv_heads": 4, "head_dim": 32, "dtype": "bfloat16", "page_tokens": 4}

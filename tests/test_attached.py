@@ -568,6 +568,7 @@ def test_closed_while_in_use(slab: Path) -> None:
 # -- many threads ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("cpu", [None, 5])
 def test_many_threads_at_once(open_host: OpenHost, device: str, cpu: int | None) -> None:
     host = open_host(device=device, cpu=cpu, ssd=14, bounce=4, blocks=96, block_tokens=2)

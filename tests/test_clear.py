@@ -428,6 +428,7 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
+@pytest.mark.suite
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("seed", range(2))
 def test_nothing_older_than_the_last_clear_is_ever_served(open_engine: OpenEngine, seed: int) -> None:

@@ -150,7 +150,7 @@ def test_the_probe_s_child_is_killed_when_a_read_hangs(machine: Machine, name: s
     machine.goes_wrong(READ_HANGS)
     begun, seconds = time.monotonic(), DEADLINE_S[name]
     result = machine.ask(name, seconds)
-    assert time.monotonic() - begun < 2 * seconds + 5
+    assert time.monotonic() - begun < 2 * seconds + 30
     assert result.mode != "gds", result
     assert f"no answer within {seconds:g} s" in result.reason, result
 

@@ -730,6 +730,7 @@ def test_stats_are_plain_data(open_engine: Open) -> None:
 # -- many threads ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.suite
 def test_many_threads_at_once(open_engine: Open, device: str) -> None:
     engine = open_engine(device=device, gpu=24, cpu=5, ssd=14, bounce=4)
     trunk = prompt(0, 2)

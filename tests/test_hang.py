@@ -633,7 +633,7 @@ def test_close_with_a_hang_ends_in_time_and_keeps_what_the_io_may_touch(
         begun = time.monotonic()
         host.engine.close()
         host.engine.close()
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < WAIT / 2
         said = [record.message for record in caplog.records if "closed with " in record.message]
         assert len(said) == 1
         assert f"{2 if op is Op.READ else 0} reads and {2 if op is Op.WRITE else 0} writes" in said[0]
@@ -690,7 +690,7 @@ def test_close_with_a_long_queue_to_a_hung_device_costs_about_one_deadline(
         handles = [host.store(prompt(seed, 5)) for seed in range(6)]
         begun = time.monotonic()
         host.engine.close(drain=drain)
-        assert time.monotonic() - begun < 4.0
+        assert time.monotonic() - begun < 10, "a deadline a pair of batches would be 15 s"
         for handle in handles:
             assert set(handle.result(0).dropped) == set(range(5))
             assert set(handle.result(0).dropped.values()) <= {"deadline", "closed", "switched_off"}
@@ -718,7 +718,7 @@ def test_close_does_not_wait_for_a_catalogue_on_a_device_that_hangs(
         monkeypatch.setattr(ssd._catalog, "commit", stuck)
         begun = time.monotonic()
         host.engine.close()
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < WAIT / 2
         with pytest.raises(DirectoryInUseError):
             CacheEngine.from_config(make_config(slab, cpu=16))
         gate.set()
@@ -729,6 +729,7 @@ def test_close_does_not_wait_for_a_catalogue_on_a_device_that_hangs(
 # -- everything at once -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("cpu", [None, 12])
 def test_many_threads_while_io_hangs_now_and_then(open_host: OpenHost, cpu: int | None) -> None:
     """No wrong byte, no lost slot, no wait without end, whatever hangs and for how long."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import WAIT, make_config
+from helpers import SEED, WAIT, make_config
 from kill_check import LAYOUT, verify
 from kill_child import run
 from kill_record import Record
@@ -53,7 +53,7 @@ def _loop(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None
     if setup == STRIPED:
         config["ssd"]["stripes"] = [str(tmp_path / "more")]
     attached, roomy = "cpu" not in config, SETUPS[setup]["ssd"] == ROOMY
-    log, rng, pages, found = tmp_path / "log", random.Random(setup), 0, Record()
+    log, rng, pages, found = tmp_path / "log", random.Random(f"{setup} {SEED}"), 0, Record()
     log.touch()
     for round_ in range(rounds):
         begun = log.stat().st_size

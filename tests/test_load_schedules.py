@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from faulty import PLAN
+from helpers import SEED
 from load_points import FAILING, Point, Points
 from load_schedules import ACTIONS, Player, Schedule, groups, play
 
@@ -70,7 +71,7 @@ def test_random_schedules(directory: Path, first: int) -> None:
 
 @pytest.mark.soak
 def test_many_random_schedules(directory: Path) -> None:
-    assert random_schedules(range(RANDOM, RANDOM + SOAK), directory) > SOAK // 5
+    assert random_schedules(range(SEED + RANDOM, SEED + RANDOM + SOAK), directory) > SOAK // 5
 
 
 @pytest.mark.gpu
@@ -99,7 +100,7 @@ def test_every_point(directory: Path, action: str) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_every_point_of_other_schedules(directory: Path, seed: int) -> None:
     for action in ACTIONS[1:]:
-        every_point(seed, action, directory)
+        every_point(SEED + seed, action, directory)
 
 
 def test_a_schedule_is_the_same_again(directory: Path) -> None:

@@ -119,11 +119,13 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 @needs_make
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "soak", "bench", "clean", "help"])
+@pytest.mark.parametrize(
+    "target", ["demo", "test", "suites", "lint", "soak", "resolve", "wheels", "bench", "clean", "help"]
+)
 def test_each_target_can_be_planned(target: str, tmp_path: Path) -> None:
     done = make("-n", target, f"VENV={tmp_path / 'new'}")
     assert done.returncode == 0, done.stderr
-    if target in ("demo", "test", "lint"):
+    if target in ("demo", "test", "suites", "lint", "wheels"):
         plan = done.stdout
         assert plan.index("-m venv") < plan.index("pip install") < plan.index("install_gpu.py")
     assert not (tmp_path / "new").exists()
@@ -146,17 +148,17 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path: Path) -> Non
     assert not (tmp_path / "venv").exists()
 
 
-def test_ci_runs_lint_and_tests() -> None:
+def test_ci_runs_lint_the_tests_and_the_suites() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     lines = script.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert "set -euo pipefail" in lines
-    assert lines[-6] == "make lint"
+    assert lines[-8:-6] == ["make lint", "make resolve"]
     installs = ["--only-kvikio 13", "--only-nixl 13", "--only-nvrtc 12", "--only-nvrtc 13"]
-    for line, arguments in zip(lines[-5:-1], installs, strict=True):
+    for line, arguments in zip(lines[-6:-2], installs, strict=True):
         assert line == f".venv/bin/python tools/install_gpu.py {arguments}"
-    assert lines[-1] == "make test"
+    assert lines[-2:] == ["make test", "make suites"]
 
 
 # --- GPU libraries -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from helpers import make_config
+from helpers import SEED, make_config
 from kill_child import THREADS, Session
 from kill_record import SALTS, Record
 from power_check import LAYOUT, look
@@ -85,8 +85,8 @@ def _losses(folder: Path, setup: str, tapes: int, cuts: int, record_property: An
     for tape in range(tapes):
         place = folder / str(tape)
         place.mkdir()
-        events = record(place, setup, f"{setup} {tape}")
-        found = cut(place, setup, events, cuts, tape)
+        events = record(place, setup, f"{setup} {SEED} {tape}")
+        found = cut(place, setup, events, cuts, SEED + tape)
         shutil.rmtree(place)
         assert not found.losses, f"{len(found.losses)} of {cuts} losses of power: {found.losses[:5]}"
         total += found.counts

@@ -73,21 +73,26 @@ def nothing_held(engine: CacheEngine) -> None:
 
 def test_it_finishes_by_itself_and_its_tokens_grow(open_host: OpenHost, device: str) -> None:
     host = slow_host(open_host, device=device)
-    tokens, seen = stored(host, 1, 6), []
-    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02):
+    tokens = stored(host, 1, 6)
+    with (
+        PLAN.rule(Op.READ, Fault.HANG, skip=4, times=1) as fifth,
+        PLAN.rule(Op.READ, Fault.HANG, skip=2, times=1) as third,
+    ):
         prefetch = host.engine.prefetch(tokens)
-        while not prefetch.done():
-            seen.append(prefetch.tokens)
-            time.sleep(0.002)
-    assert seen == sorted(seen)
-    assert len(set(seen)) > 2
+        for rule, there in ((third, 8), (fifth, 16)):
+            until(lambda: PLAN.held == 1, "a chunk hangs")
+            assert prefetch.tokens == there
+            assert not prefetch.done()
+            rule.release()
+            until(lambda there=there: prefetch.tokens > there, "it goes on")
+    until(prefetch.done, "it has ended")
     assert prefetch.tokens == 24
     nothing_held(host.engine)
     assert host.engine.lookup(tokens).tiers == ("cpu",) * 6
     report = prefetch.result(0)
     assert (report.tokens, report.pages, report.end) == (24, {"loaded": 6}, PrefetchEnd.COMPLETE)
     assert report.nbytes == 6 * host.layout.page_bytes
-    assert 0.12 <= report.seconds < WAIT
+    assert 0 < report.seconds < WAIT
 
 
 def test_nobody_need_keep_the_handle(open_host: OpenHost) -> None:
@@ -321,7 +326,7 @@ def test_best_effort_takes_what_is_there_and_stops(open_host: OpenHost) -> None:
         until(lambda: PLAN.held == 1, "the third chunk hangs")
         begun = time.monotonic()
         assert prefetch.wait() == 8
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < WAIT / 2
         assert not prefetch.done()
     assert ended(prefetch) == (3, "stopped")
     assert prefetch.wait() == 12
@@ -345,7 +350,7 @@ def test_wait_complete_gives_up_after_the_deadline_of_loads(open_host: OpenHost)
         prefetch = host.engine.prefetch(other)
         begun = time.monotonic()
         there = prefetch.wait()
-        assert 0.4 <= time.monotonic() - begun < 2
+        assert 0.4 <= time.monotonic() - begun < WAIT / 2
         assert there < 80
         assert ended(prefetch)[1] == "deadline"
     assert host.load(tokens).tokens == 4
@@ -353,30 +358,37 @@ def test_wait_complete_gives_up_after_the_deadline_of_loads(open_host: OpenHost)
 
 def test_timeout_waits_so_long_and_no_longer(open_host: OpenHost) -> None:
     host = slow_host(open_host, prefetch={"stop": "timeout", "timeout_base": 0.3, "timeout_per_1024_tokens": 10.24})
-    tokens, short = stored(host, 1, 6), stored(host, 2, 2)
+    tokens = stored(host, 1, 6)
     with PLAN.rule(Op.READ, Fault.HANG, skip=2):
         begun = time.monotonic()
         prefetch = host.engine.prefetch(tokens)  # 0.3 s and 0.24 s for 24 tokens
         until(lambda: PLAN.held == 1, "the third chunk hangs")
         assert prefetch.wait() == 8
-        assert 0.5 < time.monotonic() - begun < 5
+        assert 0.5 < time.monotonic() - begun < WAIT / 2
         assert not prefetch.done()
     assert ended(prefetch) == (3, "stopped")
+
+
+def test_timeout_waits_no_longer_than_the_pages_take(open_host: OpenHost) -> None:
+    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout_base": WAIT})
+    tokens = stored(host, 1, 2)
     begun = time.monotonic()
-    assert host.engine.prefetch(short).wait() == 8
-    assert time.monotonic() - begun < 0.3
+    assert host.engine.prefetch(tokens).wait() == 8
+    assert time.monotonic() - begun < WAIT / 2
 
 
 def test_timeout_ends_it_though_nobody_asks(open_host: OpenHost) -> None:
-    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout_base": 0.15, "timeout_per_1024_tokens": 0.0})
+    limit = 0.5
+    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout_base": limit, "timeout_per_1024_tokens": 0.0})
     tokens = stored(host, 1, 20)
-    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.05):
+    with PLAN.rule(Op.READ, Fault.HANG):
         prefetch = host.engine.prefetch(tokens)
-        until(prefetch.done, "its time is up")
-    report = prefetch.result(0)
+        until(lambda: PLAN.held == 1, "the first chunk hangs")
+        time.sleep(1.2 * limit)  # until its time is up
+        assert not prefetch.done()
+    report = prefetch.result(WAIT)
     assert report.end is PrefetchEnd.STOPPED
-    assert 1 <= report.pages["loaded"] <= 4
-    assert report.seconds < 1
+    assert report.pages["loaded"] == 1
 
 
 def test_short_hits_are_left_alone_and_the_cause_is_said(open_host: OpenHost) -> None:
@@ -621,6 +633,7 @@ def test_without_both_tiers_there_is_nothing_to_bring(open_host: OpenHost, cpu: 
     assert threads() == []
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("transport", ["faulty:FaultyMerging", "faulty:FaultyUring"])
 def test_many_threads_prefetch_load_cancel_and_clear(open_host: OpenHost, transport: str) -> None:
     host = slow_host(

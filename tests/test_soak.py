@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_config
+from helpers import SEED, make_config
 from processes import Child
 from soak_child import THREADS, Sample, soak
 
@@ -25,7 +25,7 @@ def test_a_long_time_under_faults(slab: Path, record_property: Any) -> None:
 
 def _soak(slab: Path, seconds: float, rounds: int, record_property: Any) -> None:
     config = make_config(slab, gpu=16, cpu=8, ssd=20, transport="faulty:FaultyTransport")
-    with Child(soak, config, seconds, rounds, 5) as child:
+    with Child(soak, config, seconds, rounds, 5 + SEED) as child:
         before: Sample = child.receive()
         samples: list[Sample] = [child.receive(60 + seconds) for _ in range(rounds)]
         after: Sample = child.receive()

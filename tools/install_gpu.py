@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "tools" / "constraints.txt"  # the newest versions that were tested
 # Brought by torch or cupy, in the versions that they want; cuda-toolkit is a name for a set of such packages.
 PROVIDED = ("cupy", "numpy", "torch", "cuda-toolkit")
 CUFILE = {12: "nvidia-cufile-cu12", 13: "nvidia-cufile"}  # what kvikio loads
@@ -75,9 +76,9 @@ def declared_by(name: str) -> list[str]:
 
 
 def pip_install(*arguments: str) -> None:
-    """One run of pip in this environment, shown first. Raises `CalledProcessError`."""
+    """One run of pip in this environment under the constraints, shown first. Raises `CalledProcessError`."""
     print("  pip install", *arguments, flush=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), *arguments], check=True)
 
 
 def install_kvikio(requirement: str, cufile: str) -> None:

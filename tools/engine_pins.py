@@ -1,0 +1,49 @@
+"""Whether gdscache installs beside the newest inference engines: their pins, asked of the package index.
+
+    python tools/engine_pins.py
+
+For each engine of engine_pins.toml pip resolves gdscache's own requirements together with what that engine asks of the
+same distributions, and installs nothing. pip reads a wheel's metadata by range requests, so no wheel is downloaded.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PINS = ROOT / "tools" / "engine_pins.toml"
+LIMIT_S = 300.0  # one resolution; it took 9 to 20 s
+
+
+def wishes() -> Iterator[tuple[str, list[str]]]:
+    """Each engine (name and version), and what gdscache and it ask for together."""
+    ours = list(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"])
+    for engine in tomllib.loads(PINS.read_text(encoding="utf-8"))["engine"]:
+        yield f"{engine['name']} {engine['version']}", ours + engine["requires"]
+
+
+def main() -> int:
+    failed = []
+    for engine, requirements in wishes():
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "-q"]
+        command += ["--use-feature=fast-deps", "--report", "-", "--disable-pip-version-check"]
+        began = time.monotonic()
+        try:
+            done = subprocess.run([*command, *requirements], capture_output=True, text=True, timeout=LIMIT_S)
+            status, why = done.returncode, done.stderr.strip()
+        except subprocess.TimeoutExpired:
+            status, why = -1, f"no answer within {LIMIT_S:.0f} s"
+        print(f"{engine:18} {'resolves' if status == 0 else 'FAILED'}  {time.monotonic() - began:5.1f} s", flush=True)
+        if status:
+            print(why, file=sys.stderr)
+            failed.append(engine)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

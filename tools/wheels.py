@@ -1,0 +1,68 @@
+"""Build the sdist and the wheel, and try the wheel in a new environment, away from the tree.
+
+    python tools/wheels.py dist
+
+The wheel is built from the sdist, so a file that the sdist lacks is missed at once. The new environment has what
+gdscache itself requires, under tools/constraints.txt, and no extra; there the command answers and an example runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TREE = ("gdscache", "csrc", "pyproject.toml", "README.md", "LICENSE")
+
+
+def run(*command: str | Path, cwd: Path) -> None:
+    print("  " + " ".join(str(part) for part in command), flush=True)
+    subprocess.run([str(part) for part in command], cwd=cwd, check=True)
+
+
+def build(target: Path, work: Path) -> Path:
+    """The sdist and the wheel into `target`, from a copy of the tree, since setuptools writes beside the sources."""
+    source = work / "source"
+    source.mkdir()
+    for name in TREE:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", work / "dist", source, cwd=work)
+    target.mkdir(parents=True, exist_ok=True)
+    built = [Path(shutil.copy(file, target)) for file in sorted((work / "dist").iterdir())]
+    (wheel,) = [file for file in built if file.suffix == ".whl"]
+    return wheel
+
+
+def try_out(wheel: Path, work: Path) -> None:
+    """Install the wheel into a new environment; the command and the first example run there."""
+    venv.create(work / "env", with_pip=True)
+    python = work / "env" / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "tools" / "constraints.txt", wheel, cwd=work)
+    run(work / "env" / "bin" / "gdscache", "--version", cwd=work)
+    example = Path(shutil.copy(ROOT / "examples" / "quickstart.py", work))
+    run(python, "-W", "error", example, cwd=work)
+
+
+def main() -> int:
+    target = Path(sys.argv[1] if len(sys.argv) > 1 else "dist").resolve()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as work:
+        try:
+            try_out(build(target, Path(work)), Path(work))
+        except subprocess.CalledProcessError as error:
+            print(f"error: {error.cmd[0]} ended with status {error.returncode}", file=sys.stderr)
+            return 1
+    print(f"{', '.join(sorted(file.name for file in target.iterdir()))}: {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
