@@ -41,19 +41,20 @@ test: $(VENV)/.installed
 	$(PYTEST) -n $(WORKERS) -m "not suite and not soak" $(PYTEST_ARGS)
 
 suites: $(VENV)/.installed
-	$(PYTEST) -n $(WORKERS) -m "suite and not soak" $(PYTEST_ARGS)
+	GDSCACHE_EXAMPLES=suites $(PYTEST) -n $(WORKERS) -m "(suite or hypothesis) and not soak" $(PYTEST_ARGS)
 
 soak: SEED ?= $(shell $(BIN)/python -c "import random; print(random.SystemRandom().randrange(2**32))")
 soak: $(VENV)/.installed
 	@echo "== the seed of this run: make soak SEED=$(SEED)"
-	GDSCACHE_SOAK=1 GDSCACHE_SEED=$(SEED) $(PYTEST) -m soak --durations=15 --timeout=0 --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
+	GDSCACHE_SOAK=1 GDSCACHE_EXAMPLES=soak GDSCACHE_SEED=$(SEED) $(PYTEST) -n $(WORKERS) -m "soak or hypothesis" \
+		--durations=15 --timeout=0 --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-resolve: $(VENV)/.installed
+resolve: $(VENV)/.installed-dev
 	$(BIN)/python tools/engine_pins.py
 
 wheels: $(VENV)/.installed-dev

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from gdscache import CacheEngine
+from gdscache import CacheEngine, StoreHandle
 
 LAYERS, HEADS, HEAD_DIM = 4, 2, 64
 BLOCK, PAGE = 16, 32  # tokens: the engine's blocks, and the cache's pages of two blocks each
@@ -39,8 +39,8 @@ class ToyEngine:
         }
         self.cache = CacheEngine.from_config(config, planes=self.planes)
 
-    def serve(self, tokens: list[int]) -> str:
-        """Prefill a prompt; says how many tokens came from where."""
+    def serve(self, tokens: list[int]) -> tuple[str, StoreHandle]:
+        """Prefill a prompt; says how many tokens came from where, and returns the store of its pages."""
         blocks = [self.free.pop() for _ in range(-(-len(tokens) // BLOCK))]
 
         # 1. What is cached? A prompt's last token is always computed: its logits are wanted.
@@ -54,7 +54,8 @@ class ToyEngine:
         # 4. The verdict, before any output is used. What turns out to be bad is computed after all, from the first bad
         #    page to the end of the prompt: what follows it was computed on it.
         report = load.settle(lambda gap: self.recompute(tokens, blocks, gap.first))
-        # 5. Store the full pages; in the background. Pages that are stored already cost nothing.
+        # 5. Store the full pages; in the background. Pages that are stored already cost nothing. A page is found by
+        #    `lookup` when a tier has it complete, which is a moment after this call.
         full = len(tokens) // PAGE * PAGE
         handle = self.cache.store(tokens, blocks[: full // BLOCK])
 
@@ -62,7 +63,8 @@ class ToyEngine:
         # 6. The blocks may be used again when the cache has read them.
         handle.release_event.synchronize()
         self.free += blocks
-        return f"{report.tokens:3} of {len(tokens)} tokens from {', '.join(sorted(set(hit.tiers))) or 'nowhere'}"
+        source = ", ".join(sorted(set(hit.tiers))) or "nowhere"
+        return f"{report.tokens:3} of {len(tokens)} tokens from {source}", handle
 
     def forward(self, layer: int, tokens: list[int], blocks: list[int], start: int) -> None:
         """Write the rows of tokens `start` and following."""
@@ -100,7 +102,11 @@ def main(directory: Path) -> None:
         print(run)
         for question in range(3):
             prompt = document + [2000 + question] * 40
-            print(f"  question {question}: {engine.serve(prompt)}")
+            served, stored = engine.serve(prompt)
+            print(f"  question {question}: {served}")
+            # Only for this printout: a server goes on at once, and a prompt that comes before the store is complete
+            # finds fewer pages and computes the others again.
+            stored.result()
         engine.close()
     print("every row was the one that the model computes")
 

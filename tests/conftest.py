@@ -20,11 +20,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile(
-    "ci", max_examples=40, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=_SLOW
-)
-settings.register_profile("soak", max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=_SLOW)
-settings.load_profile("soak" if os.environ.get("GDSCACHE_SOAK") == "1" else "ci")
+# What hypothesis tries: the same examples each time in `make test`, more in `make suites`, new ones in `make soak`.
+for name, examples, steps in (("test", 12, 20), ("suites", 60, 30), ("soak", 400, 50)):
+    settings.register_profile(
+        name,
+        max_examples=examples,
+        stateful_step_count=steps,
+        derandomize=name != "soak",
+        deadline=None,
+        suppress_health_check=_SLOW,
+    )
+settings.load_profile(os.environ.get("GDSCACHE_EXAMPLES", "test"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
 from gdscache import CacheEngine
@@ -23,6 +24,8 @@ Bytes = npt.NDArray[np.uint8]
 Planes = Sequence[Sequence[torch.Tensor]]
 SENTINEL = 0xA5
 WAIT = 60.0  # seconds after which something hangs, on a machine that others keep busy too
+# Seconds of a test that does random things from many threads: in `make suites`, and in `make soak`.
+LONG = [pytest.param(3.0, marks=pytest.mark.suite), pytest.param(60.0, marks=pytest.mark.soak)]
 SEED = int(
     os.environ.get("GDSCACHE_SEED", "0")
 )  # what is drawn at random follows from it; `make soak` prints a fresh one

@@ -20,6 +20,8 @@ from gdscache import catalog_file
 from gdscache import slab as slab_module
 from gdscache.storage.base import Op
 
+pytestmark = pytest.mark.suite
+
 OpenHost = Callable[..., Host]
 CHILD = Path(__file__).with_name("adversity_child.py")
 PAGES = 6

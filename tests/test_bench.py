@@ -20,6 +20,8 @@ from gdscache.errors import CapacityError, GdsCacheError, InvalidValueError, IOF
 from gdscache.keys import page_keys
 from gdscache.storage.base import Op
 
+pytestmark = pytest.mark.suite
+
 MIB = 1 << 20
 
 

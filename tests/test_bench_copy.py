@@ -27,6 +27,8 @@ from gdscache.planes import PagedPlanes
 from gdscache.tiers.host_mover import HostMover
 from gdscache.tiers.transfer import Moved
 
+pytestmark = pytest.mark.suite
+
 MIB = 1 << 20
 PLAIN = 50e9  # bytes a second of the plain copies of the stand-in
 RATES = {"auto": 49e9, "staged": 49e9, "zero_copy": 46e9, "copy_engine": 25e9}

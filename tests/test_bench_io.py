@@ -54,6 +54,8 @@ from gdscache.storage import files, open_transport, uring
 from gdscache.storage.base import Op
 from gdscache.storage.posix import PosixTransport
 
+pytestmark = pytest.mark.suite
+
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
 TINY = dataclasses.replace(

@@ -21,6 +21,8 @@ from gdscache.policies import POLICIES
 from gdscache.replay.synthetic import generate, write_trace
 from gdscache.tiers.admission import ADMISSIONS
 
+pytestmark = pytest.mark.suite
+
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gdscache", "bench", "policy", *map(str, arguments)]

@@ -22,6 +22,8 @@ from gdscache.bench.ttft_client import EngineClient
 from gdscache.bench.ttft_report import TTFT_SCHEMA, verdicts
 from gdscache.errors import InvalidValueError, IOFailedError
 
+pytestmark = pytest.mark.suite
+
 SMALL = dataclasses.replace(Settings.of("quick", "cpu"), prompts=(96,), page_tokens=8, block_tokens=8, repeat=1)
 KEYS = [
     "schema", "machine", "settings", "complete", "interrupted", "left", "model", "cells", "waits", "cannot", "failed",

@@ -862,6 +862,7 @@ TestAgainstADict = Against.TestCase
 TestAgainstADict.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 
 
+@pytest.mark.suite
 def test_the_benchmark_measures_what_it_says(tmp_path: Path) -> None:
     said: list[tuple[int, int, str]] = []
     found = bench_index.catalog_recovery(2500, 3, 2, lambda *a: said.append(a), tmp_path)

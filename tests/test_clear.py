@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from helpers import (
+    LONG,
     WAIT,
     Bytes,
     Host,
@@ -119,6 +120,7 @@ class CountedIndex(PageIndex):
         self.free((slot,))
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("cleared", ["everything", "one namespace", "a namespace without pages"])
 def test_the_lock_is_held_for_a_piece_at_a_time(cleared: str) -> None:
     pages, hold = 100_000, Hold()
@@ -428,12 +430,12 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
-@pytest.mark.suite
 @pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("seconds", LONG)
 @pytest.mark.parametrize("seed", range(2))
-def test_nothing_older_than_the_last_clear_is_ever_served(open_engine: OpenEngine, seed: int) -> None:
+def test_nothing_older_than_the_last_clear_is_ever_served(open_engine: OpenEngine, seed: int, seconds: float) -> None:
     engine = open_engine(gpu=24, cpu=10, ssd=40)
-    versions, end, served = Versions(), time.monotonic() + 2.0, [0]
+    versions, end, served = Versions(), time.monotonic() + seconds, [0]
     documents = [prompt(n, pages, extra=1) for n, pages in enumerate((1, 3, 6, 6))]
     planes = [engine.gpu.planes(layer) for layer in range(engine.layout.n_layers)]
 

@@ -20,6 +20,8 @@ from gdscache.errors import TransportUnavailableError
 from gdscache.storage import open_transport, probe, probe_nixl
 from gdscache.storage.probe import ProbeResult
 
+pytestmark = pytest.mark.suite
+
 SECONDS = 60.0  # that a child may take
 
 TRANSPORTS = [

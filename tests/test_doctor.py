@@ -40,6 +40,8 @@ from gdscache.tiers.cuda_mover import CudaMover
 from gdscache.tiers.paths import Calibration, Choice, Rates
 from gdscache.tiers.transfer import open_mover
 
+pytestmark = pytest.mark.suite
+
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128, "page_tokens": 16}  # 64 KiB a layer
 KEY = {"gpu": "H200", "gpu_uuid": "GPU-1", "driver": "13000", "copy_engine": "batch_13", "kernels": "0123456789abcdef"}

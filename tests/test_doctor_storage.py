@@ -46,6 +46,8 @@ from gdscache.slab import slab_name
 from gdscache.storage import uring
 from gdscache.storage.posix import PosixTransport
 
+pytestmark = pytest.mark.suite
+
 MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128}
 NO_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 

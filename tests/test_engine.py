@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import (
     EXTRA,
+    LONG,
     MHA,
     MLA,
     WAIT,
@@ -730,12 +731,12 @@ def test_stats_are_plain_data(open_engine: Open) -> None:
 # -- many threads ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.suite
-def test_many_threads_at_once(open_engine: Open, device: str) -> None:
+@pytest.mark.parametrize("seconds", LONG)
+def test_many_threads_at_once(open_engine: Open, device: str, seconds: float) -> None:
     engine = open_engine(device=device, gpu=24, cpu=5, ssd=14, bounce=4)
     trunk = prompt(0, 2)
     prompts = [trunk + prompt(seed, 1 + seed % 3, extra=seed % 4) for seed in range(8)]
-    end = time.monotonic() + (60 if os.environ.get("GDSCACHE_SOAK") == "1" else 3)
+    end = time.monotonic() + seconds
     failures: list[BaseException] = []
     done = [0] * 6
 
@@ -779,7 +780,7 @@ def test_many_threads_at_once(open_engine: Open, device: str) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(3 * WAIT)
     if failures:
         raise failures[0]
     assert min(done) > 0

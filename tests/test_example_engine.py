@@ -36,6 +36,8 @@ from gdscache.errors import DeadlineError, PoolFullError, TokensError
 from gdscache.storage.base import Op
 from gdscache.streams import Fence
 
+pytestmark = pytest.mark.suite
+
 ROOT = Path(__file__).parents[1]
 PAGE, BLOCK, CHUNK, NEW, VOCAB = 8, 4, 16, 6, 61
 FAULTY = "faulty:FaultyTransport"

@@ -57,12 +57,14 @@ def test_quickstart(device: str, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.suite
 def test_quickstart_keeps_a_directory_that_is_given(tmp_path: Path) -> None:
     kept = str(tmp_path / "kept")
     for cached in (0, 96):
         assert f"first engine: {cached} of 100" in example("cpu", tmp_path, "quickstart", kept)
 
 
+@pytest.mark.suite
 def test_transformers_generate(device: str, tmp_path: Path) -> None:
     lines = example(device, tmp_path, "transformers_generate").splitlines()
     assert lines[-1] == "same tokens as without the cache: yes"
@@ -79,6 +81,7 @@ def test_attach_engine(device: str, tmp_path: Path) -> None:
     assert lines[-1] == "every row was the one that the model computes"
 
 
+@pytest.mark.suite
 def test_gds_throughput(device: str, tmp_path: Path) -> None:
     lines = example(device, tmp_path, "gds_throughput", "--mib", "16", "--threads", "4").splitlines()
     first = re.fullmatch(r"posix, cpu: read ([\d.]+), write ([\d.]+) GB/s, (.*) the page cache; .* 0 and 0", lines[0])
@@ -95,6 +98,7 @@ def test_gds_throughput(device: str, tmp_path: Path) -> None:
     assert (lines[-1] == "GPUDirect Storage: no") or device == "cuda"
 
 
+@pytest.mark.suite
 def test_gds_that_is_required_is_not_made_up(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -112,6 +116,7 @@ def test_gds_that_is_required_is_not_made_up(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.suite
 def test_demo(device: str, tmp_path: Path) -> None:
     output = example(device, tmp_path, "demo", "--quick", "--json", "demo.json")
     assert output.splitlines()[-1] == "same tokens as without the cache: yes"
@@ -134,6 +139,7 @@ def test_demo(device: str, tmp_path: Path) -> None:
         assert row["first_token_seconds"] > 0
 
 
+@pytest.mark.suite
 def test_the_demo_compares_before_it_says_yes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     demo = load_demo(monkeypatch)
     plain = {"request": [0, 0], "phase": "no cache", "seconds": 1.0, "answer": [1, 2, 3]}

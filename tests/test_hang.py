@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from faulty import PLAN, Fault
 from helpers import (
+    LONG,
     WAIT,
     Host,
     drop_from,
@@ -729,15 +730,15 @@ def test_close_does_not_wait_for_a_catalogue_on_a_device_that_hangs(
 # -- everything at once -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.suite
+@pytest.mark.parametrize("seconds", LONG)
 @pytest.mark.parametrize("cpu", [None, 12])
-def test_many_threads_while_io_hangs_now_and_then(open_host: OpenHost, cpu: int | None) -> None:
+def test_many_threads_while_io_hangs_now_and_then(open_host: OpenHost, cpu: int | None, seconds: float) -> None:
     """No wrong byte, no lost slot, no wait without end, whatever hangs and for how long."""
     options = {"load": {"deadline": 0.05, "threads": 4}, "store": {"deadline": 0.1}}
     host = open_host(cpu=cpu, bounce=32, ssd=24, blocks=64, transport=FAULTY, **options)
     engine, layout = host.engine, host.layout
     prompts = [prompt(seed, 1 + seed % 4) for seed in range(12)]
-    stop = time.monotonic() + 4
+    stop = time.monotonic() + seconds
     failures: list[Exception] = []
     loaded = [0] * 4
 

@@ -315,6 +315,7 @@ def test_without_a_usable_home_it_is_a_private_directory(
     assert not (tmp_path / "~").exists()
 
 
+@pytest.mark.suite
 def test_a_home_of_another_user_is_no_usable_home() -> None:
     """By a process that gives its rights away: root may write anywhere."""
     script = f"""
@@ -434,6 +435,7 @@ def test_without_a_temporary_directory_there_are_no_kernels(
     assert "CUPY_CACHE_DIR" in caught.value.hint
 
 
+@pytest.mark.suite
 def test_cupy_itself_can_be_imported_without_a_home(tmp_path: Path) -> None:
     directory = runpy.run_path(str(ROOT / "tools" / "install_gpu.py"))["nvrtc_directory"](13)
     if importlib.util.find_spec("cupy") is None and not directory.is_dir():

@@ -25,6 +25,8 @@ import pytest
 import gdscache.kernels
 from gdscache.kernels import jit
 
+pytestmark = pytest.mark.suite
+
 TESTS = Path(__file__).parent
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 MAJORS = (12, 13)

@@ -37,6 +37,7 @@ def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab, "STRETCH_BYTES", STRETCH)
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("setup", SETUPS)
 def test_seventy_five_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
     _loop(tmp_path, setup, 15, record_property)

@@ -87,6 +87,7 @@ print(gdscache.config.load_config(sys.argv[2]).model.layout().extent_bytes)
     assert (done.stdout.strip(), done.stderr) == (str(8 << 20), "")
 
 
+@pytest.mark.suite
 def test_no_module_imports_an_optional_library_when_it_is_imported() -> None:
     # The integrations are the modules that one imports in order to get such a library.
     modules = [

@@ -28,6 +28,8 @@ from gdscache.replay.simulate import infinite
 from gdscache.replay.tier_setup import Asked
 from gdscache.replay.workload import Workload, expand
 
+pytestmark = pytest.mark.suite
+
 PAGE = 4096  # bytes
 GEOMETRY = Asked(page_bytes=str(PAGE), eviction=("lru",))
 MACHINE = Machine(ssd_read=1e9, ssd_write=1e9, link=10e9, prefill=1000.0)

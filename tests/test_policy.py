@@ -131,6 +131,7 @@ def test_a_policy_is_its_model(new: Callable[[], EvictionPolicy], slow: Callable
     )
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_is_its_model_in_a_long_run(policy: str, seed: int) -> None:

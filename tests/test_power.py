@@ -69,6 +69,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("setup", SETUPS)
 def test_three_hundred_losses_of_power(folder: Path, setup: str, record_property: Any) -> None:
     _losses(folder, setup, 1, 50, record_property)
@@ -126,6 +127,7 @@ FOUND_IN = {
 TAPES, CUTS = 6, 60
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mistake_is_found(folder: Path, mutation: str) -> None:
     setup, loss = FOUND_IN[mutation]
@@ -142,6 +144,7 @@ def test_a_mistake_is_found(folder: Path, mutation: str) -> None:
     pytest.fail(f"of {TAPES * CUTS} losses of power: {losses}")
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize(
     ("durability", "transport"), [("process", RECORDING), ("power", FORGETFUL)], ids=["process", "forgotten"]
 )

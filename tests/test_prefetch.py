@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from faulty import PLAN, Fault
-from helpers import WAIT, Host, drop_from, make_config, prompt, quiet, run, settle, tokens_of, until
+from helpers import LONG, WAIT, Host, drop_from, make_config, prompt, quiet, run, settle, tokens_of, until
 
 from gdscache import CacheEngine, Prefetch, PrefetchEnd
 from gdscache.errors import DeadlineError, EngineClosedError
@@ -633,9 +633,9 @@ def test_without_both_tiers_there_is_nothing_to_bring(open_host: OpenHost, cpu: 
     assert threads() == []
 
 
-@pytest.mark.suite
+@pytest.mark.parametrize("seconds", LONG)
 @pytest.mark.parametrize("transport", ["faulty:FaultyMerging", "faulty:FaultyUring"])
-def test_many_threads_prefetch_load_cancel_and_clear(open_host: OpenHost, transport: str) -> None:
+def test_many_threads_prefetch_load_cancel_and_clear(open_host: OpenHost, transport: str, seconds: float) -> None:
     host = slow_host(
         open_host,
         transport=transport,
@@ -644,7 +644,7 @@ def test_many_threads_prefetch_load_cancel_and_clear(open_host: OpenHost, transp
         blocks=128,
         prefetch={"chunk": 2 * EXTENT, "concurrent": 2, "quota": 0.4, "queue": 4},
     )
-    engine, failures, end = host.engine, [], time.monotonic() + 3
+    engine, failures, end = host.engine, [], time.monotonic() + seconds
     prompts = [prompt(seed, 6) for seed in range(5)]
     limit = prefetch_stats(engine)["quota_pages"]
     assert limit == 4
@@ -685,7 +685,7 @@ def test_many_threads_prefetch_load_cancel_and_clear(open_host: OpenHost, transp
         for worker in workers:
             worker.start()
         for worker in workers:
-            worker.join(60)
+            worker.join(3 * WAIT)
     if failures:
         raise failures[0]
     until(lambda: prefetch_stats(engine)["under_way"] == 0, "prefetches end")

@@ -461,6 +461,7 @@ def test_the_table_names_every_run(gdscache, trace: Path) -> None:
     assert "0.2222" in out
 
 
+@pytest.mark.suite
 def test_a_plot_is_drawn(gdscache, trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     drawn = tmp_path / "hits.svg"

@@ -23,6 +23,8 @@ from gdscache.replay.tier_setup import Asked, Setup, setups
 from gdscache.replay.trace import Request, read_trace
 from gdscache.replay.workload import Workload, expand
 
+pytestmark = pytest.mark.suite
+
 TRACE = os.environ.get("GDSCACHE_CONVERSATION_TRACE")
 REQUESTS = 2_000
 

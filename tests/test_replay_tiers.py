@@ -32,6 +32,8 @@ from gdscache.replay.traffic import Found, Outcome, Traffic
 from gdscache.replay.workload import Workload, expand
 from gdscache.storage import workers
 
+pytestmark = pytest.mark.suite
+
 TRACE = os.environ.get("GDSCACHE_CONVERSATION_TRACE")
 PAGE = 4096  # bytes; 512 tokens of 8
 INSTANT = Machine()

@@ -29,6 +29,8 @@ from gdscache.storage import IORequest, Op, Transport, open_transport
 from gdscache.storage.posix import PosixTransport
 from gdscache.testing.faults import ExtentPart, Fault, FaultPlan, FaultRule, FaultyTransport, faulty
 
+pytestmark = pytest.mark.suite
+
 ROOT = Path(__file__).parents[1]
 SIZE = 4 * SECTOR  # of a request here
 COUNT = 16

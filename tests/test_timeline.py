@@ -772,6 +772,7 @@ def test_the_command(gdscache: Callable[..., tuple[int, str]], served_trace: Pat
     assert json.loads(text) == summary(read_trace_file(served_trace).of_load(1))
 
 
+@pytest.mark.suite
 def test_the_plot(gdscache: Callable[..., tuple[int, str]], served_trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     for name in ("t.png", "t.svg"):

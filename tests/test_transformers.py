@@ -244,6 +244,7 @@ def test_the_answer_is_the_same_from_every_tier(kind: str, device: str, dtype: s
     assert {got["prefix"] for got in (from_gpu, from_cpu, from_ssd)} == {first["pages"][5]}
 
 
+@pytest.mark.suite
 def test_the_answer_is_the_same_in_another_process(device: str, tmp_path: Path) -> None:
     jobs, first = [], {}
     for kind in CONFIGS:

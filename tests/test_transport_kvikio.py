@@ -33,6 +33,7 @@ def slab(tmp_path: Path) -> Path:
 # kvikio on a machine without a driver, and on a GPU.
 
 
+@pytest.mark.suite
 def test_kvikio_host_path_with_a_stand_in_driver(tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if importlib.util.find_spec("kvikio") is None:

@@ -14,7 +14,7 @@ import pytest
 from gdscache.bench import io, io_trial
 from gdscache.bench.io_cells import BY_NAME, OPS, Settings
 
-pytestmark = pytest.mark.throughput
+pytestmark = [pytest.mark.throughput, pytest.mark.suite]
 
 FLOOR = 0.1  # of the bare loop: the best round of requests of 1 MiB, sixteen in flight
 
