@@ -126,9 +126,10 @@ class PageIndex(EvictablePages):
         slots: npt.NDArray[np.int64],
         order: npt.NDArray[np.int64],
         retentions: Mapping[int, Retention] = NO_RETENTIONS,
+        above: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """As `PageTable.restore`; all other slots are free."""
-        super().restore(keys, parents, digests, namespaces, slots, order, retentions)
+        super().restore(keys, parents, digests, namespaces, slots, order, retentions, above)
         used = np.zeros(self.slots, np.bool_)
         used[slots] = True
         self._free = FreeSlots.beside(used)

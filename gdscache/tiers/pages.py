@@ -206,11 +206,13 @@ class PageTable:
         slots: npt.NDArray[np.int64],
         order: npt.NDArray[np.int64],
         retentions: Mapping[int, Retention] = NO_RETENTIONS,
+        above: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Fill an empty table with visible pages, column by column. Keys differ, and so do slots.
 
         `keys` and `parents` are of dtype V32, `namespaces` positions in `digests`, `order` positions of pages, the
-        least recently used first; `retentions`: by position, where they are not the default.
+        least recently used first; `retentions`: by position, where they are not the default. `above`: the position of
+        each page's parent (-1: not there), where it is known. No page follows itself, not even by way of others.
         """
         names = [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", keys.tobytes())]
         self._resting = dict(zip(names, slots.tolist(), strict=True))
@@ -224,7 +226,7 @@ class PageTable:
         restored[slots] = parents
         self._restored_parents = restored.tobytes()
         follows = np.flatnonzero(differ(parents, np.frombuffer(b"".join(digests), KEY)[namespaces]))
-        above = find(keys, parents[follows])
+        above = find(keys, parents[follows]) if above is None else above[follows]
         counts = np.bincount(slots[above[above >= 0]], minlength=self.slots).astype(np.intc)
         self._children = array("i", counts.tobytes())
         self._orphans = dict(Counter(parents[follows[above < 0]].tolist()))
@@ -249,6 +251,10 @@ class PageTable:
             del self._orphans[parent]
         else:
             self._orphans[parent] -= 1
+
+    def namespace_at(self, slot: int) -> bytes:
+        """The namespace of the page in a slot that has one."""
+        return self._namespaces[slot]
 
     # -- a page's row -------------------------------------------------------------------------------------------------
 
