@@ -146,7 +146,8 @@ class PageIndex(EvictablePages):
         entry.dropped = True
         del self._entries[entry.key]
         self._dirty.discard(entry.slot)
-        self._unlink(entry.key, entry.parent, entry.namespace, entry.slot)
+        # By its row: whoever asked for the page may have named it otherwise than a damaged row does.
+        self._unlink(entry.key, self._parent_at(entry.slot), self._namespaces[entry.slot], entry.slot)
         if self._forget is not None and entry.state is not PENDING:
             self._forget(entry.slot)
         if entry.leases:

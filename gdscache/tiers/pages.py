@@ -278,7 +278,7 @@ class PageTable:
         """Count followers anew. `pages`: all that there are."""
         self._orders.settle()
         slots = {e.key: e.slot for e in pages}
-        counts = Counter(e.parent for e in pages if e.parent != e.namespace)
+        counts = Counter(self._followed(pages))
         self._children = array("i", bytes(4 * self.slots))
         for key in slots.keys() & counts.keys():
             self._children[slots[key]] = counts.pop(key)
@@ -287,11 +287,18 @@ class PageTable:
             if not self._children[slot]:
                 self._orders.hasten(key)
 
+    def _followed(self, pages: Collection[Entry]) -> Iterator[bytes]:
+        """The keys of the pages that `pages` follow, by their rows, one for each that follows any."""
+        for entry in pages:
+            parent = self._parent_at(entry.slot)
+            if parent != self._namespaces[entry.slot]:
+                yield parent
+
     def _disagreements(self, pages: Collection[Entry]) -> list[str]:
         """What the columns say otherwise than `pages`, all that there are."""
         problems = self._orders.check({e.key: e.retention for e in pages})
         counted = {e.key: self._children[e.slot] for e in pages if self._children[e.slot]} | self._orphans
-        if Counter(e.parent for e in pages if e.parent != e.namespace) != counted:
+        if Counter(self._followed(pages)) != counted:
             problems.append("pages that follow others are miscounted")
         wrong = [e for e in self._entries.values() if e.leases < 0 or e.dropped or e.key in self._resting]
         return problems + [f"page {e.key.hex()[:16]} has {e.leases} leases, dropped={e.dropped}" for e in wrong]
