@@ -343,7 +343,7 @@ class SsdTier(Tier):
         damaged = self._check_slab(lock, fix=fix)
         with self._commit_lock:
             try:
-                rows, kept = self._catalog.rows(), self._catalog.retentions()
+                rows, kept = self._catalog.rows(), _in_range(self._catalog.retentions())
             except IOFailedError as error:
                 return [*damaged, error.message]
             with lock:
@@ -445,6 +445,11 @@ def _retentions(found: Recovered) -> dict[int, Retention]:
         if retention != DEFAULT:
             kept[position] = same.setdefault(retention, retention)
     return kept
+
+
+def _in_range(kept: Mapping[int, tuple[int, float | None]]) -> dict[int, tuple[int, float | None]]:
+    """Retentions of the catalogue, with a priority that a page can have."""
+    return {slot: (min(max(priority, LOWEST), HIGHEST), expires) for slot, (priority, expires) in kept.items()}
 
 
 def _kept(retention: Retention) -> tuple[int, float | None]:
