@@ -77,7 +77,7 @@ def test_no_page_is_read(older: Path, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"catalog.sqlite"}
 
 
-@pytest.mark.parametrize("version", [2, 4])
+@pytest.mark.parametrize("version", [pytest.param(2, marks=pytest.mark.suite), 4])
 def test_a_directory_of_several_is_converted_too(tmp_path: Path, version: int) -> None:
     config = ssd_config(tmp_path / "first", 24)
     config["ssd"]["stripes"] = [str(tmp_path / "second")]
