@@ -22,8 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache import catalog_file
+from gdscache.catalog_conversion import convert
 from gdscache.catalog_file import CorruptCatalogError
-from gdscache.catalog_recovery import Recovered, delete_pages, namespaces_by_id, scan
+from gdscache.catalog_names import descriptions, prune
+from gdscache.catalog_recovery import LAST_MILLISECOND, Recovered, delete_pages, scan
+from gdscache.checksum import MOST_SUMS
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, SlotRangeError
 
 __all__ = ["Catalog", "Durability", "PageRecord", "Recovered"]
@@ -34,17 +37,19 @@ Durability = Literal["process", "power"]
 
 LOOKUP_SLOTS = 256  # slots a query while reading checksums
 SHORTEST_STRETCH = 8  # slots in a row that are worth a query of their own
-PRUNE_NAMESPACES = 1024  # so many namespaces are kept before unused ones are looked for
+PRUNE_NAMESPACES = 1024  # so many new ones are written before unused ones are looked for
 NOTHING: Mapping[int, tuple[int, float | None]] = {}
-STRETCH = "SELECT slot, sums FROM checksums WHERE slot BETWEEN ? AND ?"
-LOOKUP = f"SELECT slot, sums FROM checksums WHERE slot IN ({', '.join('?' * LOOKUP_SLOTS)})"
+# What is not of a whole page's size is not read: it can be as large as a file can be.
+WHOLE_SUMS = f"typeof(sums) = 'blob' AND length(sums) % 8 = 0 AND length(sums) <= {MOST_SUMS * 8}"
+STRETCH = f"SELECT slot, sums FROM checksums WHERE slot BETWEEN ? AND ? AND {WHOLE_SUMS}"
+LOOKUP = f"SELECT slot, sums FROM checksums WHERE slot IN ({', '.join('?' * LOOKUP_SLOTS)}) AND {WHOLE_SUMS}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PageRecord:
     """One page in one slot. `key`, `parent` and `namespace` are 32 bytes each; the parent of a first page is the
-    namespace. `length` is the page's bytes without padding; `checksums` is uint64 of shape (layers,). `expires`:
-    seconds since the epoch, kept in whole milliseconds (rounded down); None: never."""
+    namespace. `length` is the page's bytes without padding; `checksums` is uint64 of shape (layers,), bound to the key
+    (`checksum.bound`). `expires`: seconds since the epoch, kept in whole milliseconds (rounded down); None: never."""
 
     slot: int
     key: bytes
@@ -74,7 +79,6 @@ class Catalog:
         self._writer: sqlite3.Connection | None = None
         self._reader: sqlite3.Connection | None = None
         self._namespace_ids: dict[bytes, int] = {}
-        self._prune_at = PRUNE_NAMESPACES
         self._set_aside: Path | None = None
 
     @classmethod
@@ -99,14 +103,14 @@ class Catalog:
         (seconds since the epoch), is deleted.
 
         Call it once, after `open` and before anything else. `slots` is how many leading slots have their bytes
-        (`Slab.valid_slots`). Namespaces without pages are forgotten. Checksums stay on disk.
+        (`Slab.valid_slots`). Namespaces without pages are forgotten, some thousands a call. Checksums stay on disk.
         """
         with self._write_lock:
             try:
                 with catalog_file.sqlite_errors(self.path, "read"):
                     with self._transaction() as writer:
                         recovered = scan(writer, slots, self._extent_bytes, self._set_aside, now)
-                    self._namespace_ids = _namespace_ids(self._connection(self._writer))
+                    self._namespace_ids = {}
                     return recovered
             except CorruptCatalogError as error:
                 self._close_connections()
@@ -156,27 +160,23 @@ class Catalog:
                 raise SlotRangeError(f"a slot that still has a page was written: {error}", "delete it first") from error
 
     def checksums(self, slots: Sequence[int]) -> list[npt.NDArray[np.uint64] | None]:
-        """Checksums of the pages in `slots`, uint64 of shape (layers,) each; None where the catalogue has none."""
+        """What is stored for `slots`, bound to whatever keys: uint64 of shape (layers,) each; None where there is
+        nothing that can be checksums."""
         found = {
-            slot: np.frombuffer(sums, "<u8").astype(np.uint64, copy=False)
-            for slot, sums in self._checksum_blobs(slots)
-            if isinstance(sums, bytes) and len(sums) % 8 == 0
+            slot: np.frombuffer(sums, "<u8").astype(np.uint64, copy=False) for slot, sums in self._checksum_blobs(slots)
         }
         return [found.get(slot) for slot in slots]
 
     def checksum_rows(self, slots: Sequence[int], layers: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """The slots among `slots` with checksums of `layers` layers, and these, uint64 of shape (found, layers)."""
-        whole = [
-            (slot, sums)
-            for slot, sums in self._checksum_blobs(slots)
-            if isinstance(sums, bytes) and len(sums) == 8 * layers
-        ]
+        """The slots among `slots` with checksums of `layers` layers, and these as they are stored, bound to whatever
+        keys: uint64 of shape (found, layers)."""
+        whole = [(slot, sums) for slot, sums in self._checksum_blobs(slots) if len(sums) == 8 * layers]
         found = np.array([slot for slot, _ in whole], dtype=np.int64)
         values = np.frombuffer(b"".join(sums for _, sums in whole), "<u8").astype(np.uint64, copy=False)
         return found, values.reshape(len(whole), layers)
 
     def _checksum_blobs(self, slots: Sequence[int]) -> list[tuple[int, bytes]]:
-        """(slot, what the catalogue has for it). Slots in a row are read with one query, the others many with one."""
+        """(slot, what can be its checksums). Slots in a row are read with one query, the others many with one."""
         rows: list[tuple[int, bytes]] = []
         ordered = np.asarray(slots, dtype=np.int64)
         if (np.diff(ordered) <= 0).any():
@@ -205,9 +205,9 @@ class Catalog:
     def namespaces(self) -> dict[bytes, dict[str, object]]:
         """Digest → description (empty where none was given) of the namespaces that the catalogue knows."""
         with self._read_lock, self._in_use("read"):
-            rows = self._connection(self._reader).execute("SELECT digest, description FROM namespaces").fetchall()
+            rows = list(descriptions(self._connection(self._reader)))
         try:
-            return {digest: json.loads(text) for digest, text in rows}
+            return {digest: json.loads(text or b"{}") for _, digest, text in rows}
         except (TypeError, ValueError) as error:
             raise IOFailedError(f"{self.path}: a namespace's description is damaged: {error}") from error
 
@@ -245,8 +245,9 @@ class Catalog:
             opened = catalog_file.open_writer(self.path, self._extent_bytes, self._synchronous)
             writer = undo.enter_context(contextlib.closing(opened))
             reader = undo.enter_context(contextlib.closing(catalog_file.open_reader(self.path)))
-            with catalog_file.sqlite_errors(self.path, "read"):
-                self._namespace_ids = _namespace_ids(writer)
+            with catalog_file.sqlite_errors(self.path, "written"):
+                convert(writer, self.path)
+            self._namespace_ids = {}
             undo.pop_all()
         self._writer, self._reader = writer, reader
 
@@ -291,12 +292,11 @@ class Catalog:
         known = self._namespace_ids
         if digests <= known.keys():
             return known
-        if len(known) + len(digests) > self._prune_at:
-            writer.execute("DELETE FROM namespaces WHERE id NOT IN (SELECT namespace FROM pages)")
-            known = _namespace_ids(writer)
-            self._prune_at = max(PRUNE_NAMESPACES, 2 * len(known))
+        if len(known) + len(digests) > PRUNE_NAMESPACES:
+            prune(writer, {namespace for (namespace,) in writer.execute("SELECT DISTINCT namespace FROM pages")})
+            known = {}
         new = [(digest,) for digest in digests - known.keys()]
-        writer.executemany("INSERT INTO namespaces(digest, description) VALUES (?, '{}')", new)
+        writer.executemany("INSERT OR IGNORE INTO namespaces(digest, description) VALUES (?, '{}')", new)
         find = "SELECT id FROM namespaces WHERE digest = ?"
         return known | {row[0]: writer.execute(find, row).fetchone()[0] for row in new}
 
@@ -307,12 +307,12 @@ def _retain(writer: sqlite3.Connection, retain: Mapping[int, tuple[int, float | 
     writer.executemany(
         "INSERT OR REPLACE INTO retention(slot, priority, expires) SELECT slot, ?, ? FROM pages WHERE slot = ?",
         [
-            (int(priority), None if expires is None else math.floor(expires * 1000), int(slot))
+            (int(priority), None if expires is None else _milliseconds(expires), int(slot))
             for slot, (priority, expires) in retain.items()
             if priority or expires is not None
         ],
     )
 
 
-def _namespace_ids(connection: sqlite3.Connection) -> dict[bytes, int]:
-    return {digest: name for name, digest in namespaces_by_id(connection).items()}
+def _milliseconds(seconds: float) -> int:
+    return math.floor(min(max(seconds * 1000, 0), LAST_MILLISECOND))

@@ -12,14 +12,16 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from gdscache.checksum import HEAD_GROUPS
 from gdscache.errors import CatalogVersionError, ExtentSizeError, IOFailedError, NotARegularFileError, StripeError
 
 log = logging.getLogger("gdscache.catalog")
 
-FORMAT_VERSION = 3
-STRIPED_VERSION = 4  # of a directory whose slab lies over several
-UPGRADED = {1: FORMAT_VERSION, 2: STRIPED_VERSION}  # older versions, which lack the tables of `ADDED`
-STRIPE_NAME = "stripe.json"  # is there when it does
+FORMAT_VERSION = 5
+OLDER = (1, 2, 3, 4)  # versions that are converted to this one
+STRIPED_BEFORE = (2, 4)  # those of them that were of a slab over several directories
+LACKING = {1: ("retention",), 2: ("retention",)}  # tables that an older version does not have
+STRIPE_NAME = "stripe.json"  # is there where a slab lies over several directories
 CATALOG_NAME = "catalog.sqlite"
 NEW_NAME = "catalog.new"
 SUSPECT_NAME = "catalog.suspect"
@@ -30,6 +32,8 @@ FILE_MODE = 0o600
 QUICK_CHECK_BYTES = 16 << 20  # larger catalogues are not walked at open: recovering reads every row anyway
 WAL_PAGES = 4096  # checkpoint after 16 MiB of log
 WAL_BYTES = 64 << 20  # what is left of a larger log is cut after a checkpoint
+META_ROWS, META_LENGTH = 64, 200  # more rows, or longer values, are no `meta`
+VALUE_BYTES = 16 << 20  # SQLite refuses to read or write a larger value or row
 
 SCHEMA = {
     # Every version of the format keeps `meta` as it is: it is read to learn the version.
@@ -42,7 +46,6 @@ SCHEMA = {
     "checksums": "CREATE TABLE checksums(slot INTEGER PRIMARY KEY, sums BLOB)",
     "retention": "CREATE TABLE retention(slot INTEGER PRIMARY KEY, priority INTEGER, expires INTEGER)",
 }
-ADDED = ("retention",)
 
 
 class CorruptCatalogError(Exception):
@@ -68,7 +71,7 @@ def sqlite_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Connection:
-    """The writing connection to a checked catalogue, made if it is missing, brought to this version if it is older.
+    """The writing connection to a checked catalogue, made if it is missing; of this version or one of `OLDER`.
 
     Raises `CatalogVersionError`, `ExtentSizeError`, `NotARegularFileError`, `IOFailedError`, `CorruptCatalogError`.
     """
@@ -78,7 +81,7 @@ def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Conn
         raise CorruptCatalogError(f"{path} was found corrupt while it was in use")
     with sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
         writer = undo.enter_context(contextlib.closing(_connect(path)))
-        version = check(writer, path, extent_bytes)
+        check(writer, path, extent_bytes)
         mode = writer.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise IOFailedError(
@@ -88,9 +91,6 @@ def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Conn
         writer.execute(f"PRAGMA synchronous = {synchronous}")
         writer.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
         writer.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
-        if version in UPGRADED:
-            _upgrade(writer, UPGRADED[version])
-            log.info("%s: brought from format version %d to %d", path, version, UPGRADED[version])
         undo.pop_all()
         return writer
 
@@ -142,7 +142,13 @@ def _create(path: Path, extent_bytes: int) -> None:
     """Make an empty catalogue under another name first: `path` is there with all its tables, or not at all."""
     new = path.with_name(NEW_NAME)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    meta = [("format_version", _version(path)), ("extent_bytes", extent_bytes), ("created", created)]
+    meta = [
+        ("format_version", FORMAT_VERSION),
+        ("extent_bytes", extent_bytes),
+        ("head_groups", HEAD_GROUPS),
+        ("striped", int(_striped(path))),
+        ("created", created),
+    ]
     with _os_errors(path, "made"):
         new.unlink(missing_ok=True)
         os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
@@ -167,16 +173,8 @@ def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA cell_size_check = ON")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, VALUE_BYTES)
     return connection
-
-
-def _upgrade(writer: sqlite3.Connection, version: int) -> None:
-    """Add what an older version lacks, in one transaction: a kill leaves the one or the other."""
-    with writer:
-        writer.execute("BEGIN IMMEDIATE")
-        for name in ADDED:
-            writer.execute(SCHEMA[name])
-        writer.execute("UPDATE meta SET value = ? WHERE name = 'format_version'", (version,))
 
 
 def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> int:
@@ -188,24 +186,31 @@ def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> int:
     tables = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE substr(name, 1, 7) <> 'sqlite_'"))
     if tables.get("meta") != SCHEMA["meta"]:
         raise CorruptCatalogError(f"{path} is not a catalogue: its tables are {sorted(tables)}")
-    meta = dict(connection.execute("SELECT name, value FROM meta"))
+    meta = integers(connection)
     version, extent = meta.get("format_version"), meta.get("extent_bytes")
-    if not isinstance(version, int):
-        raise CorruptCatalogError(f"{path} is not a catalogue: its format_version is {version!r}")
-    current = UPGRADED.get(version, version)
-    if current == STRIPED_VERSION != _version(path):
-        raise StripeError(
-            f"{path.parent} is one of several directories that a cache lies over, but its {STRIPE_NAME} is missing",
-            f"put it back, or start empty: rm -r {path.parent} and the others",
-        )
-    if current != _version(path):
+    if version is None:
+        raise CorruptCatalogError(f"{path} is not a catalogue: it has no format_version")
+    if version != FORMAT_VERSION and version not in OLDER:
         raise CatalogVersionError(
-            f"{path} has format version {version}; this gdscache reads version {_version(path)}",
+            f"{path} has format version {version}; this gdscache reads version {FORMAT_VERSION}",
             f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
         )
-    wanted = {name: sql for name, sql in SCHEMA.items() if version == current or name not in ADDED}
-    if tables != wanted or not isinstance(extent, int):
+    if version == FORMAT_VERSION and meta.get("head_groups", HEAD_GROUPS) != HEAD_GROUPS:
+        raise CatalogVersionError(
+            f"{path} has checksums of {meta['head_groups']} head groups a layer; this gdscache reads {HEAD_GROUPS}",
+            f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
+        )
+    needed = {"extent_bytes", "head_groups", "striped"} if version == FORMAT_VERSION else {"extent_bytes"}
+    wanted = {name: sql for name, sql in SCHEMA.items() if name not in LACKING.get(version, ())}
+    if tables != wanted or needed - meta.keys() or extent is None:
         raise CorruptCatalogError(f"{path} does not have the tables of format version {version}")
+    striped = meta["striped"] != 0 if version == FORMAT_VERSION else version in STRIPED_BEFORE
+    if striped != _striped(path):
+        which = "missing" if striped else "beside it, and it is the catalogue of a single directory"
+        raise StripeError(
+            f"{path} does not belong to {path.parent} as it is: {STRIPE_NAME} is {which}",
+            f"{'put it back' if striped else 'move it away'}, or start empty: rm -r {path.parent} and the others",
+        )
     if extent != extent_bytes:
         raise ExtentSizeError(
             f"{path.parent} holds extents of {extent:,} bytes, and the model's pages need {extent_bytes:,}",
@@ -214,9 +219,20 @@ def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> int:
     return version
 
 
-def _version(path: Path) -> int:
-    """The version of the format that the catalogue at `path` must have."""
-    return STRIPED_VERSION if os.path.lexists(path.with_name(STRIPE_NAME)) else FORMAT_VERSION
+def integers(connection: sqlite3.Connection) -> dict[str, int]:
+    """The integers of `meta`, by name. Raises `CorruptCatalogError` where it has more or longer values than it can."""
+    rows = connection.execute(
+        "SELECT name, value FROM meta WHERE length(name) <= ? AND ifnull(length(value), 0) <= ? LIMIT ?",
+        (META_LENGTH, META_LENGTH, META_ROWS),
+    ).fetchall()
+    if len(rows) != connection.execute("SELECT count(*) FROM meta").fetchone()[0]:
+        raise CorruptCatalogError("it is not a catalogue: its table meta has more in it than a catalogue's")
+    return {name: value for name, value in rows if isinstance(value, int)}
+
+
+def _striped(path: Path) -> bool:
+    """Whether the catalogue at `path` must be of a slab over several directories."""
+    return os.path.lexists(path.with_name(STRIPE_NAME))
 
 
 @contextlib.contextmanager

@@ -14,9 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.catalog_file import CorruptCatalogError
+from gdscache.catalog_names import namespaces_by_id, tidy
 from gdscache.keys import KEY_BYTES
+from gdscache.tiers.key_columns import find
 
 SCAN_SLOTS = 1 << 15  # slots a query: a few MiB of keys at a time
+LAST_MILLISECOND = 1 << 53  # since the epoch; a later end than that is none
 
 WHOLE_ROW = (
     f"typeof(key) = 'blob' AND length(key) = {KEY_BYTES} AND typeof(parent) = 'blob' AND length(parent) = {KEY_BYTES} "
@@ -32,13 +35,17 @@ SCAN = (
     f"FROM pages WHERE slot >= ? AND slot < ? AND {WHOLE_ROW}"
 )
 # The same for the rows of one namespace and length, which are most often all of them. No text or number is greater than
-# a blob, so the comparisons with x'' ask for the type at a fifth of what typeof() costs.
+# a blob, so the comparisons with x'' ask for the type at a fifth of what typeof() costs. They read what they compare:
+# where that is larger than SQLite may read, `SCAN` finds the rows, which reads what has the right type and size.
 UNIFORM = (
     f"SELECT {JOINED}, count(*) FROM pages WHERE slot >= ? AND slot < ? AND namespace = ? AND length = ? "
     f"AND key >= x'' AND parent >= x'' AND length(key) = {KEY_BYTES} AND length(parent) = {KEY_BYTES} "
     "AND typeof(recency) = 'integer'"
 )
-WHOLE_RETENTION = "typeof(priority) = 'integer' AND typeof(expires) IN ('integer', 'null')"
+WHOLE_RETENTION = (
+    "typeof(priority) = 'integer' AND typeof(expires) IN ('integer', 'null') "
+    f"AND ifnull(expires, 0) <= {LAST_MILLISECOND}"
+)
 COUNT = "SELECT count(*) FROM pages WHERE slot >= ? AND slot < ?"
 FIRST = f"SELECT namespace, length FROM pages WHERE slot >= ? AND slot < ? AND {WHOLE_ROW} LIMIT 1"
 
@@ -56,9 +63,10 @@ class Recovered:
 
     `keys` and `parents` are of dtype V32, the others int64; `namespaces` are positions in `digests`. `dropped` counts
     the rows that were deleted, by cause: `slot` (outside the slab), `row` (a value of the wrong type or size),
-    `length`, `namespace` (unknown), `expired`, `duplicate` (a key once more; its most recent row stays). `set_aside` is
-    where a corrupt catalogue was moved to.
+    `length`, `namespace` (unknown), `expired`, `duplicate` (a key once more; its most recent row stays), `parent` (the
+    page would follow itself, at once or by way of others). `set_aside` is where a corrupt catalogue was moved to.
 
+    `above` is the position of the page that each one follows; -1 where that is not there.
     `retained` are the positions of pages with a retention of their own, in columns with `priorities` (int64) and
     `expires` (float64, seconds since the epoch; infinite: never).
     """
@@ -70,6 +78,7 @@ class Recovered:
     namespaces: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
     lengths: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
     recency: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
+    above: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
     order: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
     retained: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
     priorities: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
@@ -126,7 +135,7 @@ def scan(
     if len(columns.slots) != writer.execute("SELECT count(*) FROM pages").fetchone()[0]:
         broken = [slot for (slot,) in writer.execute(f"SELECT slot FROM pages WHERE NOT ({WHOLE_ROW})")]
         dropped["row"] = delete_pages(writer, broken)
-    names = namespaces_by_id(writer)
+    names = namespaces_by_id(writer, np.unique(columns.namespaces).tolist())
     retentions = _retentions(writer)
     for cause, some in (("row", retentions.broken), ("expired", retentions.slots[retentions.expires <= now].tolist())):
         if some:
@@ -142,11 +151,17 @@ def scan(
     if len(repeated):
         dropped["duplicate"] = delete_pages(writer, columns.slots[repeated].tolist())
         columns = columns.take(np.delete(np.arange(len(columns.slots)), repeated))
+    above = find(columns.keys, columns.parents)
+    circular = _circular(above)
+    if len(circular):
+        dropped["parent"] = delete_pages(writer, columns.slots[circular].tolist())
+        columns = columns.take(np.delete(np.arange(len(columns.slots)), circular))
+        above = find(columns.keys, columns.parents)
     retained, there = retentions.positions(columns.slots)
     if not there.all():  # of pages that are gone
         writer.execute("DELETE FROM retention WHERE slot NOT IN (SELECT slot FROM pages)")
     used, namespaces = np.unique(columns.namespaces, return_inverse=True)
-    writer.executemany("DELETE FROM namespaces WHERE id = ?", [(n,) for n in names.keys() - set(used.tolist())])
+    tidy(writer, set(used.tolist()))
     return Recovered(
         slots=columns.slots,
         keys=columns.keys,
@@ -155,6 +170,7 @@ def scan(
         namespaces=namespaces,
         lengths=columns.lengths,
         recency=columns.recency,
+        above=above,
         order=_ascending(columns.recency),
         retained=retained,
         priorities=retentions.priorities[there],
@@ -175,12 +191,6 @@ def delete_pages(writer: sqlite3.Connection, slots: Iterable[int]) -> int:
     for table in ("retention", "checksums"):
         writer.executemany(f"DELETE FROM {table} WHERE slot BETWEEN ? AND ?", runs)
     return writer.executemany("DELETE FROM pages WHERE slot BETWEEN ? AND ?", runs).rowcount if runs else 0
-
-
-def namespaces_by_id(connection: sqlite3.Connection) -> dict[int, bytes]:
-    """Id → digest of the namespaces that have a digest of the right size."""
-    rows = connection.execute("SELECT id, digest FROM namespaces")
-    return {name: digest for name, digest in rows if isinstance(digest, bytes) and len(digest) == KEY_BYTES}
 
 
 def _delete_outside(writer: sqlite3.Connection, slots: int) -> int:
@@ -227,7 +237,12 @@ def _read_some(writer: sqlite3.Connection, first: int, end: int) -> tuple[Any, .
     guess = writer.execute(FIRST, (first, end)).fetchone()
     if guess is None:
         return None, None, *[NO_INTEGERS] * 4
-    key, parent, slots, recency, count = writer.execute(UNIFORM, (first, end, *guess)).fetchone()
+    try:
+        key, parent, slots, recency, count = writer.execute(UNIFORM, (first, end, *guess)).fetchone()
+    except sqlite3.DataError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_TOOBIG:
+            raise
+        count = -1
     if count == writer.execute(COUNT, (first, end)).fetchone()[0]:
         namespaces, lengths = (np.full(count, value, np.int64) for value in guess)
         return key, parent, _integers(slots, count), _integers(recency, count), namespaces, lengths
@@ -251,6 +266,20 @@ def _ascending(values: Integers) -> Integers:
     order = np.argsort(values)
     ordered = values[order]
     return np.argsort(values, kind="stable") if (ordered[1:] == ordered[:-1]).any() else order
+
+
+def _circular(above: Integers) -> Integers:
+    """Positions of pages that follow themselves. `above`: the position that each page follows, -1 for none."""
+    count = len(above)
+    if (above < np.arange(count)).all():  # most often pages lie behind what they follow
+        return NO_INTEGERS
+    # As many steps up from everywhere as there are pages, each round twice as many: only circles have no end.
+    ahead = np.append(np.where(above < 0, count, above), count)
+    for _ in range(count.bit_length()):
+        ahead = ahead[ahead]
+        if (ahead == count).all():
+            return NO_INTEGERS
+    return np.unique(ahead[ahead < count])
 
 
 def _repeated(columns: _Columns) -> Integers:

@@ -355,7 +355,6 @@ def test_namespaces_are_described_and_forgotten_with_their_pages(tmp_path: Path)
 def test_namespaces_do_not_grow_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "PRUNE_NAMESPACES", 8)
     with open_catalog(tmp_path) as catalog:
-        catalog._prune_at = 8
         catalog.commit([page(0)], [], {})
         for turn in range(100):  # a tenant each, whose page is evicted by the next one's
             catalog.commit([page(1, turn, namespace=name("tenant", turn))], [1], {})
@@ -370,10 +369,10 @@ def test_namespaces_do_not_grow_without_bound(tmp_path: Path, monkeypatch: pytes
 def test_another_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     fill(tmp_path, 2)
     with raw(tmp_path) as connection:
-        connection.execute("UPDATE meta SET value = 5 WHERE name = 'format_version'")
+        connection.execute("UPDATE meta SET value = 6 WHERE name = 'format_version'")
         connection.execute("ALTER TABLE pages ADD COLUMN colour TEXT")
     before = (tmp_path / "catalog.sqlite").read_bytes()
-    with pytest.raises(CatalogVersionError, match=r"format version 5.*version 3") as caught:
+    with pytest.raises(CatalogVersionError, match=r"format version 6.*version 5") as caught:
         open_catalog(tmp_path)
     assert "rm -r" in caught.value.hint
     assert (tmp_path / "catalog.sqlite").read_bytes() == before

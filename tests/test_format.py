@@ -19,10 +19,12 @@ import xxhash
 
 from gdscache import catalog_file
 from gdscache.catalog import Catalog, PageRecord
-from gdscache.checksum import first_bad_layer, layer_checksums
+from gdscache.catalog_conversion import convert
+from gdscache.checksum import bound, first_bad_layer, layer_checksums, unbound
 from gdscache.directory import CacheDirectory
-from gdscache.errors import ExtentSizeError
+from gdscache.errors import CatalogVersionError, ExtentSizeError
 from gdscache.inspection import inspect, verify
+from gdscache.inspection.tables import inspect_tables, verify_tables
 from gdscache.keys import as_tokens, namespace_digest, page_keys
 from gdscache.layout import PageLayout, Plane
 from gdscache.slab import Slab
@@ -55,7 +57,13 @@ KEYS = [
 ]
 PAGE = bytes((i * 7 + 3) % 256 for i in range(192))
 CHECKSUMS = [0xF084E7CFBC624743, 0x3F62AFEAD502DF13]
-CHECKSUM_BYTES = "434762bccfe784f013df02d5eaaf623f"
+CHECKSUM_BYTES = "434762bccfe784f013df02d5eaaf623f"  # as versions 1 to 4 store them
+FACTORS = [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63]
+STEP = 0x9E3779B97F4A7C15
+BOUND_BYTES = [  # ... and version 5, of the same bytes under each of KEYS
+    "5432da441c081f373946c5dcf0493424",
+    "217b592e554c688c068f44c6298e7d79",
+]
 
 SCHEMA = """\
 CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -65,6 +73,11 @@ CREATE TABLE checksums(slot INTEGER PRIMARY KEY, sums BLOB);
 CREATE TABLE retention(slot INTEGER PRIMARY KEY, priority INTEGER, expires INTEGER);
 """
 OLDER_SCHEMA = SCHEMA[: SCHEMA.index("CREATE TABLE retention")]  # of versions 1 and 2
+META = {  # besides `created`
+    1: {"format_version": 1, "extent_bytes": 4096},
+    3: {"format_version": 3, "extent_bytes": 4096},
+    5: {"format_version": 5, "extent_bytes": 4096, "head_groups": 1, "striped": 0},
+}
 
 
 def test_namespace_digest() -> None:
@@ -119,6 +132,30 @@ def test_the_long_form_of_the_checksum() -> None:
     assert layer_checksums(memoryview(data), [(0, 0)])[0] == 0x2D06800538D394C2
 
 
+@pytest.mark.parametrize(("key", "stored"), list(zip(KEYS, BOUND_BYTES, strict=True)))
+def test_checksums_are_bound_to_the_key(key: str, stored: str) -> None:
+    words = struct.unpack("<4Q", bytes.fromhex(key))
+    seed = sum(word * factor for word, factor in zip(words, FACTORS, strict=True))
+    by_hand = [(value + seed + position * STEP) % 2**64 for position, value in enumerate(CHECKSUMS)]
+    assert struct.pack("<2Q", *by_hand).hex() == stored
+    sums = np.array([CHECKSUMS], np.uint64)
+    assert bound(sums, [bytes.fromhex(key)]).astype("<u8").tobytes().hex() == stored
+    assert np.array_equal(unbound(bound(sums, [bytes.fromhex(key)]), [bytes.fromhex(key)]), sums)
+    for number in [*FACTORS, STEP]:
+        assert f"0x{number:016X}" in DOCUMENT.read_text()
+
+
+def test_what_is_bound_to_one_key_matches_nothing_under_another() -> None:
+    """Keys that differ in any one bit, and each other layer of the page."""
+    key = bytes.fromhex(KEYS[0])
+    sums = np.array([CHECKSUMS], np.uint64)
+    others = [(int.from_bytes(key, "little") ^ 1 << bit).to_bytes(32, "little") for bit in range(256)]
+    found = unbound(np.repeat(bound(sums, [key]), 256, axis=0), others)
+    assert not (found == sums).any()
+    assert not (unbound(bound(sums, [key])[:, ::-1], [key]) == sums[:, ::-1]).any()
+    assert not (bound(sums, [key]) == sums).any()
+
+
 def test_damage_is_found_in_the_layer_it_is_in() -> None:
     expected = np.array(CHECKSUMS, np.uint64)
     assert first_bad_layer(memoryview(PAGE), LAYOUT.layer_bounds, expected) is None
@@ -132,7 +169,7 @@ def build(path: Path) -> None:
     """A directory with one page in slot 2."""
     namespace = bytes.fromhex(NAMESPACE)
     first, second = map(bytes.fromhex, KEYS)
-    sums = np.array(CHECKSUMS, np.uint64)
+    sums = bound(np.array([CHECKSUMS, CHECKSUMS], np.uint64), [first, second])
     with (
         CacheDirectory.open(path),
         Catalog.open(path, extent_bytes=LAYOUT.extent_bytes, durability="process") as catalog,
@@ -142,8 +179,8 @@ def build(path: Path) -> None:
             file.seek(slab.offset(2))
             file.write(PAGE)
         catalog.describe_namespace(namespace, FIELDS)
-        catalog.commit([PageRecord(2, first, namespace, namespace, 192, 41, sums)], [], {})
-        catalog.commit([PageRecord(0, second, first, namespace, 192, 42, sums, -1, 1800000000.1239)], [], {2: 43})
+        catalog.commit([PageRecord(2, first, namespace, namespace, 192, 41, sums[0])], [], {})
+        catalog.commit([PageRecord(0, second, first, namespace, 192, 42, sums[1], -1, 1800000000.1239)], [], {2: 43})
 
 
 def test_the_files_and_their_modes(tmp_path: Path) -> None:
@@ -189,11 +226,11 @@ def test_the_catalogue(tmp_path: Path) -> None:
     assert "".join(f"{text};\n" for text in sql) == SCHEMA
     created = meta.pop("created")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", created)
-    assert meta == {"format_version": 3, "extent_bytes": 4096}
+    assert meta == META[5]
     namespace, first, second = bytes.fromhex(NAMESPACE), *map(bytes.fromhex, KEYS)
     assert [(digest, json.loads(text)) for _, digest, text in namespaces] == [(namespace, FIELDS)]
     assert pages == [(0, second, first, 1, 192, 42), (2, first, namespace, 1, 192, 43)]
-    assert sums == [(0, CHECKSUM_BYTES.upper()), (2, CHECKSUM_BYTES.upper())]
+    assert sums == [(0, BOUND_BYTES[1].upper()), (2, BOUND_BYTES[0].upper())]
     assert retention == [(0, -1, 1800000000123)]
 
 
@@ -201,18 +238,22 @@ def write_by_hand(tmp_path: Path, version: int) -> None:
     """A directory with one page in slot 1."""
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
         connection.executescript(SCHEMA if version >= 3 else OLDER_SCHEMA)
-        connection.execute("INSERT INTO meta VALUES ('format_version', ?), ('extent_bytes', 4096)", (version,))
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", META[version].items())
         connection.execute("INSERT INTO namespaces VALUES (9, ?, '{}')", (bytes.fromhex(NAMESPACE),))
         connection.execute(
             "INSERT INTO pages VALUES (1, ?, ?, 9, 192, 5)", (bytes.fromhex(KEYS[0]), bytes.fromhex(NAMESPACE))
         )
-        connection.execute("INSERT INTO checksums VALUES (1, ?)", (bytes.fromhex(CHECKSUM_BYTES),))
+        stored = BOUND_BYTES[0] if version == 5 else CHECKSUM_BYTES
+        connection.execute("INSERT INTO checksums VALUES (1, ?)", (bytes.fromhex(stored),))
         if version >= 3:
             connection.execute("INSERT INTO retention VALUES (1, 2, 1800000000500)")
     (tmp_path / "slab-0.bin").write_bytes(bytes(4096) + PAGE + bytes(4096 - 192))
 
 
-@pytest.mark.parametrize("version", [1, 3])
+VERSIONS = [1, 3, 5]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path, version: int) -> None:
     write_by_hand(tmp_path, version)
     slab = Slab.open(tmp_path, 4096, 2)
@@ -222,38 +263,41 @@ def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path, v
         assert not found.dropped
         assert (found.keys[0].tobytes().hex(), found.digests[0].hex()) == (KEYS[0], NAMESPACE)
         kept = [found.retained.tolist(), found.priorities.tolist(), found.expires.tolist()]
-        assert kept == ([[0], [2], [1800000000.5]] if version == 3 else [[], [], []])
-        (sums,) = catalog.checksums([1])
-    assert sums is not None
+        assert kept == ([[], [], []] if version == 1 else [[0], [2], [1800000000.5]])
+        (stored,) = catalog.checksums([1])
+    assert stored is not None
+    assert stored.astype("<u8").tobytes().hex() == BOUND_BYTES[0]
+    (sums,) = unbound(stored[None], [bytes.fromhex(KEYS[0])])
     with open(slab.path, "rb") as file:
         file.seek(slab.offset(1))
         assert first_bad_layer(memoryview(file.read(4096)), LAYOUT.layer_bounds, sums) is None
 
 
-def tables(path: Path) -> tuple[str, int]:
+def tables(path: Path) -> tuple[str, dict[str, int]]:
     with contextlib.closing(sqlite3.connect(path / "catalog.sqlite")) as connection:
         sql = [text for (text,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
-        version = connection.execute("SELECT value FROM meta WHERE name = 'format_version'").fetchone()[0]
-    return "".join(f"{text};\n" for text in sql), version
+        meta = dict(connection.execute("SELECT name, value FROM meta"))
+    return "".join(f"{text};\n" for text in sql), meta
 
 
-def test_an_older_directory_is_upgraded_once_and_keeps_its_pages(tmp_path: Path) -> None:
-    write_by_hand(tmp_path, 1)
-    assert tables(tmp_path) == (OLDER_SCHEMA, 1)
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_older_directory_is_converted_once_and_keeps_its_pages(tmp_path: Path, version: int) -> None:
+    write_by_hand(tmp_path, version)
+    assert tables(tmp_path) == (SCHEMA if version == 3 else OLDER_SCHEMA, META[version])
     for _ in range(2):
         with Catalog.open(tmp_path, extent_bytes=4096, durability="process") as catalog:
-            assert tables(tmp_path) == (SCHEMA, 3)
             assert [key.tobytes().hex() for key in catalog.recover(2).keys] == [KEYS[0]]
+        assert tables(tmp_path) == (SCHEMA, META[5])
+        assert verify(tmp_path)["bad"] == []
         assert not list(tmp_path.glob("catalog.corrupt-*"))
 
 
-@pytest.mark.parametrize(("version", "sql"), [(1, OLDER_SCHEMA), (3, SCHEMA)])
-def test_people_look_into_both_versions_and_change_neither(tmp_path: Path, version: int, sql: str) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_people_look_into_all_versions_and_change_none(tmp_path: Path, version: int) -> None:
     write_by_hand(tmp_path, version)
-    (tmp_path / "slab-0.bin").write_bytes(bytes(4096) + PAGE + bytes(4096 - 192))
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
         connection.execute("UPDATE namespaces SET description = ?", (CANONICAL,))
-    before = (tmp_path / "catalog.sqlite").read_bytes()
+    before, sql = (tmp_path / "catalog.sqlite").read_bytes(), tables(tmp_path)
     report, found = inspect(tmp_path), verify(tmp_path)
     assert (report["format_version"], report["pages"], found["good_pages"]) == (version, 1, 1)
     assert report["retention"] == (
@@ -261,8 +305,26 @@ def test_people_look_into_both_versions_and_change_neither(tmp_path: Path, versi
         if version == 1
         else {"priorities": {"2": 1}, "expiring_pages": 1, "expired_pages": int(time.time() > 1800000000.5)}
     )
+    assert (report["unbound_from_slot"], found["unbound_pages"]) == ((None, 0) if version == 5 else (0, 1))
+    texts = "".join(str(cell) for t in inspect_tables(report) for column in t.columns for cell in column.cells)
+    assert ("not bound to pages" in texts) == (version != 5)
+    texts = "".join(str(cell) for t in verify_tables(found) for column in t.columns for cell in column.cells)
+    assert ("older format version" in texts) == (version != 5)
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
-    assert tables(tmp_path) == (sql, version)
+    assert tables(tmp_path) == sql
+
+
+def test_a_mix_up_is_found_in_this_version_only(tmp_path: Path) -> None:
+    """The row of one page names another: its bytes are whole, and belong to nobody who asks."""
+    for version in VERSIONS:
+        path = tmp_path / str(version)
+        path.mkdir()
+        write_by_hand(path, version)
+        with contextlib.closing(sqlite3.connect(path / "catalog.sqlite")) as connection, connection:
+            connection.execute("UPDATE namespaces SET description = ?", (CANONICAL,))
+            connection.execute("UPDATE pages SET key = ?", (bytes.fromhex(KEYS[1]),))
+        found = verify(path)
+        assert (found["bad_pages"], found["unbound_pages"]) == ((1, 0) if version == 5 else (0, 1))
 
 
 def test_a_damaged_retention_is_reported(tmp_path: Path) -> None:
@@ -282,7 +344,7 @@ def test_an_older_directory_of_other_extents_is_refused_and_left_alone(tmp_path:
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
 
 
-def test_an_upgrade_that_fails_leaves_the_older_version(tmp_path: Path) -> None:
+def test_a_conversion_that_cannot_begin_leaves_the_older_version(tmp_path: Path) -> None:
     write_by_hand(tmp_path, 1)
 
     def forbid(action: int, table: str | None, *_: object) -> int:
@@ -291,15 +353,31 @@ def test_an_upgrade_that_fails_leaves_the_older_version(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None)) as connection:
         connection.set_authorizer(forbid)
         with pytest.raises(sqlite3.DatabaseError, match="not authorized"):
-            catalog_file._upgrade(connection, 3)
-    assert tables(tmp_path) == (OLDER_SCHEMA, 1)
+            convert(connection, tmp_path / "catalog.sqlite")
+    assert tables(tmp_path) == (OLDER_SCHEMA, META[1])
 
 
-@pytest.mark.parametrize(("version", "sql"), [(1, SCHEMA), (3, OLDER_SCHEMA)])
-def test_tables_of_another_version_are_set_aside(tmp_path: Path, version: int, sql: str) -> None:
+@pytest.mark.parametrize("groups", [0, 2, 8])
+def test_checksums_of_other_head_groups_are_refused(tmp_path: Path, groups: int) -> None:
+    write_by_hand(tmp_path, 5)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.execute("UPDATE meta SET value = ? WHERE name = 'head_groups'", (groups,))
+    before = (tmp_path / "catalog.sqlite").read_bytes()
+    for look in (lambda: Catalog.open(tmp_path, extent_bytes=4096, durability="process"), lambda: inspect(tmp_path)):
+        with pytest.raises(CatalogVersionError, match=f"{groups} head groups a layer.*reads 1"):
+            look()
+    assert (tmp_path / "catalog.sqlite").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("version", "sql", "without"),
+    [(1, SCHEMA, ""), (3, OLDER_SCHEMA, ""), (5, OLDER_SCHEMA, ""), *((5, SCHEMA, name) for name in META[5])],
+)
+def test_tables_of_another_version_are_set_aside(tmp_path: Path, version: int, sql: str, without: str) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
         connection.executescript(sql)
-        connection.execute("INSERT INTO meta VALUES ('format_version', ?), ('extent_bytes', 4096)", (version,))
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", META[version].items())
+        connection.execute("DELETE FROM meta WHERE name = ?", (without,))
     Catalog.open(tmp_path, extent_bytes=4096, durability="process").close()
     assert len(list(tmp_path.glob("catalog.corrupt-*"))) == 1
 

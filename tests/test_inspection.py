@@ -126,7 +126,7 @@ def test_inspect_says_what_the_catalogue_has(cache: Path) -> None:
     here = rows(cache)
     layout = layout_of(make_config()["model"])
     assert report["owner"]["state"] == "free"
-    assert (report["format_version"], report["extent_bytes"], report["slots"]) == (3, layout.extent_bytes, SLOTS)
+    assert (report["format_version"], report["extent_bytes"], report["slots"]) == (5, layout.extent_bytes, SLOTS)
     assert (report["pages"], report["free_slots"]) == (len(here), SLOTS - len(here))
     assert report["bytes"] == len(here) * layout.page_bytes
     assert report["capacity_bytes"] == SLOTS * layout.extent_bytes

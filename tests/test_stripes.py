@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,7 +20,6 @@ from gdscache import slab as slab_module
 from gdscache.catalog import Catalog
 from gdscache.config import Config
 from gdscache.errors import (
-    CatalogVersionError,
     DirectoryInUseError,
     GdsCacheError,
     InvalidValueError,
@@ -239,16 +239,29 @@ def test_an_identity_is_a_file(paths: list[Path], tmp_path: Path) -> None:
     assert not (tmp_path / "victim").exists()
 
 
-def test_version_one_is_what_a_reader_of_it_expects(open_host: OpenHost, paths: list[Path]) -> None:
-    """A gdscache that knows no stripes must refuse, not cut the first file to the whole capacity."""
+def test_a_catalogue_of_one_directory_is_refused_where_there_are_several(
+    open_host: OpenHost, paths: list[Path], tmp_path: Path
+) -> None:
+    """And the other way round: to cut the first file to the whole capacity would cost what lies behind it."""
     filled(open_host, paths)
-    connection = sqlite3.connect(paths[0] / "catalog.sqlite")
-    assert connection.execute("SELECT value FROM meta WHERE name = 'format_version'").fetchone() == (4,)
-    connection.execute("UPDATE meta SET value = 3 WHERE name = 'format_version'")
-    connection.commit()
-    connection.close()
-    with pytest.raises(CatalogVersionError, match="version 3"):
-        Catalog.open(paths[0], extent_bytes=EXTENT, durability="process")
+    with contextlib.closing(sqlite3.connect(paths[0] / "catalog.sqlite", isolation_level=None)) as connection:
+        meta = dict(connection.execute("SELECT name, value FROM meta"))
+        assert (meta["format_version"], meta["striped"]) == (5, 1)
+        for of_one in (
+            "UPDATE meta SET value = 0 WHERE name = 'striped'",
+            "UPDATE meta SET value = 3 WHERE name = 'format_version'",
+        ):
+            connection.execute(of_one)
+            with pytest.raises(StripeError, match="single directory"):
+                Catalog.open(paths[0], extent_bytes=EXTENT, durability="process")
+        (paths[0] / "stripe.json").rename(tmp_path / "stripe.json")
+        for of_several in (
+            "UPDATE meta SET value = 4 WHERE name = 'format_version'",
+            "UPDATE meta SET value = 1 + 4 * (name = 'format_version') WHERE name IN ('striped', 'format_version')",
+        ):
+            connection.execute(of_several)
+            with pytest.raises(StripeError, match="missing"):
+                Catalog.open(paths[0], extent_bytes=EXTENT, durability="process")
 
 
 def test_inspect_and_verify_look_into_all_directories(open_host: OpenHost, paths: list[Path]) -> None:
@@ -257,7 +270,7 @@ def test_inspect_and_verify_look_into_all_directories(open_host: OpenHost, paths
     assert (report["pages"], report["slots"], report["capacity_bytes"]) == (16, 20, 20 * EXTENT)
     assert [stripe["path"] for stripe in report["stripes"]] == [str(path) for path in paths]
     assert [stripe["bytes"] for stripe in report["stripes"]] == [8 * EXTENT, 6 * EXTENT, 6 * EXTENT]
-    assert report["format_version"] == 4
+    assert report["format_version"] == 5
     found = verify(paths[0])
     assert (found["good_pages"], found["bad_pages"]) == (16, 0)
     flip_file(paths[1] / "slab-1.bin", 1)

@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 from gdscache import catalog_file, stripes
 from gdscache.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
-from gdscache.catalog_recovery import WHOLE_RETENTION, WHOLE_ROW, namespaces_by_id
+from gdscache.catalog_names import descriptions
+from gdscache.catalog_recovery import WHOLE_RETENTION, WHOLE_ROW
 from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError, StripeError
 from gdscache.keys import namespace_digest
 from gdscache.layout import EXTENT_ALIGNMENT, PageLayout, Plane
@@ -55,9 +56,11 @@ class Contents:
     hold values of the wrong type or size. `retentions`: slot → (priority, when it expires: seconds since the epoch or
     None) of the pages that have their own; `broken_retentions` are slots whose own is not whole. `slab.slots`
     counts the leading slots that its files have as a whole; `slab_bytes` are the bytes of each file.
+    Checksums of slots below `bound_slots` are bound to keys; None: those of all slots.
     """
 
     version: int
+    bound_slots: int | None
     created: str | None
     suspect: bool
     catalog_bytes: int
@@ -73,6 +76,10 @@ class Contents:
     retentions: dict[int, tuple[int, float | None]]
     broken_retentions: list[int]
     names: dict[int, Namespace]
+
+    def is_bound(self, slot: int) -> bool:
+        """Whether the checksums of a slot's page are bound to its key, so that those of another one are found out."""
+        return self.bound_slots is None or slot < self.bound_slots
 
     @cached_property
     def faults(self) -> dict[int, str]:
@@ -214,6 +221,7 @@ def open_catalog(directory: Path) -> Iterator[sqlite3.Connection]:
             f"{path.as_uri()}?{options}", uri=True, isolation_level=None, check_same_thread=False
         )
         last_to_first.callback(connection.close)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, catalog_file.VALUE_BYTES)
         for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "query_only = ON"):
             connection.execute(f"PRAGMA {pragma}")
         connection.execute("BEGIN")
@@ -256,13 +264,14 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
             raise CorruptCatalogError(f"{path} is corrupt: a slot has two rows")
         broken = [slot for (slot,) in connection.execute(f"SELECT slot FROM pages WHERE NOT ({WHOLE_ROW})")]
         retentions, broken_retentions = _retentions(connection)
-        version = connection.execute("SELECT value FROM meta WHERE name = 'format_version'").fetchone()[0]
+        meta = catalog_file.integers(connection)
         names = _namespaces(connection, extent)
     files = tuple(where / slab_name(number) for number, where in enumerate(slab_directories(directory)))
     sizes = tuple(regular_file(file).st_size for file in files)
     whole = min(first_missing(i, len(files), extent, size // extent) for i, size in enumerate(sizes))
     return Contents(
-        version=version,
+        version=meta["format_version"],
+        bound_slots=meta.get("converted") if meta["format_version"] == catalog_file.FORMAT_VERSION else 0,
         created=str(created[0]) if created else None,
         suspect=os.path.lexists(directory / SUSPECT_NAME),
         catalog_bytes=regular_file(path).st_size,
@@ -292,9 +301,7 @@ def _retentions(connection: sqlite3.Connection) -> tuple[dict[int, tuple[int, fl
 
 
 def _namespaces(connection: sqlite3.Connection, extent: int) -> dict[int, Namespace]:
-    # As bytes: text that does not decode must cost its description only.
-    texts = dict(connection.execute("SELECT id, CAST(description AS BLOB) FROM namespaces"))
-    return {name: _namespace(digest, texts.get(name), extent) for name, digest in namespaces_by_id(connection).items()}
+    return {name: _namespace(digest, text, extent) for name, digest, text in descriptions(connection)}
 
 
 def _namespace(digest: bytes, text: object, extent: int) -> Namespace:

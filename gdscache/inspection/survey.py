@@ -34,6 +34,7 @@ def inspect(directory: Path) -> dict[str, Any]:
         "path": str(directory),
         "owner": find_owner(directory, catalog_open=has_log(directory)).describe(),
         "format_version": contents.version,
+        "unbound_from_slot": contents.bound_slots,
         "created": contents.created,
         "suspect": contents.suspect,
         "extent_bytes": slab.extent_bytes,

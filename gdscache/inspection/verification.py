@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from gdscache.catalog import WHOLE_SUMS
 from gdscache.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
-from gdscache.checksum import Checksums, first_bad_layer
+from gdscache.checksum import Checksums, first_bad_layer, unbound
 from gdscache.directory import CacheDirectories
 from gdscache.errors import IOFailedError
 from gdscache.inspection.reading import (
@@ -79,6 +80,7 @@ def verify(directory: Path, progress: Progress = lambda done, total, text: None)
         "pages": pages,
         "good_pages": pages - len(findings),
         "bad_pages": len(bad),
+        "unbound_pages": sum(not contents.is_bound(slot) for slot in contents.slots[contents.sound].tolist()),
         "unchecked_pages": len(findings) - len(bad),
         "bad": [dataclasses.asdict(f) for f in bad],
         "unchecked": [dataclasses.asdict(f) for f in findings if f.cause == UNCHECKED],
@@ -197,15 +199,23 @@ class _Check:
             with sqlite_errors(path, "read"):
                 found = dict(
                     self._connection.execute(
-                        "SELECT slot, sums FROM checksums WHERE slot BETWEEN ? AND ?", (slots[0], slots[-1])
+                        f"SELECT slot, sums FROM checksums WHERE slot BETWEEN ? AND ? AND {WHOLE_SUMS}",
+                        (slots[0], slots[-1]),
                     )
                 )
         except CorruptCatalogError as error:
             raise IOFailedError(
                 str(error), "the next engine that opens this directory finds these pages without checksums"
             ) from error
-        values = map(found.get, slots)
-        return [np.frombuffer(v, "<u8") if isinstance(v, bytes) and len(v) % 8 == 0 else None for v in values]
+        keys = (self._contents.keys[row] for row in self._contents.sound[rows.start : rows.stop].tolist())
+        return [self._sums(found.get(slot), slot, key) for slot, key in zip(slots, keys, strict=True)]
+
+    def _sums(self, stored: bytes | None, slot: int, key: bytes) -> Checksums | None:
+        """The checksums of the bytes of a page with this key."""
+        if stored is None:
+            return None
+        values = np.frombuffer(stored, "<u8")
+        return unbound(values[None], [key])[0] if self._contents.is_bound(slot) else values
 
 
 def _matches(data: memoryview, layout: PageLayout, sums: Checksums) -> bool:

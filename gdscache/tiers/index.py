@@ -126,9 +126,10 @@ class PageIndex(EvictablePages):
         slots: npt.NDArray[np.int64],
         order: npt.NDArray[np.int64],
         retentions: Mapping[int, Retention] = NO_RETENTIONS,
+        above: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """As `PageTable.restore`; all other slots are free."""
-        super().restore(keys, parents, digests, namespaces, slots, order, retentions)
+        super().restore(keys, parents, digests, namespaces, slots, order, retentions, above)
         used = np.zeros(self.slots, np.bool_)
         used[slots] = True
         self._free = FreeSlots.beside(used)
@@ -145,7 +146,8 @@ class PageIndex(EvictablePages):
         entry.dropped = True
         del self._entries[entry.key]
         self._dirty.discard(entry.slot)
-        self._unlink(entry.key, entry.parent, entry.namespace, entry.slot)
+        # By its row: whoever asked for the page may have named it otherwise than a damaged row does.
+        self._unlink(entry.key, self._parent_at(entry.slot), self._namespaces[entry.slot], entry.slot)
         if self._forget is not None and entry.state is not PENDING:
             self._forget(entry.slot)
         if entry.leases:

@@ -206,11 +206,13 @@ class PageTable:
         slots: npt.NDArray[np.int64],
         order: npt.NDArray[np.int64],
         retentions: Mapping[int, Retention] = NO_RETENTIONS,
+        above: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Fill an empty table with visible pages, column by column. Keys differ, and so do slots.
 
         `keys` and `parents` are of dtype V32, `namespaces` positions in `digests`, `order` positions of pages, the
-        least recently used first; `retentions`: by position, where they are not the default.
+        least recently used first; `retentions`: by position, where they are not the default. `above`: the position of
+        each page's parent (-1: not there), where it is known. No page follows itself, not even by way of others.
         """
         names = [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", keys.tobytes())]
         self._resting = dict(zip(names, slots.tolist(), strict=True))
@@ -224,7 +226,7 @@ class PageTable:
         restored[slots] = parents
         self._restored_parents = restored.tobytes()
         follows = np.flatnonzero(differ(parents, np.frombuffer(b"".join(digests), KEY)[namespaces]))
-        above = find(keys, parents[follows])
+        above = find(keys, parents[follows]) if above is None else above[follows]
         counts = np.bincount(slots[above[above >= 0]], minlength=self.slots).astype(np.intc)
         self._children = array("i", counts.tobytes())
         self._orphans = dict(Counter(parents[follows[above < 0]].tolist()))
@@ -250,6 +252,10 @@ class PageTable:
         else:
             self._orphans[parent] -= 1
 
+    def namespace_at(self, slot: int) -> bytes:
+        """The namespace of the page in a slot that has one."""
+        return self._namespaces[slot]
+
     # -- a page's row -------------------------------------------------------------------------------------------------
 
     def _entry(self, key: bytes, slot: int) -> Entry:
@@ -272,7 +278,7 @@ class PageTable:
         """Count followers anew. `pages`: all that there are."""
         self._orders.settle()
         slots = {e.key: e.slot for e in pages}
-        counts = Counter(e.parent for e in pages if e.parent != e.namespace)
+        counts = Counter(self._followed(pages))
         self._children = array("i", bytes(4 * self.slots))
         for key in slots.keys() & counts.keys():
             self._children[slots[key]] = counts.pop(key)
@@ -281,11 +287,18 @@ class PageTable:
             if not self._children[slot]:
                 self._orders.hasten(key)
 
+    def _followed(self, pages: Collection[Entry]) -> Iterator[bytes]:
+        """The keys of the pages that `pages` follow, by their rows, one for each that follows any."""
+        for entry in pages:
+            parent = self._parent_at(entry.slot)
+            if parent != self._namespaces[entry.slot]:
+                yield parent
+
     def _disagreements(self, pages: Collection[Entry]) -> list[str]:
         """What the columns say otherwise than `pages`, all that there are."""
         problems = self._orders.check({e.key: e.retention for e in pages})
         counted = {e.key: self._children[e.slot] for e in pages if self._children[e.slot]} | self._orphans
-        if Counter(e.parent for e in pages if e.parent != e.namespace) != counted:
+        if Counter(self._followed(pages)) != counted:
             problems.append("pages that follow others are miscounted")
         wrong = [e for e in self._entries.values() if e.leases < 0 or e.dropped or e.key in self._resting]
         return problems + [f"page {e.key.hex()[:16]} has {e.leases} leases, dropped={e.dropped}" for e in wrong]

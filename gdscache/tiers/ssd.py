@@ -22,7 +22,7 @@ import numpy as np
 
 from gdscache import stripes
 from gdscache.catalog import Catalog, PageRecord, Recovered
-from gdscache.checksum import Checksums
+from gdscache.checksum import Checksums, bound, unbound
 from gdscache.config import SsdConfig
 from gdscache.directory import CacheDirectories
 from gdscache.errors import IOFailedError, StorageError
@@ -100,7 +100,7 @@ class SsdTier(Tier):
             undo.pop_all()
         self._power = config.durability == "power"
         self._reserve = min(config.reserve, slots // 8)
-        self._checksums = np.zeros((slots, layout.n_layers), dtype=np.uint64)
+        self._checksums = np.zeros((slots, layout.n_layers), dtype=np.uint64)  # as stored: bound to the keys
         self._known = bytearray(slots)  # slots whose checksums are in memory
         self._doomed: dict[int, None] = {}  # slots whose rows the next commits delete, the first doomed first
         self._deleting: set[int] = set()  # ... the commit under way
@@ -115,7 +115,8 @@ class SsdTier(Tier):
         found = self._catalog.recover(min(slots, self._slab.valid_slots), now)
         self.index = PageIndex(slots, new_policy(eviction), forget=self._doom, recycle=self._return)
         kept = _retentions(found)
-        self.index.restore(found.keys, found.parents, found.digests, found.namespaces, found.slots, found.order, kept)
+        columns = (found.keys, found.parents, found.digests, found.namespaces, found.slots, found.order)
+        self.index.restore(*columns, kept, found.above)
         self._clock = min(int(found.recency.max(initial=0)), _CLOCK_LIMIT) + 1
         self._set_aside = found.set_aside
         self.lost.update(found.dropped)
@@ -152,18 +153,23 @@ class SsdTier(Tier):
         """
         slots = np.array([e.slot for e in entries], dtype=np.int64)
         if layers is None or layers.start == 0 or alone:
-            extents.checksums[places] = self._sums(slots)
+            extents.checksums[places] = self.checksums(entries)
         span = None if layers is None else self.layout.read_span(layers, alone=alone)
         return self.io.transfer(Op.READ, slots, [(extents, places)], span)
 
     def checksums(self, entries: Sequence[Entry]) -> Checksums:
-        """The stored checksums of pages, uint64 of shape (pages, layers); zeros where the catalogue has none."""
-        return self._sums(np.array([e.slot for e in entries], dtype=np.int64))
+        """What the bytes of pages have to give, uint64 of shape (pages, layers); zeros where nothing is known of it.
 
-    def _sums(self, slots: Positions) -> Checksums:
+        It follows from the key that is asked for: what is stored for another page, or by another owner, matches no
+        bytes. A page whose row says another namespace has zeros: to drop that namespace, or its own, would not find it.
+        """
+        slots = np.array([e.slot for e in entries], dtype=np.int64)
         known = np.frombuffer(self._known, dtype=np.bool_)
         self._learn_checksums(slots[~known[slots]].tolist())
-        sums: Checksums = np.where(known[slots, None], self._checksums[slots], np.uint64(0))
+        sums = unbound(self._checksums[slots], [e.key for e in entries])
+        namespace_at = self.index.namespace_at
+        sums[~known[slots]] = 0
+        sums[[i for i, e in enumerate(entries) if namespace_at(e.slot) != e.namespace]] = 0
         return sums
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -211,8 +217,10 @@ class SsdTier(Tier):
         with self._commit_lock:
             if self._power and writes:
                 self.io.flush()
+            stored = self._bound(writes)
             with self.lock:
-                live = [w for w in writes if not w.entry.dropped]
+                alive = [i for i, w in enumerate(writes) if not w.entry.dropped]
+                live, sums = [writes[i] for i in alive], stored[alive]
                 self._deleting = set(itertools.islice(self._doomed, _DELETIONS))
                 for slot in self._deleting:
                     del self._doomed[slot]
@@ -223,7 +231,7 @@ class SsdTier(Tier):
                 leased = [slot for slot in self._deleting - self._returned if not self._known[slot]]
                 clock = self._clock
                 self._clock += len(live)
-                records = [self._record(w, clock + i) for i, w in enumerate(live)]
+                records = [self._record(w, clock + i, sums[i]) for i, w in enumerate(live)]
             self._learn_checksums(leased)  # a load that still reads them could not check them otherwise
             self._describe(descriptions)
             with contextlib.ExitStack() as on_failure:
@@ -231,8 +239,8 @@ class SsdTier(Tier):
                 self._catalog.commit(records, sorted(self._deleting), touched, wanted)
                 on_failure.pop_all()
             with self.lock:
+                self._checksums[[w.entry.slot for w in live]] = sums
                 for w in live:
-                    self._checksums[w.entry.slot] = w.checksums
                     self._known[w.entry.slot] = 1
                     if not self.index.commit(w.entry):  # dropped meanwhile: its row must go again
                         self._doom(w.entry.slot)
@@ -307,11 +315,14 @@ class SsdTier(Tier):
             self._doomed = dict.fromkeys(sorted(self._deleting)) | self._doomed
             self._deleting = set()
 
-    def _record(self, write: SlotWrite, recency: int) -> PageRecord:
+    def _bound(self, writes: Sequence[SlotWrite]) -> Checksums:
+        """The checksums of written pages as they are stored."""
+        sums = np.array([w.checksums for w in writes], np.uint64).reshape(len(writes), self.layout.n_layers)
+        return bound(sums, [w.entry.key for w in writes])
+
+    def _record(self, write: SlotWrite, recency: int, sums: Checksums) -> PageRecord:
         e = write.entry
-        return PageRecord(
-            e.slot, e.key, e.parent, e.namespace, self.layout.page_bytes, recency, write.checksums, *e.retention
-        )
+        return PageRecord(e.slot, e.key, e.parent, e.namespace, self.layout.page_bytes, recency, sums, *e.retention)
 
     def _retention(self, key: bytes) -> Retention:
         return self.index.retention(key) or DEFAULT
@@ -332,7 +343,7 @@ class SsdTier(Tier):
         damaged = self._check_slab(lock, fix=fix)
         with self._commit_lock:
             try:
-                rows, kept = self._catalog.rows(), self._catalog.retentions()
+                rows, kept = self._catalog.rows(), _in_range(self._catalog.retentions())
             except IOFailedError as error:
                 return [*damaged, error.message]
             with lock:
@@ -434,6 +445,11 @@ def _retentions(found: Recovered) -> dict[int, Retention]:
         if retention != DEFAULT:
             kept[position] = same.setdefault(retention, retention)
     return kept
+
+
+def _in_range(kept: Mapping[int, tuple[int, float | None]]) -> dict[int, tuple[int, float | None]]:
+    """Retentions of the catalogue, with a priority that a page can have."""
+    return {slot: (min(max(priority, LOWEST), HIGHEST), expires) for slot, (priority, expires) in kept.items()}
 
 
 def _kept(retention: Retention) -> tuple[int, float | None]:
