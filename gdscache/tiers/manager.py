@@ -115,7 +115,8 @@ class TierManager:
         self.gpu, self.cpu, self.ssd = gpu, cpu, ssd
         self.tiers: dict[str, Tier] = {t.name: t for t in (gpu, cpu, ssd) if t is not None}
         self.counts: Counter[tuple[str, str]] = Counter()
-        self.on_use: list[Callable[[Sequence[bytes]], None]] = []  # told the keys that a lookup found, tail first
+        self.on_use: list[Callable[[Sequence[bytes]], None]] = []  # told the keys that a lookup found; only notes them
+        self.on_load: list[Callable[[], object]] = []  # called before a load is planned: what uses have earned is due
         self.prefetched: PrefetchedPages | None = None  # told which pages a load reads
         self._leases: set[Lease] = set()
         self._filling: dict[Entry, PageTask] = {}
@@ -141,7 +142,10 @@ class TierManager:
     # -- looking --------------------------------------------------------------------------------------------------
 
     def lookup(self, pages: Sequence[Page], start: int) -> list[str]:
-        """The fastest tier of each page from `start` on, up to the first miss. Counts a use of what was found."""
+        """The fastest tier of each page from `start` on, up to the first miss. Counts a use of what was found.
+
+        Starts nothing and takes no lease: what a use earns a page is done by the next load or store.
+        """
         with self.lock:
             self.expire(pages)
             found, hidden = self._visible(self._find(pages, start), pages, start)
@@ -278,6 +282,8 @@ class TierManager:
         """
         with self.lock:
             self.expire(pages)
+            for due in self.on_load:
+                due()
             lease = self.lease(owner)
             tasks, absent = self._sources(pages, lease)
             if self.prefetched:
