@@ -53,6 +53,7 @@ class PageStatus(enum.Enum):
     IO_ERROR = "io_error"
     DEADLINE = "deadline"
     SWITCHED_OFF = "switched_off"  # the SSD tier is: too much of its I/O hangs
+    LOCK_LOST = "lock_lost"  # the SSD tier has stopped: its directory is not ours alone any more
     CANCELLED = "cancelled"
     ABORTED = "aborted"  # the load itself broke off; see its exception
 
@@ -167,7 +168,7 @@ class TierManager:
         seen = self._first_hidden(found, pages, start)
         hidden = len(found) - seen
         if hidden:
-            self.counts["misses", "switched_off" if self.quarantine.off else "quarantined"] += hidden
+            self.counts["misses", self.quarantine.cause if self.quarantine.off else "quarantined"] += hidden
         return found[:seen], hidden
 
     def _first_hidden(self, found: Sequence[str], pages: Sequence[Page], start: int) -> int:
@@ -179,6 +180,12 @@ class TierManager:
                 if slot is not None and quarantine.hides(slot):
                     return i
         return len(found)
+
+    def watch(self) -> None:
+        """Stop the SSD tier if its directory is not ours alone any more. Costs an `os.stat`: without the lock, where
+        that is not needed for something else."""
+        if self.ssd is not None and not self.quarantine.stopped and (why := self.ssd.lock_lost()):
+            self.quarantine.stop(why)
 
     def peek(self, pages: Sequence[Page]) -> list[str]:
         """What `lookup` would answer; counts nothing, not even a use."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # What one gather, and one write batch, takes at once: each costs turns at the locks that a model's thread wants, too.
 _ROUND_BYTES, _ROUND_PAGES = 512 << 20, 1024
 BATCH_BYTES = 128 << 20
-_UNWRITTEN = ("closed", "switched_off", "ssd_full")  # causes for which no byte of a page went out
+_UNWRITTEN = ("closed", "switched_off", "lock_lost", "ssd_full")  # causes for which no byte of a page went out
 _MOST_HITS = 255  # counted a page
 
 
@@ -251,7 +251,7 @@ class StorePlanner:
             self.settle(job, i, "cpu_full" if cpu is not None else "")
             return True, None
         if manager.quarantine.off:  # its writes hold the bounce slots
-            self.settle(job, i, "switched_off")
+            self.settle(job, i, manager.quarantine.cause)
             return True, None
         room = self._room(False)  # such a page holds no CPU slot
         if room and not bounced:
