@@ -174,7 +174,7 @@ class TierManager:
     def _first_hidden(self, found: Sequence[str], pages: Sequence[Page], start: int) -> int:
         """How many of the pages found come before one that quarantine hides."""
         quarantine = self.quarantine
-        if quarantine.requests and self.ssd is not None:
+        if (quarantine.requests or quarantine.off) and self.ssd is not None:
             for i, name in enumerate(found):
                 slot = self.ssd.index.slot(pages[start + i].key) if name == "ssd" else None
                 if slot is not None and quarantine.hides(slot):
