@@ -118,6 +118,8 @@ def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Conn
         if version in UPGRADED:
             _upgrade(writer, UPGRADED[version])
             log.info("%s: brought from format version %d to %d", path, version, UPGRADED[version])
+        with _os_errors(path, "opened"):
+            Path(f"{path}-shm").unlink(missing_ok=True)  # of an engine before this format's, killed: nobody reads it
         undo.pop_all()
         return _kept(writer)
 
