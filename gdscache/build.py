@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from gdscache.loader import Loader
 from gdscache.planes import PagedPlanes
 from gdscache.prefetcher import Prefetcher
 from gdscache.sanity import concerns
+from gdscache.status_page import Figures, StatusWriter
 from gdscache.storer import Storer
 from gdscache.streams import resolve_device
 from gdscache.tiers import routes
@@ -48,6 +50,7 @@ class Parts:
     loader: Loader
     prefetcher: Prefetcher
     storer: Storer
+    status: StatusWriter | None
 
     def close(self) -> None:
         """Close the tiers and give the buffers back. Loads and stores have ended."""
@@ -55,6 +58,8 @@ class Parts:
             if self.bounce is not None:
                 stack.callback(self.bounce.close)
             stack.callback(self.manager.close)
+            if self.status is not None:
+                stack.callback(self.status.close)
             self.mover.close()
 
 
@@ -106,12 +111,34 @@ def build(
         if ssd is not None and config.store.write_policy != "never":
             writer = SsdWriter(manager, ssd, layout.extent_bytes, planner.keys)
         storer = Storer(manager, planner, mover, bounce, writer, layout.extent_bytes, config.store)
+        status = None
+        if ssd is not None:
+            status = StatusWriter.begin(ssd.path, ssd.catalog_path, functools.partial(_figures, manager, ssd))
         undo.pop_all()
     said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
     for concern in said:
         _config_log.warning("%s", concern)
     _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)
-    return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer)
+    return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, status)
+
+
+def _figures(manager: TierManager, ssd: SsdTier) -> Figures:
+    """For the status page: without the manager's lock, so that they need not agree to the page."""
+    quarantine, index = manager.quarantine, ssd.index
+    stopped = quarantine.stopped or ssd.lock_lost()
+    return Figures(
+        format_version=ssd.format_version,
+        directories=ssd.directories,
+        extent_bytes=ssd.layout.extent_bytes,
+        slots=index.slots,
+        pages=len(index),
+        free_slots=index.free_slots,
+        evictions=index.evictions,
+        late_requests=quarantine.requests,
+        state="stopped" if stopped else "switched_off" if quarantine.off else "running",
+        stopped=stopped,
+        counts=dict(manager.counts),
+    )
 
 
 def _promotion(config: Config, cpu: CpuTier | None) -> Promotion | None:

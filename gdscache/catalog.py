@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import math
+import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -78,6 +80,7 @@ class Catalog:
         self._read_lock = threading.Lock()
         self._writer: sqlite3.Connection | None = None
         self._reader: sqlite3.Connection | None = None
+        self._pid = os.getpid()
         self._namespace_ids: dict[bytes, int] = {}
         self._set_aside: Path | None = None
 
@@ -95,7 +98,7 @@ class Catalog:
         try:
             catalog._connect()
         except CorruptCatalogError as error:
-            catalog._rebuild(error)
+            catalog._rebuild(error, lambda connection: catalog_file.check(connection, catalog.path, extent_bytes))
         return catalog
 
     def recover(self, slots: int, now: float = -math.inf) -> Recovered:
@@ -114,7 +117,7 @@ class Catalog:
                     return recovered
             except CorruptCatalogError as error:
                 self._close_connections()
-                self._rebuild(error)
+                self._rebuild(error, lambda copy: scan(copy, slots, self._extent_bytes, None, now))
                 return Recovered(set_aside=self._set_aside)
 
     def commit(
@@ -156,6 +159,8 @@ class Catalog:
                     )
                     _retain(writer, retain)
                 self._namespace_ids = ids
+                with self._read_lock:
+                    catalog_file.bound_log(self._connection(self._writer), self.path)
             except sqlite3.IntegrityError as error:
                 raise SlotRangeError(f"a slot that still has a page was written: {error}", "delete it first") from error
 
@@ -243,26 +248,39 @@ class Catalog:
     def _connect(self) -> None:
         with contextlib.ExitStack() as undo:
             opened = catalog_file.open_writer(self.path, self._extent_bytes, self._synchronous)
-            writer = undo.enter_context(contextlib.closing(opened))
-            reader = undo.enter_context(contextlib.closing(catalog_file.open_reader(self.path)))
+            undo.callback(catalog_file.close, opened)
+            writer, reader = opened, catalog_file.open_reader(self.path)
+            undo.callback(catalog_file.close, reader)
             with catalog_file.sqlite_errors(self.path, "written"):
                 convert(writer, self.path)
             self._namespace_ids = {}
             undo.pop_all()
         self._writer, self._reader = writer, reader
 
-    def _rebuild(self, cause: CorruptCatalogError) -> None:
+    def _rebuild(self, cause: CorruptCatalogError, judge: Callable[[sqlite3.Connection], object]) -> None:
+        """Set the catalogue aside and begin an empty one, where its own bytes say what SQLite says of them."""
+        if not catalog_file.is_corrupt(self.path, judge):
+            raise IOFailedError(
+                f"{cause}; but read again, byte by byte, it is sound: reads fail here from time to time",
+                "see the kernel log for the device, and open the engine again: nothing was changed",
+                errno.EIO,
+            ) from cause
         self._set_aside = catalog_file.set_aside(self.path)
         log.error("%s: set aside as %s; the SSD tier starts empty", cause, self._set_aside)
-        self._connect()
+        try:
+            self._connect()
+        except CorruptCatalogError as error:
+            raise IOFailedError(
+                f"{error}, which was made just now: reads fail here", "see the kernel log for the device", errno.EIO
+            ) from error
 
     def _close_connections(self) -> None:
         with self._read_lock:
             writer, reader = self._writer, self._reader
             self._writer = self._reader = None
             for connection in (reader, writer):
-                if connection is not None:
-                    connection.close()
+                if connection is not None and os.getpid() == self._pid:  # a forked child only forgets them
+                    catalog_file.close(connection)
 
     def _connection(self, connection: sqlite3.Connection | None) -> sqlite3.Connection:
         if connection is None:

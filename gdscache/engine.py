@@ -173,6 +173,7 @@ class CacheEngine:
         pages = self.pages(tokens, salt)
         first = min(self._first_page(start), len(pages))
         manager, page_tokens = self.manager, self.layout.page_tokens
+        manager.watch()
         with self.timeline.span("lookup", pages=len(pages) - first):
             found = manager.lookup(pages, first)
         keep, worth, seconds, computing = self.gate.decide(found, start, len(tokens), manager.under_way)

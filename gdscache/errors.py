@@ -66,6 +66,10 @@ class DirectoryInUseError(StorageError):
     """Another process (or another engine of this one) owns the directory."""
 
 
+class DirectoryPermissionsError(StorageError):
+    """Others than the user may write to the directory."""
+
+
 class CatalogVersionError(StorageError):
     """The catalogue was written by another version of the format."""
 
@@ -92,6 +96,10 @@ class IOFailedError(StorageError):
     def __init__(self, message: str, hint: str = "", errno: int | None = None) -> None:
         super().__init__(message, hint)
         self.errno = errno
+
+
+class LockLostError(IOFailedError):
+    """The directory is not the engine's alone any more: a lock, or a file that it locks, lost its name."""
 
 
 class DeviceError(GdsCacheError):

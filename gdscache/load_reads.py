@@ -52,10 +52,11 @@ class LoadReads:
 
     def may_begin(self, tasks: Iterable[PageTask]) -> bool:
         """Whether I/O may still begin, which would pin more memory; if not, these pages have their verdict."""
+        self._manager.watch()
         if time.monotonic() >= self._until:
             status = PageStatus.DEADLINE
         elif self._manager.quarantine.off:
-            status = PageStatus.SWITCHED_OFF
+            status = PageStatus(self._manager.quarantine.cause)
         else:
             return True
         self._verdicts.say(tasks, status)

@@ -156,6 +156,7 @@ class Sequence:
         layout, gpu = self._engine.layout, self._gpu
         most = max(0, len(self._tokens) - 1) // layout.page_tokens
         candidates = self._pages[:most]
+        self._manager.watch()
         with self._manager.lock, contextlib.ExitStack() as undo:
             self._epoch = self._manager.clearing.epoch(self._engine.namespace(self._salt))
             with self._manager.timeline.span("lookup", pages=len(candidates)):

@@ -241,7 +241,7 @@ class Storer:
         if self._writer is not None and self._writing:
             self._writer.put([self._outgoing(page) for page in placed])
             return
-        for page in placed:  # a lookup that found them while the engine closes
+        for page in placed:  # a load that found them worth it while the engine closes
             self._planner.written(page, "closed")
             self._release(page)
 

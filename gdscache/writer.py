@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from gdscache.checksum import Checksums
-from gdscache.errors import DeadlineError, StorageError
+from gdscache.errors import DeadlineError, LockLostError, StorageError
 from gdscache.keys import Page
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.manager import TierManager
@@ -113,13 +113,15 @@ class SsdWriter:
     def _start(self, batch: Sequence[Outgoing]) -> None:
         entries: dict[bytes, Entry] = {}
         with self._failing(batch, entries):
-            off = self._manager.quarantine.off
+            self._manager.watch()
+            quarantine = self._manager.quarantine
+            off, cause = quarantine.off, quarantine.cause
             try:
                 pages = () if self._dropping or off else [out.page for out in batch]
                 entries.update((entry.key, entry) for entry in self._ssd.reserve(pages, self._retentions(batch)))
             except StorageError as error:
                 _log.warning("the SSD tier takes no pages: %s", error)
-            writes = self._admit(batch, entries, "closed" if self._dropping else "switched_off" if off else "ssd_full")
+            writes = self._admit(batch, entries, "closed" if self._dropping else cause if off else "ssd_full")
             if writes:
                 until = time.monotonic() + min(out.seconds for out, _ in writes)
                 nbytes = len(writes) * self._ssd.layout.extent_bytes
@@ -191,6 +193,9 @@ class SsdWriter:
                     causes[write.entry.key] = "" if visible else "cleared"
             except StorageError as error:
                 _log.warning("the catalogue takes no pages: %s", error)
+                if isinstance(error, LockLostError):
+                    self._manager.watch()
+                    causes = dict.fromkeys(entries, "lock_lost")
             with self._manager.lock:
                 for out, write in writes:
                     entry = entries.pop(write.entry.key)

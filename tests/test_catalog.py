@@ -514,12 +514,12 @@ def test_statistics_of_sqlites_own_are_no_damage(tmp_path: Path) -> None:
         assert slots_of(catalog.recover(4)) == [0, 1, 2, 3]
 
 
-def test_only_the_last_corrupt_catalogue_is_kept(tmp_path: Path) -> None:
-    for turn in range(3):
+def test_so_many_corrupt_catalogues_are_kept_and_the_oldest_goes(tmp_path: Path) -> None:
+    for turn in range(catalog_file.KEPT_ASIDE + 2):
         (tmp_path / "catalog.sqlite").write_bytes(b"damage %d" % turn)
         open_catalog(tmp_path).close()
-    kept = list(tmp_path.glob("catalog.corrupt-*"))
-    assert [path.read_bytes() for path in kept] == [b"damage 2"]
+        kept = [path.read_bytes() for path in catalog_file.kept_aside(tmp_path)]
+        assert kept == [b"damage %d" % n for n in range(turn + 1)][-catalog_file.KEPT_ASIDE :]
 
 
 @pytest.mark.parametrize("content", [b"\0" * 5000, random.Random(3).randbytes(50_000), b"x"])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gdscache import directory
+from gdscache import directory, locks
 from gdscache.directory import CacheDirectory
 from gdscache.errors import (
     DirectoryInUseError,
@@ -278,7 +278,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(_: int, __: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    real = directory.fcntl
-    monkeypatch.setattr(directory, "fcntl", types.SimpleNamespace(**{**vars(real), "flock": refuse}))
+    real = locks.fcntl
+    monkeypatch.setattr(locks, "fcntl", types.SimpleNamespace(**{**vars(real), "flock": refuse}))
     with pytest.raises(DirectoryNotWritableError, match="No locks available"):
         CacheDirectory.open(tmp_path)

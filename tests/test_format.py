@@ -193,7 +193,7 @@ def test_the_files_and_their_modes(tmp_path: Path) -> None:
             found = {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in path.iterdir()}
     finally:
         os.umask(old)
-    names = ["lock", "slab-0.bin", "catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"]
+    names = ["lock", "slab-0.bin", "catalog.sqlite", "catalog.sqlite-wal"]
     assert found == dict.fromkeys(names, 0o600)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
 

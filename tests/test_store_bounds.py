@@ -167,6 +167,7 @@ def test_the_planner_keeps_both_bounds_and_is_its_model(limit: int, operations: 
             model.accept(PROMPTS[n][:pages])
         elif what == "hit":
             real.manager.lookup(PROMPTS[n][:pages], 0)
+            real.manager.end(real.manager.plan_load([], "load").lease)  # which offers what the lookup noted
             model.hit(PROMPTS[n][:pages])
         else:
             for _ in range(n):
@@ -350,13 +351,13 @@ def test_hits_that_find_no_room_count_and_the_next_one_offers_again(open_host: O
     with PLAN.rule(Op.WRITE, Fault.HANG):
         for seed in (1, 2):
             stored(host, prompt(seed, 2))
-            host.engine.lookup(prompt(seed, 2))
+            host.load(prompt(seed, 2))
         assert refused(host) == {"queue_full": 2}
-        host.engine.lookup(prompt(2, 2))
+        host.load(prompt(2, 2))
         assert refused(host) == {"queue_full": 4}
     quiet(host.engine)
     assert (on(host, "ssd", prompt(1, 2)), on(host, "ssd", prompt(2, 2))) == ([0, 1], [])
-    host.engine.lookup(prompt(2, 2))
+    host.load(prompt(2, 2))
     quiet(host.engine)
     assert on(host, "ssd", prompt(2, 2)) == [0, 1]
     assert host.engine.stats()["stored"] == {"cpu": 4, "ssd": 4}

@@ -75,11 +75,11 @@ def test_selective_writes_a_page_after_so_many_hits(open_host: OpenHost, hits: i
     assert report.dropped == {}
     for n in range(1, hits + 1):
         assert on(host, "ssd", tokens) == []
-        assert host.engine.lookup(tokens[:8]).tokens == 8  # the last page is not hit
+        assert host.load(tokens[:8]).tokens == 8  # the last page is not hit
         quiet(host.engine)
         assert on(host, "ssd", tokens) == ([0, 1] if n == hits else [])
     assert host.engine.stats()["stored"] == {"cpu": 3, "ssd": 2}
-    host.engine.lookup(tokens)
+    host.load(tokens)
     quiet(host.engine)
     assert written() == (2 if hits > 1 else 3), "a clean page was written again, or one that was not hit enough"
 
@@ -90,10 +90,10 @@ def test_selective_counts_hits_of_the_page_and_not_of_its_slot(open_host: OpenHo
     stored(host, first)
     host.engine.lookup(first)
     stored(host, second)  # takes both slots
-    host.engine.lookup(second)
+    host.load(second)
     quiet(host.engine)
     assert on(host, "ssd", second) == []
-    host.engine.lookup(second)
+    host.load(second)
     quiet(host.engine)
     assert on(host, "ssd", second) == [0, 1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gdscache.directory import LOCK_LIMIT, LOCK_NAME
+from gdscache.slab import slab_name
 
 _LOCKS = Path("/proc/locks")
 
@@ -53,6 +55,9 @@ def find_owner(directory: Path, *, catalog_open: bool) -> Owner:
     except OSError:
         return Owner("unknown")
     pid = _holder(table, status, named.get("pid"))
+    if pid is None:  # an owner whose lock file lost its name still has the slab's
+        with contextlib.suppress(OSError):
+            pid = _holder(table, os.lstat(directory / slab_name(0)), named.get("pid"))
     if pid is not None:
         return Owner("in use", **named) if named.get("pid") == pid else Owner("in use", pid)
     if catalog_open and named.get("host") not in (None, socket.gethostname()):

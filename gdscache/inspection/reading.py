@@ -1,8 +1,8 @@
 """The catalogue and the slab of a cache directory, read without changing a byte there.
 
-A catalogue that somebody has open, or that a killed owner left, has a log (`-wal`): SQLite reads both, by an index in
-shared memory (`-shm`) that is opened for reading only. One without a log is read as a file that does not change, since
-SQLite would make a log for it otherwise; when one appears meanwhile, the reader begins again.
+One that a killed owner left has a log (`-wal`), which SQLite reads only where it may write: both are read into memory
+instead. One without a log is read as a file that does not change. When either changes meanwhile, the reader begins
+again. Of one that is in use nothing is read: see `status_page`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import sqlite3
 import stat
-import time
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdscache import catalog_file, stripes
+from gdscache import catalog_file, catalog_image, stripes
 from gdscache.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
 from gdscache.catalog_names import descriptions
 from gdscache.catalog_recovery import WHOLE_RETENTION, WHOLE_ROW
@@ -160,45 +159,46 @@ def os_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_once(directory: Path) -> Contents:
-    """A snapshot of a directory that others may open, use and close meanwhile: what one commit left."""
-    for _ in range(ATTEMPTS - 1):
-        before = _version(directory)
-        try:
-            with open_catalog(directory) as connection:
-                contents = read_contents(directory, connection)
-        except GdsCacheError:
-            if _version(directory) == before and before.logged == before.indexed:
-                raise
-        else:
-            if before.logged or _version(directory) == before:
-                return contents
-        time.sleep(PAUSE)
-    with open_catalog(directory) as connection:
-        return read_contents(directory, connection)
+def read_once(directory: Path, *, last: bool = True) -> Contents | None:
+    """What a directory has that nobody uses; None where it changed meanwhile, or is damaged and may be changing.
+
+    `last`: what is damaged is an error.
+    """
+    before = _version(directory)
+    try:
+        with open_catalog(directory) as connection:
+            contents = read_contents(directory, connection)
+    except GdsCacheError:
+        if last or _version(directory) == before:
+            raise
+        return None
+    return contents if _version(directory) == before else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Version:
-    logged: bool
-    indexed: bool
-    inode: int
-    size: int
-    modified: int
+    """Inode, size and time of the last change of the catalogue and of its log, if it has one."""
+
+    catalog: tuple[int, int, int]
+    log: tuple[int, int, int] | None
 
 
 def _version(directory: Path) -> _Version:
     status = regular_file(directory / CATALOG_NAME)
-    return _Version(has_log(directory), _has_index(directory), status.st_ino, status.st_size, status.st_mtime_ns)
+    try:
+        log = os.lstat(directory / f"{CATALOG_NAME}-wal")
+    except OSError:
+        log = None
+    return _Version(_of(status), None if log is None else _of(log))
+
+
+def _of(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def has_log(directory: Path) -> bool:
     """Whether the catalogue has a log: somebody has it open, or was killed."""
     return os.path.lexists(directory / f"{CATALOG_NAME}-wal")
-
-
-def _has_index(directory: Path) -> bool:
-    return os.path.lexists(directory / f"{CATALOG_NAME}-shm")
 
 
 @contextlib.contextmanager
@@ -209,22 +209,23 @@ def open_catalog(directory: Path) -> Iterator[sqlite3.Connection]:
     """
     path = directory / CATALOG_NAME
     regular_file(path)
-    logged = has_log(directory)
-    if logged and not _has_index(directory):
-        raise IOFailedError(
-            f"{path}-wal has no {CATALOG_NAME}-shm beside it, and nothing is written here to make one",
-            "open and close this directory with an engine once, or copy it whole",
-        )
-    options = "mode=ro&readonly_shm=1" if logged else "mode=ro&immutable=1"
     with _readable(path), contextlib.ExitStack() as last_to_first:
-        connection = sqlite3.connect(
-            f"{path.as_uri()}?{options}", uri=True, isolation_level=None, check_same_thread=False
-        )
+        if has_log(directory):
+            with os_errors(path):
+                connection = catalog_image.open_image(catalog_image.read_image(path))
+        else:
+            connection = sqlite3.connect(
+                f"{path.as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None, check_same_thread=False
+            )
         last_to_first.callback(connection.close)
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, catalog_file.VALUE_BYTES)
         for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "query_only = ON"):
             connection.execute(f"PRAGMA {pragma}")
         connection.execute("BEGIN")
+        if catalog_file.status(path).st_size <= catalog_file.QUICK_CHECK_BYTES:
+            verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if verdict != "ok":
+                raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
         catalog_file.check(connection, path, _extent_bytes(connection) or 0)
         yield connection
 

@@ -10,29 +10,130 @@ from typing import Any
 
 import numpy as np
 
-from gdscache.catalog_file import CATALOG_NAME
-from gdscache.inspection.owner import find_owner
-from gdscache.inspection.reading import Contents, existing, has_log, read_once
+from gdscache import status_page
+from gdscache.catalog_file import CATALOG_NAME, SIDECARS, SUSPECT_NAME, kept_aside
+from gdscache.errors import IOFailedError
+from gdscache.inspection.owner import Owner, find_owner
+from gdscache.inspection.reading import (
+    ATTEMPTS,
+    PAUSE,
+    Contents,
+    existing,
+    has_log,
+    os_errors,
+    read_once,
+    slab_directories,
+)
+from gdscache.slab import slab_name
+from gdscache.status_page import Status
 
-SCHEMA = "gdscache.inspect/1"
+SCHEMA = "gdscache.inspect/2"
 LOG_NAME = f"{CATALOG_NAME}-wal"  # what a running or killed engine committed and has not folded in
 
 
 def inspect(directory: Path) -> dict[str, Any]:
     """What the catalogue and the slab of `directory` say, as plain data; sizes in bytes.
 
-    Reads one commit's state, takes no lock of the directory and writes nothing. Raises `NotADirectoryPathError`,
-    `NotARegularFileError`, `CatalogVersionError`, `IOFailedError` (missing, unreadable or corrupt files).
+    Takes no lock of the directory and writes nothing. Of a directory in use it says what the owner's status page says
+    (`live`); what that does not have is None then: `bytes`, `unusable_rows`, `recency`, `retention`, `namespaces`,
+    `fragmentation`, `created`. Raises `NotADirectoryPathError`, `NotARegularFileError`, `CatalogVersionError`,
+    `IOFailedError` (missing, unreadable or corrupt files, or files that change all the time).
     """
     directory = existing(directory)
-    contents = read_once(directory)
+    for attempt in range(ATTEMPTS):
+        owner, status = find_owner(directory, catalog_open=has_log(directory)), status_page.read(directory)
+        fresh = status is not None and status.age < status_page.FRESH_S
+        if owner.state == "in use" or (owner.state == "unknown" and fresh):
+            return _live(directory, owner, status)
+        contents = read_once(directory, last=attempt == ATTEMPTS - 1)
+        if contents is not None:
+            return _still(directory, owner, contents)
+        time.sleep(PAUSE)
+    raise IOFailedError(f"{directory} changes all the time", "look again when fewer engines open and close it")
+
+
+def _common(directory: Path, owner: Owner) -> dict[str, Any]:
+    return {"schema": SCHEMA, "path": str(directory), "owner": owner.describe(), "set_aside": _set_aside(directory)}
+
+
+def _live(directory: Path, owner: Owner, status: Status | None) -> dict[str, Any]:
+    """What the status page says; the sizes of files, which need no owner."""
+    figures = None if status is None else status.figures
+    log = _log_bytes(directory)
+    places = [(where, slab_name(number)) for number, where in enumerate(slab_directories(directory))]
+    files = [(where / name, _size(where / name)) for where, name in places]
+    return _common(directory, owner) | {
+        "live": None if status is None else _told(status),
+        "format_version": None if figures is None else figures.format_version,
+        "created": None,
+        "suspect": os.path.lexists(directory / SUSPECT_NAME),
+        "extent_bytes": None if figures is None else figures.extent_bytes,
+        "slots": None if figures is None else figures.slots,
+        "capacity_bytes": sum(size for _, size in files),
+        "pages": None if figures is None else figures.pages,
+        "bytes": None,
+        "free_slots": None if figures is None else figures.free_slots,
+        "unusable_rows": None,
+        "recency": None,
+        "retention": None,
+        "files": [
+            {"name": files[0][0].name, "bytes": files[0][1]},
+            {"name": CATALOG_NAME, "bytes": _size(directory / CATALOG_NAME)},
+            *([] if log is None else [{"name": LOG_NAME, "bytes": log}]),
+        ],
+        "stripes": [{"path": str(file.parent), "name": file.name, "bytes": size} for file, size in files],
+        "namespaces": None,
+        "fragmentation": None,
+    }
+
+
+def _told(status: Status) -> dict[str, Any]:
+    figures = status.figures
+    counts: dict[str, Any] = {}
+    for (group, name), n in figures.counts.items():
+        if name:
+            counts.setdefault(group, {})[name] = n
+        else:
+            counts[group] = n
+    return {
+        "pid": status.pid,
+        "host": status.host,
+        "command": status.command,
+        "opened": status.opened,
+        "written": status.written,
+        "age_seconds": status.age,
+        "number": status.number,
+        "state": figures.state,
+        "stopped": figures.stopped or None,
+        "evictions": figures.evictions,
+        "late_requests": figures.late_requests,
+        "counts": counts,
+    }
+
+
+def _set_aside(directory: Path) -> list[dict[str, Any]]:
+    """The catalogues that were set aside as corrupt, the oldest first, with their logs' bytes."""
+    with os_errors(directory):
+        return [
+            {"name": path.name, "bytes": sum(_size(Path(f"{path}{suffix}")) for suffix in ("", *SIDECARS))}
+            for path in kept_aside(directory)
+        ]
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
+def _still(directory: Path, owner: Owner, contents: Contents) -> dict[str, Any]:
+    """What the catalogue says of a directory that nobody uses."""
     slab, log = contents.slab, _log_bytes(directory)
     sound = contents.sound
     recency = contents.recency[sound]
-    return {
-        "schema": SCHEMA,
-        "path": str(directory),
-        "owner": find_owner(directory, catalog_open=has_log(directory)).describe(),
+    return _common(directory, owner) | {
+        "live": None,
         "format_version": contents.version,
         "unbound_from_slot": contents.bound_slots,
         "created": contents.created,

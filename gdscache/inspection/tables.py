@@ -12,6 +12,7 @@ from gdscache.sizes import about
 NAMESPACES_SHOWN = 40
 FINDINGS_SHOWN = 40
 DIGITS = 16
+LATE_S = 5.0  # seconds after which a status page that is not rewritten is worth a word
 
 
 def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
@@ -19,6 +20,55 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     table = _pairs()
     table.add_row("directory", _plain(report["path"]))
     table.add_row("owner", _owner(report["owner"]))
+    in_use = report["namespaces"] is None
+    if in_use:
+        _add_status(table, report)
+    else:
+        _add_contents(table, report)
+    for file in report["files"]:
+        table.add_row(file["name"], f"{file['bytes']:,} bytes ({about(file['bytes'])})")
+    for stripe in report["stripes"][1:]:
+        size = f"{stripe['bytes']:,} bytes ({about(stripe['bytes'])})"
+        table.add_row(stripe["name"], f"{size} in {_plain(stripe['path'])}")
+    if report["unusable_rows"]:
+        causes = ", ".join(f"{count:,} {cause}" for cause, count in report["unusable_rows"].items())
+        table.add_row("unusable rows", f"{causes}: the next engine deletes them")
+    if report["suspect"]:
+        table.add_row("suspect", "the catalogue was found corrupt in use: the next engine looks at it again")
+    for file in report["set_aside"]:
+        table.add_row("set aside", f"{_plain(file['name'])}, {about(file['bytes'])}: was corrupt; may be deleted")
+    if in_use:
+        table.add_row("not shown", "namespaces, priorities, recency, stretches: they are read when nobody has it open")
+        return [table]
+    return [table, _namespaces(report["namespaces"])]
+
+
+def _add_status(table: Table, report: Mapping[str, Any]) -> None:
+    """Of a directory in use: what its owner says."""
+    live = report["live"]
+    if live is None:
+        table.add_row("status", "none: the engine is just opening or closing, or is of a version without a status page")
+        return
+    said = f"{live['state']}, page {live['number']:,}, written {live['age_seconds']:.1f} s ago"
+    late = live["age_seconds"] > LATE_S
+    table.add_row("status", f"{said}: its owner, or the device, hangs" if late else said)
+    table.add_row("written by", f"process {live['pid']} on {_plain(live['host'])}: {_plain(live['command'])}")
+    if live["stopped"]:
+        table.add_row("stopped", _plain(live["stopped"]))
+    table.add_row("format version", str(report["format_version"]))
+    table.add_row("extent bytes", f"{report['extent_bytes']:,} ({about(report['extent_bytes'])})")
+    table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
+    table.add_row("pages", f"{report['pages']:,}, and {report['free_slots']:,} free slots")
+    table.add_row("evictions", f"{live['evictions']:,}, late requests {live['late_requests']:,}")
+    for group, counts in live["counts"].items():
+        if isinstance(counts, int):
+            table.add_row(group, f"{counts:,}")
+        else:
+            table.add_row(group, ", ".join(f"{n:,} {name}" for name, n in counts.items()))
+
+
+def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
+    """Of a directory that nobody uses: what its catalogue says."""
     table.add_row(
         "format version", f"{report['format_version']}, made {_plain(report['created'] or 'at unknown time')}"
     )
@@ -47,17 +97,6 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
         table.add_row(
             "expiring", f"{kept['expiring_pages']:,} pages have a ttl, of which {kept['expired_pages']:,} ended"
         )
-    for file in report["files"]:
-        table.add_row(file["name"], f"{file['bytes']:,} bytes ({about(file['bytes'])})")
-    for stripe in report["stripes"][1:]:
-        size = f"{stripe['bytes']:,} bytes ({about(stripe['bytes'])})"
-        table.add_row(stripe["name"], f"{size} in {_plain(stripe['path'])}")
-    if report["unusable_rows"]:
-        causes = ", ".join(f"{count:,} {cause}" for cause, count in report["unusable_rows"].items())
-        table.add_row("unusable rows", f"{causes}: the next engine deletes them")
-    if report["suspect"]:
-        table.add_row("suspect", "the catalogue was found corrupt in use: the next engine sets it aside")
-    return [table, _namespaces(report["namespaces"])]
 
 
 def verify_tables(report: Mapping[str, Any]) -> list[Table]:

@@ -9,7 +9,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from gdscache.catalog import WHOLE_SUMS
 from gdscache.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
 from gdscache.checksum import Checksums, first_bad_layer, unbound
 from gdscache.directory import CacheDirectories
-from gdscache.errors import IOFailedError
+from gdscache.errors import DirectoryInUseError, IOFailedError
 from gdscache.inspection.reading import (
     Contents,
     existing,
@@ -64,7 +64,7 @@ def verify(directory: Path, progress: Progress = lambda done, total, text: None)
     `inspect` raises. A page that cannot be read is a finding, not an error.
     """
     directory = existing(directory)
-    with CacheDirectories.open(slab_directories(directory), sweep=False), open_catalog(directory) as connection:
+    with _own(slab_directories(directory)), open_catalog(directory) as connection:
         contents = read_contents(directory, connection)
         check = _Check(contents, connection)
         begun = time.perf_counter()
@@ -88,6 +88,21 @@ def verify(directory: Path, progress: Progress = lambda done, total, text: None)
         "seconds": seconds,
         "gb_per_second": check.bytes_read / seconds / 1e9,
     }
+
+
+def _own(directories: Sequence[Path]) -> CacheDirectories:
+    try:
+        with contextlib.ExitStack() as undo:
+            owned = undo.enter_context(CacheDirectories.open(directories, sweep=False))
+            owned.hold_slabs()  # an engine that has lost its lock still has these
+            undo.pop_all()
+            return owned
+    except DirectoryInUseError as error:
+        raise DirectoryInUseError(
+            error.message,
+            "verify it when that engine is closed; while it runs, gdscache inspect shows its status, and its check() "
+            "holds its index against its files",
+        ) from error
 
 
 def _name(contents: Contents, slot: int) -> tuple[str, str]:

@@ -53,6 +53,7 @@ class PageStatus(enum.Enum):
     IO_ERROR = "io_error"
     DEADLINE = "deadline"
     SWITCHED_OFF = "switched_off"  # the SSD tier is: too much of its I/O hangs
+    LOCK_LOST = "lock_lost"  # the SSD tier has stopped: its directory is not ours alone any more
     CANCELLED = "cancelled"
     ABORTED = "aborted"  # the load itself broke off; see its exception
 
@@ -115,7 +116,8 @@ class TierManager:
         self.gpu, self.cpu, self.ssd = gpu, cpu, ssd
         self.tiers: dict[str, Tier] = {t.name: t for t in (gpu, cpu, ssd) if t is not None}
         self.counts: Counter[tuple[str, str]] = Counter()
-        self.on_use: list[Callable[[Sequence[bytes]], None]] = []  # told the keys that a lookup found, tail first
+        self.on_use: list[Callable[[Sequence[bytes]], None]] = []  # told the keys that a lookup found; only notes them
+        self.on_load: list[Callable[[], object]] = []  # called before a load is planned: what uses have earned is due
         self.prefetched: PrefetchedPages | None = None  # told which pages a load reads
         self._leases: set[Lease] = set()
         self._filling: dict[Entry, PageTask] = {}
@@ -141,7 +143,10 @@ class TierManager:
     # -- looking --------------------------------------------------------------------------------------------------
 
     def lookup(self, pages: Sequence[Page], start: int) -> list[str]:
-        """The fastest tier of each page from `start` on, up to the first miss. Counts a use of what was found."""
+        """The fastest tier of each page from `start` on, up to the first miss. Counts a use of what was found.
+
+        Starts nothing and takes no lease: what a use earns a page is done by the next load or store.
+        """
         with self.lock:
             self.expire(pages)
             found, hidden = self._visible(self._find(pages, start), pages, start)
@@ -163,18 +168,24 @@ class TierManager:
         seen = self._first_hidden(found, pages, start)
         hidden = len(found) - seen
         if hidden:
-            self.counts["misses", "switched_off" if self.quarantine.off else "quarantined"] += hidden
+            self.counts["misses", self.quarantine.cause if self.quarantine.off else "quarantined"] += hidden
         return found[:seen], hidden
 
     def _first_hidden(self, found: Sequence[str], pages: Sequence[Page], start: int) -> int:
         """How many of the pages found come before one that quarantine hides."""
         quarantine = self.quarantine
-        if quarantine.requests and self.ssd is not None:
+        if (quarantine.requests or quarantine.off) and self.ssd is not None:
             for i, name in enumerate(found):
                 slot = self.ssd.index.slot(pages[start + i].key) if name == "ssd" else None
                 if slot is not None and quarantine.hides(slot):
                     return i
         return len(found)
+
+    def watch(self) -> None:
+        """Stop the SSD tier if its directory is not ours alone any more. Costs an `os.stat`: without the lock, where
+        that is not needed for something else."""
+        if self.ssd is not None and not self.quarantine.stopped and (why := self.ssd.lock_lost()):
+            self.quarantine.stop(why)
 
     def peek(self, pages: Sequence[Page]) -> list[str]:
         """What `lookup` would answer; counts nothing, not even a use."""
@@ -278,6 +289,8 @@ class TierManager:
         """
         with self.lock:
             self.expire(pages)
+            for due in self.on_load:
+                due()
             lease = self.lease(owner)
             tasks, absent = self._sources(pages, lease)
             if self.prefetched:

@@ -44,11 +44,12 @@ class Late:
 class Quarantine:
     """The late requests of one engine. Thread-safe; `lock` is the manager's.
 
-    `off` is whether the SSD tier is switched off.
+    `off` is whether the SSD tier is switched off; `stopped` why it is for good, "" where it is not.
     """
 
     def __init__(self, lock: threading.RLock) -> None:
         self.off = False
+        self.stopped = ""
         self._lock = lock
         self._ended = threading.Condition(lock)
         self._slots: dict[PoolName, int] = {}
@@ -97,6 +98,23 @@ class Quarantine:
             )
         submission.on_end(ended)
 
+    def stop(self, why: str) -> None:
+        """Switch the SSD tier off for good. The lock may be held."""
+        with self._lock:
+            if self.stopped:
+                return
+            self.off, self.stopped = True, why
+        _log.error(
+            "the SSD tier has stopped: %s, so that another process may use its directory. Its pages miss (lock_lost) "
+            "and nothing is written to it until the engine is closed and opened again",
+            why,
+        )
+
+    @property
+    def cause(self) -> str:
+        """What pages that miss, and stores that are dropped, are counted under while the tier is switched off."""
+        return "lock_lost" if self.stopped else "switched_off"
+
     def hides(self, ssd_slot: int) -> bool:
         """Whether a page of the SSD tier misses for now: a late read is at it, or the tier is switched off."""
         return self.off or ssd_slot in self._reading
@@ -129,6 +147,7 @@ class Quarantine:
         with self._lock:
             return {
                 "switched_off": self.off,
+                "stopped": self.stopped or None,
                 "late_reads": self._late["read"],
                 "late_writes": self._late["write"],
                 **self._counts,
@@ -147,7 +166,7 @@ class Quarantine:
                 self._reading[request.ssd_slot] -= 1
                 if not self._reading[request.ssd_slot]:
                     del self._reading[request.ssd_slot]
-            switched_on = self.off and self._fullest(_ON_BELOW) is None
+            switched_on = self.off and not self.stopped and self._fullest(_ON_BELOW) is None
             if switched_on:
                 self.off = False
             finish = not self.requests and bool(self._afterwards) and not self._finishing

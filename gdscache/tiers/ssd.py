@@ -16,16 +16,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gdscache import stripes
 from gdscache.catalog import Catalog, PageRecord, Recovered
+from gdscache.catalog_file import FORMAT_VERSION
 from gdscache.checksum import Checksums, bound, unbound
 from gdscache.config import SsdConfig
 from gdscache.directory import CacheDirectories
-from gdscache.errors import IOFailedError, StorageError
+from gdscache.errors import IOFailedError, LockLostError, StorageError
 from gdscache.keys import Page
 from gdscache.layout import PageLayout
 from gdscache.policies import new_policy
@@ -44,6 +46,7 @@ _log = logging.getLogger("gdscache.ssd")
 _TOUCHES_KEPT = 1 << 16
 _CLOSE_S = 5.0  # seconds that closing the catalogue may take while I/O hangs
 _DELETIONS = 1 << 14  # rows that one commit deletes: what a store may have to wait for
+LOST_HINT = "see who removes or replaces files there (cleaners of temporary folders?), then open the engine again"
 _NO_RETENTIONS: Mapping[bytes, Retention] = {}
 _CLOCK_LIMIT = 1 << 62  # a damaged row must not push the clock out of SQLite's integers
 
@@ -83,9 +86,12 @@ class SsdTier(Tier):
         with contextlib.ExitStack() as undo:
             self._directory = undo.enter_context(CacheDirectories.open((path, *config.stripes)))
             stripes.claim((path, *config.stripes))
+            self._directory.hold_slabs()
             self._catalog = Catalog.open(path, extent_bytes=layout.extent_bytes, durability=config.durability)
             undo.callback(self._catalog.close)
             self._slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
+            self._directory.hold_slabs()  # those that were made just now
+            self._directory.watch_catalog()
             transport = open_transport(
                 config.transport,
                 directory=path,
@@ -109,6 +115,7 @@ class SsdTier(Tier):
         self._descriptions: dict[bytes, dict[str, object]] = {}  # of namespaces, for the next commit
         self._retained: dict[int, bytes] = {}  # slot -> key of pages whose retention the next commit writes down
         self._commit_lock = threading.Lock()
+        self._lost = ""  # why the directory is not ours alone any more
         self._closed = False
 
     def _recover(self, slots: int, eviction: str, now: float) -> None:
@@ -125,6 +132,19 @@ class SsdTier(Tier):
             log = _log.info if expected else _log.warning
             log("%s: recovery gave up pages: %s", self.path, dict(found.dropped))
         _log.info("%s: %d pages of %d bytes recovered", self.path, len(found.slots), self.layout.extent_bytes)
+
+    @property
+    def catalog_path(self) -> Path:
+        return self._catalog.path
+
+    @property
+    def directories(self) -> int:
+        """How many directories the slab lies over."""
+        return len(self._slab.files)
+
+    @property
+    def format_version(self) -> int:
+        return FORMAT_VERSION
 
     @property
     def capacity(self) -> int:
@@ -179,7 +199,9 @@ class SsdTier(Tier):
 
         `retentions`: by key, where they are not the default.
         Only pages that continue a prefix of this tier may push others out: after a restart, nobody reaches the others.
+        Raises `IOFailedError`; `LockLostError` when the directory is not ours alone any more.
         """
+        self._keep_out()
         with self.lock:
             self.index.make_room(pages, self._reserve, len(self._returned))
             commit_first = self.index.free_slots < len(pages) and bool(self._returned)
@@ -212,9 +234,11 @@ class SsdTier(Tier):
     def commit(self, writes: Sequence[SlotWrite]) -> list[bool]:
         """Make written pages durable and visible, and retired slots free; True for each page that is visible now.
 
-        Raises `IOFailedError` when the catalogue cannot be written; then nothing was committed.
+        Raises `IOFailedError` when the catalogue cannot be written, `LockLostError` when the directory is not ours
+        alone any more; then nothing was committed.
         """
         with self._commit_lock:
+            self._keep_out()
             if self._power and writes:
                 self.io.flush()
             stored = self._bound(writes)
@@ -339,7 +363,19 @@ class SsdTier(Tier):
             except IOFailedError as error:  # pages do without
                 _log.warning("%s: a namespace stays without description: %s", self.path, error)
 
+    def lock_lost(self, *, thorough: bool = False) -> str:
+        """Why the directory is not ours alone any more; "" while it is. Costs an `os.stat`; `thorough`: some more."""
+        if not self._lost:
+            self._lost = self._directory.lost(thorough=thorough)
+        return self._lost
+
+    def _keep_out(self) -> None:
+        if why := self.lock_lost(thorough=True):
+            raise LockLostError(f"{why}: {self.path} is not this engine's alone any more", LOST_HINT)
+
     def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
+        if why := self.lock_lost(thorough=True):
+            return [f"{why}; the tier has stopped: close and open the engine"]
         damaged = self._check_slab(lock, fix=fix)
         with self._commit_lock:
             try:

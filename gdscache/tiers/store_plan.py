@@ -4,7 +4,8 @@ A page is *offered* by a store. The planner accepts it (or drops and counts it),
 says whether the SSD is to get it now, by the write policy:
 
 * `write_through`: every page, at once.
-* `write_through_selective`: a page that was hit `store.write_hits` times since it came.
+* `write_through_selective`: a page that was hit `store.write_hits` times since it came. A lookup only notes that; the
+  next load or store sends the page on.
 * `write_back`: a page that the CPU tier is about to give up. Until then it is *dirty* there, which eviction respects;
   the coldest are written ahead when more than `cpu.high_watermark` of the slots are dirty, down to `cpu.low_watermark`.
 * `never`: none.
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 # What one gather, and one write batch, takes at once: each costs turns at the locks that a model's thread wants, too.
 _ROUND_BYTES, _ROUND_PAGES = 512 << 20, 1024
 BATCH_BYTES = 128 << 20
-_UNWRITTEN = ("closed", "switched_off", "ssd_full")  # causes for which no byte of a page went out
+_UNWRITTEN = ("closed", "switched_off", "lock_lost", "ssd_full")  # causes for which no byte of a page went out
 _MOST_HITS = 255  # counted a page
 
 
@@ -134,8 +135,10 @@ class StorePlanner:
         # it is enough but for a lack of room, hits offer what was refused, and so does the next store.
         refuses = admission is not None and admission.refuses
         self._hits_offer = self._policy == "write_through_selective" or (self._policy == "write_through" and refuses)
+        self._earned: dict[bytes, None] = {}  # pages that uses made worth an offer, for the next load or store
         if admission is not None:
             manager.on_use.append(self._used)
+            manager.on_load.append(self._offer_earned)
 
     # -- accepting ---------------------------------------------------------------------------------------------------
 
@@ -144,6 +147,7 @@ class StorePlanner:
         manager = self._manager
         manager.counts["stores", "requests"] += 1
         manager.retain(pages, retention)
+        self._offer_earned()
         room = self._limit - self.queued + (0 if manager.cpu is None else len(self.keys))
         wanted: list[int] = []
         for number, page in enumerate(pages):
@@ -247,7 +251,7 @@ class StorePlanner:
             self.settle(job, i, "cpu_full" if cpu is not None else "")
             return True, None
         if manager.quarantine.off:  # its writes hold the bounce slots
-            self.settle(job, i, "switched_off")
+            self.settle(job, i, manager.quarantine.cause)
             return True, None
         room = self._room(False)  # such a page holds no CPU slot
         if room and not bounced:
@@ -337,13 +341,12 @@ class StorePlanner:
     # -- from the CPU tier to the SSD, without a store ---------------------------------------------------------------
 
     def _used(self, keys: Sequence[bytes]) -> None:
-        """Pages were hit, tail first: send those on that have earned it, heads first."""
+        """Pages were hit, tail first: note those that have earned an offer to the SSD, heads first. Starts nothing."""
         refused = self._admission.use(keys) if self._admission is not None else []
         cpu = self._manager.cpu
         offered = keys if self._hits_offer else refused if self._policy == "write_through" else []
-        if cpu is None or not offered:
+        if cpu is None:
             return
-        earned = []
         for key in reversed(offered):
             slot = cpu.index.slot(key)
             if slot is None:
@@ -352,10 +355,19 @@ class StorePlanner:
                 hits = self._hits[slot] = min(_MOST_HITS, self._hits[slot] + 1)
                 if hits < self._hits_wanted:
                     continue
-            entry = cpu.index.find(key)
-            if entry is not None:
-                earned.append(entry.page)
-        self._demote(earned, cpu.index)
+            self._earned.pop(key, None)
+            self._earned[key] = None
+        while len(self._earned) > cpu.index.slots:
+            del self._earned[next(iter(self._earned))]
+
+    def _offer_earned(self) -> int:
+        """Send on what the lookups since the last load or store noted, as far as the CPU tier has it; how many went."""
+        cpu = self._manager.cpu
+        if cpu is None or not self._earned:
+            return 0
+        earned, self._earned = self._earned, {}
+        entries = map(cpu.index.find, earned)
+        return self._demote([entry.page for entry in entries if entry is not None], cpu.index)
 
     def clean(self, everything: bool = False) -> int:
         """Send dirty pages on where the high watermark is passed, or all of them; how many went. `send` is called.
@@ -364,15 +376,16 @@ class StorePlanner:
         for; where it does not keep up, others become clean as they are.
         """
         cpu = self._manager.cpu
+        offered = self._offer_earned() if everything else 0
         if cpu is None or not cpu.index.dirty_pages:
-            return 0
+            return offered
         waiting = cpu.index.dirty_pages - self._cleaning
         wanted = waiting if everything else waiting - self._low if waiting > self._high else 0
         wanted = min(wanted, self._limit - len(self.keys))
         sent = self._demote(cpu.index.coldest_dirty(wanted, self.keys), cpu.index) if wanted > 0 else 0
         if not everything and (self._manager.quarantine.off or not self._room(self.behind)):
             self._give_up()
-        return sent
+        return offered + sent
 
     def _give_up(self) -> None:
         """The SSD takes no more. Where dirty pages are more than halfway from the high watermark to the whole tier, let
