@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gdscache.calls import Caller
 from gdscache.config import Config, GpuConfig
 from gdscache.errors import PinnedMemoryError
 from gdscache.layout import PageLayout
@@ -63,6 +64,7 @@ def build(
     layout: PageLayout,
     attached: Sequence[Sequence[torch.Tensor]] | None,
     timeline: Timeline = OFF,
+    calls: Caller | None = None,
 ) -> Parts:
     """Open everything, or raise and leave nothing open."""
     with contextlib.ExitStack() as undo:
@@ -90,13 +92,15 @@ def build(
         if bounce is not None:
             undo.callback(bounce.close)
         _check_paths(config.gpu, planes.device, [tier.extents for tier in (cpu, bounce) if tier is not None])
-        manager = TierManager(lock, gpu, cpu, ssd, promotion=_promotion(config, cpu))
+        manager = TierManager(lock, gpu, cpu, ssd, promotion=_promotion(config, cpu), calls=calls)
         mover = open_mover(planes, config.gpu)
         manager.timeline = mover.timeline = timeline
         undo.callback(mover.close)
         direct = route is not None and route.route == "direct"
         loader = Loader(manager, mover, bounce, layout, config.load, keep=not direct)
+        undo.callback(loader.close)
         prefetcher = Prefetcher(manager, loader, layout, config.prefetch)
+        undo.callback(prefetcher.close)
         watermarks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
         admission = None
         if ssd is not None and config.ssd is not None:
@@ -105,9 +109,11 @@ def build(
         writer = None
         if ssd is not None and config.store.write_policy != "never":
             writer = SsdWriter(manager, ssd, layout.extent_bytes, planner.keys)
+            undo.callback(writer.close, drain=False)
         storer = Storer(manager, planner, mover, bounce, writer, layout.extent_bytes, config.store)
+        undo.callback(storer.close, drain=False)
+        said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
         undo.pop_all()
-    said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
     for concern in said:
         _config_log.warning("%s", concern)
     _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)

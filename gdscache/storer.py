@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,13 +23,16 @@ from gdscache.errors import EngineClosedError
 from gdscache.keys import Page
 from gdscache.storing import StoreHandle
 from gdscache.streams import Event
+from gdscache.threads import Flag, Workers
 from gdscache.tiers.base import Lease
 from gdscache.tiers.bounce import Bounce, Extents
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.retention import DEFAULT, Retention
 from gdscache.tiers.store_plan import Placed, StoreJob, StorePlanner, round_pages
 from gdscache.tiers.transfer import Mover
-from gdscache.writer import Outgoing, SsdWriter, log_failure
+from gdscache.writer import Outgoing, SsdWriter
+
+_LOOK_S = 0.05  # seconds after which whoever waits for stores looks whether it is to go on
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Storer:
         self._dropping = False
         self._closed = False
         self._writing = writer is not None
-        self._thread = ThreadPoolExecutor(1, "gdscache-gather")
+        self._thread = Workers(1, "gdscache-gather")
         planner.send, planner.empty = self._send, self._idle.notify_all
 
     # -- accepting ---------------------------------------------------------------------------------------------------
@@ -89,8 +92,8 @@ class Storer:
         `blocks`: int64 (pages, blocks_per_page), read after the event `after`; `epochs`: the manager's epoch of each
         page when its bytes were known good; `sources` ends when the blocks were read.
         """
-        handle = StoreHandle(len(pages))
         manager = self._manager
+        handle = StoreHandle(len(pages), manager.calls)
         with manager.lock:
             if self._closed:
                 if sources is not None:
@@ -101,22 +104,28 @@ class Storer:
                 self._jobs += 1
                 plan = StoreJob(handle, wanted, [pages[n] for n in wanted], [epochs[n] for n in wanted], retention)
                 job = _Job(plan, handle, blocks[wanted], after, sources)
-                self._thread.submit(self._gather, job).add_done_callback(log_failure)
+                self._thread.submit(functools.partial(self._gather, job))
                 return handle
         if sources is not None:
             manager.end(sources)
         handle.release_event.signal()
         return handle
 
-    def drain(self, seconds: float | None) -> bool:
-        """Wait until nothing that was accepted is unfinished; False when `seconds` pass before."""
-        with self._idle:
-            return self._idle.wait_for(lambda: not self._planner.queued and not self._jobs, seconds)
+    def drain(self, seconds: float | None, stop: Flag | None = None) -> bool:
+        """Wait until nothing that was accepted is unfinished; False when `seconds` pass before, or `stop` is set."""
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        with self._manager.lock:
+            while self._planner.queued or self._jobs:
+                left = until - time.monotonic()
+                if left <= 0 or (stop is not None and stop.is_set()):
+                    return False
+                self._idle.wait(min(left, _LOOK_S))
+            return True
 
-    def flush(self, seconds: float | None) -> bool:
+    def flush(self, seconds: float | None, stop: Flag | None = None) -> bool:
         """`drain`, and write every page that is only in the CPU tier on to the SSD, where the policy writes any."""
         until = None if seconds is None else time.monotonic() + seconds
-        while self.drain(None if until is None else until - time.monotonic()):
+        while self.drain(None if until is None else until - time.monotonic(), stop):
             with self._manager.lock:
                 if not self._planner.clean(everything=True):
                     return True
@@ -138,7 +147,7 @@ class Storer:
             self._dropping = not drain
         if self._writer is not None:
             self._writer.begin_close(drain=drain)
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown()
         if drain:
             self.flush(None)
         with self._manager.lock:
@@ -154,25 +163,38 @@ class Storer:
 
     def _gather_all(self, job: _Job) -> None:
         at, pages = 0, job.plan.pages
-        with self._manager.lock:
-            self._planner.begin()
-        try:
+        with contextlib.ExitStack() as ends:  # the last first, each whatever became of those before it
+            ends.callback(self._over)
+            ends.callback(self._release_blocks, job)
+            ends.callback(lambda: self._give_up(job.plan, at))
+            with self._manager.lock:
+                self._planner.begin()
             while at < len(pages):
                 at, round_ = self._place(job.plan, at)
                 self._fill(job, round_, last=at == len(pages))
-        finally:
+
+    def _give_up(self, job: StoreJob, at: int) -> None:
+        """The last word on the pages that an exception left."""
+        with self._manager.lock:
+            for i in range(at, len(job.pages)):
+                self._planner.settle(job, i, "error")
+
+    def _release_blocks(self, job: _Job) -> None:
+        """The blocks are free again when what was queued has read them."""
+        event = None
+        try:
             event = self._mover.mark_stores()
+        finally:
             job.handle.release_event.signal(event)
-            with self._manager.lock:
-                for i in range(at, len(pages)):  # nothing but an exception leaves any
-                    self._planner.settle(job.plan, i, "error")
             if job.sources is not None:
                 if event is not None:
                     event.synchronize()
                 self._manager.end(job.sources)
-            with self._manager.lock:
-                self._jobs -= 1
-                self._idle.notify_all()
+
+    def _over(self) -> None:
+        with self._manager.lock:
+            self._jobs -= 1
+            self._idle.notify_all()
 
     def _place(self, job: StoreJob, start: int) -> tuple[int, list[Placed]]:
         """Find slots for the next pages: where it stopped, and the pages that have one."""

@@ -12,11 +12,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from gdscache.checksum import Checksums
 from gdscache.errors import DeadlineError, StorageError
 from gdscache.keys import Page
+from gdscache.threads import Workers, failure_of, log_failure
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.page_io import PageIO
@@ -79,14 +79,14 @@ class SsdWriter:
         self._flying: deque[_Flight] = deque()
         self._closing = False
         self._dropping = False
-        self._thread = ThreadPoolExecutor(1, "gdscache-write")
+        self._thread = Workers(1, "gdscache-write")
 
     def put(self, pages: Sequence[Outgoing]) -> None:
         """Take pages over, whose keys are in `keys`."""
         if pages:
             with self._manager.lock:
                 self._ready.extend(pages)
-            self._thread.submit(self._run).add_done_callback(log_failure)
+            self._thread.submit(self._run)
 
     def begin_close(self, *, drain: bool) -> None:
         """From now on a batch that misses its deadline is the last that is waited for; without `drain`, any is."""
@@ -96,23 +96,32 @@ class SsdWriter:
     def close(self, *, drain: bool) -> None:
         """Write what was taken over (or drop it), then end the thread."""
         self.begin_close(drain=drain)
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown()
 
     def _run(self) -> None:
-        while True:
-            with self._manager.lock:
-                batch = [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
-            if batch:
-                self._start(batch)
-            if self._flying and (len(self._flying) > 1 or not batch):
-                self._complete(self._flying.popleft())
-            elif not batch:
-                break
+        while (error := failure_of(self._steps)) is not None:  # its pages have ended for it; those behind them go on
+            log_failure(error)
         self._manager.settle()
+
+    def _steps(self) -> None:
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Begin a batch, and complete one; False when there is nothing to do any more."""
+        with self._manager.lock:
+            batch = [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
+        if batch:
+            self._start(batch)
+        if self._flying and (len(self._flying) > 1 or not batch):
+            self._complete(self._flying.popleft())
+        elif not batch:
+            return False
+        return True
 
     def _start(self, batch: Sequence[Outgoing]) -> None:
         entries: dict[bytes, Entry] = {}
-        with self._failing(batch, entries):
+        with self._failing(batch, entries) as on_failure:
             off = self._manager.quarantine.off
             try:
                 pages = () if self._dropping or off else [out.page for out in batch]
@@ -126,6 +135,7 @@ class SsdWriter:
                 with self._manager.timeline.flight("write", "SSD writes", pages=len(writes), bytes=nbytes) as flight:
                     io = self._ssd.write([write for _, write in writes])
                     self._flying.append(_Flight(writes, io, until))
+                    on_failure.pop_all()  # they are the flight's now
                     flight.follow(io, len(writes))
 
     def _retentions(self, batch: Sequence[Outgoing]) -> dict[bytes, Retention]:
@@ -174,7 +184,10 @@ class SsdWriter:
         return [writes[i] for i in ended], [errors[i] for i in ended]
 
     def _complete(self, flight: _Flight) -> None:
-        writes, errors = self._ended(flight)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._lose, flight)
+            writes, errors = self._ended(flight)
+            on_failure.pop_all()
         if not writes:
             return
         entries = {write.entry.key: write.entry for _, write in writes}
@@ -200,11 +213,11 @@ class SsdWriter:
                     self._finish(out, causes[entry.key])
 
     @contextlib.contextmanager
-    def _failing(self, batch: Sequence[Outgoing], entries: dict[bytes, Entry]) -> Iterator[None]:
+    def _failing(self, batch: Sequence[Outgoing], entries: dict[bytes, Entry]) -> Iterator[contextlib.ExitStack]:
         """An exception costs the batch at hand, and nothing else waits for ever."""
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._abandon, batch, entries)
-            yield
+            yield on_failure
             on_failure.pop_all()
 
     def _abandon(self, batch: Sequence[Outgoing], entries: dict[bytes, Entry]) -> None:
@@ -214,7 +227,16 @@ class SsdWriter:
             for out in batch:
                 if out.page.key in self._keys:
                     self._finish(out, "error")
-            self._thread.submit(self._run).add_done_callback(log_failure)
+
+    def _lose(self, flight: _Flight) -> None:
+        """An exception ended a flight, whose I/O may still be under way: its pages end now, what it touches later."""
+        with self._manager.lock:
+            left = [i for i, (out, _) in enumerate(flight.writes) if out.page.key in self._keys]
+            for i in left:
+                self._ssd.index.drop(flight.writes[i][1].entry)
+            self._manager.quarantine.hold(flight.submission, {i: self._late(*flight.writes[i]) for i in left})
+            for i in left:
+                flight.writes[i][0].finish("error")
 
     def _give_up(self, entry: Entry) -> None:
         self._ssd.index.drop(entry)
@@ -233,10 +255,3 @@ class SsdWriter:
             return 1
 
         return Late("write", out.pool, write.entry.slot, ended)
-
-
-def log_failure(future: Future[None]) -> None:
-    """Done-callback of background work: an exception nobody waits for is written to the log."""
-    error = future.exception()
-    if error is not None:
-        _log.error("background work broke off", exc_info=error)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, StorageError
 from gdscache.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import IORequest, Op, Span, Submission, Transport, check_memory, failed, refused
+from gdscache.threads import failure_of, log_failure, start
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +74,7 @@ class WorkerTransport(Transport):
         self._threads = [
             threading.Thread(target=self._serve, name=f"gdscache-{self.name}-{n}", daemon=True) for n in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        start(self._threads, self._end_threads)
 
     @abc.abstractmethod
     def _serve(self) -> None:
@@ -105,13 +105,18 @@ class WorkerTransport(Transport):
         return spans, good, errors
 
     def close(self) -> None:
-        with self._work:
-            first, self._closing = not self._closing, True
-            self._work.notify_all()
+        first = self._end_threads()
         for thread in self._threads:
             thread.join()
         if first:
             self.release()
+
+    def _end_threads(self) -> bool:
+        """Have the threads end when nothing is left to do; False when they were told before."""
+        with self._work:
+            first, self._closing = not self._closing, True
+            self._work.notify_all()
+        return first
 
     def check_open(self) -> None:
         """Raises `EngineClosedError` after `close`."""
@@ -189,15 +194,16 @@ class QueuedTransport(RunTransport):
 
     def _serve(self) -> None:
         while (run := self._next()) is not None:
-            results: list[Result] = []
-            try:
-                results = self.move(run)
-            finally:
-                # Whatever happened above, somebody waits for these pieces; and who is told that they have ended may
-                # count on nothing here holding their memory.
-                results = results or [(piece.index, 0, _broken(self.name)) for piece in run.pieces]
-                submission, run = run.submission, None
-                submission.finish(results)
+            results = self._moved(run)
+            # Who is told that these pieces have ended may count on nothing here holding their memory.
+            submission, run = run.submission, None
+            submission.finish(results)
+
+    def _moved(self, run: Run) -> list[Result]:
+        """What became of a run's pieces, whatever happens: somebody waits for them."""
+        results: list[Result] = []
+        log_failure(failure_of(lambda: results.extend(self.move(run))))
+        return results or [(piece.index, 0, _broken(self.name)) for piece in run.pieces]
 
 
 def run_bytes(total: int, threads: int) -> int:
@@ -214,10 +220,10 @@ def _runs(
     for file, offset, index, memory in sorted_requests:
         nbytes = memory.nbytes
         step = nbytes if nbytes <= limit else _equal_parts(nbytes, limit)
-        for start in range(0, nbytes, step):
-            size = min(step, nbytes - start)
-            part = memory if size == nbytes else memory[start : start + size]
-            piece = Piece(index, offset + start, size, part)
+        for at in range(0, nbytes, step):
+            size = min(step, nbytes - at)
+            part = memory if size == nbytes else memory[at : at + size]
+            piece = Piece(index, offset + at, size, part)
             if (
                 last is not None
                 and last.file == file

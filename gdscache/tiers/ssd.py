@@ -83,10 +83,7 @@ class SsdTier(Tier):
         with contextlib.ExitStack() as undo:
             self._directory = undo.enter_context(CacheDirectories.open((path, *config.stripes)))
             stripes.claim((path, *config.stripes))
-            self._catalog = Catalog.open(path, extent_bytes=layout.extent_bytes, durability=config.durability)
-            undo.callback(self._catalog.close)
-            self._slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
-            transport = open_transport(
+            transport = open_transport(  # before there are files: it needs threads, which there may not be
                 config.transport,
                 directory=path,
                 device=device,
@@ -94,6 +91,10 @@ class SsdTier(Tier):
                 direct_io=config.direct_io,
                 gds=config.gds,
             )
+            undo.callback(transport.close)
+            self._catalog = Catalog.open(path, extent_bytes=layout.extent_bytes, durability=config.durability)
+            undo.callback(self._catalog.close)
+            self._slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
             self.io = SlabIO(self._slab, transport)
             undo.callback(self.io.close)
             self._recover(slots, config.eviction, wall_clock())
