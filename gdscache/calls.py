@@ -111,8 +111,10 @@ class Calls:
     def watch(self, handle: object, dead: Callable[[], object]) -> int:
         """Have `dead()` done when nobody has `handle` any more; a number for `unwatch`."""
         number = next(self._numbers)
-        died = functools.partial(_died, self._watched, self._asked, number, dead)
-        self._watched[number] = weakref.ref(handle, died)
+        call = _Call(functools.partial(_died, self._watched, number, dead))
+        call.unasked = True
+        # It dies in any thread, in the middle of anything: `put` is no line of Python that could be interrupted.
+        self._watched[number] = weakref.ref(handle, functools.partial(self._asked.put, call))
         return number
 
     def unwatch(self, number: int) -> None:
@@ -185,6 +187,11 @@ class _Call(Generic[_T]):
             undo(self._answers.pop())
 
 
+def _died(watched: dict[int, weakref.ref[Any]], number: int, dead: Callable[[], object]) -> None:
+    watched.pop(number, None)
+    dead()
+
+
 def _serve(asked: SimpleQueue[_Call[Any] | None], over: Flag) -> None:
     while (call := asked.get()) is not None:
         call.carry_out()
@@ -203,17 +210,3 @@ def _refuse(asked: SimpleQueue[_Call[Any] | None]) -> None:
         if call is not None:
             call.refused = True
             call.over.set()
-
-
-def _died(
-    watched: dict[int, weakref.ref[Any]],
-    asked: SimpleQueue[_Call[Any] | None],
-    number: int,
-    dead: Callable[[], object],
-    ref: weakref.ref[Any],
-) -> None:
-    """A handle was dropped, in any thread and perhaps in the middle of anything: nothing is done here."""
-    watched.pop(number, None)
-    call = _Call(dead)
-    call.unasked = True
-    asked.put(call)
