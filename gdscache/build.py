@@ -108,7 +108,7 @@ def build(
         planner = StorePlanner(manager, config.store, layout.extent_bytes, admission, watermarks)
         writer = None
         if ssd is not None and config.store.write_policy != "never":
-            writer = SsdWriter(manager, ssd, layout.extent_bytes, planner.keys)
+            writer = SsdWriter(manager, ssd, layout.extent_bytes)
             undo.callback(writer.close, drain=False)
         storer = Storer(manager, planner, mover, bounce, writer, layout.extent_bytes, config.store)
         undo.callback(storer.close, drain=False)

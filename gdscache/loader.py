@@ -45,11 +45,16 @@ class Loader:
         self.layout = layout
         self.config = config
         self.keep = keep
-        self.loads = 0  # under way or waiting for a thread; the manager's lock guards it
+        self._running: set[LayerwiseLoad] = set()  # or waiting for a thread; the manager's lock guards it
         self.changed = threading.Condition(manager.lock)  # notified when there are none any more
         self._pool = Workers(config.threads, "gdscache-load")
         self._closed = False
         self._order = threading.Lock()  # of plans; taken before the manager's lock
+
+    @property
+    def loads(self) -> int:
+        """Loads under way or waiting for a thread. The manager's lock is held."""
+        return len(self._running)
 
     def start(
         self,
@@ -126,21 +131,30 @@ class Loader:
         return LoadRun(self.manager, self.mover, self.bounce, self.layout, self.config, load, after, copy=copy)
 
     def _submit(self, load: LayerwiseLoad, run: LoadRun) -> None:
-        self._pool.submit(functools.partial(self._carry_out, load, run))
         if load.tokens:
-            self.loads += 1
+            self._running.add(load)
+        self._pool.submit(functools.partial(self._carry_out, load, run), functools.partial(self._lost, load, run))
 
     def _carry_out(self, load: LayerwiseLoad, run: LoadRun) -> None:
         """A load on its thread. Whatever ends it, whoever waits for it goes on."""
         error = failure_of(run)
-        log_failure(error)
-        load.end(error)
+        if error is not None:
+            log_failure(error)
+            run.break_off()
+        self._end(load, error)
         if load.tokens:
-            with self.manager.lock:
-                self.loads -= 1
-                if not self.loads:
-                    self.changed.notify_all()
             self.manager.settle()
+
+    def _lost(self, load: LayerwiseLoad, run: LoadRun) -> None:
+        run.break_off()
+        self._end(load, None)
+
+    def _end(self, load: LayerwiseLoad, error: BaseException | None) -> None:
+        load.end(error)
+        with self.manager.lock:
+            self._running.discard(load)
+            if not self._running:
+                self.changed.notify_all()
 
     def close(self) -> None:
         """Refuse new loads and wait for those that run."""

@@ -42,13 +42,14 @@ class Prefetcher:
         self._ends: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         self._changed = loader.changed
+        self._moving: set[int] = set()  # chunks under way, by the ids of their plans
         self._closed = False
         self._pool = Workers(config.concurrent, "gdscache-prefetch")
         with contextlib.ExitStack() as undo:
             undo.callback(self._pool.shutdown)
             self._turns = Workers(1, "gdscache-prefetch-turns")
             undo.pop_all()
-        self._turns.submit(self._serve)
+        self._turns.submit(self._serve, self._serve)
 
     def start(self, pages: Sequence[Page]) -> Prefetch:
         """Begin to bring those of the consecutive cached pages to the CPU tier that only the SSD has."""
@@ -141,11 +142,16 @@ class Prefetcher:
             request, most = turn
             work = self._live[request]
             plan = self._manager.plan_prefetch(work.pages, work.at, most, work.keep)
-            tasks, numbers = plan.chunk.tasks, work.take(plan)
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(self._give_up, plan)
+                tasks, numbers = plan.chunk.tasks, work.take(plan)
+                if tasks:
+                    self._held.begin(task.page.key for task in tasks)
+                    self._move(request, plan, numbers)  # which waits for the lock
+                on_failure.pop_all()
             if tasks:
-                self._held.begin(task.page.key for task in tasks)
+                self._moving.add(id(plan))
                 self._queue.begin(request, chunk=True, left=work.left)
-                self._move(request, plan, numbers)
             elif plan.then == "busy":
                 self._queue.park(request)
             else:
@@ -154,7 +160,15 @@ class Prefetcher:
                 self._queue.stop(request, _ENDS[plan.then])
 
     def _move(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
-        self._pool.submit(functools.partial(self._bring, request, plan, numbers))
+        landed = functools.partial(self._landed, request, plan, numbers)
+        self._pool.submit(functools.partial(self._bring, request, plan, numbers), landed)
+
+    def _give_up(self, plan: PrefetchPlan) -> None:
+        """Nobody reads these pages."""
+        with self._manager.lock:
+            pending = [task for task in plan.chunk.tasks if task.status is PageStatus.PENDING]
+            self._manager.finish_pages(pending, PageStatus.ABORTED)
+            self._manager.end(plan.chunk.lease)
 
     def _bring(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
         """Move a chunk, in a thread of the pool. It lands, whatever ends it."""
@@ -165,9 +179,14 @@ class Prefetcher:
         """A chunk has ended, in the thread that moved it."""
         tasks = plan.chunk.tasks
         with self._manager.lock, contextlib.ExitStack() as on_failure:
+            if id(plan) not in self._moving:  # behind what was broken off: only its end may be left to say
+                if request in self._live and request.end is not None and not request.flying:
+                    self._ended(request)
+                return
+            self._moving.discard(id(plan))
             on_failure.callback(self._queue.land, request, good=False)
-            self._manager.finish_pages([t for t in tasks if t.status is PageStatus.PENDING], PageStatus.ABORTED)
-            self._manager.end(plan.chunk.lease)
+            on_failure.callback(self._give_up, plan)
+            self._give_up(plan)
             statuses = []
             for task in tasks:
                 assert task.target is not None, "a page of a prefetch without a slot"

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 from gdscache.errors import EngineClosedError, ThreadStartError
 
+_Work = tuple[Callable[[], object], Callable[[], object] | None]
 _log = logging.getLogger("gdscache")
 
 
@@ -97,17 +98,20 @@ class Workers:
     """`threads` threads that take work in the order of its submission. What it raises goes to the log."""
 
     def __init__(self, threads: int, name: str) -> None:
-        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._closed = False
         named = [name] if threads == 1 else [f"{name}-{n}" for n in range(threads)]
         self._threads = [threading.Thread(target=_serve, args=(self._work,), name=n, daemon=True) for n in named]
         start(self._threads, self._stop)
 
-    def submit(self, work: Callable[[], object]) -> None:
-        """Have `work()` done in one of the threads. Raises `EngineClosedError` after `shutdown`."""
+    def submit(self, work: Callable[[], object], lost: Callable[[], object] | None = None) -> None:
+        """Have `work()` done in one of the threads; where it raises, `lost()` behind it, which ends what waits for it.
+
+        Raises `EngineClosedError` after `shutdown`.
+        """
         if self._closed:
             raise EngineClosedError("the engine was closed meanwhile", "open a new one with CacheEngine.from_config")
-        self._work.put(work)
+        self._work.put((work, lost))
 
     def shutdown(self) -> None:
         """Finish what was submitted, then end the threads; again is fine. One of them does not wait for itself."""
@@ -123,7 +127,11 @@ class Workers:
                 self._work.put(None)
 
 
-def _serve(queue: SimpleQueue[Callable[[], object] | None]) -> None:
-    while (work := queue.get()) is not None:
-        log_failure(failure_of(work))
-        del work  # what it holds is not kept until there is more to do
+def _serve(queue: SimpleQueue[_Work | None]) -> None:
+    while (asked := queue.get()) is not None:
+        work, lost = asked
+        error = failure_of(work)
+        log_failure(error)
+        if error is not None and lost is not None:
+            log_failure(failure_of(lost))
+        del asked, work, lost, error  # what it holds is not kept until there is more to do

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gdscache.checksum import Checksums
 from gdscache.errors import DeadlineError, StorageError
@@ -29,7 +29,7 @@ from gdscache.tiers.store_plan import BATCH_BYTES
 _log = logging.getLogger("gdscache.store")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Outgoing:
     """A page to write, within `seconds` of the begin of its batch; `pool` is what its slot belongs to.
 
@@ -66,12 +66,11 @@ class _Flight:
 class SsdWriter:
     """Writes pages to the SSD tier in the background.
 
-    `keys`: the pages on their way, which whoever sends them puts in, and whoever hears of their end takes out; the
-    manager's lock guards it.
+    Each page that it is given has its end, once, whatever happens here.
     """
 
-    def __init__(self, manager: TierManager, ssd: SsdTier, extent_bytes: int, keys: Collection[bytes]) -> None:
-        self._keys = keys
+    def __init__(self, manager: TierManager, ssd: SsdTier, extent_bytes: int) -> None:
+        self._open: set[Outgoing] = set()  # pages that have no end yet; the manager's lock guards it
         self._manager = manager
         self._ssd = ssd
         self._most = max(1, BATCH_BYTES // extent_bytes)
@@ -82,11 +81,12 @@ class SsdWriter:
         self._thread = Workers(1, "gdscache-write")
 
     def put(self, pages: Sequence[Outgoing]) -> None:
-        """Take pages over, whose keys are in `keys`."""
+        """Take pages over, or none of them."""
         if pages:
             with self._manager.lock:
+                self._thread.submit(self._run, self._run)  # which waits for the lock
+                self._open.update(pages)
                 self._ready.extend(pages)
-            self._thread.submit(self._run)
 
     def begin_close(self, *, drain: bool) -> None:
         """From now on a batch that misses its deadline is the last that is waited for; without `drain`, any is."""
@@ -111,10 +111,16 @@ class SsdWriter:
         """Begin a batch, and complete one; False when there is nothing to do any more."""
         with self._manager.lock:
             batch = [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
-        if batch:
-            self._start(batch)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._drop_unbegun, batch)
+            if batch:
+                self._start(batch)
+            on_failure.pop_all()
         if self._flying and (len(self._flying) > 1 or not batch):
-            self._complete(self._flying.popleft())
+            with contextlib.ExitStack() as ends:
+                ends.callback(self._flying.popleft)
+                ends.callback(self._lose, self._flying[0])  # nothing, unless what follows is broken off
+                self._complete(self._flying[0])
         elif not batch:
             return False
         return True
@@ -179,15 +185,12 @@ class SsdWriter:
                 self._ssd.index.drop(writes[i][1].entry)
             self._manager.quarantine.hold(flight.submission, {i: self._late(*writes[i]) for i in late})
             for i in late:
-                writes[i][0].finish("deadline")
+                self._end(writes[i][0], "deadline")
         ended = sorted(errors)
         return [writes[i] for i in ended], [errors[i] for i in ended]
 
     def _complete(self, flight: _Flight) -> None:
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._lose, flight)
-            writes, errors = self._ended(flight)
-            on_failure.pop_all()
+        writes, errors = self._ended(flight)
         if not writes:
             return
         entries = {write.entry.key: write.entry for _, write in writes}
@@ -225,26 +228,39 @@ class SsdWriter:
             for entry in entries.values():
                 self._give_up(entry)
             for out in batch:
-                if out.page.key in self._keys:
-                    self._finish(out, "error")
+                self._finish(out, "error")
+
+    def _drop_unbegun(self, batch: Sequence[Outgoing]) -> None:
+        """An exception ended the begin of a batch: what of it is in no flight goes."""
+        flying = {out for flight in self._flying for out, _ in flight.writes}
+        self._abandon([out for out in batch if out not in flying], {})
 
     def _lose(self, flight: _Flight) -> None:
         """An exception ended a flight, whose I/O may still be under way: its pages end now, what it touches later."""
         with self._manager.lock:
-            left = [i for i, (out, _) in enumerate(flight.writes) if out.page.key in self._keys]
+            left = [i for i, (out, _) in enumerate(flight.writes) if out in self._open]
             for i in left:
                 self._ssd.index.drop(flight.writes[i][1].entry)
             self._manager.quarantine.hold(flight.submission, {i: self._late(*flight.writes[i]) for i in left})
             for i in left:
-                flight.writes[i][0].finish("error")
+                self._end(flight.writes[i][0], "error")
 
     def _give_up(self, entry: Entry) -> None:
         self._ssd.index.drop(entry)
         self._ssd.index.release(entry)
 
     def _finish(self, out: Outgoing, cause: str) -> None:
+        """The last word on a page, whose slot is free again; nothing where it has been said."""
+        if self._end(out, cause):
+            out.release()
+
+    def _end(self, out: Outgoing, cause: str) -> bool:
+        """Say it, once."""
+        if out not in self._open:
+            return False
         out.finish(cause)
-        out.release()
+        self._open.discard(out)
+        return True
 
     def _late(self, out: Outgoing, write: SlotWrite) -> Late:
         """A write whose slots may be used again only when it has ended."""

@@ -84,7 +84,7 @@ def test_the_first_reads_are_under_way_when_load_returns(open_host: OpenHost, mo
     tokens = stored(host, 1)
     drop_from(host.engine, "cpu")
     gate = threading.Event()
-    host.engine.loader._pool.submit(gate.wait, WAIT)
+    host.engine.loader._pool.submit(lambda: gate.wait(WAIT))
     PLAN.reset()
     load, blocks, keys = host.begin(tokens)
     until(lambda: len(PLAN.moved[Op.READ]) == 1, "a read begins")

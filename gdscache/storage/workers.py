@@ -193,17 +193,20 @@ class QueuedTransport(RunTransport):
         """Move one run in the calling thread; one result a piece: (request index, bytes moved, error or None)."""
 
     def _serve(self) -> None:
-        while (run := self._next()) is not None:
-            results = self._moved(run)
-            # Who is told that these pieces have ended may count on nothing here holding their memory.
-            submission, run = run.submission, None
-            submission.finish(results)
+        while (error := failure_of(self._serve_runs)) is not None:
+            log_failure(error)
 
-    def _moved(self, run: Run) -> list[Result]:
-        """What became of a run's pieces, whatever happens: somebody waits for them."""
-        results: list[Result] = []
-        log_failure(failure_of(lambda: results.extend(self.move(run))))
-        return results or [(piece.index, 0, _broken(self.name)) for piece in run.pieces]
+    def _serve_runs(self) -> None:
+        while (run := self._next()) is not None:
+            results: list[Result] = []
+            try:
+                results = self.move(run)
+            finally:
+                # Whatever happened above, somebody waits for these pieces; and who is told that they have ended may
+                # count on nothing here holding their memory.
+                results = results or [(piece.index, 0, _broken(self.name)) for piece in run.pieces]
+                submission, run = run.submission, None
+                submission.finish(results)
 
 
 def run_bytes(total: int, threads: int) -> int:
