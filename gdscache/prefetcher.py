@@ -44,10 +44,11 @@ class Prefetcher:
         self._changed = loader.changed
         self._moving: set[int] = set()  # chunks under way, by the ids of their plans
         self._closed = False
-        self._pool = Workers(config.concurrent, "gdscache-prefetch")
+        both = cpu is not None and manager.ssd is not None  # else there is nothing to bring
+        self._pool = Workers(config.concurrent if both else 0, "gdscache-prefetch")
         with contextlib.ExitStack() as undo:
             undo.callback(self._pool.shutdown)
-            self._turns = Workers(1, "gdscache-prefetch-turns")
+            self._turns = Workers(1 if both else 0, "gdscache-prefetch-turns")
             undo.pop_all()
         self._turns.submit(self._serve, self._serve)
 
