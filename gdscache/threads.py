@@ -100,8 +100,9 @@ class Workers:
     def __init__(self, threads: int, name: str) -> None:
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._closed = False
-        named = [name] if threads == 1 else [f"{name}-{n}" for n in range(threads)]
-        self._threads = [threading.Thread(target=_serve, args=(self._work,), name=n, daemon=True) for n in named]
+        self._threads = [
+            threading.Thread(target=_serve, args=(self._work,), name=f"{name}_{n}", daemon=True) for n in range(threads)
+        ]
         start(self._threads, self._stop)
 
     def submit(self, work: Callable[[], object], lost: Callable[[], object] | None = None) -> None:
