@@ -26,14 +26,13 @@ from gdscache.errors import PoolFullError, SequenceStateError
 
 PACKAGE = str(Path(gdscache.__file__).parent)
 SOAK = os.environ.get("GDSCACHE_SOAK") == "1"
-POINTS = 20  # lines of a call at which the short form interrupts it
+POINTS = 14  # lines of a call at which the short form interrupts it
 Call = Callable[[], object]
 
 
 @pytest.fixture(autouse=True)
 def _few_objects() -> Iterator[None]:
     """What was there before is not looked at when garbage is collected, which is often here."""
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

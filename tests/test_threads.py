@@ -212,6 +212,13 @@ def test_whatever_ends_the_work_of_a_thread_ends_what_waits_for_it(tmp_path: Pat
     blow = Blow()
     functions = _blown(tmp_path / "none", blow, 0)
     assert functions > 100
-    points = range(1, functions + 1, 1 if os.environ.get("ALL_POINTS") else max(1, functions // 40))
-    for at in points:
+    for at in range(1, functions + 1, functions // 24):
         _blown(tmp_path / str(at), blow, at)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whatever_ends_the_work_at_any_function(tmp_path: Path) -> None:
+    blow = Blow()
+    for at in range(_blown(tmp_path / "none", blow, 0)):
+        _blown(tmp_path / str(at), blow, at + 1)
