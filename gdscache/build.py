@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gdscache.calls import Caller
 from gdscache.config import Config, GpuConfig
 from gdscache.errors import PinnedMemoryError
 from gdscache.layout import PageLayout
@@ -68,6 +69,7 @@ def build(
     layout: PageLayout,
     attached: Sequence[Sequence[torch.Tensor]] | None,
     timeline: Timeline = OFF,
+    calls: Caller | None = None,
 ) -> Parts:
     """Open everything, or raise and leave nothing open."""
     with contextlib.ExitStack() as undo:
@@ -95,13 +97,15 @@ def build(
         if bounce is not None:
             undo.callback(bounce.close)
         _check_paths(config.gpu, planes.device, [tier.extents for tier in (cpu, bounce) if tier is not None])
-        manager = TierManager(lock, gpu, cpu, ssd, promotion=_promotion(config, cpu))
+        manager = TierManager(lock, gpu, cpu, ssd, promotion=_promotion(config, cpu), calls=calls)
         mover = open_mover(planes, config.gpu)
         manager.timeline = mover.timeline = timeline
         undo.callback(mover.close)
         direct = route is not None and route.route == "direct"
         loader = Loader(manager, mover, bounce, layout, config.load, keep=not direct)
+        undo.callback(loader.close)
         prefetcher = Prefetcher(manager, loader, layout, config.prefetch)
+        undo.callback(prefetcher.close)
         watermarks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
         admission = None
         if ssd is not None and config.ssd is not None:
@@ -109,13 +113,15 @@ def build(
         planner = StorePlanner(manager, config.store, layout.extent_bytes, admission, watermarks)
         writer = None
         if ssd is not None and config.store.write_policy != "never":
-            writer = SsdWriter(manager, ssd, layout.extent_bytes, planner.keys)
+            writer = SsdWriter(manager, ssd, layout.extent_bytes)
+            undo.callback(writer.close, drain=False)
         storer = Storer(manager, planner, mover, bounce, writer, layout.extent_bytes, config.store)
+        undo.callback(storer.close, drain=False)
+        said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
         status = None
         if ssd is not None:
             status = StatusWriter.begin(ssd.path, ssd.catalog_path, functools.partial(_figures, manager, ssd))
         undo.pop_all()
-    said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
     for concern in said:
         _config_log.warning("%s", concern)
     _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
-import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
 from gdscache.build import Parts, build
+from gdscache.calls import Calls
+from gdscache.closing import Closing, at_exit_of_child
 from gdscache.config import Config, load_config
 from gdscache.errors import (
     DeadlineError,
@@ -29,7 +32,8 @@ from gdscache.loading import LayerwiseLoad
 from gdscache.prefetch import Prefetch
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.storing import StoreHandle
-from gdscache.streams import Event, record
+from gdscache.streams import Event, on_stream_of_caller, record
+from gdscache.threads import Flag
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gate import Gate
 from gdscache.tiers.gpu import GpuTier
@@ -39,6 +43,8 @@ from gdscache.tiers.retention import DEFAULT, Retention
 from gdscache.timeline import Timeline, timeline_from_environment
 
 _SALTS_KEPT = 4096
+_INTERRUPTED_S = 30.0  # seconds until the slots of a store whose caller is gone must have been read
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +101,20 @@ class CacheEngine:
         self.config = config
         self.layout: PageLayout = config.model.layout()
         self.timeline = timeline_from_environment() if timeline is None else timeline
-        self._parts: Parts = build(config, self.layout, planes, self.timeline)
+        self._calls = Calls()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._calls.join)
+            undo.callback(self._calls.end)
+            self._parts: Parts = build(config, self.layout, planes, self.timeline, self._calls)
+            undo.pop_all()
+        self._closing = Closing(self._parts, self._calls)
+        self._forgotten = weakref.finalize(self, self._closing.forgotten)
+        self._exits_first = at_exit_of_child(functools.partial(self._closing.forgotten, ending=True))
         costs = self._parts.manager.costs
         self.gate: Gate = Gate(config.load.gate, costs, self.layout.page_tokens, self.layout.page_bytes)
         self._namespaces: dict[str, bytes] = {}
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
-        self._closing = threading.Lock()
-        self._owner = os.getpid()
-        self._closed = False
 
     @classmethod
     def from_config(
@@ -121,6 +132,14 @@ class CacheEngine:
         return cls(config, planes, timeline=timeline)
 
     # -- parts -----------------------------------------------------------------------------------------------------
+
+    def call(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None, stop: Flag | None = None) -> _T:
+        """Carry a public call out; see `Calls.run`. The caller's current stream is the current one in it."""
+        return self._calls.run(on_stream_of_caller(self._parts.planes.device, work), undo, stop)
+
+    def watch(self, handle: object, dead: Callable[[], object]) -> Callable[[], None]:
+        """Have `dead()` done when nobody has `handle` any more; what takes that back."""
+        return functools.partial(self._calls.unwatch, self._calls.watch(handle, dead))
 
     @property
     def manager(self) -> TierManager:
@@ -144,6 +163,7 @@ class CacheEngine:
 
     def namespace(self, salt: str = "") -> bytes:
         """The namespace (32 bytes) of this model and a request's salt (an adapter, a tenant)."""
+        self._calls.check()
         digest = self._namespaces.get(salt)
         if digest is None:
             digest = namespace_digest(self.config.model.namespace_fields(salt))
@@ -159,7 +179,7 @@ class CacheEngine:
 
     def sequence(self, tokens: Any, salt: str = "") -> TokenSequence:
         """Find the longest cached prefix, allocate slots, begin loading. Raises `PoolFullError` and holds nothing."""
-        return TokenSequence(self, self.gpu, tokens, salt)
+        return self.call(lambda: TokenSequence(self, self.gpu, tokens, salt), TokenSequence.leave)
 
     # -- an engine with planes of its own --------------------------------------------------------------------------
 
@@ -169,6 +189,9 @@ class CacheEngine:
         Takes no lease and changes nothing but recency. With `load.gate: enforcing`, what is slower to load than to
         compute is left out; `tokens` is then the whole request, since computing its end has its price too.
         """
+        return self.call(lambda: self._lookup(tokens, start, salt))
+
+    def _lookup(self, tokens: Any, start: int, salt: str) -> Hit:
         tokens = as_tokens(tokens)
         pages = self.pages(tokens, salt)
         first = min(self._first_page(start), len(pages))
@@ -191,7 +214,8 @@ class CacheEngine:
         (`load.result().seconds`); it teaches how the two overlap, and nothing about prefills. Raises
         `InvalidValueError` for numbers that cannot be.
         """
-        self.manager.costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds)
+        costs = self.manager.costs
+        self.call(lambda: costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds))
 
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.
@@ -203,6 +227,9 @@ class CacheEngine:
 
     def load_many(self, requests: Sequence[tuple[Hit, Any]], after: Event = None) -> LayerwiseLoad:
         """Begin a batch of loads: one submit, and one wait a layer."""
+        return self.call(lambda: self._load_many(requests, after), _end_load)
+
+    def _load_many(self, requests: Sequence[tuple[Hit, Any]], after: Event) -> LayerwiseLoad:
         self._check_attached()
         planes, batch = self._parts.planes, []
         for hit, slots in requests:
@@ -237,6 +264,11 @@ class CacheEngine:
         on every tier and after a restart too; None: until they are evicted. Where a page is cached already, the
         greater priority and the later end count. Raises `InvalidValueError`.
         """
+        return self.call(lambda: self._store(tokens, slots, start, salt, after, priority, ttl), _end_store)
+
+    def _store(
+        self, tokens: Any, slots: Any, start: int, salt: str, after: Event, priority: int, ttl: float | None
+    ) -> StoreHandle:
         self._check_attached()
         retention = Retention.of(priority, ttl, self.manager.expiry.clock)
         planes = self._parts.planes
@@ -277,6 +309,9 @@ class CacheEngine:
         Chunk by chunk and in turn with other prefetches, behind loads. It ends by itself, or when its handle says so:
         cancel it when its request is. The config's section `prefetch` says how much it may hold, and when it stops.
         """
+        return self.call(lambda: self._prefetch(tokens, start, salt), Prefetch.cancel)
+
+    def _prefetch(self, tokens: Any, start: int, salt: str) -> Prefetch:
         self._check_open()
         return self._parts.prefetcher.start(self.pages(tokens, salt)[self._first_page(start) :])
 
@@ -286,22 +321,25 @@ class CacheEngine:
         Use it in a `with` block, or call `release`; `pin.tokens` says how many tokens it holds, which is fewer where
         pages are not cached, or where pins hold half of a tier already. Raises `InvalidValueError`.
         """
-        return self.manager.pin(self.pages(tokens, salt), seconds, self.layout.page_tokens)
+        return self.call(
+            lambda: self.manager.pin(self.pages(tokens, salt), seconds, self.layout.page_tokens), Pin.release
+        )
 
     def clear(self) -> dict[str, int]:
         """Drop every page from every tier; the pages removed, by tier. What is being stored is dropped too."""
-        return self.manager.clearing.clear()
+        return self.call(lambda: self.manager.clearing.clear())
 
     def invalidate(self, namespace: bytes) -> dict[str, int]:
         """Drop every page of one namespace (see `namespace()`) from every tier; the pages removed, by tier."""
         if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
             raise InvalidValueError(f"{namespace!r} is no namespace", "pass engine.namespace(salt)")
-        return self.manager.clearing.clear(namespace)
+        return self.call(lambda: self.manager.clearing.clear(namespace))
 
     def drain(self, seconds: float | None = None) -> None:
         """Wait until every accepted store is on the tiers it is meant for. Raises `DeadlineError` after `seconds`."""
         self._check_open()
-        if not self._parts.storer.drain(seconds):
+        stop = Flag()
+        if not self.call(functools.partial(self._parts.storer.drain, seconds, stop), stop=stop):
             raise DeadlineError(f"stores are still on their way after {seconds} s", "see stats()['store_queue']")
 
     def flush(self, seconds: float | None = None) -> None:
@@ -311,11 +349,15 @@ class CacheEngine:
         written. Raises `DeadlineError` after `seconds`.
         """
         self._check_open()
-        if not self._parts.storer.flush(seconds):
+        stop = Flag()
+        if not self.call(functools.partial(self._parts.storer.flush, seconds, stop), stop=stop):
             raise DeadlineError(f"pages are still on their way after {seconds} s", "see stats()['store_queue']")
 
     def stats(self) -> dict[str, Any]:
         """Counts and sizes as plain data: tiers, hits and misses by cause, loads, stores and drops by cause."""
+        return self.call(self._stats)
+
+    def _stats(self) -> dict[str, Any]:
         manager = self.manager
         return {
             "device": str(self._parts.planes.device),
@@ -334,6 +376,9 @@ class CacheEngine:
 
         With `fix`, pages that disagree are dropped and rows that name no page are deleted.
         """
+        return self.call(lambda: self._check(fix))
+
+    def _check(self, fix: bool) -> CheckReport:
         problems = self.manager.check(fix)
         return CheckReport(tuple(problems), fixed=fix and not self.manager.check())
 
@@ -342,19 +387,13 @@ class CacheEngine:
     def close(self, drain: bool = True) -> None:
         """Finish stores (or drop them), wait for loads, give everything back. Twice is fine.
 
-        In a process forked off the one that opened the engine it does nothing: threads and locks are not there.
+        In a process forked off the one that opened the engine it does nothing: threads and locks are not there. Where
+        it is interrupted it goes on in the background, and the next `close` waits for its end.
         """
-        if os.getpid() != self._owner:
-            return
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
-            with contextlib.ExitStack() as last_to_first:
-                last_to_first.callback(self._parts.close)
-                last_to_first.callback(self._parts.loader.close)
-                last_to_first.callback(self._parts.storer.close, drain=drain)
-                self._parts.prefetcher.close()
+        if not self._calls.forked:
+            self._closing.close(drain=drain)
+            self._forgotten.detach()
+            self._exits_first()
 
     def __enter__(self) -> Self:
         return self
@@ -364,7 +403,12 @@ class CacheEngine:
     ) -> None:
         self.close()
 
+    @property
+    def _closed(self) -> bool:
+        return self._closing.begun
+
     def _check_open(self) -> None:
+        self._calls.check()
         if self._closed:
             raise EngineClosedError("the engine is closed", "open a new one with CacheEngine.from_config")
 
@@ -378,3 +422,14 @@ class CacheEngine:
                 f"start is {start}, a page has {self.layout.page_tokens} tokens", "start at a page boundary"
             )
         return start // self.layout.page_tokens
+
+
+def _end_load(load: LayerwiseLoad) -> None:
+    """Nobody has the handle: its slots are to be free again soon."""
+    load.cancel()
+    load.release_event.synchronize(load.deadline)
+
+
+def _end_store(handle: StoreHandle) -> None:
+    """Nobody has the handle: its slots are to be free again soon. What was accepted is stored."""
+    handle.release_event.synchronize(_INTERRUPTED_S)

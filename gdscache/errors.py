@@ -169,3 +169,15 @@ class UnsupportedRequestError(GdsCacheError):
 
 class MissingPackageError(GdsCacheError):
     """An optional package that a command needs is not installed; the hint names the extra."""
+
+
+class ForkedProcessError(GdsCacheError):
+    """A forked child uses an engine of the process that it was forked off. `owner` is the pid of that process."""
+
+    def __init__(self, message: str, hint: str = "", owner: int = 0) -> None:
+        super().__init__(message, hint)
+        self.owner = owner
+
+
+class ThreadStartError(GdsCacheError):
+    """The system has no thread for the engine, which then does not open."""

@@ -104,7 +104,7 @@ class LoadRun:
                 self._queued = moves.groups[0]
 
     def break_off(self) -> None:
-        """In place of the run: end what was begun."""
+        """In place of the run, or behind one that raised: end what was begun."""
         with self._ended():
             pass
 
@@ -273,7 +273,7 @@ class LoadRun:
         for part in self._load.parts:
             tasks = part.plan.tasks
             self._manager.finish_pages([t for t in tasks if t.status is pending], PageStatus.ABORTED)
-            part.report = self._report(tasks, seconds)
+            part.report = part.report or self._report(tasks, seconds)
             failed = failed or part.report.tokens < len(tasks) * self._layout.page_tokens
             self._manager.end(part.plan.lease)
         self._load.release_event.signal()

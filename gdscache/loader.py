@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -16,6 +16,7 @@ from gdscache.layout import PageLayout
 from gdscache.load_run import LoadRun
 from gdscache.loading import LayerwiseLoad, LoadPart, LoadReport
 from gdscache.streams import Event
+from gdscache.threads import Workers, failure_of, log_failure
 from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.manager import LoadPlan, PageStatus, TierManager
 from gdscache.tiers.transfer import Mover
@@ -44,11 +45,16 @@ class Loader:
         self.layout = layout
         self.config = config
         self.keep = keep
-        self.loads = 0  # under way or waiting for a thread; the manager's lock guards it
+        self._running: set[LayerwiseLoad] = set()  # or waiting for a thread; the manager's lock guards it
         self.changed = threading.Condition(manager.lock)  # notified when there are none any more
-        self._pool = ThreadPoolExecutor(config.threads, "gdscache-load")
+        self._pool = Workers(config.threads, "gdscache-load")
         self._closed = False
         self._order = threading.Lock()  # of plans; taken before the manager's lock
+
+    @property
+    def loads(self) -> int:
+        """Loads under way or waiting for a thread. The manager's lock is held."""
+        return len(self._running)
 
     def start(
         self,
@@ -74,7 +80,14 @@ class Loader:
                     undo.callback(self._abandon, plan)
                     parts.append(LoadPart(plan, blocks[: len(plan.tasks)], start))
                 timeline, device = self.manager.timeline, self.mover.planes.device
-                load = LayerwiseLoad(parts, self.layout, self.config.deadline, timeline=timeline, device=device)
+                load = LayerwiseLoad(
+                    parts,
+                    self.layout,
+                    self.config.deadline,
+                    timeline=timeline,
+                    device=device,
+                    calls=self.manager.calls,
+                )
                 run = self._run(load, tuple(after), copy=True)
                 if not here:
                     self._submit(load, run)
@@ -118,20 +131,33 @@ class Loader:
         return LoadRun(self.manager, self.mover, self.bounce, self.layout, self.config, load, after, copy=copy)
 
     def _submit(self, load: LayerwiseLoad, run: LoadRun) -> None:
-        load.future = self._pool.submit(run)
         if load.tokens:
-            self.loads += 1
-            load.future.add_done_callback(self._over)
+            self._running.add(load)
+        self._pool.submit(functools.partial(self._carry_out, load, run), functools.partial(self._lost, load, run))
 
-    def _over(self, future: Future[None]) -> None:
+    def _carry_out(self, load: LayerwiseLoad, run: LoadRun) -> None:
+        """A load on its thread. Whatever ends it, whoever waits for it goes on."""
+        error = failure_of(run)
+        if error is not None:
+            log_failure(error)
+            run.break_off()
+        self._end(load, error)
+        if load.tokens:
+            self.manager.settle()
+
+    def _lost(self, load: LayerwiseLoad, run: LoadRun) -> None:
+        run.break_off()
+        self._end(load, None)
+
+    def _end(self, load: LayerwiseLoad, error: BaseException | None) -> None:
+        load.end(error)
         with self.manager.lock:
-            self.loads -= 1
-            if not self.loads:
+            self._running.discard(load)
+            if not self._running:
                 self.changed.notify_all()
-        self.manager.settle()
 
     def close(self) -> None:
         """Refuse new loads and wait for those that run."""
         with self._order, self.manager.lock:
             self._closed = True
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown()

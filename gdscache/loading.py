@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import torch
 
+from gdscache.calls import Caller, Direct
 from gdscache.errors import DeadlineError
 from gdscache.layout import PageLayout
 from gdscache.streams import Event, Fence
+from gdscache.threads import Flag
 from gdscache.tiers.manager import LoadPlan, PageStatus
 from gdscache.timeline import OFF, Timeline
 
@@ -70,6 +70,7 @@ class LayerwiseLoad:
         layered: bool = True,
         timeline: Timeline = OFF,
         device: torch.device | None = None,
+        calls: Caller | None = None,
     ) -> None:
         """Without `layered` (a load into the CPU tier) there are no layers to wait for. `device`: the planes'."""
         self.number = timeline.number()
@@ -78,10 +79,12 @@ class LayerwiseLoad:
         self.parts = parts
         self.release_event = Fence()
         self._layout = layout
-        self._deadline = deadline
+        self.deadline = deadline
         self._layers = [Fence() for _ in range(layout.n_layers if layered else 0)]
-        self._cancelled = threading.Event()
-        self.future: Future[None] = Future()
+        self.cancelled = False
+        self._calls: Caller = Direct() if calls is None else calls
+        self._over = Flag()
+        self._error: BaseException | None = None  # what broke the run off
 
     @property
     def tokens(self) -> int:
@@ -93,15 +96,17 @@ class LayerwiseLoad:
 
         The thread waits until the copies are queued, `load.deadline` by default; then raises `DeadlineError`.
         """
+        self._calls.check()
         with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
-            self._layers[layer].wait(self._deadline if seconds is None else seconds)
+            self._layers[layer].wait(self.deadline if seconds is None else seconds)
 
     def results(self, seconds: float | None = None) -> list[LoadReport]:
         """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
-        try:
-            self.future.result(self._deadline if seconds is None else seconds)
-        except TimeoutError:
-            raise DeadlineError("a load has no verdict yet", "raise load.deadline, or cancel() the load") from None
+        self._calls.check()
+        if not self._over.wait(self.deadline if seconds is None else seconds):
+            raise DeadlineError("a load has no verdict yet", "raise load.deadline, or cancel() the load")
+        if self._error is not None:
+            raise self._error
         return [part.report for part in self.parts if part.report is not None]
 
     def result(self, seconds: float | None = None) -> LoadReport:
@@ -149,7 +154,7 @@ class LayerwiseLoad:
 
     def done(self) -> bool:
         """True when the verdict is there; never waits."""
-        return self.future.done()
+        return self._over.is_set()
 
     def signal(self, layer: int, event: Event) -> None:
         """Called by the worker: this layer's copies are queued, and done when `event` is."""
@@ -157,10 +162,12 @@ class LayerwiseLoad:
             self._timeline.instant("ready", layer=layer, load=self.number)
         self._layers[layer].signal(event)
 
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled.is_set()
+    def end(self, error: BaseException | None) -> None:
+        """Called by the worker: the verdict is there, or what broke the run off."""
+        self._error = error
+        self._over.set()
 
     def cancel(self) -> None:
         """Stop early. The slots stay the engine's until `release_event`; what was not loaded by then is `CANCELLED`."""
-        self._cancelled.set()
+        self._calls.check()
+        self.cancelled = True

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from gdscache.driver import Driver
 from gdscache.errors import CapacityError, DeviceError, EngineClosedError, PinnedMemoryError
+from gdscache.threads import Workers
 
 HOST_PAGE = 4096
 MAX_REGISTRATION = 4 << 30
@@ -160,9 +161,10 @@ def _touch(region: mmap.mmap) -> None:
     if len(chunks) == 1:
         chunks[0].fill(0)
         return
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(chunks)), "gdscache-touch") as threads:
-        for future in [threads.submit(chunk.fill, 0) for chunk in chunks]:
-            future.result()
+    threads = Workers(min(8, os.cpu_count() or 1, len(chunks)), "gdscache-touch")
+    for chunk in chunks:
+        threads.submit(functools.partial(chunk.fill, 0))
+    threads.shutdown()
 
 
 def _driver() -> Driver:

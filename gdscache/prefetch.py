@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from gdscache.errors import DeadlineError
+from gdscache.errors import DeadlineError, ForkedProcessError
 from gdscache.keys import Page
+from gdscache.threads import Flag
 from gdscache.tiers.manager import PageStatus, PrefetchPlan
 from gdscache.tiers.prefetching import PrefetchEnd, PrefetchRequest
 
@@ -61,14 +62,15 @@ class Prefetch:
         `timeout` waits until the time that it has from its begin is up. A chunk that is under way then goes on, and a
         load that needs its pages waits for them.
         """
-        seconds, why = self._owner.patience(self._request)
+        calls = self._owner.calls
+        seconds, why = calls.run(lambda: self._owner.patience(self._request))
         if not self._work.over.wait(seconds):
-            self._owner.stop(self._request, why)
+            calls.run(lambda: self._owner.stop(self._request, why))
         return self.tokens
 
     def cancel(self) -> None:
         """End it, after the chunk under way; what has been brought stays. Never waits; again, and later, is fine."""
-        self._owner.stop(self._request, PrefetchEnd.CANCELLED)
+        self._owner.calls.run(lambda: self._owner.stop(self._request, PrefetchEnd.CANCELLED))
 
     def result(self, seconds: float | None = None) -> PrefetchReport:
         """Wait until it has ended, whatever the stop policy; never raises for a page.
@@ -76,6 +78,7 @@ class Prefetch:
         Raises `DeadlineError` when it has not ended within `seconds`, `load.deadline` by default. It goes on then.
         """
         work, deadline = self._work, self._owner.deadline if seconds is None else seconds
+        self._owner.calls.check()
         if not work.over.wait(deadline):
             raise DeadlineError(
                 f"a prefetch has not ended after {deadline:g} s: {work.left} of {len(work.pages)} pages have not begun",
@@ -91,7 +94,8 @@ class Prefetch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.cancel()
+        with contextlib.suppress(ForkedProcessError):
+            self.cancel()
 
 
 class PrefetchWork:
@@ -106,7 +110,7 @@ class PrefetchWork:
         self.at = self.good = present  # pages before `at` have had their turn; those before `good` are all there
         self.counts: Counter[str] = Counter(present=present) if present else Counter()
         self.seconds = 0.0
-        self.over = threading.Event()
+        self.over = Flag()
         self._lacking: set[int] = set()  # pages before `at` that are moving, or bad
 
     @property

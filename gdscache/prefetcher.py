@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from gdscache.config import PrefetchConfig
@@ -21,12 +18,10 @@ from gdscache.errors import EngineClosedError
 from gdscache.keys import Page
 from gdscache.layout import PageLayout
 from gdscache.loader import Loader
-from gdscache.loading import LoadReport
 from gdscache.prefetch import Prefetch, PrefetchWork
+from gdscache.threads import Workers, failure_of, log_failure
 from gdscache.tiers.manager import PageStatus, PrefetchPlan, TierManager
 from gdscache.tiers.prefetching import SWEPT, PrefetchedPages, PrefetchEnd, PrefetchQueue, PrefetchRequest
-
-_log = logging.getLogger("gdscache")
 
 
 class Prefetcher:
@@ -35,6 +30,7 @@ class Prefetcher:
     def __init__(self, manager: TierManager, loader: Loader, layout: PageLayout, config: PrefetchConfig) -> None:
         self.layout = layout
         self.deadline = loader.config.deadline
+        self.calls = manager.calls
         self._manager = manager
         self._loader = loader
         cpu = manager.cpu
@@ -46,9 +42,15 @@ class Prefetcher:
         self._ends: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         self._changed = loader.changed
-        self._pool = ThreadPoolExecutor(config.concurrent, "gdscache-prefetch")
-        self._thread: threading.Thread | None = None  # not before there is something to do
+        self._moving: set[int] = set()  # chunks under way, by the ids of their plans
         self._closed = False
+        both = cpu is not None and manager.ssd is not None  # else there is nothing to bring
+        self._pool = Workers(config.concurrent if both else 0, "gdscache-prefetch")
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._pool.shutdown)
+            self._turns = Workers(1 if both else 0, "gdscache-prefetch-turns")
+            undo.pop_all()
+        self._turns.submit(self._serve, self._serve)
 
     def start(self, pages: Sequence[Page]) -> Prefetch:
         """Begin to bring those of the consecutive cached pages to the CPU tier that only the SSD has."""
@@ -66,7 +68,6 @@ class Prefetcher:
             pages = pages[: len(found)]
             if wanted and manager.cpu is not None:
                 keep |= manager.cpu.index.family(pages[:1])
-                self._ensure_thread()
             request, work = PrefetchRequest(wanted), PrefetchWork(pages, present, keep)
             self._requests += 1
             self._live[request] = work
@@ -112,25 +113,22 @@ class Prefetcher:
             self._closed = True
             self._stop_all(PrefetchEnd.CLOSED)
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-        self._pool.shutdown(wait=True)
+        self._turns.shutdown()
+        self._pool.shutdown()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _ensure_thread(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._serve, name="gdscache-prefetch-turns", daemon=True)
-            self._thread.start()
-
     def _serve(self) -> None:
-        with self._manager.lock, contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._stop_all, PrefetchEnd.ERROR)
+        with self._manager.lock:
             while not self._closed:
-                self._pump()
-                self._changed.wait(self._queue.wake())
-            on_failure.pop_all()
+                error = failure_of(self._turn)
+                if error is not None:
+                    log_failure(error)
+                    self._stop_all(PrefetchEnd.ERROR)
+
+    def _turn(self) -> None:
+        self._pump()
+        self._changed.wait(self._queue.wake())
 
     def _stop_all(self, why: PrefetchEnd) -> None:
         for request in list(self._live):
@@ -145,11 +143,16 @@ class Prefetcher:
             request, most = turn
             work = self._live[request]
             plan = self._manager.plan_prefetch(work.pages, work.at, most, work.keep)
-            tasks, numbers = plan.chunk.tasks, work.take(plan)
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(self._give_up, plan)
+                tasks, numbers = plan.chunk.tasks, work.take(plan)
+                if tasks:
+                    self._held.begin(task.page.key for task in tasks)
+                    self._move(request, plan, numbers)  # which waits for the lock
+                on_failure.pop_all()
             if tasks:
-                self._held.begin(task.page.key for task in tasks)
+                self._moving.add(id(plan))
                 self._queue.begin(request, chunk=True, left=work.left)
-                self._move(request, plan, numbers)
             elif plan.then == "busy":
                 self._queue.park(request)
             else:
@@ -159,23 +162,32 @@ class Prefetcher:
 
     def _move(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
         landed = functools.partial(self._landed, request, plan, numbers)
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(landed, None)
-            future = self._pool.submit(self._loader.bring, plan.chunk)
-            on_failure.pop_all()
-        future.add_done_callback(landed)
+        self._pool.submit(functools.partial(self._bring, request, plan, numbers), landed)
 
-    def _landed(
-        self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int], future: Future[LoadReport] | None
-    ) -> None:
-        """A chunk has ended, in the thread that moved it; `future` is None when none could be had."""
-        error = None if future is None else future.exception()
-        if error is not None:
-            _log.error("a chunk of a prefetch broke off", exc_info=error)
-        tasks = plan.chunk.tasks
+    def _give_up(self, plan: PrefetchPlan) -> None:
+        """Nobody reads these pages."""
         with self._manager.lock:
-            self._manager.finish_pages([t for t in tasks if t.status is PageStatus.PENDING], PageStatus.ABORTED)
+            pending = [task for task in plan.chunk.tasks if task.status is PageStatus.PENDING]
+            self._manager.finish_pages(pending, PageStatus.ABORTED)
             self._manager.end(plan.chunk.lease)
+
+    def _bring(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
+        """Move a chunk, in a thread of the pool. It lands, whatever ends it."""
+        log_failure(failure_of(functools.partial(self._loader.bring, plan.chunk)))
+        self._landed(request, plan, numbers)
+
+    def _landed(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
+        """A chunk has ended, in the thread that moved it."""
+        tasks = plan.chunk.tasks
+        with self._manager.lock, contextlib.ExitStack() as on_failure:
+            if id(plan) not in self._moving:  # behind what was broken off: only its end may be left to say
+                if request in self._live and request.end is not None and not request.flying:
+                    self._ended(request)
+                return
+            self._moving.discard(id(plan))
+            on_failure.callback(self._queue.land, request, good=False)
+            on_failure.callback(self._give_up, plan)
+            self._give_up(plan)
             statuses = []
             for task in tasks:
                 assert task.target is not None, "a page of a prefetch without a slot"
@@ -187,11 +199,11 @@ class Prefetcher:
             self._live[request].land(numbers, statuses)
             if "cleared" in statuses:
                 self._queue.stop(request, PrefetchEnd.MISSING)
+            on_failure.pop_all()
             self._queue.land(request, good=set(statuses) == {PageStatus.LOADED.value})
-            if future is not None:
-                self._pump()
-                if self._queue.wake() is not None:
-                    self._changed.notify_all()
+            self._pump()
+            if self._queue.wake() is not None:
+                self._changed.notify_all()
 
     def _ended(self, request: PrefetchRequest) -> None:
         """The queue's last word on a request."""

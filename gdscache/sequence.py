@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from gdscache.errors import DeadlineError, LoadFailedError, PoolFullError, SequenceStateError
+from gdscache.errors import DeadlineError, ForkedProcessError, LoadFailedError, PoolFullError, SequenceStateError
 from gdscache.keys import Page, as_tokens
 from gdscache.loading import LayerwiseLoad
 from gdscache.storing import StoreHandle
-from gdscache.streams import record
+from gdscache.streams import on_stream_of_caller, record
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
+from gdscache.tiers.manager import TierManager
 from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import Retention
 
@@ -24,6 +26,48 @@ if TYPE_CHECKING:
     from gdscache.engine import CacheEngine
 
 _log = logging.getLogger("gdscache.sequence")
+
+
+@dataclasses.dataclass(slots=True)
+class _Held:
+    """What a sequence has of the engine, to be given back when it is left, or when nobody has it any more.
+
+    `entries`: per slot the published page in it, None while it is private.
+    """
+
+    manager: TierManager
+    gpu: GpuTier
+    deadline: float
+    slots: list[int] = dataclasses.field(default_factory=list)
+    entries: list[Entry | None] = dataclasses.field(default_factory=list)
+    lease: Lease | None = None
+    load: LayerwiseLoad | None = None
+    left: bool = False
+
+    def leave(self) -> None:
+        """Give everything back, reusable after the current stream's work; again is fine."""
+        if self.left:
+            return
+        self.left = True
+        over = self._load_is_over()  # waits for a thread that needs the lock
+        event = record(self.gpu.pool.device)
+        with self.manager.lock:
+            self.gpu.used(self.slots, event)
+            if over:
+                self.gpu.give(s for s, e in zip(self.slots, self.entries, strict=True) if e is None)
+        if self.lease is not None:
+            self.manager.end(self.lease)
+
+    def _load_is_over(self) -> bool:
+        """End the load. False when it still may write to our slots: then they are kept for good, and counted."""
+        if self.load is not None:
+            self.load.cancel()
+            try:
+                self.load.release_event.synchronize(self.deadline)
+            except DeadlineError as error:
+                _log.error("slots of a sequence are kept, since its load hangs: %s", error)
+                return False
+        return True
 
 
 class Sequence:
@@ -41,12 +85,10 @@ class Sequence:
         self._salt = salt
         self._tokens = as_tokens(tokens)
         self._pages = engine.pages(self._tokens, salt)
-        self._entries: list[Entry | None] = []  # per slot: the published page in it, None while it is private
-        self._slots: list[int] = []
-        self._load: LayerwiseLoad | None = None
+        self._held = _Held(self._manager, gpu, engine.config.load.deadline)
         self._verified = False
-        self._left = False
         self._begin()
+        self._unwatch = engine.watch(self, on_stream_of_caller(gpu.pool.device, self._held.leave))
 
     # -- what the caller sees ------------------------------------------------------------------------------------------
 
@@ -61,7 +103,7 @@ class Sequence:
     @property
     def slots(self) -> torch.Tensor:
         """Slots of all pages, int64 of shape (pages,), on the host."""
-        return torch.tensor(self._slots, dtype=torch.int64)
+        return torch.tensor(self._held.slots, dtype=torch.int64)
 
     @property
     def cached_tokens(self) -> int:
@@ -71,13 +113,13 @@ class Sequence:
     @property
     def load(self) -> LayerwiseLoad | None:
         """The load of what was not on the GPU yet, or None."""
-        return self._load
+        return self._held.load
 
     def wait(self, layer: int, seconds: float | None = None) -> None:
         """Order the current stream after this layer's cached pages; see `LayerwiseLoad.wait`."""
         self._check_open()
-        if self._load is not None:
-            self._load.wait(layer, seconds)
+        if self._held.load is not None:
+            self._held.load.wait(layer, seconds)
 
     def verify(self, seconds: float | None = None) -> int:
         """Wait for the verdict and lower `cached_tokens` to the good prefix, which is returned.
@@ -86,21 +128,34 @@ class Sequence:
         all pages, those recomputed included.
         """
         self._check_open()
-        if self._load is not None and not self._verified:
-            self._cached = self._shared + self._load.result(seconds).tokens // self._engine.layout.page_tokens
+        if self._held.load is not None and not self._verified:
+            self._cached = self._shared + self._held.load.result(seconds).tokens // self._engine.layout.page_tokens
         self._verified = True
         return self.cached_tokens
 
     def append(self, tokens: Any) -> None:
         """Add tokens that are to be computed. Raises `PoolFullError`, and changes nothing, when no slot is left."""
         self._check_open()
+        self._engine.call(lambda: self._append(tokens), self._shrink)
+
+    def _append(self, tokens: Any) -> tuple[Any, list[Page], int]:
+        """Grow; what to go back to, and how many slots there were."""
+        before = (self._tokens, self._pages, len(self._held.slots))
         grown = np.concatenate([self._tokens, as_tokens(tokens)])
         layout = self._engine.layout
-        self._slots += self._take(layout.pages_for(len(grown)) - len(self._slots))
-        self._entries += [None] * (len(self._slots) - len(self._entries))
+        self._held.slots += self._take(layout.pages_for(len(grown)) - len(self._held.slots))
+        self._held.entries += [None] * (len(self._held.slots) - len(self._held.entries))
         self._tokens = grown
         if layout.full_pages(len(grown)) > len(self._pages):
             self._pages = self._engine.pages(grown, self._salt)
+        return before
+
+    def _shrink(self, before: tuple[Any, list[Page], int]) -> None:
+        """Go back to what was before an `append`."""
+        self._tokens, self._pages, slots = before
+        with self._manager.lock:
+            self._gpu.give(self._held.slots[slots:])
+        del self._held.slots[slots:], self._held.entries[slots:]
 
     def commit(self, *, priority: int = 0, ttl: float | None = None) -> StoreHandle:
         """The verdict on the load, then every full page exists on the GPU and is on its way to the tiers below.
@@ -112,10 +167,13 @@ class Sequence:
         self._check_open()
         retention = Retention.of(priority, ttl, self._manager.expiry.clock)
         bad = self._first_bad()
+        return self._engine.call(lambda: self._commit(bad, retention))
+
+    def _commit(self, bad: int | None, retention: Retention) -> StoreHandle:
         pages, sources = self._publish(len(self._pages) if bad is None else bad, retention)
         if bad is not None:
             self._manager.end(sources)
-            cause = self._load.result().pages[bad - self._shared].value if self._load is not None else ""
+            cause = self._held.load.result().pages[bad - self._shared].value if self._held.load is not None else ""
             raise LoadFailedError(
                 f"page {bad} of the sequence was not loaded: {cause}",
                 "recompute from there: a new sequence() ends before it, or call verify() before computing",
@@ -127,16 +185,14 @@ class Sequence:
 
     def close(self) -> None:
         """Leave: private slots go free after the current stream's work; shared ones lose a reference."""
-        if self._left:
-            return
-        self._left = True
-        over = self._load_is_over()  # waits for a thread that needs the lock
-        event = record(self._gpu.pool.device)
-        with self._manager.lock:
-            self._gpu.used(self._slots, event)
-            if over:
-                self._gpu.give(s for s, e in zip(self._slots, self._entries, strict=True) if e is None)
-        self._manager.end(self._lease)
+        if not self._held.left:
+            with contextlib.suppress(ForkedProcessError):  # what a forked child has of the engine is nothing
+                self._engine.call(self.leave)
+
+    def leave(self) -> None:
+        """`close`, in the thread that carries it out."""
+        self._unwatch()
+        self._held.leave()
 
     def __enter__(self) -> Self:
         return self
@@ -149,7 +205,7 @@ class Sequence:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._left:
+        if self._held.left:
             raise SequenceStateError("the sequence was left", "make a new one with engine.sequence(tokens)")
 
     def _begin(self) -> None:
@@ -164,19 +220,19 @@ class Sequence:
             keep = self._engine.gate.decide(found, 0, len(self._tokens), self._manager.under_way).pages
             if keep < len(found):
                 candidates = candidates[:keep]
-            self._lease = self._manager.lease("sequence")
-            undo.callback(self._manager.end, self._lease)
+            self._held.lease = lease = self._manager.lease("sequence")
+            undo.callback(self._manager.end, lease)
             shared = gpu.index.pin_run(candidates, 0, len(candidates))
-            self._lease.entries.update(dict.fromkeys(shared, gpu.index))
+            lease.entries.update(dict.fromkeys(shared, gpu.index))
             self._shared = len(shared)
             private = self._take(layout.pages_for(len(self._tokens)) - self._shared)
             undo.callback(gpu.give, private)
-            self._slots = [entry.slot for entry in shared] + private
-            self._entries = [*shared, *[None] * len(private)]
-            gpu.order_after(self._slots[: self._shared])
+            self._held.slots = [entry.slot for entry in shared] + private
+            self._held.entries = [*shared, *[None] * len(private)]
+            gpu.order_after(self._held.slots[: self._shared])
             self._start_load(candidates)
             undo.pop_all()
-        self._cached = self._shared + (len(self._load.parts[0].plan.tasks) if self._load is not None else 0)
+        self._cached = self._shared + (len(self._held.load.parts[0].plan.tasks) if self._held.load is not None else 0)
 
     def _start_load(self, candidates: list[Page]) -> None:
         rest = candidates[self._shared :]
@@ -185,18 +241,7 @@ class Sequence:
             start = self._shared * self._engine.layout.page_tokens
             after = [record(self._gpu.pool.device)]
             load = self._engine.loader.start([(rest, blocks, start)], "sequence", after, here=False)
-            self._load = load if load.tokens else None
-
-    def _load_is_over(self) -> bool:
-        """End the load. False when it still may write to our slots: then they are kept for good, and counted."""
-        if self._load is not None:
-            self._load.cancel()
-            try:
-                self._load.release_event.synchronize(self._engine.config.load.deadline)
-            except DeadlineError as error:
-                _log.error("slots of a sequence are kept, since its load hangs: %s", error)
-                return False
-        return True
+            self._held.load = load if load.tokens else None
 
     def _take(self, n: int) -> list[int]:
         if n <= 0:
@@ -214,9 +259,9 @@ class Sequence:
             return slots
 
     def _first_bad(self) -> int | None:
-        if self._load is None or self._verified:
+        if self._held.load is None or self._verified:
             return None
-        bad = self._load.result().first_bad
+        bad = self._held.load.result().first_bad
         return None if bad is None else self._shared + bad
 
     def _publish(self, pages: int, retention: Retention) -> tuple[list[Page], Lease]:
@@ -227,20 +272,21 @@ class Sequence:
         gpu, index = self._gpu, self._gpu.index
         event = record(gpu.pool.device)
         with self._manager.lock:
-            sources = self._manager.lease("store")
+            sources, lease = self._manager.lease("store"), self._held.lease
+            assert lease is not None, "a sequence that was not begun"
             if self._manager.clearing.epoch(self._engine.namespace(self._salt)) != self._epoch:
                 self._manager.count("dropped", "cleared", pages)
                 return [], sources
             self._manager.retain(self._pages[:pages], retention)
             for i, page in enumerate(self._pages[:pages]):
-                entry = self._entries[i] or index.find(page.key)
+                entry = self._held.entries[i] or index.find(page.key)
                 if entry is None:
-                    slot = self._slots[i]
+                    slot = self._held.slots[i]
                     gpu.private.remove(slot)
-                    entry = self._entries[i] = index.insert(
+                    entry = self._held.entries[i] = index.insert(
                         page, slot, PageState.VERIFIED, self._manager.expiry.joined(page, retention)
                     )
-                    self._lease.add(index, entry)
+                    lease.add(index, entry)
                     gpu.used((slot,), event)
                 if not entry.dropped:
                     sources.add(index, entry)

@@ -23,6 +23,7 @@ import xxhash
 
 from gdscache.catalog_file import own_file
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
+from gdscache.threads import start
 
 STATUS_NAME = "status"
 PAGE_BYTES = 4096
@@ -156,8 +157,8 @@ class StatusWriter:
 
     @classmethod
     def begin(cls, directory: Path, catalog: Path, figures: Callable[[], Figures]) -> StatusWriter:
-        """Write the first page and start. `figures` must take no lock. Raises `NotARegularFileError` (the page is a
-        link, also a hard one, or a directory), `DirectoryNotWritableError`."""
+        """Start, and write the first page. `figures` must take no lock. Raises `NotARegularFileError` (the page is a
+        link, also a hard one, or a directory), `DirectoryNotWritableError`, `ThreadStartError`."""
         path = directory / STATUS_NAME
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
@@ -174,9 +175,10 @@ class StatusWriter:
             undo.callback(os.close, descriptor)
             own_file(path, os.fstat(descriptor))
             writer = cls(path, descriptor, catalog, figures)
-            writer._write()
-            writer._thread.start()
+            undo.callback(path.unlink, missing_ok=True)
+            start([writer._thread], writer._end.set)
             undo.pop_all()
+        writer._write()
         return writer
 
     def close(self) -> None:

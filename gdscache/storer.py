@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,24 +23,29 @@ from gdscache.errors import EngineClosedError
 from gdscache.keys import Page
 from gdscache.storing import StoreHandle
 from gdscache.streams import Event
+from gdscache.threads import Flag, Workers
 from gdscache.tiers.base import Lease
 from gdscache.tiers.bounce import Bounce, Extents
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.retention import DEFAULT, Retention
 from gdscache.tiers.store_plan import Placed, StoreJob, StorePlanner, round_pages
 from gdscache.tiers.transfer import Mover
-from gdscache.writer import Outgoing, SsdWriter, log_failure
+from gdscache.writer import Outgoing, SsdWriter
+
+_LOOK_S = 0.05  # seconds after which whoever waits for stores looks whether it is to go on
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Job:
-    """A store as accepted: its plan, and where its bytes are. `sources` pins blocks that are ours."""
+    """A store as accepted: its plan, and where its bytes are. `sources` pins blocks that are ours. `given`: its pages
+    that are the writer's to end."""
 
     plan: StoreJob
     handle: StoreHandle
     blocks: torch.Tensor
     after: Event
     sources: Lease | None
+    given: set[int] = dataclasses.field(default_factory=set)
 
 
 class Storer:
@@ -64,13 +69,13 @@ class Storer:
         self._extent_bytes = extent_bytes
         self._queue = config.queue
         self._deadline = config.deadline
-        self._jobs = 0  # stores whose blocks are still being read; the manager's lock guards it
+        self._jobs: set[_Job] = set()  # stores whose blocks are still being read; the manager's lock guards it
         self._idle = threading.Condition(manager.lock)
         self._most = round_pages(extent_bytes)
         self._dropping = False
         self._closed = False
         self._writing = writer is not None
-        self._thread = ThreadPoolExecutor(1, "gdscache-gather")
+        self._thread = Workers(1, "gdscache-gather")
         planner.send, planner.empty = self._send, self._idle.notify_all
 
     # -- accepting ---------------------------------------------------------------------------------------------------
@@ -89,8 +94,8 @@ class Storer:
         `blocks`: int64 (pages, blocks_per_page), read after the event `after`; `epochs`: the manager's epoch of each
         page when its bytes were known good; `sources` ends when the blocks were read.
         """
-        handle = StoreHandle(len(pages))
         manager = self._manager
+        handle = StoreHandle(len(pages), manager.calls)
         with manager.lock:
             if self._closed:
                 if sources is not None:
@@ -98,25 +103,31 @@ class Storer:
                 raise EngineClosedError("the engine was closed meanwhile", "open a new one")
             wanted = self._planner.accept(pages, handle, retention)
             if wanted:
-                self._jobs += 1
                 plan = StoreJob(handle, wanted, [pages[n] for n in wanted], [epochs[n] for n in wanted], retention)
                 job = _Job(plan, handle, blocks[wanted], after, sources)
-                self._thread.submit(self._gather, job).add_done_callback(log_failure)
+                self._jobs.add(job)
+                self._thread.submit(functools.partial(self._gather, job), functools.partial(self._end, job))
                 return handle
         if sources is not None:
             manager.end(sources)
         handle.release_event.signal()
         return handle
 
-    def drain(self, seconds: float | None) -> bool:
-        """Wait until nothing that was accepted is unfinished; False when `seconds` pass before."""
-        with self._idle:
-            return self._idle.wait_for(lambda: not self._planner.queued and not self._jobs, seconds)
+    def drain(self, seconds: float | None, stop: Flag | None = None) -> bool:
+        """Wait until nothing that was accepted is unfinished; False when `seconds` pass before, or `stop` is set."""
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        with self._manager.lock:
+            while self._planner.queued or self._jobs:
+                left = until - time.monotonic()
+                if left <= 0 or (stop is not None and stop.is_set()):
+                    return False
+                self._idle.wait(min(left, _LOOK_S))
+            return True
 
-    def flush(self, seconds: float | None) -> bool:
+    def flush(self, seconds: float | None, stop: Flag | None = None) -> bool:
         """`drain`, and write every page that is only in the CPU tier on to the SSD, where the policy writes any."""
         until = None if seconds is None else time.monotonic() + seconds
-        while self.drain(None if until is None else until - time.monotonic()):
+        while self.drain(None if until is None else until - time.monotonic(), stop):
             with self._manager.lock:
                 if not self._planner.clean(everything=True):
                     return True
@@ -138,7 +149,7 @@ class Storer:
             self._dropping = not drain
         if self._writer is not None:
             self._writer.begin_close(drain=drain)
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown()
         if drain:
             self.flush(None)
         with self._manager.lock:
@@ -156,22 +167,28 @@ class Storer:
         at, pages = 0, job.plan.pages
         with self._manager.lock:
             self._planner.begin()
+        while at < len(pages):
+            at, round_ = self._place(job.plan, at)
+            self._fill(job, round_, last=at == len(pages))
+        self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        """The blocks are free again when what was queued has read them. Called once more behind what was broken off."""
+        if job not in self._jobs:
+            return
+        event = None
         try:
-            while at < len(pages):
-                at, round_ = self._place(job.plan, at)
-                self._fill(job, round_, last=at == len(pages))
-        finally:
             event = self._mover.mark_stores()
+        finally:
             job.handle.release_event.signal(event)
+            if event is not None and job.sources is not None:
+                event.synchronize()
             with self._manager.lock:
-                for i in range(at, len(pages)):  # nothing but an exception leaves any
+                for i in job.plan.left - job.given:  # nothing but an exception leaves any
                     self._planner.settle(job.plan, i, "error")
-            if job.sources is not None:
-                if event is not None:
-                    event.synchronize()
-                self._manager.end(job.sources)
-            with self._manager.lock:
-                self._jobs -= 1
+                if job.sources is not None:
+                    self._manager.end(job.sources)
+                self._jobs.discard(job)
                 self._idle.notify_all()
 
     def _place(self, job: StoreJob, start: int) -> tuple[int, list[Placed]]:
@@ -180,8 +197,33 @@ class Storer:
         bounced: list[int] = []
         lock, planner = self._manager.lock, self._planner
         i, end = start, min(start + self._most, len(job.pages))
-        with lock:
-            slots = planner.cpu_slots(job.pages[start:end])
+        slots: list[int] = []
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(lambda: self._unplace(placed, slots, bounced))
+            with lock:
+                slots += planner.cpu_slots(job.pages[start:end])
+            i = self._place_some(job, i, end, placed, slots, bounced)
+            if bounced and self._bounce is not None:
+                self._bounce.stores.give(bounced)
+            bounced.clear()
+            with lock:
+                planner.free(slots)
+            slots.clear()
+            on_failure.pop_all()
+        return i, placed
+
+    def _unplace(self, placed: Sequence[Placed], slots: list[int], bounced: list[int]) -> None:
+        """An exception ended the placing of a round."""
+        if bounced and self._bounce is not None:
+            self._bounce.stores.give(bounced)
+        with self._manager.lock:
+            self._planner.free(slots)
+        self._abandon(placed)
+
+    def _place_some(
+        self, job: StoreJob, i: int, end: int, placed: list[Placed], slots: list[int], bounced: list[int]
+    ) -> int:
+        lock, planner = self._manager.lock, self._planner
         while i < end:
             with lock:
                 if self._dropping:
@@ -194,17 +236,13 @@ class Storer:
             elif not settled:  # it needs a bounce slot: wait for one, unless there is other work to do first
                 if placed or self._bounce is None:
                     break
-                bounced = self._bounce.stores.take(self._most, seconds=0.0 if planner.behind else 1.0)
+                bounced += self._bounce.stores.take(self._most, seconds=0.0 if planner.behind else 1.0)
                 if bounced or not planner.behind:
                     continue
                 with lock:
                     planner.turn_away(job, i)
             i += 1
-        if bounced and self._bounce is not None:
-            self._bounce.stores.give(bounced)
-        with lock:
-            planner.free(slots)
-        return i, placed
+        return i
 
     def _fill(self, job: _Job, round_: Sequence[Placed], *, last: bool) -> None:
         """Copy, sign and publish the pages of one round, and pass on what the SSD wants. `last`: the job's last round,
@@ -224,7 +262,12 @@ class Storer:
                     extents.checksums[slots] = moved.checksums()
             on_failure.pop_all()
         with self._manager.lock:
-            self._send([placed for placed in round_ if self._planner.publish(placed)])
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(lambda: self._abandon([p for p in round_ if p.i in job.plan.left]))
+                going = [placed for placed in round_ if self._planner.publish(placed)]
+                self._send(going)
+                job.given.update(placed.i for placed in going)
+                on_failure.pop_all()
             self._planner.clean()
 
     def _abandon(self, round_: Sequence[Placed]) -> None:

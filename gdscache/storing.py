@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 
+from gdscache.calls import Caller, Direct
 from gdscache.errors import DeadlineError
 from gdscache.streams import Fence
+from gdscache.threads import Flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +24,13 @@ class StoreReport:
 class StoreHandle:
     """The handle of one store. Made by `CacheEngine.store` and `Sequence.commit`; thread-safe."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, calls: Caller | None = None) -> None:
+        self._calls = Direct() if calls is None else calls
         self.release_event = Fence()
         self._tiers: list[tuple[str, ...]] = [()] * pages
         self._dropped: dict[int, str] = {}
         self._left = pages
-        self._done = threading.Event()
+        self._done = Flag()
         if not pages:
             self._done.set()
 
@@ -38,6 +40,7 @@ class StoreHandle:
 
     def result(self, seconds: float | None = None) -> StoreReport:
         """What every tier committed. Waits up to `seconds`, then raises `DeadlineError`."""
+        self._calls.check()
         if not self._done.wait(seconds):
             raise DeadlineError(f"{self._left} pages are still on their way", "see stats()['store_queue']")
         return StoreReport(tuple(self._tiers), dict(self._dropped))

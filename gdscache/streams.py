@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from gdscache.errors import DeadlineError, DeviceError
+from gdscache.threads import Flag
 
+_T = TypeVar("_T")
 Event = torch.cuda.Event | None  # None: on a CPU-only engine everything queued is already done
 
 
@@ -41,23 +44,35 @@ def record_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
+def on_stream_of_caller(device: torch.device, work: Callable[[], _T]) -> Callable[[], _T]:
+    """`work`, to be done in another thread, in which the caller's current stream is the current one."""
+    if device.type == "cpu":
+        return work
+    stream = torch.cuda.current_stream(device)
+
+    def elsewhere() -> _T:
+        with torch.cuda.stream(stream):
+            return work()
+
+    return elsewhere
+
+
 class Fence:
     """Work that is queued by another thread and done later still. One writer signals it once; anybody waits."""
 
-    __slots__ = ("_event", "_gate", "queued")
+    __slots__ = ("_event", "_flag", "queued")
 
     def __init__(self) -> None:
         self.queued = False  # True when the work was signalled, done or not
         self._event: Event = None
-        self._gate = threading.Lock()  # held until then; a load has one for each layer, and a lock is cheap to make
-        self._gate.acquire()
+        self._flag = Flag()
 
     def signal(self, event: Event = None) -> None:
         """The work is queued, and done when `event` is (None: it is done). Later signals change nothing."""
         if not self.queued:
             self._event = event
             self.queued = True
-            self._gate.release()
+            self._flag.set()
 
     def done(self) -> bool:
         """True when the work is finished; never waits."""
@@ -82,7 +97,6 @@ class Fence:
         if self.queued:
             return
         start = time.monotonic()
-        if not self._gate.acquire(timeout=threading.TIMEOUT_MAX if seconds is None else max(0.0, seconds)):
+        if not self._flag.wait(seconds):
             waited = time.monotonic() - start
             raise DeadlineError(f"not ready after {waited:.1f} s", "raise load.deadline, or see stats() for what hangs")
-        self._gate.release()

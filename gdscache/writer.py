@@ -11,12 +11,12 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 
 from gdscache.checksum import Checksums
 from gdscache.errors import DeadlineError, LockLostError, StorageError
 from gdscache.keys import Page
+from gdscache.threads import Workers, failure_of, log_failure
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.page_io import PageIO
@@ -29,7 +29,7 @@ from gdscache.tiers.store_plan import BATCH_BYTES
 _log = logging.getLogger("gdscache.store")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Outgoing:
     """A page to write, within `seconds` of the begin of its batch; `pool` is what its slot belongs to.
 
@@ -66,12 +66,11 @@ class _Flight:
 class SsdWriter:
     """Writes pages to the SSD tier in the background.
 
-    `keys`: the pages on their way, which whoever sends them puts in, and whoever hears of their end takes out; the
-    manager's lock guards it.
+    Each page that it is given has its end, once, whatever happens here.
     """
 
-    def __init__(self, manager: TierManager, ssd: SsdTier, extent_bytes: int, keys: Collection[bytes]) -> None:
-        self._keys = keys
+    def __init__(self, manager: TierManager, ssd: SsdTier, extent_bytes: int) -> None:
+        self._open: set[Outgoing] = set()  # pages that have no end yet; the manager's lock guards it
         self._manager = manager
         self._ssd = ssd
         self._most = max(1, BATCH_BYTES // extent_bytes)
@@ -79,14 +78,15 @@ class SsdWriter:
         self._flying: deque[_Flight] = deque()
         self._closing = False
         self._dropping = False
-        self._thread = ThreadPoolExecutor(1, "gdscache-write")
+        self._thread = Workers(1, "gdscache-write")
 
     def put(self, pages: Sequence[Outgoing]) -> None:
-        """Take pages over, whose keys are in `keys`."""
+        """Take pages over, or none of them."""
         if pages:
             with self._manager.lock:
+                self._thread.submit(self._run, self._run)  # which waits for the lock
+                self._open.update(pages)
                 self._ready.extend(pages)
-            self._thread.submit(self._run).add_done_callback(log_failure)
 
     def begin_close(self, *, drain: bool) -> None:
         """From now on a batch that misses its deadline is the last that is waited for; without `drain`, any is."""
@@ -96,23 +96,38 @@ class SsdWriter:
     def close(self, *, drain: bool) -> None:
         """Write what was taken over (or drop it), then end the thread."""
         self.begin_close(drain=drain)
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown()
 
     def _run(self) -> None:
-        while True:
-            with self._manager.lock:
-                batch = [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
+        while (error := failure_of(self._steps)) is not None:  # its pages have ended for it; those behind them go on
+            log_failure(error)
+        self._manager.settle()
+
+    def _steps(self) -> None:
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Begin a batch, and complete one; False when there is nothing to do any more."""
+        with self._manager.lock:
+            batch = [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._drop_unbegun, batch)
             if batch:
                 self._start(batch)
-            if self._flying and (len(self._flying) > 1 or not batch):
-                self._complete(self._flying.popleft())
-            elif not batch:
-                break
-        self._manager.settle()
+            on_failure.pop_all()
+        if self._flying and (len(self._flying) > 1 or not batch):
+            with contextlib.ExitStack() as ends:
+                ends.callback(self._flying.popleft)
+                ends.callback(self._lose, self._flying[0])  # nothing, unless what follows is broken off
+                self._complete(self._flying[0])
+        elif not batch:
+            return False
+        return True
 
     def _start(self, batch: Sequence[Outgoing]) -> None:
         entries: dict[bytes, Entry] = {}
-        with self._failing(batch, entries):
+        with self._failing(batch, entries) as on_failure:
             self._manager.watch()
             quarantine = self._manager.quarantine
             off, cause = quarantine.off, quarantine.cause
@@ -128,6 +143,7 @@ class SsdWriter:
                 with self._manager.timeline.flight("write", "SSD writes", pages=len(writes), bytes=nbytes) as flight:
                     io = self._ssd.write([write for _, write in writes])
                     self._flying.append(_Flight(writes, io, until))
+                    on_failure.pop_all()  # they are the flight's now
                     flight.follow(io, len(writes))
 
     def _retentions(self, batch: Sequence[Outgoing]) -> dict[bytes, Retention]:
@@ -171,7 +187,7 @@ class SsdWriter:
                 self._ssd.index.drop(writes[i][1].entry)
             self._manager.quarantine.hold(flight.submission, {i: self._late(*writes[i]) for i in late})
             for i in late:
-                writes[i][0].finish("deadline")
+                self._end(writes[i][0], "deadline")
         ended = sorted(errors)
         return [writes[i] for i in ended], [errors[i] for i in ended]
 
@@ -205,11 +221,11 @@ class SsdWriter:
                     self._finish(out, causes[entry.key])
 
     @contextlib.contextmanager
-    def _failing(self, batch: Sequence[Outgoing], entries: dict[bytes, Entry]) -> Iterator[None]:
+    def _failing(self, batch: Sequence[Outgoing], entries: dict[bytes, Entry]) -> Iterator[contextlib.ExitStack]:
         """An exception costs the batch at hand, and nothing else waits for ever."""
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._abandon, batch, entries)
-            yield
+            yield on_failure
             on_failure.pop_all()
 
     def _abandon(self, batch: Sequence[Outgoing], entries: dict[bytes, Entry]) -> None:
@@ -217,17 +233,39 @@ class SsdWriter:
             for entry in entries.values():
                 self._give_up(entry)
             for out in batch:
-                if out.page.key in self._keys:
-                    self._finish(out, "error")
-            self._thread.submit(self._run).add_done_callback(log_failure)
+                self._finish(out, "error")
+
+    def _drop_unbegun(self, batch: Sequence[Outgoing]) -> None:
+        """An exception ended the begin of a batch: what of it is in no flight goes."""
+        flying = {out for flight in self._flying for out, _ in flight.writes}
+        self._abandon([out for out in batch if out not in flying], {})
+
+    def _lose(self, flight: _Flight) -> None:
+        """An exception ended a flight, whose I/O may still be under way: its pages end now, what it touches later."""
+        with self._manager.lock:
+            left = [i for i, (out, _) in enumerate(flight.writes) if out in self._open]
+            for i in left:
+                self._ssd.index.drop(flight.writes[i][1].entry)
+            self._manager.quarantine.hold(flight.submission, {i: self._late(*flight.writes[i]) for i in left})
+            for i in left:
+                self._end(flight.writes[i][0], "error")
 
     def _give_up(self, entry: Entry) -> None:
         self._ssd.index.drop(entry)
         self._ssd.index.release(entry)
 
     def _finish(self, out: Outgoing, cause: str) -> None:
+        """The last word on a page, whose slot is free again; nothing where it has been said."""
+        if self._end(out, cause):
+            out.release()
+
+    def _end(self, out: Outgoing, cause: str) -> bool:
+        """Say it, once."""
+        if out not in self._open:
+            return False
         out.finish(cause)
-        out.release()
+        self._open.discard(out)
+        return True
 
     def _late(self, out: Outgoing, write: SlotWrite) -> Late:
         """A write whose slots may be used again only when it has ended."""
@@ -238,10 +276,3 @@ class SsdWriter:
             return 1
 
         return Late("write", out.pool, write.entry.slot, ended)
-
-
-def log_failure(future: Future[None]) -> None:
-    """Done-callback of background work: an exception nobody waits for is written to the log."""
-    error = future.exception()
-    if error is not None:
-        _log.error("background work broke off", exc_info=error)

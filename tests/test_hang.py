@@ -211,7 +211,7 @@ def test_a_load_whose_time_is_up_before_it_runs_reads_no_more_than_was_begun(
     tokens = stored(host, 1, 3)
     drop_from(host.engine, "cpu")
     busy = threading.Event()
-    host.engine.loader._pool.submit(busy.wait, WAIT)
+    host.engine.loader._pool.submit(lambda: busy.wait(WAIT))
     load, blocks, keys = host.begin(tokens)
     time.sleep(0.6)
     busy.set()

@@ -68,7 +68,8 @@ def test_the_first_layers_of_a_hit_are_there_when_load_returns(open_host: OpenHo
         slow = host.begin(away)
         until(lambda: rule.met > 0, "a read begins")
         load, blocks, keys = host.begin(here)
-        assert names == [threading.current_thread().name]
+        assert names, "nothing was copied"
+        assert not [name for name in names if name.startswith("gdscache-load")]
         load.wait(0, 0.0)
         assert not load.done()
     assert host.finish(load, blocks, keys).pages == (PageStatus.LOADED,) * PAGES
@@ -84,7 +85,7 @@ def test_the_first_reads_are_under_way_when_load_returns(open_host: OpenHost, mo
     tokens = stored(host, 1)
     drop_from(host.engine, "cpu")
     gate = threading.Event()
-    host.engine.loader._pool.submit(gate.wait, WAIT)
+    host.engine.loader._pool.submit(lambda: gate.wait(WAIT))
     PLAN.reset()
     load, blocks, keys = host.begin(tokens)
     until(lambda: len(PLAN.moved[Op.READ]) == 1, "a read begins")

@@ -69,7 +69,6 @@ def traced(open_host: Callable[..., Host], slab: Path) -> Callable[..., Host]:
         host = open_host(**options)
         config = host.engine.config
         host.engine.close()
-        host.engine._closed = True  # the fixture has nothing left to look at
         host.engine = CacheEngine.from_config(config, planes=host.planes, timeline=timeline)
         return host
 

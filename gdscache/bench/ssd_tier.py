@@ -111,8 +111,7 @@ class TierUnderTest:
         assert manager.cpu is not None, "no CPU tier"
         assert manager.ssd is not None, "no SSD tier"
         self._cpu, self._ssd = manager.cpu, manager.ssd
-        self._keys: set[bytes] = set()
-        self._writer = SsdWriter(manager, self._ssd, self.layout.extent_bytes, self._keys)
+        self._writer = SsdWriter(manager, self._ssd, self.layout.extent_bytes)
         self.slab = next(iter(self._ssd.path.glob("slab-*.bin")))
         self._generation = 0
         self._names: list[Page] = []
@@ -148,14 +147,10 @@ class TierUnderTest:
         epoch = manager.clearing.epoch(NAMESPACE)
         extents = self._cpu.extents
         outgoing = [Outgoing(page, epoch, extents, slot, finish) for slot, page in enumerate(self._names)]
-        with manager.lock:
-            self._keys.update(page.key for page in self._names)
         start = time.perf_counter()
         self._writer.put(outgoing)
         done.wait()
         elapsed = time.perf_counter() - start
-        with manager.lock:
-            self._keys.clear()
         if causes[""] != self.pages:
             raise IOFailedError(f"the SSD tier did not take all {self.pages} pages: {dict(causes)}", "see the log")
         return rate(self.nbytes, elapsed)

@@ -21,6 +21,7 @@ import numpy as np
 from gdscache.errors import DeadlineError, InvalidValueError, TransportUnavailableError
 from gdscache.storage.base import Op, Switch, failed
 from gdscache.storage.workers import MAX_RUN, Piece, QueuedTransport, Result, Run
+from gdscache.threads import start
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +109,7 @@ class KvikioTransport(QueuedTransport):
             except (OSError, RuntimeError) as error:
                 opened.set_exception(error)
 
-        threading.Thread(target=run, name="gdscache-kvikio-open", daemon=True).start()
+        start([threading.Thread(target=run, name="gdscache-kvikio-open", daemon=True)], lambda: None)
         done, _ = wait([opened], CALL_S)
         if not done:
             raise DeadlineError(

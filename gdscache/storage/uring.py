@@ -140,8 +140,8 @@ class UringTransport(DirectFiles):
                 self._try_it()
             except OSError as error:  # no descriptors left
                 raise IOFailedError(f"io_uring cannot be set up: {error}", "raise ulimit -n", error.errno) from error
+            super().__init__(1, direct_io, ways=threads)
             undo.pop_all()
-        super().__init__(1, direct_io, ways=threads)
 
     def _try_it(self) -> None:
         """Read a page through the ring and look at it. Leaves nothing in flight."""

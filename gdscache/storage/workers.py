@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, StorageError
 from gdscache.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import IORequest, Op, Span, Submission, Transport, check_memory, failed, refused
+from gdscache.threads import failure_of, log_failure, start
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +74,7 @@ class WorkerTransport(Transport):
         self._threads = [
             threading.Thread(target=self._serve, name=f"gdscache-{self.name}-{n}", daemon=True) for n in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        start(self._threads, self._end_threads)
 
     @abc.abstractmethod
     def _serve(self) -> None:
@@ -105,13 +105,18 @@ class WorkerTransport(Transport):
         return spans, good, errors
 
     def close(self) -> None:
-        with self._work:
-            first, self._closing = not self._closing, True
-            self._work.notify_all()
+        first = self._end_threads()
         for thread in self._threads:
             thread.join()
         if first:
             self.release()
+
+    def _end_threads(self) -> bool:
+        """Have the threads end when nothing is left to do; False when they were told before."""
+        with self._work:
+            first, self._closing = not self._closing, True
+            self._work.notify_all()
+        return first
 
     def check_open(self) -> None:
         """Raises `EngineClosedError` after `close`."""
@@ -188,6 +193,10 @@ class QueuedTransport(RunTransport):
         """Move one run in the calling thread; one result a piece: (request index, bytes moved, error or None)."""
 
     def _serve(self) -> None:
+        while (error := failure_of(self._serve_runs)) is not None:
+            log_failure(error)
+
+    def _serve_runs(self) -> None:
         while (run := self._next()) is not None:
             results: list[Result] = []
             try:
@@ -214,10 +223,10 @@ def _runs(
     for file, offset, index, memory in sorted_requests:
         nbytes = memory.nbytes
         step = nbytes if nbytes <= limit else _equal_parts(nbytes, limit)
-        for start in range(0, nbytes, step):
-            size = min(step, nbytes - start)
-            part = memory if size == nbytes else memory[start : start + size]
-            piece = Piece(index, offset + start, size, part)
+        for at in range(0, nbytes, step):
+            size = min(step, nbytes - at)
+            part = memory if size == nbytes else memory[at : at + size]
+            piece = Piece(index, offset + at, size, part)
             if (
                 last is not None
                 and last.file == file

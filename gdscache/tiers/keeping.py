@@ -6,6 +6,7 @@ the manager was given.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from gdscache.errors import InvalidValueError
+from gdscache.errors import ForkedProcessError, InvalidValueError
 from gdscache.keys import Page
 from gdscache.tiers.base import Lease
 from gdscache.tiers.pages import Entry
@@ -48,6 +49,9 @@ class Pin:
         Fewer than asked for where pages were not cached, or where every tier that has the next page has as many pinned
         as it may (`PIN_SHARE` of its slots); 0 once it has ended.
         """
+        return self._pins.manager.calls.run(self._count)
+
+    def _count(self) -> int:
         with self._pins.manager.lock:
             self._pins.end_due()
             held = itertools.takewhile(lambda entries: not all(e.dropped for e in entries), self._pages)
@@ -55,6 +59,9 @@ class Pin:
 
     def release(self) -> None:
         """Let the pages go; twice is fine."""
+        self._pins.manager.calls.run(self._end)
+
+    def _end(self) -> None:
         with self._pins.manager.lock:
             self._pins.end(self)
 
@@ -64,7 +71,8 @@ class Pin:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        with contextlib.suppress(ForkedProcessError):
+            self.release()
 
 
 class Pins:

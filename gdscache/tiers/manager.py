@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from gdscache.calls import Caller, Direct
 from gdscache.keys import Page
 from gdscache.tiers.base import Lease, Tier
 from gdscache.tiers.busy import BusyPeriods
@@ -109,9 +110,11 @@ class TierManager:
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         promotion: Promotion | None = None,
+        calls: Caller | None = None,
     ) -> None:
         """`promotion`: what loads leave in the CPU tier of what they read from the SSD; None: every page."""
         self.lock = lock
+        self.calls: Caller = Direct() if calls is None else calls
         self.promotion: Promotion = Always() if promotion is None else promotion
         self.gpu, self.cpu, self.ssd = gpu, cpu, ssd
         self.tiers: dict[str, Tier] = {t.name: t for t in (gpu, cpu, ssd) if t is not None}

@@ -86,13 +86,7 @@ class SsdTier(Tier):
         with contextlib.ExitStack() as undo:
             self._directory = undo.enter_context(CacheDirectories.open((path, *config.stripes)))
             stripes.claim((path, *config.stripes))
-            self._directory.hold_slabs()
-            self._catalog = Catalog.open(path, extent_bytes=layout.extent_bytes, durability=config.durability)
-            undo.callback(self._catalog.close)
-            self._slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
-            self._directory.hold_slabs()  # those that were made just now
-            self._directory.watch_catalog()
-            transport = open_transport(
+            transport = open_transport(  # before there are files: it needs threads, which there may not be
                 config.transport,
                 directory=path,
                 device=device,
@@ -100,6 +94,13 @@ class SsdTier(Tier):
                 direct_io=config.direct_io,
                 gds=config.gds,
             )
+            undo.callback(transport.close)
+            self._directory.hold_slabs()
+            self._catalog = Catalog.open(path, extent_bytes=layout.extent_bytes, durability=config.durability)
+            undo.callback(self._catalog.close)
+            self._slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
+            self._directory.hold_slabs()  # those that were made just now
+            self._directory.watch_catalog()
             self.io = SlabIO(self._slab, transport)
             undo.callback(self.io.close)
             self._recover(slots, config.eviction, wall_clock())

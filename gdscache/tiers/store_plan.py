@@ -22,6 +22,7 @@ hold slots too, so the coldest are refused where there are too many.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,13 +69,18 @@ _NOBODY = _Nobody()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Pages as accepted. `numbers[i]` is page `i`'s place in the receipt; `epochs[i]` that of its namespace then."""
+    """Pages as accepted. `numbers[i]` is page `i`'s place in the receipt; `epochs[i]` that of its namespace then.
+    `left`: the pages that have no last word yet."""
 
     receipt: Receipt
     numbers: Sequence[int]
     pages: Sequence[Page]
     epochs: Sequence[int]
     retention: Retention = DEFAULT
+    left: set[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "left", set(range(len(self.pages))))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -323,8 +329,15 @@ class StorePlanner:
         self.give_back(placed)
         self.settle(placed.job, placed.i, "error")
 
+    def _abandon_all(self, some: Sequence[Placed]) -> None:
+        for placed in some:
+            self.abandon(placed)
+
     def settle(self, job: StoreJob, i: int, cause: str = "") -> None:
-        """The last word on a page."""
+        """The last word on a page; again changes nothing."""
+        if i not in job.left:
+            return
+        job.left.discard(i)
         if cause:
             self._manager.counts["dropped", cause] += 1
         job.receipt.finish(job.numbers[i], cause)
@@ -402,9 +415,13 @@ class StorePlanner:
                 index.mark_clean(entry)
 
     def _demote(self, pages: Iterable[Page], index: PageIndex) -> int:
-        placed = list(self._leaving(pages, index))
-        if placed:
-            self.send(placed)
+        placed: list[Placed] = []
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._abandon_all, placed)
+            placed.extend(self._leaving(pages, index))
+            if placed:
+                self.send(placed)
+            on_failure.pop_all()
         return len(placed)
 
     def _leaving(self, pages: Iterable[Page], index: PageIndex) -> Iterator[Placed]:
@@ -421,10 +438,11 @@ class StorePlanner:
             if self._admits(page, self._room(behind)):
                 index.mark_clean(entry)
                 continue
+            job = StoreJob(_NOBODY, (0,), (page,), (manager.clearing.epoch(page.namespace),), entry.retention)
+            placed = self._placed(job, 0, index, entry, copied=True, to_ssd=True)
             self.queued += 1
             self._cleaning += 1
-            job = StoreJob(_NOBODY, (0,), (page,), (manager.clearing.epoch(page.namespace),), entry.retention)
-            yield self._placed(job, 0, index, entry, copied=True, to_ssd=True)
+            yield placed
 
 
 def _nothing() -> None:

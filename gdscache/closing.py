@@ -1,0 +1,79 @@
+"""The end of an engine: once, in order, whoever brings it about: `close`, the last who knew the engine, or the process.
+
+Nothing here knows the engine itself, so that one that nobody has any more is found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from multiprocessing import parent_process, util
+from typing import Any
+
+from gdscache.build import Parts
+from gdscache.calls import Calls
+from gdscache.threads import Flag
+
+EXIT_S = 30.0  # seconds that a process which ends, or drops an engine, waits for what was stored
+_log = logging.getLogger("gdscache")
+
+
+class Closing:
+    """Closes an engine's parts."""
+
+    def __init__(self, parts: Parts, calls: Calls) -> None:
+        self.begun = False
+        self._parts = parts
+        self._calls = calls
+        self._turn = threading.Lock()
+        self._over = Flag()
+
+    def close(self, *, drain: bool) -> None:
+        """Close, or wait for who does; returns when everything is given back."""
+        if not self._over.is_set():
+            self._calls.run(functools.partial(self.run, drain))
+        self._calls.join()
+
+    def run(self, drain: bool) -> None:
+        """What `close` does, in a thread that nothing interrupts."""
+        with self._turn:
+            if self._over.is_set():
+                return
+            self.begun = True
+            parts = self._parts
+            with contextlib.ExitStack() as last_to_first:
+                last_to_first.callback(self._calls.end)
+                last_to_first.callback(self._over.set)
+                last_to_first.callback(parts.close)
+                last_to_first.callback(parts.loader.close)
+                last_to_first.callback(parts.storer.close, drain=drain)
+                parts.prefetcher.close()
+
+    def forgotten(self, ending: bool = False) -> None:
+        """Nobody has the engine any more, or the process is `ending`: finish what was accepted, within `EXIT_S`.
+
+        This may run in any thread, in the middle of anything. Nothing is waited for where that would be for ourselves.
+        """
+        if self.begun or self._calls.forked:
+            return
+        if not ending and threading.main_thread().is_alive():  # which has ended when Python calls this at the exit
+            warnings.warn(_DROPPED, ResourceWarning, stacklevel=2)
+        self._calls.post(functools.partial(self.run, True))
+        ours = threading.current_thread().name.startswith("gdscache-")
+        if not ours and not self._parts.manager.lock._is_owned() and not self._calls.join(EXIT_S):  # type: ignore[attr-defined]
+            _log.error("stores are still on their way after %g s: they are lost when the process ends", EXIT_S)
+
+
+_DROPPED = "an engine was dropped without close(): it is closed now"
+
+
+def at_exit_of_child(action: Callable[[], None]) -> Callable[[], Any]:
+    """Have `action` done at the end of a process that `multiprocessing` started, which skips `atexit`; what takes that
+    back. In other processes nothing is needed."""
+    if parent_process() is None:
+        return lambda: None
+    return util.Finalize(None, action, exitpriority=0).cancel

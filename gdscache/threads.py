@@ -1,0 +1,138 @@
+"""Threads that an engine starts when it opens, and what anybody may wait for in any thread.
+
+A thread is started before there is work for it: one that cannot be had refuses the engine, not a call. It outlives what
+its work raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from gdscache.errors import EngineClosedError, ThreadStartError
+
+_Work = tuple[Callable[[], object], Callable[[], object] | None]
+_log = logging.getLogger("gdscache")
+
+
+class Flag:
+    """Set once; anybody waits.
+
+    Unlike those of `threading` it holds no lock that an interrupt of a waiting thread could leave taken: each waiter
+    brings a lock of its own, and what it leaves behind is let go by `set`.
+    """
+
+    __slots__ = ("_set", "_waiting")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiting: list[threading.Lock] = []
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        """Let everybody go on; again changes nothing."""
+        self._set = True
+        waiting, self._waiting = self._waiting, []
+        for mine in waiting:
+            mine.release()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is set; False when `seconds` pass before."""
+        if self.is_set():
+            return True
+        mine = threading.Lock()
+        mine.acquire()
+        self._waiting.append(mine)
+        if self.is_set():  # perhaps before `mine` was there to be seen
+            return True
+        if not mine.acquire(timeout=_timeout(seconds)):
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(mine)
+        return self._set
+
+
+def failure_of(work: Callable[[], object]) -> BaseException | None:
+    """What `work()` raises, if it does: for the ends of threads, behind which nobody is left to catch it."""
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, others wait for what comes behind it
+        return error
+    return None
+
+
+def log_failure(error: BaseException | None) -> None:
+    """Write down what ended work that nobody waits for."""
+    if error is not None:
+        _log.error("background work broke off", exc_info=error)
+
+
+def _timeout(seconds: float | None) -> float:
+    """What a lock takes as a timeout, which has a largest one."""
+    return threading.TIMEOUT_MAX if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
+
+
+def start(threads: Sequence[threading.Thread], stop: Callable[[], object]) -> None:
+    """Start all of them, or none: `stop` ends those that run already. Raises `ThreadStartError`."""
+    begun: list[threading.Thread] = []
+    try:
+        for thread in threads:
+            thread.start()
+            begun.append(thread)
+    except RuntimeError as error:
+        stop()
+        for thread in begun:
+            thread.join()
+        raise ThreadStartError(
+            f"thread {threads[len(begun)].name} cannot be started: {error}",
+            "raise the limit of threads (ulimit -u, pids.max of the control group), or lower load.threads, "
+            "prefetch.concurrent and ssd.threads",
+        ) from error
+
+
+class Workers:
+    """`threads` threads that take work in the order of its submission. What it raises goes to the log."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._work: SimpleQueue[_Work | None] = SimpleQueue()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=_serve, args=(self._work,), name=f"{name}_{n}", daemon=True) for n in range(threads)
+        ]
+        start(self._threads, self._stop)
+
+    def submit(self, work: Callable[[], object], lost: Callable[[], object] | None = None) -> None:
+        """Have `work()` done in one of the threads; where it raises, `lost()` behind it, which ends what waits for it.
+
+        Raises `EngineClosedError` after `shutdown`.
+        """
+        if self._closed:
+            raise EngineClosedError("the engine was closed meanwhile", "open a new one with CacheEngine.from_config")
+        self._work.put((work, lost))
+
+    def shutdown(self) -> None:
+        """Finish what was submitted, then end the threads; again is fine. One of them does not wait for itself."""
+        self._stop()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _stop(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for _ in self._threads:
+                self._work.put(None)
+
+
+def _serve(queue: SimpleQueue[_Work | None]) -> None:
+    while (asked := queue.get()) is not None:
+        work, lost = asked
+        error = failure_of(work)
+        log_failure(error)
+        if error is not None and lost is not None:
+            log_failure(failure_of(lost))
+        del asked, work, lost, error  # what it holds is not kept until there is more to do
