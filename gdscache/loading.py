@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 import torch
 
+from gdscache import arguments
 from gdscache.errors import DeadlineError
 from gdscache.layout import PageLayout
 from gdscache.streams import Event, Fence
@@ -93,13 +94,15 @@ class LayerwiseLoad:
 
         The thread waits until the copies are queued, `load.deadline` by default; then raises `DeadlineError`.
         """
+        layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
         with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
             self._layers[layer].wait(self._deadline if seconds is None else seconds)
 
     def results(self, seconds: float | None = None) -> list[LoadReport]:
         """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
+        limit = arguments.seconds(seconds)
         try:
-            self.future.result(self._deadline if seconds is None else seconds)
+            self.future.result(self._deadline if limit is None else limit)
         except TimeoutError:
             raise DeadlineError("a load has no verdict yet", "raise load.deadline, or cancel() the load") from None
         return [part.report for part in self.parts if part.report is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+from gdscache import arguments
 from gdscache.errors import DeadlineError
 from gdscache.streams import Fence
 
@@ -37,8 +38,8 @@ class StoreHandle:
         return self._done.is_set()
 
     def result(self, seconds: float | None = None) -> StoreReport:
-        """What every tier committed. Waits up to `seconds`, then raises `DeadlineError`."""
-        if not self._done.wait(seconds):
+        """What every tier committed. Waits up to `seconds` (None: until it is over), then raises `DeadlineError`."""
+        if not self._done.wait(arguments.seconds(seconds)):
             raise DeadlineError(f"{self._left} pages are still on their way", "see stats()['store_queue']")
         return StoreReport(tuple(self._tiers), dict(self._dropped))
 
