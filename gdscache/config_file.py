@@ -49,7 +49,7 @@ def _read(path: Path) -> bytes:
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """The one mapping that a YAML file holds. `~` is expanded. Raises `ConfigFileError`, with the line if it has one."""
+    """The one mapping that a YAML file holds. `~` is expanded. Raises `ConfigFileError`, with the line if known."""
     try:
         content = _read(path.expanduser())
     except OSError as error:

@@ -156,7 +156,7 @@ def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None]
             raise InvalidValueError(f"--set {text!r} has no value", "write --set store.queue=8GiB")
         try:
             _set(fields, key.strip(), yaml.safe_load(value))
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise InvalidValueError(f"--set {text!r} is not YAML: {error}", "write --set store.queue=8GiB") from None
     return Config.from_dict(fields, source=source)
 
