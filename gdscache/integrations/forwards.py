@@ -42,9 +42,9 @@ class Forwards:
             for name, parameter in signature.parameters.items():
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                     given |= given.pop(name, {})
-            cache = mine()
-            if cache is not None and given.get("past_key_values") is cache:
-                self._called(given, int(cache.get_seq_length()))
+            own = mine()
+            if own is not None and given.get("past_key_values") is own:
+                self._called(given, int(own.get_seq_length()))
 
         self._handle = model.register_forward_pre_hook(look, with_kwargs=True)
 
