@@ -47,11 +47,15 @@ def main() -> None:
 
 
 def _end(message: str, status: int) -> None:
-    """Say why, as far as anybody listens, and exit; what stdout still holds goes nowhere."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+    """Say why, as far as anybody listens, and exit. What stdout holds and cannot write goes nowhere."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
     with contextlib.suppress(OSError, AttributeError):
         if message:
             sys.stderr.write(f"{message}\n")
