@@ -43,8 +43,9 @@ class Forwards:
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                     given |= given.pop(name, {})
             own = mine()
+            past = 0 if own is None else int(own.get_seq_length())
             if own is not None and given.get("past_key_values") is own:
-                self._called(given, int(own.get_seq_length()))
+                self._called(given, past)
 
         self._handle = model.register_forward_pre_hook(look, with_kwargs=True)
 
@@ -84,7 +85,9 @@ class Forwards:
             )
         for name, value in given.items():
             if name not in _HARMLESS | _CHECKED and _has_tensor(value):
-                raise _refused(f"the model is called with {name}, which page names do not hold")
+                raise _refused(
+                    f"the model is called with {name}, as with images or audio, which page names do not hold"
+                )
         end = past + ids.shape[1]
         _check_mask(given.get("attention_mask"), end)
         _check_positions(given.get("position_ids"), past, end)

@@ -16,7 +16,7 @@ import hashlib
 import json
 import numbers
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -113,7 +113,7 @@ class PrefixCache:
         self.engine = engine
         self.model = model
 
-    def open(self, input_ids: Any, *, attention_mask: torch.Tensor | None = None, salt: str = "") -> GdsCache:
+    def open(self, input_ids: Any, *, attention_mask: Any = None, salt: str = "") -> GdsCache:
         """A cache that holds the longest cached prefix of a prompt, verified; at most all tokens but the last.
 
         `input_ids`: integers of shape (tokens,) or (rows, tokens), a tensor or lists. The rows of a batch start from
@@ -124,7 +124,7 @@ class PrefixCache:
         `PoolFullError` when the prompt does not fit into the pool now: run the request without a cache then.
         """
         prompts = _rows(input_ids)
-        if attention_mask is not None and not bool((attention_mask != 0).all()):
+        if attention_mask is not None and _hides(attention_mask):
             raise UnsupportedRequestError("the attention mask hides tokens", "run prompts of unequal length one by one")
         with contextlib.ExitStack() as opened:
             sequences = [opened.enter_context(self.engine.sequence(prompt, salt)) for prompt in prompts]
@@ -299,7 +299,18 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 _ALL_KEYS = "only models whose every layer keeps all keys and values of all tokens can be cached"
 _SECTION = "make the engine's model section with model_section() from this model's config and dtype"
+_IDS = "pass integers of shape (tokens,) or (rows, tokens): the input_ids of what a tokenizer returns"
 _FIXED_ROWS = ("rows of this cache cannot be reordered, repeated or selected", "use one beam")
+
+
+def _hides(mask: Any) -> bool:
+    """Whether a mask, a tensor or lists, hides a token."""
+    try:
+        return not bool((torch.as_tensor(mask) != 0).all())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedRequestError(
+            f"the attention mask is of type {type(mask).__name__}: {error}", "pass that of the tokenizer, or None"
+        ) from None
 
 
 def _as_heads(rows: torch.Tensor) -> torch.Tensor:
@@ -309,14 +320,19 @@ def _as_heads(rows: torch.Tensor) -> torch.Tensor:
 
 def _rows(ids: Any) -> list[Any]:
     """Token ids as rows of equal length, on the host."""
-    if isinstance(ids, torch.Tensor):
-        ids = ids.detach().cpu()
-        if ids.dim() > 2:
-            raise TokensError(f"token ids have shape {tuple(ids.shape)}", "pass (tokens,) or (rows, tokens)")
-        rows = list(ids) if ids.dim() == 2 else [ids]
-    else:
-        rows = list(ids) if len(ids) and not isinstance(ids[0], numbers.Integral) else [ids]
-    lengths = {len(row) for row in rows}
+    if isinstance(ids, (str, bytes, Mapping)):
+        raise TokensError(f"token ids are of type {type(ids).__name__}", _IDS)
+    try:
+        if isinstance(ids, torch.Tensor):
+            ids = ids.detach().cpu()
+            if not 1 <= ids.dim() <= 2:
+                raise TokensError(f"token ids have shape {tuple(ids.shape)}", _IDS)
+            rows = list(ids) if ids.dim() == 2 else [ids]
+        else:
+            rows = list(ids) if len(ids) and not isinstance(ids[0], numbers.Integral) else [ids]
+        lengths = {len(row) for row in rows}
+    except (TypeError, KeyError, IndexError, RuntimeError) as error:  # RuntimeError: a tensor without data
+        raise TokensError(f"token ids are of type {type(ids).__name__}: {error}", _IDS) from None
     if len(lengths) != 1 or 0 in lengths:
         raise UnsupportedRequestError(
             f"rows have {sorted(lengths)} tokens", "rows of one batch need the same number of tokens, at least one"
