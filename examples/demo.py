@@ -163,7 +163,7 @@ def run_phase(phase: str, size: Size, directory: Path) -> None:
             engine.clear()  # what an earlier run left in a given directory: this process starts cold
         for document, question in progress.track(requests, description=name):
             ids = prompt(size, document, question)
-            pair = ask(model, ids, None, "no cache"), ask(model, ids, PrefixCache(engine), phase)
+            pair = ask(model, ids, None, "no cache"), ask(model, ids, PrefixCache(engine, model), phase)
             results += [{"request": [document, question], **dataclasses.asdict(result)} for result in pair]
     (directory / f"{phase}.json").write_text(json.dumps(results))
 

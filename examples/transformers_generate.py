@@ -28,7 +28,7 @@ def make_model() -> PreTrainedModel:
 
 def chat(engine: CacheEngine, model: PreTrainedModel, turns: list[str]) -> torch.Tensor:
     """A conversation, a `generate` for each turn; its token ids, (1, tokens)."""
-    prefixes = PrefixCache(engine)
+    prefixes = PrefixCache(engine, model)
     said = torch.empty((1, 0), dtype=torch.long, device=model.device)
     for turn in turns:
         said = torch.cat([said, torch.tensor([list(turn.encode())], device=model.device)], dim=1)

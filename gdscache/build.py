@@ -179,6 +179,8 @@ def _bounce(
         on_device = DeviceExtents(layout, config.host_buffer, device)
         ssd.io.register(on_device.rows.view(-1))
         return Bounce(on_device)
-    on_host = HostExtents(layout, config.host_buffer, config.cpu.pin if config.cpu is not None else "auto")
+    on_host = HostExtents(
+        layout, config.host_buffer, config.cpu.pin if config.cpu is not None else "auto", "host_buffer"
+    )
     ssd.io.register(on_host.buffer.view)
     return Bounce(on_host)

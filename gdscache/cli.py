@@ -18,14 +18,15 @@ from rich.table import Table
 
 from gdscache.bench.commands import bench_app
 from gdscache.config import Config, config_schema, load_config
-from gdscache.errors import GdsCacheError
-from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
+from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, main
 from gdscache.keys import namespace_digest
 from gdscache.replay.commands import replay
 from gdscache.replay.make_command import make_trace
 from gdscache.replay.plan_commands import plan_tiers
 from gdscache.sizes import about
 from gdscache.timeline.command import show_timeline
+
+__all__ = ["app", "describe", "main"]
 
 app = typer.Typer(
     name="gdscache",
@@ -220,12 +221,3 @@ def _table(meaning: dict[str, Any]) -> Table:
 
 def _tier(size: int, pages: int, page_tokens: int) -> str:
     return f"{about(size)}: {pages:,} pages, {pages * page_tokens:,} tokens"
-
-
-def main() -> None:
-    """The entry point. An error of gdscache is a message on stderr and exit status 2, not a traceback."""
-    try:
-        app(prog_name="gdscache")
-    except GdsCacheError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(EXIT_REFUSED)

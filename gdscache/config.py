@@ -27,6 +27,7 @@ from gdscache.config_errors import COLLECT, Section, explain, reject
 from gdscache.config_file import read_mapping
 from gdscache.config_model import ModelConfig, PlaneConfig
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
+from gdscache.limits import MAX_COUNT, MAX_DEVICE_INDEX, MAX_SECONDS
 from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size
 
 __all__ = [
@@ -60,13 +61,13 @@ GateMode = Annotated[
 ]
 
 
-_DEVICE = r"auto|cpu|cuda(:[0-9]+)?"
+_DEVICE = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
 _TRANSPORT = r"auto|posix|uring|kvikio|nixl|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 
 def _device(value: str) -> str:
-    if not re.fullmatch(_DEVICE, value):
-        raise ValueError("must be auto, cpu, cuda or cuda:N")
+    if not re.fullmatch(_DEVICE, value) or int(value.partition(":")[2] or 0) > MAX_DEVICE_INDEX:
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N, with N from 0 to {MAX_DEVICE_INDEX}")
     return value
 
 
@@ -84,9 +85,12 @@ def _expand(value: object) -> Path:
     if unknown := re.search(r"\{(?!rank\})[^}]*\}?", text):
         raise ValueError(f"{unknown[0]} is not known; only {{rank}} is replaced")
     try:
-        return Path.cwd() / Path(text).expanduser()
+        path = Path(text).expanduser()
+        return path if path.is_absolute() else Path.cwd() / path
     except RuntimeError as error:  # a `~name` without a home directory
         raise ValueError(str(error)) from None
+    except OSError as error:
+        raise ValueError(f"is relative, and there is no current directory: {error.strerror}; name it from /") from None
 
 
 def _variable(match: re.Match[str]) -> str:
@@ -179,7 +183,7 @@ class SsdConfig(Section):
         description="what a committed page survives: process (any kill), power (a power cut; slower stores)",
     )
     reserve: int = Field(
-        default=64, ge=0, description="free slots kept ready, so that eviction never waits for a commit"
+        default=64, ge=0, le=MAX_COUNT, description="free slots kept ready, so that eviction never waits for a commit"
     )
     admission: Literal["all", "second_offer", "tinylfu"] = Field(
         default="all",
@@ -215,7 +219,10 @@ class StoreConfig(Section):
         default=2, ge=1, le=255, description="write_through_selective: hits after which a page is written, 1 to 255"
     )
     deadline: float = Field(
-        default=30.0, gt=0, description="seconds that a batch of writes may take; what is late by then is dropped"
+        default=30.0,
+        gt=0,
+        le=MAX_SECONDS,
+        description="seconds that a batch of writes may take; what is late by then is dropped",
     )
 
 
@@ -223,7 +230,7 @@ class LoadConfig(Section):
     """How pages are loaded."""
 
     threads: int = Field(default=4, ge=1, le=1024, description="loads that run at once, 1 to 1024")
-    deadline: float = Field(default=30.0, gt=0, description="seconds that wait() and result() wait")
+    deadline: float = Field(default=30.0, gt=0, le=MAX_SECONDS, description="seconds that wait() and result() wait")
     verify: Literal["always", "once"] = Field(
         default="always",
         description="hash a page on each load (always), or only when its bytes come from the SSD (once)",
@@ -243,18 +250,27 @@ class PrefetchConfig(Section):
         description="when wait() stops a prefetch: best_effort (at once), wait_complete (never, within load.deadline), "
         "timeout",
     )
-    timeout_base: float = Field(default=1.0, ge=0, description="timeout: seconds that every prefetch has, and ...")
-    timeout_per_1024_tokens: float = Field(
-        default=0.25, ge=0, description="timeout: ... seconds more for each 1,024 tokens that the SSD has of it"
+    timeout_base: float = Field(
+        default=1.0, ge=0, le=MAX_SECONDS, description="timeout: seconds that every prefetch has, and ..."
     )
-    threshold: int = Field(default=0, ge=0, description="tokens; what the SSD has fewer of is not prefetched")
+    timeout_per_1024_tokens: float = Field(
+        default=0.25,
+        ge=0,
+        le=MAX_SECONDS,
+        description="timeout: ... seconds more for each 1,024 tokens that the SSD has of it",
+    )
+    threshold: int = Field(
+        default=0, ge=0, le=MAX_COUNT, description="tokens; what the SSD has fewer of is not prefetched"
+    )
     quota: float = Field(
         default=0.5,
         gt=0,
         le=1,
         description="share of the CPU tier's slots for prefetched pages that nobody has used yet; one page at least",
     )
-    queue: int = Field(default=1024, ge=1, description="prefetches that are under way or wait; more end at once")
+    queue: int = Field(
+        default=1024, ge=1, le=MAX_COUNT, description="prefetches that are under way or wait; more end at once"
+    )
     chunk: Size = Field(
         default=4 * MIB, description="bytes that move before it is another prefetch's turn; one page at least"
     )
@@ -268,7 +284,7 @@ class Config(Section):
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
-    rank: int = Field(default=0, ge=0, description="number of this process, for {rank} in ssd.path")
+    rank: int = Field(default=0, ge=0, le=MAX_COUNT, description="number of this process, for {rank} in ssd.path")
     model: ModelConfig = Field(description="the model whose cache this is")
     gpu: GpuConfig = Field(default=GpuConfig(), description="the GPU pool and its staging ring")
     cpu: CpuConfig | None = Field(default=None, description="the pinned CPU pool; null or absent is no such tier")
@@ -353,7 +369,9 @@ _MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"
 
 def load_config(path: str | os.PathLike[str]) -> Config:
     """Read and check a YAML file; `~` is expanded. Raises a `ConfigError` subclass that names the file and the key."""
-    return Config.from_dict(read_mapping(Path(path).expanduser()), source=str(path))
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise ConfigFileError(f"a configuration was given as {type(path).__name__}", "name a YAML file, or a mapping")
+    return Config.from_dict(read_mapping(Path(path)), source=str(path))
 
 
 def config_schema() -> dict[str, Any]:

@@ -150,5 +150,11 @@ def _nearest(loc: tuple[int | str, ...], known: list[str], model: type[BaseModel
     return f"the nearest key is `{prefix}{closest[0]}`. Known here: {', '.join(known)}" if closest else ""
 
 
-_SHORT = reprlib.Repr()
+class _Shortened(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Python writes no integer of more than 4,300 digits, and nobody reads one of 40.
+        return super().repr_int(x, level) if x.bit_length() <= 128 else f"an integer of {x.bit_length():,} bits"
+
+
+_SHORT = _Shortened()
 _SHORT.maxstring = _SHORT.maxother = 120

@@ -10,6 +10,7 @@ import yaml
 
 from gdscache.errors import ConfigFileError
 
+MAX_BYTES = 1 << 20  # of a configuration; the endless ones are devices and pipes
 _BOOL = "tag:yaml.org,2002:bool"
 
 
@@ -38,12 +39,23 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
+def _read(path: Path) -> bytes:
+    """The file's bytes: of a device or a pipe too, but no more than a configuration has."""
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ConfigFileError(f"{path}: has more than {MAX_BYTES:,} bytes", "a configuration is a few KiB of YAML")
+    return content
+
+
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """The one mapping that a YAML file holds. Raises `ConfigFileError`, with the line where there is one."""
+    """The one mapping that a YAML file holds. `~` is expanded. Raises `ConfigFileError`, with the line if known."""
     try:
-        content = path.read_bytes()
+        content = _read(path.expanduser())
     except OSError as error:
         raise ConfigFileError(f"{path}: cannot be read: {error.strerror}", "name a YAML file") from None
+    except (ValueError, RuntimeError) as error:  # a name that no file has; `~` of somebody unknown
+        raise ConfigFileError(f"{str(path)!r}: cannot be read: {error}", "name a YAML file") from None
     try:
         data = yaml.load(content, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

@@ -9,8 +9,7 @@ from pydantic import AfterValidator, Field, Strict, ValidationInfo, WithJsonSche
 from gdscache.config_errors import Section, reject
 from gdscache.errors import ConfigError, GeometryError
 from gdscache.layout import DTYPE_BYTES, MAX_PAGE_TOKENS, PageLayout, Plane
-
-MAX_LAYERS = 4096
+from gdscache.limits import MAX_COUNT, MAX_EXTENT_BYTES, MAX_LAYERS
 
 
 def _known_dtype(value: str) -> str:
@@ -20,8 +19,8 @@ def _known_dtype(value: str) -> str:
 
 
 Dtype = Annotated[str, AfterValidator(_known_dtype), WithJsonSchema({"type": "string", "enum": list(DTYPE_BYTES)})]
-Positive = Annotated[int, Field(ge=1)]
-Layer = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
 class PlaneConfig(Section):
@@ -69,9 +68,13 @@ class ModelConfig(Section):
     planes: Annotated[tuple[PlaneConfig, ...], Strict(False)] = Field(
         default=(), description="planes: the list of planes, each with name, shape, dtype and layers"
     )
-    first_layer: int = Field(default=0, ge=0, description="pipeline parallel: the model's number of our layer 0")
-    head_group: int = Field(default=0, ge=0, description="tensor parallel: which shard of the heads this process holds")
-    head_groups: int = Field(default=1, ge=1, description="tensor parallel: how many shards there are")
+    first_layer: int = Field(
+        default=0, ge=0, le=MAX_COUNT, description="pipeline parallel: the model's number of our layer 0"
+    )
+    head_group: int = Field(
+        default=0, ge=0, le=MAX_COUNT, description="tensor parallel: which shard of the heads this process holds"
+    )
+    head_groups: Positive = Field(default=1, description="tensor parallel: how many shards there are")
     salt: str = Field(default="", description="adapter or tenant: keeps its pages apart from all others")
 
     @model_validator(mode="after")
@@ -80,9 +83,15 @@ class ModelConfig(Section):
         if problems:
             raise reject(GeometryError, "; ".join(problems), _HINTS[self.kind], info)
         try:
-            self.layout()
+            extent = self.layout().extent_bytes
         except GeometryError as error:
             raise reject(GeometryError, f"model: {error.message}", error.hint or _HINTS[self.kind], info) from None
+        if extent > MAX_EXTENT_BYTES:
+            message = (
+                f"model: a page of {self.page_tokens} tokens (model.page_tokens) and {self.layers} layers has "
+                f"{extent:,} bytes; the system reads and writes at most {MAX_EXTENT_BYTES:,} at once"
+            )
+            raise reject(GeometryError, message, "lower model.page_tokens, or correct the sizes of the planes", info)
         return self
 
     def _kind_problems(self) -> list[str]:

@@ -13,17 +13,18 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from gdscache import arguments
 from gdscache.build import Parts, build
 from gdscache.calls import Calls
 from gdscache.closing import Closing, at_exit_of_child
 from gdscache.config import Config, load_config
 from gdscache.errors import (
+    ConfigError,
     DeadlineError,
     EngineClosedError,
     InvalidValueError,
     SequenceStateError,
     SlotCountError,
-    TokensError,
 )
 from gdscache.keys import KEY_BYTES, Page, PageNames, as_tokens, namespace_digest
 from gdscache.layout import PageLayout
@@ -32,7 +33,7 @@ from gdscache.loading import LayerwiseLoad
 from gdscache.prefetch import Prefetch
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.storing import StoreHandle
-from gdscache.streams import Event, on_stream_of_caller, record
+from gdscache.streams import Event, given, on_stream_of_caller
 from gdscache.threads import Flag
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gate import Gate
@@ -98,6 +99,12 @@ class CacheEngine:
         timeline: Timeline | None = None,
     ) -> None:
         """`timeline` is told what happens when; None: NVTX ranges where a profiler is attached, else nothing."""
+        if not isinstance(config, Config):
+            raise ConfigError(
+                f"a configuration was given as {type(config).__name__}", "use CacheEngine.from_config, or pass a Config"
+            )
+        if timeline is not None and not isinstance(timeline, Timeline):
+            raise InvalidValueError(f"timeline is {arguments.shown(timeline)}", "pass a Timeline, or None")
         self.config = config
         self.layout: PageLayout = config.model.layout()
         self.timeline = timeline_from_environment() if timeline is None else timeline
@@ -162,9 +169,12 @@ class CacheEngine:
         return gpu
 
     def namespace(self, salt: str = "") -> bytes:
-        """The namespace (32 bytes) of this model and a request's salt (an adapter, a tenant)."""
+        """The namespace (32 bytes) of this model and a request's salt (an adapter, a tenant).
+
+        Raises `InvalidValueError` for a salt that is no text.
+        """
         self._calls.check()
-        digest = self._namespaces.get(salt)
+        digest = self._namespaces.get(arguments.text(salt, "salt"))
         if digest is None:
             digest = namespace_digest(self.config.model.namespace_fields(salt))
             if len(self._namespaces) < _SALTS_KEPT:
@@ -232,7 +242,7 @@ class CacheEngine:
     def _load_many(self, requests: Sequence[tuple[Hit, Any]], after: Event) -> LayerwiseLoad:
         self._check_attached()
         planes, batch = self._parts.planes, []
-        for hit, slots in requests:
+        for hit, slots in _requests(requests):
             blocks = planes.block_table(slots)
             if len(blocks) > len(hit.pages):
                 raise SlotCountError(
@@ -242,7 +252,7 @@ class CacheEngine:
             batch.append((hit.pages[: len(blocks)], blocks, hit.start))
         if len(batch) > 1:
             planes.block_table(torch.cat([blocks.view(-1) for _, blocks, _ in batch]))  # no slot twice across requests
-        return self.loader.start(batch, "load", [after or record(planes.device)])
+        return self.loader.start(batch, "load", [given(after, planes.device)])
 
     def store(
         self,
@@ -298,7 +308,7 @@ class CacheEngine:
         if ssd is not None and pages and namespace not in self._described and len(self._described) < _SALTS_KEPT:
             self._described.add(namespace)
             ssd.describe_namespace(namespace, self.config.model.namespace_fields(salt))
-        event = after or record(self._parts.planes.device)
+        event = given(after, self._parts.planes.device)
         return self._parts.storer.store(pages, blocks, [epoch] * len(pages), event, sources, retention)
 
     # -- both ------------------------------------------------------------------------------------------------------
@@ -332,14 +342,14 @@ class CacheEngine:
     def invalidate(self, namespace: bytes) -> dict[str, int]:
         """Drop every page of one namespace (see `namespace()`) from every tier; the pages removed, by tier."""
         if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
-            raise InvalidValueError(f"{namespace!r} is no namespace", "pass engine.namespace(salt)")
+            raise InvalidValueError(f"{arguments.shown(namespace)} is no namespace", "pass engine.namespace(salt)")
         return self.call(lambda: self.manager.clearing.clear(namespace))
 
     def drain(self, seconds: float | None = None) -> None:
         """Wait until every accepted store is on the tiers it is meant for. Raises `DeadlineError` after `seconds`."""
         self._check_open()
-        stop = Flag()
-        if not self.call(functools.partial(self._parts.storer.drain, seconds, stop), stop=stop):
+        stop, limit = Flag(), arguments.seconds(seconds)
+        if not self.call(functools.partial(self._parts.storer.drain, limit, stop), stop=stop):
             raise DeadlineError(f"stores are still on their way after {seconds} s", "see stats()['store_queue']")
 
     def flush(self, seconds: float | None = None) -> None:
@@ -349,8 +359,8 @@ class CacheEngine:
         written. Raises `DeadlineError` after `seconds`.
         """
         self._check_open()
-        stop = Flag()
-        if not self.call(functools.partial(self._parts.storer.flush, seconds, stop), stop=stop):
+        stop, limit = Flag(), arguments.seconds(seconds)
+        if not self.call(functools.partial(self._parts.storer.flush, limit, stop), stop=stop):
             raise DeadlineError(f"pages are still on their way after {seconds} s", "see stats()['store_queue']")
 
     def stats(self) -> dict[str, Any]:
@@ -417,11 +427,16 @@ class CacheEngine:
             raise SequenceStateError("this engine owns its pool", "use sequence(), or attach your planes")
 
     def _first_page(self, start: int) -> int:
-        if start < 0 or start % self.layout.page_tokens:
-            raise TokensError(
-                f"start is {start}, a page has {self.layout.page_tokens} tokens", "start at a page boundary"
-            )
-        return start // self.layout.page_tokens
+        return arguments.start_page(start, self.layout.page_tokens)
+
+
+def _requests(requests: Any) -> list[tuple[Hit, Any]]:
+    """What `load_many` was given. Raises `InvalidValueError` for anything but pairs of a hit and its slots."""
+    pairs = list(requests) if isinstance(requests, Sequence) else [requests]
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], Hit):
+            raise InvalidValueError("a load is asked for without a hit", "pass what lookup() returned, and its slots")
+    return [(hit, slots) for hit, slots in pairs]
 
 
 def _end_load(load: LayerwiseLoad) -> None:

@@ -106,6 +106,10 @@ class DeviceError(GdsCacheError):
     """The configured device does not exist here, or does not fit what was given."""
 
 
+class NoMemoryError(GdsCacheError):
+    """There is less memory, on the host or on the GPU, than a tier or a buffer asks for. The message names the key."""
+
+
 class PinnedMemoryError(GdsCacheError):
     """Host memory could not be page-locked although the configuration asks for it."""
 

@@ -1,7 +1,63 @@
-"""Exit statuses of the commands."""
+"""Exit statuses of the commands, and their entry point. Imports what a command needs only when it runs."""
 
 from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+
+from gdscache.errors import GdsCacheError
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
+
+
+def main() -> None:
+    """The entry point. What ends a command is a message of a line or two on stderr and a status, not a traceback.
+
+    An error of gdscache, input or output that fails (a full disk behind stdout, too), and input that is nested too
+    deeply or too large end it with `EXIT_REFUSED`; Ctrl-C, while it starts too, with `EXIT_INTERRUPTED`.
+    """
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks is written as \u65e5
+                stream.reconfigure(errors="backslashreplace")
+        from gdscache.cli import app
+
+        try:
+            app(prog_name="gdscache")
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        _end("interrupted", EXIT_INTERRUPTED)
+    except GdsCacheError as error:
+        _end(f"error: {error}", EXIT_REFUSED)
+    except BrokenPipeError:
+        _end("", EXIT_FAILED)  # whoever reads has gone, and wants no message
+    except OSError as error:
+        what = error.filename if error.filename is not None else "the output"
+        _end(f"error: {what}: {error.strerror or error}", EXIT_REFUSED)
+    except RecursionError:
+        _end("error: what was given is nested too deeply", EXIT_REFUSED)
+    except MemoryError:
+        _end("error: there is not enough memory for what was asked", EXIT_REFUSED)
+
+
+def _end(message: str, status: int) -> None:
+    """Say why, as far as anybody listens, and exit. What stdout holds and cannot write goes nowhere."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+    with contextlib.suppress(OSError, AttributeError):
+        if message:
+            sys.stderr.write(f"{message}\n")
+            sys.stderr.flush()
+    sys.exit(status)

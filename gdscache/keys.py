@@ -48,17 +48,25 @@ def namespace_digest(fields: Mapping[str, object]) -> bytes:
 def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
     """Token ids as a one-dimensional little-endian uint32 array.
 
-    Takes a list or tuple of integers, a numpy integer array, or a torch tensor in host memory.
+    Takes a list or tuple of integers, a numpy integer array, or a dense torch tensor in host memory.
     Raises `TokensError` for anything that is not one flat run of integers in [0, 2**32).
     """
     if isinstance(tokens, (list, tuple)):
         try:
             return np.frombuffer(array("I", tokens), dtype="<u4")
-        except (TypeError, OverflowError) as error:
+        except (TypeError, OverflowError, ValueError, RuntimeError) as error:  # RuntimeError: tensors without data
             raise TokensError(
-                f"token ids must be integers in [0, 2**32): {error}", "pass token ids, not text"
+                f"token ids must be integers in [0, 2**32): {_first_line(error)}", "pass token ids, not text"
             ) from None
-    values = np.asarray(tokens)
+    if isinstance(tokens, np.ma.MaskedArray):
+        raise TokensError("token ids are a masked array", "pass .compressed(), or the ids of one sequence")
+    try:
+        values = np.asarray(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:  # what tensors answer that numpy cannot see into
+        raise TokensError(
+            f"token ids are {_kind(tokens)}, which has no array of integers in host memory: {_first_line(error)}",
+            "pass a dense tensor of integers in host memory (.detach().cpu()), a numpy array or a list",
+        ) from None
     if values.ndim != 1:
         raise TokensError(f"token ids have shape {values.shape}", "pass one sequence at a time, of shape (tokens,)")
     if values.size == 0:
@@ -70,6 +78,16 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
         if low < 0 or high >= 1 << 32:
             raise TokensError(f"token ids span {low} ... {high}", "ids must fit in [0, 2**32)")
     return np.ascontiguousarray(values, dtype="<u4")
+
+
+def _kind(tokens: Any) -> str:
+    """What was given: for a tensor its type, layout and device, which are what numpy refuses."""
+    about = [str(getattr(tokens, name)) for name in ("dtype", "layout", "device") if hasattr(tokens, name)]
+    return f"a {type(tokens).__name__}" + (f" ({', '.join(about)})" if about else "")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def page_keys(

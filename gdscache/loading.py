@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gdscache import arguments
 from gdscache.calls import Caller, Direct
 from gdscache.errors import DeadlineError
 from gdscache.layout import PageLayout
@@ -97,13 +98,15 @@ class LayerwiseLoad:
         The thread waits until the copies are queued, `load.deadline` by default; then raises `DeadlineError`.
         """
         self._calls.check()
+        layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
         with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
             self._layers[layer].wait(self.deadline if seconds is None else seconds)
 
     def results(self, seconds: float | None = None) -> list[LoadReport]:
         """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
         self._calls.check()
-        if not self._over.wait(self.deadline if seconds is None else seconds):
+        limit = arguments.seconds(seconds)
+        if not self._over.wait(self.deadline if limit is None else limit):
             raise DeadlineError("a load has no verdict yet", "raise load.deadline, or cancel() the load")
         if self._error is not None:
             raise self._error

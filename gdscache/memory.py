@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from gdscache.allocation import allocating
 from gdscache.driver import Driver
 from gdscache.errors import CapacityError, DeviceError, EngineClosedError, PinnedMemoryError
 from gdscache.threads import Workers
@@ -20,6 +21,7 @@ MAX_REGISTRATION = 4 << 30
 
 Pin = Literal["auto", "on", "off"]
 
+_HOST = torch.device("cpu")
 _TOUCH_BYTES = 64 << 20
 _log = logging.getLogger("gdscache.memory")
 
@@ -36,18 +38,18 @@ class HostBuffer:
     Registrations are at most 4 GiB each. One CUDA copy must not cross from one registration into the next, so pass
     the size of what is copied at once as `unit` (bytes, at most 4 GiB): borders then fall on multiples of it.
 
-    Raises `CapacityError` for a size below one byte, `MemoryError` when the system has no such range to give.
+    Raises `CapacityError` for a size below one byte, and `NoMemoryError`, which names `setting`, when there is less.
     """
 
-    def __init__(self, nbytes: int, pin: Pin = "auto", unit: int = HOST_PAGE) -> None:
+    def __init__(
+        self, nbytes: int, pin: Pin = "auto", unit: int = HOST_PAGE, *, setting: str = "a host buffer"
+    ) -> None:
         if nbytes < 1:
             raise CapacityError(f"a host buffer of {nbytes} bytes was asked for", "give the tier at least one page")
         if not 1 <= unit <= MAX_REGISTRATION:
             raise CapacityError(f"the unit of a host buffer is {unit} bytes", f"use 1 ... {MAX_REGISTRATION}")
-        try:
-            self._map: mmap.mmap | None = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"cannot map {nbytes} bytes of host memory: {error}") from error
+        with allocating(setting, nbytes, _HOST):
+            self._map: mmap.mmap | None = _map(nbytes)
         self.nbytes = nbytes
         self._step = MAX_REGISTRATION // unit * unit  # bytes of a registration
         _advise_huge_pages(self._map)
@@ -141,6 +143,13 @@ class HostBuffer:
                 driver.page_unlock(self._registered.pop())
             except DeviceError as error:
                 _log.warning("memory stays page-locked: %s", error.message)
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(error.strerror) from error
 
 
 def _advise_huge_pages(region: mmap.mmap) -> None:

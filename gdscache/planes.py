@@ -17,6 +17,7 @@ import torch
 from gdscache.errors import PlanesError, SlotCountError, SlotRangeError
 from gdscache.layout import DTYPE_BYTES, PageLayout, Plane
 
+_SHAPE = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][plane]"
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -36,11 +37,15 @@ class PagedPlanes:
     """
 
     def __init__(self, layout: PageLayout, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
-        if len(tensors) != layout.n_layers:
-            raise PlanesError(f"{len(tensors)} layers of planes for a layout of {layout.n_layers}", "see model.layers")
+        try:
+            self.tensors = [tuple(layer) for layer in tensors]
+        except TypeError as error:
+            raise PlanesError(f"planes are of type {type(tensors).__name__}: {error}", _SHAPE) from None
+        if len(self.tensors) != layout.n_layers:
+            message = f"{len(self.tensors)} layers of planes for a layout of {layout.n_layers}"
+            raise PlanesError(message, "see model.layers")
         self.layout = layout
-        self.tensors = [tuple(layer) for layer in tensors]
-        first = self._first(tensors)
+        first = self._first(self.tensors)
         self.blocks, self.block_tokens = int(first.shape[0]), int(first.shape[1])
         if not self.blocks or not self.block_tokens:
             raise PlanesError(f"planes of {self.blocks} blocks of {self.block_tokens} tokens hold nothing")
@@ -77,7 +82,9 @@ class PagedPlanes:
     def _first(tensors: Sequence[Sequence[Any]]) -> torch.Tensor:
         first = tensors[0][0] if tensors and len(tensors[0]) else None
         if not isinstance(first, torch.Tensor) or first.dim() < 3:
-            raise PlanesError("planes must be tensors of shape (blocks, block_tokens, *row), as planes[layer][plane]")
+            raise PlanesError("the first plane is no tensor of blocks", _SHAPE)
+        if first.layout is not torch.strided or first.device.type not in ("cpu", "cuda"):
+            raise PlanesError(f"planes are {first.layout} on {first.device}", "pass dense tensors on a GPU or the host")
         return first
 
     def _view(self, layer: int, index: int, plane: Plane, tensor: object) -> PlaneView:
@@ -89,6 +96,8 @@ class PagedPlanes:
             raise PlanesError(
                 f"{where}: {tensor.dtype} of shape {tuple(tensor.shape)}, expected torch.{plane.dtype} of {shape}"
             )
+        if tensor.layout is not torch.strided:
+            raise PlanesError(f"{where} is a tensor of layout {tensor.layout}", "pass dense tensors")
         if tensor.device != self.device:
             raise PlanesError(f"{where} is on {tensor.device}, layer 0 on {self.device}")
         block_stride, token_stride, *row_strides = tensor.stride()
@@ -116,12 +125,16 @@ class PagedPlanes:
         ordered = np.sort(table.numpy())
         low, high = int(ordered[0]), int(ordered[-1])
         if low < 0 or high >= self.blocks:
-            raise SlotRangeError(f"slots span {low} ... {high}, the pool has blocks 0 ... {self.blocks - 1}")
+            raise SlotRangeError(
+                f"slots span {low} ... {high}, the pool has blocks 0 ... {self.blocks - 1}",
+                "pass block indices of the planes that the engine was opened with",
+            )
         if (ordered[1:] == ordered[:-1]).any():
             raise SlotRangeError("a slot is named twice", "every page needs blocks of its own")
         if table.numel() % self.blocks_per_page:
             raise SlotCountError(
-                f"{table.numel()} blocks are no whole number of pages of {self.blocks_per_page} blocks"
+                f"{table.numel()} blocks are no whole number of pages of {self.blocks_per_page} blocks",
+                f"pass all {self.blocks_per_page} blocks of each page, page after page",
             )
         return table.view(-1, self.blocks_per_page)
 
@@ -132,12 +145,16 @@ def _host_indices(slots: Any) -> torch.Tensor:
     if isinstance(slots, torch.Tensor):
         if slots.device.type != "cpu":
             raise SlotRangeError(f"slots are on {slots.device}", "pass host indices: reading them back synchronises")
+        if slots.layout is not torch.strided:
+            raise SlotRangeError(f"slots are a tensor of layout {slots.layout}", hint)
         if slots.numel() and slots.dtype not in (torch.int32, torch.int64):
             raise SlotRangeError(f"slots have dtype {slots.dtype}", hint)
         return slots.reshape(-1).to(torch.int64)
+    if isinstance(slots, np.ma.MaskedArray):
+        raise SlotRangeError("slots are a masked array", hint)
     try:
         array = np.asarray(slots)
-    except ValueError as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged; tensors that are not in host memory
         raise SlotRangeError(f"slots are no array: {error}", hint) from None
     if array.size and array.dtype not in (np.int32, np.int64):
         raise SlotRangeError(f"slots have dtype {array.dtype}", hint)

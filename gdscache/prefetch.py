@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from gdscache import arguments
 from gdscache.errors import DeadlineError, ForkedProcessError
 from gdscache.keys import Page
 from gdscache.threads import Flag
@@ -77,8 +78,9 @@ class Prefetch:
 
         Raises `DeadlineError` when it has not ended within `seconds`, `load.deadline` by default. It goes on then.
         """
-        work, deadline = self._work, self._owner.deadline if seconds is None else seconds
         self._owner.calls.check()
+        work, limit = self._work, arguments.seconds(seconds)
+        deadline = self._owner.deadline if limit is None else limit
         if not work.over.wait(deadline):
             raise DeadlineError(
                 f"a prefetch has not ended after {deadline:g} s: {work.left} of {len(work.pages)} pages have not begun",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
+from gdscache import arguments
 from gdscache.errors import DeadlineError, ForkedProcessError, LoadFailedError, PoolFullError, SequenceStateError
 from gdscache.keys import Page, as_tokens
 from gdscache.loading import LayerwiseLoad
@@ -118,6 +119,8 @@ class Sequence:
     def wait(self, layer: int, seconds: float | None = None) -> None:
         """Order the current stream after this layer's cached pages; see `LayerwiseLoad.wait`."""
         self._check_open()
+        layer = arguments.whole(layer, "layer", 0, self._engine.layout.n_layers - 1)
+        seconds = arguments.seconds(seconds)
         if self._held.load is not None:
             self._held.load.wait(layer, seconds)
 
@@ -128,6 +131,7 @@ class Sequence:
         all pages, those recomputed included.
         """
         self._check_open()
+        seconds = arguments.seconds(seconds)
         if self._held.load is not None and not self._verified:
             self._cached = self._shared + self._held.load.result(seconds).tokens // self._engine.layout.page_tokens
         self._verified = True

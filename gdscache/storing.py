@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from gdscache import arguments
 from gdscache.calls import Caller, Direct
 from gdscache.errors import DeadlineError
 from gdscache.streams import Fence
@@ -39,9 +40,9 @@ class StoreHandle:
         return self._done.is_set()
 
     def result(self, seconds: float | None = None) -> StoreReport:
-        """What every tier committed. Waits up to `seconds`, then raises `DeadlineError`."""
+        """What every tier committed. Waits up to `seconds` (None: until it is over), then raises `DeadlineError`."""
         self._calls.check()
-        if not self._done.wait(seconds):
+        if not self._done.wait(arguments.seconds(seconds)):
             raise DeadlineError(f"{self._left} pages are still on their way", "see stats()['store_queue']")
         return StoreReport(tuple(self._tiers), dict(self._dropped))
 

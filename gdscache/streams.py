@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import torch
 
-from gdscache.errors import DeadlineError, DeviceError
+from gdscache import arguments
+from gdscache.errors import DeadlineError, DeviceError, InvalidValueError
 from gdscache.threads import Flag
 
 _T = TypeVar("_T")
@@ -35,6 +36,20 @@ def record(device: torch.device) -> Event:
     if device.type == "cpu":
         return None
     return record_on(torch.cuda.current_stream(device))
+
+
+def given(after: object, device: torch.device) -> Event:
+    """The event that a caller passed, or, for None, one after the work so far on the current stream.
+
+    Raises `InvalidValueError` for anything else.
+    """
+    if after is None:
+        return record(device)
+    if not isinstance(after, torch.cuda.Event):
+        raise InvalidValueError(
+            f"after is {arguments.shown(after)}", "pass a torch.cuda.Event, or None: the current stream's work"
+        )
+    return after
 
 
 def record_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -81,7 +96,7 @@ class Fence:
     def wait(self, seconds: float | None = None) -> None:
         """Order the current stream after the work: the thread waits until it is queued, the stream until it is done.
 
-        Raises `DeadlineError` when the work is not queued within `seconds`.
+        Raises `DeadlineError` when the work is not queued within `seconds`, `InvalidValueError` for no number.
         """
         self._wait_queued(seconds)
         if self._event is not None:
@@ -94,9 +109,10 @@ class Fence:
             self._event.synchronize()
 
     def _wait_queued(self, seconds: float | None) -> None:
+        limit = arguments.seconds(seconds)
         if self.queued:
             return
         start = time.monotonic()
-        if not self._flag.wait(seconds):
+        if not self._flag.wait(limit):
             waited = time.monotonic() - start
             raise DeadlineError(f"not ready after {waited:.1f} s", "raise load.deadline, or see stats() for what hangs")

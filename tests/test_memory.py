@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gdscache import memory
-from gdscache.errors import CapacityError, DeviceError, EngineClosedError, PinnedMemoryError
+from gdscache.errors import CapacityError, DeviceError, EngineClosedError, NoMemoryError, PinnedMemoryError
 from gdscache.memory import HostBuffer
 
 NO_CUDA = not torch.cuda.is_available()
@@ -67,9 +67,10 @@ def test_nothing_is_no_buffer(nbytes: int) -> None:
         HostBuffer(nbytes)
 
 
-def test_more_than_the_address_space_is_a_memory_error() -> None:
-    with pytest.raises(MemoryError, match=str(1 << 50)):
-        HostBuffer(1 << 50, "off")
+def test_more_than_there_is_names_what_asked_for_it() -> None:
+    with pytest.raises(NoMemoryError, match=rf"cpu.capacity asks for {1 << 50:,} bytes .* are available") as caught:
+        HostBuffer(1 << 50, "off", setting="cpu.capacity")
+    assert "lower cpu.capacity" in caught.value.hint
 
 
 def test_close_frees_the_memory_and_is_idempotent() -> None:

@@ -69,7 +69,7 @@ def test_the_wheel_is_pure_python_and_complete(wheel: zipfile.ZipFile) -> None:
     (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
     assert "Root-Is-Purelib: true" in wheel.read(f"{info}/WHEEL").decode()
     assert f"{info}/licenses/LICENSE" in names
-    assert "gdscache = gdscache.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "gdscache = gdscache.exits:main" in wheel.read(f"{info}/entry_points.txt").decode()
 
 
 def test_the_wheel_works_away_from_the_tree(wheel: zipfile.ZipFile, tmp_path: Path) -> None:

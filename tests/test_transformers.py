@@ -123,7 +123,7 @@ def generate(
 
 def serve(engine: CacheEngine, model: PreTrainedModel, ids: torch.Tensor, salt: str = "") -> dict[str, Any]:
     """Answer a prompt through the cache and store it: tokens, logits, and what the cache found, with its bytes."""
-    with PrefixCache(engine).open(ids, salt=salt) as cache:
+    with PrefixCache(engine, model).open(ids, salt=salt) as cache:
         found, sources, prefix = cache.cached_tokens, cache.sources, digest(cache, cache.cached_tokens)
         sequences, logits = generate(model, ids, cache)
         for handle in cache.commit(sequences):
@@ -280,7 +280,7 @@ def answer_in_this_process(jobs: Sequence[dict[str, Any]]) -> None:
 def test_a_corrupt_page_is_computed_again(model: PreTrainedModel, tmp_path: Path) -> None:
     ids = tokens()
     reference = generate(model, ids, None)
-    with CacheEngine.from_config(options(model, tmp_path)) as engine, PrefixCache(engine).open(ids) as cache:
+    with CacheEngine.from_config(options(model, tmp_path)) as engine, PrefixCache(engine, model).open(ids) as cache:
         sequences, _ = generate(model, ids, cache)
         cache.commit(sequences)
         rows = cache.layers[1].keys[0, :, 2 * PAGE : 3 * PAGE].transpose(0, 1).contiguous().cpu()
@@ -306,7 +306,7 @@ def test_a_conversation_grows(model: PreTrainedModel, tmp_path: Path) -> None:
     turns = [tokens(20, seed=n) for n in range(4)]
     said, reference = torch.empty((1, 0), dtype=torch.long), torch.empty((1, 0), dtype=torch.long)
     with CacheEngine.from_config(options(model, tmp_path)) as engine:
-        prefixes = PrefixCache(engine)
+        prefixes = PrefixCache(engine, model)
         for n, turn in enumerate(turns):
             said, before = torch.cat([said, turn], 1), said.shape[1]
             reference, _ = generate(model, torch.cat([reference, turn], 1), None)
@@ -320,7 +320,7 @@ def test_a_conversation_grows(model: PreTrainedModel, tmp_path: Path) -> None:
 def test_one_cache_serves_several_turns(model: PreTrainedModel, tmp_path: Path) -> None:
     with CacheEngine.from_config(options(model, tmp_path)) as engine:
         said = tokens(20)
-        with PrefixCache(engine).open(said) as cache:
+        with PrefixCache(engine, model).open(said) as cache:
             for n in range(3):
                 expected, _ = generate(model, said, None)
                 said, _ = generate(model, said, cache)
@@ -337,7 +337,7 @@ def test_plain_forward_calls_reuse_the_prefix(model: PreTrainedModel, tmp_path: 
     reference = model(ids).logits
     with CacheEngine.from_config(options(model, tmp_path)) as engine:
         for found in (0, 40):
-            with PrefixCache(engine).open(ids) as cache:
+            with PrefixCache(engine, model).open(ids) as cache:
                 assert cache.cached_tokens == cache.get_seq_length() == found
                 logits = model(
                     ids[:, found:], past_key_values=cache
@@ -353,7 +353,7 @@ def test_rows_of_a_batch_start_from_their_shortest_prefix(model: PreTrainedModel
     expected = torch.cat([generate(model, row[None], None)[0] for row in batch])
     with CacheEngine.from_config(options(model, tmp_path)) as engine:
         serve(engine, model, long)
-        with PrefixCache(engine).open(batch) as cache:
+        with PrefixCache(engine, model).open(batch) as cache:
             assert cache.cached_tokens == 16
             assert cache.sources == {"gpu": 40 + 16 + 40 + 16}
             sequences, _ = generate(model, batch, cache)
@@ -363,7 +363,7 @@ def test_rows_of_a_batch_start_from_their_shortest_prefix(model: PreTrainedModel
         for row in (long, short):
             got = serve(engine, model, row)
             check(got, model, generate(model, row, None), 40, {"gpu": 40})
-        with PrefixCache(engine).open(torch.cat([long, new])) as cache:
+        with PrefixCache(engine, model).open(torch.cat([long, new])) as cache:
             assert cache.cached_tokens == 0
             assert torch.equal(generate(model, torch.cat([long, new]), cache)[0][0], expected[0])
 
@@ -394,7 +394,7 @@ def test_models_weights_and_salts_keep_apart(tmp_path: Path) -> None:
 def llama(tmp_path: Path) -> Any:
     model = build("llama")
     with CacheEngine.from_config(options(model, tmp_path, gpu=16)) as engine:
-        yield model, engine, PrefixCache(engine)
+        yield model, engine, PrefixCache(engine, model)
 
 
 def test_padding_and_ragged_rows_are_refused(llama: Any) -> None:
@@ -467,7 +467,7 @@ def test_an_engine_of_another_model_is_refused(tmp_path: Path) -> None:
     for number, stranger in enumerate((build("llama"), build("deepseek"), build("qwen3", dtype="bfloat16"))):
         with (
             CacheEngine.from_config(options(qwen, tmp_path / str(number))) as engine,
-            PrefixCache(engine).open(tokens()) as cache,
+            PrefixCache(engine, stranger).open(tokens()) as cache,
             pytest.raises(GeometryError, match="model_section"),
         ):
             generate(stranger, tokens(), cache)
@@ -475,7 +475,7 @@ def test_an_engine_of_another_model_is_refused(tmp_path: Path) -> None:
     config["model"]["layers"] = 2
     with (
         CacheEngine.from_config(config) as engine,
-        PrefixCache(engine).open(tokens()) as cache,
+        PrefixCache(engine, qwen).open(tokens()) as cache,
         pytest.raises(GeometryError, match="layer 2"),
     ):
         generate(qwen, tokens(), cache)
@@ -484,7 +484,7 @@ def test_an_engine_of_another_model_is_refused(tmp_path: Path) -> None:
         CacheEngine.from_config({**config, "model": one_plane, "ssd": None}) as engine,
         pytest.raises(GeometryError, match="1 planes"),
     ):
-        PrefixCache(engine)
+        PrefixCache(engine, qwen)
 
 
 @pytest.mark.gpu

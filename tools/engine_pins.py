@@ -2,8 +2,8 @@
 
     python tools/engine_pins.py
 
-For each engine of engine_pins.toml uv resolves gdscache's own requirements together with what that engine asks of the same
-distributions, for a Linux machine, and installs nothing. It reads the metadata of wheels, and downloads none.
+For each engine of engine_pins.toml uv resolves gdscache's own requirements together with what that engine asks of the
+same distributions, for a Linux machine, and installs nothing. It reads the metadata of wheels, and downloads none.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class TransformersClient(EngineClient):
         ids = torch.tensor([list(tokens)], device=self.device)
         self.idle()
         start = time.perf_counter()
-        past: Any = PrefixCache(self.cache).open(ids) if cached else DynamicCache()
+        past: Any = PrefixCache(self.cache, self.model).open(ids) if cached else DynamicCache()
         first = past.cached_tokens if cached else 0
         found: list[int] = []
         margins: list[float] = []

@@ -1,6 +1,6 @@
 """Hugging Face transformers: a `Cache` that starts with the cached prefix of a prompt and gives back what was computed.
 
-    prefixes = PrefixCache(engine)               # its config has the `model` section that model_section() makes
+    prefixes = PrefixCache(engine, model)        # its config has the `model` section that model_section() makes
     with prefixes.open(input_ids) as cache:
         output = model.generate(input_ids, past_key_values=cache)
         cache.commit(output)
@@ -16,7 +16,7 @@ import hashlib
 import json
 import numbers
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicLayer
 
 from gdscache.engine import CacheEngine
 from gdscache.errors import GeometryError, SequenceStateError, TokensError, UnsupportedRequestError
+from gdscache.integrations.forwards import Forwards
 from gdscache.keys import as_tokens
 from gdscache.layout import Plane
 from gdscache.sequence import Sequence as TokenSequence
@@ -42,7 +43,10 @@ def model_section(
     model that keeps anything but all keys and values of all layers: sliding windows, linear attention, indexers,
     encoders.
     """
-    config = hf_config.get_text_config(decoder=True)
+    try:
+        config = hf_config.get_text_config(decoder=True)
+    except (ValueError, AttributeError) as error:  # several of them; no configuration of a model
+        raise GeometryError(f"{type(hf_config).__name__} has no text model of its own: {error}", _ALL_KEYS) from None
     layers = _full_attention_layers(config)
     section = {
         "name": name,
@@ -53,8 +57,11 @@ def model_section(
     }
     if getattr(config, "kv_lora_rank", None):
         return {**section, "kind": "mla", "kv_lora_rank": config.kv_lora_rank, "rope_dim": config.qk_rope_head_dim}
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    try:
+        heads = int(config.num_attention_heads)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    except (AttributeError, TypeError, ZeroDivisionError) as error:
+        raise GeometryError(f"{config.model_type} says nothing of its attention heads: {error}", _ALL_KEYS) from None
     section |= {"kind": "mha", "kv_heads": getattr(config, "num_key_value_heads", None) or heads, "head_dim": head_dim}
     v_head_dim = getattr(config, "v_head_dim", None) or head_dim
     return section if v_head_dim == head_dim else {**section, "v_head_dim": v_head_dim}
@@ -62,14 +69,15 @@ def model_section(
 
 def _full_attention_layers(config: PreTrainedConfig) -> int:
     """The number of cache layers, by transformers' own account of what each layer keeps."""
-    hint = "only models whose every layer keeps all keys and values of all tokens can be cached"
-    kind = config.model_type
+    hint, kind = _ALL_KEYS, config.model_type
     if config.is_encoder_decoder or getattr(config, "is_heterogeneous", False):
         raise GeometryError(f"{kind} is an encoder-decoder model, or its layers differ in shape", hint)
     try:
         layers = DynamicCache(config=config).layers
     except KeyError as error:
         raise GeometryError(f"{kind} has layers of type {error}, which keep a state of their own", hint) from None
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        raise GeometryError(f"transformers makes no cache for {kind}: {error}", hint) from None
     for number, layer in enumerate(layers):
         if type(layer) is not DynamicLayer:
             raise GeometryError(f"layer {number} of {kind} keeps its cache in a {type(layer).__name__}", hint)
@@ -84,34 +92,43 @@ def _rope_digest(config: PreTrainedConfig) -> str:
 class PrefixCache:
     """Opens caches for requests. `engine` owns its pool, and its layers have two planes: K and V, or latent and rope.
 
+    `model`: the module whose forward is called with the caches, by `generate` or by hand. Each call is looked at, and
+    one whose keys and values do not follow from the token ids alone is refused before it computes: an attention mask
+    that hides tokens, positions of its own, embeddings, images, audio (`UnsupportedRequestError`).
+
     Thread-safe; the engine stays the caller's to close. Raises `GeometryError` for other layouts.
     """
 
-    def __init__(self, engine: CacheEngine) -> None:
+    def __init__(self, engine: CacheEngine, model: torch.nn.Module) -> None:
         for number, planes in enumerate(engine.layout.layers):
             if len(planes) != 2:
                 raise GeometryError(
                     f"layer {number} has {len(planes)} planes, a transformers cache keeps two tensors a layer",
                     "make the model section with model_section()",
                 )
+        if not isinstance(model, torch.nn.Module):
+            raise UnsupportedRequestError(
+                f"the model is of type {type(model).__name__}", "pass the module whose forward is called with the cache"
+            )
         self.engine = engine
+        self.model = model
 
-    def open(self, input_ids: Any, *, attention_mask: torch.Tensor | None = None, salt: str = "") -> GdsCache:
+    def open(self, input_ids: Any, *, attention_mask: Any = None, salt: str = "") -> GdsCache:
         """A cache that holds the longest cached prefix of a prompt, verified; at most all tokens but the last.
 
         `input_ids`: integers of shape (tokens,) or (rows, tokens), a tensor or lists. The rows of a batch start from
         the shortest of their prefixes. Prompts must not be padded: pads shift the positions of what follows, which the
-        token ids do not tell. Pass the tokenizer's `attention_mask` to have that checked.
+        token ids do not tell. The tokenizer's `attention_mask` has that said here, and not by the first forward call.
 
         Raises `UnsupportedRequestError` for pads and for rows of unequal length, `TokensError` for no token ids, and
         `PoolFullError` when the prompt does not fit into the pool now: run the request without a cache then.
         """
         prompts = _rows(input_ids)
-        if attention_mask is not None and not bool((attention_mask != 0).all()):
+        if attention_mask is not None and _hides(attention_mask):
             raise UnsupportedRequestError("the attention mask hides tokens", "run prompts of unequal length one by one")
         with contextlib.ExitStack() as opened:
             sequences = [opened.enter_context(self.engine.sequence(prompt, salt)) for prompt in prompts]
-            cache = GdsCache(self.engine, sequences)
+            cache = GdsCache(self.engine, sequences, self.model)
             opened.pop_all()
         return cache
 
@@ -122,7 +139,7 @@ class GdsCache(DynamicCache):
     One thread at a time. Holds pages of the engine's pool until it is closed. Made by `PrefixCache.open`.
     """
 
-    def __init__(self, engine: CacheEngine, sequences: Sequence[TokenSequence]) -> None:
+    def __init__(self, engine: CacheEngine, sequences: Sequence[TokenSequence], model: torch.nn.Module) -> None:
         super().__init__()
         self._engine = engine
         self._sequences = tuple(sequences)
@@ -135,6 +152,8 @@ class GdsCache(DynamicCache):
         self._done = [sequence.cached_tokens // engine.layout.page_tokens for sequence in self._sequences]
         if self.cached_tokens:
             self._take_prefix()
+        self._forwards = Forwards(len(self._sequences), self.cached_tokens)
+        self._forwards.watch(model, self)
 
     @property
     def sources(self) -> dict[str, int]:
@@ -158,6 +177,7 @@ class GdsCache(DynamicCache):
         """What the attention of a layer calls; see transformers."""
         if layer_idx >= len(self.layers):
             raise GeometryError(f"the model has a layer {layer_idx}, the cache has {len(self.layers)}", _SECTION)
+        self._forwards.allow(self.get_seq_length(layer_idx) + key_states.shape[-2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def commit(self, token_ids: Any) -> tuple[StoreHandle, ...]:
@@ -176,6 +196,7 @@ class GdsCache(DynamicCache):
 
     def close(self) -> None:
         """Release the engine's pages; what was committed stays cached. Twice is fine."""
+        self._forwards.stop()
         for sequence in self._sequences:
             sequence.close()
 
@@ -201,7 +222,7 @@ class GdsCache(DynamicCache):
             raise SequenceStateError(f"{len(rows)} rows are committed to a cache of {len(self._sequences)}")
         if any(not layer.is_initialized for layer in self._layers):
             raise SequenceStateError("not every layer has been computed", f"run the model first; {_SECTION}")
-        for sequence, row in zip(self._sequences, rows, strict=True):
+        for number, (sequence, row) in enumerate(zip(self._sequences, rows, strict=True)):
             prompt = sequence.tokens
             if len(prompt) > len(row):
                 raise SequenceStateError(
@@ -211,6 +232,10 @@ class GdsCache(DynamicCache):
             if row[: len(prompt)].tolist() != prompt:
                 raise SequenceStateError(
                     "the tokens that are committed do not begin with those of the cache", "commit what was computed"
+                )
+            if row.tolist() != self._forwards.tokens(prompt, number, computed)[: len(row)]:
+                raise SequenceStateError(
+                    "the tokens that are committed are not those that the model computed", "commit what was computed"
                 )
 
     def _commit_row(self, number: int, row: Any) -> StoreHandle:
@@ -272,8 +297,20 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
         raise UnsupportedRequestError(*_FIXED_ROWS)
 
 
+_ALL_KEYS = "only models whose every layer keeps all keys and values of all tokens can be cached"
 _SECTION = "make the engine's model section with model_section() from this model's config and dtype"
+_IDS = "pass integers of shape (tokens,) or (rows, tokens): the input_ids of what a tokenizer returns"
 _FIXED_ROWS = ("rows of this cache cannot be reordered, repeated or selected", "use one beam")
+
+
+def _hides(mask: Any) -> bool:
+    """Whether a mask, a tensor or lists, hides a token."""
+    try:
+        return not bool((torch.as_tensor(mask) != 0).all())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedRequestError(
+            f"the attention mask is of type {type(mask).__name__}: {error}", "pass that of the tokenizer, or None"
+        ) from None
 
 
 def _as_heads(rows: torch.Tensor) -> torch.Tensor:
@@ -283,14 +320,19 @@ def _as_heads(rows: torch.Tensor) -> torch.Tensor:
 
 def _rows(ids: Any) -> list[Any]:
     """Token ids as rows of equal length, on the host."""
-    if isinstance(ids, torch.Tensor):
-        ids = ids.detach().cpu()
-        if ids.dim() > 2:
-            raise TokensError(f"token ids have shape {tuple(ids.shape)}", "pass (tokens,) or (rows, tokens)")
-        rows = list(ids) if ids.dim() == 2 else [ids]
-    else:
-        rows = list(ids) if len(ids) and not isinstance(ids[0], numbers.Integral) else [ids]
-    lengths = {len(row) for row in rows}
+    if isinstance(ids, (str, bytes, Mapping)):
+        raise TokensError(f"token ids are of type {type(ids).__name__}", _IDS)
+    try:
+        if isinstance(ids, torch.Tensor):
+            ids = ids.detach().cpu()
+            if not 1 <= ids.dim() <= 2:
+                raise TokensError(f"token ids have shape {tuple(ids.shape)}", _IDS)
+            rows = list(ids) if ids.dim() == 2 else [ids]
+        else:
+            rows = list(ids) if len(ids) and not isinstance(ids[0], numbers.Integral) else [ids]
+        lengths = {len(row) for row in rows}
+    except (TypeError, KeyError, IndexError, RuntimeError) as error:  # RuntimeError: a tensor without data
+        raise TokensError(f"token ids are of type {type(ids).__name__}: {error}", _IDS) from None
     if len(lengths) != 1 or 0 in lengths:
         raise UnsupportedRequestError(
             f"rows have {sorted(lengths)} tokens", "rows of one batch need the same number of tokens, at least one"

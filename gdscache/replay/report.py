@@ -13,6 +13,7 @@ from gdscache.replay.simulate import Counts, Progress, infinite, optimum, plain_
 from gdscache.replay.workload import Workload
 
 SCHEMA = 1
+_MOST_PAGES = 10**15  # of 4 KiB they are half of what a file can have
 _STEP = 1000  # of the progress of one run
 
 
@@ -27,9 +28,10 @@ def capacity_pages(text: str, unique: int) -> int:
         value = Decimal(digits.removesuffix("%"))
     except InvalidOperation:
         value = Decimal("NaN")
-    if not value.is_finite() or value <= 0 or (not percent and value != int(value)):
+    if not value.is_finite() or not 0 < value <= _MOST_PAGES or (not percent and value != int(value)):
         raise InvalidValueError(
-            f"capacity {text!r} is neither pages nor percent", "write --capacity 5000 or --capacity 12.5%"
+            f"capacity {text[:40]!r} is neither pages nor percent",
+            f"write --capacity 5000 or --capacity 12.5%; at most {_MOST_PAGES:,} pages",
         )
     return max(1, int(value * unique / 100)) if percent else int(value)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from gdscache.errors import InvalidValueError
-from gdscache.replay.trace import BLOCK_TOKENS, SYNTHETIC, Request
+from gdscache.replay.trace import BLOCK_TOKENS, SYNTHETIC, Request, TraceError
 
 LONGEST = 128 * 1024  # tokens: a conversation ends before its prompt is longer
 
@@ -269,7 +269,10 @@ def named(name: str) -> list[Request]:
 
 
 def write_trace(path: Path, requests: Sequence[Request]) -> None:
-    """Write requests as a trace that `read_trace` reads: JSON lines, packed where the name ends with .gz."""
+    """Write requests as a trace that `read_trace` reads: JSON lines, packed where the name ends with .gz.
+
+    Raises `TraceError` where the file cannot be written.
+    """
     lines = (
         json.dumps(
             {
@@ -282,7 +285,10 @@ def write_trace(path: Path, requests: Sequence[Request]) -> None:
         for request in requests
     )
     text = "".join(f"{line}\n" for line in lines).encode()
-    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    try:
+        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be written: {error.strerror}", "name a file elsewhere") from error
 
 
 def _blocks(prompt: Sequence[Text], ids: dict[object, int]) -> tuple[int, ...]:

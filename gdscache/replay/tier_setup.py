@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import yaml
 
+from gdscache.arguments import shown
 from gdscache.config import Config, Eviction, ModelConfig, StoreConfig
 from gdscache.config_file import read_mapping
 from gdscache.errors import InvalidValueError
@@ -153,11 +154,13 @@ def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None]
     for text in asked.sets:
         key, equals, value = text.partition("=")
         if not equals:
-            raise InvalidValueError(f"--set {text!r} has no value", "write --set store.queue=8GiB")
+            raise InvalidValueError(f"--set {shown(text)} has no value", "write --set store.queue=8GiB")
         try:
             _set(fields, key.strip(), yaml.safe_load(value))
-        except yaml.YAMLError as error:
-            raise InvalidValueError(f"--set {text!r} is not YAML: {error}", "write --set store.queue=8GiB") from None
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise InvalidValueError(
+                f"--set {shown(text)} is not YAML: {error}", "write --set store.queue=8GiB"
+            ) from None
     return Config.from_dict(fields, source=source)
 
 

@@ -18,6 +18,8 @@ from gdscache.errors import GdsCacheError
 
 BLOCK_TOKENS = 512
 SYNTHETIC = "synthetic:"  # what the name of made-up traffic begins with
+MAX_LINE_BYTES = 16 << 20  # 512 such blocks a KiB: far beyond any prompt
+MAX_TRACE_BYTES = 1 << 30  # of a file, unpacked: what is endless is a device or a pipe
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -75,15 +77,22 @@ def read_trace(paths: Sequence[Path]) -> list[Request]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    number = 0
+    number = total = 0
     try:
         with path.open("rb") as raw:
-            packed = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-            raw.seek(0)
+            packed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)  # a pipe cannot go back
             with gzip.GzipFile(fileobj=raw) if packed else raw as file:
-                for number, line in enumerate(file, 1):
+                while line := file.readline(MAX_LINE_BYTES + 1):
+                    number += 1
+                    total += len(line)
+                    if len(line) > MAX_LINE_BYTES or total > MAX_TRACE_BYTES:
+                        raise TraceError(
+                            f"{path}:{number}: a line of more than {MAX_LINE_BYTES:,} bytes, or a trace of more than "
+                            f"{MAX_TRACE_BYTES:,}",
+                            "give a trace: one request a line, parts of a longer one by themselves",
+                        )
                     yield number, line
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read after line {number}: {error}", "give a readable file") from error
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import operator
 import statistics
 import threading
 from collections import deque
@@ -24,7 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.errors import InvalidValueError
+from gdscache import arguments
+from gdscache.limits import MAX_COUNT, MAX_SECONDS
 from gdscache.tiers.fitting import ENOUGH, Fit, spread
 
 _OVERLAPS_KEPT = 32
@@ -141,20 +141,11 @@ def _features(tokens: int, cached: int) -> tuple[float, float, float]:
 
 
 def _count(name: str, value: int, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise InvalidValueError(f"{name} is {value!r}", f"pass a whole number, {least} or more")
-    return number
+    return arguments.whole(value, name, least, MAX_COUNT)
 
 
 def _time(name: str, value: float) -> float:
-    number = float(value) if isinstance(value, (int, float, np.number)) and not isinstance(value, bool) else math.nan
-    if not 0 < number < math.inf:
-        raise InvalidValueError(f"{name} is {value!r}", "pass seconds above 0, measured when the device is done")
-    return number
+    return arguments.span(value, name, MAX_SECONDS)
 
 
 class _Run(NamedTuple):

@@ -24,10 +24,11 @@ class HostExtents:
     `rows` is a uint8 tensor of shape (slots, extent_bytes); `checksums` uint64 of shape (slots, layers).
     """
 
-    def __init__(self, layout: PageLayout, capacity: int, pin: Pin) -> None:
+    def __init__(self, layout: PageLayout, capacity: int, pin: Pin, setting: str = "a host buffer") -> None:
+        """`setting`: the key that asks for the memory, for messages. Raises what `HostBuffer` raises."""
         self.layout = layout
         self.slots = capacity // layout.extent_bytes
-        self.buffer = HostBuffer(capacity, pin, unit=layout.extent_bytes)
+        self.buffer = HostBuffer(capacity, pin, unit=layout.extent_bytes, setting=setting)
         used = self.slots * layout.extent_bytes
         self.rows: torch.Tensor = self.buffer.tensor[:used].view(self.slots, layout.extent_bytes)
         self.checksums = np.zeros((self.slots, layout.n_layers), dtype=np.uint64)
@@ -74,7 +75,7 @@ class CpuTier(Tier):
     name = "cpu"
 
     def __init__(self, layout: PageLayout, capacity: int, pin: Pin, eviction: str = "lru") -> None:
-        self.extents = HostExtents(layout, capacity, pin)
+        self.extents = HostExtents(layout, capacity, pin, "cpu.capacity")
         self.index = PageIndex(self.extents.slots, new_policy(eviction))
 
     @property

@@ -82,7 +82,7 @@ class CudaMover(Mover):
 
         try:
             return calibrated(self.driver, self.engine)
-        except (GdsCacheError, torch.cuda.OutOfMemoryError, MemoryError) as error:
+        except (GdsCacheError, torch.cuda.OutOfMemoryError) as error:
             _log.warning("copies between GPU and host are staged, whatever their size: %s", error)
             return None
 

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gdscache import arguments
+from gdscache.allocation import allocating
 from gdscache.checksum import Checksums, layer_checksums
 from gdscache.layout import EXTENT_ALIGNMENT, PageLayout
 from gdscache.planes import PagedPlanes
@@ -32,7 +34,8 @@ class GpuTier(Tier):
 
     def __init__(self, layout: PageLayout, capacity: int, device: torch.device, eviction: str = "lru") -> None:
         slots = capacity // layout.page_bytes
-        self.pool = PagedPlanes.allocate(layout, slots, device)
+        with allocating("gpu.capacity", slots * layout.page_bytes, device):
+            self.pool = PagedPlanes.allocate(layout, slots, device)
         self.index = PageIndex(slots, new_policy(eviction))
         self.private: set[int] = set()  # slots of sequences, without a page
         self._capacity = slots * layout.page_bytes
@@ -44,7 +47,7 @@ class GpuTier(Tier):
 
     def planes(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The paged tensors of one layer, a tensor a plane: `(slots, page_tokens, *row)`."""
-        return self.pool.tensors[layer]
+        return self.pool.tensors[arguments.whole(layer, "layer", 0, self.pool.layout.n_layers - 1)]
 
     def take(self, n: int) -> list[int] | None:
         """`n` private slots, evicting as needed, or None and nothing changed."""
@@ -96,7 +99,8 @@ class DeviceExtents:
         self.layout = layout
         self.slots = capacity // layout.extent_bytes
         nbytes = self.slots * layout.extent_bytes
-        memory = torch.empty(nbytes + EXTENT_ALIGNMENT, dtype=torch.uint8, device=device)
+        with allocating("host_buffer", nbytes, device):
+            memory = torch.empty(nbytes + EXTENT_ALIGNMENT, dtype=torch.uint8, device=device)
         start = -memory.data_ptr() % EXTENT_ALIGNMENT  # torch aligns to less than direct I/O wants
         self.rows = memory[start : start + nbytes].view(self.slots, layout.extent_bytes)
         self.checksums = np.zeros((self.slots, layout.n_layers), dtype=np.uint64)

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from gdscache.errors import ForkedProcessError, InvalidValueError
+from gdscache import arguments
+from gdscache.errors import ForkedProcessError
 from gdscache.keys import Page
 from gdscache.tiers.base import Lease
 from gdscache.tiers.pages import Entry
-from gdscache.tiers.retention import DEFAULT, Retention
+from gdscache.tiers.retention import DEFAULT, LONGEST_TTL, Retention
 
 if TYPE_CHECKING:
     from gdscache.tiers.manager import TierManager
@@ -88,8 +89,7 @@ class Pins:
 
     def begin(self, pages: Sequence[Page], seconds: float, page_tokens: int) -> Pin:
         """Lease the consecutive pages from the first on that some tier has, on every tier, up to its bound."""
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-            raise InvalidValueError(f"seconds is {seconds!r}", "pin for a number of seconds, more than 0")
+        seconds = arguments.span(seconds, "seconds", LONGEST_TTL)
         lease = self.manager.lease("pin")
         held = list(itertools.takewhile(bool, (self._hold(page, lease) for page in pages)))
         pin = self._pins[lease] = Pin(self, lease, held, page_tokens, self.clock() + seconds)

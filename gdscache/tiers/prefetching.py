@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
 from gdscache.config import PrefetchConfig
+from gdscache.limits import MAX_SECONDS
 
 DEMAND_PAUSE_S = 0.1  # while loads are under way, one chunk begins in so much time
 PARKED_S = 0.002  # a request that waits for somebody else's page is looked at again after this
@@ -162,7 +163,8 @@ class PrefetchQueue:
         config = self._config
         request.begun = self._clock()
         if config.stop == "timeout":
-            request.limit = request.begun + config.timeout_base + config.timeout_per_1024_tokens * tokens / 1024
+            seconds = config.timeout_base + config.timeout_per_1024_tokens * tokens / 1024
+            request.limit = request.begun + min(seconds, MAX_SECONDS)
         self._live += 1
         if not request.pages:
             self.stop(request, PrefetchEnd.COMPLETE)

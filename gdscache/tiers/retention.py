@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from gdscache.arguments import shown
 from gdscache.errors import InvalidValueError
 
 LOWEST, HIGHEST = -1, 2
@@ -36,13 +37,13 @@ class Retention(NamedTuple):
         """
         if isinstance(priority, bool) or not isinstance(priority, int) or priority not in PRIORITIES:
             raise InvalidValueError(
-                f"priority is {priority!r}", f"pass an integer from {LOWEST} (goes first) to {HIGHEST} (goes last)"
+                f"priority is {shown(priority)}", f"pass an integer from {LOWEST} (goes first) to {HIGHEST} (goes last)"
             )
         if ttl is None:
             return DEFAULT if priority == 0 else cls(priority)
         if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl <= LONGEST_TTL:
             raise InvalidValueError(
-                f"ttl is {ttl!r}",
+                f"ttl is {shown(ttl)}",
                 f"pass seconds, more than 0 and at most {LONGEST_TTL:,} (100 years), or None: for ever",
             )
         return cls(priority, wall_clock() + ttl)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gdscache.errors import StorageError, TransportUnavailableError
+from gdscache.errors import NoMemoryError, StorageError, TransportUnavailableError
 from gdscache.layout import PageLayout
 from gdscache.storage.base import Op
 from gdscache.tiers.bounce import Extents
@@ -85,7 +85,7 @@ def _faster(ssd: SsdTier, layout: PageLayout, device: torch.device) -> Choice:
     try:
         there = DeviceExtents(layout, pages * layout.extent_bytes, device)
         return _measured(ssd, host, there)
-    except (StorageError, torch.cuda.OutOfMemoryError) as error:
+    except (StorageError, NoMemoryError) as error:
         return Choice("via_cpu", f"the direct route cannot be measured: {error}")
     finally:
         host.close()

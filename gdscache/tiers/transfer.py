@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gdscache.allocation import allocating
 from gdscache.checksum import Checksums
 from gdscache.errors import KernelUnavailableError
 from gdscache.layout import PageLayout
@@ -154,7 +155,8 @@ def open_mover(planes: PagedPlanes, config: GpuConfig) -> Mover:
         from gdscache.tiers.cuda_mover import CudaMover
 
         try:
-            return CudaMover(planes, config.staging, config.load_path, config.store_path)
+            with allocating("gpu.staging", config.staging, planes.device):
+                return CudaMover(planes, config.staging, config.load_path, config.store_path)
         except KernelUnavailableError as error:
             if config.kernels == "on":
                 raise
@@ -163,7 +165,8 @@ def open_mover(planes: PagedPlanes, config: GpuConfig) -> Mover:
     _refuse_paths(config, cause)
     from gdscache.tiers.torch_mover import TorchMover
 
-    return TorchMover(planes, config.staging, cause)
+    with allocating("gpu.staging", config.staging, planes.device):
+        return TorchMover(planes, config.staging, cause)
 
 
 def _refuse_paths(config: GpuConfig, cause: str) -> None:

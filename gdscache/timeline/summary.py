@@ -14,6 +14,7 @@ from gdscache.errors import InvalidValueError
 from gdscache.timeline.trace import FORMAT
 
 MOVES = ("read", "scatter", "copies", "kernel", "check", "gather", "write", "commit")  # what can run under the model
+MAX_BYTES = 1 << 30
 MODEL_STREAM = "model stream"
 
 Interval = tuple[float, float]
@@ -57,10 +58,22 @@ class Trace:
         return Trace(tuple(t for t in self.tracks if any(s.track == t for s in seen)), seen, self.left_out)
 
 
+def _read(path: Path) -> bytes:
+    """The file's bytes, as far as they may be JSON and end: a device or a pipe may not."""
+    with path.open("rb") as file:
+        begin = file.read(1)
+        if begin != b"{":
+            raise ValueError(f"it begins with {begin!r}")
+        content = begin + file.read(MAX_BYTES)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
+    return content
+
+
 def read_trace_file(path: Path) -> Trace:
     """Read what `TraceTimeline.write` wrote. Raises `InvalidValueError` for anything else."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(_read(path))
         about = data["otherData"]
         if about["format"] != FORMAT:
             raise InvalidValueError(f"{path} has format {about['format']}, not {FORMAT}", "record it anew")
@@ -74,9 +87,10 @@ def read_trace_file(path: Path) -> Trace:
         return Trace(tuple(names[tid] for tid in sorted(names)), spans, int(about["events_left_out"]))
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be read: {error}", "name a file that --trace wrote") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        cause = f"{type(error).__name__}: {error}"[:200]
         raise InvalidValueError(
-            f"{path} is no timeline of gdscache: {error!r}", "name a file that --trace wrote"
+            f"{path} is no timeline of gdscache: {cause}", "name a file that --trace wrote"
         ) from None
 
 

@@ -1,0 +1,87 @@
+"""What callers pass to public calls, checked: a wrong value is an error that names the argument. Nothing heavy here."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from gdscache.errors import InvalidValueError, TokensError
+from gdscache.limits import MAX_SECONDS
+
+
+def seconds(value: Any, name: str = "seconds") -> float | None:
+    """How long a call may wait; None: as long as it takes. Less than nothing is nothing: a remainder may have run out.
+
+    Raises `InvalidValueError` for what is no number, and for one that no wait takes: NaN, infinity, too large.
+    """
+    if value is None:
+        return None
+    number = _number(value)
+    if number is None or not number <= MAX_SECONDS:
+        raise InvalidValueError(
+            f"{name} is {shown(value)}", f"pass a number of seconds, at most {MAX_SECONDS:,}, or None: no limit"
+        )
+    return max(0.0, number)
+
+
+def span(value: Any, name: str, most: int) -> float:
+    """A time that something lasts: more than 0 seconds, `most` of them at most. Raises `InvalidValueError`."""
+    number = _number(value)
+    if number is None or not 0 < number <= most:
+        raise InvalidValueError(f"{name} is {shown(value)}", f"pass a number of seconds, more than 0, at most {most:,}")
+    return number
+
+
+def whole(value: Any, name: str, least: int, most: int) -> int:
+    """An integer (numpy's too, no boolean) from `least` to `most`. Raises `InvalidValueError`."""
+    number = _integer(value)
+    if number is None or not least <= number <= most:
+        raise InvalidValueError(f"{name} is {shown(value)}", f"pass an integer from {least:,} to {most:,}")
+    return number
+
+
+def start_page(start: Any, page_tokens: int) -> int:
+    """The page that begins with token `start`. Raises `TokensError` where none does."""
+    number = _integer(start)
+    if number is None or not 0 <= number < 1 << 63 or number % page_tokens:
+        raise TokensError(
+            f"start is {shown(start)}, a page has {page_tokens} tokens", "pass an integer: the token at a page boundary"
+        )
+    return number // page_tokens
+
+
+def text(value: Any, name: str) -> str:
+    """A text. Raises `InvalidValueError`: 1, True and 1.0 would be one key in a table, and three names on the SSD."""
+    if not isinstance(value, str):
+        raise InvalidValueError(f"{name} is {shown(value)}, which is no text", f"pass str({name}) if that is meant")
+    return value
+
+
+def shown(value: object) -> str:
+    """A value for a message: its kind where it is large."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length():,} bits"
+    if isinstance(value, (int, float, str, bytes, bool, type(None))):
+        written = repr(value)
+        return written if len(written) <= 60 else f"{written[:57]}..."
+    return f"of type {type(value).__name__}"
+
+
+def _integer(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError, ValueError):  # RuntimeError: a tensor without data
+        return None
+
+
+def _number(value: Any) -> float | None:
+    """A real number of Python or numpy as float; None for anything else, NaN and booleans included."""
+    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return None if number != number else number

@@ -1,0 +1,129 @@
+"""What a model is really called with: whether the keys and values that it makes follow from the token ids alone.
+
+A transformers `Cache` is told sizes, and neither the mask nor the ids. So a hook before the model's forward looks at
+its arguments: it refuses what page names do not hold (padding, positions of its own, embeddings, images), before
+anything is computed, and keeps the ids, for `commit` to compare with.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from gdscache.errors import SequenceStateError, UnsupportedRequestError
+
+_HARMLESS = {"labels", "logits_to_keep", "num_logits_to_keep", "cache_position", "past_key_values"}
+_CHECKED = {"input_ids", "attention_mask", "position_ids"}
+
+
+class Forwards:
+    """The forward calls of one cache: `watch` before them, then `allow` for each layer's states, `tokens` at the end.
+
+    `cached`: tokens that the cache begins with. `rows`: of the batch.
+    """
+
+    def __init__(self, rows: int, cached: int) -> None:
+        self._rows = rows
+        self._cached = self._end = cached  # tokens that the model has, or was called for
+        self._calls: list[tuple[int, torch.Tensor]] = []  # first token, ids (rows, tokens)
+        self._handle: Any = None
+
+    def watch(self, model: torch.nn.Module, cache: Cache) -> None:
+        """Look at each call of `model` with `cache` from now on, until `stop`. The hook holds the cache weakly."""
+        signature, mine = inspect.signature(model.forward), weakref.ref(cache)
+
+        def look(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = dict(signature.bind_partial(*args, **kwargs).arguments)
+            for name, parameter in signature.parameters.items():
+                if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                    given |= given.pop(name, {})
+            own = mine()
+            past = 0 if own is None else int(own.get_seq_length())
+            if own is not None and given.get("past_key_values") is own:
+                self._called(given, past)
+
+        self._handle = model.register_forward_pre_hook(look, with_kwargs=True)
+
+    def stop(self) -> None:
+        """Take the hook away; twice is fine."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def allow(self, end: int) -> None:
+        """A layer gets states up to token `end`. Raises `UnsupportedRequestError` where no watched call makes them."""
+        if end > self._end:
+            raise UnsupportedRequestError(
+                f"{end} tokens are computed, the model was called for {self._end}: another module computes them",
+                "give PrefixCache the module whose forward is called with the cache",
+            )
+
+    def tokens(self, prompt: list[int], row: int, computed: int) -> list[int]:
+        """The ids of a row's first `computed` tokens; those of the prefix are the prompt's."""
+        ids = prompt[: self._cached]
+        if self._calls:
+            ids += torch.cat([call[row] for _, call in self._calls]).tolist()  # one wait for the device
+        if len(ids) < computed:
+            raise SequenceStateError(f"{computed} tokens are in the cache, the model was called for {len(ids)}")
+        return ids[:computed]
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _called(self, given: Mapping[str, Any], past: int) -> None:
+        ids = given.get("input_ids")
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or given.get("inputs_embeds") is not None:
+            raise _refused("the model is called with embeddings and not with token ids")
+        if len(ids) != self._rows:
+            raise UnsupportedRequestError(
+                f"the model computes {len(ids)} rows, the cache was opened for {self._rows}",
+                "open the cache with the rows that the model sees; use one beam and one returned sequence",
+            )
+        for name, value in given.items():
+            if name not in _HARMLESS | _CHECKED and _has_tensor(value):
+                raise _refused(
+                    f"the model is called with {name}, as with images or audio, which page names do not hold"
+                )
+        end = past + ids.shape[1]
+        _check_mask(given.get("attention_mask"), end)
+        _check_positions(given.get("position_ids"), past, end)
+        self._calls = [(first, call[:, : past - first]) for first, call in self._calls if first < past]
+        self._calls.append((past, ids.detach().clone()))
+        self._end = end
+
+
+def _check_mask(mask: Any, end: int) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        kind = f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else f"type {type(mask).__name__}"
+        raise _refused(f"the model is called with an attention mask of {kind}, not with a value a token")
+    if mask.shape[1] != end or not bool((mask != 0).all()):
+        raise _refused("the model is called with an attention mask that hides tokens")
+
+
+def _check_positions(positions: Any, past: int, end: int) -> None:
+    if positions is None:
+        return
+    expected = torch.arange(past, end, device=positions.device)
+    if positions.shape[-1] != end - past or not bool((positions == expected).all()):
+        raise _refused(f"the model is called with positions other than {past} ... {end - 1}")
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensor, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _refused(message: str) -> UnsupportedRequestError:
+    return UnsupportedRequestError(
+        f"{message}: what it computes does not follow from the token ids alone",
+        "run prompts of unequal length one by one, and requests with images, audio or embeddings without this cache",
+    )
