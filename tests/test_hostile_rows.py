@@ -205,6 +205,7 @@ def test_pages_that_follow_themselves_go_and_are_counted(filled: Path, tmp_path:
             catalogue.execute("UPDATE pages SET parent = ? WHERE slot = ?", (parent, slot))
         for (slot, _), (_, parent) in zip(behind, [circle[0], *behind[:-1]], strict=True):
             catalogue.execute("UPDATE pages SET parent = ? WHERE slot = ?", (parent, slot))
+    assert inspect(path)["unusable_rows"] == {"parent": length}
     with opened(path) as host:
         ssd = host.engine.stats()["tiers"]["ssd"]
         assert ssd["lost_at_recovery"] == {"parent": length}
