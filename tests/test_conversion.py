@@ -138,6 +138,11 @@ def test_a_kill_at_some_statements(older: Path, current: Path, tmp_path: Path) -
 
 
 @pytest.mark.suite
+def test_a_kill_at_many_statements(older: Path, current: Path, tmp_path: Path) -> None:
+    killed(older, current, tmp_path, range(0, POINTS, 6))
+
+
+@pytest.mark.soak
 def test_a_kill_at_every_statement(older: Path, current: Path, tmp_path: Path) -> None:
     killed(older, current, tmp_path, range(POINTS))
 
