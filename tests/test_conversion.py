@@ -249,7 +249,8 @@ def test_a_conversion_seals_a_mix_up_that_is_already_there(older: Path, tmp_path
     path = tmp_path / "cache"
     shutil.copytree(older, path)
     with raw(path) as catalogue:
-        (one, other) = catalogue.execute("SELECT slot, key FROM pages ORDER BY recency LIMIT 2").fetchall()
+        first = "SELECT slot, key FROM pages WHERE parent IN (SELECT digest FROM namespaces) ORDER BY slot LIMIT 2"
+        (one, other) = catalogue.execute(first).fetchall()
         catalogue.execute("UPDATE pages SET key = x'' WHERE slot = ?", (one[0],))
         catalogue.execute("UPDATE pages SET key = ? WHERE slot = ?", (one[1], other[0]))
         catalogue.execute("UPDATE pages SET key = ? WHERE slot = ?", (other[1], one[0]))
