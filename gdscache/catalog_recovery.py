@@ -152,10 +152,10 @@ def scan(
         dropped["duplicate"] = delete_pages(writer, columns.slots[repeated].tolist())
         columns = columns.take(np.delete(np.arange(len(columns.slots)), repeated))
     above = find(columns.keys, columns.parents)
-    circular = _circular(above)
-    if len(circular):
-        dropped["parent"] = delete_pages(writer, columns.slots[circular].tolist())
-        columns = columns.take(np.delete(np.arange(len(columns.slots)), circular))
+    circle = circular(above)
+    if len(circle):
+        dropped["parent"] = delete_pages(writer, columns.slots[circle].tolist())
+        columns = columns.take(np.delete(np.arange(len(columns.slots)), circle))
         above = find(columns.keys, columns.parents)
     retained, there = retentions.positions(columns.slots)
     if not there.all():  # of pages that are gone
@@ -268,7 +268,7 @@ def _ascending(values: Integers) -> Integers:
     return np.argsort(values, kind="stable") if (ordered[1:] == ordered[:-1]).any() else order
 
 
-def _circular(above: Integers) -> Integers:
+def circular(above: Integers) -> Integers:
     """Positions of pages that follow themselves. `above`: the position that each page follows, -1 for none."""
     count = len(above)
     if (above < np.arange(count)).all():  # most often pages lie behind what they follow

@@ -138,6 +138,11 @@ def test_a_kill_at_some_statements(older: Path, current: Path, tmp_path: Path) -
 
 
 @pytest.mark.suite
+def test_a_kill_at_many_statements(older: Path, current: Path, tmp_path: Path) -> None:
+    killed(older, current, tmp_path, range(0, POINTS, 6))
+
+
+@pytest.mark.soak
 def test_a_kill_at_every_statement(older: Path, current: Path, tmp_path: Path) -> None:
     killed(older, current, tmp_path, range(POINTS))
 
@@ -244,7 +249,8 @@ def test_a_conversion_seals_a_mix_up_that_is_already_there(older: Path, tmp_path
     path = tmp_path / "cache"
     shutil.copytree(older, path)
     with raw(path) as catalogue:
-        (one, other) = catalogue.execute("SELECT slot, key FROM pages ORDER BY recency LIMIT 2").fetchall()
+        first = "SELECT slot, key FROM pages WHERE parent IN (SELECT digest FROM namespaces) ORDER BY slot LIMIT 2"
+        (one, other) = catalogue.execute(first).fetchall()
         catalogue.execute("UPDATE pages SET key = x'' WHERE slot = ?", (one[0],))
         catalogue.execute("UPDATE pages SET key = ? WHERE slot = ?", (one[1], other[0]))
         catalogue.execute("UPDATE pages SET key = ? WHERE slot = ?", (other[1], one[0]))

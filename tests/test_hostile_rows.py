@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -112,16 +112,26 @@ def test_hostile_values_cost_their_own_pages_at_most(filled: Path, tmp_path: Pat
     live_on(path, len(VALUES))
 
 
-@pytest.mark.suite
-@pytest.mark.parametrize(("table", "column"), COLUMNS)
-def test_each_hostile_value_alone_in_every_row(filled: Path, tmp_path: Path, table: str, column: str) -> None:
-    for number, value in enumerate(VALUES[:: 1 + 3 * (table == "namespaces")]):
-        path = tmp_path / str(number)
+def alone(filled: Path, scratch: Path, table: str, column: str, values: Sequence[str]) -> None:
+    for number, value in enumerate(values):
+        path = scratch / str(number)
         shutil.copytree(filled, path)
         with raw(path) as catalogue, contextlib.suppress(sqlite3.IntegrityError, sqlite3.OperationalError):
             catalogue.execute(f"UPDATE OR IGNORE {table} SET {column} = {value}")
         live_on(path, len(SINGLE))
         shutil.rmtree(path)
+
+
+@pytest.mark.suite
+@pytest.mark.parametrize(("table", "column"), COLUMNS)
+def test_some_hostile_values_in_every_row(filled: Path, tmp_path: Path, table: str, column: str) -> None:
+    alone(filled, tmp_path, table, column, VALUES[COLUMNS.index((table, column)) % 7 :: 7])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("table", "column"), COLUMNS)
+def test_each_hostile_value_in_every_row(filled: Path, tmp_path: Path, table: str, column: str) -> None:
+    alone(filled, tmp_path, table, column, VALUES)
 
 
 def peak(action: Callable[[], None]) -> int:
@@ -141,7 +151,7 @@ def test_checksums_as_large_as_a_file_are_never_read(filled: Path, tmp_path: Pat
     assert peak(lambda: live_on(path, len(HUGE))) < LARGE // 2
 
 
-@pytest.mark.suite
+@pytest.mark.soak
 @pytest.mark.parametrize(("table", "column"), [c for c in COLUMNS if c[1] not in ("slot", "id")])
 def test_no_value_as_large_as_a_file_is_read_anywhere(filled: Path, tmp_path: Path, table: str, column: str) -> None:
     path = tmp_path / "cache"
@@ -205,6 +215,7 @@ def test_pages_that_follow_themselves_go_and_are_counted(filled: Path, tmp_path:
             catalogue.execute("UPDATE pages SET parent = ? WHERE slot = ?", (parent, slot))
         for (slot, _), (_, parent) in zip(behind, [circle[0], *behind[:-1]], strict=True):
             catalogue.execute("UPDATE pages SET parent = ? WHERE slot = ?", (parent, slot))
+    assert inspect(path)["unusable_rows"] == {"parent": length}
     with opened(path) as host:
         ssd = host.engine.stats()["tiers"]["ssd"]
         assert ssd["lost_at_recovery"] == {"parent": length}

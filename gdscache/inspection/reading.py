@@ -25,11 +25,12 @@ import numpy.typing as npt
 from gdscache import catalog_file, catalog_image, stripes
 from gdscache.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
 from gdscache.catalog_names import descriptions
-from gdscache.catalog_recovery import WHOLE_RETENTION, WHOLE_ROW
+from gdscache.catalog_recovery import WHOLE_RETENTION, WHOLE_ROW, circular
 from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError, StripeError
 from gdscache.keys import namespace_digest
 from gdscache.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 from gdscache.slab import Slab, first_missing, slab_name, stretch_slots
+from gdscache.tiers.key_columns import KEY, find
 
 ATTEMPTS = 20  # to read a catalogue that is being opened or closed at this moment
 PAUSE = 0.05  # seconds between two attempts
@@ -96,7 +97,11 @@ class Contents:
             order = order[~(outside | length | unknown)[order]].tolist()
             kept = {self.keys[row]: row for row in order}
             found.update({int(self.slots[row]): "duplicate" for row in order if kept[self.keys[row]] != row})
-        return found
+        left = np.flatnonzero(~np.isin(self.slots, list(found)))
+        keys, parents = (
+            np.frombuffer(b"".join(column[row] for row in left.tolist()), KEY) for column in (self.keys, self.parents)
+        )
+        return found | dict.fromkeys(self.slots[left[circular(find(keys, parents))]].tolist(), "parent")
 
     @cached_property
     def sound(self) -> Integers:
