@@ -7,13 +7,14 @@ from typing import Any
 
 _THREADS = {  # our threads by their names
     "MainThread": "model thread",
+    "gdscache-calls": "calls",
     "gdscache-load": "load thread",
     "gdscache-prefetch": "prefetch thread",
     "gdscache-gather": "storer",
     "gdscache-write": "writer",
 }
 # Of tracks, from top to bottom.
-_ORDER = ("model", "thread", "loads", "load", "SSD reads", "prefetch", "storer", "stores", "writer", "SSD")
+_ORDER = ("model", "calls", "thread", "loads", "load", "SSD reads", "prefetch", "storer", "stores", "writer", "SSD")
 
 Track = tuple[str, int]  # a name, and the thread's identifier where it is a thread's
 
