@@ -100,6 +100,7 @@ def test_nothing_is_said_when_the_process_ends_with_a_full_stdout() -> None:
     refused((done.returncode, done.stderr), "No space left")
 
 
+@pytest.mark.suite
 def test_a_reader_that_has_gone_is_told_nothing() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -167,10 +168,15 @@ def _pour(pipe: Path, block: bytes) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 20_000, '{"a":' * 20_000, "- " * 20_000, "a: &a [x]\nb: " + "{k: " * 50_000], ids=range(4)
-)
-def test_input_that_is_nested_too_deeply_is_refused(run: Run, tmp_path: Path, requests: Path, text: str) -> None:
+DEEP = pytest.param(100_000, marks=pytest.mark.suite)
+
+
+@pytest.mark.parametrize("depth", [3_000, DEEP])
+@pytest.mark.parametrize("begin", ["[", '{"a":', "- ", "a: &a [x]\nb: {k: "], ids=range(4))
+def test_input_that_is_nested_too_deeply_is_refused(
+    run: Run, tmp_path: Path, requests: Path, begin: str, depth: int
+) -> None:
+    text = begin + begin[begin.rfind("\n") + 1 :].removeprefix("b: ") * depth
     file = tmp_path / "deep"
     file.write_text(text)
     for command in (("config", "check", file), ("replay", file), ("timeline", file)):
@@ -220,9 +226,10 @@ runpy.run_module("gdscache", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    "name", ["gdscache.cli", "typer", "rich.table", "pydantic", "yaml", "gdscache.replay.commands"]
-)
+LATER = [pytest.param(name, marks=pytest.mark.suite) for name in ("rich.table", "pydantic", "gdscache.replay.trace")]
+
+
+@pytest.mark.parametrize("name", ["gdscache.cli", "yaml", *LATER])
 def test_ctrl_c_while_a_command_starts_ends_it_with_a_line(name: str) -> None:
     code = INTERRUPTED_IMPORT.format(name=name, config=str(CONFIG))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -191,10 +191,10 @@ def test_a_device_that_torch_would_take_for_another_one_is_refused(device: str) 
 
 
 def test_keys_that_nobody_can_print_are_refused() -> None:
-    for key in (10**5000, -(10**5000), math.nan, None, ("a",), "\ud800", "x" * 10**6):
+    for key in (10**5000, -(10**5000), math.nan, None, ("a",), "\ud800", "x" * 10**4):
         with pytest.raises(ConfigError) as caught:
             Config.from_dict({**base(), key: 1})
-        assert len(str(caught.value)) < 2_000_000
+        assert len(str(caught.value)) < 20_000
 
 
 # -- at the bounds ---------------------------------------------------------------------------------------------------
@@ -401,6 +401,7 @@ def test_a_limit_of_a_group_of_processes_counts(tmp_path: Path, monkeypatch: pyt
     assert there is None or there > 0
 
 
+@pytest.mark.suite
 def test_a_relative_path_without_a_current_directory_is_refused_and_an_absolute_one_is_not(tmp_path: Path) -> None:
     code = f"""
 import json, os, sys
