@@ -60,9 +60,9 @@ class Closing:
         """
         if self.begun or self._calls.forked:
             return
+        self._calls.post(functools.partial(self.run, True))  # first: a warning may be an error
         if not ending and threading.main_thread().is_alive():  # which has ended when Python calls this at the exit
             warnings.warn(_DROPPED, ResourceWarning, stacklevel=2)
-        self._calls.post(functools.partial(self.run, True))
         ours = threading.current_thread().name.startswith("gdscache-")
         if not ours and not self._parts.manager.lock._is_owned() and not self._calls.join(EXIT_S):  # type: ignore[attr-defined]
             _log.error("stores are still on their way after %g s: they are lost when the process ends", EXIT_S)

@@ -155,7 +155,7 @@ def fork_that_exits(pipe: Connection, config: Config, first: list[int], second: 
 
 def fork_and_die(pipe: Connection, config: Config, release: Path) -> None:
     """A forked process lives on when we are killed."""
-    CacheEngine.from_config(config)
+    engine = CacheEngine.from_config(config)
 
     def wait() -> None:
         while not release.exists():
@@ -163,3 +163,4 @@ def fork_and_die(pipe: Connection, config: Config, release: Path) -> None:
 
     pipe.send(_fork(wait))
     pipe.recv()
+    engine.close()

@@ -197,7 +197,8 @@ def test_a_table_of_facts_that_is_none(filled: Path, tmp_path: Path, statement: 
             store(host, NEW, 1)
             assert served(host, NEW, 1) == dict.fromkeys(NEW, 1)
 
-    assert peak(open_it) < LARGE // 2
+    # A catalogue that is set aside was read whole, without an error, and judged in memory: twice its size.
+    assert peak(open_it) < (3 * LARGE if "zeroblob" in statement else LARGE // 2)
 
 
 # Pages that follow themselves.
