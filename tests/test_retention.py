@@ -9,7 +9,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
@@ -24,7 +25,9 @@ from gdscache import CacheEngine
 from gdscache.errors import InvalidValueError, IOFailedError, PoolFullError
 from gdscache.inspection import inspect
 from gdscache.keys import Page
+from gdscache.loading import LayerwiseLoad
 from gdscache.policies import POLICIES, new_policy
+from gdscache.storing import StoreHandle
 from gdscache.tiers import keeping
 from gdscache.tiers.base import Tier
 from gdscache.tiers.index import PageIndex
@@ -34,6 +37,7 @@ from gdscache.tiers.retention import DEFAULT, LONGEST_TTL, PRIORITIES, Expiries,
 
 Open = Callable[..., CacheEngine]
 OpenHost = Callable[..., Host]
+T = TypeVar("T")
 
 priorities = st.sampled_from(PRIORITIES)
 ends = st.one_of(st.none(), st.integers(0, 12).map(float))
@@ -659,17 +663,32 @@ def test_an_expired_page_is_a_miss_on_every_tier(open_host: OpenHost) -> None:
     assert engine.stats()["misses"]["expired"] == 4
 
 
+def while_nothing_ends(engine: CacheEngine, work: Callable[[], T]) -> T:
+    """What `work` returns, in a thread that has the manager's lock: no load and no store ends meanwhile."""
+
+    def locked() -> T:
+        with engine.manager.lock:
+            return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(locked).result(WAIT)
+
+
 def test_a_load_under_way_keeps_its_bytes_when_they_expire(open_host: OpenHost) -> None:
     host = open_host()
     engine, clock = host.engine, set_clock(host.engine)
     tokens = prompt(1, 4)
     store(host, tokens, ttl=60)
     drop_from(engine, "cpu")
-    with engine.manager.lock:  # nobody finishes meanwhile
-        load, blocks, keys = host.begin(tokens)
+
+    def begin() -> tuple[LayerwiseLoad, list[int], list[bytes]]:
+        begun = host.begin(tokens)
         clock.now += 60
         assert tokens_of(engine, tokens) == 0
         assert engine.stats()["tiers"]["ssd"]["pages"] == 0
+        return begun
+
+    load, blocks, keys = while_nothing_ends(engine, begin)
     assert host.finish(load, blocks, keys).tokens == 16
     assert tokens_of(engine, tokens) == 0
 
@@ -679,10 +698,14 @@ def test_a_page_that_expires_on_its_way_never_shows(open_host: OpenHost) -> None
     engine, clock = host.engine, set_clock(host.engine)
     tokens = prompt(1, 4)
     blocks = host.compute(tokens)
-    with engine.manager.lock:
+
+    def begin() -> StoreHandle:
         handle = engine.store(tokens, blocks, ttl=1)
         clock.now += 1
         engine.lookup(tokens)
+        return handle
+
+    handle = while_nothing_ends(engine, begin)
     handle.release_event.synchronize(WAIT)
     handle.result(WAIT)
     host.give(blocks)
