@@ -182,6 +182,7 @@ def test_pages_of_several_namespaces_and_lengths_side_by_side(
         assert sorted(found.digests) == sorted([NAMESPACE, other])
 
 
+@pytest.mark.suite
 @given(rows_=st.lists(st.tuples(st.sampled_from(ODD), st.sampled_from(ODD), *[st.sampled_from(ODD)] * 3), max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_the_fast_reading_takes_no_row_that_is_not_whole(rows_: list[tuple[object, ...]]) -> None:

@@ -85,6 +85,7 @@ def test_import_is_fast_beyond_torch(imported: dict[str, Any]) -> None:
     assert min(shares) < SHARE, f"import gdscache takes {min(shares):.2f} of the time of import torch"
 
 
+@pytest.mark.suite
 def test_import_works_where_no_optional_library_is() -> None:
     blocked = "".join(f"sys.modules[{name!r}] = None;" for name in OPTIONAL)
     assert python(f"import sys;{blocked} import gdscache; print(gdscache.CacheEngine.__name__)").split() == [
@@ -92,6 +93,7 @@ def test_import_works_where_no_optional_library_is() -> None:
     ]
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("name", LIGHT)
 def test_arithmetic_and_bookkeeping_need_no_torch(name: str) -> None:
     code = (

@@ -174,6 +174,8 @@ def test_a_store_is_ordered_by_events_on_a_gpu(open_host: OpenHost, cpu: int | N
     torch.cuda.synchronize()
     sources = torch.tensor(rows, device="cuda")
     targets = torch.tensor(blocks, device="cuda")
+    first = host.planes[0][0].view(torch.uint8)  # a kernel's first launch waits for what runs: not below
+    first.index_copy_(0, sources, first.index_select(0, sources)).index_fill_(0, targets, 0)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(1_000_000_000)  # about half a second
