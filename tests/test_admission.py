@@ -344,6 +344,7 @@ def test_tinylfu_keeps_a_scan_out() -> None:
     assert let_in == 0
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("policy", ADMISSIONS)
 def test_the_memory_is_bounded_and_as_described(policy: str) -> None:
     slots = 2000

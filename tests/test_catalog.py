@@ -859,7 +859,7 @@ class Against(RuleBasedStateMachine):
 
 
 TestAgainstADict = Against.TestCase
-TestAgainstADict.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestAgainstADict.settings = settings(stateful_step_count=20)
 
 
 @pytest.mark.suite

@@ -91,6 +91,7 @@ def test_a_full_disk_behind_a_file_that_a_command_writes_names_the_file(run: Run
     refused(run("make-trace", "chat", "/proc/nowhere.gz", "--seconds", "30"), "/proc/nowhere.gz")
 
 
+@pytest.mark.suite
 def test_nothing_is_said_when_the_process_ends_with_a_full_stdout() -> None:
     """What was buffered is not written again at the interpreter's end, where nobody could catch it."""
     with open("/dev/full", "w") as full:
@@ -130,6 +131,7 @@ def test_what_the_output_cannot_encode_is_written_escaped(run: Run, tmp_path: Pa
 # -- input without an end, or without a bottom -------------------------------------------------------------------------
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("command", [("config", "check"), ("replay",), ("timeline",), ("replay", "TRACE", "--config")])
 def test_a_file_without_an_end_is_refused(run: Run, requests: Path, command: tuple[str, ...]) -> None:
     refused(run(*(requests if part == "TRACE" else part for part in command), "/dev/zero"), "/dev/zero")

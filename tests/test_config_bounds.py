@@ -270,6 +270,7 @@ def test_an_engine_with_all_numbers_at_their_bounds_works_and_closes(tmp_path: P
     works(config)
 
 
+@pytest.mark.suite
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
 def test_the_other_write_policies_close_with_the_longest_deadlines(tmp_path: Path, policy: str) -> None:

@@ -121,6 +121,7 @@ def serve_and_return(pipe: Connection, config: dict[str, Any]) -> None:
     globals()["kept"] = host
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_a_process_of_multiprocessing_keeps_what_was_accepted(slab: Path, policy: str) -> None:
     config = _config(slab, policy)

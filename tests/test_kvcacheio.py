@@ -77,6 +77,7 @@ def test_copies_what_the_indices_name_and_nothing_else(name: str, item: int, pla
             rig.check(sources, targets, (torch.int64, torch.int32)[(i + number) % 2])
 
 
+@pytest.mark.suite
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("count", COUNTS)
 def test_any_number_of_pages_with_any_number_of_warps(count: int, page: int, places: Places) -> None:

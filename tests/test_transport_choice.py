@@ -156,6 +156,7 @@ def test_a_class_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         opened(tmp_path, "nvme")
 
 
+@pytest.mark.suite
 def test_imports_take_in_what_is_chosen_only() -> None:
     code = """if True:
         import sys, gdscache.storage
