@@ -120,8 +120,14 @@ class CountedIndex(PageIndex):
         self.free((slot,))
 
 
-@pytest.mark.suite
-@pytest.mark.parametrize("cleared", ["everything", "one namespace", "a namespace without pages"])
+@pytest.mark.parametrize(
+    "cleared",
+    [
+        pytest.param("everything", marks=pytest.mark.suite),
+        pytest.param("one namespace", marks=pytest.mark.soak),
+        pytest.param("a namespace without pages", marks=pytest.mark.soak),
+    ],
+)
 def test_the_lock_is_held_for_a_piece_at_a_time(cleared: str) -> None:
     pages, hold = 100_000, Hold()
     tiers = {}

@@ -39,8 +39,8 @@ def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.suite
 @pytest.mark.parametrize("setup", SETUPS)
-def test_forty_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
-    _loop(tmp_path, setup, 8, record_property)
+def test_twenty_five_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
+    _loop(tmp_path, setup, 5, record_property)
 
 
 @pytest.mark.soak

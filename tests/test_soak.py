@@ -16,12 +16,12 @@ GROWTH = 8 << 20  # bytes that an allocator may add while its arenas settle
 
 @pytest.mark.suite
 def test_some_time_under_faults(slab: Path, record_property: Any) -> None:
-    _soak(slab, float(os.environ.get("GDSCACHE_SOAK_SECONDS", "40")), 40, record_property)
+    _soak(slab, float(os.environ.get("GDSCACHE_SOAK_SECONDS", "30")), 30, record_property)
 
 
 @pytest.mark.soak
 def test_a_long_time_under_faults(slab: Path, record_property: Any) -> None:
-    _soak(slab, 30 * float(os.environ.get("GDSCACHE_SOAK_SECONDS", "40")), 1200, record_property)
+    _soak(slab, 40 * float(os.environ.get("GDSCACHE_SOAK_SECONDS", "30")), 1200, record_property)
 
 
 def _soak(slab: Path, seconds: float, rounds: int, record_property: Any) -> None:
