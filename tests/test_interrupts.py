@@ -21,7 +21,7 @@ import pytest
 from helpers import WAIT, Host, fill, make_config, prompt, settle, until
 
 import gdscache
-from gdscache import CacheEngine
+from gdscache import CacheEngine, StoreHandle
 from gdscache.errors import PoolFullError, SequenceStateError
 
 PACKAGE = str(Path(gdscache.__file__).parent)
@@ -77,6 +77,7 @@ class Rig:
         self.engine = self.host.engine if self.host is not None else CacheEngine.from_config(config)
         self.tokens = prompt(1, 4, extra=1)
         self.seed = 100
+        self.between_calls = False  # whether interrupts come there too: then a store that returned may have no handle
         self.restore()
 
     def restore(self) -> None:
@@ -220,7 +221,12 @@ def _store(rig: Rig) -> Iterator[Call]:
     assert host is not None
     tokens = rig.fresh()
     blocks = host.compute(tokens)
-    yield lambda: host.engine.store(tokens, blocks)
+    handles: list[StoreHandle] = []
+    yield lambda: handles.append(host.engine.store(tokens, blocks))
+    if rig.between_calls:
+        host.engine.drain(WAIT)
+    for handle in handles:  # of calls that were not interrupted
+        handle.release_event.synchronize(WAIT)
     host.give(blocks)  # other bytes at once, as who is interrupted may do
     host.load(tokens)  # what there is of them has the right bytes
 
@@ -311,6 +317,7 @@ def _storm(rig: Rig, seed: int, interrupts: int) -> None:
     main, over = threading.main_thread().ident, threading.Event()
     assert main is not None
     armed = threading.Semaphore(0)
+    rig.between_calls = True
 
     def send() -> None:
         while not over.is_set():
