@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from gdscache.calls import Caller
+from gdscache.catalog_file import FORMAT_VERSION
 from gdscache.config import Config, GpuConfig
 from gdscache.errors import PinnedMemoryError
 from gdscache.layout import PageLayout
@@ -133,7 +134,7 @@ def _figures(manager: TierManager, ssd: SsdTier) -> Figures:
     quarantine, index = manager.quarantine, ssd.index
     stopped = quarantine.stopped or ssd.lock_lost()
     return Figures(
-        format_version=ssd.format_version,
+        format_version=FORMAT_VERSION,
         directories=ssd.directories,
         extent_bytes=ssd.layout.extent_bytes,
         slots=index.slots,

@@ -14,6 +14,7 @@ import xxhash
 from helpers import WAIT, Host, make_config, prompt, quiet, until
 
 from gdscache import cli, status_page
+from gdscache.catalog_file import FORMAT_VERSION
 from gdscache.inspection import inspect, tables
 
 
@@ -52,7 +53,7 @@ def test_the_page_is_as_the_format_says(host: Host, tmp_path: Path) -> None:
     assert len(page) == 4096
     assert page[:8] == b"gdscstat"
     kind, version, pid, opened, written, _, state, directories = struct.unpack_from("<IIqQQQII", page, 16)
-    meta = version == host.engine.manager.ssd.format_version  # type: ignore[union-attr]
+    meta = version == FORMAT_VERSION
     assert (kind, meta, pid, state, directories) == (1, True, os.getpid(), 0, 1)
     assert time.time() - 60 < opened / 1000 <= written / 1000 <= time.time()
     extent, slots, pages, free, evictions, late, catalog, log = struct.unpack_from("<8Q", page, 64)

@@ -23,7 +23,6 @@ import numpy as np
 
 from gdscache import stripes
 from gdscache.catalog import Catalog, PageRecord, Recovered
-from gdscache.catalog_file import FORMAT_VERSION
 from gdscache.checksum import Checksums, bound, unbound
 from gdscache.config import SsdConfig
 from gdscache.directory import CacheDirectories
@@ -142,10 +141,6 @@ class SsdTier(Tier):
     def directories(self) -> int:
         """How many directories the slab lies over."""
         return len(self._slab.files)
-
-    @property
-    def format_version(self) -> int:
-        return FORMAT_VERSION
 
     @property
     def capacity(self) -> int:
