@@ -46,7 +46,7 @@ suites: $(VENV)/.installed
 soak: SEED ?= $(shell $(BIN)/python -c "import random; print(random.SystemRandom().randrange(2**32))")
 soak: $(VENV)/.installed
 	@echo "== the seed of this run: make soak SEED=$(SEED)"
-	GDSCACHE_SOAK=1 GDSCACHE_EXAMPLES=soak GDSCACHE_SEED=$(SEED) $(PYTEST) -n $(WORKERS) -m "soak or hypothesis" \
+	GDSCACHE_EXAMPLES=soak GDSCACHE_SEED=$(SEED) $(PYTEST) -n $(WORKERS) -m "soak or hypothesis" \
 		--durations=15 --timeout=0 --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev

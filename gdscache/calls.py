@@ -66,6 +66,11 @@ class Calls:
         """Whether this is a child of the process that the engine belongs to."""
         return os.getpid() != self.pid
 
+    @property
+    def in_caller(self) -> bool:
+        """Whether a call of this thread is carried out in it: nothing interrupts it, or the engine is closed."""
+        return threading.current_thread() is not threading.main_thread() or self._over.is_set()
+
     def check(self) -> None:
         """Raises `ForkedProcessError` in a forked child."""
         if self.forked:
@@ -82,7 +87,7 @@ class Calls:
         before the next call. `stop` is set then, for work that waits.
         """
         self.check()
-        if threading.current_thread() is not threading.main_thread() or self._over.is_set():
+        if self.in_caller:
             return work()
         call = _Call(work)
         try:

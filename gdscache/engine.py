@@ -142,7 +142,9 @@ class CacheEngine:
 
     def call(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None, stop: Flag | None = None) -> _T:
         """Carry a public call out; see `Calls.run`. The caller's current stream is the current one in it."""
-        return self._calls.run(on_stream_of_caller(self._parts.planes.device, work), undo, stop)
+        if not self._calls.in_caller:
+            work = on_stream_of_caller(self._parts.planes.device, work)
+        return self._calls.run(work, undo, stop)
 
     def watch(self, handle: object, dead: Callable[[], object]) -> Callable[[], None]:
         """Have `dead()` done when nobody has `handle` any more; what takes that back."""

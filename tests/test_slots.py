@@ -141,6 +141,16 @@ def test_check_sees_what_is_wrong(damage: str) -> None:
     assert slots.check()
 
 
+def test_a_run_that_is_lost_ends_a_call_with_fewer_slots_and_not_never() -> None:
+    slots = FreeSlots(10)
+    slots.take(2)
+    slots._bins[8].clear()  # as when what files a run breaks off
+    slots._mask = 0
+    slots.give_all([0])
+    assert slots.take(4) == [0]
+    assert slots.check()
+
+
 def test_a_call_is_bounded_when_a_million_slots_come_back_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other slot: no two can be joined, so there would be half a million runs."""
     add, calls = FreeSlots._add, []

@@ -66,7 +66,7 @@ class FreeSlots:
         while len(slots) < n:
             if self._mask.bit_length() > _bin(n - len(slots)):
                 self._cut(self._fitting(n - len(slots)), n - len(slots), slots)
-            elif self._count:
+            elif self._mask:
                 self._cut_longest(n - len(slots), slots)
             elif self._returned:
                 self._join(JOINED)
