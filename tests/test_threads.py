@@ -145,7 +145,9 @@ class Blow:
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        if not self.armed or not code.co_filename.startswith(PACKAGE) or code.co_name in _NOT_HERE:
+        if not self.armed or not code.co_filename.startswith(PACKAGE):
+            return
+        if code.co_name in _NOT_HERE or code.co_qualname in _NOT_HERE:
             return
         if not threading.current_thread().name.startswith(_BACKGROUND):
             return
@@ -158,7 +160,7 @@ class Blow:
 
 _BACKGROUND = ("gdscache-load", "gdscache-gather", "gdscache-write", "gdscache-prefetch", "gdscache-posix")
 # What passes an end on has nobody behind it that could do so in its place.
-_NOT_HERE = {"failure_of", "log_failure", "set", "signal", "end", "finish", "_serve"}
+_NOT_HERE = {"failure_of", "log_failure", "set", "signal", "end", "finish", "_serve", "Submission._end", "_call"}
 
 
 def _work(host: Host, seed: int) -> None:
