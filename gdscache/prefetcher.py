@@ -42,7 +42,7 @@ class Prefetcher:
         self._ends: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         self._changed = loader.changed
-        self._moving: set[int] = set()  # chunks under way, by the ids of their plans
+        self._moving: dict[int, PrefetchRequest] = {}  # chunks under way, by the ids of their plans
         self._closed = False
         both = cpu is not None and manager.ssd is not None  # else there is nothing to bring
         self._pool = Workers(config.concurrent if both else 0, "gdscache-prefetch")
@@ -151,7 +151,7 @@ class Prefetcher:
                     self._move(request, plan, numbers)  # which waits for the lock
                 on_failure.pop_all()
             if tasks:
-                self._moving.add(id(plan))
+                self._moving[id(plan)] = request
                 self._queue.begin(request, chunk=True, left=work.left)
             elif plan.then == "busy":
                 self._queue.park(request)
@@ -180,12 +180,11 @@ class Prefetcher:
         """A chunk has ended, in the thread that moved it."""
         tasks = plan.chunk.tasks
         with self._manager.lock, contextlib.ExitStack() as on_failure:
-            if id(plan) not in self._moving:  # behind what was broken off: only its end may be left to say
-                if request in self._live and request.end is not None and not request.flying:
-                    self._ended(request)
+            if self._moving.pop(id(plan), None) is None:  # this is what comes behind a landing that was broken off
+                self._recount(request)
+                self._changed.notify_all()
                 return
-            self._moving.discard(id(plan))
-            on_failure.callback(self._queue.land, request, good=False)
+            on_failure.callback(self._recount, request)
             on_failure.callback(self._give_up, plan)
             self._give_up(plan)
             statuses = []
@@ -199,18 +198,24 @@ class Prefetcher:
             self._live[request].land(numbers, statuses)
             if "cleared" in statuses:
                 self._queue.stop(request, PrefetchEnd.MISSING)
-            on_failure.pop_all()
             self._queue.land(request, good=set(statuses) == {PageStatus.LOADED.value})
+            on_failure.pop_all()
             self._pump()
             if self._queue.wake() is not None:
                 self._changed.notify_all()
 
+    def _recount(self, request: PrefetchRequest) -> None:
+        """End a request whose chunk ended in the middle of its landing."""
+        moving = list(self._moving.values())
+        self._queue.recount(request, moving.count(request), len(moving))
+
     def _ended(self, request: PrefetchRequest) -> None:
         """The queue's last word on a request."""
         assert request.end is not None, "over without a cause"
-        work = self._live.pop(request)
-        self._ends[request.end.value] += 1
-        work.finish(time.monotonic() - request.begun)
+        work = self._live.pop(request, None)
+        if work is not None:
+            self._ends[request.end.value] += 1
+            work.finish(time.monotonic() - request.begun)
 
 
 _ENDS = {"missing": PrefetchEnd.MISSING, "no_room": PrefetchEnd.NO_ROOM}

@@ -130,7 +130,7 @@ class PrefetchRequest:
 
 
 class PrefetchQueue:
-    """Whose turn it is. `ended` is called once for each request, when it is over. The caller locks.
+    """Whose turn it is. `ended` is called for each request when it is over, once but after `recount`. The caller locks.
 
     Requests go round, a chunk of up to `chunk_pages` each: while one waits for its turn, no other gets two chunks more.
     """
@@ -149,14 +149,14 @@ class PrefetchQueue:
         self._ended = ended
         self._clock = clock
         self._turns: deque[PrefetchRequest] = deque()  # those that may begin another chunk, whose turn is next first
-        self._live = 0  # requests that are not over
+        self._live: set[PrefetchRequest] = set()  # requests that are not over
         self._held_back: float | None = None  # when loads began to hold back a chunk, or the last one that they let go
         self._again = False  # `next` has more to do
         self.flying = 0
 
     def __len__(self) -> int:
         """Requests that are not over."""
-        return self._live
+        return len(self._live)
 
     def add(self, request: PrefetchRequest, tokens: int) -> None:
         """A new request, to bring `tokens` tokens in `request.pages` pages; it may be over at once."""
@@ -165,10 +165,10 @@ class PrefetchQueue:
         if config.stop == "timeout":
             seconds = config.timeout_base + config.timeout_per_1024_tokens * tokens / 1024
             request.limit = request.begun + min(seconds, MAX_SECONDS)
-        self._live += 1
+        self._live.add(request)
         if not request.pages:
             self.stop(request, PrefetchEnd.COMPLETE)
-        elif self._live > config.queue:
+        elif len(self._live) > config.queue:
             self.stop(request, PrefetchEnd.QUEUE_FULL)
         elif tokens < config.threshold:
             self.stop(request, PrefetchEnd.THRESHOLD)
@@ -230,6 +230,15 @@ class PrefetchQueue:
         else:
             self.stop(request, PrefetchEnd.ERROR)
 
+    def recount(self, request: PrefetchRequest, flying: int, in_all: int) -> None:
+        """The landing of a chunk was broken off, at whatever point: the request has `flying` chunks under way, and all
+        requests `in_all`. It ends."""
+        request.flying, self.flying = flying, in_all
+        if request.end is None:
+            self.stop(request, PrefetchEnd.ERROR)
+        else:
+            self._end_if_over(request)
+
     def stop(self, request: PrefetchRequest, why: PrefetchEnd) -> None:
         """It begins no further chunk, and is over when the one under way is. One that has ended stays as it is."""
         if request.end is None:
@@ -281,7 +290,7 @@ class PrefetchQueue:
 
     def _end_if_over(self, request: PrefetchRequest) -> None:
         if not request.flying:
-            self._live -= 1
+            self._live.discard(request)
             self._ended(request)
 
     def _complete(self, request: PrefetchRequest) -> None:
