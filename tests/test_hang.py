@@ -679,7 +679,7 @@ def test_close_waits_a_little_for_what_is_only_slow(
 
 @pytest.mark.usefixtures("_no_patience")
 @pytest.mark.parametrize("drain", [True, False])
-@pytest.mark.parametrize("cpu", [None, 64])
+@pytest.mark.parametrize("cpu", [64, pytest.param(None, marks=pytest.mark.suite)])
 def test_close_with_a_long_queue_to_a_hung_device_costs_about_one_deadline(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None, drain: bool
 ) -> None:

@@ -38,7 +38,11 @@ def _config(tmp_path: Path) -> dict[str, Any]:
     return make_config(tmp_path / "cache", cpu=None, ssd=8, bounce=16, transport="kill_points:DyingTransport")
 
 
-@pytest.mark.parametrize("point", STORED, ids=lambda point: point.__name__)
+@pytest.mark.parametrize(
+    "point",
+    [point if i % 2 == 0 else pytest.param(point, marks=pytest.mark.suite) for i, point in enumerate(STORED)],
+    ids=lambda point: point.__name__,
+)
 def test_a_kill_while_storing_and_clearing(tmp_path: Path, point: Callable[..., None]) -> None:
     config, left = _config(tmp_path), LEFT[point.__name__]
     with Child(run, config, point.__name__) as child:

@@ -576,16 +576,18 @@ def require_uring() -> None:
         pytest.skip(error.message)
 
 
-@pytest.mark.parametrize(
-    "transport",
-    [
-        "FaultyTransport",
-        "FaultyUring",
-        pytest.param("FaultyNixl", marks=NIXL),
-        pytest.param("FaultyKvikio", marks=KVIKIO),
-    ],
-)
-@pytest.mark.parametrize("face", [Owned, Attached, OwnedWithoutCpu, AttachedWithoutCpu])
+def _faults() -> list[Any]:
+    """Every face over every transport; one transport a face in `make test`."""
+    transports = {"FaultyTransport": [], "FaultyUring": [], "FaultyNixl": [NIXL], "FaultyKvikio": [KVIKIO]}
+    faces = [Owned, Attached, OwnedWithoutCpu, AttachedWithoutCpu]
+    return [
+        pytest.param(transport, face, marks=[*needs, *([] if i == n else [pytest.mark.suite])])
+        for n, (transport, needs) in enumerate(transports.items())
+        for i, face in enumerate(faces)
+    ]
+
+
+@pytest.mark.parametrize(("transport", "face"), _faults())
 def test_random_faults(transport: str, face: type[Machine], device: str) -> None:
     if transport == "FaultyUring":
         require_uring()
