@@ -143,8 +143,10 @@ class PrefetchWork:
 
     def finish(self, seconds: float) -> None:
         """It has ended."""
-        if self.left:
-            self.counts["left"] = self.left
         self.seconds = seconds
         self.keep = set()
-        self.over.set()
+        try:
+            if self.left:
+                self.counts["left"] = self.left
+        finally:
+            self.over.set()

@@ -219,8 +219,9 @@ def test_whatever_ends_the_work_of_a_thread_ends_what_waits_for_it(tmp_path: Pat
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("share", range(15))
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_whatever_ends_the_work_at_any_function(tmp_path: Path) -> None:
+def test_whatever_ends_the_work_at_any_function(tmp_path: Path, share: int) -> None:
     blow = Blow()
-    for at in range(_blown(tmp_path / "none", blow, 0)):
+    for at in range(share, _blown(tmp_path / "none", blow, 0), 15):
         _blown(tmp_path / str(at), blow, at + 1)
