@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from gdscache.loading import Gap, LayerwiseLoad, LoadReport
     from gdscache.prefetch import Prefetch, PrefetchReport
     from gdscache.sequence import Sequence
-    from gdscache.storing import StoreHandle, StoreReport
+    from gdscache.store.handle import StoreHandle, StoreReport
     from gdscache.tiers.keeping import Pin
     from gdscache.tiers.manager import PageStatus
     from gdscache.tiers.prefetching import PrefetchEnd
@@ -34,8 +34,8 @@ _HOMES = {
     "PrefetchEnd": "tiers.prefetching",
     "PrefetchReport": "prefetch",
     "Sequence": "sequence",
-    "StoreHandle": "storing",
-    "StoreReport": "storing",
+    "StoreHandle": "store.handle",
+    "StoreReport": "store.handle",
     "load_config": "config",
 }
 

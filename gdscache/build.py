@@ -17,11 +17,14 @@ from gdscache.config import Config, GpuConfig
 from gdscache.errors import PinnedMemoryError
 from gdscache.layout import PageLayout
 from gdscache.loader import Loader
+from gdscache.moves.threads import ThreadsExecutor
 from gdscache.planes import PagedPlanes
 from gdscache.prefetcher import Prefetcher
 from gdscache.sanity import concerns
 from gdscache.status_page import Figures, StatusWriter
-from gdscache.storer import Storer
+from gdscache.store.plan import StorePlanner
+from gdscache.store.storer import Storer
+from gdscache.store.writer import SsdWriter
 from gdscache.streams import resolve_device
 from gdscache.tiers import routes
 from gdscache.tiers.admission import open_admission
@@ -31,10 +34,8 @@ from gdscache.tiers.gpu import DeviceExtents, GpuTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.promotion import Promotion, new_promotion
 from gdscache.tiers.ssd import SsdTier
-from gdscache.tiers.store_plan import StorePlanner
 from gdscache.tiers.transfer import Mover, open_mover
 from gdscache.timeline import OFF, Timeline
-from gdscache.writer import SsdWriter
 
 _log = logging.getLogger("gdscache")
 _config_log = logging.getLogger("gdscache.config")
@@ -52,17 +53,22 @@ class Parts:
     loader: Loader
     prefetcher: Prefetcher
     storer: Storer
+    executor: ThreadsExecutor
     status: StatusWriter | None
 
-    def close(self) -> None:
-        """Close the tiers and give the buffers back. Loads and stores have ended."""
-        with contextlib.ExitStack() as stack:
+    def close(self, *, drain: bool) -> None:
+        """End prefetches, stores (those accepted are finished with `drain`, else dropped) and loads; then close the
+        tiers and give the buffers back. Each step whatever becomes of those before it."""
+        with contextlib.ExitStack() as last_to_first:
             if self.bounce is not None:
-                stack.callback(self.bounce.close)
-            stack.callback(self.manager.close)
+                last_to_first.callback(self.bounce.close)
+            last_to_first.callback(self.manager.close)
             if self.status is not None:
-                stack.callback(self.status.close)
-            self.mover.close()
+                last_to_first.callback(self.status.close)
+            last_to_first.callback(self.mover.close)
+            last_to_first.callback(self.loader.close)
+            last_to_first.callback(self.storer.close, drain=drain)
+            self.prefetcher.close()
 
 
 def build(
@@ -112,11 +118,13 @@ def build(
         if ssd is not None and config.ssd is not None:
             admission = open_admission(config.ssd, ssd.index.slots, layout.extent_bytes)
         planner = StorePlanner(manager, config.store, layout.extent_bytes, admission, watermarks)
+        executor = _executor(mover, cpu, ssd, bounce, timeline)
         writer = None
         if ssd is not None and config.store.write_policy != "never":
-            writer = SsdWriter(manager, ssd, layout.extent_bytes)
+            writer = SsdWriter(manager, ssd, executor, layout.extent_bytes)
             undo.callback(writer.close, drain=False)
-        storer = Storer(manager, planner, mover, bounce, writer, layout.extent_bytes, config.store)
+        spare = None if bounce is None else bounce.stores
+        storer = Storer(manager, planner, executor, spare, writer, layout.extent_bytes, config.store)
         undo.callback(storer.close, drain=False)
         said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
         status = None
@@ -126,7 +134,7 @@ def build(
     for concern in said:
         _config_log.warning("%s", concern)
     _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)
-    return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, status)
+    return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, executor, status)
 
 
 def _figures(manager: TierManager, ssd: SsdTier) -> Figures:
@@ -146,6 +154,18 @@ def _figures(manager: TierManager, ssd: SsdTier) -> Figures:
         stopped=stopped,
         counts=dict(manager.counts),
     )
+
+
+def _executor(
+    mover: Mover, cpu: CpuTier | None, ssd: SsdTier | None, bounce: Bounce | None, timeline: Timeline
+) -> ThreadsExecutor:
+    """What moves bytes between the spaces of an engine."""
+    memories: dict[str, Extents] = {}
+    if cpu is not None:
+        memories["cpu"] = cpu.extents
+    if bounce is not None:
+        memories["bounce"] = bounce.extents
+    return ThreadsExecutor(mover, memories, {} if ssd is None else {"ssd": ssd.io}, timeline)
 
 
 def _promotion(config: Config, cpu: CpuTier | None) -> Promotion | None:

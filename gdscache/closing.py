@@ -44,14 +44,10 @@ class Closing:
             if self._over.is_set():
                 return
             self.begun = True
-            parts = self._parts
             with contextlib.ExitStack() as last_to_first:
                 last_to_first.callback(self._calls.end)
                 last_to_first.callback(self._over.set)
-                last_to_first.callback(parts.close)
-                last_to_first.callback(parts.loader.close)
-                last_to_first.callback(parts.storer.close, drain=drain)
-                parts.prefetcher.close()
+                self._parts.close(drain=drain)
 
     def forgotten(self, ending: bool = False) -> None:
         """Nobody has the engine any more, or the process is `ending`: finish what was accepted, within `EXIT_S`.

@@ -32,7 +32,7 @@ from gdscache.loader import Loader
 from gdscache.loading import LayerwiseLoad
 from gdscache.prefetch import Prefetch
 from gdscache.sequence import Sequence as TokenSequence
-from gdscache.storing import StoreHandle
+from gdscache.store.handle import StoreHandle
 from gdscache.streams import Event, given, on_stream_of_caller
 from gdscache.threads import Flag
 from gdscache.tiers.base import Lease
@@ -311,7 +311,10 @@ class CacheEngine:
             self._described.add(namespace)
             ssd.describe_namespace(namespace, self.config.model.namespace_fields(salt))
         event = given(after, self._parts.planes.device)
-        return self._parts.storer.store(pages, blocks, [epoch] * len(pages), event, sources, retention)
+        handle = StoreHandle(len(pages), self._calls)
+        storer = self._parts.storer
+        storer.store(pages, handle, blocks.numpy(), [epoch] * len(pages), event, sources, retention)
+        return handle
 
     # -- both ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from gdscache import arguments
 from gdscache.errors import DeadlineError, ForkedProcessError, LoadFailedError, PoolFullError, SequenceStateError
 from gdscache.keys import Page, as_tokens
 from gdscache.loading import LayerwiseLoad
-from gdscache.storing import StoreHandle
+from gdscache.store.handle import StoreHandle
 from gdscache.streams import on_stream_of_caller, record
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier

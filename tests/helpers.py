@@ -18,7 +18,7 @@ from gdscache import CacheEngine
 from gdscache.config import ModelConfig
 from gdscache.layout import PageLayout
 from gdscache.loading import LayerwiseLoad, LoadReport
-from gdscache.storing import StoreHandle
+from gdscache.store.handle import StoreHandle
 
 Bytes = npt.NDArray[np.uint8]
 Planes = Sequence[Sequence[torch.Tensor]]

@@ -18,7 +18,7 @@ from gdscache import CacheEngine, slab
 from gdscache.errors import PoolFullError
 from gdscache.layout import PageLayout
 from gdscache.loading import LoadReport
-from gdscache.storing import StoreHandle
+from gdscache.store.handle import StoreHandle
 from gdscache.tiers.manager import PageStatus
 
 THREADS = 2

@@ -123,7 +123,7 @@ class Points:
         if manager.ssd is not None:
             self.before(manager.ssd, "read", "read")
             self.after(manager.ssd, "read", "reading")
-            self.before(manager.ssd, "write", "write")
+            self.before(parts.executor, "_write", "write")
             self.before(manager.ssd._catalog, "commit", "catalogue")
             self.before(manager.ssd, "commit_deletions", "deletions")
             self.after(manager.ssd, "commit", "committed")

@@ -43,7 +43,7 @@ from gdscache.layout import GroupSizes, read_groups
 from gdscache.loading import Gap, LayerwiseLoad
 from gdscache.prefetch import Prefetch
 from gdscache.storage.base import Op
-from gdscache.storing import StoreHandle
+from gdscache.store.handle import StoreHandle
 from gdscache.testing.faults import FaultRule
 
 ACTIONS = ("none", "cancel", "close", "raise", "error")

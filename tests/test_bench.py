@@ -202,7 +202,7 @@ def test_a_load_of_damaged_bytes_is_no_figure(tier: ssd_tier.TierUnderTest) -> N
 
 def test_a_store_that_is_dropped_is_no_figure(tier: ssd_tier.TierUnderTest) -> None:
     tier._writer.close(drain=False)
-    tier._writer._thread.__init__(1, "gdscache-write")  # a thread again, that drops
+    tier._writer._lane = tier._parts.executor.lane("gdscache-write", lambda: None)  # a thread again, that drops
     with pytest.raises(IOFailedError, match="closed"):
         tier.store()
 

@@ -48,7 +48,7 @@ from gdscache.errors import (
     TokensError,
     TransportUnavailableError,
 )
-from gdscache.storing import StoreHandle
+from gdscache.store.handle import StoreHandle
 
 Open = Callable[..., CacheEngine]
 

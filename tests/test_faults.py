@@ -602,19 +602,19 @@ def test_a_catalogue_that_takes_no_more_costs_stores_only(open_host: OpenHost, m
     assert host.load(prompt(2, 2)).tokens == 8
 
 
-@pytest.mark.parametrize("method", ["reserve", "write", "commit"])
+@pytest.mark.parametrize("method", ["reserve", "_write", "commit"])
 def test_an_unexpected_error_in_the_writer_strands_nothing(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     host = open_host()
-    ssd = host.engine.manager.ssd
-    assert ssd is not None
+    owner = host.engine._parts.executor if method == "_write" else host.engine.manager.ssd
+    assert owner is not None
 
     def broken(*args: object) -> None:
         raise ArithmeticError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ssd, method, broken)
+        patch.setattr(owner, method, broken)
         handle = host.store(prompt(1, 3))
         try:
             dropped = handle.result(3).dropped

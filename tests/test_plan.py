@@ -17,8 +17,8 @@ from test_replay import line, request, write
 
 from gdscache import cli
 from gdscache.errors import CapacityError, InvalidValueError
+from gdscache.moves.clock import Machine
 from gdscache.replay import tier_report
-from gdscache.replay.clock import Machine
 from gdscache.replay.plan import SCHEMA, plan
 from gdscache.replay.plan_curve import CurveError, Demand, Point, plan_curve, rate_at, read_curve
 from gdscache.replay.plan_machine import BenchReportError, bench_rates

@@ -16,8 +16,8 @@ from test_replay_tiers import gdscache  # noqa: F401  (a fixture)
 
 from gdscache.config import Config
 from gdscache.engine import CacheEngine
+from gdscache.moves.clock import Machine
 from gdscache.replay import tier_report
-from gdscache.replay.clock import Machine
 from gdscache.replay.real import RealOutcome, WrongBytesError, namespace_of, replay_real, tokens_of, with_keys
 from gdscache.replay.tier_setup import Asked, Setup, setups
 from gdscache.replay.trace import Request, read_trace

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from test_imports import PACKAGE, python
 from test_replay import line, request, workloads, write
 
-from gdscache import cli, writer
+from gdscache import cli
 from gdscache.config import Config, Eviction
 from gdscache.errors import ConfigError, InvalidValueError
 from gdscache.keys import Page
+from gdscache.moves import clock
+from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
 from gdscache.policies import POLICIES
-from gdscache.replay import clock as clocks
-from gdscache.replay import hierarchy, tier_report
-from gdscache.replay.clock import Clock, Disk, Done, Machine, Pipe, Process
+from gdscache.replay import tier_report
 from gdscache.replay.hierarchy import Hierarchy
 from gdscache.replay.simulate import infinite, optimum, simulate
 from gdscache.replay.tier_setup import SWEPT_CAPACITIES, Asked, Setup, page_tokens_of, pages_of, setups
@@ -145,17 +145,18 @@ def test_machines_that_are_none_are_refused(bad: dict[str, float]) -> None:
 
 
 def test_what_is_said_twice_is_the_same() -> None:
-    assert hierarchy.BATCH_BYTES == writer.BATCH_BYTES
-    assert clocks.READS_PER_WRITE == workers.READS_PER_WRITE
+    assert clock.READS_PER_WRITE == workers.READS_PER_WRITE
 
 
-@pytest.mark.parametrize("name", ["clock", "tiers", "hierarchy", "traffic", "tier_setup", "tier_report"])
+@pytest.mark.parametrize(
+    "name", ["moves.virtual", "replay.hierarchy", "replay.traffic", "replay.tier_setup", "replay.tier_report"]
+)
 def test_a_simulation_needs_no_torch(name: str) -> None:
     code = (
         "import importlib, sys, types; sys.modules['torch'] = None;"
         f"package = types.ModuleType('gdscache'); package.__path__ = [{str(PACKAGE)!r}];"
         "sys.modules['gdscache'] = package;"
-        f"importlib.import_module('gdscache.replay.{name}')"
+        f"importlib.import_module('gdscache.{name}')"
     )
     assert python(code) == ""
 

@@ -27,7 +27,7 @@ from gdscache.inspection import inspect
 from gdscache.keys import Page
 from gdscache.loading import LayerwiseLoad
 from gdscache.policies import POLICIES, new_policy
-from gdscache.storing import StoreHandle
+from gdscache.store.handle import StoreHandle
 from gdscache.tiers import keeping
 from gdscache.tiers.base import Tier
 from gdscache.tiers.index import PageIndex

@@ -15,10 +15,10 @@ from test_replay_tiers import PAGE, make, run, work_of
 from test_write_policy import dirty, on, open_host, written  # noqa: F401  (a fixture)
 
 from gdscache.keys import Page
-from gdscache.replay.clock import Clock, Machine
+from gdscache.moves.clock import Clock, Machine
 from gdscache.replay.hierarchy import Hierarchy, Ledger
 from gdscache.storage.base import Op
-from gdscache.tiers.store_plan import Placed, StoreJob
+from gdscache.store.plan import Placed, StoreJob
 
 OpenHost = Callable[..., Host]
 PAGES = 5  # of each prompt
@@ -123,7 +123,9 @@ class Driven:
 
     def write(self) -> None:
         if self.out:
-            self.tiers._commit(self.tiers._reserve([self.out.popleft()]), late=False)
+            assert self.tiers.writer is not None
+            self.tiers.writer.put([self.tiers.storer._outgoing(self.out.popleft())])
+            self.tiers.clock.run()
 
 
 _operations = st.lists(

@@ -13,7 +13,7 @@ import torch
 from gdscache import CacheEngine
 from gdscache.errors import IOFailedError
 from gdscache.loading import LayerwiseLoad
-from gdscache.storing import StoreHandle
+from gdscache.store.handle import StoreHandle
 
 Planes = list[tuple[torch.Tensor, ...]]
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from gdscache.bench.measure import Progress, silent
 from gdscache.config import CpuConfig, SsdConfig, StoreConfig
-from gdscache.replay.clock import Machine
+from gdscache.moves.clock import Machine
 from gdscache.replay.tier_report import simulate, totals
 from gdscache.replay.tier_setup import TOKEN_BYTES, Asked, setups
 from gdscache.replay.trace import BLOCK_TOKENS, Request

@@ -1,8 +1,8 @@
 """The SSD tier against the best bare loop over the same slab file: stores and loads of whole pages, host memory.
 
-A store is what `gdscache.writer` does: slots reserved (the slab is full, so older pages are evicted), bytes written,
-rows committed, keys visible. A load is what `Loader.bring` does for a prefetch: CPU slots reserved, bytes read,
-checksums verified, pages published. Both use the engine's own parts.
+A store is what `gdscache.store.writer` does: slots reserved (the slab is full, so older pages are evicted), bytes
+written, rows committed, keys visible. A load is what `Loader.bring` does for a prefetch: CPU slots reserved, bytes
+read, checksums verified, pages published. Both use the engine's own parts.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gdscache.errors import IOFailedError
 from gdscache.keys import Page
 from gdscache.layout import PageLayout
 from gdscache.storage.base import Op
+from gdscache.store.writer import Outgoing, SsdWriter
 from gdscache.tiers.base import Tier
 from gdscache.tiers.manager import TierManager
-from gdscache.writer import Outgoing, SsdWriter
 
 TARGET = 0.85
 CHAIN = 32  # pages of one prefix
@@ -111,7 +111,7 @@ class TierUnderTest:
         assert manager.cpu is not None, "no CPU tier"
         assert manager.ssd is not None, "no SSD tier"
         self._cpu, self._ssd = manager.cpu, manager.ssd
-        self._writer = SsdWriter(manager, self._ssd, self.layout.extent_bytes)
+        self._writer = SsdWriter(manager, self._ssd, self._parts.executor, self.layout.extent_bytes)
         self.slab = next(iter(self._ssd.path.glob("slab-*.bin")))
         self._generation = 0
         self._names: list[Page] = []
@@ -145,8 +145,7 @@ class TierUnderTest:
 
         manager = self._parts.manager
         epoch = manager.clearing.epoch(NAMESPACE)
-        extents = self._cpu.extents
-        outgoing = [Outgoing(page, epoch, extents, slot, finish) for slot, page in enumerate(self._names)]
+        outgoing = [Outgoing(page, epoch, self._cpu.name, slot, finish) for slot, page in enumerate(self._names)]
         start = time.perf_counter()
         self._writer.put(outgoing)
         done.wait()
@@ -168,9 +167,7 @@ class TierUnderTest:
 
     def close(self) -> None:
         self._writer.close(drain=True)
-        self._parts.loader.close()
-        self._parts.storer.close(drain=True)
-        self._parts.close()
+        self._parts.close(drain=True)
 
     def __enter__(self) -> TierUnderTest:
         return self

@@ -30,7 +30,7 @@ from gdscache.integrations.forwards import Forwards
 from gdscache.keys import as_tokens
 from gdscache.layout import Plane
 from gdscache.sequence import Sequence as TokenSequence
-from gdscache.storing import StoreHandle
+from gdscache.store.handle import StoreHandle
 
 
 def model_section(

@@ -11,10 +11,10 @@ import typer
 from rich.table import Table
 
 from gdscache.errors import InvalidValueError
+from gdscache.moves.clock import Machine
 from gdscache.policies import POLICIES
 from gdscache.replay import report as reports
 from gdscache.replay import tier_commands
-from gdscache.replay.clock import Machine
 from gdscache.replay.console import end, listed, show, watched
 from gdscache.replay.simulate import Progress
 from gdscache.replay.tier_setup import TOKEN_BYTES, Asked, page_tokens_of

@@ -1,35 +1,46 @@
-"""All tiers of an engine with virtual time: its real index, policies and store plan, and processes in place of threads.
+"""All tiers of an engine with virtual time: its real index, policies, stores and writer, moved by a model of a machine.
 
-What is decided here is decided by the engine's own code (`TierManager`, `StorePlanner`, `Admission`, ...). What the
-threads of the loader, the storer and the writer do around it is said once more, as processes that wait for a model of
-the machine instead of for bytes: the same steps, in the same order, as many pages at a time.
+What is decided here is decided by the engine's own code (`TierManager`, `StorePlanner`, `Storer`, `SsdWriter`, ...),
+whose moves a `VirtualExecutor` carries out. A load's steps are said once more, as many pages at a time.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from gdscache.config import Config
 from gdscache.keys import Page
-from gdscache.replay.clock import Clock, Disk, Done, Machine, Pipe, Process
+from gdscache.moves.clock import Clock, Done, Machine, Process
+from gdscache.moves.virtual import VirtualExecutor, VirtualPool
 from gdscache.replay.tiers import ModelGpu, ModelSsd, ModelTier
+from gdscache.store.plan import Placed, StorePlanner
+from gdscache.store.storer import Storer
+from gdscache.store.writer import Outgoing, SsdWriter
 from gdscache.tiers.admission import open_admission
-from gdscache.tiers.base import Lease, SlotPool
+from gdscache.tiers.base import Lease
+from gdscache.tiers.index import PageIndex
 from gdscache.tiers.manager import LoadPlan, PageStatus, TierManager
-from gdscache.tiers.pages import Entry
 from gdscache.tiers.promotion import new_promotion
-from gdscache.tiers.store_plan import BATCH_BYTES, Placed, StoreJob, StorePlanner, round_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gdscache.streams import Event
 
 CHUNK_BYTES = 32 << 20  # of the SSD, that go on to the GPU while the next are read
 
 
 class Ledger:
-    """What became of the pages of all stores: a receipt, as the planner wants one."""
+    """What became of the pages of all stores: a receipt, as the storer wants one. `gathered` is called when the blocks
+    of a store are not read any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, gathered: Callable[[], None] = lambda: None) -> None:
+        self._gathered = gathered
         self.offered = 0
         self.finished = 0
         self.stored: Counter[str] = Counter()  # by tier
@@ -43,19 +54,49 @@ class Ledger:
         if cause:
             self.dropped[cause] += 1
 
+    def read(self, event: Event) -> None:
+        self._gathered()
+
 
 class Moved:
     """Pages that moved, by tier: read (by loads, and by writes of a page that lies in the CPU tier) and written."""
 
-    def __init__(self) -> None:
-        self.read: Counter[str] = Counter()
-        self.written: Counter[str] = Counter()
+    def __init__(self, executor: VirtualExecutor) -> None:
+        self.read, self.written = executor.read, executor.written
         self.promoted = 0  # from the SSD, into the CPU tier
         self.demoted = 0  # from the CPU tier on to the SSD, without a store
         self.to_ssd = 0  # handed to the writer
         self.not_written: Counter[str] = Counter()  # ... and dropped there, by cause
         self.most_queued = 0  # pages accepted and not finished, those on their way to the SSD left out
         self.most_to_ssd = 0  # pages on their way to the SSD
+
+
+class _Planner(StorePlanner):
+    """Counts what goes to the SSD without a store, and what the writer drops."""
+
+    moved: Moved
+
+    def _demote(self, pages: Iterable[Page], index: PageIndex) -> int:
+        sent = super()._demote(pages, index)
+        self.moved.demoted += sent
+        return sent
+
+    def written(self, placed: Placed, cause: str) -> None:
+        if cause:
+            self.moved.not_written[cause] += 1
+        super().written(placed, cause)
+
+
+class _Writer(SsdWriter):
+    """Counts the pages that are handed to it."""
+
+    moved: Moved
+    keys: set[bytes]  # of the pages on their way
+
+    def put(self, pages: Sequence[Outgoing]) -> None:
+        self.moved.to_ssd += len(pages)
+        self.moved.most_to_ssd = max(self.moved.most_to_ssd, len(self.keys))
+        super().put(pages)
 
 
 def _nothing() -> None:
@@ -98,27 +139,28 @@ class Hierarchy:
         if config.ssd is not None and self.ssd is not None:
             self.admission = open_admission(config.ssd, self.ssd.index.slots, extent, clock.time)
         marks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
-        self.planner = StorePlanner(self.manager, config.store, extent, self.admission, marks)
-        self.planner.send = self._send
-        self.ledger = Ledger()
-        self.moved = Moved()
+        self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)
+        self.moved = Moved(self.executor)
+        self.planner = _Planner(self.manager, config.store, extent, self.admission, marks)
+        self.planner.moved = self.moved
+        writer = None
+        if self.ssd is not None:
+            writer = _Writer(self.manager, self.ssd, self.executor, extent)
+            writer.moved, writer.keys = self.moved, self.planner.keys
+        self.writer = writer
         self._keep = config.ssd is None or config.ssd.route != "direct"
-        self._bounce = None
+        self._spare = None
         if config.ssd is not None:
             half = config.host_buffer // extent // 2
-            self._bounce = SlotPool(range(half, 2 * half))
-        self._freed = Done(clock)  # a slot of the bounce reserve came back
-        self._round, self._batch = round_pages(extent), max(1, BATCH_BYTES // extent)
+            self._spare = VirtualPool(clock, range(half, 2 * half))
+        self.storer = Storer(self.manager, self.planner, self.executor, self._spare, writer, extent, config.store)
+        self.gathered: Callable[[], None] = _nothing  # the GPU pages of a store are not read any more
+        self._accepting = False
+        self.ledger = Ledger(self._gathered)
         self._chunk = max(1, CHUNK_BYTES // extent)
-        self._disk = Disk(clock, machine.ssd_read, machine.ssd_write, machine.latency)
-        self._up, self._down = Pipe(clock, machine.link), Pipe(clock, machine.link)
-        self._jobs: deque[tuple[StoreJob, Lease | None]] = deque()
-        self._gathering = False
-        self._ready: deque[Placed] = deque()
-        self._writing = False
+        self._disk, self._up = self.executor.disk, self.executor.up
         self._loads = 0
         self._loads_waiting: deque[Done] = deque()
-        self.gathered: Callable[[], None] = _nothing  # the GPU pages of a store are not read any more
         self._landing: dict[int, Done] = {}  # id of a task that fills a CPU slot -> the end of its load
 
     # -- loads -------------------------------------------------------------------------------------------------------
@@ -182,146 +224,18 @@ class Hierarchy:
     # -- stores ------------------------------------------------------------------------------------------------------
 
     def store(self, pages: Sequence[Page], sources: Lease | None = None) -> None:
-        """Accept pages for the tiers below, as `Storer.store`."""
-        ledger, planner = self.ledger, self.planner
-        ledger.offered += len(pages)
-        wanted = planner.accept(pages, ledger)
-        self.moved.most_queued = max(self.moved.most_queued, planner.queued - len(planner.keys))
-        if not wanted:
-            if sources is not None:
-                self.manager.end(sources)
-            return
-        epoch = self.manager.clearing.epoch(pages[0].namespace)
-        job = StoreJob(ledger, wanted, [pages[n] for n in wanted], [epoch] * len(wanted))
-        self._jobs.append((job, sources))
-        if not self._gathering:
-            self._gathering = True
-            self.clock.start(self._gather())
+        """Accept pages for the tiers below, as an engine does."""
+        self.ledger.offered += len(pages)
+        epochs = [self.manager.clearing.epoch(page.namespace) for page in pages[:1]] * len(pages)
+        self._accepting = True
+        blocks = np.empty((len(pages), 0), dtype=np.int64)
+        self.storer.store(pages, self.ledger, blocks, epochs, None, sources)
+        self._accepting = False
+        self.moved.most_queued = max(self.moved.most_queued, self.planner.queued - len(self.planner.keys))
 
-    def _gather(self) -> Process:
-        """The gatherer's thread."""
-        while self._jobs:
-            job, sources = self._jobs.popleft()
-            self.planner.begin()
-            at = 0
-            while at < len(job.pages):
-                round_: list[Placed] = []
-                at = yield from self._place(job, at, round_)
-                fresh = sum(1 for placed in round_ if not placed.copied)
-                if fresh:
-                    yield self._down.move(fresh * self.page_bytes)
-                self._fill(round_)
-            if sources is not None:
-                self.manager.end(sources)
-                self.gathered()
-        self._gathering = False
-
-    def _place(self, job: StoreJob, start: int, placed: list[Placed]) -> Generator[Done, None, int]:
-        """Find slots for the next pages, `placed`; where it stopped."""
-        planner, bounced = self.planner, list[int]()
-        i, end = start, min(start + self._round, len(job.pages))
-        slots = planner.cpu_slots(job.pages[start:end])
-        while i < end:
-            settled, page = planner.place(job, i, slots, bounced)
-            if page is not None:
-                placed.append(page)
-            elif not settled:
-                if placed or self._bounce is None:
-                    break
-                bounced = self._bounce.try_take(self._round)
-                while not bounced and not planner.behind:
-                    yield self._freed
-                    bounced = self._bounce.try_take(self._round)
-                if bounced:
-                    continue
-                planner.turn_away(job, i)
-            i += 1
-        if bounced:
-            self._give_bounce(bounced)
-        planner.free(slots)
-        return i
-
-    def _fill(self, round_: Sequence[Placed]) -> None:
-        moved = self.moved
-        for placed in round_:
-            if not placed.copied and placed.entry is not None:
-                moved.written["cpu"] += 1
-        self._send_on([placed for placed in round_ if self.planner.publish(placed)])
-        self.planner.clean()
-
-    # -- on to the SSD -----------------------------------------------------------------------------------------------
-
-    def _send(self, pages: Sequence[Placed]) -> None:
-        """The planner sends pages of the CPU tier, without a store."""
-        self.moved.demoted += len(pages)
-        self._send_on(pages)
-
-    def _send_on(self, pages: Sequence[Placed]) -> None:
-        if not pages:
-            return
-        self.moved.to_ssd += len(pages)
-        self.moved.most_to_ssd = max(self.moved.most_to_ssd, len(self.planner.keys))
-        self._ready.extend(pages)
-        if not self._writing:
-            self._writing = True
-            self.clock.call(self.clock.now, lambda: self.clock.start(self._write()))
-
-    def _write(self) -> Process:
-        """The writer's thread: a batch is under way while another one begins."""
-        flying: deque[tuple[list[tuple[Placed, Entry]], float, Done]] = deque()
-        while True:
-            batch = [self._ready.popleft() for _ in range(min(self._batch, len(self._ready)))]
-            if batch:
-                writes = self._reserve(batch)
-                if writes:
-                    flying.append((writes, self.clock.now, self._disk.write(len(writes) * self.extent_bytes)))
-            if flying and (len(flying) > 1 or not batch):
-                writes, begun, done = flying.popleft()
-                yield done
-                self._commit(writes, late=self.clock.now - begun > self.config.store.deadline)
-            elif not batch:
-                break
-        self._writing = False
-
-    def _reserve(self, batch: Sequence[Placed]) -> list[tuple[Placed, Entry]]:
-        assert self.ssd is not None, "a page for the SSD tier without one"
-        entries = {entry.key: entry for entry in self.ssd.reserve([placed.page for placed in batch])}
-        writes = []
-        for placed in batch:
-            entry = entries.get(placed.page.key)
-            if entry is None:
-                self._finish(placed, "ssd_full")
-            else:
-                writes.append((placed, entry))
-        return writes
-
-    def _commit(self, writes: Sequence[tuple[Placed, Entry]], *, late: bool) -> None:
-        assert self.ssd is not None, "a page for the SSD tier without one"
-        index, moved = self.ssd.index, self.moved
-        for placed, entry in writes:
-            moved.written["ssd"] += 1
-            moved.read["cpu"] += placed.entry is not None
-            if late:
-                index.drop(entry)
-            else:
-                index.commit(entry)
-        for placed, entry in writes:
-            index.release(entry)
-            self._finish(placed, "deadline" if late else "")
-
-    def _finish(self, placed: Placed, cause: str) -> None:
-        if cause:
-            self.moved.not_written[cause] += 1
-        self.planner.written(placed, cause)
-        self.planner.give_back(placed)
-        if placed.entry is None:
-            self._give_bounce([placed.slot])
-
-    def _give_bounce(self, slots: list[int]) -> None:
-        assert self._bounce is not None, "a bounce slot without a reserve"
-        self._bounce.give(slots)
-        freed, self._freed = self._freed, Done(self.clock)
-        freed.fire()
+    def _gathered(self) -> None:
+        if not self._accepting:  # else there was nothing to gather
+            self.gathered()
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
@@ -337,8 +251,8 @@ class Hierarchy:
         stored = manager.counts["stored", "ssd"]
         if moved.to_ssd != stored + sum(moved.not_written.values()):
             found.append(f"{moved.to_ssd} pages went to the writer, {stored} are stored, {moved.not_written} dropped")
-        if self._bounce is not None and self._bounce.free_slots != self._bounce.slots:
-            found.append(f"{self._bounce.slots - self._bounce.free_slots} bounce slots are not given back")
+        if self._spare is not None and self._spare.free_slots != self._spare.slots:
+            found.append(f"{self._spare.slots - self._spare.free_slots} bounce slots are not given back")
         if self.gpu is not None and self.gpu.private:
             found.append(f"{len(self.gpu.private)} private slots of the GPU pool are left")
         return found

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from gdscache.moves.clock import Machine
 from gdscache.replay import tier_report
-from gdscache.replay.clock import Machine
 from gdscache.replay.plan_model import Modeller, Writing, grid, hit_curve, keep_one_of, with_reserve
 from gdscache.replay.plan_rule import Limits, Rule, binds, keeps, mean_of
 from gdscache.replay.simulate import Progress, silent

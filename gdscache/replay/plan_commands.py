@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from gdscache.errors import InvalidValueError
+from gdscache.moves.clock import Machine
 from gdscache.replay import tier_commands
-from gdscache.replay.clock import Machine
 from gdscache.replay.console import end, listed, show, watched
 from gdscache.replay.plan import POINTS, SCHEMA, plan
 from gdscache.replay.plan_curve import Demand, plan_curve, read_curve

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gdscache.errors import GdsCacheError, InvalidValueError
-from gdscache.replay.clock import Machine
+from gdscache.moves.clock import Machine
 from gdscache.replay.plan_rule import DAY, Limits, Rule, binds, keeps, mean_of
 from gdscache.sizes import about, parse_size
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from gdscache.config import Config, ModelConfig
 from gdscache.errors import InvalidValueError
 from gdscache.keys import Page
+from gdscache.moves.clock import Machine
 from gdscache.policies import new_policy
 from gdscache.replay import tier_report
-from gdscache.replay.clock import Machine
 from gdscache.replay.simulate import Progress, infinite, optimum, silent, simulate
 from gdscache.replay.tier_setup import Asked, Setup, setups
 from gdscache.replay.workload import Prompt, Workload

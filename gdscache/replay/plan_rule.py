@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gdscache.errors import CapacityError, InvalidValueError
-from gdscache.replay.clock import Machine
+from gdscache.moves.clock import Machine
 from gdscache.sizes import about
 
 DAY = 86_400.0  # seconds

@@ -13,8 +13,8 @@ from typing import Any
 from rich.table import Table
 
 from gdscache.errors import InvalidValueError
+from gdscache.moves.clock import Machine
 from gdscache.replay import tier_report as reports
-from gdscache.replay.clock import Machine
 from gdscache.replay.simulate import Progress, infinite
 from gdscache.replay.tier_setup import Asked, Setup, setups
 from gdscache.replay.trace import Request

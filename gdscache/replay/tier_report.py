@@ -10,7 +10,7 @@ import numpy as np
 
 from gdscache.config import Config
 from gdscache.errors import InvalidValueError
-from gdscache.replay.clock import Clock, Machine
+from gdscache.moves.clock import Clock, Machine
 from gdscache.replay.hierarchy import Hierarchy
 from gdscache.replay.simulate import Counts, Progress, infinite, optimum, silent
 from gdscache.replay.tier_setup import Setup

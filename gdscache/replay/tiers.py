@@ -8,12 +8,10 @@ from typing import Any
 
 from gdscache.keys import Page
 from gdscache.policies import new_policy
-from gdscache.tiers.base import Tier
+from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Tier, Written
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import DEFAULT, Retention
-
-_NO_RETENTIONS: Mapping[bytes, Retention] = {}
 
 
 class ModelTier(Tier):
@@ -57,7 +55,7 @@ class ModelGpu(ModelTier):
         self.index.free(slots)
 
 
-class ModelSsd(ModelTier):
+class ModelSsd(ModelTier, DurableTier):
     """What `gdscache.tiers.ssd.SsdTier` decides, whose deleted pages give their slots back at a later commit.
 
     Here they do at once: it counts such slots as if they were free already, so the same pages go.
@@ -72,7 +70,7 @@ class ModelSsd(ModelTier):
         """Slots for pages that need not push others out."""
         return self.index.free_slots - self._reserve
 
-    def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = _NO_RETENTIONS) -> list[Entry]:
+    def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
         """Reserve and lease slots for the first of `pages`, as many as find room."""
         index = self.index
         index.make_room(pages, self._reserve)
@@ -82,6 +80,14 @@ class ModelSsd(ModelTier):
         for entry in entries:
             index.lease(entry)
         return entries
+
+    def commit(self, writes: Sequence[Written]) -> list[bool]:
+        """Make written pages visible."""
+        return [self.index.commit(written.entry) for written in writes]
+
+    def lock_lost(self, *, thorough: bool = False) -> str:
+        """Nobody takes it away."""
+        return ""
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Count a use of each present page, tail first."""

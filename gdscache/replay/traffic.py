@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gdscache.keys import Page
-from gdscache.replay.clock import Done, Machine, Process
+from gdscache.moves.clock import Done, Machine, Process
 from gdscache.replay.hierarchy import Hierarchy
 from gdscache.replay.simulate import Progress, silent
 from gdscache.replay.workload import Workload

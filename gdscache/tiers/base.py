@@ -17,15 +17,21 @@ may be called twice.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gdscache.checksum import Checksums
+from gdscache.keys import Page
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.pages import Entry
+from gdscache.tiers.retention import Retention
 from gdscache.tiers.slots import FreeSlots
+
+NO_RETENTIONS: Mapping[bytes, Retention] = {}
 
 
 class Tier(abc.ABC):
@@ -54,6 +60,32 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Give everything back. May be called twice."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """A page whose bytes are in its reserved slot, and their checksums, uint64 (layers,)."""
+
+    entry: Entry
+    checksums: Checksums
+
+
+class DurableTier(Tier):
+    """A tier whose slots are filled by moves, and whose pages are committed in batches."""
+
+    @abc.abstractmethod
+    def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
+        """Reserve and lease slots for the first of `pages`, as many as find room. May take time: without the lock.
+
+        `retentions`: by key, where they are not the default. Raises `StorageError` when the tier takes none.
+        """
+
+    @abc.abstractmethod
+    def commit(self, writes: Sequence[Written]) -> list[bool]:
+        """Make written pages visible; True for each that is now, False for one that was dropped meanwhile.
+
+        Raises `StorageError`; then nothing was committed.
+        """
 
 
 class Lease:
@@ -106,6 +138,11 @@ class SlotPool:
         """Up to `most` slots, ascending, at once, perhaps none."""
         with self._changed:
             return self._take(most)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until a slot is free; False when `seconds` pass before."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._free), seconds)
 
     def take(self, most: int, seconds: float) -> list[int]:
         """One to `most` slots, ascending; waits until there is one, at most `seconds`, then returns none."""

@@ -14,10 +14,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from gdscache.tiers.page_io import PageIO
+from typing import Any, Literal, Protocol
 
 _log = logging.getLogger("gdscache.ssd")
 _OFF_ABOVE, _ON_BELOW = 4, 8  # parts of a pool: off above a quarter, on again at an eighth or less
@@ -39,6 +36,14 @@ class Late:
     ssd_slot: int
     give_back: Callable[[], int]
     slots: int = 1
+
+
+class Unended(Protocol):
+    """Pages of which some are late."""
+
+    def on_end(self, callback: Callable[[int], None]) -> None:
+        """Call `callback(index)` once for each page, when nothing touches its memory any more; perhaps at once."""
+        ...
 
 
 class Quarantine:
@@ -65,8 +70,8 @@ class Quarantine:
         with self._lock:
             self._slots[name] = slots
 
-    def hold(self, submission: PageIO, late: Mapping[int, Late]) -> None:
-        """Take over late pages of a submission, by their index in it. The lock may be held."""
+    def hold(self, submission: Unended, late: Mapping[int, Late]) -> None:
+        """Take over late pages of a move or of a submission, by their index in it. The lock may be held."""
         if not late:
             return
         left = dict(late)
@@ -83,6 +88,7 @@ class Quarantine:
                 self._held[request.pool] += request.slots
                 if request.op == "read":
                     self._reading[request.ssd_slot] += 1
+            submission.on_end(ended)  # now, for what has ended meanwhile
             full = None if self.off else self._fullest(_OFF_ABOVE)
             if full is not None:
                 self.off = True
@@ -96,7 +102,6 @@ class Quarantine:
                 self._slots[full],
                 full,
             )
-        submission.on_end(ended)
 
     def stop(self, why: str) -> None:
         """Switch the SSD tier off for good. The lock may be held."""

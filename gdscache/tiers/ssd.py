@@ -8,7 +8,6 @@ store from waiting for such a commit.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import math
@@ -33,7 +32,7 @@ from gdscache.policies import new_policy
 from gdscache.slab import Slab
 from gdscache.storage import open_transport
 from gdscache.storage.base import Op
-from gdscache.tiers.base import Tier
+from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Written
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.page_io import PageIO, Positions
@@ -46,21 +45,10 @@ _TOUCHES_KEPT = 1 << 16
 _CLOSE_S = 5.0  # seconds that closing the catalogue may take while I/O hangs
 _DELETIONS = 1 << 14  # rows that one commit deletes: what a store may have to wait for
 LOST_HINT = "see who removes or replaces files there (cleaners of temporary folders?), then open the engine again"
-_NO_RETENTIONS: Mapping[bytes, Retention] = {}
 _CLOCK_LIMIT = 1 << 62  # a damaged row must not push the clock out of SQLite's integers
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SlotWrite:
-    """A page to write: its reserved entry, the slot of `extents` with its bytes, and their checksums."""
-
-    entry: Entry
-    extents: Extents
-    place: int
-    checksums: Checksums
-
-
-class SsdTier(Tier):
+class SsdTier(DurableTier):
     """Pages on an SSD. `lock` is the manager's lock; it guards the index and is never held over I/O.
 
     `wall_clock`: seconds since the epoch; pages that have expired by then are given up when the tier opens.
@@ -190,7 +178,7 @@ class SsdTier(Tier):
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = _NO_RETENTIONS) -> list[Entry]:
+    def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
         """Reserve and lease slots for the first of `pages`, as many as find room. May commit deletions first.
 
         `retentions`: by key, where they are not the default.
@@ -218,16 +206,7 @@ class SsdTier(Tier):
         """
         return self.index.take_free(len(pages), self.index.slot(pages[0].parent)) if pages else []
 
-    def write(self, writes: Sequence[SlotWrite]) -> PageIO:
-        """Start writing the bytes of reserved pages."""
-        slots = np.array([w.entry.slot for w in writes], dtype=np.int64)
-        ends = [
-            (extents, np.array([w.place for w in some], dtype=np.int64))
-            for extents, some in itertools.groupby(writes, lambda w: w.extents)
-        ]
-        return self.io.transfer(Op.WRITE, slots, ends)
-
-    def commit(self, writes: Sequence[SlotWrite]) -> list[bool]:
+    def commit(self, writes: Sequence[Written]) -> list[bool]:
         """Make written pages durable and visible, and retired slots free; True for each page that is visible now.
 
         Raises `IOFailedError` when the catalogue cannot be written, `LockLostError` when the directory is not ours
@@ -335,12 +314,12 @@ class SsdTier(Tier):
             self._doomed = dict.fromkeys(sorted(self._deleting)) | self._doomed
             self._deleting = set()
 
-    def _bound(self, writes: Sequence[SlotWrite]) -> Checksums:
+    def _bound(self, writes: Sequence[Written]) -> Checksums:
         """The checksums of written pages as they are stored."""
         sums = np.array([w.checksums for w in writes], np.uint64).reshape(len(writes), self.layout.n_layers)
         return bound(sums, [w.entry.key for w in writes])
 
-    def _record(self, write: SlotWrite, recency: int, sums: Checksums) -> PageRecord:
+    def _record(self, write: Written, recency: int, sums: Checksums) -> PageRecord:
         e = write.entry
         return PageRecord(e.slot, e.key, e.parent, e.namespace, self.layout.page_bytes, recency, sums, *e.retention)
 

@@ -7,7 +7,7 @@ import dataclasses
 from gdscache import arguments
 from gdscache.calls import Caller, Direct
 from gdscache.errors import DeadlineError
-from gdscache.streams import Fence
+from gdscache.streams import Event, Fence
 from gdscache.threads import Flag
 
 
@@ -45,6 +45,10 @@ class StoreHandle:
         if not self._done.wait(arguments.seconds(seconds)):
             raise DeadlineError(f"{self._left} pages are still on their way", "see stats()['store_queue']")
         return StoreReport(tuple(self._tiers), dict(self._dropped))
+
+    def read(self, event: Event) -> None:
+        """Called by the storer: the blocks may be written again when this has happened."""
+        self.release_event.signal(event)
 
     def committed(self, page: int, tier: str) -> None:
         """Called by the storer, under the manager's lock."""

@@ -103,6 +103,11 @@ class Placed:
     def page(self) -> Page:
         return self.job.pages[self.i]
 
+    @property
+    def space(self) -> str:
+        """The memory that the slot is of."""
+        return "bounce" if self.entry is None else "cpu"
+
 
 class StorePlanner:
     """The state of all stores that were accepted and are not done.

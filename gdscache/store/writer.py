@@ -1,4 +1,4 @@
-"""The way to the SSD: pages that are ready in host or staging memory, written in batches on a thread of its own.
+"""The way to the SSD: pages that are ready in a memory, written in batches.
 
 A batch is reserved, written and committed; the bytes of the next batch are under way while one is committed. What is
 not written within its deadline is dropped, and what its I/O may still touch goes to the quarantine.
@@ -8,30 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from gdscache.checksum import Checksums
-from gdscache.errors import DeadlineError, LockLostError, StorageError
+import numpy as np
+
+from gdscache.errors import LockLostError, StorageError
 from gdscache.keys import Page
-from gdscache.threads import Workers, failure_of, log_failure
-from gdscache.tiers.bounce import Extents
+from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way
+from gdscache.moves.base import failure
+from gdscache.store.plan import BATCH_BYTES
+from gdscache.threads import log_failure
+from gdscache.tiers.base import DurableTier, Written
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.page_io import PageIO
 from gdscache.tiers.pages import Entry
 from gdscache.tiers.quarantine import Late, PoolName
 from gdscache.tiers.retention import DEFAULT, Retention
-from gdscache.tiers.ssd import SlotWrite, SsdTier
-from gdscache.tiers.store_plan import BATCH_BYTES
 
 _log = logging.getLogger("gdscache.store")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Outgoing:
-    """A page to write, within `seconds` of the begin of its batch; `pool` is what its slot belongs to.
+    """A page to write, which lies in a slot of the memory `space`, within `seconds` of the begin of its batch.
 
     Both callbacks are called once, under the manager's lock: `finish` with "" when the page is committed, else why it
     is not; `release` when nothing reads the slot any more, which is later where the write hangs.
@@ -39,52 +40,45 @@ class Outgoing:
 
     page: Page
     epoch: int
-    extents: Extents
+    space: str
     slot: int
     finish: Callable[[str], None]
     release: Callable[[], None] = lambda: None
-    pool: PoolName = "cpu"
     seconds: float = 30.0
     retention: Retention = DEFAULT
-
-    @property
-    def checksums(self) -> Checksums:
-        """Of the bytes in the slot, uint64 of shape (layers,)."""
-        sums: Checksums = self.extents.checksums[self.slot]
-        return sums
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Flight:
-    """A batch whose bytes are on their way, and when it must be there (`time.monotonic()`)."""
+    """A batch whose bytes are on their way."""
 
-    writes: Sequence[tuple[Outgoing, SlotWrite]]
-    submission: PageIO
-    until: float
+    writes: Sequence[tuple[Outgoing, Written]]
+    moving: Moving
 
 
 class SsdWriter:
-    """Writes pages to the SSD tier in the background.
+    """Writes pages to a durable tier in the background.
 
     Each page that it is given has its end, once, whatever happens here.
     """
 
-    def __init__(self, manager: TierManager, ssd: SsdTier, extent_bytes: int) -> None:
+    def __init__(self, manager: TierManager, ssd: DurableTier, executor: Executor, extent_bytes: int) -> None:
         self._open: set[Outgoing] = set()  # pages that have no end yet; the manager's lock guards it
         self._manager = manager
         self._ssd = ssd
+        self._executor = executor
         self._most = max(1, BATCH_BYTES // extent_bytes)
         self._ready: deque[Outgoing] = deque()
         self._flying: deque[_Flight] = deque()
         self._closing = False
         self._dropping = False
-        self._thread = Workers(1, "gdscache-write")
+        self._lane = executor.lane("gdscache-write", manager.settle)
 
     def put(self, pages: Sequence[Outgoing]) -> None:
         """Take pages over, or none of them."""
         if pages:
             with self._manager.lock:
-                self._thread.submit(self._run, self._run)  # which waits for the lock
+                self._lane.start(self._run(), self._run)  # which waits for the lock
                 self._open.update(pages)
                 self._ready.extend(pages)
 
@@ -96,18 +90,17 @@ class SsdWriter:
     def close(self, *, drain: bool) -> None:
         """Write what was taken over (or drop it), then end the thread."""
         self.begin_close(drain=drain)
-        self._thread.shutdown()
+        self._lane.close()
 
-    def _run(self) -> None:
-        while (error := failure_of(self._steps)) is not None:  # its pages have ended for it; those behind them go on
-            log_failure(error)
-        self._manager.settle()
+    def _run(self) -> Steps[None]:
+        while (error := (yield from failure(self._batches()))) is not None:
+            log_failure(error)  # its pages have ended for it; those behind them go on
 
-    def _steps(self) -> None:
-        while self._step():
+    def _batches(self) -> Steps[None]:
+        while (yield from self._step()):
             pass
 
-    def _step(self) -> bool:
+    def _step(self) -> Steps[bool]:
         """Begin a batch, and complete one; False when there is nothing to do any more."""
         with self._manager.lock:
             batch = [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
@@ -120,7 +113,7 @@ class SsdWriter:
             with contextlib.ExitStack() as ends:
                 ends.callback(self._flying.popleft)
                 ends.callback(self._lose, self._flying[0])  # nothing, unless what follows is broken off
-                self._complete(self._flying[0])
+                yield from self._complete(self._flying[0])
         elif not batch:
             return False
         return True
@@ -138,13 +131,17 @@ class SsdWriter:
                 _log.warning("the SSD tier takes no pages: %s", error)
             writes = self._admit(batch, entries, "closed" if self._dropping else cause if off else "ssd_full")
             if writes:
-                until = time.monotonic() + min(out.seconds for out, _ in writes)
-                nbytes = len(writes) * self._ssd.layout.extent_bytes
-                with self._manager.timeline.flight("write", "SSD writes", pages=len(writes), bytes=nbytes) as flight:
-                    io = self._ssd.write([write for _, write in writes])
-                    self._flying.append(_Flight(writes, io, until))
-                    on_failure.pop_all()  # they are the flight's now
-                    flight.follow(io, len(writes))
+                moving = self._executor.begin(self._move(writes))
+                self._flying.append(_Flight(writes, moving))
+                on_failure.pop_all()  # they are the flight's now
+
+    def _move(self, writes: Sequence[tuple[Outgoing, Written]]) -> Move:
+        """Pages out of the memories that they lie in, into their slots of the tier."""
+        ways = []
+        for space, some in itertools.groupby(writes, lambda write: write[0].space):
+            places = np.array([(out.slot, written.entry.slot) for out, written in some], dtype=np.int64)
+            ways.append(Way(space, self._ssd.name, places[:, 0].copy(), places[:, 1].copy()))
+        return Move(Priority.DEMOTION, tuple(ways), min(out.seconds for out, _ in writes))
 
     def _retentions(self, batch: Sequence[Outgoing]) -> dict[bytes, Retention]:
         """How long the pages are wanted by now, where that is not the default."""
@@ -154,9 +151,9 @@ class SsdWriter:
 
     def _admit(
         self, batch: Sequence[Outgoing], entries: dict[bytes, Entry], cause: str
-    ) -> list[tuple[Outgoing, SlotWrite]]:
+    ) -> list[tuple[Outgoing, Written]]:
         """What is still wanted and has a slot; what has none is dropped for `cause`."""
-        writes = []
+        going = []
         with self._manager.lock:
             for out in batch:
                 entry = entries.get(out.page.key)
@@ -166,33 +163,32 @@ class SsdWriter:
                     self._give_up(entries.pop(out.page.key))
                     self._finish(out, "cleared")
                 else:
-                    writes.append((out, SlotWrite(entry, out.extents, out.slot, out.checksums.copy())))
+                    going.append((out, entry))
+        writes: list[tuple[Outgoing, Written]] = []
+        for space, group in itertools.groupby(going, lambda one: one[0].space):
+            some = list(group)
+            sums = self._executor.checksums(space, [out.slot for out, _ in some])
+            writes += [(out, Written(entry, sums[i])) for i, (out, entry) in enumerate(some)]
         return writes
 
-    def _ended(self, flight: _Flight) -> tuple[list[tuple[Outgoing, SlotWrite]], list[StorageError | None]]:
+    def _ended(self, flight: _Flight) -> Steps[tuple[list[tuple[Outgoing, Written]], list[StorageError | None]]]:
         """The writes that have ended by the deadline, with their errors. The others are dropped, and not waited for."""
-        writes = list(flight.writes)
-        errors: dict[int, StorageError | None] = {}
-        try:
-            return writes, flight.submission.wait(flight.until)
-        except DeadlineError as error:
-            _log.warning("pages are not written in time: %s", error)
-        with contextlib.suppress(DeadlineError):
-            for i, failure in flight.submission.completions(flight.until):
-                errors.setdefault(i, failure)
-        self._dropping = self._dropping or self._closing
-        late = [i for i in range(len(writes)) if i not in errors]
-        with self._manager.lock:
-            for i in late:
-                self._ssd.index.drop(writes[i][1].entry)
-            self._manager.quarantine.hold(flight.submission, {i: self._late(*writes[i]) for i in late})
-            for i in late:
-                self._end(writes[i][0], "deadline")
-        ended = sorted(errors)
-        return [writes[i] for i in ended], [errors[i] for i in ended]
+        writes, end = flight.writes, (yield from flight.moving.end())
+        late = set(end.late)
+        if late:
+            _log.warning("%d of %d pages are not written in time", len(late), len(writes))
+            self._dropping = self._dropping or self._closing
+            with self._manager.lock:
+                for i in end.late:
+                    self._ssd.index.drop(writes[i][1].entry)
+                self._manager.quarantine.hold(flight.moving, {i: self._late(*writes[i]) for i in end.late})
+                for i in end.late:
+                    self._end(writes[i][0], "deadline")
+        ended = [i for i in range(len(writes)) if i not in late]
+        return [writes[i] for i in ended], [end.errors.get(i) for i in ended]
 
-    def _complete(self, flight: _Flight) -> None:
-        writes, errors = self._ended(flight)
+    def _complete(self, flight: _Flight) -> Steps[None]:
+        writes, errors = yield from self._ended(flight)
         if not writes:
             return
         entries = {write.entry.key: write.entry for _, write in writes}
@@ -246,7 +242,7 @@ class SsdWriter:
             left = [i for i, (out, _) in enumerate(flight.writes) if out in self._open]
             for i in left:
                 self._ssd.index.drop(flight.writes[i][1].entry)
-            self._manager.quarantine.hold(flight.submission, {i: self._late(*flight.writes[i]) for i in left})
+            self._manager.quarantine.hold(flight.moving, {i: self._late(*flight.writes[i]) for i in left})
             for i in left:
                 self._end(flight.writes[i][0], "error")
 
@@ -267,7 +263,7 @@ class SsdWriter:
         self._open.discard(out)
         return True
 
-    def _late(self, out: Outgoing, write: SlotWrite) -> Late:
+    def _late(self, out: Outgoing, write: Written) -> Late:
         """A write whose slots may be used again only when it has ended."""
 
         def ended() -> int:
@@ -275,4 +271,5 @@ class SsdWriter:
             out.release()
             return 1
 
-        return Late("write", out.pool, write.entry.slot, ended)
+        pool: PoolName = "bounce_stores" if out.space == "bounce" else "cpu"
+        return Late("write", pool, write.entry.slot, ended)

@@ -1,8 +1,8 @@
-"""The worker side of stores: pages leave the GPU pool in the background, first into CPU slots, then on to the SSD.
+"""Stores as they are accepted and carried out: out of the planes into CPU slots, then on to the SSD.
 
-The planner (tiers/store_plan.py) decides what goes where, and when. The gatherer's thread copies pages out of the
-planes, takes their checksums and has them published in the CPU tier; a page that finds no slot there goes through the
-bounce reserve. What is meant for the SSD is handed to the writer.
+The planner (store/plan.py) decides what goes where, and when. The steps here move the pages of a store round by round,
+and have them published in the CPU tier; a page that finds no slot there goes through the bounce reserve. What is meant
+for the SSD is handed to the writer. Bytes are the executor's business, threads and time too.
 """
 
 from __future__ import annotations
@@ -14,25 +14,34 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+import numpy as np
 
-from gdscache.config import StoreConfig
 from gdscache.errors import EngineClosedError
 from gdscache.keys import Page
-from gdscache.storing import StoreHandle
-from gdscache.streams import Event
-from gdscache.threads import Flag, Workers
-from gdscache.tiers.base import Lease
-from gdscache.tiers.bounce import Bounce, Extents
+from gdscache.moves import PLANES, Executor, Move, Priority, Steps, Way
+from gdscache.moves.base import Positions
+from gdscache.store.plan import Placed, Receipt, StoreJob, StorePlanner, round_pages
+from gdscache.store.writer import Outgoing, SsdWriter
+from gdscache.threads import Flag
+from gdscache.tiers.base import Lease, SlotPool
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.retention import DEFAULT, Retention
-from gdscache.tiers.store_plan import Placed, StoreJob, StorePlanner, round_pages
-from gdscache.tiers.transfer import Mover
-from gdscache.writer import Outgoing, SsdWriter
+
+if TYPE_CHECKING:
+    from gdscache.config import StoreConfig
+    from gdscache.streams import Event
 
 _LOOK_S = 0.05  # seconds after which whoever waits for stores looks whether it is to go on
+
+
+class Reader(Receipt, Protocol):
+    """A receipt that is told, too, when the blocks of a store may be written again."""
+
+    def read(self, event: Event) -> None:
+        """When `event` has happened; None: now. May be said again, which changes nothing."""
+        ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -41,30 +50,33 @@ class _Job:
     that are the writer's to end."""
 
     plan: StoreJob
-    handle: StoreHandle
-    blocks: torch.Tensor
+    receipt: Reader
+    blocks: Positions
     after: Event
     sources: Lease | None
     given: set[int] = dataclasses.field(default_factory=set)
 
 
 class Storer:
-    """Accepts stores and carries them out. `drain` waits for what was accepted."""
+    """Accepts stores and has them carried out. `drain` waits for what was accepted.
+
+    `spare`: slots of the bounce reserve for stores.
+    """
 
     def __init__(
         self,
         manager: TierManager,
         planner: StorePlanner,
-        mover: Mover,
-        bounce: Bounce | None,
+        executor: Executor,
+        spare: SlotPool | None,
         writer: SsdWriter | None,
         extent_bytes: int,
         config: StoreConfig,
     ) -> None:
         self._manager = manager
         self._planner = planner
-        self._mover = mover
-        self._bounce = bounce
+        self._executor = executor
+        self._spare = spare
         self._writer = writer
         self._extent_bytes = extent_bytes
         self._queue = config.queue
@@ -75,7 +87,7 @@ class Storer:
         self._dropping = False
         self._closed = False
         self._writing = writer is not None
-        self._thread = Workers(1, "gdscache-gather")
+        self._lane = executor.lane("gdscache-gather", _nothing)
         planner.send, planner.empty = self._send, self._idle.notify_all
 
     # -- accepting ---------------------------------------------------------------------------------------------------
@@ -83,35 +95,34 @@ class Storer:
     def store(
         self,
         pages: Sequence[Page],
-        blocks: torch.Tensor,
+        receipt: Reader,
+        blocks: Positions,
         epochs: Sequence[int],
         after: Event,
         sources: Lease | None,
         retention: Retention = DEFAULT,
-    ) -> StoreHandle:
-        """Accept pages for the tiers below; returns at once.
+    ) -> None:
+        """Accept pages for the tiers below; returns at once. The receipt is told what becomes of them.
 
         `blocks`: int64 (pages, blocks_per_page), read after the event `after`; `epochs`: the manager's epoch of each
         page when its bytes were known good; `sources` ends when the blocks were read.
         """
         manager = self._manager
-        handle = StoreHandle(len(pages), manager.calls)
         with manager.lock:
             if self._closed:
                 if sources is not None:
                     manager.end(sources)
                 raise EngineClosedError("the engine was closed meanwhile", "open a new one")
-            wanted = self._planner.accept(pages, handle, retention)
+            wanted = self._planner.accept(pages, receipt, retention)
             if wanted:
-                plan = StoreJob(handle, wanted, [pages[n] for n in wanted], [epochs[n] for n in wanted], retention)
-                job = _Job(plan, handle, blocks[wanted], after, sources)
+                plan = StoreJob(receipt, wanted, [pages[n] for n in wanted], [epochs[n] for n in wanted], retention)
+                job = _Job(plan, receipt, blocks[wanted], after, sources)
                 self._jobs.add(job)
-                self._thread.submit(functools.partial(self._gather, job), functools.partial(self._end, job))
-                return handle
+                self._lane.start(self._gather(job), functools.partial(self._end, job))
+                return
         if sources is not None:
             manager.end(sources)
-        handle.release_event.signal()
-        return handle
+        receipt.read(None)
 
     def drain(self, seconds: float | None, stop: Flag | None = None) -> bool:
         """Wait until nothing that was accepted is unfinished; False when `seconds` pass before, or `stop` is set."""
@@ -149,7 +160,7 @@ class Storer:
             self._dropping = not drain
         if self._writer is not None:
             self._writer.begin_close(drain=drain)
-        self._thread.shutdown()
+        self._lane.close()
         if drain:
             self.flush(None)
         with self._manager.lock:
@@ -159,52 +170,53 @@ class Storer:
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
-    def _gather(self, job: _Job) -> None:
+    def _gather(self, job: _Job) -> Steps[None]:
         with self._manager.timeline.span("store", pages=len(job.plan.pages)):
-            self._gather_all(job)
+            at, pages = 0, job.plan.pages
+            with self._manager.lock:
+                self._planner.begin()
+            while at < len(pages):
+                at, round_ = yield from self._place(job.plan, at)
+                yield from self._fill(job, round_, last=at == len(pages))
+            yield from self._end(job)
 
-    def _gather_all(self, job: _Job) -> None:
-        at, pages = 0, job.plan.pages
-        with self._manager.lock:
-            self._planner.begin()
-        while at < len(pages):
-            at, round_ = self._place(job.plan, at)
-            self._fill(job, round_, last=at == len(pages))
-        self._end(job)
-
-    def _end(self, job: _Job) -> None:
-        """The blocks are free again when what was queued has read them. Called once more behind what was broken off."""
+    def _end(self, job: _Job) -> Steps[None]:
+        """The blocks are free again when what was queued has read them. Once more behind what was broken off."""
         if job not in self._jobs:
             return
-        event = None
-        try:
-            event = self._mover.mark_stores()
-        finally:
-            job.handle.release_event.signal(event)
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._forget, job)
+            event = None
+            try:
+                event = self._executor.reads_queued()
+            finally:
+                job.receipt.read(event)
             if event is not None and job.sources is not None:
-                event.synchronize()
-            with self._manager.lock:
-                for i in job.plan.left - job.given:  # nothing but an exception leaves any
-                    self._planner.settle(job.plan, i, "error")
-                if job.sources is not None:
-                    self._manager.end(job.sources)
-                self._jobs.discard(job)
-                self._idle.notify_all()
+                yield self._executor.happened(event)
 
-    def _place(self, job: StoreJob, start: int) -> tuple[int, list[Placed]]:
+    def _forget(self, job: _Job) -> None:
+        with self._manager.lock:
+            for i in job.plan.left - job.given:  # nothing but an exception leaves any
+                self._planner.settle(job.plan, i, "error")
+            if job.sources is not None:
+                self._manager.end(job.sources)
+            self._jobs.discard(job)
+            self._idle.notify_all()
+
+    def _place(self, job: StoreJob, start: int) -> Steps[tuple[int, list[Placed]]]:
         """Find slots for the next pages: where it stopped, and the pages that have one."""
         placed: list[Placed] = []
         bounced: list[int] = []
         lock, planner = self._manager.lock, self._planner
-        i, end = start, min(start + self._most, len(job.pages))
+        end = min(start + self._most, len(job.pages))
         slots: list[int] = []
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(lambda: self._unplace(placed, slots, bounced))
             with lock:
                 slots += planner.cpu_slots(job.pages[start:end])
-            i = self._place_some(job, i, end, placed, slots, bounced)
-            if bounced and self._bounce is not None:
-                self._bounce.stores.give(bounced)
+            i = yield from self._place_some(job, start, end, placed, slots, bounced)
+            if bounced and self._spare is not None:
+                self._spare.give(bounced)
             bounced.clear()
             with lock:
                 planner.free(slots)
@@ -214,15 +226,15 @@ class Storer:
 
     def _unplace(self, placed: Sequence[Placed], slots: list[int], bounced: list[int]) -> None:
         """An exception ended the placing of a round."""
-        if bounced and self._bounce is not None:
-            self._bounce.stores.give(bounced)
+        if bounced and self._spare is not None:
+            self._spare.give(bounced)
         with self._manager.lock:
             self._planner.free(slots)
         self._abandon(placed)
 
     def _place_some(
         self, job: StoreJob, i: int, end: int, placed: list[Placed], slots: list[int], bounced: list[int]
-    ) -> int:
+    ) -> Steps[int]:
         lock, planner = self._manager.lock, self._planner
         while i < end:
             with lock:
@@ -234,9 +246,11 @@ class Storer:
             if page is not None:
                 placed.append(page)
             elif not settled:  # it needs a bounce slot: wait for one, unless there is other work to do first
-                if placed or self._bounce is None:
+                if placed or self._spare is None:
                     break
-                bounced += self._bounce.stores.take(self._most, seconds=0.0 if planner.behind else 1.0)
+                bounced += self._spare.try_take(self._most)
+                if not bounced and not planner.behind:
+                    yield self._executor.room(self._spare)
                 if bounced or not planner.behind:
                     continue
                 with lock:
@@ -244,22 +258,17 @@ class Storer:
             i += 1
         return i
 
-    def _fill(self, job: _Job, round_: Sequence[Placed], *, last: bool) -> None:
+    def _fill(self, job: _Job, round_: Sequence[Placed], *, last: bool) -> Steps[None]:
         """Copy, sign and publish the pages of one round, and pass on what the SSD wants. `last`: the job's last round,
         whose blocks are free again as soon as they were read."""
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._abandon, round_)
-            fresh = [p for p in round_ if not p.copied]
-            for extents in {id(self._extents(p)): self._extents(p) for p in fresh}.values():
-                batch = [p for p in fresh if self._extents(p) is extents]
-                blocks, slots = job.blocks[[p.i for p in batch]], [p.slot for p in batch]
-                nbytes = len(batch) * self._mover.layout.page_bytes
-                with self._manager.timeline.span("gather", pages=len(batch), bytes=nbytes):
-                    moved = self._mover.gather(extents, slots, blocks, None, (job.after,), sums=True)
-                if last and len(batch) == len(fresh):
-                    job.handle.release_event.signal(moved.read_event)
-                with self._manager.timeline.span("check", pages=len(batch)):
-                    extents.checksums[slots] = moved.checksums()
+            fresh = [placed for placed in round_ if not placed.copied]
+            if fresh:
+                moving = self._executor.begin(self._move(job, fresh), (job.after,))
+                if last and moving.read:
+                    job.receipt.read(moving.read_event)
+                yield from moving.end()
             on_failure.pop_all()
         with self._manager.lock:
             with contextlib.ExitStack() as on_failure:
@@ -269,6 +278,15 @@ class Storer:
                 job.given.update(placed.i for placed in going)
                 on_failure.pop_all()
             self._planner.clean()
+
+    def _move(self, job: _Job, fresh: Sequence[Placed]) -> Move:
+        """Pages out of the planes, into the slots that they have."""
+        ways = []
+        for space in dict.fromkeys(placed.space for placed in fresh):
+            some = [placed for placed in fresh if placed.space == space]
+            slots = np.array([placed.slot for placed in some], dtype=np.int64)
+            ways.append(Way(PLANES, space, job.blocks[[placed.i for placed in some]], slots))
+        return Move(Priority.STORE, tuple(ways), self._deadline)
 
     def _abandon(self, round_: Sequence[Placed]) -> None:
         """An exception ended a round: undo its reservations."""
@@ -292,21 +310,13 @@ class Storer:
         return Outgoing(
             placed.page,
             placed.job.epochs[placed.i],
-            self._extents(placed),
+            placed.space,
             placed.slot,
             functools.partial(self._planner.written, placed),
             functools.partial(self._release, placed),
-            "bounce_stores" if placed.entry is None else "cpu",
             self._deadline,
             placed.job.retention,
         )
-
-    def _extents(self, placed: Placed) -> Extents:
-        if placed.entry is None:
-            assert self._bounce is not None, "a page in a bounce slot, and no bounce reserve"
-            return self._bounce.extents
-        assert self._manager.cpu is not None, "a page in a CPU slot, and no CPU tier"
-        return self._manager.cpu.extents
 
     def _release(self, placed: Placed) -> None:
         """Nothing reads the page's slot any more."""
@@ -314,5 +324,9 @@ class Storer:
         self._give_bounce(placed)
 
     def _give_bounce(self, placed: Placed) -> None:
-        if placed.entry is None and self._bounce is not None:
-            self._bounce.stores.give([placed.slot])
+        if placed.entry is None and self._spare is not None:
+            self._spare.give([placed.slot])
+
+
+def _nothing() -> None:
+    pass
