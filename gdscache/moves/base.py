@@ -22,6 +22,8 @@ import numpy.typing as npt
 from gdscache.checksum import Checksums
 
 if TYPE_CHECKING:
+    import threading
+
     from gdscache.errors import StorageError
     from gdscache.streams import Event
     from gdscache.tiers.base import SlotPool
@@ -145,6 +147,10 @@ class Executor(Protocol):
 
     def happened(self, event: Event) -> Wait:
         """An event."""
+        ...
+
+    def pause(self, changed: threading.Condition, seconds: float) -> None:
+        """Wait for `changed`, which is held, for up to `seconds`: for calls that wait until steps have ended."""
         ...
 
     def checksums(self, space: str, slots: Sequence[int]) -> Checksums:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
@@ -70,6 +71,9 @@ class ThreadsExecutor:
 
     def happened(self, event: Event) -> Wait:
         return _Blocking(lambda: None if event is None else event.synchronize())
+
+    def pause(self, changed: threading.Condition, seconds: float) -> None:
+        changed.wait(seconds)
 
     def checksums(self, space: str, slots: Sequence[int]) -> Checksums:
         found: Checksums = self._memories[space].checksums[list(slots)]

@@ -14,6 +14,8 @@ from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
 from gdscache.tiers.base import SlotPool
 
 if TYPE_CHECKING:
+    import threading
+
     from gdscache.streams import Event
 
 PASSED = (PLANES, "bounce")  # spaces that are no tiers
@@ -55,6 +57,10 @@ class VirtualExecutor:
 
     def happened(self, event: Event) -> Done:
         return self.clock.past
+
+    def pause(self, changed: threading.Condition, seconds: float) -> None:
+        """Whatever was begun ends."""
+        self.clock.run()
 
     def checksums(self, space: str, slots: Sequence[int]) -> Checksums:
         return np.zeros((len(slots), 0), dtype=np.uint64)

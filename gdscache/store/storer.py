@@ -132,7 +132,7 @@ class Storer:
                 left = until - time.monotonic()
                 if left <= 0 or (stop is not None and stop.is_set()):
                     return False
-                self._idle.wait(min(left, _LOOK_S))
+                self._executor.pause(self._idle, min(left, _LOOK_S))
             return True
 
     def flush(self, seconds: float | None, stop: Flag | None = None) -> bool:
