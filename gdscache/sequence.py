@@ -294,5 +294,5 @@ class Sequence:
                     gpu.used((slot,), event)
                 if not entry.dropped:
                     sources.add(index, entry)
-            index.touch(page.key for page in reversed(self._pages[:pages]))
+            index.touch([page.key for page in reversed(self._pages[:pages])])
             return [entry.page for entry in sources.entries], sources

@@ -93,7 +93,7 @@ def test_the_colder_chain_goes_before_the_warmer_one_is_touched(order: str, evic
     put(index, cold)
     put(index, warm)
     for pages in (cold, warm):
-        index.touch(p.key for p in (pages if order == "head first" else reversed(pages)))
+        index.touch([p.key for p in (pages if order == "head first" else reversed(pages))])
     assert index.evict(evicted) == evicted
     assert kept(index, warm) == list(range(5))
     assert kept(index, cold) == list(range(5 - evicted))
@@ -539,7 +539,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(pages=st.lists(names, max_size=4))
     def touch(self, pages: list[Page]) -> None:
-        self.index.touch(p.key for p in pages)
+        self.index.touch([p.key for p in pages])
         for page in pages:
             known = next((k for k in self.order if k.page == page), None)
             if known is not None:
@@ -633,6 +633,10 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.free_slots == self.free
         for known in self.order:
             assert (self.index.get(known.page.key) is None) == known.pending
+        keys = [*(k.page.key for k in self.order), b"nobody's"]
+        assert list(self.index.visible(keys)) == [self.index.has(key) for key in keys]
+        assert list(self.index.present(keys)) == keys[:-1]
+        assert self.index.slots_of(keys) == [self.index.slot(key) for key in keys[:-1]]
         assert self.index.check(elsewhere=self.taken) == []
 
 

@@ -7,6 +7,7 @@ each of them, and whatever was accepted has ended, and given everything back, af
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ SPACE = b"n" * 32
 def prompt(seed: int, pages: int) -> list[Page]:
     """Pages of a prompt; `seed` also says what comes behind the first page, which all prompts share."""
     keys = [SPACE, *(bytes([page, 0 if page == 0 else seed]) * 16 for page in range(pages))]
-    return [Page(key, parent, SPACE) for parent, key in zip(keys, keys[1:], strict=False)]
+    return [Page(key, parent, SPACE) for parent, key in itertools.pairwise(keys)]
 
 
 class Receipt:

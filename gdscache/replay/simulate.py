@@ -66,7 +66,7 @@ def simulate(workload: Workload, capacity: int, policy: EvictionPolicy, progress
             progress(done, total, "replaying")
         hits = next((i for i, page in enumerate(pages) if not index.has(names[page].key)), len(pages))
         counts.hit(workload, hits, len(pages), tokens)
-        index.touch(names[page].key for page in reversed(pages[:hits]))
+        index.touch([names[page].key for page in reversed(pages[:hits])])
         lacking = pages[hits:]  # no page is in the tier without those before it: tails go before heads
         for page in lacking:
             if seen[page]:

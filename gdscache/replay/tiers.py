@@ -89,10 +89,6 @@ class ModelSsd(ModelTier, DurableTier):
         """Nobody takes it away."""
         return ""
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Count a use of each present page, tail first."""
-        self.index.touch(keys)
-
     def retain(self, key: bytes, retention: Retention) -> None:
         self.index.retain(key, retention)
 

@@ -244,7 +244,7 @@ class Traffic:
                 self._tiers.moved.written["gpu"] += 1
             if not entry.dropped:
                 sources.add(gpu.index, entry)
-        gpu.index.touch(page.key for page in reversed(pages))
+        gpu.index.touch([page.key for page in reversed(pages)])
         return sources
 
     # -- counting ----------------------------------------------------------------------------------------------------

@@ -57,6 +57,10 @@ class Tier(abc.ABC):
         with lock:
             return self.index.check()
 
+    def touch(self, keys: Sequence[bytes], *, found: bool = False) -> None:
+        """Count a use of each present page, tail first, under the manager's lock. `found`: all are there."""
+        self.index.touch(keys, found=found)
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give everything back. May be called twice."""

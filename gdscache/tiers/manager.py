@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from gdscache.tiers.prefetching import PrefetchedPages
     from gdscache.tiers.ssd import SsdTier
 
+_LOOKED = 256  # pages that are looked for at a time
 _UNSETTLED = 1024  # changes of an eviction order that may wait for whoever looks at it: some milliseconds
 _SETTLED = 128  # changes that are brought in while the lock is held once
 _CLOSE_S = 5.0  # seconds that close() waits for I/O which has missed its deadline already
@@ -152,15 +153,19 @@ class TierManager:
         """
         with self.lock:
             self.expire(pages)
-            found, hidden = self._visible(self._find(pages, start), pages, start)
-            keys = [p.key for p in reversed(pages[: start + len(found)])]
-            self._touch(keys)
+            keys = [p.key for p in pages]
+            found, hidden = self._visible(self._find(keys[start:]), pages, start)
+            del keys[start + len(found) :]
+            keys.reverse()
+            for name, tier in self.tiers.items():
+                hits = found.count(name)
+                tier.touch(keys, found=hits == len(keys))
+                if hits:
+                    self.counts["hits", name] += hits
             for tell in self.on_use:
                 tell(keys)
             self.counts["lookups", "requests"] += 1
             self.counts["lookups", "pages"] += len(pages) - start
-            for name, n in Counter(found).items():
-                self.counts["hits", name] += n
             missing = len(pages) - start - len(found) - hidden
             cause = "expired" if missing > 0 and self.expiry.was(pages[start + len(found)]) else "absent"
             self.counts["misses", cause] += missing
@@ -194,27 +199,38 @@ class TierManager:
         """What `lookup` would answer; counts nothing, not even a use."""
         with self.lock:
             self.expire(pages)
-            found = self._find(pages, 0)
+            found = self._find([p.key for p in pages])
             return found[: self._first_hidden(found, pages, 0)]
 
-    def _find(self, pages: Sequence[Page], start: int) -> list[str]:
-        levels = [(name, tier.index.has) for name, tier in self.tiers.items()]
-        found = []
-        for page in pages[start:]:
-            for name, has in levels:
-                if has(page.key):
-                    found.append(name)
-                    break
-            else:
+    def _find(self, keys: Sequence[bytes]) -> list[str]:
+        """The fastest tier of each page, up to the first that is in none."""
+        found: list[str] = []
+        for at in range(0, len(keys), _LOOKED):
+            some = keys[at : at + _LOOKED]
+            found += self._find_some(some)
+            if len(found) < at + len(some):
                 break
         return found
 
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        for tier in (self.gpu, self.cpu):
-            if tier is not None:
-                tier.index.touch(keys)
-        if self.ssd is not None:
-            self.ssd.touch(keys)
+    def _find_some(self, keys: Sequence[bytes]) -> list[str]:
+        """`_find`, run by run of pages that one tier has."""
+        masks: list[bytes] = []  # of the tiers, the fastest first
+        tiers, found = list(self.tiers.items()), list[str]()
+        while (at := len(found)) < len(keys):
+            stop = len(keys)
+            for level, (name, tier) in enumerate(tiers):
+                if level == len(masks):
+                    masks.append(tier.index.visible(keys))
+                mask = masks[level]
+                if mask[at]:
+                    end = mask.find(0, at, stop)
+                    found += [name] * ((stop if end < 0 else end) - at)
+                    break
+                faster = mask.find(1, at, stop)  # a slower tier has the pages before it, at most
+                stop = stop if faster < 0 else faster
+            else:
+                break
+        return found
 
     def hidden(self, tier: str, slot: int) -> bool:
         """Whether quarantine hides the page in a slot of a tier."""

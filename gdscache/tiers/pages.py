@@ -11,6 +11,7 @@ import struct
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +89,22 @@ class PageTable:
             return True
         entry = self._entries.get(key)
         return entry is not None and entry.state is not PENDING
+
+    def visible(self, keys: Sequence[bytes]) -> bytes:
+        """`has` of each key, 1 or 0."""
+        resting = bytes(map(self._resting.__contains__, keys))
+        return bytes(map(self.has, keys)) if self._entries and 0 in resting else resting
+
+    def present(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of the keys whose pages are there in any state."""
+        resting = list(filter(self._resting.__contains__, keys))
+        return list(filter(self.__contains__, keys)) if self._entries and len(resting) < len(keys) else resting
+
+    def slots_of(self, keys: Sequence[bytes]) -> list[int]:
+        """The slots of those pages that are there in any state, in the order of the keys."""
+        resting = list(map(self._resting.get, keys))
+        found = list(map(self.slot, keys)) if self._entries and None in resting else resting
+        return [slot for slot in found if slot is not None] if None in found else cast(list[int], found)
 
     def slot(self, key: bytes) -> int | None:
         """The slot of a page in any state."""

@@ -99,7 +99,9 @@ class SsdTier(DurableTier):
         self._doomed: dict[int, None] = {}  # slots whose rows the next commits delete, the first doomed first
         self._deleting: set[int] = set()  # ... the commit under way
         self._returned: set[int] = set()  # slots that are free once their row is deleted
-        self._touched: dict[int, int] = {}
+        self._touched: dict[int, int] = {}  # slot -> its last use, for the next commit
+        self._touches: list[tuple[list[int], int]] = []  # ... and uses that are not in it yet: slots, the first's time
+        self._noted = 0  # slots in these
         self._descriptions: dict[bytes, dict[str, object]] = {}  # of namespaces, for the next commit
         self._retained: dict[int, bytes] = {}  # slot -> key of pages whose retention the next commit writes down
         self._commit_lock = threading.Lock()
@@ -223,7 +225,7 @@ class SsdTier(DurableTier):
                 self._deleting = set(itertools.islice(self._doomed, _DELETIONS))
                 for slot in self._deleting:
                     del self._doomed[slot]
-                touched, self._touched = self._touched, {}
+                touched, self._touched = self._touched_slots(), {}
                 retained, self._retained = self._retained, {}
                 descriptions, self._descriptions = self._descriptions, {}
                 wanted = {s: self._retention(key) for s, key in retained.items() if self.index.slot(key) == s}
@@ -248,14 +250,22 @@ class SsdTier(DurableTier):
                 self._deleting = set()
                 return [not w.entry.dropped for w in writes]
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes], *, found: bool = False) -> None:
         """Count a use of each present page, tail first, under the manager's lock. What is kept for disk is bounded."""
-        self.index.touch(keys)
-        if len(self._touched) < _TOUCHES_KEPT:
-            slot_of = self.index.slot
-            slots = [slot for key in keys if (slot := slot_of(key)) is not None]
-            self._touched.update(zip(slots, itertools.count(self._clock), strict=False))
+        slots = self.index.slots_of(keys)
+        self.index.touch(keys, found=len(slots) == len(keys))
+        if len(self._touched) + self._noted < _TOUCHES_KEPT:
+            self._touches.append((slots, self._clock))
+            self._noted += len(slots)
             self._clock += len(slots)
+
+    def _touched_slots(self) -> dict[int, int]:
+        """The last use of the slots that were used since the last commit. The lock is held."""
+        if self._touches:
+            touches, self._touches, self._noted = self._touches, [], 0
+            for slots, clock in touches:
+                self._touched.update(zip(slots, itertools.count(clock), strict=False))
+        return self._touched
 
     def retain(self, key: bytes, retention: Retention) -> None:
         """A page is stored again: see `PageIndex.retain`. The next commit writes it down. Under the manager's lock."""
@@ -296,7 +306,7 @@ class SsdTier(DurableTier):
             known[found[new]] = True
 
     def _doom(self, slot: int) -> None:
-        self._touched.pop(slot, None)
+        self._touched_slots().pop(slot, None)
         self._retained.pop(slot, None)
         self._doomed[slot] = None
 

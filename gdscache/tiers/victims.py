@@ -21,13 +21,12 @@ class EvictablePages(PageTable):
         super().__init__(slots, policy)
         self._dirty: set[int] = set()  # slots of pages that no lower tier has, and some tier is to get
 
-    def touch(self, keys: Iterable[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes], *, found: bool = False) -> None:
         """Count a use of each present page. Give a prefix tail first, so that its head stays longest.
 
-        It counts later, as new pages do: see `Orders`.
+        It counts later, as new pages do: see `Orders`. `found`: all are known to be there.
         """
-        resting, entries = self._resting, self._entries
-        self._orders.use([key for key in keys if key in resting or key in entries])
+        self._orders.use(keys if found else self.present(keys))
 
     @property
     def unsettled(self) -> int:
