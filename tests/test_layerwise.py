@@ -449,7 +449,8 @@ def test_who_waits_for_another_loads_page_waits_for_all_of_its_groups(
         bad = lies(host, tokens, 1)
         PLAN.add(FaultRule(fault, Op.READ, lambda path, offset: bad(offset), last))
     with PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, 0), part=last):
-        first, second = host.begin(tokens), host.begin(tokens)
+        with PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, 2), part=only(host, groups_of(host)[0])):
+            first, second = host.begin(tokens), host.begin(tokens)  # before there is a verdict on any page
         first[0].wait(0)
         waits(second[0], 0)
         assert not second[0].done()
