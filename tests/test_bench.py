@@ -18,6 +18,7 @@ from gdscache.bench import engine as bench_engine
 from gdscache.config import ModelConfig
 from gdscache.errors import CapacityError, GdsCacheError, InvalidValueError, IOFailedError, MissingPackageError
 from gdscache.keys import page_keys
+from gdscache.moves import Priority
 from gdscache.storage.base import Op
 
 pytestmark = pytest.mark.suite
@@ -202,7 +203,7 @@ def test_a_load_of_damaged_bytes_is_no_figure(tier: ssd_tier.TierUnderTest) -> N
 
 def test_a_store_that_is_dropped_is_no_figure(tier: ssd_tier.TierUnderTest) -> None:
     tier._writer.close(drain=False)
-    tier._writer._lane = tier._parts.executor.lane("gdscache-write", lambda: None)  # a thread again, that drops
+    tier._writer._lane = tier._parts.executor.lane(Priority.DEMOTION, lambda: None)  # a thread again, that drops
     with pytest.raises(IOFailedError, match="closed"):
         tier.store()
 

@@ -315,7 +315,7 @@ def test_all_pages_of_a_lower_priority_go_first(policy: str) -> None:
             assert slots is not None
             index.insert(page, slots[0], PageState.VERIFIED, Retention(priority))
     for _ in range(20):
-        index.touch(p.key for p in reversed(chains[-1]))  # uses do not help against a higher priority
+        index.touch([p.key for p in reversed(chains[-1])])  # uses do not help against a higher priority
     gone = []
     for _ in range(8):
         index.evict(1)
@@ -416,9 +416,6 @@ class BareTier(Tier):
 
     def describe(self) -> dict[str, Any]:
         return {}
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self.index.touch(keys)
 
     def retain(self, key: bytes, retention: Retention) -> None:
         self.index.retain(key, retention)

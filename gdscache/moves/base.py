@@ -129,8 +129,11 @@ class Executor(Protocol):
     A move out of the planes leaves the checksums of what it copied with the target's slots (`checksums`).
     """
 
-    def lane(self, name: str, rest: Callable[[], object]) -> Lane:
-        """A new lane. `rest()` follows each of its steps when they have ended, where nobody waits for it."""
+    def lane(self, priority: Priority, rest: Callable[[], object]) -> Lane:
+        """A new lane for steps whose moves have this priority.
+
+        `rest()` follows each of them when they have ended, where nobody waits for it.
+        """
         ...
 
     def begin(self, move: Move, after: Sequence[Event] = ()) -> Moving:

@@ -15,7 +15,7 @@ import numpy as np
 
 from gdscache.checksum import Checksums
 from gdscache.errors import IOFailedError
-from gdscache.moves.base import PLANES, End, Move, Steps, Wait
+from gdscache.moves.base import PLANES, End, Move, Priority, Steps, Wait
 
 if TYPE_CHECKING:
     import threading
@@ -58,8 +58,8 @@ class SteppedExecutor:
             found += moving.choices()
         return found
 
-    def lane(self, name: str, rest: Callable[[], object]) -> _Lane:
-        lane = _Lane(self, name)
+    def lane(self, priority: Priority, rest: Callable[[], object]) -> _Lane:
+        lane = _Lane(self, priority.name.lower())
         self._lanes.append(lane)
         return lane
 

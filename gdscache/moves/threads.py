@@ -15,7 +15,7 @@ import torch
 
 from gdscache.checksum import Checksums
 from gdscache.errors import DeadlineError, StorageError
-from gdscache.moves.base import PLANES, End, Lane, Move, Moving, Steps, Wait
+from gdscache.moves.base import PLANES, End, Lane, Move, Moving, Priority, Steps, Wait
 from gdscache.storage.base import Op
 from gdscache.streams import Event
 from gdscache.threads import Workers
@@ -29,6 +29,7 @@ from gdscache.timeline import Timeline
 if TYPE_CHECKING:
     from gdscache.tiers.transfer import Moved
 
+NAMES = {Priority.STORE: "gdscache-gather", Priority.DEMOTION: "gdscache-write"}  # of the lanes' threads
 _LOOK_S = 1.0  # seconds after which steps that wait for room look around
 
 
@@ -43,9 +44,8 @@ class ThreadsExecutor:
         self._files = files
         self._timeline = timeline
 
-    def lane(self, name: str, rest: Callable[[], object]) -> Lane:
-        """A thread of that name."""
-        return _Lane(name, rest)
+    def lane(self, priority: Priority, rest: Callable[[], object]) -> Lane:
+        return _Lane(NAMES[priority], rest)
 
     def begin(self, move: Move, after: Sequence[Event] = ()) -> Moving:
         if move.ways[0].source == PLANES:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from gdscache.checksum import Checksums
-from gdscache.moves.base import PLANES, End, Move, Moving, Steps
+from gdscache.moves.base import PLANES, End, Move, Moving, Priority, Steps
 from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
 from gdscache.tiers.base import SlotPool
 
@@ -33,8 +33,8 @@ class VirtualExecutor:
         self._page_bytes = page_bytes
         self._extent_bytes = extent_bytes
 
-    def lane(self, name: str, rest: Callable[[], object]) -> VirtualLane:
-        return VirtualLane(self.clock)
+    def lane(self, priority: Priority, rest: Callable[[], object]) -> VirtualLane:
+        return VirtualLane(self.clock, at_once=priority is Priority.STORE)
 
     def begin(self, move: Move, after: Sequence[Event] = ()) -> Moving:
         if move.ways[0].source == PLANES:
@@ -81,10 +81,14 @@ class VirtualPool(SlotPool):
 
 
 class VirtualLane:
-    """Steps one after the other. They begin at the time of the call, and behind whoever calls."""
+    """Steps one after the other. They begin at the time of the call.
 
-    def __init__(self, clock: Clock) -> None:
+    `at_once`: in the call; else behind whoever calls, who may be in the middle of a decision.
+    """
+
+    def __init__(self, clock: Clock, *, at_once: bool) -> None:
         self._clock = clock
+        self._at_once = at_once
         self._waiting: deque[Steps[None]] = deque()
         self._running = False
 
@@ -93,7 +97,10 @@ class VirtualLane:
         self._waiting.append(steps)
         if not self._running:
             self._running = True
-            self._clock.call(self._clock.now, self._begin)
+            if self._at_once:
+                self._begin()
+            else:
+                self._clock.call(self._clock.now, self._begin)
 
     def _begin(self) -> None:
         self._clock.start(self._serve())

@@ -18,7 +18,7 @@ from gdscache.keys import Page
 from gdscache.moves.clock import Clock, Done, Machine, Process
 from gdscache.moves.virtual import VirtualExecutor, VirtualPool
 from gdscache.replay.tiers import ModelGpu, ModelSsd, ModelTier
-from gdscache.store.plan import Placed, StorePlanner
+from gdscache.store.plan import Placed, Receipt, StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import Outgoing, SsdWriter
 from gdscache.tiers.admission import open_admission
@@ -26,6 +26,7 @@ from gdscache.tiers.base import Lease
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.manager import LoadPlan, PageStatus, TierManager
 from gdscache.tiers.promotion import new_promotion
+from gdscache.tiers.retention import DEFAULT, Retention
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,9 +73,14 @@ class Moved:
 
 
 class _Planner(StorePlanner):
-    """Counts what goes to the SSD without a store, and what the writer drops."""
+    """Counts what is queued, what goes to the SSD without a store, and what the writer drops."""
 
     moved: Moved
+
+    def accept(self, pages: Sequence[Page], receipt: Receipt, retention: Retention = DEFAULT) -> list[int]:
+        wanted = super().accept(pages, receipt, retention)
+        self.moved.most_queued = max(self.moved.most_queued, self.queued - len(self.keys))
+        return wanted
 
     def _demote(self, pages: Iterable[Page], index: PageIndex) -> int:
         sent = super()._demote(pages, index)
@@ -231,7 +237,6 @@ class Hierarchy:
         blocks = np.empty((len(pages), 0), dtype=np.int64)
         self.storer.store(pages, self.ledger, blocks, epochs, None, sources)
         self._accepting = False
-        self.moved.most_queued = max(self.moved.most_queued, self.planner.queued - len(self.planner.keys))
 
     def _gathered(self) -> None:
         if not self._accepting:  # else there was nothing to gather

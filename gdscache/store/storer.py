@@ -87,7 +87,7 @@ class Storer:
         self._dropping = False
         self._closed = False
         self._writing = writer is not None
-        self._lane = executor.lane("gdscache-gather", _nothing)
+        self._lane = executor.lane(Priority.STORE, _nothing)
         planner.send, planner.empty = self._send, self._idle.notify_all
 
     # -- accepting ---------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class SsdWriter:
         self._flying: deque[_Flight] = deque()
         self._closing = False
         self._dropping = False
-        self._lane = executor.lane("gdscache-write", manager.settle)
+        self._lane = executor.lane(Priority.DEMOTION, manager.settle)
 
     def put(self, pages: Sequence[Outgoing]) -> None:
         """Take pages over, or none of them."""
