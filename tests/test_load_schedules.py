@@ -93,9 +93,8 @@ def every_point(seed: int, action: str, directory: Path) -> None:
     assert met >= {name for name in ALWAYS if action != "error" or name in FAILING}
 
 
-@pytest.mark.parametrize(
-    "action", [pytest.param(a, marks=pytest.mark.suite if a == "cancel" else pytest.mark.soak) for a in ACTIONS[1:]]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("action", ACTIONS[1:])
 def test_every_point(directory: Path, action: str) -> None:
     every_point(SWEPT, action, directory)
 

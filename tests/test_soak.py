@@ -16,7 +16,7 @@ GROWTH = 8 << 20  # bytes that an allocator may add while its arenas settle
 
 @pytest.mark.suite
 def test_some_time_under_faults(slab: Path, record_property: Any) -> None:
-    _soak(slab, float(os.environ.get("GDSCACHE_SOAK_SECONDS", "30")) / 2, 30, record_property)
+    _soak(slab, float(os.environ.get("GDSCACHE_SOAK_SECONDS", "30")) / 3, 30, record_property)
 
 
 @pytest.mark.soak

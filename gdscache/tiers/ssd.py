@@ -42,6 +42,7 @@ from gdscache.tiers.slab_io import SlabIO
 
 _log = logging.getLogger("gdscache.ssd")
 _TOUCHES_KEPT = 1 << 16
+_NOTED = 1 << 13  # uses that are brought in at a time: what a call may have to do for those before it
 _CLOSE_S = 5.0  # seconds that closing the catalogue may take while I/O hangs
 _DELETIONS = 1 << 14  # rows that one commit deletes: what a store may have to wait for
 LOST_HINT = "see who removes or replaces files there (cleaners of temporary folders?), then open the engine again"
@@ -258,6 +259,8 @@ class SsdTier(DurableTier):
             self._touches.append((slots, self._clock))
             self._noted += len(slots)
             self._clock += len(slots)
+            if self._noted > _NOTED:
+                self._touched_slots()
 
     def _touched_slots(self) -> dict[int, int]:
         """The last use of the slots that were used since the last commit. The lock is held."""
