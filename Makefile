@@ -2,7 +2,8 @@
 #
 #   PY=python3.12    another Python, for a new .venv
 #   GPU=auto|on|off  GPU libraries: where there is a GPU (auto), required (on), never (off)
-#   WORKERS=N        tests in N processes, each file of tests in one of them; 0: in this one, as with a GPU to share
+#   WORKERS=N        tests in N processes, each file of tests in one of them (3 keep two cores busy: tests wait, too);
+#                    0: in this one, as with a GPU to share
 #   SEED=N           make soak with that seed again; a fresh one is drawn, and printed, where none is given
 #
 # Without a GPU on Linux, PyPI's torch still brings its CUDA libraries (some GB). That is accepted: it is the build that
@@ -10,7 +11,7 @@
 
 PY ?= python3
 GPU ?= auto
-WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
+WORKERS ?= $(if $(wildcard /dev/nvidia0),0,3)
 VENV := .venv
 BIN := $(VENV)/bin
 
