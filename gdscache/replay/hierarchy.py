@@ -75,33 +75,36 @@ class Moved:
 class _Planner(StorePlanner):
     """Counts what is queued, what goes to the SSD without a store, and what the writer drops."""
 
-    moved: Moved
+    def __init__(self, moved: Moved, *args: Any) -> None:
+        self._moved = moved
+        super().__init__(*args)
 
     def accept(self, pages: Sequence[Page], receipt: Receipt, retention: Retention = DEFAULT) -> list[int]:
         wanted = super().accept(pages, receipt, retention)
-        self.moved.most_queued = max(self.moved.most_queued, self.queued - len(self.keys))
+        self._moved.most_queued = max(self._moved.most_queued, self.queued - len(self.keys))
         return wanted
 
     def _demote(self, pages: Iterable[Page], index: PageIndex) -> int:
         sent = super()._demote(pages, index)
-        self.moved.demoted += sent
+        self._moved.demoted += sent
         return sent
 
     def written(self, placed: Placed, cause: str) -> None:
         if cause:
-            self.moved.not_written[cause] += 1
+            self._moved.not_written[cause] += 1
         super().written(placed, cause)
 
 
 class _Writer(SsdWriter):
-    """Counts the pages that are handed to it."""
+    """Counts the pages that are handed to it. `keys`: of the pages on their way."""
 
-    moved: Moved
-    keys: set[bytes]  # of the pages on their way
+    def __init__(self, moved: Moved, keys: set[bytes], *args: Any) -> None:
+        self._moved, self._keys = moved, keys
+        super().__init__(*args)
 
     def put(self, pages: Sequence[Outgoing]) -> None:
-        self.moved.to_ssd += len(pages)
-        self.moved.most_to_ssd = max(self.moved.most_to_ssd, len(self.keys))
+        self._moved.to_ssd += len(pages)
+        self._moved.most_to_ssd = max(self._moved.most_to_ssd, len(self._keys))
         super().put(pages)
 
 
@@ -147,12 +150,10 @@ class Hierarchy:
         marks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
         self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)
         self.moved = Moved(self.executor)
-        self.planner = _Planner(self.manager, config.store, extent, self.admission, marks)
-        self.planner.moved = self.moved
+        self.planner = _Planner(self.moved, self.manager, config.store, extent, self.admission, marks)
         writer = None
         if self.ssd is not None:
-            writer = _Writer(self.manager, self.ssd, self.executor, extent)
-            writer.moved, writer.keys = self.moved, self.planner.keys
+            writer = _Writer(self.moved, self.planner.keys, self.manager, self.ssd, self.executor, extent)
         self.writer = writer
         self._keep = config.ssd is None or config.ssd.route != "direct"
         self._spare = None
