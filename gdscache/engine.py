@@ -313,7 +313,8 @@ class CacheEngine:
         event = given(after, self._parts.planes.device)
         handle = StoreHandle(len(pages), self._calls)
         storer = self._parts.storer
-        storer.store(pages, handle, blocks.numpy(), [epoch] * len(pages), event, sources, retention)
+        if not storer.store(pages, handle, blocks.numpy(), [epoch] * len(pages), event, sources, retention):
+            handle.read(None)
         return handle
 
     # -- both ------------------------------------------------------------------------------------------------------

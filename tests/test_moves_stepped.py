@@ -130,7 +130,8 @@ class Run:
         blocks = np.arange(first, first + count, dtype=np.int64).reshape(count, 1)
         epoch = self.manager.clearing.epoch(SPACE)
         try:
-            self.storer.store(pages, receipt, blocks, [epoch] * count, None, None)
+            if not self.storer.store(pages, receipt, blocks, [epoch] * count, None, None):
+                receipt.read(None)
         except EngineClosedError:
             self.receipts.remove(receipt)
 

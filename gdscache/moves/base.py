@@ -16,10 +16,8 @@ import enum
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from gdscache.checksum import Checksums
+from gdscache.tiers.page_io import Positions
 
 if TYPE_CHECKING:
     import threading
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from gdscache.tiers.base import SlotPool
 
 PLANES = "planes"
-Positions = npt.NDArray[np.int64]
 _T = TypeVar("_T")
 
 

@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -23,11 +23,8 @@ from gdscache.tiers.base import SlotPool
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.page_io import PageIO
 from gdscache.tiers.slab_io import SlabIO
-from gdscache.tiers.transfer import Mover
+from gdscache.tiers.transfer import Moved, Mover
 from gdscache.timeline import Timeline
-
-if TYPE_CHECKING:
-    from gdscache.tiers.transfer import Moved
 
 NAMES = {Priority.STORE: "gdscache-gather", Priority.DEMOTION: "gdscache-write"}  # of the lanes' threads
 _LOOK_S = 1.0  # seconds after which steps that wait for room look around

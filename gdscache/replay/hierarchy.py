@@ -162,8 +162,7 @@ class Hierarchy:
             self._spare = VirtualPool(clock, range(half, 2 * half))
         self.storer = Storer(self.manager, self.planner, self.executor, self._spare, writer, extent, config.store)
         self.gathered: Callable[[], None] = _nothing  # the GPU pages of a store are not read any more
-        self._accepting = False
-        self.ledger = Ledger(self._gathered)
+        self.ledger = Ledger(lambda: self.gathered())
         self._chunk = max(1, CHUNK_BYTES // extent)
         self._disk, self._up = self.executor.disk, self.executor.up
         self._loads = 0
@@ -234,14 +233,8 @@ class Hierarchy:
         """Accept pages for the tiers below, as an engine does."""
         self.ledger.offered += len(pages)
         epochs = [self.manager.clearing.epoch(page.namespace) for page in pages[:1]] * len(pages)
-        self._accepting = True
         blocks = np.empty((len(pages), 0), dtype=np.int64)
         self.storer.store(pages, self.ledger, blocks, epochs, None, sources)
-        self._accepting = False
-
-    def _gathered(self) -> None:
-        if not self._accepting:  # else there was nothing to gather
-            self.gathered()
 
     # -- checks ------------------------------------------------------------------------------------------------------
 

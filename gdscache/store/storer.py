@@ -21,12 +21,12 @@ import numpy as np
 from gdscache.errors import EngineClosedError
 from gdscache.keys import Page
 from gdscache.moves import PLANES, Executor, Move, Priority, Steps, Way
-from gdscache.moves.base import Positions
 from gdscache.store.plan import Placed, Receipt, StoreJob, StorePlanner, round_pages
 from gdscache.store.writer import Outgoing, SsdWriter
 from gdscache.threads import Flag
 from gdscache.tiers.base import Lease, SlotPool
 from gdscache.tiers.manager import TierManager
+from gdscache.tiers.page_io import Positions
 from gdscache.tiers.retention import DEFAULT, Retention
 
 if TYPE_CHECKING:
@@ -101,9 +101,10 @@ class Storer:
         after: Event,
         sources: Lease | None,
         retention: Retention = DEFAULT,
-    ) -> None:
+    ) -> bool:
         """Accept pages for the tiers below; returns at once. The receipt is told what becomes of them.
 
+        False where no page is to move: nothing reads the blocks, and the receipt hears no `read`.
         `blocks`: int64 (pages, blocks_per_page), read after the event `after`; `epochs`: the manager's epoch of each
         page when its bytes were known good; `sources` ends when the blocks were read.
         """
@@ -119,10 +120,10 @@ class Storer:
                 job = _Job(plan, receipt, blocks[wanted], after, sources)
                 self._jobs.add(job)
                 self._lane.start(self._gather(job), functools.partial(self._end, job))
-                return
+                return True
         if sources is not None:
             manager.end(sources)
-        receipt.read(None)
+        return False
 
     def drain(self, seconds: float | None, stop: Flag | None = None) -> bool:
         """Wait until nothing that was accepted is unfinished; False when `seconds` pass before, or `stop` is set."""
