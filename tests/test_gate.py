@@ -527,10 +527,11 @@ def test_loads_of_an_engine_beside_each_other_do_not_look_slow(open_host: Opens)
     quiet(host.engine)
     drop_from(host.engine, "cpu")
     seen: list[tuple[str, int, float]] = []
-    with mock.patch.object(host.engine.manager, "busy", BusyPeriods(lambda *period: seen.append(period))):
+    busy = BusyPeriods(lambda *period: seen.append(period))
+    with mock.patch.object(host.engine.manager, "busy", busy):
         with PLAN.rule(Op.READ, Fault.HANG) as rule:
             begun = [host.begin(tokens) for tokens in prompts]
-            until(lambda: rule.met >= 4, "all of them read")
+            until(lambda: rule.met >= 4 and busy._under_way["ssd"] == 4, "all of them read")
             rule.release()
         for load in begun:
             host.finish(*load)
