@@ -7,13 +7,14 @@ if TYPE_CHECKING:
     from gdscache.config import Config, load_config
     from gdscache.engine import CacheEngine, CheckReport, Hit
     from gdscache.errors import GdsCacheError
-    from gdscache.loading import Gap, LayerwiseLoad, LoadReport
-    from gdscache.prefetch import Prefetch, PrefetchReport
+    from gdscache.load.handle import Gap, LayerwiseLoad
+    from gdscache.load.report import LoadReport
+    from gdscache.moves.base import PageStatus
+    from gdscache.prefetch.handle import Prefetch, PrefetchReport
+    from gdscache.prefetch.queue import PrefetchEnd
     from gdscache.sequence import Sequence
     from gdscache.store.handle import StoreHandle, StoreReport
     from gdscache.tiers.keeping import Pin
-    from gdscache.tiers.manager import PageStatus
-    from gdscache.tiers.prefetching import PrefetchEnd
 
 __version__ = "0.1.0"
 
@@ -23,16 +24,16 @@ _HOMES = {
     "CacheEngine": "engine",
     "CheckReport": "engine",
     "Config": "config",
-    "Gap": "loading",
+    "Gap": "load.handle",
     "GdsCacheError": "errors",
     "Hit": "engine",
-    "LayerwiseLoad": "loading",
-    "LoadReport": "loading",
-    "PageStatus": "tiers.manager",
+    "LayerwiseLoad": "load.handle",
+    "LoadReport": "load.report",
+    "PageStatus": "moves.base",
     "Pin": "tiers.keeping",
-    "Prefetch": "prefetch",
-    "PrefetchEnd": "tiers.prefetching",
-    "PrefetchReport": "prefetch",
+    "Prefetch": "prefetch.handle",
+    "PrefetchEnd": "prefetch.queue",
+    "PrefetchReport": "prefetch.handle",
     "Sequence": "sequence",
     "StoreHandle": "store.handle",
     "StoreReport": "store.handle",

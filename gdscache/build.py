@@ -16,10 +16,13 @@ from gdscache.catalog_file import FORMAT_VERSION
 from gdscache.config import Config, GpuConfig
 from gdscache.errors import PinnedMemoryError
 from gdscache.layout import PageLayout
-from gdscache.loader import Loader
+from gdscache.load.loader import Loader
+from gdscache.load.plan import LoadPlanner
+from gdscache.moves import PageStatus
+from gdscache.moves.load import Machine
 from gdscache.moves.threads import ThreadsExecutor
 from gdscache.planes import PagedPlanes
-from gdscache.prefetcher import Prefetcher
+from gdscache.prefetch.prefetcher import Prefetcher, held_pages
 from gdscache.sanity import concerns
 from gdscache.status_page import Figures, StatusWriter
 from gdscache.store.plan import StorePlanner
@@ -104,21 +107,27 @@ def build(
         if bounce is not None:
             undo.callback(bounce.close)
         _check_paths(config.gpu, planes.device, [tier.extents for tier in (cpu, bounce) if tier is not None])
-        manager = TierManager(lock, gpu, cpu, ssd, promotion=_promotion(config, cpu), calls=calls)
+        manager = TierManager(lock, gpu, cpu, ssd, calls=calls)
+        if bounce is not None:
+            manager.adopt(bounce)
         mover = open_mover(planes, config.gpu)
         manager.timeline = mover.timeline = timeline
         undo.callback(mover.close)
-        direct = route is not None and route.route == "direct"
-        loader = Loader(manager, mover, bounce, layout, config.load, keep=not direct)
-        undo.callback(loader.close)
-        prefetcher = Prefetcher(manager, loader, layout, config.prefetch)
-        undo.callback(prefetcher.close)
+        promotion = _promotion(config, cpu)
         watermarks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
         admission = None
         if ssd is not None and config.ssd is not None:
             admission = open_admission(config.ssd, ssd.index.slots, layout.extent_bytes)
-        planner = StorePlanner(manager, config.store, layout.extent_bytes, admission, watermarks)
-        executor = _executor(mover, cpu, ssd, bounce, timeline)
+        selective = promotion is not None and promotion.selective
+        planner = StorePlanner(manager, config.store, layout.extent_bytes, admission, watermarks, selective=selective)
+        executor = _executor(mover, manager, bounce)
+        held = held_pages(manager, config.prefetch)
+        loads = LoadPlanner(manager, promotion=promotion, due=[planner.offer_earned], prefetched=held)
+        direct = route is not None and route.route == "direct"
+        loader = Loader(loads, executor, layout, config.load, planes.device, keep=not direct)
+        undo.callback(loader.close)
+        prefetcher = Prefetcher(loader, held, layout, config.prefetch)
+        undo.callback(prefetcher.close)
         writer = None
         if ssd is not None and config.store.write_policy != "never":
             writer = SsdWriter(manager, ssd, executor, layout.extent_bytes)
@@ -156,16 +165,20 @@ def _figures(manager: TierManager, ssd: SsdTier) -> Figures:
     )
 
 
-def _executor(
-    mover: Mover, cpu: CpuTier | None, ssd: SsdTier | None, bounce: Bounce | None, timeline: Timeline
-) -> ThreadsExecutor:
+def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> ThreadsExecutor:
     """What moves bytes between the spaces of an engine."""
     memories: dict[str, Extents] = {}
-    if cpu is not None:
-        memories["cpu"] = cpu.extents
+    if manager.cpu is not None:
+        memories["cpu"] = manager.cpu.extents
     if bounce is not None:
         memories["bounce"] = bounce.extents
-    return ThreadsExecutor(mover, memories, {} if ssd is None else {"ssd": ssd.io}, timeline)
+
+    def refusal() -> PageStatus | None:
+        manager.watch()
+        return PageStatus(manager.quarantine.cause) if manager.quarantine.off else None
+
+    files = {} if manager.ssd is None else {"ssd": manager.ssd.io}
+    return ThreadsExecutor(Machine(mover, memories, files, bounce, refusal, manager.timeline))
 
 
 def _promotion(config: Config, cpu: CpuTier | None) -> Promotion | None:

@@ -28,9 +28,10 @@ from gdscache.errors import (
 )
 from gdscache.keys import KEY_BYTES, Page, PageNames, as_tokens, namespace_digest
 from gdscache.layout import PageLayout
-from gdscache.loader import Loader
-from gdscache.loading import LayerwiseLoad
-from gdscache.prefetch import Prefetch
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.load.loader import Loader
+from gdscache.moves.threads import ThreadsExecutor
+from gdscache.prefetch.handle import Prefetch
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.store.handle import StoreHandle
 from gdscache.streams import Event, given, on_stream_of_caller
@@ -163,6 +164,12 @@ class CacheEngine:
         return self._parts.loader
 
     @property
+    def executor(self) -> ThreadsExecutor:
+        """What moves bytes."""
+        self._check_open()
+        return self._parts.executor
+
+    @property
     def gpu(self) -> GpuTier:
         """The pool that the engine owns: `gpu.planes(layer)` are its paged tensors."""
         gpu = self.manager.gpu
@@ -211,7 +218,7 @@ class CacheEngine:
         manager.watch()
         with self.timeline.span("lookup", pages=len(pages) - first):
             found = manager.lookup(pages, first)
-        keep, worth, seconds, computing = self.gate.decide(found, start, len(tokens), manager.under_way)
+        keep, worth, seconds, computing = self.gate.decide(found, start, len(tokens), self.loader.planner.under_way)
         kept, declined = tuple(found[:keep]), (len(found) - keep) * page_tokens
         names = tuple(pages[first : first + keep])
         return Hit(start, keep * page_tokens, kept, seconds, names, computing, worth * page_tokens, declined)

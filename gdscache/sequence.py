@@ -14,7 +14,7 @@ import torch
 from gdscache import arguments
 from gdscache.errors import DeadlineError, ForkedProcessError, LoadFailedError, PoolFullError, SequenceStateError
 from gdscache.keys import Page, as_tokens
-from gdscache.loading import LayerwiseLoad
+from gdscache.load.handle import LayerwiseLoad
 from gdscache.store.handle import StoreHandle
 from gdscache.streams import on_stream_of_caller, record
 from gdscache.tiers.base import Lease
@@ -221,7 +221,7 @@ class Sequence:
             self._epoch = self._manager.clearing.epoch(self._engine.namespace(self._salt))
             with self._manager.timeline.span("lookup", pages=len(candidates)):
                 found = self._manager.lookup(candidates, 0)
-            keep = self._engine.gate.decide(found, 0, len(self._tokens), self._manager.under_way).pages
+            keep = self._engine.gate.decide(found, 0, len(self._tokens), self._engine.loader.planner.under_way).pages
             if keep < len(found):
                 candidates = candidates[:keep]
             self._held.lease = lease = self._manager.lease("sequence")
@@ -236,7 +236,7 @@ class Sequence:
             gpu.order_after(self._held.slots[: self._shared])
             self._start_load(candidates)
             undo.pop_all()
-        self._cached = self._shared + (len(self._held.load.parts[0].plan.tasks) if self._held.load is not None else 0)
+        self._cached = self._shared + (self._held.load.parts[0].pages if self._held.load is not None else 0)
 
     def _start_load(self, candidates: list[Page]) -> None:
         rest = candidates[self._shared :]

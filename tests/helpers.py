@@ -17,7 +17,8 @@ import torch
 from gdscache import CacheEngine
 from gdscache.config import ModelConfig
 from gdscache.layout import PageLayout
-from gdscache.loading import LayerwiseLoad, LoadReport
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.load.report import LoadReport
 from gdscache.store.handle import StoreHandle
 
 Bytes = npt.NDArray[np.uint8]

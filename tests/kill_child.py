@@ -17,9 +17,9 @@ from kill_record import DOCUMENTS, PAGE_TOKENS, PAGES, SALTS, Log, Name, content
 from gdscache import CacheEngine, slab
 from gdscache.errors import PoolFullError
 from gdscache.layout import PageLayout
-from gdscache.loading import LoadReport
+from gdscache.load.report import LoadReport
+from gdscache.moves import PageStatus
 from gdscache.store.handle import StoreHandle
-from gdscache.tiers.manager import PageStatus
 
 THREADS = 2
 BLOCKS = max(PAGES)  # of each thread, where the planes are ours

@@ -1,7 +1,7 @@
-"""Random schedules: what a caller does with an engine, what is late, what fails, and at which point what happens.
+"""Random schedules: what a caller does with an engine, what is late, what fails, and what comes in between.
 
-A schedule is made from its seed alone, so that `play(Schedule(...), directory)` does the same again, as far as threads
-let it. `python tests/load_schedules.py SEED ACTION NAME NUMBER` plays one.
+A schedule is made from its seed alone, so that `play(seed, directory)` does the same again, as far as threads let it.
+`python tests/load_schedules.py SEED` plays one. `test_loads_stepped.py` tries every order of small loads instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import random
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,20 +36,19 @@ from helpers import (
     untouched,
     write_page,
 )
-from load_points import FAILING, InjectedError, Point, Points
 
-from gdscache import load_run
 from gdscache.errors import DeadlineError, EngineClosedError
 from gdscache.layout import GroupSizes, read_groups
-from gdscache.loading import Gap, LayerwiseLoad
-from gdscache.prefetch import Prefetch
+from gdscache.load import run as load_run
+from gdscache.load.handle import Gap, LayerwiseLoad
+from gdscache.prefetch.handle import Prefetch
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
 from gdscache.testing.faults import FaultRule
 
-ACTIONS = ("none", "cancel", "close", "raise", "error")
+ACTIONS = ("none", "cancel", "close", "raise")
 PAGES = 4
-LOCKED = 0.01  # seconds that a call which needs the manager's lock is waited for at a point that may hold it
+SOON = 0.002  # seconds within which the action comes, once its step has begun
 BLOCKS = 56  # six steps take eight each at most, and then a load
 EVEN = MHA | {"layers": 6, "head_dim": 72}  # several groups of layers, with the sizes below
 SIZES = GroupSizes(least=4096, first=1)
@@ -56,31 +56,6 @@ SIZES = GroupSizes(least=4096, first=1)
 
 class InterruptedCallError(Exception):
     """What the caller's thread raises in the middle of its work."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """`action` happens when point `at` is reached: `cancel` every load and prefetch so far, `close` the engine from
-    another thread, `raise` in the caller's thread at its next step, or an `error` from the point itself."""
-
-    seed: int
-    action: str = "none"
-    at: Point | None = None
-
-    def __str__(self) -> str:
-        name, number = self.at or ("none", 0)
-        return f"python tests/load_schedules.py {self.seed} {self.action} {name} {number}"
-
-    @classmethod
-    def random(cls, seed: int, points: Sequence[Point]) -> Schedule:
-        """Any action at a point of any name, early ones more often: `points` are those that runs were seen to reach."""
-        draw = random.Random(f"action {seed}")
-        action = draw.choice(ACTIONS)
-        if action == "none":
-            return cls(seed)
-        name = draw.choice(sorted({name for name, _ in points if action != "error" or name in FAILING}))
-        numbers = sorted(number for at, number in points if at == name)
-        return cls(seed, action, (name, numbers[int(draw.random() ** 2 * len(numbers))]))
 
 
 @dataclasses.dataclass
@@ -93,12 +68,15 @@ class Begun:
 
 
 class Player:
-    """One schedule: a caller with an engine, and everything that it has begun."""
+    """One schedule: a caller with an engine, everything that it has begun, and an `action` at one of its steps.
 
-    def __init__(self, schedule: Schedule, directory: Path, device: str = "cpu") -> None:
-        self.schedule = schedule
+    That is: `cancel` every load and prefetch so far, or `close` the engine, from another thread; or `raise` in the
+    caller's.
+    """
+
+    def __init__(self, seed: int, directory: Path, device: str = "cpu") -> None:
         """`directory` may be that of schedules before: each begins empty."""
-        self.draw = draw = random.Random(schedule.seed)
+        self.draw = draw = random.Random(seed)
         model = draw.choice([MHA, MLA, EVEN])
         self.config = make_config(
             directory / str(layout_of(model).extent_bytes),
@@ -112,47 +90,33 @@ class Player:
         )
         self.host = Host(self.config, BLOCKS)
         if device == "cpu" and draw.random() < 0.5:  # as a mover for a GPU
-            self.host.engine.loader.mover.queues = lambda extents: True  # type: ignore[method-assign]
-        rate = draw.choice([0.0, 0.15, 0.4])
-        self.points = Points(
-            schedule.seed,
-            rate,
-            draw.choice([0.0003, 0.0015]),
-            schedule.at,
-            None if schedule.action in ("none", "error") else getattr(self, "_" + schedule.action),
-            error=schedule.action == "error",
-        )
+            self.host.engine._parts.mover.queues = lambda extents: True  # type: ignore[method-assign]
+        self.action, self.at = draw.choice(ACTIONS), draw.randrange(12)
+        self.steps = 0
+        self.acted = False
         self.prompts = [prompt(1, 2) + prompt(10 + i, PAGES - 2) for i in range(3)]
         self.loads: list[Begun] = []
         self.stores: list[tuple[StoreHandle, list[int]]] = []
         self.prefetches: list[Prefetch] = []
-        self.interrupt = threading.Event()
-        self.closer: threading.Thread | None = None
-        self.cancellers: list[threading.Thread] = []
+        self.helpers: list[threading.Thread] = []
         self.drain = draw.random() < 0.5
 
-    # -- what happens at the point -------------------------------------------------------------------------------------
+    # -- what comes in between -----------------------------------------------------------------------------------------
 
     def _cancel(self) -> None:
         for begun in list(self.loads):
             begun.load.cancel()
-        if not self.prefetches:
-            return
-        # Whoever is at the point may hold the manager's lock, and no caller of `cancel` does: it comes from a thread
-        # of its own, which is waited for only as long as it may be waiting for that lock.
-        canceller = threading.Thread(target=lambda: [prefetch.cancel() for prefetch in list(self.prefetches)])
-        self.cancellers.append(canceller)
-        canceller.start()
-        canceller.join(LOCKED)
+        for prefetch in list(self.prefetches):
+            prefetch.cancel()
 
     def _close(self) -> None:
-        if self.closer is None:
-            self.closer = threading.Thread(target=self.host.engine.close, kwargs={"drain": self.drain})
-            self.closer.start()
-            until(lambda: self.host.engine._closed, "the engine begins to close")
+        self.host.engine.close(drain=self.drain)
 
-    def _raise(self) -> None:
-        self.interrupt.set()
+    def _soon(self, action: Callable[[], None]) -> None:
+        """Have it done from another thread, in a moment."""
+        seconds = self.draw.uniform(0.0, SOON)
+        self.helpers.append(threading.Thread(target=lambda: (time.sleep(seconds), action())))
+        self.helpers[-1].start()
 
     # -- the caller ----------------------------------------------------------------------------------------------------
 
@@ -178,9 +142,13 @@ class Player:
             PLAN.add(FaultRule(fault, op, rate=draw.choice([0.1, 0.5]), seconds=seconds))
 
     def step(self) -> None:
-        self.points.reach("caller")
-        if self.interrupt.is_set():
+        self.steps += 1
+        if self.steps != self.at + 1 or self.action == "none":
+            return
+        self.acted = True
+        if self.action == "raise":
             raise InterruptedCallError
+        self._soon(self._cancel if self.action == "cancel" else self._close)
 
     def run(self) -> None:
         """Ops one after the other, most of which leave work behind; then the end of a forward for each load."""
@@ -255,7 +223,7 @@ class Player:
             load = self.draw.choice(self.loads).load
             try:
                 load.settle(lambda gap: None, 0.0)
-            except (DeadlineError, InjectedError):
+            except DeadlineError:
                 load.cancel()
 
     def finish(self, begun: Begun) -> None:
@@ -263,7 +231,6 @@ class Player:
         host, size = self.host, self.host.layout.page_tokens
 
         def recompute(gap: Gap) -> None:
-            self.points.reach("recompute")
             _, blocks, keys = begun.requests[gap.request]
             for i in range(gap.first // size, gap.stop // size):
                 write_page(host.planes, host.layout, host.page(blocks, i), host.data(keys[i]))
@@ -275,7 +242,7 @@ class Player:
             begun.load.wait(layer)
         begun.load.settle(recompute)
         for part, (_, blocks, keys) in zip(begun.load.parts, begun.requests, strict=True):
-            for i in range(len(part.plan.tasks)):
+            for i in range(part.pages):
                 self.same(keys[i], host.page(blocks, i), f"page {i} after settle()")
 
     def same(self, key: bytes, blocks: Sequence[int], what: str) -> None:
@@ -290,23 +257,21 @@ class Player:
         try:
             self.prepare()
             self.faults()
-            self.points.install(engine)
-            self.points.on = True
-            with contextlib.suppress(InterruptedCallError, InjectedError, EngineClosedError):
-                if self.schedule.action == "raise":
+            with contextlib.suppress(InterruptedCallError, EngineClosedError):
+                if self.action == "raise":
                     with engine:  # an exception leaves the block, which closes the engine
                         self.run()
                 else:
                     self.run()
+            for thread in self.helpers:
+                thread.join(WAIT)
             self.over()
             if not engine._closed:
-                self.points.on = False
                 PLAN.reset()
                 self.rested()
         finally:
             PLAN.reset()
-            self.points.on = False
-            for thread in [*self.cancellers, *([] if self.closer is None else [self.closer])]:
+            for thread in self.helpers:
                 thread.join(WAIT)
             rested = not engine._closed
             engine.close()
@@ -349,8 +314,8 @@ class Player:
         """After close(): nothing is held, no thread is left, and nobody writes to the planes."""
         parts = self.host.engine._parts
         assert not parts.manager._leases, "leases are left"
-        assert not parts.manager._filling, "pages are still being filled"
-        assert not +parts.manager.under_way, "pages are still under way"
+        assert not parts.loader.planner._filling, "pages are still being filled"
+        assert not +parts.loader.planner.under_way, "pages are still under way"
         if parts.bounce is not None:
             assert parts.bounce.loads.free_slots == parts.bounce.loads.slots, "bounce slots of loads are lost"
             assert parts.bounce.stores.free_slots == parts.bounce.stores.slots, "bounce slots of stores are lost"
@@ -391,26 +356,25 @@ def groups() -> Iterator[None]:
         yield
 
 
-def play(schedule: Schedule, directory: Path, device: str = "cpu") -> Points:
+def play(seed: int, directory: Path, device: str = "cpu") -> Player:
     """Play a schedule, then look for leaks. What fails says how to play it again."""
     try:
         with groups():
             before = descriptors()
-            player = Player(schedule, directory, device)
+            player = Player(seed, directory, device)
             player.play()
             until(lambda: not threads(), f"threads end: {threads()}")
             assert descriptors() == before, "file descriptors are left open"
-            return player.points
+            return player
     except BaseException as error:
-        error.add_note(f"schedule: {schedule}")
+        error.add_note(f"schedule: python tests/load_schedules.py {seed}")
         raise
 
 
 def main(arguments: Sequence[str]) -> str:
-    seed, action, name, number = arguments
     with tempfile.TemporaryDirectory() as directory:
-        points = play(Schedule(int(seed), action, (name, int(number))), Path(directory))
-    return f"reached: {points.reached}; points: {dict(points.counts)}"
+        player = play(int(arguments[0]), Path(directory))
+    return f"{player.action} at step {player.at}: {player.acted}"
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def test_a_window_is_the_longest_run_within_one_registration(bounce: Bounce) -> 
 
 
 def test_loads_and_stores_have_a_half_each(bounce: Bounce) -> None:
-    assert bounce.stores.take(SLOTS, 0) == list(range(SLOTS // 2))
-    assert bounce.loads.take(SLOTS, 0) == list(range(SLOTS // 2, SLOTS))
+    assert bounce.stores.try_take(SLOTS) == list(range(SLOTS // 2))
+    assert bounce.loads.try_take(SLOTS) == list(range(SLOTS // 2, SLOTS))
     assert bounce.loads.try_take(1) == bounce.stores.try_take(1) == []
 
 
@@ -132,10 +132,10 @@ def test_what_came_back_last_is_taken_next() -> None:
 
 def test_whoever_waits_for_a_slot_gets_the_first_that_comes_back() -> None:
     pool = SlotPool(range(2))
-    assert pool.take(2, 0) == [0, 1]
-    assert pool.take(1, 0.001) == []
+    assert pool.try_take(2) == [0, 1]
+    assert not pool.wait(0.001)
     found: list[int] = []
-    thread = threading.Thread(target=lambda: found.extend(pool.take(2, 10)))
+    thread = threading.Thread(target=lambda: pool.wait(10) and found.extend(pool.try_take(2)))
     thread.start()
     pool.give([1])
     thread.join(10)
@@ -144,10 +144,16 @@ def test_whoever_waits_for_a_slot_gets_the_first_that_comes_back() -> None:
 
 def test_a_slot_is_free_when_the_last_late_read_of_it_has_ended() -> None:
     pool = SlotPool(range(10))
-    pool.take(10, 0)
+    pool.try_take(10)
     late = LateSlots(pool)
-    assert [late.hold(range(2, 4)), late.hold(range(3, 5)), late.hold(range(3, 4))] == [2, 1, 0]
-    assert [late.end(range(3, 4)), late.end(range(2, 4))] == [0, 1]
-    assert pool.free == {2}
-    assert late.end(range(3, 5)) == 2
-    assert pool.free == {2, 3, 4}
+    held = []
+    for slots in (range(2, 4), range(3, 5), range(3, 4)):
+        late.hold(slots)
+        held.append(late.held)
+    assert held == [2, 3, 3]
+    late.end(range(3, 4))
+    assert (late.held, pool.free) == (3, set())
+    late.end(range(2, 4))
+    assert (late.held, pool.free) == (2, {2})
+    late.end(range(3, 5))
+    assert (late.held, pool.free) == (0, {2, 3, 4})

@@ -448,37 +448,37 @@ def test_what_is_under_way_is_counted_exactly(open_host: Opens) -> None:
     host.store(prompt(1, 4))
     host.store(prompt(2, 3))
     quiet(host.engine)
-    manager = host.engine.manager
-    assert not any(manager.under_way.values())
+    planner = host.engine.loader.planner
+    assert not any(planner.under_way.values())
     drop_from(host.engine, "cpu")
     with PLAN.rule(Op.READ, Fault.HANG) as rule:
         first = host.begin(prompt(1, 4))
-        assert manager.under_way["ssd"] == 4
+        assert planner.under_way["ssd"] == 4
         second = host.begin(prompt(1, 4))  # waits for the first one's pages, in the CPU tier
-        assert (manager.under_way["cpu"], manager.under_way["ssd"]) == (4, 4)
+        assert (planner.under_way["cpu"], planner.under_way["ssd"]) == (4, 4)
         third = host.begin(prompt(2, 3))
-        assert manager.under_way["ssd"] == 7
-        plan = manager.plan_load(host.engine.pages(prompt(2, 3)), "test")
-        assert manager.under_way["cpu"] == 7
+        assert planner.under_way["ssd"] == 7
+        plan = planner.plan([host.engine.pages(prompt(2, 3))], "test")
+        assert planner.under_way["cpu"] == 7
         for _ in range(2):  # the second changes nothing
-            manager.end(plan.lease)
-            assert manager.under_way["cpu"] == 4
+            planner.end(plan)
+            assert planner.under_way["cpu"] == 4
         third[0].cancel()
         rule.release()
     for begun in (first, second, third):
         host.finish(*begun)
-    assert not any(manager.under_way.values())
+    assert not any(planner.under_way.values())
     drop_from(host.engine, "cpu")
     with PLAN.rule(Op.READ, Fault.HANG) as rule:
         prefetch = host.engine.prefetch(prompt(1, 4))
-        until(lambda: manager.under_way["ssd"] > 0, "the prefetch reads")
+        until(lambda: planner.under_way["ssd"] > 0, "the prefetch reads")
         rule.release()
         prefetch.result(WAIT)
-    until(lambda: not any(manager.under_way.values()), "nothing is under way")
+    until(lambda: not any(planner.under_way.values()), "nothing is under way")
     drop_from(host.engine, "cpu")
     with PLAN.rule(Op.READ, Fault.EIO):
         assert host.load(prompt(1, 4)).tokens == 0
-    assert not any(manager.under_way.values())
+    assert not any(planner.under_way.values())
 
 
 def test_loads_beside_each_other_are_one_period() -> None:

@@ -33,9 +33,10 @@ from helpers import (
     write_page,
 )
 
-from gdscache import CacheEngine, PageStatus, load_reads
+from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DeadlineError, DirectoryInUseError, GdsCacheError, IOFailedError
-from gdscache.loading import LoadReport
+from gdscache.load.report import LoadReport
+from gdscache.moves import reads as load_reads
 from gdscache.storage.base import Op, Span, Submission
 from gdscache.tiers import manager as manager_module
 from gdscache.tiers import ssd as ssd_module
@@ -211,7 +212,7 @@ def test_a_load_whose_time_is_up_before_it_runs_reads_no_more_than_was_begun(
     tokens = stored(host, 1, 3)
     drop_from(host.engine, "cpu")
     busy = threading.Event()
-    host.engine.loader._pool.submit(lambda: busy.wait(WAIT))
+    host.engine.loader._lane._threads.submit(lambda: busy.wait(WAIT))
     load, blocks, keys = host.begin(tokens)
     time.sleep(0.6)
     busy.set()
@@ -477,11 +478,7 @@ def a_batch(n: int) -> tuple[Submission, dict[int, Late], list[int]]:
     given: list[int] = []
     submission = Submission(Op.READ, [Span("file", i, 1) for i in range(n)], [1] * n)
 
-    def give(i: int) -> int:
-        given.append(i)
-        return 1
-
-    return submission, {i: Late("read", "cpu", i, functools.partial(give, i)) for i in range(n)}, given
+    return submission, {i: Late("read", "cpu", i, functools.partial(given.append, i)) for i in range(n)}, given
 
 
 def test_off_above_a_quarter_and_on_again_at_an_eighth() -> None:

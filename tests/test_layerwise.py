@@ -32,10 +32,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_layout import layouts
 
-from gdscache import CacheEngine, PageStatus, load_reads, load_run
+from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DeadlineError
 from gdscache.layout import EXTENT_ALIGNMENT, GROUP_BYTES, GroupSizes, PageLayout, Plane, read_groups
-from gdscache.loading import LayerwiseLoad
+from gdscache.load import run as load_run
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.moves import reads as load_reads
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart, FaultRule
 
@@ -465,7 +467,7 @@ def test_a_mover_that_raises_in_any_group_leaves_nothing_behind(
 ) -> None:
     host = open_host(model=EVEN, transport=FAULTY, cpu=8)
     tokens = stored(host, resident=1)
-    mover, calls = host.engine.loader.mover, iter(range(1000))
+    mover, calls = host.engine._parts.mover, iter(range(1000))
     scatter = mover.scatter
 
     def broken(*args: Any, **options: Any) -> Any:

@@ -10,8 +10,10 @@ import pytest
 from faulty import PLAN, Fault
 from helpers import MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
 
-from gdscache import PageStatus, load_reads, load_run
+from gdscache import PageStatus
 from gdscache.layout import GroupSizes, read_groups
+from gdscache.load import run as load_run
+from gdscache.moves import reads as load_reads
 from gdscache.storage.base import Op
 from gdscache.tiers.host_mover import HostMover
 
@@ -44,7 +46,7 @@ def stored(host: Host, seed: int) -> list[int]:
 
 def watched(host: Host, before: Callable[[int], None] = lambda number: None) -> list[str]:
     """Call `before(number)` in front of each copy of a load; the names of the threads that made one."""
-    mover, names = host.engine.loader.mover, list[str]()
+    mover, names = host.engine._parts.mover, list[str]()
     scatter = mover.scatter
 
     def call(*args: Any, **options: Any) -> Any:
@@ -85,7 +87,7 @@ def test_the_first_reads_are_under_way_when_load_returns(open_host: OpenHost, mo
     tokens = stored(host, 1)
     drop_from(host.engine, "cpu")
     gate = threading.Event()
-    host.engine.loader._pool.submit(lambda: gate.wait(WAIT))
+    host.engine.loader._lane._threads.submit(lambda: gate.wait(WAIT))
     PLAN.reset()
     load, blocks, keys = host.begin(tokens)
     until(lambda: len(PLAN.moved[Op.READ]) == 1, "a read begins")
@@ -100,7 +102,7 @@ def test_what_would_wait_is_left_to_a_thread_of_the_pool(open_host: OpenHost, ti
     host = open_host(model=EVEN, cpu=16)
     tokens = stored(host, 1)
     if tier == "a mover that copies at once":
-        host.engine.loader.mover.queues = lambda extents: False  # type: ignore[method-assign]
+        host.engine._parts.mover.queues = lambda extents: False  # type: ignore[method-assign]
     else:
         drop_from(host.engine, "cpu")
     if tier == "cpu and ssd":

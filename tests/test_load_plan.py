@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from test_index import chain
 from test_retention import Clock, bare_manager
 
 from gdscache.keys import Page
+from gdscache.load.plan import LoadPlanner
+from gdscache.moves import PageStatus
 from gdscache.tiers.index import PageIndex
-from gdscache.tiers.manager import PageStatus, TierManager
+from gdscache.tiers.manager import TierManager
 from gdscache.tiers.pages import Entry, PageState
 
 SLOTS = 12  # of each tier
@@ -30,15 +33,15 @@ def put(index: PageIndex, page: Page, kind: str) -> Entry:
     return entry
 
 
-def prepare(pages: list[Page], kinds: list[tuple[str, str]]) -> TierManager:
+def prepare(pages: list[Page], kinds: list[tuple[str, str]]) -> tuple[TierManager, LoadPlanner]:
     """A manager with each page in these states on its tiers."""
     manager = bare_manager(SLOTS, Clock())
+    planner = LoadPlanner(manager)
     assert manager.ssd is not None
-    loads = []
     for page, (copy, kind) in zip(pages, kinds, strict=True):
         if copy == "of a load":
-            entry = put(manager.ssd.index, page, "at rest")
-            loads.append((manager.plan_load([page], "another"), entry))
+            put(manager.ssd.index, page, "at rest")
+            planner.plan([[page]], "another")
         elif kind != "absent":
             entry = put(manager.ssd.index, page, kind)
             if kind == "hidden":
@@ -46,7 +49,7 @@ def prepare(pages: list[Page], kinds: list[tuple[str, str]]) -> TierManager:
                 manager.quarantine._late["read"] += 1
         if copy not in ("absent", "of a load"):
             put(manager.cpu_index, page, copy)
-    return manager
+    return manager, planner
 
 
 def decide(kinds: list[tuple[str, str]]) -> list[tuple[str, bool, bool]]:
@@ -69,25 +72,28 @@ def leases(manager: TierManager) -> Counter[tuple[str, Page]]:
 @given(st.lists(st.tuples(st.sampled_from(COPIES), st.sampled_from(PAGES)), max_size=10), st.booleans())
 def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]], keep: bool) -> None:
     pages = chain(1, len(kinds))
-    manager, decided = prepare(pages, kinds), decide(kinds)
-    had, under_way, filling = leases(manager), Counter(manager.under_way), dict(manager._filling)
+    (manager, planner), decided = prepare(pages, kinds), decide(kinds)
+    had, under_way, filling = leases(manager), Counter(planner.under_way), dict(planner._filling)
     free = manager.cpu_index.free_slots
-    plan = manager.plan_load(pages, "load", keep=keep)
-    planned = list(zip(pages, decided, strict=False))
-    assert [(t.page, t.tier, t.filling is not None) for t in plan.tasks] == [(p, *d[:2]) for p, d in planned]
-    assert [t.target is not None for t in plan.tasks] == [keep and target for _, _, target in decided]
-    assert all(t.source is manager.tiers[t.tier].index.find(t.page.key) for t in plan.tasks)
-    assert all(t.filling is filling.get(t.source) for t in plan.tasks)
-    targets = {t.target: t for t in plan.tasks if t.target is not None}
-    assert all(target is manager.cpu_index.find(t.page.key) for target, t in targets.items())
-    assert manager._filling == {**filling, **targets}
+    plan = planner.plan([pages], "load", keep=keep)
+    rows = range(len(plan))
+    tiers = [plan.tier_of(row) for row in rows]
+    shared = {row: run.filling for run in plan.shared() for row in run.rows}
+    assert plan.pages == pages[: len(decided)]
+    assert [(tier.name, row in shared) for row, tier in enumerate(tiers)] == [d[:2] for d in decided]
+    assert [row in plan.targets for row in rows] == [keep and target for _, _, target in decided]
+    assert all(plan.sources[row] is tiers[row].index.find(plan.pages[row].key) for row in rows)
+    assert all(shared.get(row) == filling.get(plan.sources[row]) for row in rows)
+    targets = set(plan.targets.values())
+    assert all(target is manager.cpu_index.find(plan.pages[row].key) for row, target in plan.targets.items())
+    assert planner._filling == {**filling, **{target: (plan, row) for row, target in plan.targets.items()}}
     assert len({target.slot for target in targets}) == len(targets) == free - manager.cpu_index.free_slots
-    assert plan.lease.entries.keys() == {t.source for t in plan.tasks} | targets.keys()
-    more = Counter([(t.tier, t.page) for t in plan.tasks] + [("cpu", target.page) for target in targets])
-    assert leases(manager) == had + more
-    assert manager.under_way - under_way == Counter(tier for tier, _, _ in decided)
-    manager.finish_pages(plan.tasks, PageStatus.LOADED)
-    manager.end(plan.lease)
+    assert plan.lease.entries.keys() == {*plan.sources, *targets}
+    more = Counter((tier.name, page) for tier, page in zip(tiers, plan.pages, strict=True))
+    assert leases(manager) == had + more + Counter(("cpu", target.page) for target in targets)
+    assert planner.under_way - under_way == Counter(tier for tier, _, _ in decided)
+    planner.finish(plan, np.arange(len(plan)), PageStatus.LOADED)
+    planner.end(plan)
     assert leases(manager) == had
-    assert manager.under_way == under_way
+    assert planner.under_way == under_way
     assert all(tier.index.check() == [] for tier in manager.tiers.values())

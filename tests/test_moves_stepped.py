@@ -1,6 +1,6 @@
 """Every order of what can happen to small stores: landings, failures, deadlines, clears, a close. No thread, no bytes.
 
-An order is the numbers of the choices that were taken (moves/stepped.py). What is visible has the right bytes after
+An order is the numbers of the choices that were taken (stepped.py). What is visible has the right bytes after
 each of them, and whatever was accepted has ended, and given everything back, after the last.
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import SEED, make_config
+from stepped import Choice, SteppedExecutor
 
 from gdscache.config import Config
 from gdscache.errors import EngineClosedError
 from gdscache.keys import Page
 from gdscache.moves import PLANES
-from gdscache.moves.stepped import Choice, SteppedExecutor
 from gdscache.replay.tiers import ModelSsd, ModelTier
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer

@@ -112,17 +112,3 @@ def test_no_pages_end_at_once() -> None:
     assert device.io.wait(time.monotonic()) == []
     none = np.empty(0, dtype=np.int64)
     assert [len(ends) for ends in stretches(none, none, 4, 4)] == [0, 0]
-
-
-def test_pages_of_two_requests_have_ended_when_both_have() -> None:
-    one, two, three = Device([(0, 2), (2, 1)]), Device([(0, 1), (1, 1)]), Device([(0, 1)])
-    one.io.also(two.io, {0: 2, 1: 0})  # the other's first page is our last
-    one.io.also(three.io, {0: 2})
-    told: list[int] = []
-    one.io.on_end(told.append)
-    one.submissions[0][1].finish([(0, 2, None), (1, 1, None)])
-    assert told == [1]
-    two.submissions[0][1].finish([(1, 0, ERROR), (0, 1, None)])
-    assert told == [1, 0]
-    three.submissions[0][1].finish([(0, 1, None)])
-    assert told == [1, 0, 2]

@@ -15,9 +15,9 @@ from helpers import LONG, WAIT, Host, drop_from, make_config, prompt, quiet, run
 
 from gdscache import CacheEngine, Prefetch, PrefetchEnd
 from gdscache.errors import DeadlineError, EngineClosedError
+from gdscache.prefetch import queue as prefetching
+from gdscache.prefetch.queue import DEMAND_PAUSE_S
 from gdscache.storage.base import Op
-from gdscache.tiers import prefetching
-from gdscache.tiers.prefetching import DEMAND_PAUSE_S
 
 Open = Callable[..., CacheEngine]
 OpenHost = Callable[..., Host]
@@ -445,14 +445,13 @@ def test_without_a_slot_that_may_go_it_ends(open_host: OpenHost) -> None:
     host = slow_host(open_host, cpu=6)
     tokens, other = stored(host, 1, 5), stored(host, 2, 4)
     host.load(other)
-    manager = host.engine.manager
-    with manager.lock:
-        lease = manager.plan_load(host.engine.pages(other), "somebody").lease
+    planner = host.engine.loader.planner
+    plan = planner.plan([host.engine.pages(other)], "somebody")
     try:
         report = host.engine.prefetch(tokens).result(WAIT)
         assert (report.tokens, report.end, report.pages) == (8, PrefetchEnd.NO_ROOM, {"loaded": 2, "left": 3})
     finally:
-        manager.end(lease)
+        planner.end(plan)
 
 
 def test_it_does_not_push_out_what_comes_before_it(open_host: OpenHost) -> None:
@@ -563,7 +562,7 @@ def test_a_broken_turn_ends_all_and_the_next_call_begins_anew(
     host = slow_host(open_host)
     tokens = stored(host, 1, 4)
     with monkeypatch.context() as patch:
-        patch.setattr(host.engine.manager, "plan_prefetch", lambda *args, **options: 1 // 0)
+        patch.setattr(host.engine.loader.planner, "plan_prefetch", lambda *args, **options: 1 // 0)
         assert ended(host.engine.prefetch(tokens)) == (0, "error")
         until(lambda: "ZeroDivisionError" in caplog.text, "the log says what it ended with")
     nothing_held(host.engine)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gdscache.config import PrefetchConfig
-from gdscache.tiers import prefetching
-from gdscache.tiers.prefetching import (
+from gdscache.prefetch import queue as prefetching
+from gdscache.prefetch.queue import (
     DEMAND_PAUSE_S,
     PARKED_S,
     PrefetchedPages,

@@ -25,7 +25,8 @@ from gdscache import CacheEngine
 from gdscache.errors import InvalidValueError, IOFailedError, PoolFullError
 from gdscache.inspection import inspect
 from gdscache.keys import Page
-from gdscache.loading import LayerwiseLoad
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.load.plan import LoadPlanner
 from gdscache.policies import POLICIES, new_policy
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers import keeping
@@ -408,6 +409,7 @@ class BareTier(Tier):
 
     def __init__(self, tier: str, slots: int) -> None:
         self.name = tier
+        self.kind = "memory" if tier == "cpu" else "files"
         self.index = PageIndex(slots)
 
     @property
@@ -445,6 +447,7 @@ class ManagerMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         self.manager = bare_manager(self.SLOTS, self.clock)
+        self.planner = LoadPlanner(self.manager)
         self.there: dict[str, dict[bytes, Retention]] = {"cpu": {}, "ssd": {}}
         self.pins: list[tuple[Any, float, dict[bytes, set[str]]]] = []
         self.expired: set[bytes] = set()
@@ -505,11 +508,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(path=paths)
     def plan(self, path: tuple[int, ...]) -> None:
         pages = pages_at(path)
-        plan = self.manager.plan_load(pages, "load", keep=False)
+        plan = self.planner.plan([pages], "load", keep=False)
         self.settle()
         live = [any(self.live(t, p.key) for t in self.there) for p in pages]
-        assert len(plan.tasks) == next((i for i, there in enumerate(live) if not there), len(live))
-        self.manager.end(plan.lease)
+        assert len(plan) == next((i for i, there in enumerate(live) if not there), len(live))
+        self.planner.end(plan)
 
     @rule(path=paths, seconds=st.integers(1, 6))
     def pin(self, path: tuple[int, ...], seconds: int) -> None:

@@ -13,7 +13,7 @@ from helpers import WAIT, Host, drop_from, prompt, quiet, read_page, run, settle
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DeadlineError
-from gdscache.loading import Gap
+from gdscache.load.handle import Gap
 from gdscache.storage.base import Op
 from gdscache.testing.faults import FaultRule
 from gdscache.tiers.host_mover import HostMover
@@ -179,7 +179,7 @@ def test_a_load_that_broke_off_is_no_verdict(open_host: OpenHost, monkeypatch: p
 
     gaps: list[Gap] = []
     with monkeypatch.context() as patch:
-        patch.setattr(host.engine.loader.mover, "scatter", broken)
+        patch.setattr(host.engine._parts.mover, "scatter", broken)
         load, blocks, _ = host.begin(tokens)
         with pytest.raises(RuntimeError, match="injected"):
             load.settle(gaps.append)
@@ -219,7 +219,7 @@ def test_a_cancelled_load_has_its_slots_until_the_copy_under_way_is_over(open_ho
     host = open_host()
     tokens = prompt(1, 3)
     stored(host, tokens)
-    mover, begun, gate = host.engine.loader.mover, threading.Event(), threading.Event()
+    mover, begun, gate = host.engine._parts.mover, threading.Event(), threading.Event()
     mover.queues = lambda extents: False  # type: ignore[method-assign]
     scatter = mover.scatter
 

@@ -169,7 +169,7 @@ def test_the_planner_keeps_both_bounds_and_is_its_model(limit: int, operations: 
             model.accept(PROMPTS[n][:pages])
         elif what == "hit":
             real.manager.lookup(PROMPTS[n][:pages], 0)
-            real.manager.end(real.manager.plan_load([], "load").lease)  # which offers what the lookup noted
+            real.tiers.loads.end(real.tiers.loads.plan([[]], "load"))  # which offers what the lookup noted
             model.hit(PROMPTS[n][:pages])
         else:
             for _ in range(n):

@@ -46,7 +46,7 @@ class Gate:
 @contextmanager
 def held(host: Host, *, sums: bool = False) -> Iterator[Gate]:
     """Gathers are held up in the block; with `sums`, only their checksums are."""
-    gate, mover = Gate(), host.engine.loader.mover
+    gate, mover = Gate(), host.engine._parts.mover
     gather = mover.gather
 
     def slow(*args: Any, **options: Any) -> Any:
@@ -130,7 +130,7 @@ def test_slots_in_two_places_come_back_after_the_last_gather(open_host: OpenHost
     host = open_host(transport=FAULTY, cpu=2, bounce=8, ssd=24)
     tokens = prompt(1, 4)
     with PLAN.rule(Op.WRITE, Fault.HANG):
-        mover, asked, gate = host.engine.loader.mover, [], threading.Event()
+        mover, asked, gate = host.engine._parts.mover, [], threading.Event()
         gather = mover.gather
 
         def slow(*args: Any, **options: Any) -> Any:

@@ -20,10 +20,11 @@ from helpers import MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache import CacheEngine, PageStatus, load_run
+from gdscache import CacheEngine, PageStatus
 from gdscache.bench.serving import EngineOptions, InferenceEngine, KVPool, ModelShape, fingerprint, random_model
 from gdscache.errors import InvalidValueError
 from gdscache.layout import GroupSizes
+from gdscache.load import run as load_run
 from gdscache.storage.base import Op
 from gdscache.timeline import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment
 from gdscache.timeline.summary import MODEL_STREAM, both, computing, length, read_trace_file, summary, union, without
@@ -308,10 +309,11 @@ def test_exceptions_are_passed_on_and_said(
         raise ZeroDivisionError("on order")
 
     manager = host.engine.manager
+    assert manager.ssd is not None, "no SSD tier"
     owner, name = {
-        "scatter": (host.engine.loader.mover, "scatter"),
-        "read": (manager.ssd, "read"),
-        "plan": (manager, "plan_load"),
+        "scatter": (host.engine._parts.mover, "scatter"),
+        "read": (manager.ssd.io, "transfer"),
+        "plan": (host.engine.loader.planner, "_lease"),
     }[broken]
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, breaks)
@@ -338,7 +340,7 @@ def test_off_keeps_nothing(open_host: Callable[..., Host]) -> None:
     engine = host.engine
     assert engine.timeline is OFF
     assert engine.manager.timeline is OFF
-    assert engine.loader.mover.timeline is OFF
+    assert engine._parts.mover.timeline is OFF
     tokens = prompt(1, 2)
     host.store(tokens)
     quiet(engine)

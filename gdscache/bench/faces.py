@@ -12,7 +12,7 @@ import torch
 
 from gdscache import CacheEngine
 from gdscache.errors import IOFailedError
-from gdscache.loading import LayerwiseLoad
+from gdscache.load.handle import LayerwiseLoad
 from gdscache.store.handle import StoreHandle
 
 Planes = list[tuple[torch.Tensor, ...]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,8 +70,8 @@ class ColdEngine:
             assert manager.ssd is not None, "no SSD tier"
             self._cpu = manager.cpu
             self.slab = next(iter(manager.ssd.path.glob("slab-*.bin")))
-            self._mover = self.engine.loader.mover
-            self._unchecked = Unchecked(self._mover)
+            self._executor = self.engine.executor
+            self._unchecked = Unchecked(self._executor.machine.mover)
             self._flat: torch.Tensor | None = None
             self._hit: Hit | None = None
             self._undo = undo.pop_all()
@@ -105,11 +106,12 @@ class ColdEngine:
 
     def load_unchecked(self) -> float:
         """The same without checksums: the verdict takes the stored ones for those of the bytes."""
-        before, self.engine.loader.mover = self._unchecked.moves, self._unchecked
+        before, machine = self._unchecked.moves, self._executor.machine
+        self._executor.machine = dataclasses.replace(machine, mover=self._unchecked)
         try:
             found = self.load()
         finally:
-            self.engine.loader.mover = self._mover
+            self._executor.machine = machine
         if self._unchecked.moves == before:
             raise IOFailedError("a load without checksums took some", "please report it")
         return found

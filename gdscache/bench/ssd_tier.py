@@ -157,8 +157,9 @@ class TierUnderTest:
     def load(self) -> float:
         """Bring every stored page into the CPU pool; GB/s until the verdict."""
         start = time.perf_counter()
-        plan = self._parts.manager.plan_prefetch(self._names, 0, len(self._names), keep=())
-        report = self._parts.loader.bring(plan.chunk)
+        loader = self._parts.loader
+        plan = loader.planner.plan_prefetch(self._names, 0, len(self._names), keep=())
+        report = loader.executor.finish(loader.bring(plan.chunk))
         elapsed = time.perf_counter() - start
         if report.bytes_by_tier != {"ssd": self.nbytes}:
             raise IOFailedError(f"{self.nbytes} bytes were to come from the SSD: {report.bytes_by_tier}", "see the log")

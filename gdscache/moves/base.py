@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -30,6 +31,21 @@ PLANES = "planes"
 _T = TypeVar("_T")
 
 
+class PageStatus(enum.Enum):
+    """How a page of a load ended."""
+
+    PENDING = "pending"
+    LOADED = "loaded"
+    CHECKSUM = "checksum"  # the bytes are not what was stored
+    SHORT_READ = "short_read"
+    IO_ERROR = "io_error"
+    DEADLINE = "deadline"
+    SWITCHED_OFF = "switched_off"  # the SSD tier is: too much of its I/O hangs
+    LOCK_LOST = "lock_lost"  # the SSD tier has stopped: its directory is not ours alone any more
+    CANCELLED = "cancelled"
+    ABORTED = "aborted"  # the load itself broke off; see its exception
+
+
 class Priority(enum.IntEnum):
     """What a move is for. The smaller goes first where both wait for the same device."""
 
@@ -44,12 +60,19 @@ class Way:
     """Pages that go from one space to another. `sources` and `targets` are int64.
 
     Their shape is (pages,), slots of the space; for `planes` it is (pages, blocks_per_page), block indices.
+
+    On their way from files into the planes pages are read into `places` of the memory `through`, int64 (pages,), where
+    they stay; without `places` they pass through memory that the executor finds. `sums`: what the bytes have to give,
+    uint64 (pages, layers); None where they are known to be right, and need no look.
     """
 
     source: str
     target: str
     sources: Positions
     targets: Positions
+    through: str = ""
+    places: Positions | None = None
+    sums: Checksums | None = None
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -59,12 +82,14 @@ class Way:
 class Move:
     """Pages that move together: plain data that can be pickled. A page's row is its place in `ways`, counted through.
 
-    `seconds`: how long its I/O may take from its begin. A page that takes longer is late.
+    `seconds`: how long its I/O may take from its begin. A page that takes longer is late. `groups`: the layers that
+    move together, in their order; all at once where there are none.
     """
 
     priority: Priority
     ways: tuple[Way, ...]
     seconds: float
+    groups: tuple[range, ...] = ()
 
     def __len__(self) -> int:
         """Pages."""
@@ -73,10 +98,14 @@ class Move:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class End:
-    """How a move ended: the rows whose I/O failed, each with its error, and those whose I/O had not ended in time."""
+    """How a move ended: the rows whose I/O failed, each with its error, and those whose I/O had not ended in time.
+
+    `error`: what broke a load off, whose late pages have to be kept all the same. A store's end raises it.
+    """
 
     errors: Mapping[int, StorageError] = dataclasses.field(default_factory=dict)
     late: Sequence[int] = ()
+    error: BaseException | None = None
 
 
 class Wait(Protocol):
@@ -84,6 +113,18 @@ class Wait(Protocol):
 
 
 Steps = Generator[Wait, None, _T]
+
+
+class Listener(Protocol):
+    """Who is told how a load or a prefetch gets on, by whoever drives it."""
+
+    def judged(self, rows: Positions, status: PageStatus) -> None:
+        """The verdict on pages, by their rows; one a page. `LOADED`: the bytes are what `sums` says."""
+        ...
+
+    def ready(self, layers: range, event: Event) -> None:
+        """The copies of these layers are queued, and done when `event` is (None: they are done). May be said again."""
+        ...
 
 
 class Moving(Protocol):
@@ -96,8 +137,17 @@ class Moving(Protocol):
     read: bool
     read_event: Event
 
+    @property
+    def broken(self) -> BaseException | None:
+        """What ended it at its begin, so that its end is all that is left to do."""
+        ...
+
+    def cancel(self) -> None:
+        """Copy no further; what is being read is still brought to its end. For loads."""
+        ...
+
     def end(self) -> Steps[End]:
-        """Wait until every page has ended or is late. To be run once. Raises what broke the move off."""
+        """Wait until every page has ended or is late, and everything that was queued is copied. To be run once."""
         ...
 
     def on_end(self, callback: Callable[[int], None]) -> None:
@@ -106,7 +156,7 @@ class Moving(Protocol):
 
 
 class Lane(Protocol):
-    """Runs steps one after the other, in the order in which they come."""
+    """Runs steps in the order in which they come, as many at a time as it has threads."""
 
     def start(self, steps: Steps[None], lost: Callable[[], Steps[None]] | None = None) -> None:
         """Have steps run. Where they raise, that goes to the log, and those of `lost()` end what waits for them.
@@ -126,19 +176,34 @@ class Executor(Protocol):
     A move out of the planes leaves the checksums of what it copied with the target's slots (`checksums`).
     """
 
-    def lane(self, priority: Priority, rest: Callable[[], object]) -> Lane:
+    def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> Lane:
         """A new lane for steps whose moves have this priority.
 
         `rest()` follows each of them when they have ended, where nobody waits for it.
         """
         ...
 
-    def begin(self, move: Move, after: Sequence[Event] = ()) -> Moving:
-        """Begin a move, whose copies wait for the events `after`; returns at once. Raises what the transport raises."""
+    def finish(self, steps: Steps[_T]) -> _T:
+        """Drive steps to their end while the caller waits."""
         ...
 
-    def room(self, pool: SlotPool) -> Wait:
-        """That a slot of a pool is free. It may end a second later without one, so that who waits looks around."""
+    def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
+        """Begin a move, whose copies wait for the events `after`; returns at once. Stores raise what ends them here.
+
+        `listener`: for loads and prefetches, which have one.
+        """
+        ...
+
+    def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
+        """That a slot of a pool is free, for so long. It may end before, so that who waits looks around."""
+        ...
+
+    def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:
+        """That `over()` holds, which is asked for under `condition`; for so many seconds at most."""
+        ...
+
+    def now(self) -> float:
+        """Seconds, of the clock that deadlines are told by."""
         ...
 
     def reads_queued(self) -> Event:

@@ -5,66 +5,96 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 
 from gdscache.checksum import Checksums
 from gdscache.errors import DeadlineError, StorageError
-from gdscache.moves.base import PLANES, End, Lane, Move, Moving, Priority, Steps, Wait
+from gdscache.moves.base import PLANES, End, Lane, Listener, Move, Moving, Priority, Steps, Wait
+from gdscache.moves.load import LoadMove, Machine
+from gdscache.moves.pages import Landing
+from gdscache.moves.reads import Ended
 from gdscache.storage.base import Op
 from gdscache.streams import Event
 from gdscache.threads import Workers
 from gdscache.tiers.base import SlotPool
-from gdscache.tiers.bounce import Extents
 from gdscache.tiers.page_io import PageIO
-from gdscache.tiers.slab_io import SlabIO
-from gdscache.tiers.transfer import Moved, Mover
-from gdscache.timeline import Timeline
+from gdscache.tiers.transfer import Moved
 
-NAMES = {Priority.STORE: "gdscache-gather", Priority.DEMOTION: "gdscache-write"}  # of the lanes' threads
+_T = TypeVar("_T")
+NAMES = {  # of the lanes' threads
+    Priority.LOAD: "gdscache-load",
+    Priority.PREFETCH: "gdscache-prefetch",
+    Priority.STORE: "gdscache-gather",
+    Priority.DEMOTION: "gdscache-write",
+}
 _LOOK_S = 1.0  # seconds after which steps that wait for room look around
 
 
 class ThreadsExecutor:
-    """`memories` and `files` are the spaces besides the planes, by name."""
+    """Moves bytes between the spaces of `machine`."""
 
-    def __init__(
-        self, mover: Mover, memories: Mapping[str, Extents], files: Mapping[str, SlabIO], timeline: Timeline
-    ) -> None:
-        self._mover = mover
-        self._memories = memories
-        self._files = files
-        self._timeline = timeline
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
 
-    def lane(self, priority: Priority, rest: Callable[[], object]) -> Lane:
-        return _Lane(NAMES[priority], rest)
+    def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> Lane:
+        return _Lane(NAMES[priority], rest, threads)
 
-    def begin(self, move: Move, after: Sequence[Event] = ()) -> Moving:
+    def finish(self, steps: Steps[_T]) -> _T:
+        try:
+            while True:
+                cast(_Blocking, next(steps)).wait()
+        except StopIteration as end:
+            return cast(_T, end.value)
+
+    def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
+        if listener is not None:
+            moving = LoadMove(self.machine, self, move, after, listener)
+            moving.first()
+            return moving
         if move.ways[0].source == PLANES:
-            return _Gather(self._mover, self._memories, move, after, self._timeline)
+            return _Gather(self.machine, move, after)
         return self._write(move)
 
     def _write(self, move: Move) -> Moving:
-        io = self._files[move.ways[0].target]
+        machine = self.machine
+        io = machine.files[move.ways[0].target]
         slots = np.concatenate([way.targets for way in move.ways])
-        ends = [(self._memories[way.source], way.sources) for way in move.ways]
-        about = {"pages": len(move), "bytes": len(move) * self._mover.layout.extent_bytes}
+        ends = [(machine.memories[way.source], way.sources) for way in move.ways]
+        about = {"pages": len(move), "bytes": len(move) * machine.mover.layout.extent_bytes}
         until = time.monotonic() + move.seconds
-        with self._timeline.flight("write", "SSD writes", **about) as flight:
+        with machine.timeline.flight("write", "SSD writes", **about) as flight:
             pages = io.transfer(Op.WRITE, slots, ends)
             flight.follow(pages, len(move))
         return _Write(pages, len(move), until)
 
-    def room(self, pool: SlotPool) -> Wait:
-        return _Blocking(functools.partial(pool.wait, _LOOK_S))
+    def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
+        return _Blocking(functools.partial(pool.wait, max(0.0, min(seconds, _LOOK_S))))
+
+    def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:
+        def wait() -> None:
+            with condition:
+                condition.wait_for(over, seconds)
+
+        return _Blocking(wait)
+
+    def landing(self, io: PageIO, ends: Iterator[Ended]) -> Landing:
+        return _Landing(ends)
+
+    def copied(self, moved: Moved) -> Wait:
+        return _Blocking(moved.synchronize)
+
+    def now(self) -> float:
+        return time.monotonic()
 
     def reads_queued(self) -> Event:
-        return self._mover.mark_stores()
+        return self.machine.mover.mark_stores()
 
     def happened(self, event: Event) -> Wait:
         return _Blocking(lambda: None if event is None else event.synchronize())
@@ -73,7 +103,7 @@ class ThreadsExecutor:
         changed.wait(seconds)
 
     def checksums(self, space: str, slots: Sequence[int]) -> Checksums:
-        found: Checksums = self._memories[space].checksums[list(slots)]
+        found: Checksums = self.machine.memories[space].checksums[list(slots)]
         return found
 
 
@@ -86,16 +116,38 @@ class _Blocking:
         self.wait = wait
 
 
-class _Lane:
-    """One thread. What steps raise goes to the log."""
+class _Landing:
+    """What an iterator says next, which a thread waits for."""
 
-    def __init__(self, name: str, rest: Callable[[], object]) -> None:
+    __slots__ = ("_ends", "_error", "_word")
+
+    def __init__(self, ends: Iterator[Ended]) -> None:
+        self._ends = ends
+        self._word: Ended | None = None
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        try:
+            self._word = next(self._ends, None)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the answer is taken
+            self._error = error
+
+    def ended(self) -> Ended | None:
+        if self._error is not None:
+            raise self._error
+        return self._word
+
+
+class _Lane:
+    """Some threads. What steps raise goes to the log."""
+
+    def __init__(self, name: str, rest: Callable[[], object], threads: int) -> None:
         self._rest = rest
-        self._thread = Workers(1, name)
+        self._threads = Workers(threads, name)
 
     def start(self, steps: Steps[None], lost: Callable[[], Steps[None]] | None = None) -> None:
         ending = None if lost is None else lambda: self._drive(lost())
-        self._thread.submit(functools.partial(self._drive, steps), ending)
+        self._threads.submit(functools.partial(self._drive, steps), ending)
 
     def _drive(self, steps: Steps[None]) -> None:
         """Run steps to their end in this thread, which waits where they wait."""
@@ -104,25 +156,20 @@ class _Lane:
         self._rest()
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._threads.shutdown()
 
 
 class _Gather:
     """Pages out of the planes, into slots of a memory a way."""
 
-    def __init__(
-        self,
-        mover: Mover,
-        memories: Mapping[str, Extents],
-        move: Move,
-        after: Sequence[Event],
-        timeline: Timeline,
-    ) -> None:
-        self._mover = mover
-        self._memories = memories
+    broken = None
+
+    def __init__(self, machine: Machine, move: Move, after: Sequence[Event]) -> None:
+        self._mover = machine.mover
+        self._memories = machine.memories
         self._move = move
         self._after = after
-        self._timeline = timeline
+        self._timeline = machine.timeline
         self._first = self._gather(0)
         self.read = len(move.ways) == 1
         self.read_event: Event = self._first.read_event if self.read else None
@@ -142,6 +189,9 @@ class _Gather:
                 self._memories[way.target].checksums[way.targets] = moved.checksums()
         return End()
 
+    def cancel(self) -> None:
+        """A store goes on."""
+
     def on_end(self, callback: Callable[[int], None]) -> None:
         for row in range(len(self._move)):
             callback(row)
@@ -152,6 +202,7 @@ class _Write:
 
     read = False
     read_event: Event = None
+    broken = None
 
     def __init__(self, io: PageIO, pages: int, until: float) -> None:
         self._io = io
@@ -163,6 +214,9 @@ class _Write:
         yield _Blocking(self._wait)
         errors = {row: error for row, error in self._ended.items() if error is not None}
         return End(errors, [row for row in range(self._pages) if row not in self._ended])
+
+    def cancel(self) -> None:
+        """A write goes on."""
 
     def _wait(self) -> None:
         for _ in itertools.repeat(None, 2):  # at the deadline once more, for what has ended by then

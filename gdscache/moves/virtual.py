@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
 from gdscache.checksum import Checksums
-from gdscache.moves.base import PLANES, End, Move, Moving, Priority, Steps
+from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps
 from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
 from gdscache.tiers.base import SlotPool
 
 if TYPE_CHECKING:
-    import threading
-
     from gdscache.streams import Event
 
+_T = TypeVar("_T")
 PASSED = (PLANES, "bounce")  # spaces that are no tiers
+FILES = ("ssd",)  # spaces on the disk
+CHUNK_BYTES = 32 << 20  # of the disk, that go on to the planes while the next are read
 
 
 class VirtualExecutor:
-    """Moves in virtual time. `read` and `written` count the pages that were, by space."""
+    """Moves in virtual time. `read` and `written` count the pages that were, by space; `promoted` those that loads left
+    in memory."""
 
     def __init__(self, clock: Clock, machine: Machine, page_bytes: int, extent_bytes: int) -> None:
         self.clock = clock
@@ -30,27 +34,50 @@ class VirtualExecutor:
         self.up, self.down = Pipe(clock, machine.link), Pipe(clock, machine.link)
         self.read: Counter[str] = Counter()
         self.written: Counter[str] = Counter()
-        self._page_bytes = page_bytes
-        self._extent_bytes = extent_bytes
+        self.promoted = 0
+        self.page_bytes = page_bytes
+        self.extent_bytes = extent_bytes
 
-    def lane(self, priority: Priority, rest: Callable[[], object]) -> VirtualLane:
-        return VirtualLane(self.clock, at_once=priority is Priority.STORE)
+    def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> VirtualLane:
+        return VirtualLane(self.clock, threads, at_once=priority is not Priority.DEMOTION)
 
-    def begin(self, move: Move, after: Sequence[Event] = ()) -> Moving:
+    def finish(self, steps: Steps[_T]) -> _T:
+        """As a process; time passes until nothing is left to happen."""
+        ended: list[_T] = []
+
+        def process() -> Process:
+            ended.append((yield from steps))  # type: ignore[misc]
+
+        self.clock.start(process())
+        self.clock.run()
+        return ended[0]
+
+    def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
+        if listener is not None:
+            return _Load(self, move, listener)
         if move.ways[0].source == PLANES:
-            return _Moving(self, move, self.down.move(len(move) * self._page_bytes))
-        return _Moving(self, move, self.disk.write(len(move) * self._extent_bytes))
+            return _Moving(self, move, self.down.move(len(move) * self.page_bytes))
+        return _Moving(self, move, self.disk.write(len(move) * self.extent_bytes))
 
     def count(self, move: Move) -> None:
         """A move has ended: count what it read and wrote in tiers."""
         for way in move.ways:
+            self.promoted += len(way) if way.through else 0
             for space, pages in ((way.source, self.read), (way.target, self.written)):
                 if space not in PASSED:
                     pages[space] += len(way)
 
-    def room(self, pool: SlotPool) -> Done:
+    def room(self, pool: SlotPool, seconds: float = math.inf) -> Done:
         assert isinstance(pool, VirtualPool), "a pool that nobody in virtual time can wait for"
         return pool.freed
+
+    def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Done:
+        """Nothing hangs here, so that no time is too long."""
+        assert isinstance(condition, VirtualCondition), "a condition that nobody in virtual time can wait for"
+        return condition.once(over)
+
+    def now(self) -> float:
+        return self.clock.now
 
     def reads_queued(self) -> None:
         """Nothing is queued: a gather that has ended has read."""
@@ -80,23 +107,46 @@ class VirtualPool(SlotPool):
         freed.fire()
 
 
+class VirtualCondition(threading.Condition):
+    """A condition that steps in virtual time may wait for."""
+
+    def __init__(self, clock: Clock, lock: threading.RLock) -> None:
+        super().__init__(lock)
+        self._clock = clock
+        self._watched: list[tuple[Callable[[], bool], Done]] = []
+
+    def once(self, over: Callable[[], bool]) -> Done:
+        """That `over()` holds, which is looked at whenever somebody notifies."""
+        if over():
+            return self._clock.past
+        done = Done(self._clock)
+        self._watched.append((over, done))
+        return done
+
+    def notify_all(self) -> None:
+        happened = [done for over, done in self._watched if over()]
+        self._watched = [watched for watched in self._watched if watched[1] not in happened]
+        for done in happened:
+            done.fire()
+
+
 class VirtualLane:
-    """Steps one after the other. They begin at the time of the call.
+    """Steps, `threads` of them at a time. They begin at the time of the call.
 
     `at_once`: in the call; else behind whoever calls, who may be in the middle of a decision.
     """
 
-    def __init__(self, clock: Clock, *, at_once: bool) -> None:
+    def __init__(self, clock: Clock, threads: int, *, at_once: bool) -> None:
         self._clock = clock
         self._at_once = at_once
         self._waiting: deque[Steps[None]] = deque()
-        self._running = False
+        self._idle = threads
 
     def start(self, steps: Steps[None], lost: Callable[[], Steps[None]] | None = None) -> None:
         """As `Lane.start`, but what steps raise comes out of `Clock.run`."""
         self._waiting.append(steps)
-        if not self._running:
-            self._running = True
+        if self._idle:
+            self._idle -= 1
             if self._at_once:
                 self._begin()
             else:
@@ -108,7 +158,7 @@ class VirtualLane:
     def _serve(self) -> Process:
         while self._waiting:
             yield from cast(Process, self._waiting.popleft())
-        self._running = False
+        self._idle += 1
 
     def close(self) -> None:
         """Time is over when nothing is left to happen."""
@@ -119,6 +169,7 @@ class _Moving:
 
     read = False
     read_event: Event = None
+    broken = None
 
     def __init__(self, executor: VirtualExecutor, move: Move, done: Done) -> None:
         self._executor = executor
@@ -132,6 +183,44 @@ class _Moving:
         executor.count(move)
         late = executor.clock.now - self._begun > move.seconds
         return End(late=range(len(move)) if late else ())
+
+    def cancel(self) -> None:
+        """It goes on."""
+
+    def on_end(self, callback: Callable[[int], None]) -> None:
+        _call(callback, range(len(self._move)))
+
+
+class _Load:
+    """A load, chunk by chunk; the verdicts come with its last byte."""
+
+    read = False
+    read_event: Event = None
+    broken = None
+
+    def __init__(self, executor: VirtualExecutor, move: Move, listener: Listener) -> None:
+        self._executor = executor
+        self._move = move
+        self._listener = listener
+        pages = sum(len(way) for way in move.ways if way.source in FILES)
+        chunk = max(1, CHUNK_BYTES // executor.extent_bytes)
+        some = [min(chunk, pages - at) for at in range(0, pages, chunk)]
+        self._reads = [(n, executor.disk.read(n * executor.extent_bytes)) for n in some]
+        there = len(move) - pages
+        self._up = executor.up.move(there * executor.page_bytes) if there else executor.clock.past
+
+    def end(self) -> Steps[End]:
+        executor, up = self._executor, self._up
+        for pages, read in self._reads:
+            yield read
+            up = executor.up.move(pages * executor.page_bytes)
+        yield up
+        executor.count(self._move)
+        self._listener.judged(np.arange(len(self._move)), PageStatus.LOADED)
+        return End()
+
+    def cancel(self) -> None:
+        """It goes on."""
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         _call(callback, range(len(self._move)))

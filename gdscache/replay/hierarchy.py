@@ -1,13 +1,13 @@
 """All tiers of an engine with virtual time: its real index, policies, stores and writer, moved by a model of a machine.
 
-What is decided here is decided by the engine's own code (`TierManager`, `StorePlanner`, `Storer`, `SsdWriter`, ...),
-whose moves a `VirtualExecutor` carries out. A load's steps are said once more, as many pages at a time.
+What is decided here is decided by the engine's own code (`TierManager`, `StorePlanner`, `Storer`, `SsdWriter`,
+`LoadPlanner`, `LoadRun`, ...), whose moves a `VirtualExecutor` carries out.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,8 +15,12 @@ import numpy as np
 
 from gdscache.config import Config
 from gdscache.keys import Page
+from gdscache.load.plan import LoadPlan, LoadPlanner
+from gdscache.load.report import LoadPart
+from gdscache.load.run import LoadRun
+from gdscache.moves import Moving, Priority, Steps
 from gdscache.moves.clock import Clock, Done, Machine, Process
-from gdscache.moves.virtual import VirtualExecutor, VirtualPool
+from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPool
 from gdscache.replay.tiers import ModelGpu, ModelSsd, ModelTier
 from gdscache.store.plan import Placed, Receipt, StorePlanner
 from gdscache.store.storer import Storer
@@ -24,7 +28,7 @@ from gdscache.store.writer import Outgoing, SsdWriter
 from gdscache.tiers.admission import open_admission
 from gdscache.tiers.base import Lease
 from gdscache.tiers.index import PageIndex
-from gdscache.tiers.manager import LoadPlan, PageStatus, TierManager
+from gdscache.tiers.manager import TierManager
 from gdscache.tiers.promotion import new_promotion
 from gdscache.tiers.retention import DEFAULT, Retention
 
@@ -32,8 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gdscache.streams import Event
-
-CHUNK_BYTES = 32 << 20  # of the SSD, that go on to the GPU while the next are read
 
 
 class Ledger:
@@ -63,21 +65,50 @@ class Moved:
     """Pages that moved, by tier: read (by loads, and by writes of a page that lies in the CPU tier) and written."""
 
     def __init__(self, executor: VirtualExecutor) -> None:
+        self._executor = executor
         self.read, self.written = executor.read, executor.written
-        self.promoted = 0  # from the SSD, into the CPU tier
         self.demoted = 0  # from the CPU tier on to the SSD, without a store
         self.to_ssd = 0  # handed to the writer
         self.not_written: Counter[str] = Counter()  # ... and dropped there, by cause
         self.most_queued = 0  # pages accepted and not finished, those on their way to the SSD left out
         self.most_to_ssd = 0  # pages on their way to the SSD
 
+    @property
+    def promoted(self) -> int:
+        """Pages that loads brought from the SSD into the CPU tier."""
+        return self._executor.promoted
+
+
+class _Handle:
+    """A load that nobody waits for layer by layer."""
+
+    number = 0
+    cancelled = False
+
+    def __init__(self, parts: Sequence[LoadPart]) -> None:
+        self.parts = parts
+
+    def carried_by(self, moving: Moving) -> None:
+        """Nobody cancels it."""
+
+    def signal(self, layer: int, event: Event) -> None:
+        """Nobody waits for it."""
+
+    def released(self) -> None:
+        """Nobody has the blocks."""
+
+
+def _then(steps: Steps[None], done: Done) -> Steps[None]:
+    yield from steps
+    done.fire()
+
 
 class _Planner(StorePlanner):
     """Counts what is queued, what goes to the SSD without a store, and what the writer drops."""
 
-    def __init__(self, moved: Moved, *args: Any) -> None:
+    def __init__(self, moved: Moved, *args: Any, **options: Any) -> None:
         self._moved = moved
-        super().__init__(*args)
+        super().__init__(*args, **options)
 
     def accept(self, pages: Sequence[Page], receipt: Receipt, retention: Retention = DEFAULT) -> list[int]:
         wanted = super().accept(pages, receipt, retention)
@@ -119,7 +150,7 @@ class Hierarchy:
     """
 
     def __init__(self, config: Config, machine: Machine, clock: Clock, *, own_pool: bool = False) -> None:
-        layout = config.model.layout()
+        self.layout = layout = config.model.layout()
         self.config = config
         self.clock = clock
         self.extent_bytes, self.page_bytes = layout.extent_bytes, layout.page_bytes
@@ -142,7 +173,6 @@ class Hierarchy:
             cast(Any, self.ssd),
             wall_clock=clock.time,
             clock=clock.time,
-            promotion=promotion,
         )
         self.admission = None
         if config.ssd is not None and self.ssd is not None:
@@ -150,7 +180,16 @@ class Hierarchy:
         marks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
         self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)
         self.moved = Moved(self.executor)
-        self.planner = _Planner(self.moved, self.manager, config.store, extent, self.admission, marks)
+        selective = promotion is not None and promotion.selective
+        self.planner = _Planner(
+            self.moved, self.manager, config.store, extent, self.admission, marks, selective=selective
+        )
+        self.loads = LoadPlanner(
+            self.manager,
+            VirtualCondition(clock, self.lock),
+            promotion=promotion,
+            due=[self.planner.offer_earned],
+        )
         writer = None
         if self.ssd is not None:
             writer = _Writer(self.moved, self.planner.keys, self.manager, self.ssd, self.executor, extent)
@@ -163,69 +202,22 @@ class Hierarchy:
         self.storer = Storer(self.manager, self.planner, self.executor, self._spare, writer, extent, config.store)
         self.gathered: Callable[[], None] = _nothing  # the GPU pages of a store are not read any more
         self.ledger = Ledger(lambda: self.gathered())
-        self._chunk = max(1, CHUNK_BYTES // extent)
-        self._disk, self._up = self.executor.disk, self.executor.up
-        self._loads = 0
-        self._loads_waiting: deque[Done] = deque()
-        self._landing: dict[int, Done] = {}  # id of a task that fills a CPU slot -> the end of its load
+        self._lane = self.executor.lane(Priority.LOAD, _nothing, config.load.threads)
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
     def plan_load(self, pages: Sequence[Page]) -> LoadPlan:
         """Lease what a load will move; `load` moves it."""
-        plan = self.manager.plan_load(pages, "load", keep=self._keep)
-        targets = [task for task in plan.tasks if task.target is not None]
-        if targets:
-            done = Done(self.clock)
-            self._landing.update((id(task), done) for task in targets)
-        return plan
+        return self.loads.plan([pages], "load", keep=self._keep)
 
     def load(self, plan: LoadPlan) -> Process:
         """Move the pages of a plan and end it. At most `load.threads` loads move at once, the first planned first."""
-        if self._loads >= self.config.load.threads:
-            turn = Done(self.clock)
-            self._loads_waiting.append(turn)
-            yield turn
-        else:
-            self._loads += 1
-        tasks = plan.tasks
-        resident = sum(1 for t in tasks if t.tier == "cpu" and t.filling is None)
-        from_ssd = sum(1 for t in tasks if t.tier == "ssd")
-        reads = [
-            (n, self._disk.read(n * self.extent_bytes))
-            for n in (min(self._chunk, from_ssd - at) for at in range(0, from_ssd, self._chunk))
-        ]
-        up = self._up.move(resident * self.page_bytes) if resident else self.clock.past
-        for n, read in reads:
-            yield read
-            up = self._up.move(n * self.page_bytes)
-        yield up
-        shared = 0
-        for task in tasks:
-            if task.filling is not None:
-                shared += 1
-                landing = self._landing.get(id(task.filling))
-                if landing is not None:
-                    yield landing
-        if shared:
-            yield self._up.move(shared * self.page_bytes)
-        self._landed(plan)
-        if self._loads_waiting:
-            self._loads_waiting.popleft().fire()
-        else:
-            self._loads -= 1
-
-    def _landed(self, plan: LoadPlan) -> None:
-        moved, landing = self.moved, None
-        for task in plan.tasks:
-            moved.read[task.tier] += 1
-            if task.target is not None:
-                moved.promoted += 1
-                landing = self._landing.pop(id(task))
-        self.manager.finish_pages(plan.tasks, PageStatus.LOADED)
-        self.manager.end(plan.lease)
-        if landing is not None:
-            landing.fire()
+        done = Done(self.clock)
+        blocks = np.zeros((len(plan), 1), dtype=np.int64)
+        handle = _Handle([LoadPart(len(plan))])
+        run = LoadRun(self.loads, self.executor, self.layout, self.config.load, handle, plan, blocks)
+        self._lane.start(_then(run.steps(), done))
+        yield done
 
     # -- stores ------------------------------------------------------------------------------------------------------
 

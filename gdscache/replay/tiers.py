@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+
+from gdscache.checksum import Checksums
 from gdscache.keys import Page
 from gdscache.policies import new_policy
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Tier, Written
@@ -16,6 +19,8 @@ from gdscache.tiers.retention import DEFAULT, Retention
 
 class ModelTier(Tier):
     """A tier of `slots` pages of `extent_bytes`: what a CPU tier decides. `private`: others' slots, without a page."""
+
+    kind: Literal["planes", "memory", "files"] = "memory"
 
     def __init__(self, name: str, slots: int, extent_bytes: int, eviction: str) -> None:
         self.name = name
@@ -41,6 +46,8 @@ class ModelTier(Tier):
 class ModelGpu(ModelTier):
     """The pool that an engine owns: see `gdscache.tiers.gpu.GpuTier`."""
 
+    kind = "planes"
+
     def take(self, n: int) -> list[int] | None:
         """`n` private slots, evicting as needed, or None and nothing changed."""
         slots = self.index.allocate(n) if n > 0 else []
@@ -60,6 +67,8 @@ class ModelSsd(ModelTier, DurableTier):
 
     Here they do at once: it counts such slots as if they were free already, so the same pages go.
     """
+
+    kind = "files"
 
     def __init__(self, slots: int, extent_bytes: int, eviction: str, reserve: int) -> None:
         super().__init__("ssd", slots, extent_bytes, eviction)
@@ -84,6 +93,9 @@ class ModelSsd(ModelTier, DurableTier):
     def commit(self, writes: Sequence[Written]) -> list[bool]:
         """Make written pages visible."""
         return [self.index.commit(written.entry) for written in writes]
+
+    def checksums(self, entries: Sequence[Entry]) -> Checksums:
+        return np.zeros((len(entries), 0), dtype=np.uint64)
 
     def lock_lost(self, *, thorough: bool = False) -> str:
         """Nobody takes it away."""

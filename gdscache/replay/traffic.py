@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gdscache.keys import Page
+from gdscache.load.plan import LoadPlan
 from gdscache.moves.clock import Done, Machine, Process
 from gdscache.replay.hierarchy import Hierarchy
 from gdscache.replay.simulate import Progress, silent
 from gdscache.replay.workload import Workload
 from gdscache.tiers.base import Lease
-from gdscache.tiers.manager import LoadPlan
 from gdscache.tiers.pages import Entry, PageState
 
 TIERS = ("gpu", "cpu", "ssd")
@@ -158,10 +158,10 @@ class Traffic:
     def _load_and_compute(self, plan: LoadPlan, tokens: int, cached: int) -> Process:
         """Load, then compute what is not `cached` of the prompt, a token at least; or both at once."""
         begun = self._clock.now
-        if plan.tasks:
+        if plan.pages:
             yield from self._tiers.load(plan)
         else:
-            self._manager.end(plan.lease)
+            self._tiers.loads.end(plan)
         seconds = max(1, tokens - cached * self._work.page_tokens) / self._machine.prefill
         if self._machine.overlap:
             seconds -= self._clock.now - begun
@@ -264,12 +264,13 @@ class Traffic:
 
     def _found(self, i: int, found: Sequence[str], plan: LoadPlan, shared: int = 0) -> int:
         """Note what a request found, and got: the pages that it does not compute."""
-        got = shared + len(plan.tasks)
+        got = shared + len(plan)
         self.outcome.found[i] = Found(found.count("gpu"), found.count("cpu"), found.count("ssd"), got)
         numbers = self._work.prompts[i].pages
-        for number, task in zip(numbers[shared:got], plan.tasks, strict=True):
-            if task.tier == "ssd":
-                self._from_ssd[number] = 1
+        for run in plan.runs:
+            if run.tier.name == "ssd":
+                for row in run.rows:
+                    self._from_ssd[numbers[shared + row]] = 1
         return got
 
     def _first_token(self, i: int, arrival: float, tokens: int) -> None:

@@ -124,7 +124,10 @@ class StorePlanner:
         extent_bytes: int,
         admission: Admission | None,
         watermarks: tuple[float, float] = (1.0, 1.0),
+        *,
+        selective: bool = False,
     ) -> None:
+        """`selective`: loads do not promote every page that they read, so stores do not either."""
         self.keys: set[bytes] = set()
         self.queued = 0  # pages accepted and not finished
         self._cleaning = 0  # ... that are on their way from the CPU tier to the SSD without a store
@@ -134,6 +137,7 @@ class StorePlanner:
         self._policy = config.write_policy if manager.ssd is not None else "never"
         self._hits_wanted = config.write_hits
         self._admission = admission
+        self._selective = selective
         self._limit = config.queue // extent_bytes
         slots = 0 if manager.cpu is None else manager.cpu.index.slots
         low, high = watermarks
@@ -149,7 +153,6 @@ class StorePlanner:
         self._earned: dict[bytes, None] = {}  # pages that uses made worth an offer, for the next load or store
         if admission is not None:
             manager.on_use.append(self._used)
-            manager.on_load.append(self._offer_earned)
 
     # -- accepting ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +161,7 @@ class StorePlanner:
         manager = self._manager
         manager.counts["stores", "requests"] += 1
         manager.retain(pages, retention)
-        self._offer_earned()
+        self.offer_earned()
         room = self._limit - self.queued + (0 if manager.cpu is None else len(self.keys))
         wanted: list[int] = []
         for number, page in enumerate(pages):
@@ -179,7 +182,7 @@ class StorePlanner:
         """True when a tier that is to have the page lacks it and nothing is bringing it."""
         cpu, ssd = self._manager.cpu, self._manager.ssd
         if cpu is not None and page.key not in cpu.index:  # nor does a store promote what the load before it did not
-            return not (self._manager.promotion.selective and ssd is not None and page.key in ssd.index)
+            return not (self._selective and ssd is not None and page.key in ssd.index)
         return (cpu is None or (self._policy == "write_through" and not self._hits_offer)) and self._ssd_lacks(page)
 
     def _ssd_lacks(self, page: Page) -> bool:
@@ -378,7 +381,7 @@ class StorePlanner:
         while len(self._earned) > cpu.index.slots:
             del self._earned[next(iter(self._earned))]
 
-    def _offer_earned(self) -> int:
+    def offer_earned(self) -> int:
         """Send on what the lookups since the last load or store noted, as far as the CPU tier has it; how many went."""
         cpu = self._manager.cpu
         if cpu is None or not self._earned:
@@ -394,7 +397,7 @@ class StorePlanner:
         for; where it does not keep up, others become clean as they are.
         """
         cpu = self._manager.cpu
-        offered = self._offer_earned() if everything else 0
+        offered = self.offer_earned() if everything else 0
         if cpu is None or not cpu.index.dirty_pages:
             return offered
         waiting = cpu.index.dirty_pages - self._cleaning

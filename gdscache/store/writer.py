@@ -24,7 +24,7 @@ from gdscache.threads import log_failure
 from gdscache.tiers.base import DurableTier, Written
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.pages import Entry
-from gdscache.tiers.quarantine import Late, PoolName
+from gdscache.tiers.quarantine import Late
 from gdscache.tiers.retention import DEFAULT, Retention
 
 _log = logging.getLogger("gdscache.store")
@@ -266,10 +266,9 @@ class SsdWriter:
     def _late(self, out: Outgoing, write: Written) -> Late:
         """A write whose slots may be used again only when it has ended."""
 
-        def ended() -> int:
+        def ended() -> None:
             self._ssd.index.release(write.entry)
             out.release()
-            return 1
 
-        pool: PoolName = "bounce_stores" if out.space == "bounce" else "cpu"
+        pool = "bounce_stores" if out.space == "bounce" else out.space
         return Late("write", pool, write.entry.slot, ended)

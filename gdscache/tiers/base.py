@@ -22,7 +22,7 @@ import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from gdscache.checksum import Checksums
 from gdscache.keys import Page
@@ -35,9 +35,13 @@ NO_RETENTIONS: Mapping[bytes, Retention] = {}
 
 
 class Tier(abc.ABC):
-    """One level of the cache: an index and the bytes of its slots."""
+    """One level of the cache: an index and the bytes of its slots.
+
+    `kind` says what reaches these: whoever computes (`planes`), copies (`memory`), or only I/O (`files`).
+    """
 
     name: str
+    kind: Literal["planes", "memory", "files"]
     index: PageIndex
 
     @property
@@ -77,6 +81,8 @@ class Written:
 class DurableTier(Tier):
     """A tier whose slots are filled by moves, and whose pages are committed in batches."""
 
+    kind = "files"
+
     @abc.abstractmethod
     def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
         """Reserve and lease slots for the first of `pages`, as many as find room. May take time: without the lock.
@@ -90,6 +96,13 @@ class DurableTier(Tier):
 
         Raises `StorageError`; then nothing was committed.
         """
+
+    @abc.abstractmethod
+    def checksums(self, entries: Sequence[Entry]) -> Checksums:
+        """What the bytes of leased pages have to give, uint64 of shape (pages, layers); zeros where that is unknown."""
+
+    def commit_deletions(self) -> None:
+        """Pages were dropped: let go of what waits for that, if anything does."""
 
 
 class Lease:
@@ -141,21 +154,12 @@ class SlotPool:
     def try_take(self, most: int) -> list[int]:
         """Up to `most` slots, ascending, at once, perhaps none."""
         with self._changed:
-            return self._take(most)
+            return [self._first + slot for slot in sorted(self._free.take(most))]
 
     def wait(self, seconds: float) -> bool:
         """Wait until a slot is free; False when `seconds` pass before."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._free), seconds)
-
-    def take(self, most: int, seconds: float) -> list[int]:
-        """One to `most` slots, ascending; waits until there is one, at most `seconds`, then returns none."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._free), seconds)
-            return self._take(most)
-
-    def _take(self, most: int) -> list[int]:
-        return [self._first + slot for slot in sorted(self._free.take(most))]
 
     def give(self, slots: Sequence[int]) -> None:
         with self._changed:

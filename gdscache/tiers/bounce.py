@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -106,6 +107,7 @@ class Bounce:
         half = extents.slots // 2
         self.stores = SlotPool(range(half))
         self.loads = SlotPool(range(half, 2 * half))
+        self.late = LateSlots(self.loads)
         self.quarantine: Quarantine | None = None  # set by `TierManager.adopt`
 
     def window(self, slots: Sequence[int], span: tuple[int, int]) -> tuple[Window, list[int]]:
@@ -134,22 +136,25 @@ class Bounce:
 class LateSlots:
     """Slots that parts of pages are in whose reads are late: free again when the last of these reads has ended.
 
-    Whoever calls holds the manager's lock, or is the only one who can.
+    `held` counts them. Thread-safe.
     """
 
     def __init__(self, pool: SlotPool) -> None:
+        self.held = 0
         self._pool = pool
         self._reads: Counter[int] = Counter()
+        self._lock = threading.Lock()
 
-    def hold(self, slots: Iterable[int]) -> int:
-        """A read is late; how many of its slots were not held before."""
-        fresh = [slot for slot in slots if not self._reads[slot]]
-        self._reads.update(slots)
-        return len(fresh)
+    def hold(self, slots: Iterable[int]) -> None:
+        """A read is late that writes to these slots of the pool, which somebody has."""
+        with self._lock:
+            self.held += sum(not self._reads[slot] for slot in slots)
+            self._reads.update(slots)
 
-    def end(self, slots: Iterable[int]) -> int:
-        """It has ended; how many of its slots are free now."""
-        self._reads.subtract(slots)
-        free = [slot for slot in slots if not self._reads[slot]]
+    def end(self, slots: Iterable[int]) -> None:
+        """It has ended."""
+        with self._lock:
+            self._reads.subtract(slots)
+            free = [slot for slot in slots if not self._reads[slot]]
+            self.held -= len(free)
         self._pool.give(free)
-        return len(free)

@@ -73,6 +73,7 @@ class CpuTier(Tier):
     """The pinned CPU pool: exactly the configured bytes, page aligned, pinned where CUDA is."""
 
     name = "cpu"
+    kind = "memory"
 
     def __init__(self, layout: PageLayout, capacity: int, pin: Pin, eviction: str = "lru") -> None:
         self.extents = HostExtents(layout, capacity, pin, "cpu.capacity")

@@ -31,6 +31,7 @@ class GpuTier(Tier):
     """A pool of page slots in planes of its own."""
 
     name = "gpu"
+    kind = "planes"
 
     def __init__(self, layout: PageLayout, capacity: int, device: torch.device, eviction: str = "lru") -> None:
         slots = capacity // layout.page_bytes

@@ -5,9 +5,7 @@ A request for sixteen pages costs about as much as one for a page, in Python and
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +56,6 @@ class PageIO:
         self._single = single
         self._again: list[int] = []
         self._second: Submission | None = None
-        self._also: list[tuple[PageIO, Mapping[int, int]]] = []
         self._first = submit(requests)
 
     def ended(
@@ -109,23 +106,11 @@ class PageIO:
         ended = dict(self.completions(deadline))
         return [ended[page] for page in range(len(ended))]
 
-    def also(self, other: PageIO, pages: Mapping[int, int]) -> None:
-        """Other I/O is at the same memory: to `on_end`, a page has ended when it has in both.
-
-        `pages`: their numbers in `other` → their numbers here.
-        """
-        self._also.append((other, pages))
-
     def on_end(self, callback: Callable[[int], None]) -> None:
         """Call `callback(page)` once for each page, when nothing touches its memory any more; see `Submission.on_end`.
 
         Nobody consumes completions any more.
         """
-        if self._also:
-            others = Counter(page for _, pages in self._also for page in pages.values())
-            callback = _last_of(others, callback)
-            for other, pages in self._also:
-                other.on_end(_renumbered(pages, callback))
         second, again = self._second, set(self._again)
 
         def run_ended(number: int) -> None:
@@ -136,25 +121,3 @@ class PageIO:
         self._first.on_end(run_ended)
         if second is not None:
             second.on_end(lambda number: callback(self._again[number]))
-
-
-def _last_of(others: Counter[int], callback: Callable[[int], None]) -> Callable[[int], None]:
-    """What passes a page on when it is called for it once more than `others` says."""
-    lock = threading.Lock()
-
-    def call(page: int) -> None:
-        with lock:
-            others[page] -= 1
-            last = others[page] < 0
-        if last:
-            callback(page)
-
-    return call
-
-
-def _renumbered(pages: Mapping[int, int], callback: Callable[[int], None]) -> Callable[[int], None]:
-    def call(number: int) -> None:
-        if number in pages:
-            callback(pages[number])
-
-    return call

@@ -19,23 +19,19 @@ from typing import Any, Literal, Protocol
 _log = logging.getLogger("gdscache.ssd")
 _OFF_ABOVE, _ON_BELOW = 4, 8  # parts of a pool: off above a quarter, on again at an eighth or less
 
-PoolName = Literal["cpu", "bounce_loads", "bounce_stores"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Late:
     """A request that missed its deadline: the pool that its memory is of, its SSD slot, and what gives both back.
 
     `give_back` is called once, when the request has ended, under the manager's lock and in a thread of the transport:
-    it does bookkeeping only and does not raise. `slots`: those of the pool that nothing late held before; `give_back`
-    says how many nothing holds any more.
+    it does bookkeeping only and does not raise.
     """
 
     op: Literal["read", "write"]
-    pool: PoolName
+    pool: str
     ssd_slot: int
-    give_back: Callable[[], int]
-    slots: int = 1
+    give_back: Callable[[], object]
 
 
 class Unended(Protocol):
@@ -57,18 +53,21 @@ class Quarantine:
         self.stopped = ""
         self._lock = lock
         self._ended = threading.Condition(lock)
-        self._slots: dict[PoolName, int] = {}
-        self._held: Counter[PoolName] = Counter()
+        self._slots: dict[str, int] = {}
+        self._holds: dict[str, Callable[[], int]] = {}  # pools that know how many of their slots late requests hold
+        self._requests: Counter[str] = Counter()  # late requests by pool: of the others, a slot each
         self._late: Counter[str] = Counter()  # by op
         self._counts = {"switch_offs": 0, "held": 0, "ended": 0}  # since the engine was opened
         self._reading: Counter[int] = Counter()  # SSD slots that late reads are at
         self._afterwards: list[Callable[[], None]] = []
         self._finishing = False
 
-    def add_pool(self, name: PoolName, slots: int) -> None:
-        """Watch over a pool of memory of so many slots."""
+    def add_pool(self, name: str, slots: int, held: Callable[[], int] | None = None) -> None:
+        """Watch over a pool of memory of so many slots. `held`: how many late requests hold; None: one each."""
         with self._lock:
             self._slots[name] = slots
+            if held is not None:
+                self._holds[name] = held
 
     def hold(self, submission: Unended, late: Mapping[int, Late]) -> None:
         """Take over late pages of a move or of a submission, by their index in it. The lock may be held."""
@@ -85,7 +84,7 @@ class Quarantine:
             self._counts["held"] += len(late)
             for request in late.values():
                 self._late[request.op] += 1
-                self._held[request.pool] += request.slots
+                self._requests[request.pool] += 1
                 if request.op == "read":
                     self._reading[request.ssd_slot] += 1
             submission.on_end(ended)  # now, for what has ended meanwhile
@@ -98,7 +97,7 @@ class Quarantine:
                 "the SSD tier is switched off: I/O that has not ended within its deadline holds %d of %d slots of %s. "
                 "Its pages miss and nothing is written to it until I/O ends. See the system log for the device; if it "
                 "stays away, start again with another ssd.path, or without the tier",
-                self._held[full],
+                self._held(full),
                 self._slots[full],
                 full,
             )
@@ -156,7 +155,7 @@ class Quarantine:
                 "late_reads": self._late["read"],
                 "late_writes": self._late["write"],
                 **self._counts,
-                "held_slots": {name: self._held[name] for name in self._slots},
+                "held_slots": {name: self._held(name) for name in self._slots},
             }
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -164,7 +163,8 @@ class Quarantine:
     def _end(self, request: Late) -> None:
         """A late request has ended: called by the transport."""
         with self._lock:
-            self._held[request.pool] -= request.give_back()
+            request.give_back()
+            self._requests[request.pool] -= 1
             self._counts["ended"] += 1
             self._late[request.op] -= 1
             if request.op == "read":
@@ -194,6 +194,10 @@ class Quarantine:
                 for action in reversed(actions):
                     first_to_last.callback(action)
 
-    def _fullest(self, parts: int) -> PoolName | None:
+    def _held(self, pool: str) -> int:
+        """Slots of a pool that late requests hold."""
+        return self._holds[pool]() if pool in self._holds else self._requests[pool]
+
+    def _fullest(self, parts: int) -> str | None:
         """A pool of which more than one of so many parts is held, if there is one."""
-        return next((name for name, slots in self._slots.items() if self._held[name] * parts > slots), None)
+        return next((name for name, slots in self._slots.items() if self._held(name) * parts > slots), None)

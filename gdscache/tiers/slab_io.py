@@ -89,6 +89,10 @@ class SlabIO:
         sizes = (counts - 1) * self._slab.extent_bytes + stop - start
         return IOBatch(self._handles[files], offsets + start, extents.where(places, start), sizes, extents.flat)
 
+    def describe(self) -> str:
+        """The transport's name."""
+        return self.transport.name
+
     def flush(self) -> None:
         """Make ended writes survive a loss of power. Raises `IOFailedError`."""
         for file in self._files:

@@ -31,11 +31,8 @@ from gdscache.layout import PageLayout
 from gdscache.policies import new_policy
 from gdscache.slab import Slab
 from gdscache.storage import open_transport
-from gdscache.storage.base import Op
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Written
-from gdscache.tiers.bounce import Extents
 from gdscache.tiers.index import PageIndex
-from gdscache.tiers.page_io import PageIO, Positions
 from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import DEFAULT, HIGHEST, LOWEST, Retention
 from gdscache.tiers.slab_io import SlabIO
@@ -144,28 +141,8 @@ class SsdTier(DurableTier):
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def read(
-        self,
-        entries: Sequence[Entry],
-        extents: Extents,
-        places: Positions,
-        layers: range | None = None,
-        *,
-        alone: bool = False,
-    ) -> PageIO:
-        """Start reading leased pages, each into its place, a slot of `extents`, which gets its checksums now.
-
-        `layers`: these only; all by default. The layers before them are read into the same place already, and the
-        checksums came with the first, or the place has nothing of the page (`alone`): see `PageLayout.read_span`.
-        """
-        slots = np.array([e.slot for e in entries], dtype=np.int64)
-        if layers is None or layers.start == 0 or alone:
-            extents.checksums[places] = self.checksums(entries)
-        span = None if layers is None else self.layout.read_span(layers, alone=alone)
-        return self.io.transfer(Op.READ, slots, [(extents, places)], span)
-
     def checksums(self, entries: Sequence[Entry]) -> Checksums:
-        """What the bytes of pages have to give, uint64 of shape (pages, layers); zeros where nothing is known of it.
+        """What the bytes of pages have to give: see `DurableTier.checksums`.
 
         It follows from the key that is asked for: what is stored for another page, or by another owner, matches no
         bytes. A page whose row says another namespace has zeros: to drop that namespace, or its own, would not find it.

@@ -21,7 +21,7 @@ from gdscache.bench.serving.prefills import PrefillClock
 from gdscache.bench.serving.request import EngineOptions, Request, State
 from gdscache.bench.serving.uploads import upload
 from gdscache.errors import DeadlineError, PoolFullError, TokensError
-from gdscache.loading import Gap
+from gdscache.load.handle import Gap
 from gdscache.timeline import OFF, Timeline
 
 Observer = Callable[[str, int, float], None]

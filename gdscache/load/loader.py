@@ -1,4 +1,4 @@
-"""The worker side of loads: plans them, and has each moved by one of a few threads (load_run.py)."""
+"""Who plans loads, and has each moved by one of a few threads (load/run.py)."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ import torch
 from gdscache.config import LoadConfig
 from gdscache.errors import EngineClosedError
 from gdscache.keys import Page
-from gdscache.layout import PageLayout
-from gdscache.load_run import LoadRun
-from gdscache.loading import LayerwiseLoad, LoadPart, LoadReport
+from gdscache.layout import GroupSizes, PageLayout
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.load.plan import LoadPlan, LoadPlanner
+from gdscache.load.report import LoadPart, LoadReport
+from gdscache.load.run import LoadRun
+from gdscache.moves import Executor, Priority, Steps, failure
 from gdscache.streams import Event
-from gdscache.threads import Workers, failure_of, log_failure
-from gdscache.tiers.bounce import Bounce
-from gdscache.tiers.manager import LoadPlan, PageStatus, TierManager
-from gdscache.tiers.transfer import Mover
-
-_NO_BLOCKS = torch.empty((0, 1), dtype=torch.int64)
+from gdscache.threads import log_failure
+from gdscache.tiers.page_io import Positions
 
 
 class Loader:
-    """Runs loads on a few threads. `keep`: pages from the SSD stay in the CPU tier, as far as there is room."""
+    """Runs loads into planes of `device`. `keep`: what is read stays in the landing tier, as far as there is room."""
 
     def __init__(
         self,
-        manager: TierManager,
-        mover: Mover,
-        bounce: Bounce | None,
+        planner: LoadPlanner,
+        executor: Executor,
         layout: PageLayout,
         config: LoadConfig,
+        device: torch.device,
         *,
         keep: bool = True,
+        sizes: GroupSizes | None = None,
     ) -> None:
-        self.manager = manager
-        self.mover = mover
-        self.bounce = bounce
-        if bounce is not None:
-            manager.adopt(bounce)
+        """`sizes`: of the groups of layers that are read, where they are not the usual ones."""
+        self.planner = planner
+        self.manager = planner.manager
+        self.executor = executor
         self.layout = layout
         self.config = config
         self.keep = keep
+        self.sizes = sizes
+        self._device = device
         self._running: set[LayerwiseLoad] = set()  # or waiting for a thread; the manager's lock guards it
-        self.changed = threading.Condition(manager.lock)  # notified when there are none any more
-        self._pool = Workers(config.threads, "gdscache-load")
+        self.changed = threading.Condition(self.manager.lock)  # notified when there are none any more
+        self._lane = executor.lane(Priority.LOAD, self.manager.settle, config.threads)
         self._closed = False
         self._order = threading.Lock()  # of plans; taken before the manager's lock
 
@@ -73,22 +74,20 @@ class Loader:
         with self._order if here else contextlib.nullcontext():
             with self.manager.lock, contextlib.ExitStack() as undo:
                 self._check_open()
-                parts = []
-                for pages, blocks, start in requests:
-                    with self.manager.timeline.span("plan", pages=len(pages)):
-                        plan = self.manager.plan_load(pages, owner, keep=self.keep)
-                    undo.callback(self._abandon, plan)
-                    parts.append(LoadPart(plan, blocks[: len(plan.tasks)], start))
-                timeline, device = self.manager.timeline, self.mover.planes.device
+                plan = self.planner.plan([pages for pages, _, _ in requests], owner, keep=self.keep)
+                undo.callback(self.planner.abandon, plan)
+                found = list(zip(plan.requests, requests, strict=True))
+                blocks = torch.cat([blocks[: len(rows)] for rows, (_, blocks, _) in found]) if found else None
                 load = LayerwiseLoad(
-                    parts,
+                    [LoadPart(len(rows), start) for rows, (_, _, start) in found],
                     self.layout,
                     self.config.deadline,
-                    timeline=timeline,
-                    device=device,
+                    timeline=self.manager.timeline,
+                    device=self._device,
                     calls=self.manager.calls,
                 )
-                run = self._run(load, tuple(after), copy=True)
+                table = torch.empty((0, 1), dtype=torch.int64) if blocks is None else blocks
+                run = self._run(load, plan, table.numpy(), tuple(after))
                 if not here:
                     self._submit(load, run)
                 undo.pop_all()
@@ -97,56 +96,56 @@ class Loader:
         return load
 
     def _begin(self, load: LayerwiseLoad, run: LoadRun) -> None:
-        """Begin in this thread, and leave the rest to one of the pool."""
+        """Begin in this thread, and leave the rest to one of the lane."""
         try:
             run.begin()
             with self.manager.lock:
                 self._submit(load, run)
         except BaseException:
-            run.break_off()
+            self.executor.finish(run.abort())
             raise
 
-    def bring(self, plan: LoadPlan) -> LoadReport:
-        """Read pages of the SSD into the CPU slots that the plan has for them, in this thread, and no further.
+    def bring(self, plan: LoadPlan) -> Steps[LoadReport]:
+        """Read pages into the slots of the landing tier that the plan has for them, and no further. Ends the plan.
 
-        No page of the plan may be somebody else's to read. Ends the plan's lease.
+        No page of it may be somebody else's to read.
         """
-        part = LoadPart(plan, _NO_BLOCKS)
-        timeline = self.manager.timeline
+        part, timeline = LoadPart(len(plan)), self.manager.timeline
         load = LayerwiseLoad([part], self.layout, self.config.deadline, layered=False, timeline=timeline)
-        self._run(load, (), copy=False)()
+        run = self._run(load, plan, None, ())
+        error = yield from failure(self._timed("prefetch", load, run))
+        if error is not None:
+            yield from run.abort()
+            raise error
         assert part.report is not None, "a run that returns has a report"
         return part.report
 
-    def _abandon(self, plan: LoadPlan) -> None:
-        """A batch that is not begun after all: nobody will read into the slots that its plans have."""
-        self.manager.finish_pages(plan.tasks, PageStatus.ABORTED)
-        self.manager.end(plan.lease)
+    def _run(self, load: LayerwiseLoad, plan: LoadPlan, blocks: Positions | None, after: Sequence[Event]) -> LoadRun:
+        return LoadRun(self.planner, self.executor, self.layout, self.config, load, plan, blocks, after, self.sizes)
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine was closed meanwhile", "open a new one with CacheEngine.from_config")
 
-    def _run(self, load: LayerwiseLoad, after: tuple[Event, ...], *, copy: bool) -> LoadRun:
-        return LoadRun(self.manager, self.mover, self.bounce, self.layout, self.config, load, after, copy=copy)
-
     def _submit(self, load: LayerwiseLoad, run: LoadRun) -> None:
         if load.tokens:
             self._running.add(load)
-        self._pool.submit(functools.partial(self._carry_out, load, run), functools.partial(self._lost, load, run))
+        self._lane.start(self._carry_out(load, run), functools.partial(self._lost, load, run))
 
-    def _carry_out(self, load: LayerwiseLoad, run: LoadRun) -> None:
+    def _timed(self, kind: str, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
+        with self.manager.timeline.span(kind, load=load.number, pages=sum(part.pages for part in load.parts)):
+            yield from run.steps()
+
+    def _carry_out(self, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
         """A load on its thread. Whatever ends it, whoever waits for it goes on."""
-        error = failure_of(run)
+        error = yield from failure(self._timed("load", load, run))
         if error is not None:
             log_failure(error)
-            run.break_off()
+            yield from run.abort()
         self._end(load, error)
-        if load.tokens:
-            self.manager.settle()
 
-    def _lost(self, load: LayerwiseLoad, run: LoadRun) -> None:
-        run.break_off()
+    def _lost(self, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
+        yield from run.abort()
         self._end(load, None)
 
     def _end(self, load: LayerwiseLoad, error: BaseException | None) -> None:
@@ -160,4 +159,4 @@ class Loader:
         """Refuse new loads and wait for those that run."""
         with self._order, self.manager.lock:
             self._closed = True
-        self._pool.shutdown()
+        self._lane.close()

@@ -1,6 +1,6 @@
 """The worker side of prefetches, SSD to CPU tier: who has chunks moved, one request in turn.
 
-What may begin, and when, `tiers/prefetching.py` decides. A chunk reserves its CPU slots when it begins, is read and
+What may begin, and when, the queue decides. A chunk reserves its CPU slots when it begins, is read and
 checked as a load's pages are, and waits for no load. Nothing is held between two chunks but the names of pages.
 """
 
@@ -11,32 +11,36 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gdscache.config import PrefetchConfig
 from gdscache.errors import EngineClosedError
 from gdscache.keys import Page
 from gdscache.layout import PageLayout
-from gdscache.loader import Loader
-from gdscache.prefetch import Prefetch, PrefetchWork
+from gdscache.load.loader import Loader
+from gdscache.load.plan import PrefetchPlan
+from gdscache.moves import PageStatus, Priority, Steps, failure
+from gdscache.prefetch.handle import Prefetch, PrefetchWork
+from gdscache.prefetch.queue import SWEPT, PrefetchedPages, PrefetchEnd, PrefetchQueue, PrefetchRequest
 from gdscache.threads import Workers, failure_of, log_failure
-from gdscache.tiers.manager import PageStatus, PrefetchPlan, TierManager
-from gdscache.tiers.prefetching import SWEPT, PrefetchedPages, PrefetchEnd, PrefetchQueue, PrefetchRequest
+
+if TYPE_CHECKING:
+    from gdscache.tiers.manager import TierManager
 
 
 class Prefetcher:
     """Carries prefetches out: `prefetch.concurrent` threads move chunks, and one waits until the next may begin."""
 
-    def __init__(self, manager: TierManager, loader: Loader, layout: PageLayout, config: PrefetchConfig) -> None:
+    def __init__(self, loader: Loader, held: PrefetchedPages, layout: PageLayout, config: PrefetchConfig) -> None:
+        """`held`: what loads use of the pages that are brought is told to it."""
         self.layout = layout
         self.deadline = loader.config.deadline
+        self._manager = manager = loader.manager
         self.calls = manager.calls
-        self._manager = manager
         self._loader = loader
-        cpu = manager.cpu
-        limit = 0 if cpu is None else max(1, int(config.quota * cpu.index.slots))
-        self._held = manager.prefetched = PrefetchedPages(limit, _nowhere if cpu is None else cpu.index.slot)
-        self._queue = PrefetchQueue(config, max(1, config.chunk // layout.extent_bytes), self._held, self._ended)
+        self._planner = loader.planner
+        self._held = held
+        self._queue = PrefetchQueue(config, max(1, config.chunk // layout.extent_bytes), held, self._ended)
         self._live: dict[PrefetchRequest, PrefetchWork] = {}
         self._requests = 0
         self._ends: Counter[str] = Counter()
@@ -44,10 +48,11 @@ class Prefetcher:
         self._changed = loader.changed
         self._moving: dict[int, PrefetchRequest] = {}  # chunks under way, by the ids of their plans
         self._closed = False
-        both = cpu is not None and manager.ssd is not None  # else there is nothing to bring
-        self._pool = Workers(config.concurrent if both else 0, "gdscache-prefetch")
+        self._landing = landing = self._planner.landing
+        both = landing is not None and any(tier.kind == "files" for tier in manager.tiers.values())  # or it is idle
+        self._lane = loader.executor.lane(Priority.PREFETCH, _nothing, config.concurrent if both else 0)
         with contextlib.ExitStack() as undo:
-            undo.callback(self._pool.shutdown)
+            undo.callback(self._lane.close)
             self._turns = Workers(1 if both else 0, "gdscache-prefetch-turns")
             undo.pop_all()
         self._turns.submit(self._serve, self._serve)
@@ -60,14 +65,15 @@ class Prefetcher:
                 raise EngineClosedError(
                     "the engine was closed meanwhile", "open a new one with CacheEngine.from_config"
                 )
-            found = manager.peek(pages)
-            present = found.index("ssd") if "ssd" in found else len(found)
-            if manager.cpu is None:
+            found, landing = manager.peek(pages), self._landing
+            slow = {name for name, tier in manager.tiers.items() if tier.kind == "files"}
+            present = next((i for i, name in enumerate(found) if name in slow), len(found))
+            if landing is None:
                 del found[present:]
-            wanted = found.count("ssd")
+            wanted = sum(name in slow for name in found)
             pages = pages[: len(found)]
-            if wanted and manager.cpu is not None:
-                keep |= manager.cpu.index.family(pages[:1])
+            if wanted and landing is not None:
+                keep |= landing.index.family(pages[:1])
             request, work = PrefetchRequest(wanted), PrefetchWork(pages, present, keep)
             self._requests += 1
             self._live[request] = work
@@ -114,7 +120,7 @@ class Prefetcher:
             self._stop_all(PrefetchEnd.CLOSED)
             self._changed.notify_all()
         self._turns.shutdown()
-        self._pool.shutdown()
+        self._lane.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -142,15 +148,15 @@ class Prefetcher:
                 return
             request, most = turn
             work = self._live[request]
-            plan = self._manager.plan_prefetch(work.pages, work.at, most, work.keep)
+            plan = self._planner.plan_prefetch(work.pages, work.at, most, work.keep)
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(self._give_up, plan)
-                tasks, numbers = plan.chunk.tasks, work.take(plan)
-                if tasks:
-                    self._held.begin(task.page.key for task in tasks)
+                chunk, numbers = plan.chunk, work.take(plan)
+                if chunk.pages:
+                    self._held.begin(page.key for page in chunk.pages)
                     self._move(request, plan, numbers)  # which waits for the lock
                 on_failure.pop_all()
-            if tasks:
+            if chunk.pages:
                 self._moving[id(plan)] = request
                 self._queue.begin(request, chunk=True, left=work.left)
             elif plan.then == "busy":
@@ -161,24 +167,26 @@ class Prefetcher:
                 self._queue.stop(request, _ENDS[plan.then])
 
     def _move(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
-        landed = functools.partial(self._landed, request, plan, numbers)
-        self._pool.submit(functools.partial(self._bring, request, plan, numbers), landed)
+        self._lane.start(
+            self._bring(request, plan, numbers), functools.partial(self._land_again, request, plan, numbers)
+        )
 
     def _give_up(self, plan: PrefetchPlan) -> None:
         """Nobody reads these pages."""
-        with self._manager.lock:
-            pending = [task for task in plan.chunk.tasks if task.status is PageStatus.PENDING]
-            self._manager.finish_pages(pending, PageStatus.ABORTED)
-            self._manager.end(plan.chunk.lease)
+        self._planner.abandon(plan.chunk)
 
-    def _bring(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
-        """Move a chunk, in a thread of the pool. It lands, whatever ends it."""
-        log_failure(failure_of(functools.partial(self._loader.bring, plan.chunk)))
+    def _bring(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> Steps[None]:
+        """Move a chunk. It lands, whatever ends it."""
+        log_failure((yield from failure(self._loader.bring(plan.chunk))))
         self._landed(request, plan, numbers)
+
+    def _land_again(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> Steps[None]:
+        self._landed(request, plan, numbers)
+        yield from ()
 
     def _landed(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
         """A chunk has ended, in the thread that moved it."""
-        tasks = plan.chunk.tasks
+        chunk = plan.chunk
         with self._manager.lock, contextlib.ExitStack() as on_failure:
             if self._moving.pop(id(plan), None) is None:  # this is what comes behind a landing that was broken off
                 self._recount(request)
@@ -188,12 +196,11 @@ class Prefetcher:
             on_failure.callback(self._give_up, plan)
             self._give_up(plan)
             statuses = []
-            for task in tasks:
-                assert task.target is not None, "a page of a prefetch without a slot"
-                good = task.status is PageStatus.LOADED
-                cleared = good and task.target.dropped
-                statuses.append("cleared" if cleared else task.status.value)
-                self._held.land(task.page.key, task.target.slot if good and not cleared else None)
+            for row, (page, status) in enumerate(zip(chunk.pages, chunk.told(range(len(chunk))), strict=True)):
+                target, good = chunk.targets[row], status is PageStatus.LOADED
+                cleared = good and target.dropped
+                statuses.append("cleared" if cleared else status.value)
+                self._held.land(page.key, target.slot if good and not cleared else None)
             self._pages.update(statuses)
             self._live[request].land(numbers, statuses)
             if "cleared" in statuses:
@@ -221,5 +228,17 @@ class Prefetcher:
 _ENDS = {"missing": PrefetchEnd.MISSING, "no_room": PrefetchEnd.NO_ROOM}
 
 
+def held_pages(manager: TierManager, config: PrefetchConfig) -> PrefetchedPages:
+    """What prefetches may hold in the CPU tier: their quota of it."""
+    cpu = manager.cpu
+    if cpu is None:
+        return PrefetchedPages(0, _nowhere)
+    return PrefetchedPages(max(1, int(config.quota * cpu.index.slots)), cpu.index.slot)
+
+
 def _nowhere(key: bytes) -> int | None:
     return None
+
+
+def _nothing() -> None:
+    pass

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Self
 from gdscache import arguments
 from gdscache.errors import DeadlineError, ForkedProcessError
 from gdscache.keys import Page
+from gdscache.load.plan import PrefetchPlan
+from gdscache.moves import PageStatus
+from gdscache.prefetch.queue import PrefetchEnd, PrefetchRequest
 from gdscache.threads import Flag
-from gdscache.tiers.manager import PageStatus, PrefetchPlan
-from gdscache.tiers.prefetching import PrefetchEnd, PrefetchRequest
 
 if TYPE_CHECKING:
-    from gdscache.prefetcher import Prefetcher
+    from gdscache.prefetch.prefetcher import Prefetcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,7 @@ class PrefetchWork:
 
     def take(self, plan: PrefetchPlan) -> list[int]:
         """Pages that are there, or begin to move; which of them do."""
-        moving = [self.at + i for i, task in enumerate(plan.found) if task is not None]
+        moving = [self.at + i for i, moves in enumerate(plan.found) if moves]
         if len(plan.found) > len(moving):
             self.counts["present"] += len(plan.found) - len(moving)
         self.at += len(plan.found)

@@ -1,4 +1,4 @@
-"""The caller's side of loads: the handle of a load that is under way, and the report when it is over."""
+"""The caller's side of loads: the handle of a load that is under way, and what is missing when it is over."""
 
 from __future__ import annotations
 
@@ -12,25 +12,11 @@ from gdscache import arguments
 from gdscache.calls import Caller, Direct
 from gdscache.errors import DeadlineError
 from gdscache.layout import PageLayout
+from gdscache.load.report import LoadPart, LoadReport
+from gdscache.moves import Moving
 from gdscache.streams import Event, Fence
 from gdscache.threads import Flag
-from gdscache.tiers.manager import LoadPlan, PageStatus
 from gdscache.timeline import OFF, Timeline
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadReport:
-    """How a load ended. `tokens` counts the good prefix; `pages` has a status for each page asked for."""
-
-    tokens: int
-    pages: tuple[PageStatus, ...]
-    bytes_by_tier: dict[str, int]
-    seconds: float
-
-    @property
-    def first_bad(self) -> int | None:
-        """Position of the first page that is not loaded, or None."""
-        return next((i for i, status in enumerate(self.pages) if status is not PageStatus.LOADED), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,19 +30,6 @@ class Gap:
     request: int
     first: int
     stop: int
-
-
-@dataclasses.dataclass(slots=True)
-class LoadPart:
-    """One request of a load: its plan and the blocks that its pages go to, int64 (pages, blocks_per_page).
-
-    `start`: the token of the prompt that its first page begins with.
-    """
-
-    plan: LoadPlan
-    blocks: torch.Tensor
-    start: int = 0
-    report: LoadReport | None = None
 
 
 class LayerwiseLoad:
@@ -83,6 +56,7 @@ class LayerwiseLoad:
         self.deadline = deadline
         self._layers = [Fence() for _ in range(layout.n_layers if layered else 0)]
         self.cancelled = False
+        self._moving: Moving | None = None
         self._calls: Caller = Direct() if calls is None else calls
         self._over = Flag()
         self._error: BaseException | None = None  # what broke the run off
@@ -90,7 +64,7 @@ class LayerwiseLoad:
     @property
     def tokens(self) -> int:
         """Tokens that are being loaded, over all requests; what `result()` confirms may be fewer."""
-        return sum(len(part.plan.tasks) for part in self.parts) * self._layout.page_tokens
+        return sum(part.pages for part in self.parts) * self._layout.page_tokens
 
     def wait(self, layer: int, seconds: float | None = None) -> None:
         """Order the current stream after this layer's pages; on a CPU-only machine, wait for their bytes.
@@ -149,7 +123,7 @@ class LayerwiseLoad:
         self.results(seconds)
         found = []
         for request, part in enumerate(self.parts):
-            promised = part.start + len(part.plan.tasks) * self._layout.page_tokens
+            promised = part.start + part.pages * self._layout.page_tokens
             good = part.start + (part.report.tokens if part.report is not None else 0)
             if good < promised:
                 found.append(Gap(request, good, promised))
@@ -165,6 +139,10 @@ class LayerwiseLoad:
             self._timeline.instant("ready", layer=layer, load=self.number)
         self._layers[layer].signal(event)
 
+    def released(self) -> None:
+        """Called by the worker: nothing writes to the slots any more."""
+        self.release_event.signal()
+
     def end(self, error: BaseException | None) -> None:
         """Called by the worker: the verdict is there, or what broke the run off."""
         self._error = error
@@ -174,3 +152,11 @@ class LayerwiseLoad:
         """Stop early. The slots stay the engine's until `release_event`; what was not loaded by then is `CANCELLED`."""
         self._calls.check()
         self.cancelled = True
+        if self._moving is not None:
+            self._moving.cancel()
+
+    def carried_by(self, moving: Moving) -> None:
+        """Called by the worker: what `cancel` is passed on to."""
+        self._moving = moving
+        if self.cancelled:
+            moving.cancel()

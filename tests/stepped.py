@@ -1,21 +1,28 @@
 """An executor for tests: nothing happens until the test says so, so that every order of events can be tried.
 
 What may happen next are the executor's `choices`: a lane goes on whose wait is over, a move lands, a page of it fails,
-its deadline passes, late I/O ends at last. Instead of bytes a slot has a tag, which moves copy when they land; so what
-lies where a page is said to be can be compared with what was stored.
+its deadline passes, late I/O ends at last. Of stores, instead of bytes a slot has a tag, which moves copy when they
+land; so what lies where a page is said to be can be compared with what was stored. Loads are carried out as an engine
+does, by a machine whose reads and copies are choices too (stepped_machine.py).
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
+from stepped_machine import Choice, SteppedEnds, SteppedMachine, When
 
 from gdscache.checksum import Checksums
 from gdscache.errors import IOFailedError
-from gdscache.moves.base import PLANES, End, Move, Priority, Steps, Wait
+from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait
+from gdscache.moves.load import LoadMove
+from gdscache.moves.pages import Landing
+from gdscache.moves.reads import Ended
 
 if TYPE_CHECKING:
     import threading
@@ -23,29 +30,22 @@ if TYPE_CHECKING:
     from gdscache.errors import StorageError
     from gdscache.streams import Event
     from gdscache.tiers.base import SlotPool
+    from gdscache.tiers.page_io import PageIO
+    from gdscache.tiers.transfer import Moved
 
+_T = TypeVar("_T")
 Place = tuple[str, int]  # a space, and a slot of it; of the planes, the first block
 
 
-class Choice:
-    """Something that may happen next. `fault`: it is nothing that a machine in order does."""
-
-    __slots__ = ("do", "fault", "name")
-
-    def __init__(self, name: str, do: Callable[[], object], *, fault: bool = False) -> None:
-        self.name = name
-        self.do = do
-        self.fault = fault
-
-    def __repr__(self) -> str:
-        return self.name
-
-
 class SteppedExecutor:
-    """`tags`: what lies where. `choose` picks one of the choices while a call of the caller waits for others."""
+    """`tags`: what lies where. `choose` picks one of the choices while a call of the caller waits for others.
 
-    def __init__(self, choose: Callable[[Sequence[Choice]], Choice]) -> None:
+    `machine`: for loads, which its `choices` are part of.
+    """
+
+    def __init__(self, choose: Callable[[Sequence[Choice]], Choice], machine: SteppedMachine | None = None) -> None:
         self.tags: dict[Place, Hashable] = {}
+        self.machine = machine
         self._choose = choose
         self._lanes: list[_Lane] = []
         self._moving: list[_Moving] = []
@@ -56,14 +56,30 @@ class SteppedExecutor:
         found = [choice for lane in self._lanes for choice in lane.choices()]
         for moving in self._moving:
             found += moving.choices()
-        return found
+        return found if self.machine is None else found + self.machine.choices()
 
-    def lane(self, priority: Priority, rest: Callable[[], object]) -> _Lane:
-        lane = _Lane(self, priority.name.lower())
+    def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> _Lane:
+        lane = _Lane(self, priority.name.lower(), threads)
         self._lanes.append(lane)
         return lane
 
-    def begin(self, move: Move, after: Sequence[Event] = ()) -> _Moving:
+    def finish(self, steps: Steps[_T]) -> _T:
+        """What else may happen happens while the caller waits."""
+        try:
+            while True:
+                wait = next(steps)
+                assert isinstance(wait, When), "a wait of another executor"
+                while not wait.over():
+                    self.pause(None, 0.0)  # type: ignore[arg-type]
+        except StopIteration as end:
+            return cast(_T, end.value)
+
+    def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
+        if listener is not None:
+            assert self.machine is not None, "a load without a machine"
+            load = LoadMove(self.machine.parts, self, move, after, listener)
+            load.first()
+            return load
         self._numbers += 1
         moving = _Moving(self, move, self._numbers)
         self._moving.append(moving)
@@ -74,17 +90,35 @@ class SteppedExecutor:
         source, target = places(move)[row]
         self.tags[target] = self.tags.get(source)
 
-    def room(self, pool: SlotPool) -> Wait:
-        return _When(lambda: pool.free_slots > 0)
+    def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
+        until = self.now() + seconds
+        return When(lambda: pool.free_slots > 0 or self.now() >= until)
+
+    def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:
+        until = self.now() + seconds
+        return When(lambda: over() or self.now() >= until)
+
+    def now(self) -> float:
+        return 0.0 if self.machine is None else self.machine.now
+
+    def landing(self, io: PageIO, ends: Iterator[Ended]) -> Landing:
+        assert isinstance(ends, SteppedEnds), "I/O of another machine"
+        return ends
+
+    def copied(self, moved: Moved) -> Wait:
+        return self.happened(moved.event)
 
     def reads_queued(self) -> Event:
         return None  # a gather that has ended has read
 
     def happened(self, event: Event) -> Wait:
-        return _When(lambda: True)
+        return When(lambda: event is None or bool(event.query()))  # type: ignore[no-untyped-call]
 
     def checksums(self, space: str, slots: Sequence[int]) -> Checksums:
-        return np.zeros((len(slots), 0), dtype=np.uint64)
+        if self.machine is None:
+            return np.zeros((len(slots), 0), dtype=np.uint64)
+        found: Checksums = self.machine.parts.memories[space].checksums[list(slots)]
+        return found
 
     def pause(self, changed: threading.Condition, seconds: float) -> None:
         """One of the choices happens while somebody waits."""
@@ -93,43 +127,34 @@ class SteppedExecutor:
         self._choose(found).do()
 
 
-class _When:
-    """A wait that is over when a condition holds."""
-
-    __slots__ = ("over",)
-
-    def __init__(self, over: Callable[[], bool]) -> None:
-        self.over = over
-
-
 class _Lane:
-    def __init__(self, executor: SteppedExecutor, name: str) -> None:
+    def __init__(self, executor: SteppedExecutor, name: str, threads: int) -> None:
         self._executor = executor
         self._name = name
-        self._queue: deque[tuple[Steps[None], Callable[[], Steps[None]] | None]] = deque()
-        self._wait: _When | None = None
+        self._threads = threads
+        self._queue: deque[Steps[None]] = deque()
+        self._waits: dict[Steps[None], When | None] = {}  # steps that have a thread
 
     def start(self, steps: Steps[None], lost: Callable[[], Steps[None]] | None = None) -> None:
-        self._queue.append((steps, lost))
+        self._queue.append(steps)
 
     def choices(self) -> list[Choice]:
-        if not self._queue or (self._wait is not None and not self._wait.over()):
-            return []
-        return [Choice(f"{self._name} goes on", self._go_on)]
+        while self._queue and len(self._waits) < self._threads:
+            self._waits[self._queue.popleft()] = None
+        ready = [steps for steps, wait in self._waits.items() if wait is None or wait.over()]
+        return [Choice(f"{self._name} {i} goes on", functools.partial(self._go_on, s)) for i, s in enumerate(ready)]
 
-    def _go_on(self) -> None:
-        steps, _ = self._queue[0]
+    def _go_on(self, steps: Steps[None]) -> None:
         try:
             wait = next(steps)
         except StopIteration:
-            self._queue.popleft()
-            self._wait = None
+            del self._waits[steps]
             return
-        assert isinstance(wait, _When), "a wait of another executor"
-        self._wait = wait
+        assert isinstance(wait, When), "a wait of another executor"
+        self._waits[steps] = wait
 
     def close(self) -> None:
-        while self._queue:
+        while self._queue or self._waits:
             self._executor.pause(None, 0.0)  # type: ignore[arg-type]
 
 
@@ -138,6 +163,7 @@ class _Moving:
 
     read = False
     read_event: Event = None
+    broken = None
 
     def __init__(self, executor: SteppedExecutor, move: Move, number: int) -> None:
         self._executor = executor
@@ -182,8 +208,11 @@ class _Moving:
         self._late = sorted(self._left)
 
     def end(self) -> Steps[End]:
-        yield _When(lambda: not self._left or self._late is not None)
+        yield When(lambda: not self._left or self._late is not None)
         return End(self._errors, tuple(self._late or ()))
+
+    def cancel(self) -> None:
+        """A store goes on."""
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         self._callbacks.append(callback)

@@ -1,0 +1,369 @@
+"""What loads and prefetches move: which pages, out of which tiers, and what becomes of them. No bytes, no threads."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.keys import Page
+from gdscache.moves import PageStatus
+from gdscache.tiers.base import Lease, Tier
+from gdscache.tiers.page_io import Positions
+from gdscache.tiers.pages import PENDING, Entry
+from gdscache.tiers.promotion import Always, Promotion
+
+if TYPE_CHECKING:
+    from gdscache.prefetch.queue import PrefetchedPages
+    from gdscache.tiers.index import PageIndex
+    from gdscache.tiers.manager import TierManager
+
+STATUSES = tuple(PageStatus)
+_CODES = {status: code for code, status in enumerate(STATUSES)}
+_BAD = (PageStatus.CHECKSUM, PageStatus.SHORT_READ, PageStatus.IO_ERROR)
+Behind = Literal["more", "busy", "missing", "no_room"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Consecutive pages of a plan that one tier has. `filling`: the page of another plan that brings this one there."""
+
+    tier: Tier
+    rows: range
+    filling: tuple[LoadPlan, int] | None = None
+
+
+class LoadPlan:
+    """The pages that a load will move, in order, and the lease on everything that it touches.
+
+    A page's row is its place in `pages`. `sources` are their entries in the tiers that `runs` say; `targets`, by row,
+    those that they get in the landing tier. `requests`: the rows of each request. `statuses` are codes, places in
+    `STATUSES`, uint8 of shape (pages,); the manager's lock guards them.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.pages: list[Page] = []
+        self.sources: list[Entry] = []
+        self.runs: list[Run] = []
+        self.targets: dict[int, Entry] = {}
+        self.requests: list[range] = []
+        self.statuses: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.under_way: Counter[str] = Counter()  # pages by tier, while they are counted
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def status(self, row: int) -> PageStatus:
+        return STATUSES[int(self.statuses[row])]
+
+    def pending(self) -> Positions:
+        """The rows that have no verdict."""
+        return np.flatnonzero(self.statuses == _CODES[PageStatus.PENDING])
+
+    def loaded(self, rows: range) -> npt.NDArray[np.bool_]:
+        """Whether the pages of some rows are."""
+        found: npt.NDArray[np.bool_] = self.statuses[rows.start : rows.stop] == _CODES[PageStatus.LOADED]
+        return found
+
+    def told(self, rows: range) -> tuple[PageStatus, ...]:
+        """The statuses of some rows."""
+        return tuple([STATUSES[code] for code in self.statuses[rows.start : rows.stop].tolist()])
+
+    def by_tier(self, good: npt.NDArray[np.bool_]) -> dict[str, int]:
+        """Pages of each tier, of the rows for which `good` holds."""
+        found: Counter[str] = Counter()
+        for run in self.runs:
+            found[run.tier.name] += int(np.count_nonzero(good[run.rows.start : run.rows.stop]))
+        return dict(+found)
+
+    def slots(self, rows: Iterable[int]) -> Positions:
+        """The slots that the pages of these rows come from."""
+        sources = self.sources
+        return np.array([sources[row].slot for row in rows], dtype=np.int64)
+
+    def shared(self) -> list[Run]:
+        """Pages, each by itself, that another plan brings."""
+        return [run for run in self.runs if run.filling is not None]
+
+    def tier_of(self, row: int) -> Tier:
+        return next(run.tier for run in self.runs if row in run.rows)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefetchPlan:
+    """The next pages of a prefetch: whether each moves, or is at hand. `chunk` has those that do.
+
+    `then` says what comes behind them: `more`, or a page that is somebody else's to bring (`busy`), that is not there
+    any more (`missing`), or that finds no slot (`no_room`).
+    """
+
+    found: list[bool]
+    then: Behind
+    chunk: LoadPlan
+
+
+class LoadPlanner:
+    """Plans loads and prefetches over the chain of tiers, and has the last word on their pages.
+
+    Pages of the tiers behind the *landing* tier, the first one in memory, get slots of that one as they are read.
+    `promotion`: which of them; None: every page. `due`: called before a load is planned. `prefetched`: told which pages
+    loads read. The manager's lock guards everything here.
+    """
+
+    def __init__(
+        self,
+        manager: TierManager,
+        filled: threading.Condition | None = None,
+        *,
+        promotion: Promotion | None = None,
+        due: Sequence[Callable[[], object]] = (),
+        prefetched: PrefetchedPages | None = None,
+    ) -> None:
+        self.manager = manager
+        self.under_way: Counter[str] = Counter()  # pages of plans that have not ended, by source
+        # Notified when pages have their verdict.
+        self.filled = threading.Condition(manager.lock) if filled is None else filled
+        self.landing = next((tier for tier in manager.tiers.values() if tier.kind == "memory"), None)
+        self._promotion: Promotion = Always() if promotion is None else promotion
+        self._due = due
+        self._prefetched = prefetched
+        self._chain = [tier for tier in manager.tiers.values() if tier.kind != "planes"]
+        self._filling: dict[Entry, tuple[LoadPlan, int]] = {}
+
+    # -- loads ---------------------------------------------------------------------------------------------------------
+
+    def plan(self, requests: Sequence[Sequence[Page]], owner: str, *, keep: bool = True) -> LoadPlan:
+        """Lease the consecutive pages of each request that the tiers hold, and reserve slots of the landing tier for
+        those of slower ones, in one step.
+
+        What finds no such slot, or is not promoted (without `keep`, all of them), is to pass through. Never waits.
+        """
+        manager = self.manager
+        with manager.lock, contextlib.ExitStack() as undo:
+            plan = LoadPlan(manager.lease(owner))
+            undo.callback(self._undo, plan)
+            for pages in requests:
+                with manager.timeline.span("plan", pages=len(pages)):
+                    manager.expire(pages)
+                    for due in self._due:
+                        due()
+                    first = len(plan)
+                    absent = self._lease(plan, pages)
+                    plan.requests.append(range(first, len(plan)))
+                    if self._prefetched:
+                        self._note_uses(plan, first)
+                    if keep and self.landing is not None:
+                        self._reserve(self.landing.index, plan, self._promoted(plan, absent))
+            self._set_out(plan)
+            undo.pop_all()
+            return plan
+
+    def _lease(self, plan: LoadPlan, pages: Sequence[Page]) -> list[int]:
+        """Lease pages, up to the first that no tier has; the rows of those that the landing tier lacks."""
+        absent: list[int] = []
+        first, at, end = len(plan), 0, len(pages)
+        while at < end:
+            taken = self._take_run(plan, pages, at, first + at, absent)
+            if not taken:
+                break
+            at += taken
+        plan.pages += pages[:at]
+        return absent
+
+    def _take_run(self, plan: LoadPlan, pages: Sequence[Page], at: int, row: int, absent: list[int]) -> int:
+        """Lease `pages[at]`, and those behind it that the same tier has and no faster one; how many. `row`: its row."""
+        stop, behind, lacking = len(pages), False, True  # pages before `stop` are in no faster tier
+        for tier in self._chain:
+            entries = self._take(tier, pages, at, stop, plan.lease)
+            if entries:
+                rows = range(row, row + len(entries))
+                plan.sources += entries
+                plan.runs.append(Run(tier, rows))
+                if behind and lacking:
+                    absent.extend(rows)
+                return len(entries)
+            if tier is self.landing:
+                behind, copy = True, tier.index.find(pages[at].key)  # not complete, if it is there
+                filling = None if copy is None else self._filling.get(copy)
+                if copy is not None and filling is not None:
+                    plan.lease.add(tier.index, copy)
+                    plan.sources.append(copy)
+                    plan.runs.append(Run(tier, range(row, row + 1), filling))
+                    return 1
+                lacking = copy is None  # any other copy is a store's, on its way: a slower tier may have the page
+            if tier is not self._chain[-1]:
+                stop = min(stop, max(at + 1, tier.index.absent_until(pages, at)))
+        return 0
+
+    def _take(self, tier: Tier, pages: Sequence[Page], start: int, stop: int, lease: Lease) -> list[Entry]:
+        """Lease those of `pages[start:stop]`, from the first on, that a tier has and that quarantine does not hide."""
+        index, quarantine = tier.index, self.manager.quarantine
+        entries = index.pin_run(pages, start, stop)
+        if quarantine.requests or quarantine.off:
+            hidden = self.manager.hidden
+            seen = next((i for i, entry in enumerate(entries) if hidden(tier.name, entry.slot)), len(entries))
+            for entry in entries[seen:]:
+                index.release(entry)
+            del entries[seen:]
+        lease.entries.update(dict.fromkeys(entries, index))
+        return entries
+
+    def _note_uses(self, plan: LoadPlan, first: int) -> None:
+        assert self._prefetched is not None, "nothing was prefetched"
+        for run in plan.runs:
+            for row in run.rows:
+                if row >= first:
+                    slot = plan.sources[row].slot if run.tier is self.landing else None
+                    self._prefetched.use(plan.pages[row].key, slot)
+
+    def _promoted(self, plan: LoadPlan, rows: Sequence[int]) -> list[int]:
+        """Those that a load may leave in the landing tier, which has none of them."""
+        wanted = list(itertools.compress(rows, self._promotion.wanted([plan.pages[row].key for row in rows])))
+        if len(wanted) < len(rows):
+            self.manager.counts["promotion", "declined"] += len(rows) - len(wanted)
+        return wanted
+
+    def _reserve(self, index: PageIndex, plan: LoadPlan, rows: Sequence[int], keep: Collection[bytes] = ()) -> None:
+        """Give pages a slot of the landing tier each, as far as there is room."""
+        if not rows:
+            return
+        slots = index.allocate_some(len(rows), keep)
+        retentions = [plan.sources[row].retention for row in rows]
+        targets = index.insert_all([plan.pages[row] for row in rows], slots, PENDING, retentions)
+        for row, target in zip(rows, targets, strict=False):
+            target.leases = 1
+            plan.targets[row] = target
+            self._filling[target] = plan, row
+        plan.lease.entries.update(dict.fromkeys(targets, index))
+
+    def _set_out(self, plan: LoadPlan) -> None:
+        """All pages are known. They count as under way until the plan ends."""
+        plan.statuses = np.zeros(len(plan), np.uint8)
+        for run in plan.runs:
+            plan.under_way[run.tier.name] += len(run.rows)
+        self.under_way.update(plan.under_way)
+
+    def _undo(self, plan: LoadPlan) -> None:
+        plan.statuses = np.zeros(len(plan), np.uint8)
+        self.abandon(plan)
+
+    # -- prefetches ----------------------------------------------------------------------------------------------------
+
+    def plan_prefetch(self, pages: Sequence[Page], start: int, most: int, keep: Collection[bytes]) -> PrefetchPlan:
+        """Lease up to `most` pages from `pages[start]` on that only tiers behind the landing tier have, and reserve
+        slots of that one, evicting none of `keep`. Never waits, and no page of it waits for another plan.
+        """
+        manager, landing = self.manager, self.landing
+        assert landing is not None, "no tier to bring pages to"
+        with manager.lock, contextlib.ExitStack() as undo:
+            manager.expire(pages[start : start + most])
+            plan = LoadPlan(manager.lease("prefetch"))
+            undo.callback(self._undo, plan)
+            found, then = self._prefetchable(plan, landing, pages, start, most)
+            self._reserve(landing.index, plan, range(len(plan)), keep)
+            placed = len(plan.targets)
+            if placed < len(plan):
+                then = "no_room"
+                del found[[i for i, moves in enumerate(found) if moves][placed] :]
+                self._cut(plan, placed)
+            plan.requests.append(range(len(plan)))
+            self._set_out(plan)
+            if not plan.pages:
+                self.end(plan)
+            undo.pop_all()
+            return PrefetchPlan(found, then, plan)
+
+    def _prefetchable(
+        self, plan: LoadPlan, landing: Tier, pages: Sequence[Page], start: int, most: int
+    ) -> tuple[list[bool], Behind]:
+        tiers = list(self.manager.tiers.values())
+        fast, slow = tiers[: tiers.index(landing) + 1], tiers[tiers.index(landing) + 1 :]
+        found: list[bool] = []
+        for i in range(start, len(pages)):
+            key = pages[i].key
+            if any(tier.index.has(key) for tier in fast):
+                found.append(False)
+                continue
+            if key in landing.index:
+                return found, "busy"
+            if not most:
+                break
+            for tier in slow:
+                entries = self._take(tier, pages, i, i + 1, plan.lease)
+                if entries:
+                    plan.pages.append(pages[i])
+                    plan.sources += entries
+                    self._extend(plan.runs, tier, len(plan) - 1)
+                    break
+            else:
+                return found, "missing"
+            found.append(True)
+            most -= 1
+        return found, "more"
+
+    def _extend(self, runs: list[Run], tier: Tier, row: int) -> None:
+        if runs and runs[-1].tier is tier:
+            runs[-1] = Run(tier, range(runs[-1].rows.start, row + 1))
+        else:
+            runs.append(Run(tier, range(row, row + 1)))
+
+    def _cut(self, plan: LoadPlan, pages: int) -> None:
+        """Leave out what is behind the first `pages`."""
+        for entry in plan.sources[pages:]:
+            plan.lease.remove(entry)
+        del plan.pages[pages:], plan.sources[pages:]
+        plan.runs = [Run(r.tier, r.rows[: pages - r.rows.start]) for r in plan.runs if r.rows.start < pages]
+
+    # -- the end of pages ----------------------------------------------------------------------------------------------
+
+    def finish(self, plan: LoadPlan, rows: Positions, status: PageStatus) -> None:
+        """A verdict on pages: publish what they got in the landing tier, or drop it; drop what is bad everywhere."""
+        if not len(rows):
+            return
+        manager, some = self.manager, rows.tolist() if plan.targets or status in _BAD else ()
+        good = status in (PageStatus.LOADED, PageStatus.CANCELLED)  # the bytes were read, and are what was stored
+        with manager.lock:
+            plan.statuses[rows] = _CODES[status]
+            if self.landing is not None:
+                end = self.landing.index.commit if good else self.landing.index.drop
+                for row in some:
+                    target = plan.targets.get(row)
+                    if target is not None and self._filling.pop(target, None) is not None:
+                        end(target)
+            if status in _BAD:
+                for row in some:
+                    plan.tier_of(row).index.drop(plan.sources[row])
+            if status is not PageStatus.LOADED:
+                manager.counts["misses", status.value] += len(rows)
+            else:
+                which = np.zeros(len(plan), np.bool_)
+                which[rows] = True
+                for name, pages in plan.by_tier(which).items():
+                    manager.counts["loaded", name] += pages
+            self.filled.notify_all()
+
+    def landed(self, plan: LoadPlan, row: int) -> PageStatus:
+        """Whether a page of another plan is in the landing tier by now: `PENDING` until that is known."""
+        status = plan.status(row)
+        return PageStatus.LOADED if status is PageStatus.CANCELLED else status
+
+    def abandon(self, plan: LoadPlan) -> None:
+        """Nobody moves the pages that have no verdict yet. Ends the plan."""
+        with self.manager.lock:
+            self.finish(plan, plan.pending(), PageStatus.ABORTED)
+            self.end(plan)
+
+    def end(self, plan: LoadPlan) -> None:
+        """Release every page; twice is fine."""
+        with self.manager.lock:
+            self.manager.end(plan.lease)
+            self.under_way.subtract(plan.under_way)
+            plan.under_way = Counter()

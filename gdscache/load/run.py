@@ -1,0 +1,302 @@
+"""One load, as steps: what it has moved, and what becomes of its pages.
+
+A verdict exists for every page before `result()` returns, and nothing is published from here except copies of verified
+pages in the landing tier. Pages that another load brings come last: they are waited for, and copied from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from gdscache.layout import GroupSizes, PageLayout, copy_groups, read_groups
+from gdscache.load.plan import LoadPlan, LoadPlanner
+from gdscache.load.report import LoadPart, LoadReport
+from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Steps, Way, failure
+from gdscache.tiers.base import DurableTier, Tier
+from gdscache.tiers.page_io import Positions
+from gdscache.tiers.quarantine import Late
+
+if TYPE_CHECKING:
+    from gdscache.checksum import Checksums
+    from gdscache.config import LoadConfig
+    from gdscache.streams import Event
+
+GROUP_SIZES = GroupSizes()  # layers that are read at a time
+_NONE = np.empty(0, np.int64)
+
+
+class Handle(Protocol):
+    """Who is told how a load gets on: the caller's handle, for one."""
+
+    number: int
+    parts: Sequence[LoadPart]
+    cancelled: bool
+
+    def carried_by(self, moving: Moving) -> None:
+        """What to pass a cancellation on to."""
+        ...
+
+    def signal(self, layer: int, event: Event) -> None:
+        """A layer's copies are queued, and done when `event` is (None: they are, or never will be)."""
+        ...
+
+    def released(self) -> None:
+        """Nothing writes to the blocks any more."""
+        ...
+
+
+class LoadRun:
+    """The execution of one load, which hears itself how its move gets on. Drive `steps` once, and `abort` where they
+    raise.
+
+    `blocks`: of the planes, int64 (pages, blocks_per_page); None for a prefetch, whose pages stay in the landing tier.
+    `sizes`: of the groups of layers that are read.
+    """
+
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        executor: Executor,
+        layout: PageLayout,
+        config: LoadConfig,
+        load: Handle,
+        plan: LoadPlan,
+        blocks: Positions | None,
+        after: Sequence[Event] = (),
+        sizes: GroupSizes | None = None,
+    ) -> None:
+        self._planner = planner
+        self._sizes = GROUP_SIZES if sizes is None else sizes
+        self._manager = planner.manager
+        self._executor = executor
+        self._layout = layout
+        self._always = config.verify == "always"
+        self._start = executor.now()
+        self._until = self._start + config.deadline
+        self._load = load
+        self._plan = plan
+        self._blocks = blocks
+        self._after = after
+        self._shared = plan.shared()
+        self._begun = False
+        self._moving: Moving | None = None
+        self._kept: Moving | None = None  # the move whose late pages are in quarantine
+        self._rows = _NONE  # the row in the plan of each row of the move
+        self._last = not self._shared  # nothing comes behind the move
+        self._busy = ""  # the tier whose speed is measured
+
+    # -- the moves -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin the move, perhaps in the caller's thread. Raises what breaks it off, which `abort` then ends."""
+        self._begun = True
+        with self._manager.timeline.span("begin", load=self._load.number, pages=len(self._plan)):
+            ways: list[Way] = []
+            order: list[Positions] = []
+            for name, tier in self._manager.tiers.items():  # the fastest first
+                rows = [run.rows for run in self._plan.runs if run.tier is tier and run.filling is None]
+                for part, way in self._ways(tier, _joined(rows)) if rows else ():
+                    order.append(part)
+                    ways.append(way)
+                    slowest = name
+            if ways:
+                if self._blocks is not None:
+                    self._busy = slowest
+                    self._manager.busy.begin(slowest, self._start)
+                self._move(ways, np.concatenate(order))
+
+    def _ways(self, tier: Tier, rows: Positions) -> list[tuple[Positions, Way]]:
+        """Pages of a tier: those in memory; those that get a place in the landing tier, and those that get none."""
+        slots = self._plan.slots(rows.tolist())
+        if not isinstance(tier, DurableTier):
+            return [(rows, self._out_of_memory(tier, rows, slots))]
+        sums = tier.checksums([self._plan.sources[row] for row in rows.tolist()])
+        targets = self._plan.targets
+        staying = np.array([row in targets for row in rows.tolist()], dtype=np.bool_)
+        found = []
+        if staying.any():
+            landing = self._planner.landing
+            assert landing is not None, "a slot of no tier"
+            part = rows[staying]
+            places = np.array([targets[row].slot for row in part.tolist()], dtype=np.int64)
+            found.append((part, self._read(tier, slots[staying], part, sums[staying], landing.name, places)))
+        if not staying.all():
+            part = rows[~staying]
+            found.append((part, self._read(tier, slots[~staying], part, sums[~staying])))
+        return found
+
+    def _out_of_memory(self, tier: Tier, rows: Positions, slots: Positions) -> Way:
+        assert self._blocks is not None, "a prefetch of a page that is in memory"
+        sums = self._executor.checksums(tier.name, slots.tolist()) if self._always else None
+        return Way(tier.name, PLANES, slots, self._blocks[rows], sums=sums)
+
+    def _read(
+        self,
+        tier: Tier,
+        slots: Positions,
+        rows: Positions,
+        sums: Checksums,
+        through: str = "",
+        places: Positions = _NONE,
+    ) -> Way:
+        if self._blocks is None:
+            return Way(tier.name, through, slots, places, sums=sums)
+        if not through:
+            return Way(tier.name, PLANES, slots, self._blocks[rows], sums=sums)
+        return Way(tier.name, PLANES, slots, self._blocks[rows], through, places, sums)
+
+    def _move(self, ways: Sequence[Way], rows: Positions) -> None:
+        """Begin a move. Raises what broke it off."""
+        priority = Priority.PREFETCH if self._blocks is None else Priority.LOAD
+        seconds = max(0.0, self._until - self._executor.now())
+        self._rows = rows
+        move = Move(priority, tuple(ways), seconds, self._groups(ways))
+        self._moving = moving = self._executor.begin(move, self._after, self)
+        self._load.carried_by(moving)
+        if moving.broken is not None:
+            raise moving.broken
+
+    def _groups(self, ways: Sequence[Way]) -> tuple[range, ...]:
+        """The layers that move together, when so many pages are there or read."""
+        if self._blocks is None or not self._last:
+            return ()
+        tiers = self._manager.tiers
+        read = [way for way in ways if isinstance(tiers[way.source], DurableTier)]
+        if not read:
+            return copy_groups(self._layout, sum(map(len, ways)))
+        speed = self._manager.costs.bandwidths().get(read[-1].source)
+        return read_groups(self._layout, sum(map(len, read)), self._sizes.paced(speed))
+
+    def steps(self) -> Steps[None]:
+        """Everything, to the verdict. Raises what broke the load off; then drive `abort`."""
+        if not self._begun:
+            self.begin()
+        yield from self._end_move()
+        self._measure()
+        if self._shared:
+            yield from self._share()
+        self._finish()
+
+    def _end_move(self) -> Steps[None]:
+        moving = self._moving
+        if moving is not None:
+            end = yield from moving.end()
+            self._keep_late(moving, end.late)
+            if end.error is not None:
+                raise end.error
+
+    def _share(self) -> Steps[None]:
+        """Pages that another load, planned before this one, is bringing. Waits only for earlier loads, so it ends."""
+        planner, there = self._planner, []
+        for run in self._shared:
+            assert run.filling is not None, "nobody to wait for"
+            known = functools.partial(_known, planner, *run.filling)
+            yield self._executor.changed(planner.filled, known, max(0.0, self._until - self._executor.now()))
+            status = planner.landed(*run.filling)
+            if status is PageStatus.LOADED:
+                there.append(run.rows.start)
+            else:
+                late = status is PageStatus.PENDING
+                planner.finish(self._plan, np.array(run.rows), PageStatus.DEADLINE if late else status)
+        self._last, self._moving = True, None
+        if there:
+            assert planner.landing is not None, "nowhere to land"
+            rows = np.array(there, dtype=np.int64)
+            self._move([self._out_of_memory(planner.landing, rows, self._plan.slots(there))], rows)
+            yield from self._end_move()
+
+    def abort(self) -> Steps[None]:
+        """In place of `steps`, or behind those that broke off, anywhere: end what was begun."""
+        yield from failure(self._end_move())  # which raises what is known already
+        self._finish()
+
+    # -- what the move says --------------------------------------------------------------------------------------------
+
+    def judged(self, rows: Positions, status: PageStatus) -> None:
+        if status is PageStatus.LOADED and self._load.cancelled:
+            status = PageStatus.CANCELLED
+        self._planner.finish(self._plan, self._rows[rows], status)
+
+    def ready(self, layers: range, event: Event) -> None:
+        if self._last:
+            for layer in layers:
+                self._load.signal(layer, event)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _keep_late(self, moving: Moving, late: Sequence[int]) -> None:
+        """Late reads keep what they may still touch, until they end."""
+        if late and self._kept is not moving:
+            self._kept = moving
+            self._manager.quarantine.hold(moving, {row: self._late(int(self._rows[row])) for row in late})
+
+    def _late(self, row: int) -> Late:
+        plan, manager, landing = self._plan, self._manager, self._planner.landing
+        source, target = plan.sources[row], plan.targets.get(row)
+        with manager.lock:
+            lease = manager.lease("quarantine")
+            lease.add(plan.tier_of(row).index, source)
+            if target is not None and landing is not None:
+                lease.add(landing.index, target)
+        pool = "bounce_loads" if target is None or landing is None else landing.name
+        return Late("read", pool, source.slot, functools.partial(manager.end, lease))
+
+    def _measure(self) -> None:
+        """Tell the cost model what pages of a tier took. A chunk of a prefetch says little about a load."""
+        tier, self._busy = self._busy, ""
+        if tier:
+            rows = [run.rows for run in self._plan.runs if run.tier.name == tier and run.filling is None]
+            good = all(self._plan.loaded(some).all() for some in rows)
+            nbytes = sum(map(len, rows)) * self._layout.page_bytes
+            self._manager.busy.end(tier, nbytes if good else None, self._executor.now())
+
+    def _finish(self) -> None:
+        """The last word on everything; again is fine."""
+        with contextlib.ExitStack() as ends:  # the last first, each whatever became of those before it
+            ends.callback(self._commit_deletions)
+            ends.callback(self._load.released)
+            ends.callback(self._planner.end, self._plan)
+            ends.callback(self._report)
+            ends.callback(self._measure)
+            ends.callback(self._all_ready)  # nobody waits for a layer any more
+            self._planner.finish(self._plan, self._plan.pending(), PageStatus.ABORTED)
+
+    def _all_ready(self) -> None:
+        if self._blocks is not None:
+            for layer in range(self._layout.n_layers):
+                self._load.signal(layer, None)
+
+    def _report(self) -> None:
+        seconds = self._executor.now() - self._start
+        for part, rows in zip(self._load.parts, self._plan.requests, strict=True):
+            part.report = part.report or self._report_on(rows, seconds)
+
+    def _report_on(self, rows: range, seconds: float) -> LoadReport:
+        plan, good = self._plan, self._plan.loaded(rows)
+        which = np.zeros(len(plan), np.bool_)
+        which[rows.start : rows.stop] = good
+        nbytes = {name: pages * self._layout.page_bytes for name, pages in plan.by_tier(which).items()}
+        for name, moved in nbytes.items():
+            self._manager.count("bytes_loaded", name, moved)
+        prefix = len(rows) if good.all() else int(np.argmin(good))
+        return LoadReport(prefix * self._layout.page_tokens, plan.told(rows), nbytes, seconds)
+
+    def _commit_deletions(self) -> None:
+        if not self._plan.loaded(range(len(self._plan))).all():
+            for tier in self._manager.tiers.values():
+                if isinstance(tier, DurableTier):
+                    tier.commit_deletions()
+
+
+def _known(planner: LoadPlanner, plan: LoadPlan, row: int) -> bool:
+    return planner.landed(plan, row) is not PageStatus.PENDING
+
+
+def _joined(ranges: Sequence[range]) -> Positions:
+    """All numbers of some ranges, int64."""
+    return np.concatenate([np.arange(some.start, some.stop, dtype=np.int64) for some in ranges])

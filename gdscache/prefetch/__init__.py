@@ -1,0 +1,1 @@
+"""Prefetches: the caller's handle, whose turn it is, and who has chunks moved."""

@@ -1,0 +1,361 @@
+"""Every order of what can happen to small loads: landings, failures, damage, deadlines, copies, cancels, a close.
+
+The loader, its steps and the execution of moves are the engine's; a machine that does nothing by itself stands in for
+threads, devices and time (stepped_machine.py). After each step what is visible has the right bytes, and a layer
+that is said to be ready is there; after the last everything has ended, and given back what it held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import MHA, SEED, layout_of, read_page, write_page
+from stepped import SteppedExecutor
+from stepped_machine import Choice, SteppedMachine
+
+from gdscache.checksum import Checksums, layer_checksums
+from gdscache.config import LoadConfig
+from gdscache.errors import EngineClosedError
+from gdscache.keys import Page
+from gdscache.layout import GroupSizes
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.load.loader import Loader
+from gdscache.load.plan import LoadPlan, LoadPlanner
+from gdscache.moves import PageStatus, Priority, Steps, failure
+from gdscache.planes import PagedPlanes
+from gdscache.replay.tiers import ModelSsd, ModelTier
+from gdscache.tiers.bounce import Bounce
+from gdscache.tiers.cpu import HostExtents
+from gdscache.tiers.host_mover import HostMover
+from gdscache.tiers.manager import TierManager
+from gdscache.tiers.pages import Entry, PageState
+
+SPACE = b"n" * 32
+LAYOUT = layout_of(MHA | {"layers": 2, "head_dim": 72})  # two groups of a layer each, with the sizes below
+SIZES = GroupSizes(least=4096, first=1)
+BLOCKS = 24
+CPU = torch.device("cpu")
+
+
+def prompt(seed: int, pages: int) -> list[Page]:
+    """Pages of a prompt; `seed` also says what comes behind the first page, which all prompts share."""
+    keys = [SPACE, *(bytes([page, 0 if page == 0 else seed]) * 16 for page in range(pages))]
+    return [Page(key, parent, SPACE) for parent, key in itertools.pairwise(keys)]
+
+
+@functools.cache
+def content(key: bytes) -> bytes:
+    """The extent of a page."""
+    return random.Random(key).randbytes(LAYOUT.page_bytes).ljust(LAYOUT.extent_bytes, b"\0")
+
+
+@functools.cache
+def sums(key: bytes) -> Checksums:
+    return layer_checksums(memoryview(content(key)), LAYOUT.layer_bounds)
+
+
+@functools.cache
+def memory(slots: int, owner: str) -> HostExtents:
+    """Memory that runs take one after the other: none is right about what another left there."""
+    return HostExtents(LAYOUT, slots * LAYOUT.extent_bytes, "off")
+
+
+@functools.cache
+def pool() -> PagedPlanes:
+    return PagedPlanes.allocate(LAYOUT, BLOCKS, CPU)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.ERROR)  # the quarantine says when it switches the tier off, thousands of times
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def right(key: bytes) -> Any:
+    return np.frombuffer(content(key), np.uint8)[: LAYOUT.page_bytes]
+
+
+class Ssd(ModelSsd):
+    """Knows what it has."""
+
+    def checksums(self, entries: Sequence[Entry]) -> Checksums:
+        return np.stack([sums(entry.key) for entry in entries])
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """How large everything is, and what is done: a `load` or a `prefetch` of so many pages of a prompt, a `cancel` of
+    the first load. `resident`: pages of the first prompt in the CPU tier. `faults`: how many there may be."""
+
+    acts: tuple[tuple[str, int, int], ...]
+    cpu: int | None = 4
+    bounce: int = 4
+    resident: int = 0
+    faults: int = 1
+    verify: str = "once"
+    threads: int = 2
+    queues: bool = True
+    keep: bool = True
+
+
+@dataclasses.dataclass
+class Begun:
+    """A load, and what was seen of it."""
+
+    load: LayerwiseLoad
+    pages: list[Page]
+    blocks: list[int]
+    seen: dict[int, list[Any]] = dataclasses.field(default_factory=dict)  # layer -> bytes when it was said to be ready
+    left: bool = False
+
+
+class Run:
+    """One order. `order` says which choice is taken; behind its end, the first."""
+
+    def __init__(self, small: Small, order: Sequence[int], rng: random.Random | None = None) -> None:
+        self._order, self._rng, self._faults = order, rng, small.faults
+        self.taken: list[tuple[int, int]] = []  # the number of a choice, of so many
+        self.names: list[str] = []
+        self.small = small
+        self.cpu = None if small.cpu is None else ModelTier("cpu", small.cpu, LAYOUT.extent_bytes, "lru")
+        self.ssd = Ssd(16, LAYOUT.extent_bytes, "lru", 0)
+        self.manager = TierManager(threading.RLock(), None, self.cpu, self.ssd)  # type: ignore[arg-type]
+        memories = {}
+        if small.cpu is not None:
+            memories["cpu"] = self.memory = memory(small.cpu, "cpu")
+        self.bounce = Bounce(memory(small.bounce, "bounce"))
+        self.manager.adopt(self.bounce)
+        stored = self._stored()
+        planes = pool()
+        self.planes = planes.tensors
+        self.machine = SteppedMachine(HostMover(planes), memories, {"ssd": stored}, self.bounce, queues=small.queues)
+        self.executor = SteppedExecutor(self.choose, self.machine)
+        self.planner = LoadPlanner(self.manager)
+        config = LoadConfig(deadline=100.0, threads=small.threads, verify=small.verify)  # type: ignore[arg-type]
+        self.loader = Loader(self.planner, self.executor, LAYOUT, config, CPU, keep=small.keep, sizes=SIZES)
+        self.lane = self.executor.lane(Priority.PREFETCH, lambda: None)
+        self.loads: list[Begun] = []
+        self._blocks = iter(range(BLOCKS))
+        self._acts = [
+            Choice(f"{what} {seed}", functools.partial(self._do, what, seed, n)) for what, seed, n in small.acts
+        ]
+
+    def _stored(self) -> dict[int, bytes]:
+        """What the tiers have to begin with."""
+        found = {}
+        for page in dict.fromkeys(page for what, seed, n in self.small.acts if n for page in prompt(seed, n)):
+            (slot,) = self.ssd.index.allocate(1) or ()
+            self._put(self.ssd, page, slot)
+            found[slot] = content(page.key)
+        first = next(seed for what, seed, n in self.small.acts if n)
+        for page in prompt(first, self.small.resident):
+            assert self.cpu is not None, "no CPU tier"
+            (slot,) = self.cpu.index.allocate(1) or ()
+            self.memory.memory(slot)[:] = content(page.key)
+            self.memory.checksums[slot] = sums(page.key)
+            self._put(self.cpu, page, slot)
+        return found
+
+    def _put(self, tier: ModelTier, page: Page, slot: int) -> None:
+        entry = tier.index.insert(page, slot, PageState.VERIFIED)
+        tier.index.lease(entry)
+        tier.index.release(entry)
+
+    # -- what the caller does ------------------------------------------------------------------------------------------
+
+    def _do(self, what: str, seed: int, pages: int) -> None:
+        if what == "cancel":
+            for begun in self.loads[:1]:
+                begun.load.cancel()
+        elif what == "prefetch":
+            plan = self.planner.plan_prefetch(prompt(seed, pages), 0, pages, ())
+            if plan.chunk.pages:
+                self.lane.start(self._bring(plan.chunk))
+        elif what == "close":
+            self.loader.close()
+        else:
+            self._load(prompt(seed, pages))
+
+    def _bring(self, plan: LoadPlan) -> Steps[None]:
+        assert (yield from failure(self.loader.bring(plan))) is None, "a prefetch broke off"
+
+    def _load(self, pages: list[Page]) -> None:
+        blocks = [next(self._blocks) for _ in pages]
+        try:
+            load = self.loader.start([(pages, torch.tensor(blocks).view(-1, 1), 0)], "load")
+        except EngineClosedError:
+            return
+        self.loads.append(Begun(load, pages[: load.parts[0].pages], blocks))
+
+    # -- one order -----------------------------------------------------------------------------------------------------
+
+    def choose(self, found: Sequence[Choice]) -> Choice:
+        """The next choice of the order."""
+        some = [choice for choice in found if self._faults or not choice.fault]
+        if self._acts and not self._busy:
+            some.append(self._acts[0])
+        depth = len(self.taken)
+        number = self._order[depth] if depth < len(self._order) else 0
+        if self._rng is not None:
+            number = self._rng.randrange(len(some))
+        self.taken.append((number, len(some)))
+        choice = some[number]
+        self.names.append(choice.name)
+        self._faults -= choice.fault
+        if self._acts and choice is self._acts[0]:
+            self._acts.pop(0)
+        return choice
+
+    _busy = False  # the caller is in the middle of a call
+
+    def __call__(self) -> None:
+        try:
+            while True:
+                found = self.executor.choices()
+                if not found and not self._acts:
+                    break
+                choice = self.choose(found)
+                self._busy = True
+                choice.do()
+                self._busy = False
+                self.check()
+            self.loader.close()
+            self.check_end()
+        except BaseException as error:
+            raise AssertionError(f"{' | '.join(self.names)}: {error!r}") from error
+
+    def check(self) -> None:
+        """What is visible has the right bytes; what a load has said to be ready is looked at."""
+        if self.cpu is not None:
+            for entry in list(self.cpu.index):
+                if self.cpu.index.has(entry.key):
+                    assert bytes(self.memory.memory(entry.slot)[: LAYOUT.page_bytes]) == bytes(right(entry.key)), (
+                        "wrong bytes"
+                    )
+        for begun in self.loads:
+            for layer, fence in enumerate(begun.load._layers):
+                if layer not in begun.seen and fence.done():
+                    begun.seen[layer] = [self._layer(block, layer) for block in begun.blocks]
+            if not begun.left and begun.load.release_event.done():
+                self._leave(begun)
+
+    def _layer(self, block: int, layer: int) -> Any:
+        return torch.cat([tensor[block].reshape(-1).view(torch.uint8) for tensor in self.planes[layer]]).numpy()
+
+    def _leave(self, begun: Begun) -> None:
+        """Its blocks are somebody else's now."""
+        begun.left = True
+        report = begun.load.parts[0].report
+        assert report is not None, "released without a report"
+        for page, block, status in zip(begun.pages, begun.blocks, report.pages, strict=False):
+            if status is PageStatus.LOADED:
+                assert np.array_equal(read_page(self.planes, LAYOUT, [block]), right(page.key)), "a page is not there"
+        for block in begun.blocks:
+            write_page(self.planes, LAYOUT, [block], np.full(LAYOUT.page_bytes, 7, np.uint8))
+
+    def check_end(self) -> None:
+        for begun in self.loads:
+            assert begun.load.done(), "a load has no end"
+            (report,) = begun.load.results(0.0)
+            assert begun.left, "the blocks of a load are never free"
+            assert len(begun.seen) == LAYOUT.n_layers, "a layer is never ready"
+            assert PageStatus.PENDING not in report.pages
+            assert PageStatus.ABORTED not in report.pages, "a load broke off"
+            for i, (page, status) in enumerate(zip(begun.pages, report.pages, strict=True)):
+                start = 0
+                for layer, (begin, end) in enumerate(LAYOUT.layer_bounds):
+                    if status is PageStatus.LOADED:
+                        seen = begun.seen[layer][i]
+                        assert np.array_equal(seen, right(page.key)[begin:end]), "a layer was said to be ready early"
+                    start = end
+                assert start == LAYOUT.page_bytes
+            if self._faults == self.small.faults and not begun.load.cancelled:
+                assert set(report.pages) <= {PageStatus.LOADED}, f"without a fault: {report.pages}"
+            for block in begun.blocks:
+                assert (read_page(self.planes, LAYOUT, [block]) == 7).all(), "written behind the end"
+        assert not self.planner._filling, "pages are still being filled"
+        assert not +self.planner.under_way, "pages are still under way"
+        assert not self.manager.stats()["leases"]
+        assert self.manager.check() == []
+        assert self.bounce.loads.free_slots == self.bounce.loads.slots, "a slot of the reserve is lost"
+        assert not self.bounce.late.held
+        assert not self.manager.quarantine.requests
+        for tier in (self.cpu, self.ssd):
+            if tier is not None:
+                assert all(tier.index.has(entry.key) for entry in tier.index), f"a page of the {tier.name} never ends"
+                assert tier.index.free_slots + len(tier.index) == tier.index.slots, f"a slot of the {tier.name} is lost"
+
+
+def every_order(small: Small, most: int) -> int:
+    """Try orders, depth first, until all were tried, or `most`; how many were."""
+    order: list[int] = []
+    for tried in range(1, most + 1):
+        run = Run(small, order)
+        run()
+        taken = run.taken
+        while taken and taken[-1][0] + 1 == taken[-1][1]:
+            taken.pop()
+        if not taken:
+            return tried
+        order = [number for number, _ in taken[:-1]] + [taken[-1][0] + 1]
+    return most
+
+
+def random_orders(small: Small, runs: int, seed: int) -> None:
+    for number in range(runs):
+        Run(small, (), random.Random(seed + number))()
+
+
+LOAD = ("load", 1, 2)
+CASES = {
+    "memory": Small((LOAD,), resident=2),
+    "memory, always verified": Small((LOAD,), resident=2, verify="always"),
+    "memory, a mover that copies at once": Small((LOAD,), resident=2, queues=False),
+    "files": Small((LOAD,), faults=2),
+    "files and memory": Small((("load", 1, 3),), resident=1),
+    "past the CPU tier": Small((("load", 1, 3),), keep=False),
+    "no CPU tier": Small((("load", 1, 3),), cpu=None),
+    "a reserve of two slots, for two": Small((("load", 1, 3), ("load", 2, 3)), cpu=None, bounce=4),
+    "a reserve of one slot, for two": Small((LOAD, ("load", 2, 2)), cpu=None, bounce=2),
+    "all ways at once": Small((("load", 1, 4),), cpu=2, resident=1),
+    "two that share a page": Small((LOAD, ("load", 2, 2))),
+    "one twice": Small((LOAD, LOAD)),
+    "one twice, one thread": Small((LOAD, LOAD), threads=1),
+    "cancelled": Small((LOAD, ("cancel", 0, 0))),
+    "cancelled, past the CPU tier": Small((("load", 1, 3), ("cancel", 0, 0)), keep=False),
+    "cancelled, and shared": Small((LOAD, ("load", 2, 2), ("cancel", 0, 0))),
+    "a prefetch before": Small((("prefetch", 1, 2), LOAD)),
+    "a prefetch behind": Small((LOAD, ("prefetch", 2, 2))),
+    "closed": Small((LOAD, ("close", 0, 0), ("load", 2, 2))),
+    "closed, one of two waiting": Small((LOAD, ("load", 2, 2), ("close", 0, 0)), threads=1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_some_orders(case: str) -> None:
+    assert every_order(CASES[case], 30)
+    random_orders(CASES[case], 40, SEED)
+
+
+@pytest.mark.suite
+@pytest.mark.parametrize("case", CASES)
+def test_more_orders(case: str) -> None:
+    random_orders(CASES[case], 1000, SEED + 60)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
+def test_every_order(case: str, record_property: Any) -> None:
+    record_property("orders", every_order(CASES[case], 200_000))
+    random_orders(dataclasses.replace(CASES[case], faults=3), 20_000, SEED)
