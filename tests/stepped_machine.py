@@ -79,6 +79,8 @@ class SteppedMachine:
 
     def _pass(self) -> None:
         self.now += LATE_S
+        for files in self.files.values():
+            files.in_time = dict(files.landed)
 
 
 class SteppedEvent:
@@ -111,6 +113,7 @@ class SteppedMover(Mover):
         self._mover = mover
         self._queues = queues
         self._queued: deque[tuple[SteppedEvent, Callable[[], None]]] = deque()
+        self.sources: deque[tuple[Extents, list[int]]] = deque()  # of each queued copy
         self._last: SteppedEvent | None = None
 
     def _move(
@@ -135,6 +138,7 @@ class SteppedMover(Mover):
             return cast("Checksums", found[0])
 
         self._queued.append((event, copy))
+        self.sources.append((extents, list(map(int, slots))))
         self._last = event
         return Moved(cast("Event", event), None, digests)
 
@@ -144,6 +148,7 @@ class SteppedMover(Mover):
     def _copy(self) -> None:
         event, copy = self._queued.popleft()
         copy()
+        self.sources.popleft()
         event.happen()
 
     def queues(self, extents: Extents) -> bool:
@@ -163,14 +168,23 @@ class SteppedMover(Mover):
 
 
 class SteppedFiles:
-    """Files whose reads end when they are told to. `flying`: those that have not."""
+    """Files whose reads end when they are told to. `flying`: those that have not; `begun` counts them all.
+
+    By slot: `landed` has the bytes of good reads, `in_time` those before time was up; `damaged` and `failed` are the
+    slots of the others.
+    """
 
     def __init__(self, machine: SteppedMachine, name: str, content: Mapping[int, bytes]) -> None:
         self.machine = machine
         self.flying: list[SteppedIO] = []
+        self.begun = 0
+        self.begins: Callable[[], None] = lambda: None  # called where a read does
+        self.landed: dict[int, int] = {}
+        self.in_time: dict[int, int] = {}
+        self.damaged: set[int] = set()
+        self.failed: set[int] = set()
         self._name = name
         self._content = content
-        self._numbers = 0
 
     def describe(self) -> str:
         return self._name
@@ -185,12 +199,13 @@ class SteppedFiles:
         assert op is Op.READ, "only loads are stepped with bytes"
         assert span is not None, "a read of everything"
         ((extents, places),) = ends
-        self._numbers += 1
+        self.begun += 1
+        self.begins()
         reads = [
-            (extents, int(place), self._content[int(slot)][span[0] : span[1]])
+            (int(slot), extents, int(place), self._content[int(slot)][span[0] : span[1]])
             for slot, place in zip(slots, places, strict=True)
         ]
-        io = SteppedIO(self, f"read {self._numbers} of {self._name}", reads, span[0])
+        io = SteppedIO(self, f"read {self.begun} of {self._name}", reads, span[0])
         self.flying.append(io)
         return cast("PageIO", io)
 
@@ -201,7 +216,9 @@ class SteppedFiles:
 class SteppedIO:
     """Reads of pages, each into its place; see `PageIO`."""
 
-    def __init__(self, files: SteppedFiles, name: str, reads: Sequence[tuple[Extents, int, bytes]], start: int) -> None:
+    def __init__(
+        self, files: SteppedFiles, name: str, reads: Sequence[tuple[int, Extents, int, bytes]], start: int
+    ) -> None:
         self._files = files
         self._name = name
         self._reads = reads
@@ -213,6 +230,11 @@ class SteppedIO:
     @property
     def pages(self) -> int:
         return len(self._reads)
+
+    @property
+    def touching(self) -> list[tuple[int, Extents, int]]:
+        """The slots that are read, and the places that are written."""
+        return [self._reads[page][:3] for page in self._left]
 
     @property
     def now(self) -> float:
@@ -234,8 +256,11 @@ class SteppedIO:
             self._land(page)
 
     def _land(self, page: int, *, damaged: bool = False) -> None:
-        extents, place, content = self._reads[page]
+        slot, extents, place, content = self._reads[page]
+        landed = self._files.landed
+        landed[slot] = landed.get(slot, 0) + len(content)
         if damaged:
+            self._files.damaged.add(slot)
             content = bytes([content[0] ^ 1]) + content[1:]
         at = int(extents.where(np.array([place], dtype=np.int64), self._start)[0])
         memory = extents.flat
@@ -244,6 +269,7 @@ class SteppedIO:
         self._ended(page, None)
 
     def _fail(self, page: int) -> None:
+        self._files.failed.add(self._reads[page][0])
         self._ended(page, IOFailedError("injected", ""))
 
     def _ended(self, page: int, error: StorageError | None) -> None:
@@ -286,8 +312,8 @@ class SteppedEnds(When, Iterator[tuple[Sequence[int], "StorageError | None"]]):
         io, at = self._io, self._seen
         if at == io.pages:
             raise StopIteration
-        if at == len(io.ends):
-            raise DeadlineError("late", "")
+        if len(io.ends) < io.pages and len(io.ends) - at < self._at_least:
+            raise DeadlineError("late", "")  # whatever fewer of them have ended
         error = io.ends[at][1]
         self._seen = at + 1
         while error is None and self._seen < len(io.ends) and io.ends[self._seen][1] is None:

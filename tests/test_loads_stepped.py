@@ -34,7 +34,7 @@ from gdscache.load.plan import LoadPlan, LoadPlanner
 from gdscache.moves import PageStatus, Priority, Steps, failure
 from gdscache.planes import PagedPlanes
 from gdscache.replay.tiers import ModelSsd, ModelTier
-from gdscache.tiers.bounce import Bounce
+from gdscache.tiers.bounce import Bounce, Extents, Window
 from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.host_mover import HostMover
 from gdscache.tiers.manager import TierManager
@@ -116,6 +116,7 @@ class Begun:
     load: LayerwiseLoad
     pages: list[Page]
     blocks: list[int]
+    at: float  # when it was begun
     seen: dict[int, list[Any]] = dataclasses.field(default_factory=dict)  # layer -> bytes when it was said to be ready
     left: bool = False
 
@@ -136,10 +137,14 @@ class Run:
             memories["cpu"] = self.memory = memory(small.cpu, "cpu")
         self.bounce = Bounce(memory(small.bounce, "bounce"))
         self.manager.adopt(self.bounce)
+        self.tiers: dict[str, ModelTier] = {"ssd": self.ssd} | ({} if self.cpu is None else {"cpu": self.cpu})
+        self.ssd_slots: dict[bytes, int] = {}
         stored = self._stored()
         planes = pool()
         self.planes = planes.tensors
         self.machine = SteppedMachine(HostMover(planes), memories, {"ssd": stored}, self.bounce, queues=small.queues)
+        self.files = self.machine.files["ssd"]
+        self.files.begins = self._read_begins
         self.executor = SteppedExecutor(self.choose, self.machine)
         self.planner = LoadPlanner(self.manager)
         config = LoadConfig(deadline=100.0, threads=small.threads, verify=small.verify)  # type: ignore[arg-type]
@@ -158,6 +163,7 @@ class Run:
             (slot,) = self.ssd.index.allocate(1) or ()
             self._put(self.ssd, page, slot)
             found[slot] = content(page.key)
+            self.ssd_slots[page.key] = slot
         first = next(seed for what, seed, n in self.small.acts if n)
         for page in prompt(first, self.small.resident):
             assert self.cpu is not None, "no CPU tier"
@@ -192,11 +198,17 @@ class Run:
 
     def _load(self, pages: list[Page]) -> None:
         blocks = [next(self._blocks) for _ in pages]
+        self._starts = self.machine.now
         try:
             load = self.loader.start([(pages, torch.tensor(blocks).view(-1, 1), 0)], "load")
         except EngineClosedError:
             return
-        self.loads.append(Begun(load, pages[: load.parts[0].pages], blocks))
+        self.loads.append(Begun(load, pages[: load.parts[0].pages], blocks, self.machine.now))
+
+    def _read_begins(self) -> None:
+        running = [begun.at for begun in self.loads if not begun.load.done()]
+        prefetching = any(what == "prefetch" for what, _, _ in self.small.acts)
+        assert prefetching or self.machine.now in [*running, self._starts], "a read begins behind the deadline"
 
     # -- one order -----------------------------------------------------------------------------------------------------
 
@@ -217,6 +229,7 @@ class Run:
             self._acts.pop(0)
         return choice
 
+    _starts = -1.0  # when a load was last asked for
     _busy = False  # the caller is in the middle of a call
 
     def __call__(self) -> None:
@@ -243,12 +256,32 @@ class Run:
                     assert bytes(self.memory.memory(entry.slot)[: LAYOUT.page_bytes]) == bytes(right(entry.key)), (
                         "wrong bytes"
                     )
+        self._check_pinned()
         for begun in self.loads:
             for layer, fence in enumerate(begun.load._layers):
                 if layer not in begun.seen and fence.done():
                     begun.seen[layer] = [self._layer(block, layer) for block in begun.blocks]
             if not begun.left and begun.load.release_event.done():
                 self._leave(begun)
+
+    def _check_pinned(self) -> None:
+        """What is being read or copied is nobody else's."""
+        kept = {
+            name: {e.slot for e in tier.index if e.leases} | tier.index._leaving for name, tier in self.tiers.items()
+        }
+        free = self.bounce.loads.free
+        for slot, extents, place in [touched for io in self.files.flying for touched in io.touching]:
+            assert slot in kept["ssd"], "a slot that is read was given back"
+            self._check_place(extents, place, kept, free)
+        for extents, places in self.machine.mover.sources:
+            for place in places:
+                self._check_place(extents, place, kept, free)
+
+    def _check_place(self, extents: Extents, place: int, kept: dict[str, set[int]], free: set[int]) -> None:
+        if isinstance(extents, Window):
+            assert free.isdisjoint(extents.reserve_slots(place)), "a slot of the reserve in use was given back"
+        else:
+            assert place in kept["cpu"], "a slot of the CPU tier in use was given back"
 
     def _layer(self, block: int, layer: int) -> Any:
         return torch.cat([tensor[block].reshape(-1).view(torch.uint8) for tensor in self.planes[layer]]).numpy()
@@ -280,8 +313,7 @@ class Run:
                         assert np.array_equal(seen, right(page.key)[begin:end]), "a layer was said to be ready early"
                     start = end
                 assert start == LAYOUT.page_bytes
-            if self._faults == self.small.faults and not begun.load.cancelled:
-                assert set(report.pages) <= {PageStatus.LOADED}, f"without a fault: {report.pages}"
+            self._check_causes(begun, report.pages)
             for block in begun.blocks:
                 assert (read_page(self.planes, LAYOUT, [block]) == 7).all(), "written behind the end"
         assert not self.planner._filling, "pages are still being filled"
@@ -295,6 +327,24 @@ class Run:
             if tier is not None:
                 assert all(tier.index.has(entry.key) for entry in tier.index), f"a page of the {tier.name} never ends"
                 assert tier.index.free_slots + len(tier.index) == tier.index.slots, f"a slot of the {tier.name} is lost"
+
+    def _check_causes(self, begun: Begun, statuses: Sequence[PageStatus]) -> None:
+        """What is wrong with a page is what happened to it."""
+        files, late = self.files, self.machine.now > 0  # perhaps for the load that brings a page
+        for page, status in zip(begun.pages, statuses, strict=True):
+            slot = self.ssd_slots[page.key]
+            if status is PageStatus.CHECKSUM:
+                assert slot in files.damaged, "good bytes are said to be damaged"
+            elif status is PageStatus.IO_ERROR:
+                assert slot in files.failed, "a read is said to have failed"
+            elif status is PageStatus.DEADLINE:
+                assert late, "time is not up"
+                here = len(self.loads) == 1 and files.in_time.get(slot, 0) >= LAYOUT.extent_bytes
+                assert not here, "what was read in time is late"
+            elif status is PageStatus.CANCELLED:
+                assert begun.load.cancelled
+            else:
+                assert status is PageStatus.LOADED or (status is PageStatus.SWITCHED_OFF and late), status
 
 
 def every_order(small: Small, most: int) -> int:
@@ -335,11 +385,33 @@ CASES = {
     "cancelled": Small((LOAD, ("cancel", 0, 0))),
     "cancelled, past the CPU tier": Small((("load", 1, 3), ("cancel", 0, 0)), keep=False),
     "cancelled, and shared": Small((LOAD, ("load", 2, 2), ("cancel", 0, 0))),
+    "late, and others behind": Small((("load", 1, 1), ("load", 2, 3)), cpu=16),
+    "late, and others behind, past the CPU tier": Small((("load", 1, 1), ("load", 2, 3)), bounce=16, keep=False),
     "a prefetch before": Small((("prefetch", 1, 2), LOAD)),
     "a prefetch behind": Small((LOAD, ("prefetch", 2, 2))),
     "closed": Small((LOAD, ("close", 0, 0), ("load", 2, 2))),
     "closed, one of two waiting": Small((LOAD, ("load", 2, 2), ("close", 0, 0)), threads=1),
 }
+
+
+def test_a_layer_is_ready_before_the_next_one_is_read() -> None:
+    """The first choices are taken; whatever they do, the reads of the second group wait."""
+    run = Run(CASES["files"], ())
+    run._acts.pop(0).do()
+    (begun,) = run.loads
+    for _ in range(100):
+        first = [
+            choice for choice in run.executor.choices() if choice.name != "read 2 of ssd lands" and not choice.fault
+        ]
+        if begun.load._layers[0].done():
+            break
+        next(choice for choice in first if "read 2" not in choice.name).do()
+    assert begun.load._layers[0].done()
+    assert not begun.load._layers[1].queued
+    while found := run.executor.choices():
+        found[0].do()
+        run.check()
+    run.check_end()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -238,10 +238,10 @@ class LoadPlanner:
         slots = index.allocate_some(len(rows), keep)
         retentions = [plan.sources[row].retention for row in rows]
         targets = index.insert_all([plan.pages[row] for row in rows], slots, PENDING, retentions)
-        for row, target in zip(rows, targets, strict=False):
+        for target in targets:
             target.leases = 1
-            plan.targets[row] = target
-            self._filling[target] = plan, row
+        plan.targets.update(zip(rows, targets, strict=False))
+        self._filling.update(zip(targets, zip(itertools.repeat(plan), rows, strict=False), strict=False))
         plan.lease.entries.update(dict.fromkeys(targets, index))
 
     def _set_out(self, plan: LoadPlan) -> None:
@@ -334,10 +334,9 @@ class LoadPlanner:
             plan.statuses[rows] = _CODES[status]
             if self.landing is not None:
                 end = self.landing.index.commit if good else self.landing.index.drop
-                for row in some:
-                    target = plan.targets.get(row)
-                    if target is not None and self._filling.pop(target, None) is not None:
-                        end(target)
+                targets = filter(None, map(plan.targets.get, some))
+                for target in [target for target in targets if self._filling.pop(target, None) is not None]:
+                    end(target)
             if status in _BAD:
                 for row in some:
                     plan.tier_of(row).index.drop(plan.sources[row])

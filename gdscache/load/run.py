@@ -117,7 +117,7 @@ class LoadRun:
             return [(rows, self._out_of_memory(tier, rows, slots))]
         sums = tier.checksums([self._plan.sources[row] for row in rows.tolist()])
         targets = self._plan.targets
-        staying = np.array([row in targets for row in rows.tolist()], dtype=np.bool_)
+        staying = np.fromiter((row in targets for row in rows.tolist()), np.bool_, len(rows))
         found = []
         if staying.any():
             landing = self._planner.landing
