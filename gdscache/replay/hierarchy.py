@@ -7,7 +7,7 @@ What is decided here is decided by the engine's own code (`TierManager`, `StoreP
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +18,7 @@ from gdscache.keys import Page
 from gdscache.load.plan import LoadPlan, LoadPlanner
 from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
-from gdscache.moves import Moving, Priority, Steps
+from gdscache.moves import Moving
 from gdscache.moves.clock import Clock, Done, Machine, Process
 from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPool
 from gdscache.replay.tiers import ModelGpu, ModelSsd, ModelTier
@@ -96,11 +96,6 @@ class _Handle:
 
     def released(self) -> None:
         """Nobody has the blocks."""
-
-
-def _then(steps: Steps[None], done: Done) -> Steps[None]:
-    yield from steps
-    done.fire()
 
 
 class _Planner(StorePlanner):
@@ -202,7 +197,8 @@ class Hierarchy:
         self.storer = Storer(self.manager, self.planner, self.executor, self._spare, writer, extent, config.store)
         self.gathered: Callable[[], None] = _nothing  # the GPU pages of a store are not read any more
         self.ledger = Ledger(lambda: self.gathered())
-        self._lane = self.executor.lane(Priority.LOAD, _nothing, config.load.threads)
+        self._idle = config.load.threads  # loads that may begin at once
+        self._waiting: deque[Done] = deque()  # ... and those that may not
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
@@ -212,12 +208,20 @@ class Hierarchy:
 
     def load(self, plan: LoadPlan) -> Process:
         """Move the pages of a plan and end it. At most `load.threads` loads move at once, the first planned first."""
-        done = Done(self.clock)
+        if self._idle:
+            self._idle -= 1
+        else:
+            turn = Done(self.clock)
+            self._waiting.append(turn)
+            yield turn
         blocks = np.zeros((len(plan), 1), dtype=np.int64)
         handle = _Handle([LoadPart(len(plan))])
         run = LoadRun(self.loads, self.executor, self.layout, self.config.load, handle, plan, blocks)
-        self._lane.start(_then(run.steps(), done))
-        yield done
+        yield from cast(Process, run.steps())
+        if self._waiting:
+            self._waiting.popleft().fire()
+        else:
+            self._idle += 1
 
     # -- stores ------------------------------------------------------------------------------------------------------
 
