@@ -27,12 +27,14 @@ from gdscache.sanity import concerns
 from gdscache.status_page import Figures, StatusWriter
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
-from gdscache.store.writer import SsdWriter
+from gdscache.store.writer import TierWriter
 from gdscache.streams import resolve_device
 from gdscache.tiers import routes
-from gdscache.tiers.admission import open_admission
+from gdscache.tiers.admission import Admission, AdmitAll, open_admission
+from gdscache.tiers.base import Tier
 from gdscache.tiers.bounce import Bounce, Extents
 from gdscache.tiers.cpu import CpuTier, HostExtents
+from gdscache.tiers.further import open_tier
 from gdscache.tiers.gpu import DeviceExtents, GpuTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.promotion import Promotion, new_promotion
@@ -99,15 +101,19 @@ def build(
         if config.ssd is not None:
             ssd = SsdTier(layout, config.ssd, str(planes.device), lock)
             undo.callback(ssd.close)
+        further = [open_tier(tier, layout, lock) for tier in config.tiers]
+        for tier in further:
+            undo.callback(tier.close)
         route = None
         if ssd is not None and config.ssd is not None:
             route = routes.choose(config.ssd.route, ssd, layout, planes.device, keep=cpu is not None)
             ssd.route = route.describe()
-        bounce = _bounce(config, layout, planes.device, cpu, ssd, route)
+        bounce = _bounce(config, layout, planes.device, cpu, ssd, route, further=bool(further))
         if bounce is not None:
             undo.callback(bounce.close)
         _check_paths(config.gpu, planes.device, [tier.extents for tier in (cpu, bounce) if tier is not None])
-        manager = TierManager(lock, gpu, cpu, ssd, calls=calls)
+        chain: list[Tier | None] = [gpu, cpu, ssd, *further]
+        manager = TierManager(lock, [tier for tier in chain if tier is not None], calls=calls)
         if bounce is not None:
             manager.adopt(bounce)
         mover = open_mover(planes, config.gpu)
@@ -115,11 +121,11 @@ def build(
         undo.callback(mover.close)
         promotion = _promotion(config, cpu)
         watermarks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
-        admission = None
+        admissions = {tier.name: Admission(AdmitAll(tier.index.slots, 0), layout.extent_bytes) for tier in further}
         if ssd is not None and config.ssd is not None:
-            admission = open_admission(config.ssd, ssd.index.slots, layout.extent_bytes)
+            admissions["ssd"] = open_admission(config.ssd, ssd.index.slots, layout.extent_bytes)
         selective = promotion is not None and promotion.selective
-        planner = StorePlanner(manager, config.store, layout.extent_bytes, admission, watermarks, selective=selective)
+        planner = StorePlanner(manager, config.store, layout.extent_bytes, admissions, watermarks, selective=selective)
         executor = _executor(mover, manager, bounce)
         held = held_pages(manager, config.prefetch)
         loads = LoadPlanner(manager, promotion=promotion, due=[planner.offer_earned], prefetched=held)
@@ -128,12 +134,12 @@ def build(
         undo.callback(loader.close)
         prefetcher = Prefetcher(loader, held, layout, config.prefetch)
         undo.callback(prefetcher.close)
-        writer = None
-        if ssd is not None and config.store.write_policy != "never":
-            writer = SsdWriter(manager, ssd, executor, layout.extent_bytes)
+        writers = {}
+        for tier in manager.files if config.store.write_policy != "never" else ():
+            writers[tier.name] = writer = TierWriter(manager, tier, executor, layout.extent_bytes)
             undo.callback(writer.close, drain=False)
         spare = None if bounce is None else bounce.stores
-        storer = Storer(manager, planner, executor, spare, writer, layout.extent_bytes, config.store)
+        storer = Storer(manager, planner, executor, spare, writers, layout.extent_bytes, config.store)
         undo.callback(storer.close, drain=False)
         said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
         status = None
@@ -177,7 +183,7 @@ def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> Thre
         manager.watch()
         return PageStatus(manager.quarantine.cause) if manager.quarantine.off else None
 
-    files = {} if manager.ssd is None else {"ssd": manager.ssd.io}
+    files = {tier.name: tier.io for tier in manager.files}
     return ThreadsExecutor(Machine(mover, memories, files, bounce, refusal, manager.timeline))
 
 
@@ -203,18 +209,21 @@ def _bounce(
     cpu: CpuTier | None,
     ssd: SsdTier | None,
     route: routes.Choice | None,
+    *,
+    further: bool,
 ) -> Bounce | None:
     """The bounce reserve: on the device where pages go straight there, else in host memory."""
-    if ssd is None or route is None:
+    if ssd is None and not further:
         return None
-    if cpu is not None:
+    if ssd is not None and cpu is not None:
         ssd.io.register(cpu.extents.buffer.view)
-    if route.route == "direct":
+    if ssd is not None and route is not None and route.route == "direct":
         on_device = DeviceExtents(layout, config.host_buffer, device)
         ssd.io.register(on_device.rows.view(-1))
         return Bounce(on_device)
     on_host = HostExtents(
         layout, config.host_buffer, config.cpu.pin if config.cpu is not None else "auto", "host_buffer"
     )
-    ssd.io.register(on_host.buffer.view)
+    if ssd is not None:
+        ssd.io.register(on_host.buffer.view)
     return Bounce(on_host)

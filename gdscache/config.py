@@ -62,7 +62,8 @@ GateMode = Annotated[
 
 
 _DEVICE = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
-_TRANSPORT = r"auto|posix|uring|kvikio|nixl|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+_CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+_TRANSPORT = rf"auto|posix|uring|kvikio|nixl|{_CLASS}"
 
 
 def _device(value: str) -> str:
@@ -74,6 +75,12 @@ def _device(value: str) -> str:
 def _transport(value: str) -> str:
     if not re.fullmatch(_TRANSPORT, value):
         raise ValueError("must be auto, posix, uring, kvikio, nixl or package.module:Class")
+    return value
+
+
+def _class_path(value: str) -> str:
+    if not re.fullmatch(_CLASS, value):
+        raise ValueError("must be package.module:Class")
     return value
 
 
@@ -106,6 +113,7 @@ Device = Annotated[str, AfterValidator(_device), WithJsonSchema({"type": "string
 Transport = Annotated[
     str, AfterValidator(_transport), WithJsonSchema({"type": "string", "pattern": f"^({_TRANSPORT})$"})
 ]
+ClassPath = Annotated[str, AfterValidator(_class_path), WithJsonSchema({"type": "string", "pattern": f"^({_CLASS})$"})]
 Directory = Annotated[Path, BeforeValidator(_expand), WithJsonSchema({"type": "string", "minLength": 1})]
 
 
@@ -202,6 +210,14 @@ class SsdConfig(Section):
     )
 
 
+class TierConfig(Section):
+    """A further tier, of a class of yours."""
+
+    tier: ClassPath = Field(description="package.module:Class, a subclass of gdscache.tiers.base.DurableTier")
+    capacity: Size = Field(default=16 * GIB, description="what it may keep")
+    options: dict[str, Any] = Field(default_factory=dict, description="keywords that the class takes besides")
+
+
 class StoreConfig(Section):
     """How pages are stored."""
 
@@ -289,6 +305,9 @@ class Config(Section):
     gpu: GpuConfig = Field(default=GpuConfig(), description="the GPU pool and its staging ring")
     cpu: CpuConfig | None = Field(default=None, description="the pinned CPU pool; null or absent is no such tier")
     ssd: SsdConfig | None = Field(default=None, description="the SSD tier; null or absent is no such tier")
+    tiers: Annotated[tuple[TierConfig, ...], Strict(False)] = Field(
+        default=(), description="further tiers behind the SSD, the fastest first"
+    )
     host_buffer: Size = Field(
         default=256 * MIB,
         description="bounce reserve for pages that cannot stay in the CPU tier; half for loads, half for stores",
@@ -341,7 +360,8 @@ class Config(Section):
             wholes["cpu.capacity"] = self.cpu.capacity
         if self.ssd:
             wholes["ssd.capacity"] = self.ssd.capacity
-        if self.cpu or self.ssd:
+        wholes |= {f"tiers[{number}].capacity": tier.capacity for number, tier in enumerate(self.tiers)}
+        if self.cpu or self.ssd or self.tiers:
             halves["host_buffer"] = self.host_buffer
             wholes["store.queue"] = self.store.queue
         need = f"one page needs {_figures(extent)}"

@@ -313,10 +313,11 @@ class CacheEngine:
         retention: Retention = DEFAULT,
     ) -> StoreHandle:
         """Hand pages to the background; what `store` and `Sequence.commit` end in. `sources` pins the blocks."""
-        ssd, namespace = self.manager.ssd, self.namespace(salt)
-        if ssd is not None and pages and namespace not in self._described and len(self._described) < _SALTS_KEPT:
+        namespace = self.namespace(salt)
+        if pages and namespace not in self._described and len(self._described) < _SALTS_KEPT:
             self._described.add(namespace)
-            ssd.describe_namespace(namespace, self.config.model.namespace_fields(salt))
+            for tier in self.manager.files:
+                tier.describe_namespace(namespace, self.config.model.namespace_fields(salt))
         event = given(after, self._parts.planes.device)
         handle = StoreHandle(len(pages), self._calls)
         storer = self._parts.storer

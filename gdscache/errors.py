@@ -86,6 +86,10 @@ class TransportUnavailableError(StorageError):
     """The configured transport, or a hardware path set to `on`, cannot work on this machine."""
 
 
+class TierUnavailableError(StorageError):
+    """A tier that the configuration names by its class cannot be had."""
+
+
 class ShortIOError(StorageError):
     """Fewer bytes were moved than asked for."""
 

@@ -303,8 +303,8 @@ def settle(engine: CacheEngine) -> None:
     for name, tier in stats["tiers"].items():
         assert tier["pages"] + tier["free_slots"] <= tier["slots"], name
         unit = engine.layout.page_bytes if name == "gpu" else engine.layout.extent_bytes
-        section = getattr(engine.config, name)
-        assert tier["slots"] * unit <= tier["capacity_bytes"] <= section.capacity, name
+        most = getattr(engine.config, name).capacity if name in ("gpu", "cpu", "ssd") else tier["capacity_bytes"]
+        assert tier["slots"] * unit <= tier["capacity_bytes"] <= most, name
     bounce = engine._parts.bounce
     if bounce is not None:
         assert bounce.loads.free_slots == bounce.loads.slots, "bounce slots of loads are lost"

@@ -45,6 +45,8 @@ SALTS = ("", "tenant")
 OpenEngine = Callable[..., CacheEngine]
 OpenHost = Callable[..., Host]
 
+KINDS = {"gpu": "planes", "cpu": "memory", "ssd": "files"}
+
 
 def between_pieces(action: Callable[[], None], piece: int = 1) -> AbstractContextManager[Any]:
     """Clear in pieces of `piece` pages, and call `action` once, after the first of them, without the lock."""
@@ -141,9 +143,9 @@ def test_the_lock_is_held_for_a_piece_at_a_time(cleared: str) -> None:
             index.lease(entry)
             index.commit(entry)
             index.release(entry)
-        tiers[name] = SimpleNamespace(name=name, index=index, extents=None, commit_all_deletions=lambda: None)
+        tiers[name] = SimpleNamespace(name=name, kind=KINDS[name], index=index, commit_all_deletions=lambda: None)
     hold.work, hold.holds = 0, []
-    manager = TierManager(hold, *tiers.values())  # type: ignore[arg-type]
+    manager = TierManager(hold, list(tiers.values()))
     hold.holds.clear()
     target = {"everything": None, "one namespace": names[0]}.get(cleared, names[2])
     gone = {"everything": pages, "one namespace": pages // 2}.get(cleared, 0)

@@ -478,7 +478,7 @@ def a_batch(n: int) -> tuple[Submission, dict[int, Late], list[int]]:
     given: list[int] = []
     submission = Submission(Op.READ, [Span("file", i, 1) for i in range(n)], [1] * n)
 
-    return submission, {i: Late("read", "cpu", i, functools.partial(given.append, i)) for i in range(n)}, given
+    return submission, {i: Late("read", "cpu", "ssd", i, functools.partial(given.append, i)) for i in range(n)}, given
 
 
 def test_off_above_a_quarter_and_on_again_at_an_eighth() -> None:
@@ -491,12 +491,12 @@ def test_off_above_a_quarter_and_on_again_at_an_eighth() -> None:
     keeper.hold(submission, {4: requests[4]})
     assert keeper.off
     for i in (3, 0):
-        assert not keeper.hides(99) or keeper.off
+        assert not keeper.hides("ssd", 99) or keeper.off
         submission.finish([(i, 1, None)])
         assert keeper.off, "switched on again at more than an eighth"
     submission.finish([(1, 1, None)])
     assert not keeper.off
-    assert [keeper.hides(i) for i in range(5)] == [False, False, True, False, True]
+    assert [keeper.hides("ssd", i) for i in range(5)] == [False, False, True, False, True]
     submission.finish([(2, 1, None), (4, 1, None)])
     assert sorted(given) == [0, 1, 2, 3, 4]
     assert keeper.requests == 0
@@ -522,9 +522,9 @@ def test_two_late_reads_of_one_page_hide_it_until_both_end() -> None:
     for submission, requests, _ in batches:
         keeper.hold(submission, requests)
     batches[0][0].finish([(0, 1, None)])
-    assert keeper.hides(0)
+    assert keeper.hides("ssd", 0)
     batches[1][0].finish([(0, 1, None)])
-    assert not keeper.hides(0)
+    assert not keeper.hides("ssd", 0)
 
 
 # -- a submission calls back ------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def prepare(pages: list[Page], kinds: list[tuple[str, str]]) -> tuple[TierManage
         elif kind != "absent":
             entry = put(manager.ssd.index, page, kind)
             if kind == "hidden":
-                manager.quarantine._reading[entry.slot] += 1
+                manager.quarantine._reading["ssd", entry.slot] += 1
                 manager.quarantine._late["read"] += 1
         if copy not in ("absent", "of a load"):
             put(manager.cpu_index, page, copy)

@@ -131,7 +131,7 @@ class Run:
         self.small = small
         self.cpu = None if small.cpu is None else ModelTier("cpu", small.cpu, LAYOUT.extent_bytes, "lru")
         self.ssd = Ssd(16, LAYOUT.extent_bytes, "lru", 0)
-        self.manager = TierManager(threading.RLock(), None, self.cpu, self.ssd)  # type: ignore[arg-type]
+        self.manager = TierManager(threading.RLock(), [tier for tier in (self.cpu, self.ssd) if tier is not None])
         memories = {}
         if small.cpu is not None:
             memories["cpu"] = self.memory = memory(small.cpu, "cpu")

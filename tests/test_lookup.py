@@ -27,7 +27,7 @@ def test_each_page_is_found_in_the_fastest_tier_that_shows_it(
 ) -> None:
     tiers = {"gpu": ModelTier("gpu", PAGES, 4096, "lru"), "cpu": ModelTier("cpu", PAGES, 4096, "lru")}
     tiers["ssd"] = ModelSsd(PAGES, 4096, "lru", 0)
-    manager = TierManager(threading.RLock(), *tiers.values())  # type: ignore[arg-type]
+    manager = TierManager(threading.RLock(), list(tiers.values()))
     shown = [name_set for pages, name_set in where for _ in range(pages)][:PAGES]
     for number, names in enumerate(shown):
         for name in names:

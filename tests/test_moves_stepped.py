@@ -25,7 +25,7 @@ from gdscache.moves import PLANES
 from gdscache.replay.tiers import ModelSsd, ModelTier
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
-from gdscache.store.writer import SsdWriter
+from gdscache.store.writer import TierWriter
 from gdscache.streams import Event
 from gdscache.tiers.admission import open_admission
 from gdscache.tiers.base import SlotPool
@@ -91,13 +91,13 @@ class Run:
         self.executor = executor = SteppedExecutor(self.choose)
         self.cpu = None if small.cpu is None else ModelTier("cpu", small.cpu, 4096, "lru")
         self.ssd = ModelSsd(small.ssd, 4096, "lru", 0)
-        self.manager = TierManager(threading.RLock(), None, self.cpu, self.ssd)  # type: ignore[arg-type]
-        admission = open_admission(config.ssd, small.ssd, 4096)
+        self.manager = TierManager(threading.RLock(), [tier for tier in (self.cpu, self.ssd) if tier is not None])
+        admissions = {"ssd": open_admission(config.ssd, small.ssd, 4096)}
         marks = (0.0, 0.0) if config.cpu is None else (0.3, 0.5)
-        self.planner = StorePlanner(self.manager, config.store, 4096, admission, marks)
+        self.planner = StorePlanner(self.manager, config.store, 4096, admissions, marks)
         self.spare = SlotPool(range(small.spare))
-        writer = SsdWriter(self.manager, self.ssd, executor, 4096)
-        self.storer = Storer(self.manager, self.planner, executor, self.spare, writer, 4096, config.store)
+        writer = TierWriter(self.manager, self.ssd, executor, 4096)
+        self.storer = Storer(self.manager, self.planner, executor, self.spare, {"ssd": writer}, 4096, config.store)
         self.receipts: list[Receipt] = []
         self.accepted: set[bytes] = set()  # keys, since the last clear
         self._blocks = 0

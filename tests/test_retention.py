@@ -427,7 +427,7 @@ class BareTier(Tier):
 
 def bare_manager(slots: int, clock: Clock) -> TierManager:
     tiers: list[Any] = [BareTier("cpu", slots), BareTier("ssd", slots)]
-    return TierManager(threading.RLock(), None, *tiers, wall_clock=clock, clock=clock)
+    return TierManager(threading.RLock(), tiers, wall_clock=clock, clock=clock)
 
 
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)

@@ -25,7 +25,7 @@ from gdscache.errors import IOFailedError
 from gdscache.keys import Page
 from gdscache.layout import PageLayout
 from gdscache.storage.base import Op
-from gdscache.store.writer import Outgoing, SsdWriter
+from gdscache.store.writer import Outgoing, TierWriter
 from gdscache.tiers.base import Tier
 from gdscache.tiers.manager import TierManager
 
@@ -111,7 +111,7 @@ class TierUnderTest:
         assert manager.cpu is not None, "no CPU tier"
         assert manager.ssd is not None, "no SSD tier"
         self._cpu, self._ssd = manager.cpu, manager.ssd
-        self._writer = SsdWriter(manager, self._ssd, self._parts.executor, self.layout.extent_bytes)
+        self._writer = TierWriter(manager, self._ssd, self._parts.executor, self.layout.extent_bytes)
         self.slab = next(iter(self._ssd.path.glob("slab-*.bin")))
         self._generation = 0
         self._names: list[Page] = []

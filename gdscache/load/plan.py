@@ -131,7 +131,7 @@ class LoadPlanner:
         self.under_way: Counter[str] = Counter()  # pages of plans that have not ended, by source
         # Notified when pages have their verdict.
         self.filled = threading.Condition(manager.lock) if filled is None else filled
-        self.landing = next((tier for tier in manager.tiers.values() if tier.kind == "memory"), None)
+        self.landing = manager.landing
         self._promotion: Promotion = Always() if promotion is None else promotion
         self._due = due
         self._prefetched = prefetched

@@ -238,13 +238,14 @@ class LoadRun:
     def _late(self, row: int) -> Late:
         plan, manager, landing = self._plan, self._manager, self._planner.landing
         source, target = plan.sources[row], plan.targets.get(row)
+        tier = plan.tier_of(row)
         with manager.lock:
             lease = manager.lease("quarantine")
-            lease.add(plan.tier_of(row).index, source)
+            lease.add(tier.index, source)
             if target is not None and landing is not None:
                 lease.add(landing.index, target)
         pool = "bounce_loads" if target is None or landing is None else landing.name
-        return Late("read", pool, source.slot, functools.partial(manager.end, lease))
+        return Late("read", pool, tier.name, source.slot, functools.partial(manager.end, lease))
 
     def _measure(self) -> None:
         """Tell the cost model what pages of a tier took. A chunk of a prefetch says little about a load."""

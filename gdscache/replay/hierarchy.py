@@ -1,6 +1,6 @@
 """All tiers of an engine with virtual time: its real index, policies, stores and writer, moved by a model of a machine.
 
-What is decided here is decided by the engine's own code (`TierManager`, `StorePlanner`, `Storer`, `SsdWriter`,
+What is decided here is decided by the engine's own code (`TierManager`, `StorePlanner`, `Storer`, `TierWriter`,
 `LoadPlanner`, `LoadRun`, ...), whose moves a `VirtualExecutor` carries out.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -22,12 +22,12 @@ from gdscache.moves import Moving
 from gdscache.moves.clock import Clock, Done, Machine, Process
 from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPool
 from gdscache.replay.tiers import ModelGpu, ModelSsd, ModelTier
+from gdscache.store.outlets import Outlet
 from gdscache.store.plan import Placed, Receipt, StorePlanner
 from gdscache.store.storer import Storer
-from gdscache.store.writer import Outgoing, SsdWriter
+from gdscache.store.writer import Outgoing, TierWriter
 from gdscache.tiers.admission import open_admission
-from gdscache.tiers.base import Lease
-from gdscache.tiers.index import PageIndex
+from gdscache.tiers.base import Lease, Tier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.promotion import new_promotion
 from gdscache.tiers.retention import DEFAULT, Retention
@@ -110,21 +110,21 @@ class _Planner(StorePlanner):
         self._moved.most_queued = max(self._moved.most_queued, self.queued - len(self.keys))
         return wanted
 
-    def _demote(self, pages: Iterable[Page], index: PageIndex) -> int:
-        sent = super()._demote(pages, index)
+    def _demote(self, pages: Iterable[Page], landing: Tier) -> int:
+        sent = super()._demote(pages, landing)
         self._moved.demoted += sent
         return sent
 
-    def written(self, placed: Placed, cause: str) -> None:
+    def written(self, placed: Placed, outlet: Outlet, cause: str) -> None:
         if cause:
             self._moved.not_written[cause] += 1
-        super().written(placed, cause)
+        super().written(placed, outlet, cause)
 
 
-class _Writer(SsdWriter):
+class _Writer(TierWriter):
     """Counts the pages that are handed to it. `keys`: of the pages on their way."""
 
-    def __init__(self, moved: Moved, keys: set[bytes], *args: Any) -> None:
+    def __init__(self, moved: Moved, keys: Mapping[bytes, int], *args: Any) -> None:
         self._moved, self._keys = moved, keys
         super().__init__(*args)
 
@@ -163,38 +163,33 @@ class Hierarchy:
             promotion = new_promotion(config.ssd.promotion, self.cpu.index.slots)
         self.manager = TierManager(
             self.lock,
-            cast(Any, self.gpu),
-            cast(Any, self.cpu),
-            cast(Any, self.ssd),
+            [tier for tier in (self.gpu, self.cpu, self.ssd) if tier is not None],
             wall_clock=clock.time,
             clock=clock.time,
         )
-        self.admission = None
+        self.admission, admissions = None, {}
         if config.ssd is not None and self.ssd is not None:
-            self.admission = open_admission(config.ssd, self.ssd.index.slots, extent, clock.time)
+            self.admission = admissions["ssd"] = open_admission(config.ssd, self.ssd.index.slots, extent, clock.time)
         marks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
         self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)
         self.moved = Moved(self.executor)
         selective = promotion is not None and promotion.selective
-        self.planner = _Planner(
-            self.moved, self.manager, config.store, extent, self.admission, marks, selective=selective
-        )
+        self.planner = _Planner(self.moved, self.manager, config.store, extent, admissions, marks, selective=selective)
         self.loads = LoadPlanner(
             self.manager,
             VirtualCondition(clock, self.lock),
             promotion=promotion,
             due=[self.planner.offer_earned],
         )
-        writer = None
+        writers = {}
         if self.ssd is not None:
-            writer = _Writer(self.moved, self.planner.keys, self.manager, self.ssd, self.executor, extent)
-        self.writer = writer
+            writers["ssd"] = _Writer(self.moved, self.planner.keys, self.manager, self.ssd, self.executor, extent)
         self._keep = config.ssd is None or config.ssd.route != "direct"
         self._spare = None
         if config.ssd is not None:
             half = config.host_buffer // extent // 2
             self._spare = VirtualPool(clock, range(half, 2 * half))
-        self.storer = Storer(self.manager, self.planner, self.executor, self._spare, writer, extent, config.store)
+        self.storer = Storer(self.manager, self.planner, self.executor, self._spare, writers, extent, config.store)
         self.gathered: Callable[[], None] = _nothing  # the GPU pages of a store are not read any more
         self.ledger = Ledger(lambda: self.gathered())
         self._idle = config.load.threads  # loads that may begin at once

@@ -96,16 +96,3 @@ class ModelSsd(ModelTier, DurableTier):
 
     def checksums(self, entries: Sequence[Entry]) -> Checksums:
         return np.zeros((len(entries), 0), dtype=np.uint64)
-
-    def lock_lost(self, *, thorough: bool = False) -> str:
-        """Nobody takes it away."""
-        return ""
-
-    def retain(self, key: bytes, retention: Retention) -> None:
-        self.index.retain(key, retention)
-
-    def commit_deletions(self) -> None:
-        """Nothing waits."""
-
-    def commit_all_deletions(self) -> None:
-        """Nothing waits."""

@@ -1,7 +1,8 @@
 """What becomes of stores: which pages go to which tier, and when. Decisions only; no bytes, no threads, no torch.
 
-A page is *offered* by a store. The planner accepts it (or drops and counts it), finds its slot in the CPU tier, and
-says whether the SSD is to get it now, by the write policy:
+A page is *offered* by a store. The planner accepts it (or drops and counts it), finds its slot in the landing tier (the
+first in memory: the CPU tier), and says which tiers of files are to get it now, by the write policy. To each of them
+there is an *outlet* (store/outlets.py). With one of them, the SSD:
 
 * `write_through`: every page, at once.
 * `write_through_selective`: a page that was hit `store.write_hits` times since it came. A lookup only notes that; the
@@ -24,12 +25,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gdscache.keys import Page
-from gdscache.tiers.base import Lease
-from gdscache.tiers.index import PageIndex
+from gdscache.store.outlets import Outlet
+from gdscache.tiers.base import Lease, Tier
 from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import DEFAULT, Retention
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 # What one gather, and one write batch, takes at once: each costs turns at the locks that a model's thread wants, too.
 _ROUND_BYTES, _ROUND_PAGES = 512 << 20, 1024
 BATCH_BYTES = 128 << 20
-_UNWRITTEN = ("closed", "switched_off", "lock_lost", "ssd_full")  # causes for which no byte of a page went out
+_UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes for which no byte of a page went out
 _MOST_HITS = 255  # counted a page
 
 
@@ -83,38 +84,42 @@ class StoreJob:
         object.__setattr__(self, "left", set(range(len(self.pages))))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Placed:
     """A page of a job and the slot that its bytes go to, or lie in.
 
-    `entry` is its page in the CPU tier, under `lease`; None: the slot is of the bounce reserve. `copied`: the bytes are
-    in the slot already. `to_ssd`: the SSD gets the page now.
+    `entry` is its page in the landing tier, under `lease`; None: the slot is of the bounce reserve, `space` says which
+    memory that is. `copied`: the bytes are in the slot already. `to`: the outlets that the page takes
+    now; `open` those that have not said what became of it, `reading` those that still read the slot.
     """
 
     job: StoreJob
     i: int
     slot: int
+    space: str
     entry: Entry | None
     lease: Lease | None
     copied: bool
-    to_ssd: bool
+    to: tuple[Outlet, ...]
+    cause: str = ""  # what the first outlet said that did not take it
+    open: set[Outlet] = dataclasses.field(init=False)
+    reading: set[Outlet] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.open, self.reading = set(self.to), set(self.to)
 
     @property
     def page(self) -> Page:
         return self.job.pages[self.i]
 
-    @property
-    def space(self) -> str:
-        """The memory that the slot is of."""
-        return "bounce" if self.entry is None else "cpu"
-
 
 class StorePlanner:
     """The state of all stores that were accepted and are not done.
 
-    `send` is given pages of the CPU tier that are to be written to the SSD now, without any store; it calls `written`
-    and `give_back` for each. `keys`: pages on their way to the SSD. These are at most `store.queue` bytes, and so are
-    the other pages that are `queued`; without a CPU tier both together are.
+    `send` is given pages of the landing tier that are to be written now, without any store; it calls `written` and
+    `released` for each of their outlets. `keys`: pages on their way to tiers of files, and over how many outlets. On
+    each are at most `store.queue` bytes, and so are the other pages that are `queued`; without a landing tier both
+    together are.
     """
 
     def __init__(
@@ -122,24 +127,26 @@ class StorePlanner:
         manager: TierManager,
         config: StoreConfig,
         extent_bytes: int,
-        admission: Admission | None,
+        admissions: Mapping[str, Admission],
         watermarks: tuple[float, float] = (1.0, 1.0),
         *,
         selective: bool = False,
     ) -> None:
-        """`selective`: loads do not promote every page that they read, so stores do not either."""
-        self.keys: set[bytes] = set()
+        """`admissions`: by the names of the tiers of files. `selective`: loads do not promote every page that they
+        read, so stores do not either."""
+        self.outlets = [Outlet(tier, admissions[tier.name], config.queue // extent_bytes) for tier in manager.files]
+        self.keys: dict[bytes, int] = {}
         self.queued = 0  # pages accepted and not finished
         self._cleaning = 0  # ... that are on their way from the CPU tier to the SSD without a store
         self.send: Callable[[Sequence[Placed]], None] = _keep
         self.empty: Callable[[], None] = _nothing  # called when nothing is queued any more
         self._manager = manager
-        self._policy = config.write_policy if manager.ssd is not None else "never"
+        self._landing = manager.landing
+        self._policy = config.write_policy if self.outlets else "never"
         self._hits_wanted = config.write_hits
-        self._admission = admission
         self._selective = selective
         self._limit = config.queue // extent_bytes
-        slots = 0 if manager.cpu is None else manager.cpu.index.slots
+        slots = 0 if self._landing is None else self._landing.index.slots
         low, high = watermarks
         self._low, self._high = int(low * slots), int(high * slots)
         # CPU slots that may be held by what is not on the SSD yet: pages on their way, or dirty ones.
@@ -148,10 +155,10 @@ class StorePlanner:
         self._hits = bytearray(slots)  # of the page in each CPU slot, since it came
         # Hits offer pages of the CPU tier again where a first offer is not enough; the next store need not, then. Where
         # it is enough but for a lack of room, hits offer what was refused, and so does the next store.
-        refuses = admission is not None and admission.refuses
+        refuses = any(outlet.admission.refuses for outlet in self.outlets)
         self._hits_offer = self._policy == "write_through_selective" or (self._policy == "write_through" and refuses)
         self._earned: dict[bytes, None] = {}  # pages that uses made worth an offer, for the next load or store
-        if admission is not None:
+        if self.outlets:
             manager.on_use.append(self._used)
 
     # -- accepting ---------------------------------------------------------------------------------------------------
@@ -162,7 +169,7 @@ class StorePlanner:
         manager.counts["stores", "requests"] += 1
         manager.retain(pages, retention)
         self.offer_earned()
-        room = self._limit - self.queued + (0 if manager.cpu is None else len(self.keys))
+        room = self._limit - self.queued + (0 if self._landing is None else len(self.keys))
         wanted: list[int] = []
         for number, page in enumerate(pages):
             if not self._missing(page):
@@ -174,42 +181,57 @@ class StorePlanner:
             else:
                 wanted.append(number)
         self.queued += len(wanted)
-        if self._admission is not None:
-            self._admission.use([pages[number].key for number in wanted])
+        for outlet in self.outlets:
+            outlet.admission.use([pages[number].key for number in wanted])
         return wanted
 
     def _missing(self, page: Page) -> bool:
         """True when a tier that is to have the page lacks it and nothing is bringing it."""
-        cpu, ssd = self._manager.cpu, self._manager.ssd
-        if cpu is not None and page.key not in cpu.index:  # nor does a store promote what the load before it did not
-            return not (self._selective and ssd is not None and page.key in ssd.index)
-        return (cpu is None or (self._policy == "write_through" and not self._hits_offer)) and self._ssd_lacks(page)
+        landing = self._landing
+        if landing is not None and page.key not in landing.index:  # nor is promoted what the load before it did not
+            return not (self._selective and any(page.key in outlet.tier.index for outlet in self.outlets))
+        if landing is None or (self._policy == "write_through" and not self._hits_offer):
+            return bool(self._lacking(page))
+        return False
 
-    def _ssd_lacks(self, page: Page) -> bool:
-        ssd = self._manager.ssd
-        return self._policy != "never" and ssd is not None and page.key not in self.keys and page.key not in ssd.index
+    def _lacking(self, page: Page) -> list[Outlet]:
+        """The outlets to tiers that are to have a page, and neither have nor get it."""
+        return [] if self._policy == "never" else [outlet for outlet in self.outlets if outlet.lacks(page.key)]
 
-    def _room(self, behind: bool) -> bool:
-        """Whether one more page may set out for the SSD."""
-        return not behind and len(self.keys) < self._limit
+    def _room(self, outlets: Iterable[Outlet]) -> bool:
+        """Whether one more page may set out on any of these."""
+        return any(outlet.room for outlet in outlets)
 
     def _falls_behind(self) -> bool:
-        """Whether pages that are not on the SSD yet hold so much of the CPU tier that no more may."""
-        cpu = self._manager.cpu
-        if cpu is None:
+        """Whether pages that are not on the SSD yet hold so much of the landing tier that no more may."""
+        landing = self._landing
+        if landing is None:
             return False
-        return (cpu.index.dirty_pages if self._policy == "write_back" else len(self.keys)) > self._most_held
+        return (landing.index.dirty_pages if self._policy == "write_back" else len(self.keys)) > self._most_held
 
-    def _admits(self, page: Page, room: bool) -> str:
-        """Offer a page to the SSD, which lacks it: why it does not get it, counted; "" when it does."""
-        ssd, admission = self._manager.ssd, self._admission
-        assert ssd is not None, "an offer to the SSD tier without one"
-        assert admission is not None, "an SSD tier without admission"
-        full = admission.asks_victim and ssd.spare_slots <= len(self.keys)  # those have no slot yet
-        cause = admission.admit(page, ssd.index.coldest() if full else None, room=room)
-        if cause:
-            self._manager.counts["refused", cause] += 1
-        return cause
+    def _offer(self, page: Page, outlets: Iterable[Outlet], *, behind: bool) -> tuple[tuple[Outlet, ...], str]:
+        """Offer a page to tiers that lack it: the outlets that it takes, and why not the first of the others."""
+        going, cause = [], ""
+        for outlet in outlets:
+            why = outlet.offer(page, room=not behind and outlet.room)
+            if why:
+                self._manager.counts["refused", why] += 1
+                cause = cause or why
+            else:
+                going.append(outlet)
+        return tuple(going), cause
+
+    def _set_out(self, key: bytes, outlets: Sequence[Outlet]) -> None:
+        for outlet in outlets:
+            outlet.keys.add(key)
+        if outlets:
+            self.keys[key] = self.keys.get(key, 0) + len(outlets)
+
+    def _arrived(self, key: bytes, outlet: Outlet) -> None:
+        outlet.keys.discard(key)
+        self.keys[key] -= 1
+        if not self.keys[key]:
+            del self.keys[key]
 
     # -- placing -----------------------------------------------------------------------------------------------------
 
@@ -224,11 +246,11 @@ class StorePlanner:
 
     def cpu_slots(self, pages: Sequence[Page]) -> list[int]:
         """CPU slots for those of `pages` that the tier lacks, without evicting what comes before them."""
-        cpu = self._manager.cpu
-        if cpu is None:
+        landing = self._landing
+        if landing is None:
             return []
-        lacking = sum(1 for page in pages if page.key not in cpu.index)
-        return cpu.index.allocate_some(lacking, pages=pages)
+        lacking = sum(1 for page in pages if page.key not in landing.index)
+        return landing.index.allocate_some(lacking, pages=pages)
 
     def free(self, slots: Sequence[int]) -> None:
         """Give CPU slots back that no page was put in."""
@@ -240,66 +262,70 @@ class StorePlanner:
 
         `(True, None)`: nothing to do, settled; `(False, None)`: it needs a bounce slot and there is none.
         """
-        manager, page, cpu = self._manager, job.pages[i], self._manager.cpu
+        manager, page, landing = self._manager, job.pages[i], self._landing
         if manager.clearing.epoch(page.namespace) != job.epochs[i]:
             self.settle(job, i, "cleared")
             return True, None
-        if cpu is not None:
-            entry, copied = cpu.index.find(page.key), True
+        lacking = self._lacking(page)
+        if landing is not None:
+            entry, copied = landing.index.find(page.key), True
             if entry is None:
                 if slots:
                     kept = manager.expiry.joined(page, job.retention)
-                    entry, copied = cpu.index.insert(page, slots.pop(), PageState.PENDING, kept), False
+                    entry, copied = landing.index.insert(page, slots.pop(), PageState.PENDING, kept), False
                     self._hits[entry.slot] = 0
-            elif not self._ssd_lacks(page) or entry.state is not PageState.VERIFIED:
+            elif not lacking or entry.state is not PageState.VERIFIED:
                 self.settle(job, i)  # there, or on its way by somebody else
                 return True, None
             if entry is not None:
-                wanted = self._policy == "write_through" and self._ssd_lacks(page)
-                to_ssd = wanted and not self._admits(page, self._room(self.behind))
-                if copied and not to_ssd:
+                to: tuple[Outlet, ...] = ()
+                if self._policy == "write_through":
+                    to, _ = self._offer(page, lacking, behind=self.behind)
+                if copied and not to:
                     self.settle(job, i)
                     return True, None
-                return True, self._placed(job, i, cpu.index, entry, copied=copied, to_ssd=to_ssd)
-        if not self._ssd_lacks(page) or self._policy == "write_through_selective":
-            self.settle(job, i, "cpu_full" if cpu is not None else "")
+                return True, self._placed(job, i, landing, entry, to, copied=copied)
+        if not lacking or self._policy == "write_through_selective":
+            self.settle(job, i, f"{landing.name}_full" if landing is not None else "")
             return True, None
         if manager.quarantine.off:  # its writes hold the bounce slots
             self.settle(job, i, manager.quarantine.cause)
             return True, None
-        room = self._room(False)  # such a page holds no CPU slot
-        if room and not bounced:
+        if self._room(lacking) and not bounced:  # such a page holds no slot of the landing tier
             return False, None
-        if cause := self._admits(page, room):
+        to, cause = self._offer(page, lacking, behind=False)
+        if not to:
             self.settle(job, i, cause)
             return True, None
-        self.keys.add(page.key)
-        return True, Placed(job, i, bounced.pop(), None, None, copied=False, to_ssd=True)
+        self._set_out(page.key, to)
+        return True, Placed(job, i, bounced.pop(), "bounce", None, None, copied=False, to=to)
 
     def turn_away(self, job: StoreJob, i: int) -> None:
         """No bounce slot is free for page `i`, and the SSD is behind: it is dropped."""
-        self.settle(job, i, self._admits(job.pages[i], room=False))
+        page = job.pages[i]
+        self.settle(job, i, self._offer(page, self._lacking(page), behind=True)[1])
 
-    def _placed(self, job: StoreJob, i: int, index: PageIndex, entry: Entry, *, copied: bool, to_ssd: bool) -> Placed:
+    def _placed(
+        self, job: StoreJob, i: int, landing: Tier, entry: Entry, to: tuple[Outlet, ...], *, copied: bool
+    ) -> Placed:
         lease = self._manager.lease("store")
-        lease.add(index, entry)
-        if to_ssd:
-            self.keys.add(entry.key)
-        return Placed(job, i, entry.slot, entry, lease, copied=copied, to_ssd=to_ssd)
+        lease.add(landing.index, entry)
+        self._set_out(entry.key, to)
+        return Placed(job, i, entry.slot, landing.name, entry, lease, copied=copied, to=to)
 
     # -- outcomes ----------------------------------------------------------------------------------------------------
 
     def publish(self, placed: Placed) -> bool:
-        """The bytes are in the slot: the CPU tier shows the page. True when it goes on to the SSD now."""
-        job, cpu, entry = placed.job, self._manager.cpu, placed.entry
-        if cpu is not None and entry is not None and not placed.copied and cpu.index.commit(entry):
-            job.receipt.committed(job.numbers[placed.i], "cpu")
-            self._manager.counts["stored", "cpu"] += 1
-            if self._policy == "write_back" and self._ssd_lacks(placed.page):
-                cpu.index.mark_dirty(entry)
-        if placed.to_ssd:
+        """The bytes are in the slot: the landing tier shows the page. True when it goes on to tiers of files now."""
+        job, landing, entry = placed.job, self._landing, placed.entry
+        if landing is not None and entry is not None and not placed.copied and landing.index.commit(entry):
+            job.receipt.committed(job.numbers[placed.i], landing.name)
+            self._manager.counts["stored", landing.name] += 1
+            if self._policy == "write_back" and self._lacking(placed.page):
+                landing.index.mark_dirty(entry)
+        if placed.to:
             return True
-        self.give_back(placed)
+        self._give_back(placed)
         self.settle(job, placed.i, self._gone(placed.page) if entry is not None and entry.dropped else "")
         return False
 
@@ -307,22 +333,37 @@ class StorePlanner:
         """Why a page left the CPU tier while it was being put there."""
         return "expired" if self._manager.expiry.was(page) else "cleared"
 
-    def written(self, placed: Placed, cause: str) -> None:
-        """The writer's last word on a page, "" or why it is not on the SSD. Its slot is given back by another call."""
-        self.keys.discard(placed.page.key)
-        if placed.entry is not None:
-            self._manager.cpu_index.mark_clean(placed.entry)  # refused for good, too: it must not stay for ever
+    def written(self, placed: Placed, outlet: Outlet, cause: str) -> None:
+        """A writer's last word on a page, "" or why its tier has not got it. `released` gives the slot back."""
+        if outlet not in placed.open:
+            return
+        placed.open.discard(outlet)
+        self._arrived(placed.page.key, outlet)
         if not cause:
-            placed.job.receipt.committed(placed.job.numbers[placed.i], "ssd")
-            self._manager.counts["stored", "ssd"] += 1
+            placed.job.receipt.committed(placed.job.numbers[placed.i], outlet.tier.name)
+            self._manager.counts["stored", outlet.tier.name] += 1
         elif cause == "deadline" and placed.lease is not None:
             placed.lease.owner = "quarantine"
-        if cause in _UNWRITTEN and self._admission is not None:
-            self._admission.not_written()
-        self.settle(placed.job, placed.i, cause)
+        if cause in (*_UNWRITTEN, f"{outlet.tier.name}_full"):
+            outlet.admission.not_written()
+        placed.cause = placed.cause or cause
+        if not placed.open:
+            if placed.entry is not None:
+                self._manager.cpu_index.mark_clean(placed.entry)  # refused for good, too: it must not stay for ever
+            self.settle(placed.job, placed.i, placed.cause)
 
-    def give_back(self, placed: Placed) -> None:
-        """End the lease on a page of the CPU tier. A slot of the bounce reserve is for its owner to give back."""
+    def released(self, placed: Placed, outlet: Outlet) -> bool:
+        """An outlet does not read the page's slot any more. True when none does; a slot of the bounce reserve is for
+        its owner to give back then."""
+        if outlet not in placed.reading:
+            return False
+        placed.reading.discard(outlet)
+        if placed.reading:
+            return False
+        self._give_back(placed)
+        return True
+
+    def _give_back(self, placed: Placed) -> None:
         if placed.lease is not None:
             self._manager.end(placed.lease)
 
@@ -330,11 +371,11 @@ class StorePlanner:
         """The bytes of a placed page never came: undo its reservation."""
         if placed.entry is not None and not placed.copied:
             self._manager.cpu_index.drop(placed.entry)
-        if placed.to_ssd:
-            self.keys.discard(placed.page.key)
-            if self._admission is not None:
-                self._admission.not_written()
-        self.give_back(placed)
+        for outlet in placed.open:
+            self._arrived(placed.page.key, outlet)
+            outlet.admission.not_written()
+        placed.open, placed.reading = set(), set()
+        self._give_back(placed)
         self.settle(placed.job, placed.i, "error")
 
     def _abandon_all(self, some: Sequence[Placed]) -> None:
@@ -356,20 +397,20 @@ class StorePlanner:
 
     def describe(self) -> dict[str, Any]:
         """For `stats()`: the policy, and what the SSD's admission let in and refused."""
-        admission = None if self._admission is None else self._admission.describe()
-        return {"write_policy": self._policy, "admission": admission}
+        found = [outlet.admission.describe() for outlet in self.outlets[:1]]
+        return {"write_policy": self._policy, "admission": found[0] if found else None}
 
     # -- from the CPU tier to the SSD, without a store ---------------------------------------------------------------
 
     def _used(self, keys: Sequence[bytes]) -> None:
         """Pages were hit, tail first: note those that have earned an offer to the SSD, heads first. Starts nothing."""
-        refused = self._admission.use(keys) if self._admission is not None else []
-        cpu = self._manager.cpu
-        offered = keys if self._hits_offer else refused if self._policy == "write_through" else []
-        if cpu is None:
+        refused = dict.fromkeys(key for outlet in self.outlets for key in outlet.admission.use(keys))
+        landing = self._landing
+        offered = keys if self._hits_offer else list(refused) if self._policy == "write_through" else []
+        if landing is None:
             return
         for key in reversed(offered):
-            slot = cpu.index.slot(key)
+            slot = landing.index.slot(key)
             if slot is None:
                 continue
             if self._policy == "write_through_selective":
@@ -378,17 +419,17 @@ class StorePlanner:
                     continue
             self._earned.pop(key, None)
             self._earned[key] = None
-        while len(self._earned) > cpu.index.slots:
+        while len(self._earned) > landing.index.slots:
             del self._earned[next(iter(self._earned))]
 
     def offer_earned(self) -> int:
-        """Send on what the lookups since the last load or store noted, as far as the CPU tier has it; how many went."""
-        cpu = self._manager.cpu
-        if cpu is None or not self._earned:
+        """Send on what the lookups since the last load or store noted, as far as it is in memory; how many went."""
+        landing = self._landing
+        if landing is None or not self._earned:
             return 0
         earned, self._earned = self._earned, {}
-        entries = map(cpu.index.find, earned)
-        return self._demote([entry.page for entry in entries if entry is not None], cpu.index)
+        entries = map(landing.index.find, earned)
+        return self._demote([entry.page for entry in entries if entry is not None], landing)
 
     def clean(self, everything: bool = False) -> int:
         """Send dirty pages on where the high watermark is passed, or all of them; how many went. `send` is called.
@@ -396,15 +437,15 @@ class StorePlanner:
         The coldest first, so that eviction finds clean pages; each behind those before it. As many as the SSD has room
         for; where it does not keep up, others become clean as they are.
         """
-        cpu = self._manager.cpu
+        landing = self._landing
         offered = self.offer_earned() if everything else 0
-        if cpu is None or not cpu.index.dirty_pages:
+        if landing is None or not landing.index.dirty_pages:
             return offered
-        waiting = cpu.index.dirty_pages - self._cleaning
+        waiting = landing.index.dirty_pages - self._cleaning
         wanted = waiting if everything else waiting - self._low if waiting > self._high else 0
         wanted = min(wanted, self._limit - len(self.keys))
-        sent = self._demote(cpu.index.coldest_dirty(wanted, self.keys), cpu.index) if wanted > 0 else 0
-        if not everything and (self._manager.quarantine.off or not self._room(self.behind)):
+        sent = self._demote(landing.index.coldest_dirty(wanted, self.keys), landing) if wanted > 0 else 0
+        if not everything and (self._manager.quarantine.off or self.behind or not self._room(self.outlets)):
             self._give_up()
         return offered + sent
 
@@ -419,35 +460,37 @@ class StorePlanner:
         for page in list(reversed(index.coldest_dirty(surplus, self.keys)))[:surplus]:
             entry = index.find(page.key)
             if entry is not None:
-                self._admits(page, room=False)
+                self._offer(page, self._lacking(page), behind=True)
                 index.mark_clean(entry)
 
-    def _demote(self, pages: Iterable[Page], index: PageIndex) -> int:
+    def _demote(self, pages: Iterable[Page], landing: Tier) -> int:
         placed: list[Placed] = []
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._abandon_all, placed)
-            placed.extend(self._leaving(pages, index))
+            placed.extend(self._leaving(pages, landing))
             if placed:
                 self.send(placed)
             on_failure.pop_all()
         return len(placed)
 
-    def _leaving(self, pages: Iterable[Page], index: PageIndex) -> Iterator[Placed]:
-        manager = self._manager
+    def _leaving(self, pages: Iterable[Page], landing: Tier) -> Iterator[Placed]:
+        manager, index = self._manager, landing.index
         behind = self._policy != "write_back" and self._falls_behind()  # dirty pages keep their slots anyway
         for page in pages:
-            if not self._ssd_lacks(page) or manager.quarantine.off:
+            lacking = self._lacking(page)
+            if not lacking or manager.quarantine.off:
                 continue
             entry = index.find(page.key)
             if entry is None or entry.state is not PageState.VERIFIED:
                 continue
-            if self._policy == "write_back" and not self._room(False):
+            if self._policy == "write_back" and not self._room(lacking):
                 return  # dirty pages wait
-            if self._admits(page, self._room(behind)):
+            to, _ = self._offer(page, lacking, behind=behind)
+            if not to:
                 index.mark_clean(entry)
                 continue
             job = StoreJob(_NOBODY, (0,), (page,), (manager.clearing.epoch(page.namespace),), entry.retention)
-            placed = self._placed(job, 0, index, entry, copied=True, to_ssd=True)
+            placed = self._placed(job, 0, landing, entry, to, copied=True)
             self.queued += 1
             self._cleaning += 1
             yield placed

@@ -13,7 +13,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -21,9 +21,10 @@ import numpy as np
 from gdscache.errors import EngineClosedError
 from gdscache.keys import Page
 from gdscache.moves import PLANES, Executor, Move, Priority, Steps, Way
+from gdscache.store.outlets import Outlet
 from gdscache.store.plan import Placed, Receipt, StoreJob, StorePlanner, round_pages
-from gdscache.store.writer import Outgoing, SsdWriter
-from gdscache.threads import Flag
+from gdscache.store.writer import Outgoing, TierWriter
+from gdscache.threads import Flag, failure_of, log_failure
 from gdscache.tiers.base import Lease, SlotPool
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.page_io import Positions
@@ -60,7 +61,7 @@ class _Job:
 class Storer:
     """Accepts stores and has them carried out. `drain` waits for what was accepted.
 
-    `spare`: slots of the bounce reserve for stores.
+    `spare`: slots of the bounce reserve for stores; `writers`: by the names of the tiers of files.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Storer:
         planner: StorePlanner,
         executor: Executor,
         spare: SlotPool | None,
-        writer: SsdWriter | None,
+        writers: Mapping[str, TierWriter],
         extent_bytes: int,
         config: StoreConfig,
     ) -> None:
@@ -77,7 +78,7 @@ class Storer:
         self._planner = planner
         self._executor = executor
         self._spare = spare
-        self._writer = writer
+        self._writers = writers
         self._extent_bytes = extent_bytes
         self._queue = config.queue
         self._deadline = config.deadline
@@ -86,7 +87,7 @@ class Storer:
         self._most = round_pages(extent_bytes)
         self._dropping = False
         self._closed = False
-        self._writing = writer is not None
+        self._writing = True
         self._lane = executor.lane(Priority.STORE, _nothing)
         planner.send, planner.empty = self._send, self._idle.notify_all
 
@@ -159,15 +160,16 @@ class Storer:
         with self._manager.lock:
             self._closed = True
             self._dropping = not drain
-        if self._writer is not None:
-            self._writer.begin_close(drain=drain)
+        for writer in self._writers.values():
+            writer.begin_close(drain=drain)
         self._lane.close()
         if drain:
             self.flush(None)
         with self._manager.lock:
             self._writing = False
-        if self._writer is not None:
-            self._writer.close(drain=drain)
+        with contextlib.ExitStack() as ends:
+            for writer in self._writers.values():
+                ends.callback(writer.close, drain=drain)
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
@@ -296,33 +298,46 @@ class Storer:
                 self._planner.abandon(placed)
                 self._give_bounce(placed)
 
-    # -- on to the SSD; the manager's lock is held -------------------------------------------------------------------
+    # -- on to tiers of files; the manager's lock is held ------------------------------------------------------------
 
     def _send(self, placed: Sequence[Placed]) -> None:
-        """Hand pages that lie in their slots to the writer."""
-        if self._writer is not None and self._writing:
-            self._writer.put([self._outgoing(page) for page in placed])
-            return
-        for page in placed:  # a load that found them worth it while the engine closes
-            self._planner.written(page, "closed")
-            self._release(page)
+        """Hand pages that lie in their slots to the writers. Raises only where none of them has been taken."""
+        taken = False
+        for outlet in self._planner.outlets:
+            some = [page for page in placed if outlet in page.to]
+            writer = self._writers.get(outlet.tier.name)
+            if writer is None or not self._writing:  # a load that found them worth it while the engine closes
+                self._turn_away(some, outlet, "closed")
+                continue
+            error = failure_of(functools.partial(writer.put, [self._outgoing(page, outlet) for page in some]))
+            if error is not None and not taken:
+                raise error
+            if error is not None:
+                log_failure(error)
+                self._turn_away(some, outlet, "error")
+            taken = taken or bool(some)
 
-    def _outgoing(self, placed: Placed) -> Outgoing:
+    def _turn_away(self, placed: Sequence[Placed], outlet: Outlet, cause: str) -> None:
+        for page in placed:
+            self._planner.written(page, outlet, cause)
+            self._release(page, outlet)
+
+    def _outgoing(self, placed: Placed, outlet: Outlet) -> Outgoing:
         return Outgoing(
             placed.page,
             placed.job.epochs[placed.i],
             placed.space,
             placed.slot,
-            functools.partial(self._planner.written, placed),
-            functools.partial(self._release, placed),
+            functools.partial(self._planner.written, placed, outlet),
+            functools.partial(self._release, placed, outlet),
             self._deadline,
             placed.job.retention,
         )
 
-    def _release(self, placed: Placed) -> None:
-        """Nothing reads the page's slot any more."""
-        self._planner.give_back(placed)
-        self._give_bounce(placed)
+    def _release(self, placed: Placed, outlet: Outlet) -> None:
+        """An outlet does not read the page's slot any more."""
+        if self._planner.released(placed, outlet):
+            self._give_bounce(placed)
 
     def _give_bounce(self, placed: Placed) -> None:
         if placed.entry is None and self._spare is not None:

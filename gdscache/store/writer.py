@@ -1,4 +1,4 @@
-"""The way to the SSD: pages that are ready in a memory, written in batches.
+"""The way to a tier of files: pages that are ready in a memory, written in batches.
 
 A batch is reserved, written and committed; the bytes of the next batch are under way while one is committed. What is
 not written within its deadline is dropped, and what its I/O may still touch goes to the quarantine.
@@ -56,16 +56,16 @@ class _Flight:
     moving: Moving
 
 
-class SsdWriter:
+class TierWriter:
     """Writes pages to a durable tier in the background.
 
     Each page that it is given has its end, once, whatever happens here.
     """
 
-    def __init__(self, manager: TierManager, ssd: DurableTier, executor: Executor, extent_bytes: int) -> None:
+    def __init__(self, manager: TierManager, tier: DurableTier, executor: Executor, extent_bytes: int) -> None:
         self._open: set[Outgoing] = set()  # pages that have no end yet; the manager's lock guards it
         self._manager = manager
-        self._ssd = ssd
+        self._tier = tier
         self._executor = executor
         self._most = max(1, BATCH_BYTES // extent_bytes)
         self._ready: deque[Outgoing] = deque()
@@ -126,10 +126,12 @@ class SsdWriter:
             off, cause = quarantine.off, quarantine.cause
             try:
                 pages = () if self._dropping or off else [out.page for out in batch]
-                entries.update((entry.key, entry) for entry in self._ssd.reserve(pages, self._retentions(batch)))
+                entries.update((entry.key, entry) for entry in self._tier.reserve(pages, self._retentions(batch)))
             except StorageError as error:
-                _log.warning("the SSD tier takes no pages: %s", error)
-            writes = self._admit(batch, entries, "closed" if self._dropping else cause if off else "ssd_full")
+                _log.warning("the %s tier takes no pages: %s", self._tier.name, error)
+            writes = self._admit(
+                batch, entries, "closed" if self._dropping else cause if off else f"{self._tier.name}_full"
+            )
             if writes:
                 moving = self._executor.begin(self._move(writes))
                 self._flying.append(_Flight(writes, moving))
@@ -140,7 +142,7 @@ class SsdWriter:
         ways = []
         for space, some in itertools.groupby(writes, lambda write: write[0].space):
             places = np.array([(out.slot, written.entry.slot) for out, written in some], dtype=np.int64)
-            ways.append(Way(space, self._ssd.name, places[:, 0].copy(), places[:, 1].copy()))
+            ways.append(Way(space, self._tier.name, places[:, 0].copy(), places[:, 1].copy()))
         return Move(Priority.DEMOTION, tuple(ways), min(out.seconds for out, _ in writes))
 
     def _retentions(self, batch: Sequence[Outgoing]) -> dict[bytes, Retention]:
@@ -180,7 +182,7 @@ class SsdWriter:
             self._dropping = self._dropping or self._closing
             with self._manager.lock:
                 for i in end.late:
-                    self._ssd.index.drop(writes[i][1].entry)
+                    self._tier.index.drop(writes[i][1].entry)
                 self._manager.quarantine.hold(flight.moving, {i: self._late(*writes[i]) for i in end.late})
                 for i in end.late:
                     self._end(writes[i][0], "deadline")
@@ -200,11 +202,11 @@ class SsdWriter:
                 _log.warning("%d pages were not written: %s", len(failed), error)
             try:
                 with self._manager.timeline.span("commit", pages=len(written)):
-                    committed = self._ssd.commit(written)
+                    committed = self._tier.commit(written)
                 for write, visible in zip(written, committed, strict=True):
                     causes[write.entry.key] = "" if visible else "cleared"
             except StorageError as error:
-                _log.warning("the catalogue takes no pages: %s", error)
+                _log.warning("the %s tier commits no pages: %s", self._tier.name, error)
                 if isinstance(error, LockLostError):
                     self._manager.watch()
                     causes = dict.fromkeys(entries, "lock_lost")
@@ -212,8 +214,8 @@ class SsdWriter:
                 for out, write in writes:
                     entry = entries.pop(write.entry.key)
                     if causes[entry.key]:
-                        self._ssd.index.drop(entry)
-                    self._ssd.index.release(entry)
+                        self._tier.index.drop(entry)
+                    self._tier.index.release(entry)
                     self._finish(out, causes[entry.key])
 
     @contextlib.contextmanager
@@ -241,14 +243,14 @@ class SsdWriter:
         with self._manager.lock:
             left = [i for i, (out, _) in enumerate(flight.writes) if out in self._open]
             for i in left:
-                self._ssd.index.drop(flight.writes[i][1].entry)
+                self._tier.index.drop(flight.writes[i][1].entry)
             self._manager.quarantine.hold(flight.moving, {i: self._late(*flight.writes[i]) for i in left})
             for i in left:
                 self._end(flight.writes[i][0], "error")
 
     def _give_up(self, entry: Entry) -> None:
-        self._ssd.index.drop(entry)
-        self._ssd.index.release(entry)
+        self._tier.index.drop(entry)
+        self._tier.index.release(entry)
 
     def _finish(self, out: Outgoing, cause: str) -> None:
         """The last word on a page, whose slot is free again; nothing where it has been said."""
@@ -267,8 +269,8 @@ class SsdWriter:
         """A write whose slots may be used again only when it has ended."""
 
         def ended() -> None:
-            self._ssd.index.release(write.entry)
+            self._tier.index.release(write.entry)
             out.release()
 
         pool = "bounce_stores" if out.space == "bounce" else out.space
-        return Late("write", pool, write.entry.slot, ended)
+        return Late("write", pool, self._tier.name, write.entry.slot, ended)

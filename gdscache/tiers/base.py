@@ -21,8 +21,8 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from gdscache.checksum import Checksums
 from gdscache.keys import Page
@@ -30,6 +30,9 @@ from gdscache.tiers.index import PageIndex
 from gdscache.tiers.pages import Entry
 from gdscache.tiers.retention import Retention
 from gdscache.tiers.slots import FreeSlots
+
+if TYPE_CHECKING:
+    from gdscache.moves.pages import Files
 
 NO_RETENTIONS: Mapping[bytes, Retention] = {}
 
@@ -65,6 +68,10 @@ class Tier(abc.ABC):
         """Count a use of each present page, tail first, under the manager's lock. `found`: all are there."""
         self.index.touch(keys, found=found)
 
+    def retain(self, key: bytes, retention: Retention) -> None:
+        """A page is stored again: see `PageIndex.retain`. Under the manager's lock."""
+        self.index.retain(key, retention)
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give everything back. May be called twice."""
@@ -79,9 +86,18 @@ class Written:
 
 
 class DurableTier(Tier):
-    """A tier whose slots are filled by moves, and whose pages are committed in batches."""
+    """A tier that only I/O reaches: its slots are filled by moves, and its pages are committed in batches.
+
+    `io` is where the bytes are. What a tier does not have, the defaults do without.
+    """
 
     kind = "files"
+    io: Files
+
+    @property
+    def spare_slots(self) -> int:
+        """Slots for pages that need not push others out."""
+        return self.index.free_slots
 
     @abc.abstractmethod
     def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
@@ -103,6 +119,23 @@ class DurableTier(Tier):
 
     def commit_deletions(self) -> None:
         """Pages were dropped: let go of what waits for that, if anything does."""
+
+    def commit_all_deletions(self) -> None:
+        """Return when nothing of the pages that were dropped by now can come back."""
+
+    def lock_lost(self, *, thorough: bool = False) -> str:
+        """Why the tier is not ours alone any more; "" while it is. `thorough` may cost more than an `os.stat`."""
+        return ""
+
+    def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
+        """Note what a namespace means: for people who look at what the tier keeps."""
+
+    def close_unfinished(self, *, writing: bool) -> Callable[[], None]:
+        """Close what I/O that hangs does not need, in bounded time; the answer closes the rest, when it has ended.
+
+        `writing`: writes hang.
+        """
+        return self.close
 
 
 class Lease:

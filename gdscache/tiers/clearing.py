@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from gdscache.tiers.base import Tier
-
-if TYPE_CHECKING:
-    from gdscache.tiers.ssd import SsdTier
+from gdscache.tiers.base import DurableTier, Tier
 
 _NAMESPACE_EPOCHS_KEPT = 4096
 _PIECE = 1024  # pages that a clear drops, or slots that it gives back, while it holds the lock once
@@ -23,11 +21,11 @@ class Clearing:
     """Drops all pages of all tiers, or those of a namespace, and knows by epochs what came before. `lock` guards the
     tiers' indexes. `alone` is held while a clear drops pages: one at a time."""
 
-    def __init__(self, lock: threading.RLock, tiers: Mapping[str, Tier], ssd: SsdTier | None) -> None:
+    def __init__(self, lock: threading.RLock, tiers: Mapping[str, Tier], files: Sequence[DurableTier]) -> None:
         self.alone = threading.Lock()
         self._lock = lock
         self._tiers = tiers
-        self._ssd = ssd
+        self._files = files
         self._epoch = 0
         self._epochs: dict[bytes, int] = {}
         self._swept: bytes | None = None  # the namespace that is being cleared
@@ -51,28 +49,29 @@ class Clearing:
         """
         with self.alone:
             removed = self._drop_everything() if namespace is None else self._sweep(namespace)
-        if self._ssd is not None:
-            self._ssd.commit_all_deletions()
+        for tier in self._files:
+            tier.commit_all_deletions()
         return removed
 
     def _drop_everything(self) -> dict[str, int]:
-        """Make all pages invisible at once. The slots of the SSD, each of which costs work, follow in pieces."""
+        """Make all pages invisible at once. The slots of files, each of which costs work, follow in pieces."""
         with self._lock:
             self._epoch += 1
             detached = {name: tier.index.detach() for name, tier in self._tiers.items()}
             slots = {name: iter(some.slots) for name, some in detached.items()}
             for name, tier in self._tiers.items():  # at once for whoever needs some now
-                tier.index.retire(itertools.islice(slots[name], _PIECE) if tier is self._ssd else slots[name])
-        if self._ssd is not None:
-            rest = slots[self._ssd.name]
-            try:
-                for piece in _pieces(rest):
-                    with self._lock:
-                        self._ssd.index.retire(piece)
-            finally:
-                with self._lock:
-                    self._ssd.index.retire(rest)  # nothing, unless the loop was broken off
+                tier.index.retire(itertools.islice(slots[name], _PIECE) if tier in self._files else slots[name])
+        with contextlib.ExitStack() as ends:
+            for tier in self._files:
+                ends.callback(self._retire, tier, slots[tier.name])  # nothing, unless what follows is broken off
+            for tier in self._files:
+                for piece in _pieces(slots[tier.name]):
+                    self._retire(tier, piece)
         return {name: some.visible for name, some in detached.items()}
+
+    def _retire(self, tier: Tier, slots: Iterable[int]) -> None:
+        with self._lock:
+            tier.index.retire(slots)
 
     def _sweep(self, namespace: bytes) -> dict[str, int]:
         """Drop the pages of a namespace, each from all tiers at once: no load can bring it back from another tier.

@@ -165,10 +165,8 @@ class Expiry:
         for tier in self._manager.tiers.values():
             if retention == DEFAULT and not tier.index.retained_pages:
                 continue
-            ssd = self._manager.ssd
-            retain = ssd.retain if ssd is not None and tier is ssd else tier.index.retain
             for page in pages:
-                retain(page.key, retention)
+                tier.retain(page.key, retention)
 
     def joined(self, page: Page, retention: Retention) -> Retention:
         """`retention`, and what the tiers that have the page were told before."""

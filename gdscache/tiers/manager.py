@@ -11,11 +11,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from gdscache.calls import Caller, Direct
 from gdscache.keys import Page
-from gdscache.tiers.base import Lease, Tier
+from gdscache.tiers.base import DurableTier, Lease, Tier
 from gdscache.tiers.busy import BusyPeriods
 from gdscache.tiers.clearing import PAUSE_S, Clearing
 from gdscache.tiers.costs import Costs
@@ -44,30 +44,45 @@ class TierManager:
     def __init__(
         self,
         lock: threading.RLock,
-        gpu: GpuTier | None,
-        cpu: CpuTier | None,
-        ssd: SsdTier | None,
+        tiers: Sequence[Tier],
         *,
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         calls: Caller | None = None,
     ) -> None:
+        """`tiers`: the fastest first, each by a name of its own. `landing` is the first of them in memory, where pages
+        of slower ones come up to; `files` are those that only I/O reaches."""
         self.lock = lock
         self.calls: Caller = Direct() if calls is None else calls
-        self.gpu, self.cpu, self.ssd = gpu, cpu, ssd
-        self.tiers: dict[str, Tier] = {t.name: t for t in (gpu, cpu, ssd) if t is not None}
+        self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
+        self.landing = next((tier for tier in tiers if tier.kind == "memory"), None)
+        self.files = [cast("DurableTier", tier) for tier in tiers if tier.kind == "files"]
         self.counts: Counter[tuple[str, str]] = Counter()
         self.on_use: list[Callable[[Sequence[bytes]], None]] = []  # told the keys that a lookup found; only notes them
         self._leases: set[Lease] = set()
-        self.clearing = Clearing(lock, self.tiers, ssd)
+        self.clearing = Clearing(lock, self.tiers, self.files)
         self.costs = Costs()
         self.busy = BusyPeriods(self.costs.observe_load)
         self.expiry = Expiry(self, wall_clock)
         self.pins = Pins(self, clock)
         self.quarantine = Quarantine(lock)
         self.timeline: Timeline = OFF
-        if cpu is not None:
-            self.quarantine.add_pool("cpu", cpu.index.slots)
+        if self.landing is not None:
+            self.quarantine.add_pool(self.landing.name, self.landing.index.slots)
+
+    # For whoever knows which tiers there are: nothing is decided by these names.
+
+    @property
+    def gpu(self) -> GpuTier | None:
+        return cast("GpuTier | None", self.tiers.get("gpu"))
+
+    @property
+    def cpu(self) -> CpuTier | None:
+        return cast("CpuTier | None", self.tiers.get("cpu"))
+
+    @property
+    def ssd(self) -> SsdTier | None:
+        return cast("SsdTier | None", self.tiers.get("ssd"))
 
     def adopt(self, bounce: Bounce) -> None:
         """Watch over the bounce reserve too, whose memory then outlives I/O that hangs."""
@@ -112,19 +127,19 @@ class TierManager:
 
     def _first_hidden(self, found: Sequence[str], pages: Sequence[Page], start: int) -> int:
         """How many of the pages found come before one that quarantine hides."""
-        quarantine = self.quarantine
-        if (quarantine.requests or quarantine.off) and self.ssd is not None:
+        if self.quarantine.requests or self.quarantine.off:
             for i, name in enumerate(found):
-                slot = self.ssd.index.slot(pages[start + i].key) if name == "ssd" else None
-                if slot is not None and quarantine.hides(slot):
+                slot = self.tiers[name].index.slot(pages[start + i].key)
+                if slot is not None and self.hidden(name, slot):
                     return i
         return len(found)
 
     def watch(self) -> None:
-        """Stop the SSD tier if its directory is not ours alone any more. Costs an `os.stat`: without the lock, where
-        that is not needed for something else."""
-        if self.ssd is not None and not self.quarantine.stopped and (why := self.ssd.lock_lost()):
-            self.quarantine.stop(why)
+        """Stop the tiers of files if one of them is not ours alone any more. Costs an `os.stat`: without the lock,
+        where that is not needed for something else."""
+        for tier in self.files:
+            if not self.quarantine.stopped and (why := tier.lock_lost()):
+                self.quarantine.stop(why)
 
     def peek(self, pages: Sequence[Page]) -> list[str]:
         """What `lookup` would answer; counts nothing, not even a use."""
@@ -166,7 +181,7 @@ class TierManager:
     def hidden(self, tier: str, slot: int) -> bool:
         """Whether quarantine hides the page in a slot of a tier."""
         watched = self.quarantine.requests or self.quarantine.off
-        return tier == "ssd" and bool(watched) and self.quarantine.hides(slot)
+        return bool(watched) and self.tiers[tier].kind == "files" and self.quarantine.hides(tier, slot)
 
     # -- what is kept how long ------------------------------------------------------------------------------------
 
@@ -208,9 +223,9 @@ class TierManager:
 
     @property
     def cpu_index(self) -> PageIndex:
-        """The CPU tier's index, where the caller knows that there is one."""
-        assert self.cpu is not None, "no CPU tier"
-        return self.cpu.index
+        """The landing tier's index, where the caller knows that there is one."""
+        assert self.landing is not None, "no tier in memory"
+        return self.landing.index
 
     # -- behind the work ------------------------------------------------------------------------------------------
 
@@ -259,8 +274,8 @@ class TierManager:
                 }
                 for name, tier in self.tiers.items()
             }
-            if "ssd" in tiers:
-                tiers["ssd"]["quarantine"] = self.quarantine.describe()
+            for tier in self.files[:1]:  # the figures are of all of them
+                tiers[tier.name]["quarantine"] = self.quarantine.describe()
             leases = [self._describe(lease) for lease in self._leases]
             return {"tiers": tiers, **groups, "leases": leases, "bytes_per_second": self.costs.bandwidths()}
 
@@ -270,14 +285,16 @@ class TierManager:
             pass  # what it drops is known to the SSD tier then, which deletes it before it is closed
         quarantine = self.quarantine
         with contextlib.ExitStack() as last_to_first:
-            if self.gpu is not None:
-                last_to_first.callback(self.gpu.close)
-            if self.cpu is not None:
-                last_to_first.callback(quarantine.afterwards, self.cpu.close)
-            if self.ssd is None:
+            for tier in self.tiers.values():
+                if tier.kind == "planes":
+                    last_to_first.callback(tier.close)
+                elif tier.kind == "memory":
+                    last_to_first.callback(quarantine.afterwards, tier.close)
+            if not self.files:
                 return
             if quarantine.wait(_CLOSE_S):
-                last_to_first.callback(self.ssd.close)
+                for tier in self.files:
+                    last_to_first.callback(tier.close)
                 return
             held = quarantine.describe()
             _log.error(
@@ -287,4 +304,5 @@ class TierManager:
                 held["late_writes"],
                 held["held_slots"],
             )
-            quarantine.afterwards(self.ssd.close_unfinished(writing=quarantine.writes > 0))
+            for tier in self.files:
+                quarantine.afterwards(tier.close_unfinished(writing=quarantine.writes > 0))

@@ -22,7 +22,8 @@ _OFF_ABOVE, _ON_BELOW = 4, 8  # parts of a pool: off above a quarter, on again a
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Late:
-    """A request that missed its deadline: the pool that its memory is of, its SSD slot, and what gives both back.
+    """A request that missed its deadline: the pool that its memory is of, the slot of a tier of files that it reads or
+    writes, and what gives both back.
 
     `give_back` is called once, when the request has ended, under the manager's lock and in a thread of the transport:
     it does bookkeeping only and does not raise.
@@ -30,7 +31,8 @@ class Late:
 
     op: Literal["read", "write"]
     pool: str
-    ssd_slot: int
+    tier: str
+    slot: int
     give_back: Callable[[], object]
 
 
@@ -58,7 +60,7 @@ class Quarantine:
         self._requests: Counter[str] = Counter()  # late requests by pool: of the others, a slot each
         self._late: Counter[str] = Counter()  # by op
         self._counts = {"switch_offs": 0, "held": 0, "ended": 0}  # since the engine was opened
-        self._reading: Counter[int] = Counter()  # SSD slots that late reads are at
+        self._reading: Counter[tuple[str, int]] = Counter()  # tiers and slots that late reads are at
         self._afterwards: list[Callable[[], None]] = []
         self._finishing = False
 
@@ -86,7 +88,7 @@ class Quarantine:
                 self._late[request.op] += 1
                 self._requests[request.pool] += 1
                 if request.op == "read":
-                    self._reading[request.ssd_slot] += 1
+                    self._reading[request.tier, request.slot] += 1
             submission.on_end(ended)  # now, for what has ended meanwhile
             full = None if self.off else self._fullest(_OFF_ABOVE)
             if full is not None:
@@ -119,9 +121,9 @@ class Quarantine:
         """What pages that miss, and stores that are dropped, are counted under while the tier is switched off."""
         return "lock_lost" if self.stopped else "switched_off"
 
-    def hides(self, ssd_slot: int) -> bool:
-        """Whether a page of the SSD tier misses for now: a late read is at it, or the tier is switched off."""
-        return self.off or ssd_slot in self._reading
+    def hides(self, tier: str, slot: int) -> bool:
+        """Whether a page of a tier of files misses for now: a late read is at it, or these tiers are switched off."""
+        return self.off or (tier, slot) in self._reading
 
     @property
     def requests(self) -> int:
@@ -168,9 +170,9 @@ class Quarantine:
             self._counts["ended"] += 1
             self._late[request.op] -= 1
             if request.op == "read":
-                self._reading[request.ssd_slot] -= 1
-                if not self._reading[request.ssd_slot]:
-                    del self._reading[request.ssd_slot]
+                self._reading[request.tier, request.slot] -= 1
+                if not self._reading[request.tier, request.slot]:
+                    del self._reading[request.tier, request.slot]
             switched_on = self.off and not self.stopped and self._fullest(_ON_BELOW) is None
             if switched_on:
                 self.off = False

@@ -53,6 +53,7 @@ class SsdTier(DurableTier):
     """
 
     name = "ssd"
+    io: SlabIO
 
     def __init__(
         self,
