@@ -215,7 +215,7 @@ class TierConfig(Section):
 
     tier: ClassPath = Field(description="package.module:Class, a subclass of gdscache.tiers.base.DurableTier")
     capacity: Size = Field(default=16 * GIB, description="what it may keep")
-    options: dict[str, Any] = Field(default_factory=dict, description="keywords that the class takes besides")
+    options: dict[str, Any] | None = Field(default=None, description="keywords that the class takes besides")
 
 
 class StoreConfig(Section):

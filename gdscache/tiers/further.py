@@ -34,11 +34,12 @@ def open_tier(config: TierConfig, layout: PageLayout, lock: threading.RLock) -> 
     if inspect.isabstract(found):
         raise _bad_class(config.tier, f"it lacks {', '.join(sorted(found.__abstractmethods__))}")
     constructor: Callable[..., DurableTier] = found
+    options = config.options or {}
     try:
-        inspect.signature(constructor).bind(layout, config.capacity, lock, **config.options)
+        inspect.signature(constructor).bind(layout, config.capacity, lock, **options)
     except TypeError as error:
-        raise _bad_class(config.tier, f"it does not take the options {sorted(config.options)}: {error}") from error
-    tier = constructor(layout, config.capacity, lock, **config.options)
+        raise _bad_class(config.tier, f"it does not take the options {sorted(options)}: {error}") from error
+    tier = constructor(layout, config.capacity, lock, **options)
     if tier.name in _TAKEN:
         tier.close()
         raise _bad_class(config.tier, f"its name is {tier.name!r}, which another tier or memory has")
