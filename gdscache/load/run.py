@@ -155,7 +155,7 @@ class LoadRun:
         priority = Priority.PREFETCH if self._blocks is None else Priority.LOAD
         seconds = max(0.0, self._until - self._executor.now())
         self._rows = rows
-        move = Move(priority, tuple(ways), seconds, self._groups(ways))
+        move = Move(priority, tuple(ways), seconds, self._groups(ways), self._load.number)
         self._moving = moving = self._executor.begin(move, self._after, self)
         self._load.carried_by(moving)
         if moving.broken is not None:

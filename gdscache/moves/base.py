@@ -83,13 +83,14 @@ class Move:
     """Pages that move together: plain data that can be pickled. A page's row is its place in `ways`, counted through.
 
     `seconds`: how long its I/O may take from its begin. A page that takes longer is late. `groups`: the layers that
-    move together, in their order; all at once where there are none.
+    move together, in their order; all at once where there are none. `number`: what a timeline knows it by.
     """
 
     priority: Priority
     ways: tuple[Way, ...]
     seconds: float
     groups: tuple[range, ...] = ()
+    number: int = 0
 
     def __len__(self) -> int:
         """Pages."""
