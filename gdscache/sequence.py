@@ -227,7 +227,7 @@ class Sequence:
             self._held.lease = lease = self._manager.lease("sequence")
             undo.callback(self._manager.end, lease)
             shared = gpu.index.pin_run(candidates, 0, len(candidates))
-            lease.entries.update(dict.fromkeys(shared, gpu.index))
+            lease.take(gpu.index, shared)
             self._shared = len(shared)
             private = self._take(layout.pages_for(len(self._tokens)) - self._shared)
             undo.callback(gpu.give, private)

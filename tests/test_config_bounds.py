@@ -95,7 +95,9 @@ def put(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     """A copy of a configuration with one key changed; `x[].y` is `y` of the first of `x`, a list with this element."""
     config = {**config}
     section, _, name = key.rpartition(".")
-    if section.endswith("[]"):
+    if section == "tiers[]":
+        config["tiers"] = [{"tier": "dict_tier:DictTier", "capacity": "1MiB", name: value}]
+    elif section.endswith("[]"):
         plane = {"name": "p", "shape": [8], name: [value]}
         config["model"] = {
             **{k: v for k, v in MHA.items() if k in ("name", "layers", "dtype", "page_tokens")},
@@ -206,12 +208,13 @@ LEAST = {
     "gpu.staging": 2 * PAGE,
     "cpu.capacity": PAGE,
     "ssd.capacity": PAGE,
+    "tiers[].capacity": PAGE,
     "ssd.endurance": 8 * PAGE,
     "store.queue": PAGE,
     "host_buffer": 2 * PAGE,
 }
 # What would be that much memory, disk or work; what is refused there is tested by itself.
-CAPACITIES = ("gpu.capacity", "gpu.staging", "cpu.capacity", "ssd.capacity", "host_buffer")
+CAPACITIES = ("gpu.capacity", "gpu.staging", "cpu.capacity", "ssd.capacity", "tiers[].capacity", "host_buffer")
 SHAPES = ("model.layers", "model.page_tokens", "model.kv_heads", "model.head_dim", "model.v_head_dim")
 OTHERS = ("model.kv_lora_rank", "model.rope_dim", *PLANES)  # of other kinds of models
 THREADS = {"ssd.threads": 64, "load.threads": 64}  # instead of 1,024, which is much for a test machine
@@ -430,6 +433,6 @@ except GdsCacheError as error:
 
 def test_the_walk_finds_the_numbers_of_every_section() -> None:
     sections = {key.rpartition(".")[0] for key in KEYS}
-    assert sections == {"", "model", "model.planes[]", "gpu", "cpu", "ssd", "store", "load", "prefetch"}
+    assert sections == {"", "model", "model.planes[]", "gpu", "cpu", "ssd", "tiers[]", "store", "load", "prefetch"}
     assert issubclass(Config, BaseModel)
     assert issubclass(CapacityError, ConfigError)

@@ -356,8 +356,7 @@ def test_one_hung_write_costs_its_own_page(open_host: OpenHost) -> None:
 
 def test_the_writer_goes_on_with_the_next_batch(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     host = open_host(cpu=64, ssd=64, **WRITES_SOON)
-    writer = host.engine._parts.storer._writer
-    assert writer is not None
+    writer = host.engine._parts.storer._writers["ssd"]
     monkeypatch.setattr(writer, "_most", 2)
     with PLAN.rule(Op.WRITE, Fault.HANG, times=1):
         begun = time.monotonic()
@@ -681,8 +680,7 @@ def test_close_with_a_long_queue_to_a_hung_device_costs_about_one_deadline(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None, drain: bool
 ) -> None:
     host = open_host(cpu=cpu, bounce=64, ssd=64, transport=FAULTY, store={"deadline": 1.0})
-    writer = host.engine._parts.storer._writer
-    assert writer is not None
+    writer = host.engine._parts.storer._writers["ssd"]
     monkeypatch.setattr(writer, "_most", 1)  # a batch a page: waiting for each would take a deadline a pair
     with PLAN.rule(Op.WRITE, Fault.HANG):
         handles = [host.store(prompt(seed, 5)) for seed in range(6)]

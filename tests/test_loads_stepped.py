@@ -120,6 +120,12 @@ class Begun:
     seen: dict[int, list[Any]] = dataclasses.field(default_factory=dict)  # layer -> bytes when it was said to be ready
     left: bool = False
 
+    @property
+    def statuses(self) -> list[PageStatus]:
+        """What became of each page."""
+        assert all(part.report is not None for part in self.load.parts), "no report"
+        return [status for part in self.load.parts if part.report is not None for status in part.report.pages]
+
 
 class Run:
     """One order. `order` says which choice is taken; behind its end, the first."""
@@ -159,7 +165,8 @@ class Run:
     def _stored(self) -> dict[int, bytes]:
         """What the tiers have to begin with."""
         found = {}
-        for page in dict.fromkeys(page for what, seed, n in self.small.acts if n for page in prompt(seed, n)):
+        seeds = [(s, n) for what, seed, n in self.small.acts if n for s in (seed, seed + (what == "both"))]
+        for page in dict.fromkeys(page for seed, n in seeds for page in prompt(seed, n)):
             (slot,) = self.ssd.index.allocate(1) or ()
             self._put(self.ssd, page, slot)
             found[slot] = content(page.key)
@@ -190,20 +197,32 @@ class Run:
                 self.lane.start(self._bring(plan.chunk))
         elif what == "close":
             self.loader.close()
+        elif what == "both":
+            self._load(prompt(seed, pages), prompt(seed + 1, pages))
         else:
             self._load(prompt(seed, pages))
 
     def _bring(self, plan: LoadPlan) -> Steps[None]:
         assert (yield from failure(self.loader.bring(plan))) is None, "a prefetch broke off"
 
-    def _load(self, pages: list[Page]) -> None:
+    def _load(self, *requests: list[Page]) -> None:
+        pages = [page for some in requests for page in some]
         blocks = [next(self._blocks) for _ in pages]
         self._starts = self.machine.now
         try:
-            load = self.loader.start([(pages, torch.tensor(blocks).view(-1, 1), 0)], "load")
+            table = torch.tensor(blocks).view(-1, 1)
+            starts = itertools.accumulate(map(len, requests), initial=0)
+            batch = [(some, table[at : at + len(some)], 0) for some, at in zip(requests, starts, strict=False)]
+            load = self.loader.start(batch, "load")
         except EngineClosedError:
             return
-        self.loads.append(Begun(load, pages[: load.parts[0].pages], blocks, self.machine.now))
+        moved = [
+            (some[: part.pages], table[: part.pages]) for part, (some, table, _) in zip(load.parts, batch, strict=True)
+        ]
+        pages = [page for some, _ in moved for page in some]  # without those behind one that failed before
+        self.loads.append(
+            Begun(load, pages, torch.cat([table for _, table in moved]).view(-1).tolist(), self.machine.now)
+        )
 
     def _read_begins(self) -> None:
         running = [begun.at for begun in self.loads if not begun.load.done()]
@@ -289,9 +308,7 @@ class Run:
     def _leave(self, begun: Begun) -> None:
         """Its blocks are somebody else's now."""
         begun.left = True
-        report = begun.load.parts[0].report
-        assert report is not None, "released without a report"
-        for page, block, status in zip(begun.pages, begun.blocks, report.pages, strict=False):
+        for page, block, status in zip(begun.pages, begun.blocks, begun.statuses, strict=True):
             if status is PageStatus.LOADED:
                 assert np.array_equal(read_page(self.planes, LAYOUT, [block]), right(page.key)), "a page is not there"
         for block in begun.blocks:
@@ -300,12 +317,12 @@ class Run:
     def check_end(self) -> None:
         for begun in self.loads:
             assert begun.load.done(), "a load has no end"
-            (report,) = begun.load.results(0.0)
+            statuses = begun.statuses
             assert begun.left, "the blocks of a load are never free"
             assert len(begun.seen) == LAYOUT.n_layers, "a layer is never ready"
-            assert PageStatus.PENDING not in report.pages
-            assert PageStatus.ABORTED not in report.pages, "a load broke off"
-            for i, (page, status) in enumerate(zip(begun.pages, report.pages, strict=True)):
+            assert PageStatus.PENDING not in statuses
+            assert PageStatus.ABORTED not in statuses, "a load broke off"
+            for i, (page, status) in enumerate(zip(begun.pages, statuses, strict=True)):
                 start = 0
                 for layer, (begin, end) in enumerate(LAYOUT.layer_bounds):
                     if status is PageStatus.LOADED:
@@ -313,7 +330,7 @@ class Run:
                         assert np.array_equal(seen, right(page.key)[begin:end]), "a layer was said to be ready early"
                     start = end
                 assert start == LAYOUT.page_bytes
-            self._check_causes(begun, report.pages)
+            self._check_causes(begun, statuses)
             for block in begun.blocks:
                 assert (read_page(self.planes, LAYOUT, [block]) == 7).all(), "written behind the end"
         assert not self.planner._filling, "pages are still being filled"
@@ -325,7 +342,7 @@ class Run:
         assert not self.manager.quarantine.requests
         for tier in (self.cpu, self.ssd):
             if tier is not None:
-                assert all(tier.index.has(entry.key) for entry in tier.index), f"a page of the {tier.name} never ends"
+                assert not tier.index._entries, f"a page of the {tier.name} stays in use"
                 assert tier.index.free_slots + len(tier.index) == tier.index.slots, f"a slot of the {tier.name} is lost"
 
     def _check_causes(self, begun: Begun, statuses: Sequence[PageStatus]) -> None:
@@ -380,6 +397,9 @@ CASES = {
     "a reserve of one slot, for two": Small((LOAD, ("load", 2, 2)), cpu=None, bounce=2),
     "all ways at once": Small((("load", 1, 4),), cpu=2, resident=1),
     "two that share a page": Small((LOAD, ("load", 2, 2))),
+    "two requests that share a page": Small((("both", 1, 2),)),
+    "two requests that share pages in memory": Small((("both", 1, 2),), resident=2),
+    "two requests past the CPU tier": Small((("both", 1, 2),), keep=False),
     "one twice": Small((LOAD, LOAD)),
     "one twice, one thread": Small((LOAD, LOAD), threads=1),
     "cancelled": Small((LOAD, ("cancel", 0, 0))),

@@ -41,15 +41,15 @@ class Run:
 
 
 class LoadPlan:
-    """The pages that a load will move, in order, and the lease on everything that it touches.
+    """The pages that a load will move, in order, and the leases on everything that it touches, one a request.
 
     A page's row is its place in `pages`. `sources` are their entries in the tiers that `runs` say; `targets`, by row,
     those that they get in the landing tier. `requests`: the rows of each request. `statuses` are codes, places in
     `STATUSES`, uint8 of shape (pages,); the manager's lock guards them.
     """
 
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
+    def __init__(self) -> None:
+        self.leases: list[Lease] = []
         self.pages: list[Page] = []
         self.sources: list[Entry] = []
         self.runs: list[Run] = []
@@ -148,9 +148,10 @@ class LoadPlanner:
         """
         manager = self.manager
         with manager.lock, contextlib.ExitStack() as undo:
-            plan = LoadPlan(manager.lease(owner))
+            plan = LoadPlan()
             undo.callback(self._undo, plan)
             for pages in requests:
+                plan.leases.append(manager.lease(owner))  # requests may have pages in common
                 with manager.timeline.span("plan", pages=len(pages)):
                     manager.expire(pages)
                     for due in self._due:
@@ -182,7 +183,7 @@ class LoadPlanner:
         """Lease `pages[at]`, and those behind it that the same tier has and no faster one; how many. `row`: its row."""
         stop, behind, lacking = len(pages), False, True  # pages before `stop` are in no faster tier
         for tier in self._chain:
-            entries = self._take(tier, pages, at, stop, plan.lease)
+            entries = self._take(tier, pages, at, stop, plan.leases[-1])
             if entries:
                 rows = range(row, row + len(entries))
                 plan.sources += entries
@@ -194,7 +195,7 @@ class LoadPlanner:
                 behind, copy = True, tier.index.find(pages[at].key)  # not complete, if it is there
                 filling = None if copy is None else self._filling.get(copy)
                 if copy is not None and filling is not None:
-                    plan.lease.add(tier.index, copy)
+                    plan.leases[-1].add(tier.index, copy)
                     plan.sources.append(copy)
                     plan.runs.append(Run(tier, range(row, row + 1), filling))
                     return 1
@@ -213,7 +214,7 @@ class LoadPlanner:
             for entry in entries[seen:]:
                 index.release(entry)
             del entries[seen:]
-        lease.entries.update(dict.fromkeys(entries, index))
+        lease.take(index, entries)
         return entries
 
     def _note_uses(self, plan: LoadPlan, first: int) -> None:
@@ -242,7 +243,7 @@ class LoadPlanner:
             target.leases = 1
         plan.targets.update(zip(rows, targets, strict=False))
         self._filling.update(zip(targets, zip(itertools.repeat(plan), rows, strict=False), strict=False))
-        plan.lease.entries.update(dict.fromkeys(targets, index))
+        plan.leases[-1].take(index, targets)
 
     def _set_out(self, plan: LoadPlan) -> None:
         """All pages are known. They count as under way until the plan ends."""
@@ -265,7 +266,8 @@ class LoadPlanner:
         assert landing is not None, "no tier to bring pages to"
         with manager.lock, contextlib.ExitStack() as undo:
             manager.expire(pages[start : start + most])
-            plan = LoadPlan(manager.lease("prefetch"))
+            plan = LoadPlan()
+            plan.leases.append(manager.lease("prefetch"))
             undo.callback(self._undo, plan)
             found, then = self._prefetchable(plan, landing, pages, start, most)
             self._reserve(landing.index, plan, range(len(plan)), keep)
@@ -297,7 +299,7 @@ class LoadPlanner:
             if not most:
                 break
             for tier in slow:
-                entries = self._take(tier, pages, i, i + 1, plan.lease)
+                entries = self._take(tier, pages, i, i + 1, plan.leases[-1])
                 if entries:
                     plan.pages.append(pages[i])
                     plan.sources += entries
@@ -318,7 +320,7 @@ class LoadPlanner:
     def _cut(self, plan: LoadPlan, pages: int) -> None:
         """Leave out what is behind the first `pages`."""
         for entry in plan.sources[pages:]:
-            plan.lease.remove(entry)
+            plan.leases[-1].remove(entry)
         del plan.pages[pages:], plan.sources[pages:]
         plan.runs = [Run(r.tier, r.rows[: pages - r.rows.start]) for r in plan.runs if r.rows.start < pages]
 
@@ -363,6 +365,7 @@ class LoadPlanner:
     def end(self, plan: LoadPlan) -> None:
         """Release every page; twice is fine."""
         with self.manager.lock:
-            self.manager.end(plan.lease)
+            for lease in plan.leases:
+                self.manager.end(lease)
             self.under_way.subtract(plan.under_way)
             plan.under_way = Counter()

@@ -228,10 +228,11 @@ class StorePlanner:
             self.keys[key] = self.keys.get(key, 0) + len(outlets)
 
     def _arrived(self, key: bytes, outlet: Outlet) -> None:
-        outlet.keys.discard(key)
-        self.keys[key] -= 1
-        if not self.keys[key]:
-            del self.keys[key]
+        if key in outlet.keys:
+            outlet.keys.discard(key)
+            self.keys[key] -= 1
+            if not self.keys[key]:
+                del self.keys[key]
 
     # -- placing -----------------------------------------------------------------------------------------------------
 
@@ -334,10 +335,12 @@ class StorePlanner:
         return "expired" if self._manager.expiry.was(page) else "cleared"
 
     def written(self, placed: Placed, outlet: Outlet, cause: str) -> None:
-        """A writer's last word on a page, "" or why its tier has not got it. `released` gives the slot back."""
+        """A writer's last word on a page, "" or why its tier has not got it. `released` gives the slot back.
+
+        Where it is broken off, it may be said again.
+        """
         if outlet not in placed.open:
             return
-        placed.open.discard(outlet)
         self._arrived(placed.page.key, outlet)
         if not cause:
             placed.job.receipt.committed(placed.job.numbers[placed.i], outlet.tier.name)
@@ -347,21 +350,22 @@ class StorePlanner:
         if cause in (*_UNWRITTEN, f"{outlet.tier.name}_full"):
             outlet.admission.not_written()
         placed.cause = placed.cause or cause
-        if not placed.open:
+        if len(placed.open) == 1:
             if placed.entry is not None:
                 self._manager.cpu_index.mark_clean(placed.entry)  # refused for good, too: it must not stay for ever
             self.settle(placed.job, placed.i, placed.cause)
+        placed.open.discard(outlet)
 
     def released(self, placed: Placed, outlet: Outlet) -> bool:
         """An outlet does not read the page's slot any more. True when none does; a slot of the bounce reserve is for
         its owner to give back then."""
         if outlet not in placed.reading:
             return False
+        last = len(placed.reading) == 1
+        if last:
+            self._give_back(placed)
         placed.reading.discard(outlet)
-        if placed.reading:
-            return False
-        self._give_back(placed)
-        return True
+        return last
 
     def _give_back(self, placed: Placed) -> None:
         if placed.lease is not None:

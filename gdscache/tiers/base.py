@@ -151,7 +151,13 @@ class Lease:
     def add(self, index: PageIndex, entry: Entry) -> None:
         """Pin one page; it must not be pinned by this lease already."""
         index.lease(entry)
-        self.entries[entry] = index
+        self.take(index, (entry,))
+
+    def take(self, index: PageIndex, entries: Sequence[Entry]) -> None:
+        """Take over one pin on each of some pages, of which this lease has none yet."""
+        before = len(self.entries)
+        self.entries.update(dict.fromkeys(entries, index))
+        assert len(self.entries) == before + len(entries), "a page twice under one lease"
 
     def remove(self, entry: Entry) -> None:
         """End the pin on one page before the others."""
