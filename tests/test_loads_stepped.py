@@ -342,7 +342,8 @@ class Run:
         assert not self.manager.quarantine.requests
         for tier in (self.cpu, self.ssd):
             if tier is not None:
-                assert not tier.index._entries, f"a page of the {tier.name} stays in use"
+                assert all(tier.index.has(entry.key) for entry in tier.index), f"a page of the {tier.name} never ends"
+                assert not any(entry.leases for entry in tier.index), f"a page of the {tier.name} stays in use"
                 assert tier.index.free_slots + len(tier.index) == tier.index.slots, f"a slot of the {tier.name} is lost"
 
     def _check_causes(self, begun: Begun, statuses: Sequence[PageStatus]) -> None:

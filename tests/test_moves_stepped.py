@@ -73,6 +73,7 @@ class Small:
     spare: int
     stores: tuple[tuple[int, int] | None, ...]  # seed and pages
     policy: str = "write_through"
+    far: int | None = None  # pages of a second tier of files
     faults: int = 1
     drain: bool = True
 
@@ -91,13 +92,17 @@ class Run:
         self.executor = executor = SteppedExecutor(self.choose)
         self.cpu = None if small.cpu is None else ModelTier("cpu", small.cpu, 4096, "lru")
         self.ssd = ModelSsd(small.ssd, 4096, "lru", 0)
-        self.manager = TierManager(threading.RLock(), [tier for tier in (self.cpu, self.ssd) if tier is not None])
-        admissions = {"ssd": open_admission(config.ssd, small.ssd, 4096)}
+        self.far = None if small.far is None else ModelSsd(small.far, 4096, "lru", 0)
+        if self.far is not None:
+            self.far.name = "far"
+        self.tiers: list[ModelTier] = [tier for tier in (self.cpu, self.ssd, self.far) if tier is not None]
+        self.manager = TierManager(threading.RLock(), self.tiers)
+        admissions = {tier.name: open_admission(config.ssd, small.ssd, 4096) for tier in self.manager.files}
         marks = (0.0, 0.0) if config.cpu is None else (0.3, 0.5)
         self.planner = StorePlanner(self.manager, config.store, 4096, admissions, marks)
         self.spare = SlotPool(range(small.spare))
-        writer = TierWriter(self.manager, self.ssd, executor, 4096)
-        self.storer = Storer(self.manager, self.planner, executor, self.spare, {"ssd": writer}, 4096, config.store)
+        writers = {tier.name: TierWriter(self.manager, tier, executor, 4096) for tier in self.manager.files}
+        self.storer = Storer(self.manager, self.planner, executor, self.spare, writers, 4096, config.store)
         self.receipts: list[Receipt] = []
         self.accepted: set[bytes] = set()  # keys, since the last clear
         self._blocks = 0
@@ -173,9 +178,9 @@ class Run:
 
     def check(self) -> None:
         """What is visible lies where it is said to be."""
-        for tier in (self.cpu, self.ssd):
-            for entry in [] if tier is None else list(tier.index):
-                if tier is not None and tier.index.has(entry.key):
+        for tier in self.tiers:
+            for entry in list(tier.index):
+                if tier.index.has(entry.key):
                     assert entry.key in self.accepted, "a page that was cleared is there again"
                     assert self.executor.tags[tier.name, entry.slot] == entry.key, f"another page in the {tier.name}"
 
@@ -188,10 +193,10 @@ class Run:
         assert self.manager.check() == []
         assert self.spare.free_slots == self.spare.slots, "a slot of the reserve is lost"
         assert not self.manager.quarantine.requests
-        for tier in (self.cpu, self.ssd):
-            if tier is not None:
-                assert all(tier.index.has(entry.key) for entry in tier.index), f"a page of the {tier.name} never ends"
-                assert tier.index.free_slots + len(tier.index) == tier.index.slots, f"a slot of the {tier.name} is lost"
+        for tier in self.tiers:
+            assert all(tier.index.has(entry.key) for entry in tier.index), f"a page of the {tier.name} never ends"
+            assert not any(entry.leases for entry in tier.index), f"a page of the {tier.name} stays in use"
+            assert tier.index.free_slots + len(tier.index) == tier.index.slots, f"a slot of the {tier.name} is lost"
 
 
 def every_order(small: Small, path: Any, most: int) -> int:
@@ -225,6 +230,9 @@ CASES = {
     "no CPU tier": Small(cpu=None, ssd=8, spare=2, stores=((1, 3), (2, 2))),
     "no CPU tier, cleared": Small(cpu=None, ssd=8, spare=1, stores=((1, 2), None, (1, 2))),
     "an SSD that is too small": Small(cpu=6, ssd=2, spare=2, stores=((1, 2), (2, 3))),
+    "two tiers of files": Small(cpu=4, ssd=8, spare=2, stores=((1, 2), (2, 2)), far=8),
+    "two tiers of files, one too small": Small(cpu=None, ssd=2, spare=2, stores=((1, 2), (2, 2)), far=8),
+    "written back to two": Small(cpu=4, ssd=8, spare=2, stores=((1, 3), None), policy="write_back", far=8),
     "written back": Small(cpu=4, ssd=8, spare=2, stores=((1, 3), (2, 3)), policy="write_back"),
     "written back, cleared": Small(cpu=4, ssd=8, spare=2, stores=((1, 3), None, (2, 3)), policy="write_back"),
 }
