@@ -38,6 +38,7 @@ from gdscache.tiers.further import open_tier
 from gdscache.tiers.gpu import DeviceExtents, GpuTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.promotion import Promotion, new_promotion
+from gdscache.tiers.quarantine import Quarantine
 from gdscache.tiers.ssd import SsdTier
 from gdscache.tiers.transfer import Mover, open_mover
 from gdscache.timeline import OFF, Timeline
@@ -108,16 +109,17 @@ def build(
         if ssd is not None and config.ssd is not None:
             route = routes.choose(config.ssd.route, ssd, layout, planes.device, keep=cpu is not None)
             ssd.route = route.describe()
-        bounce = _bounce(config, layout, planes.device, cpu, ssd, route, further=bool(further))
+        quarantine = Quarantine(lock)
+        bounce = _bounce(config, layout, planes.device, cpu, ssd, route, quarantine, further=bool(further))
         if bounce is not None:
             undo.callback(bounce.close)
         _check_paths(config.gpu, planes.device, [tier.extents for tier in (cpu, bounce) if tier is not None])
         chain: list[Tier | None] = [gpu, cpu, ssd, *further]
-        manager = TierManager(lock, [tier for tier in chain if tier is not None], calls=calls)
-        if bounce is not None:
-            manager.adopt(bounce)
+        manager = TierManager(
+            lock, [tier for tier in chain if tier is not None], quarantine=quarantine, timeline=timeline, calls=calls
+        )
         mover = open_mover(planes, config.gpu)
-        manager.timeline = mover.timeline = timeline
+        mover.timeline = timeline
         undo.callback(mover.close)
         promotion = _promotion(config, cpu)
         watermarks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
@@ -209,6 +211,7 @@ def _bounce(
     cpu: CpuTier | None,
     ssd: SsdTier | None,
     route: routes.Choice | None,
+    quarantine: Quarantine,
     *,
     further: bool,
 ) -> Bounce | None:
@@ -220,10 +223,10 @@ def _bounce(
     if ssd is not None and route is not None and route.route == "direct":
         on_device = DeviceExtents(layout, config.host_buffer, device)
         ssd.io.register(on_device.rows.view(-1))
-        return Bounce(on_device)
+        return Bounce(on_device, quarantine)
     on_host = HostExtents(
         layout, config.host_buffer, config.cpu.pin if config.cpu is not None else "auto", "host_buffer"
     )
     if ssd is not None:
         ssd.io.register(on_host.buffer.view)
-    return Bounce(on_host)
+    return Bounce(on_host, quarantine)

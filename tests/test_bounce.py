@@ -17,6 +17,7 @@ from gdscache.tiers.base import SlotPool
 from gdscache.tiers.bounce import Bounce, LateSlots, Reserved
 from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.gpu import DeviceExtents
+from gdscache.tiers.quarantine import Quarantine
 
 SLOTS = 12
 
@@ -35,7 +36,7 @@ def bounce(device: str) -> Iterator[Bounce]:
         if device == "cpu"
         else DeviceExtents(layout, capacity, torch.device("cuda", 0))
     )
-    yield Bounce(extents)
+    yield Bounce(extents, Quarantine(threading.RLock()))
     extents.close()
 
 

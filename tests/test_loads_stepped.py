@@ -141,8 +141,7 @@ class Run:
         memories = {}
         if small.cpu is not None:
             memories["cpu"] = self.memory = memory(small.cpu, "cpu")
-        self.bounce = Bounce(memory(small.bounce, "bounce"))
-        self.manager.adopt(self.bounce)
+        self.bounce = Bounce(memory(small.bounce, "bounce"), self.manager.quarantine)
         self.tiers: dict[str, ModelTier] = {"ssd": self.ssd} | ({} if self.cpu is None else {"cpu": self.cpu})
         self.ssd_slots: dict[bytes, int] = {}
         stored = self._stored()

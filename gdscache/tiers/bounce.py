@@ -100,15 +100,18 @@ class Window:
 
 
 class Bounce:
-    """Half of the slots are for stores, half for loads; neither borrows from the other."""
+    """Half of the slots are for stores, half for loads; neither borrows from the other. `quarantine` watches over both,
+    and the memory outlives I/O that hangs."""
 
-    def __init__(self, extents: Reserved) -> None:
+    def __init__(self, extents: Reserved, quarantine: Quarantine) -> None:
         self.extents = extents
         half = extents.slots // 2
         self.stores = SlotPool(range(half))
         self.loads = SlotPool(range(half, 2 * half))
         self.late = LateSlots(self.loads)
-        self.quarantine: Quarantine | None = None  # set by `TierManager.adopt`
+        self._quarantine = quarantine
+        quarantine.add_pool("bounce_loads", self.loads.slots, lambda: self.late.held)
+        quarantine.add_pool("bounce_stores", self.stores.slots)
 
     def window(self, slots: Sequence[int], span: tuple[int, int]) -> tuple[Window, list[int]]:
         """The longest run of neighbours among ascending slots of loads, cut for parts of extents; and the others."""
@@ -127,10 +130,7 @@ class Bounce:
 
     def close(self) -> None:
         """Give the memory back, once no I/O that hangs may touch it."""
-        if self.quarantine is None:
-            self.extents.close()
-        else:
-            self.quarantine.afterwards(self.extents.close)
+        self._quarantine.afterwards(self.extents.close)
 
 
 class LateSlots:

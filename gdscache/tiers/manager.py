@@ -26,7 +26,6 @@ from gdscache.tiers.retention import DEFAULT, Retention
 from gdscache.timeline import OFF, Timeline
 
 if TYPE_CHECKING:
-    from gdscache.tiers.bounce import Bounce
     from gdscache.tiers.cpu import CpuTier
     from gdscache.tiers.gpu import GpuTier
     from gdscache.tiers.ssd import SsdTier
@@ -49,6 +48,8 @@ class TierManager:
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         calls: Caller | None = None,
+        quarantine: Quarantine | None = None,
+        timeline: Timeline = OFF,
     ) -> None:
         """`tiers`: the fastest first, each by a name of its own. `landing` is the first of them in memory, where pages
         of slower ones come up to; `files` are those that only I/O reaches."""
@@ -65,8 +66,8 @@ class TierManager:
         self.busy = BusyPeriods(self.costs.observe_load)
         self.expiry = Expiry(self, wall_clock)
         self.pins = Pins(self, clock)
-        self.quarantine = Quarantine(lock)
-        self.timeline: Timeline = OFF
+        self.quarantine = Quarantine(lock) if quarantine is None else quarantine
+        self.timeline = timeline
         if self.landing is not None:
             self.quarantine.add_pool(self.landing.name, self.landing.index.slots)
 
@@ -83,12 +84,6 @@ class TierManager:
     @property
     def ssd(self) -> SsdTier | None:
         return cast("SsdTier | None", self.tiers.get("ssd"))
-
-    def adopt(self, bounce: Bounce) -> None:
-        """Watch over the bounce reserve too, whose memory then outlives I/O that hangs."""
-        bounce.quarantine = self.quarantine
-        self.quarantine.add_pool("bounce_loads", bounce.loads.slots, lambda: bounce.late.held)
-        self.quarantine.add_pool("bounce_stores", bounce.stores.slots)
 
     # -- looking --------------------------------------------------------------------------------------------------
 
