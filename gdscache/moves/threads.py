@@ -22,7 +22,7 @@ from gdscache.moves.pages import Landing
 from gdscache.moves.reads import Ended
 from gdscache.storage.base import Op
 from gdscache.streams import Event
-from gdscache.threads import Workers
+from gdscache.threads import Workers, failure_of
 from gdscache.tiers.base import SlotPool
 from gdscache.tiers.page_io import PageIO
 from gdscache.tiers.transfer import Moved
@@ -47,11 +47,7 @@ class ThreadsExecutor:
         return _Lane(NAMES[priority], rest, threads)
 
     def finish(self, steps: Steps[_T]) -> _T:
-        try:
-            while True:
-                cast(_Blocking, next(steps)).wait()
-        except StopIteration as end:
-            return cast(_T, end.value)
+        return _drive(steps)
 
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
         if listener is not None:
@@ -138,6 +134,18 @@ class _Landing:
         return self._word
 
 
+def _drive(steps: Steps[_T]) -> _T:
+    """Run steps to their end in this thread, which waits where they wait. What breaks a wait is raised there."""
+    with contextlib.closing(steps):
+        try:
+            wait = next(steps)
+            while True:
+                error = failure_of(cast(_Blocking, wait).wait)
+                wait = next(steps) if error is None else steps.throw(error)
+        except StopIteration as end:
+            return cast(_T, end.value)
+
+
 class _Lane:
     """Some threads. What steps raise goes to the log."""
 
@@ -150,9 +158,7 @@ class _Lane:
         self._threads.submit(functools.partial(self._drive, steps), ending)
 
     def _drive(self, steps: Steps[None]) -> None:
-        """Run steps to their end in this thread, which waits where they wait."""
-        for wait in steps:
-            cast(_Blocking, wait).wait()
+        _drive(steps)
         self._rest()
 
     def close(self) -> None:
