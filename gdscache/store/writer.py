@@ -110,10 +110,11 @@ class TierWriter:
                 self._start(batch)
             on_failure.pop_all()
         if self._flying and (len(self._flying) > 1 or not batch):
+            flight = self._flying[0]
             with contextlib.ExitStack() as ends:
-                ends.callback(self._flying.popleft)
-                ends.callback(self._lose, self._flying[0])  # nothing, unless what follows is broken off
-                yield from self._complete(self._flying[0])
+                ends.callback(self._forget, flight)
+                ends.callback(self._lose, flight)  # nothing, unless what follows is broken off
+                yield from self._complete(flight)
         elif not batch:
             return False
         return True
@@ -247,6 +248,11 @@ class TierWriter:
             self._manager.quarantine.hold(flight.moving, {i: self._late(*flight.writes[i]) for i in left})
             for i in left:
                 self._end(flight.writes[i][0], "error")
+
+    def _forget(self, flight: _Flight) -> None:
+        """Its pages have their ends. Again is fine: steps that were broken off may be closed late."""
+        if self._flying and self._flying[0] is flight:
+            self._flying.popleft()
 
     def _give_up(self, entry: Entry) -> None:
         self._tier.index.drop(entry)
