@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -35,6 +36,69 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 Place = tuple[str, int]  # a space, and a slot of it; of the planes, the first block
+
+
+class Order:
+    """One order of what may happen: `order` says which choice is taken; behind its end, the first, or one of `rng`.
+
+    `faults`: how many there may be. `acts` are what the caller does, in turn, while it is not `busy` with a call.
+    """
+
+    def __init__(self, order: Sequence[int], rng: random.Random | None, faults: int) -> None:
+        self.taken: list[tuple[int, int]] = []  # the number of a choice, of so many
+        self.names: list[str] = []
+        self.faults = faults
+        self.acts: list[Choice] = []
+        self.busy = False
+        self._order = order
+        self._rng = rng
+
+    def choose(self, found: Sequence[Choice]) -> Choice:
+        """The next choice of the order."""
+        some = [choice for choice in found if self.faults or not choice.fault]
+        if self.acts and not self.busy:
+            some.append(self.acts[0])
+        depth = len(self.taken)
+        number = self._order[depth] if depth < len(self._order) else 0
+        if self._rng is not None:
+            number = self._rng.randrange(len(some))
+        self.taken.append((number, len(some)))
+        choice = some[number]
+        self.names.append(choice.name)
+        self.faults -= choice.fault
+        if self.acts and choice is self.acts[0]:
+            self.acts.pop(0)
+        return choice
+
+    def __call__(self) -> None:
+        """Let everything happen in this order, with all checks; what fails says what the order was."""
+        try:
+            self.play()
+        except BaseException as error:
+            raise AssertionError(f"{' | '.join(self.names)}: {error!r}") from error
+
+    def play(self) -> None:
+        raise NotImplementedError
+
+
+def every_order(run: Callable[[Sequence[int], random.Random | None], Order], most: int) -> int:
+    """Try orders, depth first, until all were tried, or `most`; how many were."""
+    order: list[int] = []
+    for tried in range(1, most + 1):
+        played = run(order, None)
+        played()
+        taken = played.taken
+        while taken and taken[-1][0] + 1 == taken[-1][1]:
+            taken.pop()
+        if not taken:
+            return tried
+        order = [number for number, _ in taken[:-1]] + [taken[-1][0] + 1]
+    return most
+
+
+def random_orders(run: Callable[[Sequence[int], random.Random | None], Order], runs: int, seed: int) -> None:
+    for number in range(runs):
+        run((), random.Random(seed + number))()
 
 
 class SteppedExecutor:

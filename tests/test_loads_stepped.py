@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import MHA, SEED, layout_of, read_page, write_page
-from stepped import SteppedExecutor
+from stepped import Order, SteppedExecutor, every_order, random_orders
 from stepped_machine import Choice, SteppedMachine
 
 from gdscache.checksum import Checksums, layer_checksums
@@ -127,13 +127,11 @@ class Begun:
         return [status for part in self.load.parts if part.report is not None for status in part.report.pages]
 
 
-class Run:
-    """One order. `order` says which choice is taken; behind its end, the first."""
+class Run(Order):
+    """One order of what may happen to a case."""
 
     def __init__(self, small: Small, order: Sequence[int], rng: random.Random | None = None) -> None:
-        self._order, self._rng, self._faults = order, rng, small.faults
-        self.taken: list[tuple[int, int]] = []  # the number of a choice, of so many
-        self.names: list[str] = []
+        super().__init__(order, rng, small.faults)
         self.small = small
         self.cpu = None if small.cpu is None else ModelTier("cpu", small.cpu, LAYOUT.extent_bytes, "lru")
         self.ssd = Ssd(16, LAYOUT.extent_bytes, "lru", 0)
@@ -157,7 +155,7 @@ class Run:
         self.lane = self.executor.lane(Priority.PREFETCH, lambda: None)
         self.loads: list[Begun] = []
         self._blocks = iter(range(BLOCKS))
-        self._acts = [
+        self.acts = [
             Choice(f"{what} {seed}", functools.partial(self._do, what, seed, n)) for what, seed, n in small.acts
         ]
 
@@ -230,41 +228,20 @@ class Run:
 
     # -- one order -----------------------------------------------------------------------------------------------------
 
-    def choose(self, found: Sequence[Choice]) -> Choice:
-        """The next choice of the order."""
-        some = [choice for choice in found if self._faults or not choice.fault]
-        if self._acts and not self._busy:
-            some.append(self._acts[0])
-        depth = len(self.taken)
-        number = self._order[depth] if depth < len(self._order) else 0
-        if self._rng is not None:
-            number = self._rng.randrange(len(some))
-        self.taken.append((number, len(some)))
-        choice = some[number]
-        self.names.append(choice.name)
-        self._faults -= choice.fault
-        if self._acts and choice is self._acts[0]:
-            self._acts.pop(0)
-        return choice
-
     _starts = -1.0  # when a load was last asked for
-    _busy = False  # the caller is in the middle of a call
 
-    def __call__(self) -> None:
-        try:
-            while True:
-                found = self.executor.choices()
-                if not found and not self._acts:
-                    break
-                choice = self.choose(found)
-                self._busy = True
-                choice.do()
-                self._busy = False
-                self.check()
-            self.loader.close()
-            self.check_end()
-        except BaseException as error:
-            raise AssertionError(f"{' | '.join(self.names)}: {error!r}") from error
+    def play(self) -> None:
+        while True:
+            found = self.executor.choices()
+            if not found and not self.acts:
+                break
+            choice = self.choose(found)
+            self.busy = True
+            choice.do()
+            self.busy = False
+            self.check()
+        self.loader.close()
+        self.check_end()
 
     def check(self) -> None:
         """What is visible has the right bytes; what a load has said to be ready is looked at."""
@@ -365,26 +342,6 @@ class Run:
                 assert status is PageStatus.LOADED or (status is PageStatus.SWITCHED_OFF and late), status
 
 
-def every_order(small: Small, most: int) -> int:
-    """Try orders, depth first, until all were tried, or `most`; how many were."""
-    order: list[int] = []
-    for tried in range(1, most + 1):
-        run = Run(small, order)
-        run()
-        taken = run.taken
-        while taken and taken[-1][0] + 1 == taken[-1][1]:
-            taken.pop()
-        if not taken:
-            return tried
-        order = [number for number, _ in taken[:-1]] + [taken[-1][0] + 1]
-    return most
-
-
-def random_orders(small: Small, runs: int, seed: int) -> None:
-    for number in range(runs):
-        Run(small, (), random.Random(seed + number))()
-
-
 LOAD = ("load", 1, 2)
 CASES = {
     "memory": Small((LOAD,), resident=2),
@@ -418,7 +375,7 @@ CASES = {
 def test_a_layer_is_ready_before_the_next_one_is_read() -> None:
     """The first choices are taken; whatever they do, the reads of the second group wait."""
     run = Run(CASES["files"], ())
-    run._acts.pop(0).do()
+    run.acts.pop(0).do()
     (begun,) = run.loads
     for _ in range(100):
         first = [
@@ -437,18 +394,18 @@ def test_a_layer_is_ready_before_the_next_one_is_read() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_some_orders(case: str) -> None:
-    assert every_order(CASES[case], 30)
-    random_orders(CASES[case], 40, SEED)
+    assert every_order(functools.partial(Run, CASES[case]), 30)
+    random_orders(functools.partial(Run, CASES[case]), 40, SEED)
 
 
 @pytest.mark.suite
 @pytest.mark.parametrize("case", CASES)
 def test_more_orders(case: str) -> None:
-    random_orders(CASES[case], 1000, SEED + 60)
+    random_orders(functools.partial(Run, CASES[case]), 1000, SEED + 60)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_every_order(case: str, record_property: Any) -> None:
-    record_property("orders", every_order(CASES[case], 200_000))
-    random_orders(dataclasses.replace(CASES[case], faults=3), 20_000, SEED)
+    record_property("orders", every_order(functools.partial(Run, CASES[case]), 200_000))
+    random_orders(functools.partial(Run, dataclasses.replace(CASES[case], faults=3)), 20_000, SEED)

@@ -7,6 +7,7 @@ each of them, and whatever was accepted has ended, and given everything back, af
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 import threading
@@ -16,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import SEED, make_config
-from stepped import Choice, SteppedExecutor
+from stepped import Order, SteppedExecutor, every_order, random_orders
+from stepped_machine import Choice
 
 from gdscache.config import Config
 from gdscache.errors import EngineClosedError
@@ -78,13 +80,11 @@ class Small:
     drain: bool = True
 
 
-class Run:
-    """One order. `order` says which choice is taken; behind its end, the first."""
+class Run(Order):
+    """One order of what may happen to a case."""
 
     def __init__(self, small: Small, path: Any, order: Sequence[int], rng: random.Random | None = None) -> None:
-        self._order, self._rng, self._faults = order, rng, small.faults
-        self.taken: list[tuple[int, int]] = []  # the number of a choice, of so many
-        self.names: list[str] = []
+        super().__init__(order, rng, small.faults)
         config = Config.from_dict(
             make_config(path, cpu=small.cpu, ssd=small.ssd, store={"write_policy": small.policy, "write_hits": 1})
         )
@@ -106,7 +106,7 @@ class Run:
         self.receipts: list[Receipt] = []
         self.accepted: set[bytes] = set()  # keys, since the last clear
         self._blocks = 0
-        self._acts = [self._act(store) for store in small.stores]
+        self.acts = [self._act(store) for store in small.stores]
         self._drain = small.drain
 
     def _act(self, store: tuple[int, int] | None) -> Choice:
@@ -140,41 +140,19 @@ class Run:
         except EngineClosedError:
             self.receipts.remove(receipt)
 
-    def choose(self, found: Sequence[Choice]) -> Choice:
-        """The next choice of the order."""
-        some = [choice for choice in found if self._faults or not choice.fault]
-        if self._acts and not self._closing:
-            some.append(self._acts[0])
-        depth = len(self.taken)
-        number = self._order[depth] if depth < len(self._order) else 0
-        if self._rng is not None:
-            number = self._rng.randrange(len(some))
-        self.taken.append((number, len(some)))
-        choice = some[number]
-        self.names.append(choice.name)
-        self._faults -= choice.fault
-        if self._acts and choice is self._acts[0]:
-            self._acts.pop(0)
-        return choice
-
-    _closing = False
-
-    def __call__(self) -> None:
-        try:
-            while True:
-                found = self.executor.choices()
-                if not found and not self._acts:
-                    break
-                self.choose(found).do()
-                self.check()
-            self._closing = True
-            self.storer.close(drain=self._drain)
-            while found := self.executor.choices():  # late I/O ends at last
-                self.choose(found).do()
-                self.check()
-            self.check_end()
-        except BaseException as error:
-            raise AssertionError(f"{' | '.join(self.names)}: {error!r}") from error
+    def play(self) -> None:
+        while True:
+            found = self.executor.choices()
+            if not found and not self.acts:
+                break
+            self.choose(found).do()
+            self.check()
+        self.busy = True
+        self.storer.close(drain=self._drain)
+        while found := self.executor.choices():  # late I/O ends at last
+            self.choose(found).do()
+            self.check()
+        self.check_end()
 
     def check(self) -> None:
         """What is visible lies where it is said to be."""
@@ -199,26 +177,6 @@ class Run:
             assert tier.index.free_slots + len(tier.index) == tier.index.slots, f"a slot of the {tier.name} is lost"
 
 
-def every_order(small: Small, path: Any, most: int) -> int:
-    """Try orders, depth first, until all were tried, or `most`; how many were."""
-    order: list[int] = []
-    for tried in range(1, most + 1):
-        run = Run(small, path, order)
-        run()
-        taken = run.taken
-        while taken and taken[-1][0] + 1 == taken[-1][1]:
-            taken.pop()
-        if not taken:
-            return tried
-        order = [number for number, _ in taken[:-1]] + [taken[-1][0] + 1]
-    return most
-
-
-def random_orders(small: Small, path: Any, runs: int, seed: int) -> None:
-    for number in range(runs):
-        Run(small, path, (), random.Random(seed + number))()
-
-
 ONE = Small(cpu=4, ssd=8, spare=2, stores=((1, 2),), faults=2)
 CASES = {
     "one store": ONE,
@@ -240,18 +198,18 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_some_orders(case: str, slab: Any) -> None:
-    assert every_order(CASES[case], slab, 60) > 10
-    random_orders(CASES[case], slab, 60, SEED)
+    assert every_order(functools.partial(Run, CASES[case], slab), 60) > 10
+    random_orders(functools.partial(Run, CASES[case], slab), 60, SEED)
 
 
 @pytest.mark.suite
 @pytest.mark.parametrize("case", CASES)
 def test_more_orders(case: str, slab: Any) -> None:
-    random_orders(CASES[case], slab, 1000, SEED + 60)
+    random_orders(functools.partial(Run, CASES[case], slab), 1000, SEED + 60)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_every_order(case: str, slab: Any, record_property: Any) -> None:
-    record_property("orders", every_order(CASES[case], slab, 200_000))
-    random_orders(dataclasses.replace(CASES[case], faults=3), slab, 20_000, SEED)
+    record_property("orders", every_order(functools.partial(Run, CASES[case], slab), 200_000))
+    random_orders(functools.partial(Run, dataclasses.replace(CASES[case], faults=3), slab), 20_000, SEED)
