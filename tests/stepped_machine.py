@@ -102,6 +102,10 @@ class SteppedEvent:
             action()
 
 
+class BrokenCopyError(Exception):
+    """What a copy raises on order."""
+
+
 class SteppedMover(Mover):
     """Queues copies of another mover, which copies at once. `queued`: what has not happened."""
 
@@ -114,6 +118,8 @@ class SteppedMover(Mover):
         self._queues = queues
         self._queued: deque[tuple[SteppedEvent, Callable[[], None]]] = deque()
         self.sources: deque[tuple[Extents, list[int]]] = deque()  # of each queued copy
+        self.breaks = 0  # the copy that cannot be queued, counted from 1
+        self._asked = 0
         self._last: SteppedEvent | None = None
 
     def _move(
@@ -127,6 +133,9 @@ class SteppedMover(Mover):
         *,
         sums: bool,
     ) -> Moved:
+        self._asked += 1
+        if self._asked == self.breaks:
+            raise BrokenCopyError
         event, found = SteppedEvent(), list[Any]()
 
         def copy() -> None:

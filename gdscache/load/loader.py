@@ -77,7 +77,8 @@ class Loader:
                 plan = self.planner.plan([pages for pages, _, _ in requests], owner, keep=self.keep)
                 undo.callback(self.planner.abandon, plan)
                 found = list(zip(plan.requests, requests, strict=True))
-                blocks = torch.cat([blocks[: len(rows)] for rows, (_, blocks, _) in found]) if found else None
+                tables = [blocks[: len(rows)] for rows, (_, blocks, _) in found]
+                table = torch.cat(tables) if tables else torch.empty((0, 1), dtype=torch.int64)
                 load = LayerwiseLoad(
                     [LoadPart(len(rows), start) for rows, (_, _, start) in found],
                     self.layout,
@@ -86,7 +87,6 @@ class Loader:
                     device=self._device,
                     calls=self.manager.calls,
                 )
-                table = torch.empty((0, 1), dtype=torch.int64) if blocks is None else blocks
                 run = self._run(load, plan, table.numpy(), tuple(after))
                 if not here:
                     self._submit(load, run)

@@ -289,9 +289,8 @@ class LoadRun:
 
     def _commit_deletions(self) -> None:
         if not self._plan.loaded(range(len(self._plan))).all():
-            for tier in self._manager.tiers.values():
-                if isinstance(tier, DurableTier):
-                    tier.commit_deletions()
+            for tier in self._manager.files:
+                tier.commit_deletions()
 
 
 def _known(planner: LoadPlanner, plan: LoadPlan, row: int) -> bool:

@@ -89,6 +89,7 @@ class LoadMove:
             self._sources.append(self._passing)
         self._queued = range(0)  # layers whose copies were queued by `first`
         self._broken: BaseException | None = None
+        self._ran = False
         self._lock = threading.Lock()
         self._ending: Counter[int] = Counter()  # late reads of a row
 
@@ -164,8 +165,11 @@ class LoadMove:
         self._cancelled = True
 
     def end(self) -> Steps[End]:
-        broken = None
-        for steps in (self._run(), self._reads.drain(), self._verdicts.settle(), self._end_copies()):
+        """As `Moving.end`. Again, behind one that broke off, it moves nothing more, and ends what was begun."""
+        broken = self._broken
+        begun, self._ran = self._ran, True
+        run = () if begun or broken is not None else (self._run(),)
+        for steps in (*run, self._reads.drain(), self._verdicts.settle(), self._end_copies()):
             error = yield from failure(steps)
             broken = broken or error
         if self._passing is not None:
@@ -174,8 +178,6 @@ class LoadMove:
         return End(late=late, error=broken)
 
     def _run(self) -> Steps[None]:
-        if self._broken is not None:
-            raise self._broken
         for layers in self._groups:
             queued = layers == self._queued
             for reads in self._staying:

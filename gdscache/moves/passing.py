@@ -54,6 +54,7 @@ class PassingReads:
         self._landing = False  # a round that is in `_rounds` no more
         self._copying: deque[tuple[Sequence[int], int]] = deque()  # slots, and the copies behind which they are free
         self._held: set[int] = set()  # slots of the reserve that are ours
+        self._left = 0  # late reads whose slots are kept for them
         self._cancelled = cancelled
         share = bounce.loads.slots * layout.extent_bytes
         self._most = min(ROUNDS, max(2, share // _WORTH_BYTES))  # rounds
@@ -145,7 +146,8 @@ class PassingReads:
     def end(self) -> None:
         """Everything that was read is copied, or never will be: give back all slots but those that late reads touch."""
         late = [(reading, page) for reading, page in self._reads.late if isinstance(reading.batch.extents, Window)]
-        for reading, page in late:
+        left, self._left = late[self._left :], len(late)  # once each, however often this is called
+        for reading, page in left:
             slots = _touched(reading, page)
             self._held.difference_update(slots)
             self._bounce.late.hold(slots)

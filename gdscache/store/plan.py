@@ -347,7 +347,7 @@ class StorePlanner:
             self._manager.counts["stored", outlet.tier.name] += 1
         elif cause == "deadline" and placed.lease is not None:
             placed.lease.owner = "quarantine"
-        if cause in (*_UNWRITTEN, f"{outlet.tier.name}_full"):
+        if cause and (cause in _UNWRITTEN or cause == f"{outlet.tier.name}_full"):
             outlet.admission.not_written()
         placed.cause = placed.cause or cause
         if len(placed.open) == 1:
