@@ -184,7 +184,7 @@ class Sequence:
                 bad,
                 cause,
             )
-        blocks = torch.tensor([e.slot for e in sources.entries], dtype=torch.int64).view(-1, 1)
+        blocks = torch.tensor([e.slot for _, e in sources], dtype=torch.int64).view(-1, 1)
         return self._engine.submit_store(pages, blocks, self._epoch, self._salt, sources=sources, retention=retention)
 
     def close(self) -> None:
@@ -295,4 +295,4 @@ class Sequence:
                 if not entry.dropped:
                     sources.add(index, entry)
             index.touch([page.key for page in reversed(self._pages[:pages])])
-            return [entry.page for entry in sources.entries], sources
+            return [entry.page for _, entry in sources], sources

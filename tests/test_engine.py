@@ -507,6 +507,22 @@ def test_recency_survives_a_restart(open_engine: Open) -> None:
         engine.close()
 
 
+def test_a_use_before_a_page_came_says_nothing_after_a_restart(open_engine: Open) -> None:
+    options: dict[str, Any] = {"gpu": 16, "cpu": None, "ssd": 4}
+    engine = open_engine(**options)
+    first, second = prompt(1, 2), prompt(2, 2)
+    run(engine, first)
+    with engine.manager.lock:
+        for tokens in (second, first):
+            engine.manager.tiers["ssd"].touch([page.key for page in reversed(engine.pages(tokens))])
+    run(engine, second)
+    engine.close()
+    engine = open_engine(**options)
+    run(engine, prompt(3, 2))
+    drop_from(engine, "gpu")
+    assert [tokens_of(engine, tokens) for tokens in (first, second)] == [0, 8]
+
+
 def test_the_write_policy_never_keeps_the_ssd_as_it_is(open_engine: Open) -> None:
     tokens, other = prompt(1, 3, extra=1), prompt(2, 3, extra=1)
     engine = open_engine()

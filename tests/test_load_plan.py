@@ -88,7 +88,7 @@ def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]]
     assert all(target is manager.cpu_index.find(plan.pages[row].key) for row, target in plan.targets.items())
     assert planner._filling == {**filling, **{target: (plan, row) for row, target in plan.targets.items()}}
     assert len({target.slot for target in targets}) == len(targets) == free - manager.cpu_index.free_slots
-    assert plan.leases[0].entries.keys() == {*plan.sources, *targets}
+    assert {entry for _, entry in plan.leases[0]} == {*plan.sources, *targets}
     more = Counter((tier.name, page) for tier, page in zip(tiers, plan.pages, strict=True))
     assert leases(manager) == had + more + Counter(("cpu", target.page) for target in targets)
     assert planner.under_way - under_way == Counter(tier for tier, _, _ in decided)

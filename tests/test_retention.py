@@ -582,9 +582,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert tier.index.check() == []
             pinned = self.manager.pins._held[name_]
             assert len(pinned) <= self.SLOTS // 2
-            assert set(pinned) == {
-                e for lease in self.manager._leases for e, index in lease.entries.items() if index is tier.index
-            }
+            assert set(pinned) == {e for lease in self.manager._leases for index, e in lease if index is tier.index}
             assert {e.key: e.retention for e in tier.index} == self.there[name_]
 
 

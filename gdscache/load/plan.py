@@ -238,9 +238,7 @@ class LoadPlanner:
             return
         slots = index.allocate_some(len(rows), keep)
         retentions = [plan.sources[row].retention for row in rows]
-        targets = index.insert_all([plan.pages[row] for row in rows], slots, PENDING, retentions)
-        for target in targets:
-            target.leases = 1
+        targets = index.insert_all([plan.pages[row] for row in rows], slots, PENDING, retentions, leases=1)
         plan.targets.update(zip(rows, targets, strict=False))
         self._filling.update(zip(targets, zip(itertools.repeat(plan), rows, strict=False), strict=False))
         plan.leases[-1].take(index, targets)

@@ -210,7 +210,7 @@ class Traffic:
         yield from self._load_and_compute(plan, tokens, cached)
         self._first_token(i, arrival, tokens)
         sources = self._publish(pages, entries, slots, lease)
-        self._tiers.store([entry.page for entry in sources.entries], sources)
+        self._tiers.store([entry.page for _, entry in sources], sources)
         gpu.give(slot for slot, entry in zip(slots, entries, strict=True) if entry is None)
         manager.end(lease)
         self._next_in_line()

@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from gdscache.checksum import Checksums
@@ -64,9 +64,9 @@ class Tier(abc.ABC):
         with lock:
             return self.index.check()
 
-    def touch(self, keys: Sequence[bytes], *, found: bool = False) -> None:
-        """Count a use of each present page, tail first, under the manager's lock. `found`: all are there."""
-        self.index.touch(keys, found=found)
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count a use of each present page, tail first, under the manager's lock."""
+        self.index.touch(keys)
 
     def retain(self, key: bytes, retention: Retention) -> None:
         """A page is stored again: see `PageIndex.retain`. Under the manager's lock."""
@@ -141,33 +141,42 @@ class DurableTier(Tier):
 class Lease:
     """Pins on pages of any tiers, with an owner and an end. Made and ended by the manager, under its lock."""
 
-    __slots__ = ("entries", "owner", "since")
+    __slots__ = ("_taken", "owner", "since")
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.since = time.monotonic()
-        self.entries: dict[Entry, PageIndex] = {}
+        self._taken: list[tuple[PageIndex, list[Entry]]] = []  # pages that were taken together
+
+    def __len__(self) -> int:
+        """Pins."""
+        return sum(len(entries) for _, entries in self._taken)
+
+    def __iter__(self) -> Iterator[tuple[PageIndex, Entry]]:
+        """Every pin, in the order in which they came."""
+        for index, entries in self._taken:
+            yield from zip(itertools.repeat(index), entries, strict=False)
 
     def add(self, index: PageIndex, entry: Entry) -> None:
-        """Pin one page; it must not be pinned by this lease already."""
+        """Pin one page."""
         index.lease(entry)
         self.take(index, (entry,))
 
     def take(self, index: PageIndex, entries: Sequence[Entry]) -> None:
-        """Take over one pin on each of some pages, of which this lease has none yet."""
-        before = len(self.entries)
-        self.entries.update(dict.fromkeys(entries, index))
-        assert len(self.entries) == before + len(entries), "a page twice under one lease"
+        """Take over one pin on each of some pages."""
+        self._taken.append((index, [*entries]))
 
     def remove(self, entry: Entry) -> None:
-        """End the pin on one page before the others."""
-        self.entries.pop(entry).release(entry)
+        """End a pin on one page before the others."""
+        index, entries = next(taken for taken in self._taken if entry in taken[1])
+        entries.remove(entry)
+        index.release(entry)
 
     def end(self) -> None:
         """Release every page. A second call does nothing."""
-        entries, self.entries = self.entries, {}
-        for index, some in itertools.groupby(entries, entries.__getitem__):
-            index.release_all(some)
+        taken, self._taken = self._taken, []
+        for index, entries in taken:
+            index.release_all(entries)
 
 
 class SlotPool:

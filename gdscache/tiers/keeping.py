@@ -91,7 +91,8 @@ class Pins:
         """Lease the consecutive pages from the first on that some tier has, on every tier, up to its bound."""
         seconds = arguments.span(seconds, "seconds", LONGEST_TTL)
         lease = self.manager.lease("pin")
-        held = list(itertools.takewhile(bool, (self._hold(page, lease) for page in pages)))
+        distinct = {page.key: page for page in pages}.values()
+        held = list(itertools.takewhile(bool, (self._hold(page, lease) for page in distinct)))
         pin = self._pins[lease] = Pin(self, lease, held, page_tokens, self.clock() + seconds)
         heapq.heappush(self._ends, (pin.until, next(self._numbers), pin))
         return pin
@@ -100,7 +101,7 @@ class Pins:
         found = []
         for name, tier in self.manager.tiers.items():
             entry, held = tier.index.get(page.key), self._held[name]
-            if entry is None or entry in lease.entries or self.manager.hidden(name, entry.slot):
+            if entry is None or self.manager.hidden(name, entry.slot):
                 continue
             if entry in held or len(held) < int(PIN_SHARE * tier.index.slots):
                 lease.add(tier.index, entry)
@@ -111,7 +112,7 @@ class Pins:
     def end(self, pin: Pin) -> None:
         if self._pins.pop(pin._lease, None) is None:
             return
-        for entry in pin._lease.entries:
+        for _, entry in pin._lease:
             for held in self._held.values():
                 if held[entry] == 1:
                     del held[entry]

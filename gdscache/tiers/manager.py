@@ -100,7 +100,7 @@ class TierManager:
             keys.reverse()
             for name, tier in self.tiers.items():
                 hits = found.count(name)
-                tier.touch(keys, found=hits == len(keys))
+                tier.touch(keys)
                 if hits:
                     self.counts["hits", name] += hits
             for tell in self.on_use:
@@ -248,7 +248,7 @@ class TierManager:
 
     def _describe(self, lease: Lease) -> dict[str, Any]:
         left = self.pins.seconds_left(lease)
-        told = {"owner": lease.owner, "pages": len(lease.entries)}
+        told = {"owner": lease.owner, "pages": len(lease)}
         return told if left is None else {**told, "seconds_left": left}
 
     def stats(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,18 +23,21 @@ class Orders:
     `settle`s: a request that finds its pages does not wait for that, nor one that brings some.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
-        """`policy` is that of priority 0, without pages; the others are of its kind."""
+    def __init__(self, policy: EvictionPolicy, present: Callable[[Sequence[bytes]], Sequence[bytes]]) -> None:
+        """`policy` is that of priority 0, without pages; the others are of its kind. `present`: those of some keys
+        whose pages are there."""
         self.policy = policy
+        self._present = present
         self.retained: dict[bytes, Retention] = {}  # of the pages whose retention is not the default; for reading
         self._of_priority = [policy if priority == 0 else policy.empty() for priority in PRIORITIES]
         self._expiries = Expiries()
         # Oldest first: a page that is new, or the key of one that was used.
         self._changes: list[Page | bytes] = []
+        self._uses: list[bytes] = []  # behind these: keys that were used, perhaps of no page
 
     def empty(self) -> Orders:
         """Others of this kind, without pages."""
-        return Orders(self.policy.empty())
+        return Orders(self.policy.empty(), self._present)
 
     def restore(
         self,
@@ -58,7 +61,7 @@ class Orders:
 
     def add(self, pages: Sequence[Page], retentions: Sequence[Retention]) -> None:
         """New pages, in this order."""
-        if all(retention == DEFAULT for retention in retentions):
+        if retentions.count(DEFAULT) == len(retentions):
             self._changes += pages
         else:
             for page, retention in zip(pages, retentions, strict=True):
@@ -70,10 +73,18 @@ class Orders:
                     self._of(page.key).insert(page.key, page.parent)
         self._keep_few()
 
-    def use(self, keys: Iterable[bytes]) -> None:
-        """Uses of present pages."""
-        self._changes += keys
-        self._keep_few()
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Uses of those of the pages that are there: which these are is asked before the next page comes."""
+        self._uses += keys
+        if self.unsettled > _CHANGES_KEPT:
+            self.sift()
+
+    def sift(self) -> None:
+        """Forget uses of pages that are not there, or not any more. To be called before pages come."""
+        if self._uses:
+            uses, self._uses = self._uses, []
+            self._changes += self._present(uses)
+            self._keep_few()
 
     def remove(self, key: bytes) -> None:
         """A page is gone."""
@@ -88,10 +99,11 @@ class Orders:
     @property
     def unsettled(self) -> int:
         """New pages and uses that have not entered the orders yet."""
-        return len(self._changes)
+        return len(self._changes) + len(self._uses)
 
     def settle(self, most: int | None = None) -> None:
         """Let the `most` oldest changes enter the orders, or all."""
+        self.sift()
         if not self._changes:
             return
         changes, self._changes = self._changes[:most], [] if most is None else self._changes[most:]

@@ -10,7 +10,7 @@ import enum
 import struct
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -38,21 +38,26 @@ PENDING, VERIFIED = PageState.PENDING, PageState.VERIFIED
 class Entry:
     """A page in use: leased, reserved, or just looked at. It is the one object for its page while it is leased."""
 
-    __slots__ = ("dropped", "key", "leases", "namespace", "parent", "retention", "slot", "state")
+    __slots__ = ("dropped", "key", "leases", "page", "retention", "slot", "state")
 
-    def __init__(self, page: Page, slot: int, state: PageState, retention: Retention = DEFAULT) -> None:
+    def __init__(
+        self, page: Page, slot: int, state: PageState, retention: Retention = DEFAULT, leases: int = 0
+    ) -> None:
+        self.page = page
         self.key = page.key
-        self.parent = page.parent
-        self.namespace = page.namespace
         self.slot = slot
         self.state = state
         self.retention = retention
-        self.leases = 0
+        self.leases = leases
         self.dropped = False
 
     @property
-    def page(self) -> Page:
-        return Page(self.key, self.parent, self.namespace)
+    def parent(self) -> bytes:
+        return self.page.parent
+
+    @property
+    def namespace(self) -> bytes:
+        return self.page.namespace
 
 
 class PageTable:
@@ -68,7 +73,7 @@ class PageTable:
         self._entries: dict[bytes, Entry] = {}  # pages in use
         self._children = array("i", bytes(4 * slots))  # pages of this tier that follow the page in the slot
         self._orphans: dict[bytes, int] = {}  # ... that follow a page which is not in the tier, by its key
-        self._orders = Orders(policy)
+        self._orders = Orders(policy, self.present)
 
     def __len__(self) -> int:
         return len(self._resting) + len(self._entries)
@@ -157,16 +162,16 @@ class PageTable:
         """`pin` the consecutive pages of `pages[start:stop]`, from the first on, that are visible."""
         take, entries, retained = self._resting.pop, self._entries, self._orders.retained
         pinned = []
-        for i in range(start, stop):
-            page = pages[i]
+        for page in pages[start:stop]:
             key = page.key
             slot = take(key, None)
             if slot is not None:
                 retention = retained.get(key, DEFAULT) if retained else DEFAULT
-                entry = entries[key] = Entry(page, slot, VERIFIED, retention)
+                entry = entries[key] = Entry(page, slot, VERIFIED, retention, 1)
             elif key not in entries or (entry := entries[key]).state is PENDING:
                 break
-            entry.leases += 1
+            else:
+                entry.leases += 1
             pinned.append(entry)
         return pinned
 
@@ -186,21 +191,23 @@ class PageTable:
         return self.insert_all((page,), (slot,), state, (retention,))[0]
 
     def insert_all(
-        self, pages: Iterable[Page], slots: Iterable[int], state: PageState, retentions: Iterable[Retention]
+        self,
+        pages: Sequence[Page],
+        slots: Sequence[int],
+        state: PageState,
+        retentions: Sequence[Retention],
+        leases: int = 0,
     ) -> list[Entry]:
-        """`insert` each page into its slot, as far as there are slots."""
+        """`insert` each page into its slot, as far as there are slots, with so many leases."""
+        self._orders.sift()
         entries, children, orphans = self._entries, self._children, self._orphans
         parents, namespaces = self._parents, self._namespaces
         inserted: list[Entry] = []
-        placed: list[Page] = []
-        wanted: list[Retention] = []
         last, last_slot = None, 0
         for page, slot, retention in zip(pages, slots, retentions, strict=False):
-            key, parent, namespace = page.key, page.parent, page.namespace
-            entry = entries[key] = Entry(page, slot, state, retention)
+            key, parent, namespace = page
+            entry = entries[key] = Entry(page, slot, state, retention, leases)
             inserted.append(entry)
-            placed.append(page)
-            wanted.append(retention)
             parents[slot] = parent
             namespaces[slot] = namespace
             children[slot] = orphans.pop(key, 0) if orphans else 0
@@ -211,7 +218,7 @@ class PageTable:
                 else:
                     children[above] += 1
             last, last_slot = key, slot
-        self._orders.add(placed, wanted)
+        self._orders.add(pages[: len(inserted)], retentions[: len(inserted)])
         return inserted
 
     def restore(

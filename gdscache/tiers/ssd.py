@@ -99,8 +99,8 @@ class SsdTier(DurableTier):
         self._deleting: set[int] = set()  # ... the commit under way
         self._returned: set[int] = set()  # slots that are free once their row is deleted
         self._touched: dict[int, int] = {}  # slot -> its last use, for the next commit
-        self._touches: list[tuple[list[int], int]] = []  # ... and uses that are not in it yet: slots, the first's time
-        self._noted = 0  # slots in these
+        self._touches: list[tuple[Sequence[bytes], int]] = []  # ... and uses not in it yet: keys, the first's time
+        self._noted = 0  # keys in these
         self._descriptions: dict[bytes, dict[str, object]] = {}  # of namespaces, for the next commit
         self._retained: dict[int, bytes] = {}  # slot -> key of pages whose retention the next commit writes down
         self._commit_lock = threading.Lock()
@@ -173,6 +173,7 @@ class SsdTier(DurableTier):
         if commit_first:
             self.commit(())
         with self.lock:
+            self._touched_slots()  # of the pages that are there, not of those that come
             fresh = [p for p in pages if p.key not in self.index]
             kept = [retentions.get(page.key, DEFAULT) for page in fresh]
             entries = self.index.insert_all(fresh, self._neighbours(fresh), PageState.PENDING, kept)
@@ -229,14 +230,13 @@ class SsdTier(DurableTier):
                 self._deleting = set()
                 return [not w.entry.dropped for w in writes]
 
-    def touch(self, keys: Sequence[bytes], *, found: bool = False) -> None:
+    def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of each present page, tail first, under the manager's lock. What is kept for disk is bounded."""
-        slots = self.index.slots_of(keys)
-        self.index.touch(keys, found=len(slots) == len(keys))
+        self.index.touch(keys)
         if len(self._touched) + self._noted < _TOUCHES_KEPT:
-            self._touches.append((slots, self._clock))
-            self._noted += len(slots)
-            self._clock += len(slots)
+            self._touches.append((keys, self._clock))
+            self._noted += len(keys)
+            self._clock += len(keys)
             if self._noted > _NOTED:
                 self._touched_slots()
 
@@ -244,7 +244,8 @@ class SsdTier(DurableTier):
         """The last use of the slots that were used since the last commit. The lock is held."""
         if self._touches:
             touches, self._touches, self._noted = self._touches, [], 0
-            for slots, clock in touches:
+            for keys, clock in touches:
+                slots = self.index.slots_of(keys)
                 self._touched.update(zip(slots, itertools.count(clock), strict=False))
         return self._touched
 

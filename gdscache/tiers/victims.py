@@ -21,12 +21,12 @@ class EvictablePages(PageTable):
         super().__init__(slots, policy)
         self._dirty: set[int] = set()  # slots of pages that no lower tier has, and some tier is to get
 
-    def touch(self, keys: Sequence[bytes], *, found: bool = False) -> None:
+    def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of each present page. Give a prefix tail first, so that its head stays longest.
 
-        It counts later, as new pages do: see `Orders`. `found`: all are known to be there.
+        It counts later, as new pages do: see `Orders`.
         """
-        self._orders.use(keys if found else self.present(keys))
+        self._orders.use(keys)
 
     @property
     def unsettled(self) -> int:
