@@ -333,10 +333,13 @@ class LoadPlanner:
         with manager.lock:
             plan.statuses[rows] = _CODES[status]
             if self.landing is not None:
-                end = self.landing.index.commit if good else self.landing.index.drop
-                targets = filter(None, map(plan.targets.get, some))
-                for target in [target for target in targets if self._filling.pop(target, None) is not None]:
-                    end(target)
+                targets, filled = plan.targets, self._filling.pop
+                ended = [targets[row] for row in some if row in targets and filled(targets[row], None) is not None]
+                if good:
+                    self.landing.index.commit_all(ended)
+                else:
+                    for target in ended:
+                        self.landing.index.drop(target)
             if status in _BAD:
                 for row in some:
                     plan.tier_of(row).index.drop(plan.sources[row])

@@ -139,6 +139,11 @@ class PageIndex(EvictablePages):
         entry.state = state
         return not entry.dropped
 
+    def commit_all(self, entries: Iterable[Entry]) -> None:
+        """`commit` each."""
+        for entry in entries:
+            entry.state = VERIFIED
+
     def drop(self, entry: Entry) -> None:
         """Make a page invisible now (a reserved one: undo the reservation); its slot goes with its last lease."""
         if entry.dropped:

@@ -276,9 +276,9 @@ class PageTable:
         else:
             self._orphans[parent] -= 1
 
-    def namespace_at(self, slot: int) -> bytes:
-        """The namespace of the page in a slot that has one."""
-        return self._namespaces[slot]
+    def namespaces_at(self, slots: Sequence[int]) -> list[bytes]:
+        """The namespaces of the pages in slots that have one each."""
+        return [self._namespaces[slot] for slot in slots]
 
     # -- a page's row -------------------------------------------------------------------------------------------------
 

@@ -152,9 +152,10 @@ class SsdTier(DurableTier):
         known = np.frombuffer(self._known, dtype=np.bool_)
         self._learn_checksums(slots[~known[slots]].tolist())
         sums = unbound(self._checksums[slots], [e.key for e in entries])
-        namespace_at = self.index.namespace_at
         sums[~known[slots]] = 0
-        sums[[i for i, e in enumerate(entries) if namespace_at(e.slot) != e.namespace]] = 0
+        wanted, found = [e.page.namespace for e in entries], self.index.namespaces_at(slots.tolist())
+        if wanted != found:
+            sums[[i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if a != b]] = 0
         return sums
 
     # -- writing --------------------------------------------------------------------------------------------------
