@@ -1,0 +1,115 @@
+// The moves of an executor: what is to be read, written and copied next, and what has become of each page.
+//
+// A monitor without threads, clock or I/O. Whoever moves bytes takes a job, does it, and says what came of it; whoever
+// waits asks what has happened. So the same code runs under threads in an engine, and under a test that tries every
+// order of events. Not thread-safe: an `Executor` holds a lock around each call.
+
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "move.h"
+#include "reserve.h"
+
+namespace gdscache {
+
+// What became of one page of an I/O job: 0, `kShort`, or a positive errno.
+constexpr int32_t kShort = -1;
+
+struct IoEnd {
+    int32_t page;  // its place in the job
+    int32_t error;
+};
+
+// What a move's end says.
+struct Outcome {
+    std::vector<Status> statuses;              // of loads and prefetches, by row
+    std::vector<std::pair<int32_t, int32_t>> errors;  // rows whose I/O failed, and how
+    std::vector<int32_t> late;                 // rows whose I/O had not ended
+    bool broken = false;                       // a copy failed: pages may have no verdict
+};
+
+class Moves {
+public:
+    Moves(const Limits& limits, std::vector<Space> spaces, int32_t reserve_space, Reserve reserve);
+    ~Moves();
+
+    // --- for who wants bytes moved
+
+    int64_t begin(MoveSpec spec);
+    // Copy no further into the planes; what is being read comes to its end.
+    void cancel(int64_t move);
+    // From now on no read begins: its pages get this verdict. `kPending`: reads may begin again.
+    void refuse(Status status) { refusal_ = status; }
+    bool ended(int64_t move) const;
+    bool ready(int64_t move, int32_t group) const;
+    const Outcome& outcome(int64_t move) const;
+    // The outcome was read. What is late keeps what it touches, and is told by `take_ended_late`.
+    void forget(int64_t move);
+    // Late pages whose I/O has ended at last: (move, row).
+    std::vector<std::pair<int64_t, int32_t>> take_ended_late() { return std::exchange(ended_late_, {}); }
+    // Slots of the reserve that late reads hold.
+    int64_t held_slots() const { return held_slots_; }
+
+    // --- for who moves them
+
+    // The next I/O of files that are `foreign`, or are not; false where none may begin now.
+    bool take_io(bool foreign, IoJob* job);
+    void io_ended(int64_t job, const IoEnd* ends, int64_t count);
+    // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory.
+    bool take_copy(bool foreign, CopyJob* job);
+    // `found`: (pages, layers) of the job, where it asked for sums. `broken`: nothing is known about the bytes.
+    void copy_ended(int64_t job, const uint64_t* found, bool broken);
+    // When `expire` has something to do next; the largest number where it never will.
+    Nanoseconds deadline() const;
+    // What has not ended by its deadline is late.
+    void expire(Nanoseconds now);
+
+private:
+    struct Move;
+    struct Reading;
+    struct Copying;
+
+    using Order = std::map<std::pair<Priority, int64_t>, Move*>;
+
+    Move& at(int64_t move) const { return *moves_.at(move); }
+    bool take_read(bool foreign, IoJob* job);
+    bool take_write(bool foreign, IoJob* job);
+    bool next_read(Move& move, bool foreign, IoJob* job);
+    bool next_write(Move& move, bool foreign, IoJob* job);
+    void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
+    bool fits(int64_t bytes) const { return flying_ == 0 || flying_ + bytes <= limits_.flying_bytes; }
+    void landed(Move& move, Reading& reading, int32_t page);
+    bool next_copy(Move& move, bool foreign, CopyJob* job);
+    bool fill_copy(Move& move, int32_t group, int32_t way, bool foreign, CopyJob* job);
+    void judge(Move& move, int32_t row, Status status);
+    void copied(Move& move, int32_t row, int32_t group);
+    void end_page(Reading& reading, int32_t page, int32_t error);
+    void let_go(Reading& reading);
+    void pass_deadline(Move& move);
+    void settle(Move& move);
+    void drop_forgotten(Move& move);
+
+    Limits limits_;
+    std::vector<Space> spaces_;
+    int32_t reserve_space_;
+    Reserve reserve_;
+    Status refusal_ = Status::kPending;
+    int64_t next_move_ = 1, next_job_ = 1;
+    int64_t flying_ = 0;        // bytes of I/O that is not late
+    int64_t held_slots_ = 0;
+    int32_t reads_in_row_ = 0;  // while writes wait
+    std::map<int64_t, std::unique_ptr<Move>> moves_;
+    Order open_;                // that have not ended, in the order in which they are served
+    std::map<int64_t, std::unique_ptr<Reading>> readings_;  // I/O under way, by job
+    std::map<int64_t, std::unique_ptr<Copying>> copies_;
+    std::vector<std::pair<int64_t, int32_t>> ended_late_;
+};
+
+}  // namespace gdscache
