@@ -14,6 +14,7 @@ GPU ?= auto
 WORKERS ?= $(if $(wildcard /dev/nvidia0),0,3)
 VENV := .venv
 BIN := $(VENV)/bin
+NATIVE := gdscache/native/libgdscache_host.so
 
 # On a terminal pip shows its own progress, elsewhere only what goes wrong.
 PIP_QUIET := $(shell test -t 2 || echo -q)
@@ -35,17 +36,17 @@ help:
 	@echo "make bench    what the tiers give      make resolve  whether the engines' pins resolve with ours"
 	@echo "make clean    removes .venv and all that was built"
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.installed $(NATIVE)
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed
+test: $(VENV)/.installed $(NATIVE)
 	$(PYTEST) -n $(WORKERS) -m "not suite and not soak" $(PYTEST_ARGS)
 
-suites: $(VENV)/.installed
+suites: $(VENV)/.installed $(NATIVE)
 	$(PYTEST) -n $(WORKERS) -m "suite and not soak" $(PYTEST_ARGS)
 
 soak: SEED ?= $(shell $(BIN)/python -c "import random; print(random.SystemRandom().randrange(2**32))")
-soak: $(VENV)/.installed
+soak: $(VENV)/.installed $(NATIVE)
 	@echo "== the seed of this run: make soak SEED=$(SEED)"
 	GDSCACHE_EXAMPLES=soak GDSCACHE_SEED=$(SEED) $(PYTEST) -n $(WORKERS) -m "soak or hypothesis" \
 		--durations=15 --timeout=0 --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
@@ -61,12 +62,12 @@ resolve: $(VENV)/.installed-dev
 wheels: $(VENV)/.installed-dev
 	$(BIN)/python tools/wheels.py dist
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed $(NATIVE)
 	$(BIN)/gdscache bench engine
 	$(BIN)/gdscache bench index
 	$(BIN)/gdscache bench io
 
-install: $(VENV)/.installed
+install: $(VENV)/.installed $(NATIVE)
 
 # The interpreter is the order-only step: its time stamp says nothing about what is installed.
 $(BIN)/python:
@@ -78,9 +79,15 @@ $(VENV)/.installed: pyproject.toml tools/constraints.txt tools/install_gpu.py | 
 	@$(BIN)/python $(CHECK_PYTHON)
 	@echo "== $(VENV): gdscache and what its tests need (torch is large: the first time this takes minutes)"
 	@$(PIP) "setuptools>=77"
+	@needs=$$($(BIN)/python tools/native_build.py --requires) && { [ -z "$$needs" ] || $(PIP) "$$needs"; }
 	@$(PIP) --no-build-isolation -e ".[test]"
 	@$(BIN)/python tools/install_gpu.py --gpu $(GPU)
 	@touch $@
+
+# The install has built it; this is for sources that changed since.
+$(NATIVE): tools/native_build.py $(wildcard csrc/host/*.cc csrc/host/*.h) | $(VENV)/.installed
+	@echo "== $(NATIVE)"
+	@$(BIN)/python tools/native_build.py
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "== $(VENV): ruff and mypy"
@@ -88,5 +95,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NATIVE) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

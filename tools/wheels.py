@@ -17,7 +17,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TREE = ("gdscache", "csrc", "pyproject.toml", "README.md", "LICENSE")
+TREE = ("gdscache", "csrc", "tools", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 
 
 def run(*command: str | Path, cwd: Path) -> None:
@@ -31,7 +31,7 @@ def build(target: Path, work: Path) -> Path:
     source.mkdir()
     for name in TREE:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
             shutil.copy(ROOT / name, source)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", work / "dist", source, cwd=work)
