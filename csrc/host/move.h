@@ -91,16 +91,19 @@ struct IoJob {
     std::vector<Transfer> pages;
 };
 
-// What becomes of bytes that are in memory: into the planes, out of them, or only looked at.
-enum class Copy : uint8_t { kScatter, kGather, kDigest };
+// What becomes of bytes that are in memory: into the planes, out of them, or only looked at. `kReady` is no copy: all
+// copies of a group into foreign planes were taken.
+enum class Copy : uint8_t { kScatter, kGather, kDigest, kReady };
 
-// Layers [first, last) of some pages. `at`: where layer `first` begins. `blocks`: (pages, page_blocks), none to look.
+// Layers [first, last) of some pages. `slot`: of the memory, or of the pages that passed through [window, window +
+// window_slots) of it together; `at`: where layer `first` begins. `blocks`: (pages, page_blocks), none to look.
 struct CopyJob {
-    int64_t id = 0;
+    int64_t id = 0, move = 0;
     Copy copy = Copy::kScatter;
     int32_t memory = 0;
     int32_t first = 0, last = 0;
     bool sums = false;
+    int64_t window = 0, window_slots = 0;
     std::vector<Transfer> pages;
     std::vector<int64_t> blocks;
 };

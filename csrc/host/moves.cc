@@ -13,6 +13,9 @@ constexpr int64_t kRounds = 4;         // that share the reserve: while one is c
 
 enum class Work : uint8_t { kLoad, kGather, kWrite };
 
+// A group of a page's layers: to be copied, being copied, or copied (or not to be copied any more).
+enum class Cell : uint8_t { kOpen, kTaken, kDone };
+
 }  // namespace
 
 // I/O under way: some pages of a way, for a group of layers.
@@ -40,7 +43,7 @@ struct Moves::Copying {
 struct Moves::Move {
     struct Landed {
         int32_t row;
-        int64_t at;
+        int64_t slot, at;  // as in a job
         Reading* reading;
     };
     // Pages of a way that may be copied, of one group.
@@ -54,11 +57,13 @@ struct Moves::Move {
     Work work = Work::kLoad;
     Outcome outcome;
     std::vector<int32_t> first_row;  // of each way, and their number at the end
-    std::vector<uint8_t> done;       // (rows, groups): copied, or not to be copied any more
+    std::vector<Cell> cells;         // (rows, groups)
     std::vector<uint8_t> there;      // (rows, groups): read
     std::vector<int32_t> next;       // of each row: the first group that is not there, or has one before it that is not
     std::vector<int32_t> left;       // of each row: groups that are not copied
     std::vector<int32_t> todo;       // of each group: rows that are not done
+    std::vector<int32_t> taken;      // of each group: rows whose copies are under way, and which are not done
+    std::vector<bool> announced;     // of each group: that all its copies were taken
     std::vector<int32_t> unread;     // of each group: rows that are to be read, or are being read
     std::vector<Copyable> copyable;  // (groups, ways)
     std::vector<int32_t> late;       // of each row: late I/O
@@ -104,9 +109,11 @@ int64_t Moves::begin(MoveSpec spec) {
     if (move.work != Work::kLoad) move.spec.groups.resize(1);  // every layer at once
     const size_t rows = move.rows(), groups = move.groups();
     move.outcome.statuses.assign(rows, Status::kPending);
-    move.done.assign(rows * groups, 0);
+    move.cells.assign(rows * groups, Cell::kOpen);
     move.left.assign(rows, static_cast<int32_t>(groups));
     move.todo.assign(groups, static_cast<int32_t>(rows));
+    move.taken.assign(groups, 0);
+    move.announced.assign(groups, false);
     move.late.assign(rows, 0);
     move.copyable.resize(groups * move.ways());
     if (move.work == Work::kLoad) {
@@ -141,6 +148,8 @@ void Moves::cancel(int64_t id) {
 
 bool Moves::ended(int64_t move) const { return at(move).over; }
 
+int32_t Moves::groups(int64_t move) const { return at(move).groups(); }
+
 bool Moves::ready(int64_t id, int32_t group) const {
     const Move& move = at(id);
     return move.over || (!move.cancelled && !move.broken && move.todo[group] == 0);
@@ -153,6 +162,13 @@ void Moves::forget(int64_t id) {
     drop_forgotten(at(id));
 }
 
+std::vector<std::pair<int64_t, int32_t>> Moves::take_ended_late(size_t most) {
+    const auto end = ended_late_.begin() + static_cast<ptrdiff_t>(std::min(most, ended_late_.size()));
+    std::vector<std::pair<int64_t, int32_t>> taken(ended_late_.begin(), end);
+    ended_late_.erase(ended_late_.begin(), end);
+    return taken;
+}
+
 void Moves::drop_forgotten(Move& move) {
     if (move.forgotten && move.over && move.late_ios == 0) moves_.erase(move.id);
 }
@@ -160,6 +176,7 @@ void Moves::drop_forgotten(Move& move) {
 // --- I/O
 
 bool Moves::take_io(bool foreign, IoJob* job) {
+    crowded_ = false;
     const bool writes_wait = std::any_of(open_.begin(), open_.end(), [](const auto& entry) {
         return entry.second->work == Work::kWrite && !entry.second->all_issued();
     });
@@ -237,7 +254,10 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
             const int64_t extents = (wanted + limits_.extent_bytes - 1) / limits_.extent_bytes;
             const int64_t share = std::max<int64_t>(1, reserve_.slots() / kRounds);
             reading->slots = reserve_.take(std::min(extents, share), &reading->slot);
-            if (reading->slots == 0) return false;
+            if (reading->slots == 0) {
+                crowded_ = true;
+                return false;
+            }
             const size_t room = static_cast<size_t>(reading->slots * limits_.extent_bytes / part);
             if (room < reading->pages.size()) {
                 reading->pages.resize(room);
@@ -263,6 +283,13 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
     }
     if (was_open) settle(move);
     return false;
+}
+
+// Whether so many bytes may be in flight, too. One job always may.
+bool Moves::fits(int64_t bytes) {
+    const bool fits = flying_ == 0 || flying_ + bytes <= limits_.flying_bytes;
+    crowded_ = crowded_ || !fits;
+    return fits;
 }
 
 bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
@@ -307,20 +334,22 @@ void Moves::issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job) {
     readings_.emplace(reading->id, std::move(reading));
 }
 
-void Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
+bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
     const auto found = readings_.find(job);
-    if (found == readings_.end()) return;
+    if (found == readings_.end()) return false;
     Reading& reading = *found->second;
     Move& move = *reading.move;
     for (int64_t i = 0; i < count; ++i) {
         if (!reading.over[ends[i].page]) end_page(reading, ends[i].page, ends[i].error);
     }
-    if (reading.left == 0) {
+    const bool all = reading.left == 0;
+    if (all) {
         --(reading.late ? move.late_ios : move.ios);
         let_go(reading);
     }
     settle(move);
     drop_forgotten(move);
+    return all;
 }
 
 void Moves::end_page(Reading& reading, int32_t page, int32_t error) {
@@ -352,16 +381,17 @@ void Moves::landed(Move& move, Reading& reading, int32_t page) {
         const Group& group = move.spec.groups[reading.group];
         --move.unread[reading.group];
         move.copies(reading.group, reading.way)
-            .landed.push_back({one.row, one.at + group.begin - group.alone_start, &reading});
+            .landed.push_back({one.row, page, one.at + group.begin - group.alone_start, &reading});
         ++reading.copies;
         return;
     }
     const Way& way = move.spec.ways[reading.way];
     const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
-    const int64_t extent = places[one.row - move.first_row[reading.way]] * limits_.extent_bytes;
+    const int64_t slot = places[one.row - move.first_row[reading.way]], extent = slot * limits_.extent_bytes;
     for (int32_t& next = move.next[one.row]; next < move.groups() && move.there[move.cell(one.row, next)]; ++next) {
         --move.unread[next];
-        move.copies(next, reading.way).landed.push_back({one.row, extent + move.spec.groups[next].begin, nullptr});
+        const int64_t at = extent + move.spec.groups[next].begin;
+        move.copies(next, reading.way).landed.push_back({one.row, slot, at, nullptr});
     }
 }
 
@@ -391,8 +421,27 @@ bool Moves::next_copy(Move& move, bool foreign, CopyJob* job) {
             if (fill_copy(move, group, way, foreign, job)) return true;
             if (move.over) return false;  // the last verdicts needed no copy
         }
+        if (foreign && announce(move, group, job)) return true;
     }
     return false;
+}
+
+// Say, once, that the last copy of a group into foreign planes was taken.
+bool Moves::announce(Move& move, int32_t group, CopyJob* job) {
+    const bool all = move.taken[group] == move.todo[group];
+    if (move.work != Work::kLoad || move.cancelled || move.announced[group] || !all) return false;
+    const auto foreign = [&](const Way& way) {
+        return spaces_[way.target].kind == Space::Kind::kPlanes && spaces_[way.target].foreign;
+    };
+    if (!std::any_of(move.spec.ways.begin(), move.spec.ways.end(), foreign)) return false;
+    move.announced[group] = true;
+    *job = CopyJob{};
+    job->id = next_job_++;
+    job->move = move.id;
+    job->copy = Copy::kReady;
+    job->first = move.spec.groups[group].first;
+    job->last = move.spec.groups[group].last;
+    return true;
 }
 
 bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool foreign, CopyJob* job) {
@@ -437,23 +486,30 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
         if (static_cast<int64_t>(copyable.landed.size()) < std::max<int64_t>(1, wanted)) return false;
     }
     auto copying = std::make_unique<Copying>();
-    job->pages.clear();
-    job->blocks.clear();
-    auto add = [&](int32_t row, int64_t at, Reading* reading) {
-        job->pages.push_back({row, 0, at});
+    *job = CopyJob{};
+    auto add = [&](int32_t row, int64_t slot, int64_t at, Reading* reading) {
+        job->pages.push_back({row, slot, at});
         copying->rows.push_back(row);
         copying->readings.push_back(reading);
+        move.cells[move.cell(row, group_number)] = Cell::kTaken;
+        ++move.taken[group_number];
     };
     if (resident) {
         const std::vector<int64_t>& slots = gather ? way.targets : way.sources;
         for (; copyable.resident < way.pages && static_cast<int64_t>(job->pages.size()) < most; ++copyable.resident) {
             const int32_t row = first_row + static_cast<int32_t>(copyable.resident);
-            if (move.pending(row)) add(row, slots[copyable.resident] * limits_.extent_bytes + group.begin, nullptr);
+            const int64_t slot = slots[copyable.resident];
+            if (move.pending(row)) add(row, slot, slot * limits_.extent_bytes + group.begin, nullptr);
         }
     }
     while (!copyable.landed.empty() && static_cast<int64_t>(job->pages.size()) < most) {
         const Move::Landed& landed = copyable.landed.front();
-        add(landed.row, landed.at, landed.reading);
+        if (foreign && !job->pages.empty() && landed.reading != copying->readings.back()) break;  // one window a job
+        if (landed.reading != nullptr) {
+            job->window = landed.reading->slot;
+            job->window_slots = landed.reading->slots;
+        }
+        add(landed.row, landed.slot, landed.at, landed.reading);
         copyable.landed.pop_front();
     }
     if (job->pages.empty()) return false;
@@ -470,6 +526,7 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
     copying->gather = gather;
     copying->sums = job->sums = gather || !known;
     job->id = next_job_++;
+    job->move = move.id;
     job->copy = !moves ? Copy::kDigest : gather ? Copy::kGather : Copy::kScatter;
     job->memory = memory;
     job->first = gather ? 0 : group.first;
@@ -516,9 +573,15 @@ void Moves::copy_ended(int64_t job, const uint64_t* found, bool broken) {
 
 // A group of a page's layers is where it goes, and right.
 void Moves::copied(Move& move, int32_t row, int32_t group) {
-    move.done[move.cell(row, group)] = 1;
-    --move.todo[group];
+    end_cell(move, row, group);
     if (--move.left[row] == 0) move.outcome.statuses[row] = Status::kLoaded;
+}
+
+void Moves::end_cell(Move& move, int32_t row, int32_t group) {
+    Cell& cell = move.cells[move.cell(row, group)];
+    if (cell == Cell::kTaken) --move.taken[group];
+    cell = Cell::kDone;
+    --move.todo[group];
 }
 
 // The verdict on a page that has none and is not good: none of its layers is waited for any more.
@@ -532,9 +595,8 @@ void Moves::judge(Move& move, int32_t row, Status status) {
     const bool passes = of.places.empty() && spaces_[of.target].kind == Space::Kind::kPlanes;
     for (int32_t group = 0; group < move.groups(); ++group) {
         const size_t cell = move.cell(row, group);
-        if (move.done[cell]) continue;
-        move.done[cell] = 1;
-        --move.todo[group];
+        if (move.cells[cell] == Cell::kDone) continue;
+        end_cell(move, row, group);
         if (read && (passes ? !move.there[cell] : group >= move.next[row])) --move.unread[group];
     }
 }

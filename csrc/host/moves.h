@@ -47,24 +47,32 @@ public:
     void cancel(int64_t move);
     // From now on no read begins: its pages get this verdict. `kPending`: reads may begin again.
     void refuse(Status status) { refusal_ = status; }
+    bool knows(int64_t move) const { return moves_.contains(move); }
+    int32_t groups(int64_t move) const;
     bool ended(int64_t move) const;
     bool ready(int64_t move, int32_t group) const;
     const Outcome& outcome(int64_t move) const;
     // The outcome was read. What is late keeps what it touches, and is told by `take_ended_late`.
     void forget(int64_t move);
     // Late pages whose I/O has ended at last: (move, row).
-    std::vector<std::pair<int64_t, int32_t>> take_ended_late() { return std::exchange(ended_late_, {}); }
+    std::vector<std::pair<int64_t, int32_t>> take_ended_late(size_t most);
+    bool has_ended_late() const { return !ended_late_.empty(); }
     // Slots of the reserve that late reads hold.
     int64_t held_slots() const { return held_slots_; }
+    int64_t free_slots() const { return reserve_.free(); }
 
     // --- for who moves them
 
     // The next I/O of files that are `foreign`, or are not; false where none may begin now.
     bool take_io(bool foreign, IoJob* job);
-    void io_ended(int64_t job, const IoEnd* ends, int64_t count);
+    // Whether I/O waits for other I/O, or for copies, to end.
+    bool crowded() const { return crowded_; }
+    // Some pages of a job have ended. Whether all of them have.
+    bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
     // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory.
     bool take_copy(bool foreign, CopyJob* job);
-    // `found`: (pages, layers) of the job, where it asked for sums. `broken`: nothing is known about the bytes.
+    // `found`: (pages, layers) of the job, where it asked for sums. `broken`: nothing is known about the bytes. Of
+    // `kReady` nothing is said.
     void copy_ended(int64_t job, const uint64_t* found, bool broken);
     // When `expire` has something to do next; the largest number where it never will.
     Nanoseconds deadline() const;
@@ -84,12 +92,14 @@ private:
     bool next_read(Move& move, bool foreign, IoJob* job);
     bool next_write(Move& move, bool foreign, IoJob* job);
     void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
-    bool fits(int64_t bytes) const { return flying_ == 0 || flying_ + bytes <= limits_.flying_bytes; }
+    bool fits(int64_t bytes);
     void landed(Move& move, Reading& reading, int32_t page);
     bool next_copy(Move& move, bool foreign, CopyJob* job);
+    bool announce(Move& move, int32_t group, CopyJob* job);
     bool fill_copy(Move& move, int32_t group, int32_t way, bool foreign, CopyJob* job);
     void judge(Move& move, int32_t row, Status status);
     void copied(Move& move, int32_t row, int32_t group);
+    void end_cell(Move& move, int32_t row, int32_t group);
     void end_page(Reading& reading, int32_t page, int32_t error);
     void let_go(Reading& reading);
     void pass_deadline(Move& move);
@@ -105,6 +115,7 @@ private:
     int64_t flying_ = 0;        // bytes of I/O that is not late
     int64_t held_slots_ = 0;
     int32_t reads_in_row_ = 0;  // while writes wait
+    bool crowded_ = false;
     std::map<int64_t, std::unique_ptr<Move>> moves_;
     Order open_;                // that have not ended, in the order in which they are served
     std::map<int64_t, std::unique_ptr<Reading>> readings_;  // I/O under way, by job

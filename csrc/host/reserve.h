@@ -15,6 +15,7 @@ public:
     Reserve(int64_t first, int64_t slots, int64_t fence) : first_(first), fence_(fence), used_(slots, false) {}
 
     int64_t slots() const { return static_cast<int64_t>(used_.size()); }
+    int64_t free() const { return std::count(used_.begin(), used_.end(), false); }
 
     // Take up to `most` free neighbours, from `*slot` on: the longest run where none has so many. How many; 0 where no
     // slot is free. The first fitting run is taken, so that what passes through stays in the processor's cache.

@@ -1,0 +1,342 @@
+"""The executor of csrc/host by its C interface: moves are handed over whole, and their ends come back in lists.
+
+What is *foreign* (files of a transport of Python, planes and memory of a GPU) is asked for as jobs, and answered for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import errno
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.errors import NativeCallError
+from gdscache.moves.base import Move
+from gdscache.native.library import address, checked, library
+
+if TYPE_CHECKING:
+    from gdscache.checksum import Checksums
+    from gdscache.layout import PageLayout
+
+NEVER = (1 << 63) - 1  # nanoseconds: later than any deadline
+PAGE = np.dtype([("row", "<i4"), ("_", "<i4"), ("slot", "<i8"), ("at", "<i8")])  # of a job
+SCATTER, GATHER, DIGEST, READY = range(4)  # kinds of copies
+SHORT = -1  # in place of an errno
+Pages = npt.NDArray[np.void]
+
+
+def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+_i32, _i64, _u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
+_Space = _struct(
+    "_Space",
+    **dict(kind=_i32, foreign=_i32, slots=_i64, memory=_u64, sums=_u64, files=_u64, n_files=_i32, copied=_i32),
+    stretch=_i64,
+)
+_Limits = _struct(
+    "_Limits",
+    **dict(extent_bytes=_i64, layers=_i32, page_blocks=_i32, flying_bytes=_i64, io_bytes=_i64, copy_bytes=_i64),
+    **dict(foreign_io_bytes=_i64, foreign_copy_bytes=_i64),
+)
+_Way = _struct(
+    "_Way",
+    **dict(source=_i32, target=_i32, through=_i32, reserved=_i32, pages=_i64, sources=_u64, targets=_u64),
+    **dict(places=_u64, sums=_u64),
+)
+_Group = _struct(
+    "_Group",
+    **dict(first=_i32, last=_i32, begin=_i64, end=_i64, start=_i64, stop=_i64, alone_start=_i64, alone_stop=_i64),
+)
+_Io = _struct(
+    "_Io",
+    **dict(id=_i64, write=_i32, files=_i32, memory=_i32, reserved=_i32, start=_i64, stop=_i64, count=_i64, pages=_u64),
+)
+_Copy = _struct(
+    "_Copy",
+    **dict(id=_i64, kind=_i32, memory=_i32, first=_i32, last=_i32, sums=_i32, reserved=_i32, move=_i64),
+    **dict(window=_i64, window_slots=_i64, count=_i64, pages=_u64, blocks=_u64),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Space:
+    """A space of moves. `foreign`: others move its bytes.
+
+    `slots`: of a memory or of files, blocks of planes. `memory`: the bytes, uint8. `sums`: uint64 (slots, layers), where
+    stores leave checksums. `files`: descriptors, over which slots go in stretches of `stretch`; `copied`: the kernel
+    copies their bytes (no O_DIRECT, or a RAM disk).
+    """
+
+    kind: str  # planes, memory or files
+    slots: int
+    foreign: bool = True
+    memory: npt.NDArray[np.uint8] | None = None
+    sums: Checksums | None = None
+    files: Sequence[int] = ()
+    stretch: int = 1
+    copied: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """In bytes: what is in flight over all moves, and what a job has. See move.h."""
+
+    flying: int = 64 << 20
+    io: int = 8 << 20
+    copy: int = 2 << 20
+    foreign_io: int = 64 << 20
+    foreign_copy: int = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class IoJob:
+    """Foreign reads or writes of the bytes `start` to `stop` of some extents. `pages`: `PAGE`s."""
+
+    number: int
+    write: bool
+    files: str
+    memory: str
+    start: int
+    stop: int
+    pages: Pages
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CopyJob:
+    """A foreign copy of some layers. `sums`: whether checksums are asked for.
+
+    `pages`: `PAGE`s; `at` is where layer `layers.start` begins. `slot`: of the memory; or where there is a `window`, the
+    slots of the reserve that pages lie in side by side, a part of an extent each, the place in that. `blocks`: int64
+    (pages, blocks a page), none to look only. `READY`: all copies of these layers were taken, and no end is said.
+    """
+
+    number: int
+    move: int
+    kind: int
+    memory: str
+    layers: range
+    sums: bool
+    window: range
+    pages: Pages
+    blocks: npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """How a move has ended. `statuses`: places in `PageStatus`, uint8 (rows,); `errors`: rows whose I/O failed, int32
+    (n, 2), with `SHORT` or an errno; `late`: int32 rows. `broken`: a copy was."""
+
+    statuses: npt.NDArray[np.uint8]
+    errors: npt.NDArray[np.int32]
+    late: npt.NDArray[np.int32]
+    broken: bool
+
+
+class NativeMoves:
+    """Moves over `spaces`, by name. Thread-safe, but for `close`.
+
+    `reserve`: the memory of the bounce reserve, its first slot for loads, and how many; `fence`: no run of them crosses
+    a multiple of so many. `pool`: `NativePool.handle` of planes that are not foreign. `workers`, `depth`: of the disk,
+    where files are not foreign. `threads` copy; with none of them everything is foreign, and time passes by `expire`.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        spaces: Mapping[str, Space],
+        page_blocks: int,
+        *,
+        limits: Limits = Limits(),  # noqa: B008 - it is frozen
+        reserve: tuple[str, int, int] | None = None,
+        fence: int = 0,
+        pool: int | None = None,
+        workers: int = 0,
+        depth: int = 0,
+        threads: int = 0,
+    ) -> None:
+        self._layout = layout
+        self._library = library()
+        self._names = list(spaces)
+        self._numbers = {name: number for number, name in enumerate(spaces)}
+        self._kept = list(spaces.values())  # the memory behind the addresses
+        self.page_blocks = page_blocks
+        self._lock = threading.Lock()
+        table, files = self._table(spaces)
+        self._kept_files = files
+        sizes = _Limits(
+            *(layout.extent_bytes, layout.n_layers, page_blocks, limits.flying, limits.io, limits.copy),
+            *(limits.foreign_io, limits.foreign_copy),
+        )
+        space, first, slots = (-1, 0, 0) if reserve is None else (self._numbers[reserve[0]], *reserve[1:])
+        handle, why = ctypes.c_void_p(), ctypes.create_string_buffer(200)
+        answer = self._library.executor_open(
+            *(ctypes.addressof(sizes), ctypes.addressof(table), len(spaces), space, first, slots, fence, pool),
+            *(workers, depth, threads, ctypes.addressof(handle), ctypes.addressof(why), len(why)),
+        )
+        if answer < 0:
+            raise NativeCallError(f"no executor: {why.value.decode()}", "see what it says", -answer)
+        self._handle: int | None = handle.value
+        self._pages_dtype = PAGE
+
+    def _table(self, spaces: Mapping[str, Space]) -> tuple[Any, list[Any]]:
+        kinds = ("planes", "memory", "files")
+        files = [np.array(space.files, np.int32) for space in spaces.values()]
+        rows = [
+            _Space(
+                *(kinds.index(space.kind), space.foreign, space.slots),
+                0 if space.memory is None or space.foreign else address(space.memory),
+                0 if space.sums is None else address(space.sums),
+                *(address(some) if len(some) else 0, len(some), space.copied, space.stretch),
+            )
+            for space, some in zip(spaces.values(), files, strict=True)
+        ]
+        return (_Space * len(rows))(*rows), files
+
+    # -- for who wants bytes moved -------------------------------------------------------------------------------------
+
+    def begin(self, move: Move, until: int) -> int:
+        """Begin a move that ends by `until`, in nanoseconds; its number."""
+        layout, kept = self._layout, []
+        ways = (_Way * len(move.ways))()
+        for number, way in enumerate(move.ways):
+            arrays = [way.sources, way.targets, way.places, way.sums]
+            flat = [None if a is None else np.ascontiguousarray(a) for a in arrays]
+            kept.append(flat)
+            through = self._numbers[way.through] if way.through and way.places is not None else -1
+            ways[number] = _Way(
+                *(self._numbers[way.source], self._numbers[way.target], through, 0, len(way)),
+                *(0 if a is None or not a.size else address(a) for a in flat),
+            )
+        layers = move.groups or (range(layout.n_layers),)
+        groups = (_Group * len(layers))()
+        for number, some in enumerate(layers):
+            begin, end = layout.layer_bounds[some.start][0], layout.layer_bounds[some.stop - 1][1]
+            spans = (*layout.read_span(some), *layout.read_span(some, alone=True))
+            groups[number] = _Group(some.start, some.stop, begin, end, *spans)
+        answer = _i64()
+        checked(
+            self._library.move_begin(
+                *(self._open(), int(move.priority), until, ctypes.addressof(ways), len(ways)),
+                *(ctypes.addressof(groups), len(groups), ctypes.addressof(answer)),
+            ),
+            "begin",
+        )
+        return answer.value
+
+    def cancel(self, move: int) -> None:
+        """Copy no further into the planes."""
+        checked(self._library.move_cancel(self._open(), move), "cancel")
+
+    def wait(self, move: int, until: int, group: int = -1) -> bool:
+        """Wait until a group is in the planes or never will be; or with -1, until the move has ended. False at `until`.
+
+        Whoever waits long asks again every 100 ms, so that signals are heard.
+        """
+        answer = self._library.move_wait(self._open(), move, group, until)
+        return checked(answer, "wait") == 1
+
+    def outcome(self, move: int, rows: int) -> Outcome:
+        """How a move of so many rows has ended; nothing is kept of it but late I/O."""
+        statuses, late = np.empty(rows, np.uint8), np.empty(rows, np.int32)
+        errors = np.empty((rows, 2), np.int32)
+        counts = (_i64 * 2)()
+        broken = checked(
+            self._library.move_outcome(
+                *(self._open(), move, address(statuses), rows, address(errors), ctypes.addressof(counts)),
+                *(address(late), ctypes.addressof(counts) + 8, rows),
+            ),
+            "outcome",
+        )
+        checked(self._library.move_forget(self._open(), move), "forget")
+        return Outcome(statuses, errors[: counts[0]], late[: counts[1]], bool(broken))
+
+    def refuse(self, status: int) -> None:
+        """From now on no read begins: its pages have this verdict, a place in `PageStatus`; 0: reads begin again."""
+        checked(self._library.refuse(self._open(), status), "refuse")
+
+    def take_late(self, until: int, most: int = 256) -> list[tuple[int, int]] | None:
+        """(move, row) of late pages whose I/O has ended at last; waits for one. None behind `stop`."""
+        found = np.empty((most, 2), np.int64)
+        answer = self._library.take_late(self._open(), until, address(found), most)
+        if answer == -errno.ECANCELED:
+            return None
+        return [(move, row) for move, row in found[: checked(answer, "late")].tolist()]
+
+    def held_slots(self) -> int:
+        """Slots of the reserve that late reads hold."""
+        return int(self._library.held_slots(self._open()))
+
+    def free_slots(self) -> int:
+        """Slots of the reserve that nobody has."""
+        return int(self._library.free_slots(self._open()))
+
+    # -- for who moves what is foreign ---------------------------------------------------------------------------------
+
+    def take_io(self, until: int) -> IoJob | None:
+        """The next foreign I/O, which waits until then; None when there is none. Raises `NativeCallError` (ECANCELED)
+        behind `stop`."""
+        job = _Io()
+        if not checked(self._library.take_io(self._open(), until, ctypes.addressof(job)), "take"):
+            return None
+        return IoJob(
+            *(job.id, bool(job.write), self._names[job.files], self._names[job.memory], job.start, job.stop),
+            self._pages(job.pages, job.count),
+        )
+
+    def take_copy(self, until: int) -> CopyJob | None:
+        """The next foreign copy; as `take_io`."""
+        job = _Copy()
+        if not checked(self._library.take_copy(self._open(), until, ctypes.addressof(job)), "take"):
+            return None
+        blocks = np.empty((0, self.page_blocks), np.int64)
+        if job.kind in (SCATTER, GATHER):
+            raw = ctypes.string_at(job.blocks, 8 * job.count * self.page_blocks)
+            blocks = np.frombuffer(raw, np.int64).reshape(job.count, self.page_blocks)
+        return CopyJob(
+            *(job.id, job.move, job.kind, self._names[job.memory], range(job.first, job.last), bool(job.sums)),
+            range(job.window, job.window + job.window_slots),
+            *(self._pages(job.pages, job.count), blocks),
+        )
+
+    def _pages(self, at: int, count: int) -> Pages:
+        return np.frombuffer(ctypes.string_at(at, PAGE.itemsize * count), PAGE)
+
+    def io_ended(self, job: int, pages: Sequence[int] | npt.NDArray[np.int64], error: int = 0) -> None:
+        """Pages of a job have ended, by their places in it: well, or with `SHORT` or an errno."""
+        ends = np.empty((len(pages), 2), np.int32)
+        ends[:, 0], ends[:, 1] = pages, error
+        checked(self._library.io_ended(self._open(), job, address(ends) if len(ends) else None, len(ends)), "ended")
+
+    def copy_ended(self, job: int, sums: Checksums | None, *, broken: bool = False) -> None:
+        """A copy is done. `sums`: uint64 (pages, layers), where they were asked for."""
+        kept = None if sums is None else np.ascontiguousarray(sums, np.uint64)
+        at = None if kept is None or not kept.size else address(kept)
+        checked(self._library.copy_ended(self._open(), job, at, broken), "ended")
+
+    def expire(self, now: int) -> None:
+        """It is `now`, in nanoseconds: what has not ended by its deadline is late."""
+        checked(self._library.expire(self._open(), now), "expire")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Nobody waits in a call any more, and nobody will."""
+        self._library.executor_stop(self._open())
+
+    def close(self) -> None:
+        """Wait for what our threads have under way, and give everything back. No call may be in progress."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._library.executor_close(handle)
+
+    def _open(self) -> int:
+        if self._handle is None:
+            raise NativeCallError("the executor was closed", "use it before close")
+        return self._handle
