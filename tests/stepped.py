@@ -144,9 +144,10 @@ class SteppedExecutor:
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
         if listener is not None:
             assert self.machine is not None, "a load without a machine"
-            number = self.moves.begin(move, int((self.now() + move.seconds) * NS))
-            load = NativeMoving(self, number, move, listener)
-            self._loads[number] = load, listener
+            self._numbers += 1
+            load = NativeMoving(self, self._numbers, move, listener)
+            self._loads[load.number] = load, listener
+            self.moves.begin(load.number, move, int((self.now() + move.seconds) * NS))
             return load
         self._numbers += 1
         moving = _Moving(self, move, self._numbers)

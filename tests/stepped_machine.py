@@ -145,6 +145,7 @@ class SteppedMachine:
         if job.window:
             extents = Window(self._bounce.extents, job.window, self._mover.layout.read_span(job.layers, alone=True))
         self.copies.append((job, extents, job.pages["slot"].tolist()))
+        self.moves.copy_queued(job.number)
 
     def _copy(self) -> None:
         job, extents, places = self.copies.popleft()

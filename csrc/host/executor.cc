@@ -67,11 +67,12 @@ Executor::~Executor() {
 
 // --- what others ask for
 
-int64_t Executor::begin(MoveSpec spec) {
+bool Executor::begin(MoveSpec spec) {
     const Lock lock(lock_);
-    const int64_t id = moves_.begin(std::move(spec));
+    if (moves_.knows(spec.id)) return false;
+    moves_.begin(std::move(spec));
     changed(true);
-    return id;
+    return true;
 }
 
 bool Executor::cancel(int64_t move) {
@@ -136,6 +137,14 @@ bool Executor::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
     }
     if (moves_.io_ended(job, ends, count)) ios_.erase(found);
     changed();
+    return true;
+}
+
+bool Executor::copy_queued(int64_t job) {
+    const Lock lock(lock_);
+    if (!copying_.contains(job)) return false;
+    moves_.copy_queued(job);
+    foreign_.notify_all();
     return true;
 }
 

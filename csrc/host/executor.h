@@ -38,7 +38,8 @@ public:
              Reserve reserve, const Pool* pool, std::unique_ptr<Disk> disk, int32_t threads);
     ~Executor();
 
-    int64_t begin(MoveSpec spec);
+    // False where its number is taken.
+    bool begin(MoveSpec spec);
     bool cancel(int64_t move);
     void refuse(Status status);
     // Wait until a group of a load is in the planes (or never will be), or with `group` -1 until the move has ended.
@@ -52,6 +53,7 @@ public:
     const IoJob* take_io(Nanoseconds until, Waited* waited);
     const CopyJob* take_copy(Nanoseconds until, Waited* waited);
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
+    bool copy_queued(int64_t job);
     bool copy_ended(int64_t job, const uint64_t* found, bool broken);
     void expire(Nanoseconds now);
 

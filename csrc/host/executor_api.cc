@@ -169,11 +169,11 @@ void gdscache_executor_stop(struct gdscache_executor* executor) { executor->exec
 
 const char* gdscache_executor_disk(struct gdscache_executor* executor) { return executor->disk.c_str(); }
 
-int32_t gdscache_move_begin(struct gdscache_executor* executor, int32_t priority, int64_t until,
+int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, int32_t priority, int64_t until,
                             const struct gdscache_way* ways, int64_t n_ways, const struct gdscache_group* groups,
-                            int64_t n_groups, int64_t* move) {
+                            int64_t n_groups) {
     Executor& of = executor->executor;
-    if (!move || n_ways < 0 || n_ways > 1 << 10 || (n_ways && !ways) || n_groups < 1 || !groups) return -EINVAL;
+    if (n_ways < 0 || n_ways > 1 << 10 || (n_ways && !ways) || n_groups < 1 || !groups) return -EINVAL;
     if (priority < 0 || priority >= kPriorities || !sound(groups, n_groups, of.limits())) return -EINVAL;
     int64_t rows = 0;
     for (int64_t n = 0; n < n_ways; ++n) {
@@ -190,6 +190,7 @@ int32_t gdscache_move_begin(struct gdscache_executor* executor, int32_t priority
     if (rows >= kMost) return -EINVAL;
     try {
         MoveSpec spec;
+        spec.id = move;
         spec.priority = static_cast<Priority>(priority);
         spec.until = until;
         for (int64_t n = 0; n < n_ways; ++n) {
@@ -213,8 +214,7 @@ int32_t gdscache_move_begin(struct gdscache_executor* executor, int32_t priority
             spec.groups.push_back({from.first, from.last, from.begin, from.end, from.start, from.stop,
                                    from.alone_start, from.alone_stop});
         }
-        *move = of.begin(std::move(spec));
-        return 0;
+        return of.begin(std::move(spec)) ? 0 : -EEXIST;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
     }
@@ -293,6 +293,10 @@ int32_t gdscache_io_ended(struct gdscache_executor* executor, int64_t job, const
     static_assert(sizeof(IoEnd) == 2 * sizeof(int32_t));
     if (count < 0 || (count && !ends)) return -EINVAL;
     return executor->executor.io_ended(job, reinterpret_cast<const IoEnd*>(ends), count) ? 0 : -EINVAL;
+}
+
+int32_t gdscache_copy_queued(struct gdscache_executor* executor, int64_t job) {
+    return executor->executor.copy_queued(job) ? 0 : -EINVAL;
 }
 
 int32_t gdscache_copy_ended(struct gdscache_executor* executor, int64_t job, const uint64_t* sums, int32_t broken) {

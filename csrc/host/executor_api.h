@@ -61,9 +61,10 @@ GDSCACHE_API void gdscache_executor_close(struct gdscache_executor* executor);
 GDSCACHE_API void gdscache_executor_stop(struct gdscache_executor* executor);
 GDSCACHE_API const char* gdscache_executor_disk(struct gdscache_executor* executor);
 
-GDSCACHE_API int32_t gdscache_move_begin(struct gdscache_executor* executor, int32_t priority, int64_t until,
-                                         const struct gdscache_way* ways, int64_t n_ways,
-                                         const struct gdscache_group* groups, int64_t n_groups, int64_t* move);
+// `move`: its number, which is the caller's; -EEXIST where another move has it.
+GDSCACHE_API int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, int32_t priority,
+                                         int64_t until, const struct gdscache_way* ways, int64_t n_ways,
+                                         const struct gdscache_group* groups, int64_t n_groups);
 GDSCACHE_API int32_t gdscache_move_cancel(struct gdscache_executor* executor, int64_t move);
 // 1: the group is in the planes, or with -1 the move has ended; 0: not until then (ns of CLOCK_MONOTONIC); -ECANCELED
 // behind `stop`; -ENOENT for a move that nobody knows.
@@ -84,6 +85,8 @@ GDSCACHE_API int32_t gdscache_take_copy(struct gdscache_executor* executor, int6
 // Pages of a job that have ended: int32 (count, 2), the page's place in the job, and 0, -1 (short) or an errno.
 GDSCACHE_API int32_t gdscache_io_ended(struct gdscache_executor* executor, int64_t job, const int32_t* ends,
                                        int64_t count);
+// A copy is queued on a stream: its group may be said to be ready behind it.
+GDSCACHE_API int32_t gdscache_copy_queued(struct gdscache_executor* executor, int64_t job);
 GDSCACHE_API int32_t gdscache_copy_ended(struct gdscache_executor* executor, int64_t job, const uint64_t* sums,
                                          int32_t broken);
 GDSCACHE_API int32_t gdscache_expire(struct gdscache_executor* executor, int64_t now);

@@ -57,6 +57,7 @@ struct Way {
 };
 
 struct MoveSpec {
+    int64_t id = 0;  // the caller's; no other move has it
     Priority priority = Priority::kLoad;
     Nanoseconds until = 0;
     std::vector<Way> ways;
@@ -92,7 +93,7 @@ struct IoJob {
 };
 
 // What becomes of bytes that are in memory: into the planes, out of them, or only looked at. `kReady` is no copy: all
-// copies of a group into foreign planes were taken.
+// copies of a group into foreign planes are queued.
 enum class Copy : uint8_t { kScatter, kGather, kDigest, kReady };
 
 // Layers [first, last) of some pages. `slot`: of the memory, or of the pages that passed through [window, window +

@@ -13,8 +13,8 @@ constexpr int64_t kRounds = 4;         // that share the reserve: while one is c
 
 enum class Work : uint8_t { kLoad, kGather, kWrite };
 
-// A group of a page's layers: to be copied, being copied, or copied (or not to be copied any more).
-enum class Cell : uint8_t { kOpen, kTaken, kDone };
+// A group of a page's layers: to be copied, queued (where others copy), or copied, or not to be copied any more.
+enum class Cell : uint8_t { kOpen, kQueued, kDone };
 
 }  // namespace
 
@@ -53,6 +53,7 @@ struct Moves::Move {
     };
 
     int64_t id = 0;
+    Order::key_type order;
     MoveSpec spec;
     Work work = Work::kLoad;
     Outcome outcome;
@@ -62,8 +63,8 @@ struct Moves::Move {
     std::vector<int32_t> next;       // of each row: the first group that is not there, or has one before it that is not
     std::vector<int32_t> left;       // of each row: groups that are not copied
     std::vector<int32_t> todo;       // of each group: rows that are not done
-    std::vector<int32_t> taken;      // of each group: rows whose copies are under way, and which are not done
-    std::vector<bool> announced;     // of each group: that all its copies were taken
+    std::vector<int32_t> queued;     // of each group: rows whose copies are queued, and not done
+    std::vector<bool> announced;     // of each group: that all its copies are queued
     std::vector<int32_t> unread;     // of each group: rows that are to be read, or are being read
     std::vector<Copyable> copyable;  // (groups, ways)
     std::vector<int32_t> late;       // of each row: late I/O
@@ -94,10 +95,11 @@ Moves::~Moves() = default;
 
 // --- for who wants bytes moved
 
-int64_t Moves::begin(MoveSpec spec) {
+void Moves::begin(MoveSpec spec) {
     auto owned = std::make_unique<Move>();
     Move& move = *owned;
-    move.id = next_move_++;
+    move.id = spec.id;
+    move.order = {spec.priority, begun_++};
     move.spec = std::move(spec);
     move.first_row.push_back(0);
     for (const Way& way : move.spec.ways) move.first_row.push_back(move.rows() + static_cast<int32_t>(way.pages));
@@ -112,7 +114,7 @@ int64_t Moves::begin(MoveSpec spec) {
     move.cells.assign(rows * groups, Cell::kOpen);
     move.left.assign(rows, static_cast<int32_t>(groups));
     move.todo.assign(groups, static_cast<int32_t>(rows));
-    move.taken.assign(groups, 0);
+    move.queued.assign(groups, 0);
     move.announced.assign(groups, false);
     move.late.assign(rows, 0);
     move.copyable.resize(groups * move.ways());
@@ -126,9 +128,8 @@ int64_t Moves::begin(MoveSpec spec) {
         move.unread.assign(groups, read);
     }
     moves_.emplace(move.id, std::move(owned));
-    open_.emplace(std::pair(move.spec.priority, move.id), &move);
+    open_.emplace(move.order, &move);
     settle(move);
-    return move.id;
 }
 
 void Moves::cancel(int64_t id) {
@@ -426,9 +427,9 @@ bool Moves::next_copy(Move& move, bool foreign, CopyJob* job) {
     return false;
 }
 
-// Say, once, that the last copy of a group into foreign planes was taken.
+// Say, once, that the last copy of a group into foreign planes is queued.
 bool Moves::announce(Move& move, int32_t group, CopyJob* job) {
-    const bool all = move.taken[group] == move.todo[group];
+    const bool all = move.queued[group] == move.todo[group];
     if (move.work != Work::kLoad || move.cancelled || move.announced[group] || !all) return false;
     const auto foreign = [&](const Way& way) {
         return spaces_[way.target].kind == Space::Kind::kPlanes && spaces_[way.target].foreign;
@@ -491,8 +492,6 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
         job->pages.push_back({row, slot, at});
         copying->rows.push_back(row);
         copying->readings.push_back(reading);
-        move.cells[move.cell(row, group_number)] = Cell::kTaken;
-        ++move.taken[group_number];
     };
     if (resident) {
         const std::vector<int64_t>& slots = gather ? way.targets : way.sources;
@@ -534,6 +533,19 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
     ++move.copying;
     copies_.emplace(job->id, std::move(copying));
     return true;
+}
+
+void Moves::copy_queued(int64_t job) {
+    const auto found = copies_.find(job);
+    if (found == copies_.end()) return;
+    const Copying& copying = *found->second;
+    Move& move = *copying.move;
+    for (const int32_t row : copying.rows) {
+        Cell& cell = move.cells[move.cell(row, copying.group)];
+        if (cell != Cell::kOpen) continue;
+        cell = Cell::kQueued;
+        ++move.queued[copying.group];
+    }
 }
 
 void Moves::copy_ended(int64_t job, const uint64_t* found, bool broken) {
@@ -579,7 +591,7 @@ void Moves::copied(Move& move, int32_t row, int32_t group) {
 
 void Moves::end_cell(Move& move, int32_t row, int32_t group) {
     Cell& cell = move.cells[move.cell(row, group)];
-    if (cell == Cell::kTaken) --move.taken[group];
+    if (cell == Cell::kQueued) --move.queued[group];
     cell = Cell::kDone;
     --move.todo[group];
 }
@@ -663,7 +675,7 @@ void Moves::settle(Move& move) {
     }
     move.outcome.broken = move.broken;
     move.over = true;
-    open_.erase({move.spec.priority, move.id});
+    open_.erase(move.order);
 }
 
 }  // namespace gdscache

@@ -42,7 +42,7 @@ public:
 
     // --- for who wants bytes moved
 
-    int64_t begin(MoveSpec spec);
+    void begin(MoveSpec spec);
     // Copy no further into the planes; what is being read comes to its end.
     void cancel(int64_t move);
     // From now on no read begins: its pages get this verdict. `kPending`: reads may begin again.
@@ -71,6 +71,8 @@ public:
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
     // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory.
     bool take_copy(bool foreign, CopyJob* job);
+    // A copy is queued where others do what was queued in order: behind it, its group may be `kReady`.
+    void copy_queued(int64_t job);
     // `found`: (pages, layers) of the job, where it asked for sums. `broken`: nothing is known about the bytes. Of
     // `kReady` nothing is said.
     void copy_ended(int64_t job, const uint64_t* found, bool broken);
@@ -84,7 +86,7 @@ private:
     struct Reading;
     struct Copying;
 
-    using Order = std::map<std::pair<Priority, int64_t>, Move*>;
+    using Order = std::map<std::pair<Priority, int64_t>, Move*>;  // of one priority, as they came
 
     Move& at(int64_t move) const { return *moves_.at(move); }
     bool take_read(bool foreign, IoJob* job);
@@ -111,7 +113,7 @@ private:
     int32_t reserve_space_;
     Reserve reserve_;
     Status refusal_ = Status::kPending;
-    int64_t next_move_ = 1, next_job_ = 1;
+    int64_t begun_ = 0, next_job_ = 1;
     int64_t flying_ = 0;        // bytes of I/O that is not late
     int64_t held_slots_ = 0;
     int32_t reads_in_row_ = 0;  // while writes wait

@@ -44,7 +44,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "executor_close": (_void, (_at,)),
     "executor_stop": (_void, (_at,)),
     "executor_disk": (_text, (_at,)),
-    "move_begin": (_int, (_at, _int, _long, _at, _long, _at, _long, _at)),
+    "move_begin": (_int, (_at, _long, _int, _long, _at, _long, _at, _long)),
     "move_cancel": (_int, (_at, _long)),
     "move_wait": (_int, (_at, _long, _int, _long)),
     "move_outcome": (_int, (_at, _long, _at, _long, _at, _at, _at, _at, _long)),
@@ -53,6 +53,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "take_io": (_int, (_at, _long, _at)),
     "take_copy": (_int, (_at, _long, _at)),
     "io_ended": (_int, (_at, _long, _at, _long)),
+    "copy_queued": (_int, (_at, _long)),
     "copy_ended": (_int, (_at, _long, _at, _int)),
     "expire": (_int, (_at, _long)),
     "take_late": (_int, (_at, _long, _at, _long)),
@@ -62,7 +63,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 # Those that are over at once keep the interpreter's lock: whoever gives it up may wait 5 ms to have it again.
 _QUICK = frozenset(
     {"abi", "best_arm", "has_arm", "pool_open", "pool_close", "executor_stop", "executor_disk", "move_begin"}
-    | {"move_cancel", "move_outcome", "move_forget", "refuse", "io_ended", "copy_ended", "held_slots", "free_slots"}
+    | {"move_cancel", "move_outcome", "move_forget", "refuse", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots"}
 )
 
 

@@ -114,7 +114,7 @@ class CopyJob:
 
     `pages`: `PAGE`s; `at` is where layer `layers.start` begins. `slot`: of the memory; or where there is a `window`, the
     slots of the reserve that pages lie in side by side, a part of an extent each, the place in that. `blocks`: int64
-    (pages, blocks a page), none to look only. `READY`: all copies of these layers were taken, and no end is said.
+    (pages, blocks a page), none to look only. `READY`: all copies of these layers are queued, and no end is said.
     """
 
     number: int
@@ -201,34 +201,32 @@ class NativeMoves:
 
     # -- for who wants bytes moved -------------------------------------------------------------------------------------
 
-    def begin(self, move: Move, until: int) -> int:
-        """Begin a move that ends by `until`, in nanoseconds; its number."""
+    def begin(self, number: int, move: Move, until: int) -> None:
+        """Begin a move that ends by `until`, in nanoseconds. `number`: what it is known by; no other has it."""
         layout, kept = self._layout, []
         ways = (_Way * len(move.ways))()
-        for number, way in enumerate(move.ways):
+        for n, way in enumerate(move.ways):
             arrays = [way.sources, way.targets, way.places, way.sums]
             flat = [None if a is None else np.ascontiguousarray(a) for a in arrays]
             kept.append(flat)
             through = self._numbers[way.through] if way.through and way.places is not None else -1
-            ways[number] = _Way(
+            ways[n] = _Way(
                 *(self._numbers[way.source], self._numbers[way.target], through, 0, len(way)),
                 *(0 if a is None or not a.size else address(a) for a in flat),
             )
         layers = move.groups or (range(layout.n_layers),)
         groups = (_Group * len(layers))()
-        for number, some in enumerate(layers):
+        for n, some in enumerate(layers):
             begin, end = layout.layer_bounds[some.start][0], layout.layer_bounds[some.stop - 1][1]
             spans = (*layout.read_span(some), *layout.read_span(some, alone=True))
-            groups[number] = _Group(some.start, some.stop, begin, end, *spans)
-        answer = _i64()
+            groups[n] = _Group(some.start, some.stop, begin, end, *spans)
         checked(
             self._library.move_begin(
-                *(self._open(), int(move.priority), until, ctypes.addressof(ways), len(ways)),
-                *(ctypes.addressof(groups), len(groups), ctypes.addressof(answer)),
+                *(self._open(), number, int(move.priority), until, ctypes.addressof(ways), len(ways)),
+                *(ctypes.addressof(groups), len(groups)),
             ),
             "begin",
         )
-        return answer.value
 
     def cancel(self, move: int) -> None:
         """Copy no further into the planes."""
@@ -313,6 +311,10 @@ class NativeMoves:
         ends = np.empty((len(pages), 2), np.int32)
         ends[:, 0], ends[:, 1] = pages, error
         checked(self._library.io_ended(self._open(), job, address(ends) if len(ends) else None, len(ends)), "ended")
+
+    def copy_queued(self, job: int) -> None:
+        """A copy is queued: its layers may be said to be `READY` behind it."""
+        checked(self._library.copy_queued(self._open(), job), "queued")
 
     def copy_ended(self, job: int, sums: Checksums | None, *, broken: bool = False) -> None:
         """A copy is done. `sums`: uint64 (pages, layers), where they were asked for."""
