@@ -180,8 +180,11 @@ class SteppedExecutor:
         assert self.machine is not None, "a load without a machine"
         return self.machine.causes.pop(number, None)
 
-    def ended(self, moving: NativeMoving, late: int) -> None:
-        """It is asked for late pages to the end of the test."""
+    def forget(self, moving: NativeMoving) -> None:
+        """Its steps may be run again."""
+
+    def await_move(self, number: int, group: int, seconds: float) -> bool:
+        raise AssertionError("a test waited")
 
     def tell_late(self) -> None:
         """Late pages whose I/O has ended are told."""
@@ -245,6 +248,7 @@ class _Moving:
     read = False
     read_event: Event = None
     broken = None
+    lands = None
 
     def __init__(self, executor: SteppedExecutor, move: Move, number: int) -> None:
         self._executor = executor

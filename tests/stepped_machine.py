@@ -100,12 +100,11 @@ class SteppedMachine:
         spaces = {"planes": Space("planes", mover.planes.blocks)}
         spaces |= {name: Space("memory", some.slots, sums=some.checksums) for name, some in extents.items()}
         spaces |= {name: Space("files", 1 << 20) for name in content}
-        slots = bounce.loads.slots
         self.moves = NativeMoves(
             layout,
             spaces,
             mover.planes.blocks_per_page,
-            reserve=("bounce", bounce.extents.slots // 2, slots),
+            reserve=("bounce", bounce.loads.start, len(bounce.loads)),
             limits=limits or Limits(),
         )
 

@@ -319,7 +319,7 @@ class Run(Order):
         assert not +self.planner.under_way, "pages are still under way"
         assert not self.manager.stats()["leases"]
         assert self.manager.check() == []
-        assert self.machine.moves.free_slots() == self.bounce.loads.slots, "a slot of the reserve is lost"
+        assert self.machine.moves.free_slots() == len(self.bounce.loads), "a slot of the reserve is lost"
         assert not self.machine.moves.held_slots()
         self.machine.moves.close()
         assert not self.manager.quarantine.requests

@@ -2,6 +2,11 @@
 
 #include "executor_api.h"
 
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/vfs.h>
+
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -95,6 +100,13 @@ bool sound(const gdscache_group* groups, int64_t count, const Limits& limits) {
     return layer == limits.layers;
 }
 
+// Whether the kernel copies the bytes of a file: it is in the page cache, or on a RAM disk.
+bool kernel_copies(int file) {
+    struct statfs found;
+    const bool in_memory = fstatfs(file, &found) == 0 && found.f_type == TMPFS_MAGIC;
+    return in_memory || (fcntl(file, F_GETFL) & O_DIRECT) == 0;
+}
+
 template <typename T>
 std::vector<T> copied(uint64_t address, int64_t count) {
     return address ? std::vector<T>(at<T>(address), at<T>(address) + count) : std::vector<T>();
@@ -121,7 +133,7 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
             return refused("planes without a pool", EINVAL, why, why_size);
         }
     }
-    if (files && (workers < 1 || depth < 1)) return refused("files without a disk", EINVAL, why, why_size);
+    if (files && workers < 1) return refused("files without a disk", EINVAL, why, why_size);
     if (reserve_space >= n_spaces || reserve_first < 0 || reserve_slots < 0 || fence < 0 ||
         (reserve_space >= 0 &&
          (spaces[reserve_space].kind != 1 || reserve_first + reserve_slots > spaces[reserve_space].slots))) {
@@ -137,14 +149,14 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
             place.memory = reinterpret_cast<uint8_t*>(space.memory);
             place.slots = space.slots;
             place.stretch = space.stretch;
-            place.copied = space.copied != 0;
             if (!space.foreign && space.kind == 2) place.files = copied<int>(space.files, space.n_files);
+            place.copied = std::any_of(place.files.begin(), place.files.end(), kernel_copies);
             places.push_back(std::move(place));
         }
         std::unique_ptr<Disk> disk;
         if (files) {
             Refusal refusal;
-            disk = open_disk(workers, depth, refusal);
+            disk = depth ? open_disk(workers, depth, refusal) : open_threads_disk(workers, refusal);
             if (!disk) return refused(refusal.why.c_str(), refusal.error, why, why_size);
         }
         const std::string name = disk ? disk->name() : "";

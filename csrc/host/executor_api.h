@@ -13,7 +13,7 @@ struct gdscache_space {
     uint64_t memory;     // address of a memory's first byte; 0 where it is foreign
     uint64_t sums;       // address of its checksums, uint64 (slots, layers), or 0
     uint64_t files;      // address of `n_files` descriptors, int32
-    int32_t n_files, copied;
+    int32_t n_files, reserved;
     int64_t stretch;     // slots of one file that follow each other
 };
 
@@ -50,7 +50,7 @@ struct gdscache_copy {
 };
 
 // `reserve_space`: the memory of the bounce reserve, or -1, and the slots of it that loads have. `workers`, `depth`: of
-// the disk; 0: all files are foreign. `threads`: that copy; 0: everything is foreign, and `expire` is called.
+// the disk, threads of ours with a depth of 0; no workers: all files are foreign. `threads`: that copy; 0: everything is foreign, and `expire` is called.
 GDSCACHE_API int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struct gdscache_space* spaces,
                                             int64_t n_spaces, int32_t reserve_space, int64_t reserve_first,
                                             int64_t reserve_slots, int64_t fence, const struct gdscache_pool* pool,

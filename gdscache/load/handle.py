@@ -57,6 +57,7 @@ class LayerwiseLoad:
         self._layers = [Fence() for _ in range(layout.n_layers if layered else 0)]
         self.cancelled = False
         self._moving: Moving | None = None
+        self._lands: Callable[[int, float], bool] | None = None
         self._calls: Caller = Direct() if calls is None else calls
         self._over = Flag()
         self._error: BaseException | None = None  # what broke the run off
@@ -74,7 +75,9 @@ class LayerwiseLoad:
         self._calls.check()
         layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
         with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
-            self._layers[layer].wait(self.deadline if seconds is None else seconds)
+            fence, limit = self._layers[layer], arguments.seconds(self.deadline if seconds is None else seconds)
+            if fence.queued or self._lands is None or not self._lands(layer, limit):
+                fence.wait(0.0 if self._lands is not None else limit)
 
     def results(self, seconds: float | None = None) -> list[LoadReport]:
         """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
@@ -155,8 +158,9 @@ class LayerwiseLoad:
         if self._moving is not None:
             self._moving.cancel()
 
-    def carried_by(self, moving: Moving) -> None:
-        """Called by the worker: what `cancel` is passed on to."""
+    def carried_by(self, moving: Moving, *, last: bool) -> None:
+        """Called by the worker: what `cancel` is passed on to. `last`: with this move the layers are there."""
         self._moving = moving
+        self._lands = moving.lands if last else None
         if self.cancelled:
             moving.cancel()

@@ -32,8 +32,12 @@ class Carrier(Protocol):
         """What broke a copy of it; asked for once."""
         ...
 
-    def ended(self, moving: NativeMoving, late: int) -> None:
-        """A move has ended but for so many late pages. Of each, `moving.ended(row)` is told when its I/O has."""
+    def forget(self, moving: NativeMoving) -> None:
+        """Nothing of a move is under way any more. Before, `moving.ended(row)` is told of each late page that ends."""
+        ...
+
+    def await_move(self, number: int, group: int, seconds: float) -> bool:
+        """Wait until a group of layers is in the planes, or never will be; False when that takes longer."""
         ...
 
 
@@ -44,19 +48,29 @@ class NativeMoving:
     read_event: Event = None
     broken: BaseException | None = None
 
-    def __init__(self, carrier: Carrier, number: int, move: Move, listener: Listener | None) -> None:
+    def __init__(
+        self, carrier: Carrier, number: int, move: Move, listener: Listener | None, *, tells: bool = True
+    ) -> None:
+        """`tells`: the carrier tells the listener of layers that are ready."""
         self.number = number
         self._carrier = carrier
         self._move = move
         self._listener = listener
         self._end: End | None = None
         self._lock = threading.Lock()
+        self._late: int | None = None  # rows, once that is known
         self._ended: set[int] = set()  # late rows that have ended by now
         self._callback: Callable[[int], None] | None = None
+        self.lands = None if tells else self._wait
 
     def cancel(self) -> None:
         if self._end is None:
             self._carrier.moves.cancel(self.number)
+
+    def _wait(self, layer: int, seconds: float) -> bool:
+        """See `Moving.lands`."""
+        group = next((n for n, layers in enumerate(self._move.groups) if layer in layers), 0)
+        return self._end is not None or self._carrier.await_move(self.number, group, seconds)
 
     def end(self) -> Steps[End]:
         if self._end is None:
@@ -67,15 +81,19 @@ class NativeMoving:
     def _finish(self) -> End:
         """It has ended: say what became of its pages."""
         outcome = self._carrier.moves.outcome(self.number, len(self._move))
-        self._carrier.ended(self, len(outcome.late))
         listener = self._listener
         if listener is not None:
             for code in np.unique(outcome.statuses).tolist():
                 if _STATUSES[code] is not PageStatus.PENDING:
                     listener.judged(np.flatnonzero(outcome.statuses == code), _STATUSES[code])
         errors = {row: self._error(code) for row, code in outcome.errors.tolist()}
-        cause = self._carrier.cause(self.number)
-        return End(errors, outcome.late.tolist(), cause)
+        end = End(errors, outcome.late.tolist(), self._carrier.cause(self.number))
+        with self._lock:
+            self._late = len(end.late)
+            over = len(self._ended) == self._late
+        if over:
+            self._carrier.forget(self)
+        return end
 
     def _error(self, code: int) -> StorageError:
         """Why the I/O of a page failed."""
@@ -96,6 +114,9 @@ class NativeMoving:
         """Nothing touches a late page any more."""
         with self._lock:
             self._ended.add(row)
+            over = len(self._ended) == self._late
             callback = self._callback
         if callback is not None:
             callback(row)
+        if over:
+            self._carrier.forget(self)

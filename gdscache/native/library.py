@@ -63,7 +63,17 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 # Those that are over at once keep the interpreter's lock: whoever gives it up may wait 5 ms to have it again.
 _QUICK = frozenset(
     {"abi", "best_arm", "has_arm", "pool_open", "pool_close", "executor_stop", "executor_disk", "move_begin"}
-    | {"move_cancel", "move_outcome", "move_forget", "refuse", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots"}
+    | {
+        "move_cancel",
+        "move_outcome",
+        "move_forget",
+        "refuse",
+        "io_ended",
+        "copy_queued",
+        "copy_ended",
+        "held_slots",
+        "free_slots",
+    }
 )
 
 

@@ -37,7 +37,7 @@ def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
 _i32, _i64, _u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
 _Space = _struct(
     "_Space",
-    **dict(kind=_i32, foreign=_i32, slots=_i64, memory=_u64, sums=_u64, files=_u64, n_files=_i32, copied=_i32),
+    **dict(kind=_i32, foreign=_i32, slots=_i64, memory=_u64, sums=_u64, files=_u64, n_files=_i32, reserved=_i32),
     stretch=_i64,
 )
 _Limits = _struct(
@@ -70,8 +70,7 @@ class Space:
     """A space of moves. `foreign`: others move its bytes.
 
     `slots`: of a memory or of files, blocks of planes. `memory`: the bytes, uint8. `sums`: uint64 (slots, layers), where
-    stores leave checksums. `files`: descriptors, over which slots go in stretches of `stretch`; `copied`: the kernel
-    copies their bytes (no O_DIRECT, or a RAM disk).
+    stores leave checksums. `files`: descriptors, over which slots go in stretches of `stretch`.
     """
 
     kind: str  # planes, memory or files
@@ -81,7 +80,6 @@ class Space:
     sums: Checksums | None = None
     files: Sequence[int] = ()
     stretch: int = 1
-    copied: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,7 +142,7 @@ class NativeMoves:
 
     `reserve`: the memory of the bounce reserve, its first slot for loads, and how many; `fence`: no run of them crosses
     a multiple of so many. `pool`: `NativePool.handle` of planes that are not foreign. `workers`, `depth`: of the disk,
-    where files are not foreign. `threads` copy; with none of them everything is foreign, and time passes by `expire`.
+    where files are not foreign; with a depth of 0 there is no io_uring. `threads` copy; with none of them everything is foreign, and time passes by `expire`.
     """
 
     def __init__(
@@ -153,7 +151,7 @@ class NativeMoves:
         spaces: Mapping[str, Space],
         page_blocks: int,
         *,
-        limits: Limits = Limits(),  # noqa: B008 - it is frozen
+        limits: Limits = Limits(),
         reserve: tuple[str, int, int] | None = None,
         fence: int = 0,
         pool: int | None = None,
@@ -193,7 +191,7 @@ class NativeMoves:
                 *(kinds.index(space.kind), space.foreign, space.slots),
                 0 if space.memory is None or space.foreign else address(space.memory),
                 0 if space.sums is None else address(space.sums),
-                *(address(some) if len(some) else 0, len(some), space.copied, space.stretch),
+                *(address(some) if len(some) else 0, len(some), 0, space.stretch),
             )
             for space, some in zip(spaces.values(), files, strict=True)
         ]
@@ -269,7 +267,7 @@ class NativeMoves:
 
     def held_slots(self) -> int:
         """Slots of the reserve that late reads hold."""
-        return int(self._library.held_slots(self._open()))
+        return 0 if self._handle is None else int(self._library.held_slots(self._handle))
 
     def free_slots(self) -> int:
         """Slots of the reserve that nobody has."""

@@ -155,6 +155,16 @@ class Submission:
                 [(index, error) for index, error in errors if error is not None],
             )
 
+    def since(self, seen: int) -> tuple[list[int], list[tuple[int, StorageError]], int]:
+        """The requests that have ended since `seen` of them had: the good, the others with their errors, and how many
+        have ended now."""
+        with self._changed:
+            ended, failed = self._ended[seen:], self._failed
+        if not failed:
+            return ended, [], seen + len(ended)
+        good = [index for index in ended if self._errors[index] is None]
+        return good, [(i, e) for i in ended if (e := self._errors[i]) is not None], seen + len(ended)
+
     def wait(self, deadline: float | None = None) -> list[StorageError | None]:
         """Wait for all requests; the error or None of each, in their order. Raises `DeadlineError` as above."""
         with self._changed:

@@ -56,6 +56,9 @@ class PageIO:
         self._single = single
         self._again: list[int] = []
         self._second: Submission | None = None
+        self._told: Callable[[], None] = lambda: None
+        self._seen = [0, 0]  # ends of both that were taken
+        self._failed: list[int] = []
         self._first = submit(requests)
 
     def ended(
@@ -83,6 +86,33 @@ class PageIO:
         if self._second is not None:
             for number, failure in self._second.completions(deadline):
                 yield [self._again[number]], failure
+
+    def follow(self, told: Callable[[], None]) -> None:
+        """Call `told()` whenever there may be something to `take`, in any thread."""
+        self._told = told
+        self._first.on_end(lambda number: told())
+
+    def take(self) -> Iterator[tuple[Sequence[int], StorageError | None]]:
+        """What has ended since it was last asked for, as `ended` tells it; never waits. One thread asks."""
+        good, bad, self._seen[0] = self._first.since(self._seen[0])
+        if good:
+            yield self._pages(good), None
+        for number, error in bad:
+            pages = self._run(number)
+            if len(pages) > 1:
+                self._failed.extend(pages)
+            else:
+                yield pages, error
+        if self._failed and self._second is None and not self._first.pending:
+            self._again = self._failed
+            self._second = self._submit([self._single(page) for page in self._again])
+            self._second.on_end(lambda number: self._told())
+        if self._second is not None:
+            good, bad, self._seen[1] = self._second.since(self._seen[1])
+            for number in good:
+                yield [self._again[number]], None
+            for number, error in bad:
+                yield [self._again[number]], error
 
     def _run(self, number: int) -> range:
         """The pages of a request."""

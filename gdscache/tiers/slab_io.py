@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gdscache.moves.native import Descriptors
 from gdscache.slab import Slab, stretch_slots
 from gdscache.storage.base import IORequest, Op, Transport
 from gdscache.storage.batch import IOBatch
+from gdscache.storage.posix import PosixTransport
+from gdscache.storage.uring import UringTransport
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.page_io import PageIO, Positions, stretches
 
@@ -88,6 +91,14 @@ class SlabIO:
         files, offsets = self._slab.locate_all(slots)
         sizes = (counts - 1) * self._slab.extent_bytes + stop - start
         return IOBatch(self._handles[files], offsets + start, extents.where(places, start), sizes, extents.flat)
+
+    def descriptors(self) -> Descriptors | None:
+        """What the native library needs to move these bytes itself; None where the transport has to."""
+        if type(self.transport) not in (UringTransport, PosixTransport):
+            return None
+        uring = isinstance(self.transport, UringTransport)
+        threads = int(str(self.transport.describe()["threads"]))
+        return Descriptors(tuple(self._files), self._period, threads, uring)
 
     def describe(self) -> str:
         """The transport's name."""
