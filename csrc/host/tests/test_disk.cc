@@ -86,7 +86,9 @@ void check_answer(Asked& one, const Ended& answer, const std::vector<uint8_t>& c
         const int64_t size = static_cast<int64_t>(one.fragments[n].iov_len);
         const int64_t there = std::clamp<int64_t>(static_cast<int64_t>(content.size()) - at, 0, size);
         const int64_t expected = one.writes ? size : there;
-        if (!one.writes && there) CHECK(!std::memcmp(one.memory[n].data(), content.data() + at, static_cast<size_t>(there)));
+        if (!one.writes && there) {
+            CHECK(!std::memcmp(one.memory[n].data(), content.data() + at, static_cast<size_t>(there)));
+        }
         moved += expected;
         at += size;
     }

@@ -78,7 +78,7 @@ void check_arm(const Arm& arm, uint64_t rounds) {
     for (uint64_t round = 0; round < rounds; round++) {
         const size_t size = random.below(data.size() - 64), start = random.below(64), shift = random.below(3) * 32;
         // Blocks of their own, so that a sanitizer sees a byte too many.
-        const std::vector<uint8_t> in(data.begin() + static_cast<long>(start), data.begin() + static_cast<long>(start + size));
+        const std::vector<uint8_t> in(data.data() + start, data.data() + start + size);
         uint8_t* const room = static_cast<uint8_t*>(std::aligned_alloc(64, (size + shift + 127) / 64 * 64));
         Xxh3 plain(arm), copied(arm), streamed(arm);
         for (size_t at = 0; at < size;) {
