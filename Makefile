@@ -4,6 +4,7 @@
 #   GPU=auto|on|off  GPU libraries: where there is a GPU (auto), required (on), never (off)
 #   WORKERS=N        tests in N processes, each file of tests in one of them (3 keep two cores busy: tests wait, too);
 #                    0: in this one, as with a GPU to share
+#   KINDS=...        make sanitize with some of: plain thread address aarch64
 #   SEED=N           make soak with that seed again; a fresh one is drawn, and printed, where none is given
 #
 # Without a GPU on Linux, PyPI's torch still brings its CUDA libraries (some GB). That is accepted: it is the build that
@@ -25,14 +26,15 @@ CHECK_PYTHON := -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) els
 	"error: gdscache needs Python 3.11 or newer, and %s is %s: use make PY=..." % (sys.executable, sys.version.split()[0]))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test suites soak lint resolve wheels bench install clean
+.PHONY: help demo test suites soak sanitize lint resolve wheels bench install clean
 
 help:
 	@echo "make demo     the demo: a model's prefix cache through GPU, CPU and SSD, and a restart"
 	@echo "make test     the tests of every promise, in some three minutes"
 	@echo "make suites   the short forms of the long suites: kills, power cuts, faults, schedules, the benches"
 	@echo "make soak     their long forms, with a fresh seed that is printed (SEED=N: that one again)"
-	@echo "make lint     ruff and mypy            make wheels   sdist and wheel, tried in a new environment"
+	@echo "make sanitize the tests in C++: with the thread, address and undefined behaviour sanitizers, and for aarch64"
+	@echo "make lint     ruff and mypy            make wheels   sdist, and wheels of both architectures; one is tried"
 	@echo "make bench    what the tiers give      make resolve  whether the engines' pins resolve with ours"
 	@echo "make clean    removes .venv and all that was built"
 
@@ -51,6 +53,9 @@ soak: $(VENV)/.installed $(NATIVE)
 	GDSCACHE_EXAMPLES=soak GDSCACHE_SEED=$(SEED) $(PYTEST) -n $(WORKERS) -m "soak or hypothesis" \
 		--durations=15 --timeout=0 --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
 
+sanitize: $(VENV)/.installed
+	$(BIN)/python tools/native_tests.py $(KINDS)
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,6 +65,7 @@ resolve: $(VENV)/.installed-dev
 	$(BIN)/python tools/engine_pins.py
 
 wheels: $(VENV)/.installed-dev
+	@$(PIP) ziglang
 	$(BIN)/python tools/wheels.py dist
 
 bench: $(VENV)/.installed $(NATIVE)

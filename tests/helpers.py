@@ -307,7 +307,8 @@ def settle(engine: CacheEngine) -> None:
         assert tier["slots"] * unit <= tier["capacity_bytes"] <= most, name
     bounce = engine._parts.bounce
     if bounce is not None:
-        assert bounce.loads.free_slots == bounce.loads.slots, "bounce slots of loads are lost"
+        free = engine._parts.executor.moves.free_slots()
+        assert free == len(bounce.loads), "bounce slots of loads are lost"
         assert bounce.stores.free_slots == bounce.stores.slots, "bounce slots of stores are lost"
     if "gpu" in stats["tiers"]:
         assert stats["tiers"]["gpu"]["private_slots"] == 0

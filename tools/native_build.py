@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc" / "host"
 NAME = "libgdscache_host.so"
 LIBRARY = ROOT / "gdscache" / "native" / NAME
-ZIG = "ziglang>=0.13"
+ZIG = "ziglang>=0.17"
 GLIBC = "2.28"  # of the wheels that `make wheels` builds: RHEL 8, Debian 10, Ubuntu 20.04
 WHEELS = {f"manylinux_{GLIBC.replace('.', '_')}_{machine}": machine for machine in ("x86_64", "aarch64")}
 
@@ -95,6 +96,8 @@ def build(library: Path, machine: str | None = None) -> None:
         linked, names = Path(work, NAME), Path(work, "names")
         names.write_text("{ global: gdscache_*; local: *; };\n", encoding="ascii")
         _run([*command, *_LINK, *_static(command), f"-Wl,--version-script={names}", *objects, "-o", str(linked)])
+        if machine is not None:
+            _check_glibc(linked)
         library.parent.mkdir(parents=True, exist_ok=True)
         fresh = library.with_name(f"{NAME}.{os.getpid()}")  # a process that has the old one open keeps it
         shutil.copyfile(linked, fresh)
@@ -107,6 +110,13 @@ def _run(command: list[str]) -> None:
         print(f"{shlex.join(command)}\n{done.stderr}", file=sys.stderr)
     if done.returncode:
         raise BuildError(f"error: {command[0]} ended with status {done.returncode}")
+
+
+def _check_glibc(library: Path) -> None:
+    """That no symbol is of a later C library than the wheel's tag says."""
+    versions = {tuple(map(int, v.split(b"."))) for v in re.findall(rb"GLIBC_(\d+\.\d+)", library.read_bytes())}
+    if versions and max(versions) > tuple(map(int, GLIBC.split("."))):
+        raise BuildError(f"error: the library needs glibc {max(versions)}, and its wheel says {GLIBC}")
 
 
 def is_fresh() -> bool:

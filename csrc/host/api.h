@@ -54,3 +54,42 @@ GDSCACHE_API int32_t gdscache_scatter(const struct gdscache_pool* pool, const in
 // The sums alone, of bytes that lie in extents.
 GDSCACHE_API int32_t gdscache_digest(const struct gdscache_pool* pool, int64_t pages, int64_t first, int64_t last,
                                      const uint64_t* parts, uint64_t* sums);
+
+// --- disks (disk.h). One thread owns a disk, and outlives what it has submitted; others may wake it
+
+struct gdscache_disk;
+
+// `kind`: "ring", "threads", or null: the first of them that can be had. The negative errno is the system's answer.
+GDSCACHE_API int32_t gdscache_disk_open(const char* kind, int32_t workers, int32_t depth,
+                                        struct gdscache_disk** disk, char* why, int64_t why_size);
+
+// Waits for what is under way.
+GDSCACHE_API void gdscache_disk_close(struct gdscache_disk* disk);
+
+GDSCACHE_API const char* gdscache_disk_name(const struct gdscache_disk* disk);
+GDSCACHE_API int64_t gdscache_disk_pending(const struct gdscache_disk* disk);
+
+// `pieces`: int64 (pieces, 7): tag, op (0 read, 1 write), fd, offset, first fragment, fragments, copied. `fragments`:
+// uint64 (n_fragments, 2): address, bytes; it stays where it is until all has ended.
+GDSCACHE_API int32_t gdscache_disk_submit(struct gdscache_disk* disk, const int64_t* pieces, int64_t n_pieces,
+                                          const uint64_t* fragments, int64_t n_fragments);
+
+// `ended`: int64 (room, 5): tag, first fragment of the piece, fragments, errno, bytes. How many there are.
+GDSCACHE_API int64_t gdscache_disk_reap(struct gdscache_disk* disk, int64_t* ended, int64_t room, double seconds);
+GDSCACHE_API int32_t gdscache_disk_wake(struct gdscache_disk* disk);
+
+// For tests, before the first submit: int64 (faults, 3): which piece, what (faulty_disk.h), value. And letting go.
+GDSCACHE_API int32_t gdscache_disk_fail(struct gdscache_disk* disk, const int64_t* faults, int64_t n_faults);
+GDSCACHE_API int32_t gdscache_disk_release(struct gdscache_disk* disk);
+
+// Requests, int64 (n, 4): fd, offset, address, bytes; cut and merged into runs. `fragments`: int64 (most_fragments, 3):
+// address, bytes, request; `runs`: int64 (most_runs, 5): fd, offset, first fragment, fragments, bytes. `counts`: how
+// many of both there are. -ERANGE, with the counts, where there is too little room.
+GDSCACHE_API int32_t gdscache_cut_and_merge(const int64_t* requests, int64_t n_requests, int64_t limit,
+                                            int64_t most_a_run, int64_t* fragments, int64_t most_fragments,
+                                            int64_t* runs, int64_t most_runs, int64_t counts[2]);
+
+// The bare loop (bare.h). `write`: 0 reads, 1 writes. `disk`: where its name is put, or null.
+GDSCACHE_API int32_t gdscache_bare(int32_t fd, int32_t write, int64_t offset, int64_t bytes, int64_t piece_bytes,
+                                   int32_t depth, int32_t workers, int32_t copied, double* seconds, int64_t* moved,
+                                   const char** disk);

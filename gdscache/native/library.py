@@ -37,6 +37,17 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gather": (_int, (_at, _at, _long, _long, _long, _at, _at, _int)),
     "scatter": (_int, (_at, _at, _long, _long, _long, _at, _at, _int)),
     "digest": (_int, (_at, _long, _long, _long, _at, _at)),
+    "disk_open": (_int, (_text, _int, _int, _at, _at, _long)),
+    "disk_close": (_void, (_at,)),
+    "disk_name": (_text, (_at,)),
+    "disk_pending": (_long, (_at,)),
+    "disk_submit": (_int, (_at, _at, _long, _at, _long)),
+    "disk_reap": (_long, (_at, _at, _long, _double)),
+    "disk_wake": (_int, (_at,)),
+    "disk_fail": (_int, (_at, _at, _long)),
+    "disk_release": (_int, (_at,)),
+    "cut_and_merge": (_int, (_at, _long, _long, _long, _at, _long, _at, _long, _at)),
+    "bare": (_int, (_int, _int, _long, _long, _long, _int, _int, _int, _at, _at, _at)),
     "executor_open": (
         _int,
         (_at, _at, _long, _int, _long, _long, _long, _at, _int, _int, _int, _at, _at, _long),
@@ -61,20 +72,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "free_slots": (_long, (_at,)),
 }
 # Those that are over at once keep the interpreter's lock: whoever gives it up may wait 5 ms to have it again.
-_QUICK = frozenset(
-    {"abi", "best_arm", "has_arm", "pool_open", "pool_close", "executor_stop", "executor_disk", "move_begin"}
-    | {
-        "move_cancel",
-        "move_outcome",
-        "move_forget",
-        "refuse",
-        "io_ended",
-        "copy_queued",
-        "copy_ended",
-        "held_slots",
-        "free_slots",
-    }
-)
+_QUICK = frozenset({"abi", "best_arm", "has_arm", "pool_open", "pool_close", "disk_name", "disk_pending", "disk_wake"})
+_QUICK |= {"executor_stop", "executor_disk", "move_begin", "move_cancel", "move_outcome", "move_forget", "refuse"}
+_QUICK |= {"io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots"}
 
 
 class Library:

@@ -236,7 +236,7 @@ class NativeMoves:
         Whoever waits long asks again every 100 ms, so that signals are heard.
         """
         answer = self._library.move_wait(self._open(), move, group, until)
-        return checked(answer, "wait") == 1
+        return answer == -errno.ENOENT or checked(answer, "wait") == 1  # nobody knows it any more: it was over
 
     def outcome(self, move: int, rows: int) -> Outcome:
         """How a move of so many rows has ended; nothing is kept of it but late I/O."""
