@@ -189,6 +189,7 @@ def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> Nati
     files = {tier.name: tier.io for tier in manager.files}
     slots = {tier.name: tier.index.slots for tier in manager.files}
     executor = NativeExecutor(Machine(mover, memories, files, slots, bounce, refusal, manager.timeline))
+    manager.quarantine.on_switch(executor.look)
     if bounce is not None:
         manager.quarantine.add_pool("bounce_loads", len(bounce.loads), executor.moves.held_slots)
     return executor

@@ -248,7 +248,7 @@ class _Moving:
     read = False
     read_event: Event = None
     broken = None
-    lands = None
+    lands: Callable[[int, float], bool] | None = None
 
     def __init__(self, executor: SteppedExecutor, move: Move, number: int) -> None:
         self._executor = executor

@@ -1,8 +1,8 @@
 """A machine for tests of loads: real bytes, but every read and every copy happens when the test says so.
 
-The moves are the native library's, and everything is foreign to it: this machine takes its jobs, and says what came of
-them. A copy takes the checksums of the bytes that it copies, as the kernels do; copies happen in the order in which they
-were taken, as on a stream. Time stands still until it is up: then whatever has not ended is late.
+The moves are the native library's, and everything is foreign to it: this machine takes its jobs, and says what came
+of them. A copy takes the checksums of the bytes that it copies, as the kernels do; copies happen in the order in which
+they were taken, as on a stream. Time stands still until it is up: then whatever has not ended is late.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class SteppedMachine:
 class SteppedFiles:
     """Files whose reads end when they are told to. `flying`: those that have not; `begun` counts them all.
 
-    By slot: `landed` has the bytes of good reads, `in_time` those before time was first up; `damaged` and `failed` are the
-    slots of the others.
+    By slot: `landed` has the bytes of good reads, `in_time` those before time was first up; `damaged` and `failed` are
+    the slots of the others.
     """
 
     def __init__(self, machine: SteppedMachine, name: str, content: Mapping[int, bytes]) -> None:

@@ -24,6 +24,7 @@ from helpers import (
     holds,
     prompt,
     quiet,
+    reserve_used,
     run,
     settle,
     tokens_of,
@@ -563,9 +564,7 @@ def test_a_catalogue_that_breaks_in_use_is_a_miss(open_host: OpenHost, slab: Pat
         assert report.tokens == 0
         assert LOADED not in report.pages
         host.give(blocks)
-    bounce = host.engine._parts.bounce
-    assert bounce is not None
-    assert bounce.loads.free_slots == bounce.loads.slots
+    assert not reserve_used(host.engine)
     assert host.engine.stats()["leases"] == []
     for cause in misses(host.engine):
         assert cause in {"io_error", "checksum"}

@@ -34,7 +34,8 @@ from test_layerwise import (
 
 from gdscache.layout import EXTENT_ALIGNMENT, FIRST_BYTES, GroupSizes
 from gdscache.load import run as load_run
-from gdscache.moves import passing as load_passing
+from gdscache.moves import native
+from gdscache.native.moves import Limits
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart, FaultRule
 
@@ -49,7 +50,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(load_run, "GROUP_SIZES", SIZES)
-    monkeypatch.setattr(load_passing, "ROUND_BYTES", 4 * 4096)
+    monkeypatch.setattr(native, "LIMITS", Limits(foreign_io=4 * 4096))
     PLAN.reset()
     yield
     PLAN.reset()

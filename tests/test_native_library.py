@@ -16,7 +16,7 @@ from gdscache.errors import NativeCallError, NativeMissingError, NativeVersionEr
 from gdscache.native import library as native
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADER = (ROOT / "csrc" / "host" / "api.h").read_text(encoding="utf-8")
+HEADER = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "csrc" / "host").glob("api*.h")))
 
 
 def test_a_missing_library_is_said_with_what_to_do(tmp_path: Path) -> None:

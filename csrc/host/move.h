@@ -69,6 +69,7 @@ struct Limits {
     int64_t extent_bytes = 0;
     int32_t layers = 0;
     int32_t page_blocks = 1;
+    std::vector<int64_t> bounds;      // where each layer begins in an extent, and where the last one ends
     int64_t flying_bytes = 64 << 20;  // of reads and writes, over all moves
     int64_t io_bytes = 8 << 20;       // of one job
     int64_t copy_bytes = 2 << 20;

@@ -75,7 +75,8 @@ class LayerwiseLoad:
         self._calls.check()
         layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
         with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
-            fence, limit = self._layers[layer], arguments.seconds(self.deadline if seconds is None else seconds)
+            given = arguments.seconds(seconds)
+            fence, limit = self._layers[layer], self.deadline if given is None else given
             if fence.queued or self._lands is None or not self._lands(layer, limit):
                 fence.wait(0.0 if self._lands is not None else limit)
 

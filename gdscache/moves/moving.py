@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from gdscache.errors import IOFailedError, ShortIOError, StorageError
-from gdscache.moves.base import End, Listener, Move, PageStatus, Steps, Wait
+from gdscache.moves.base import PLANES, End, Listener, Move, PageStatus, Steps, Wait
 from gdscache.native.moves import SHORT, NativeMoves
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class NativeMoving:
         self._late: int | None = None  # rows, once that is known
         self._ended: set[int] = set()  # late rows that have ended by now
         self._callback: Callable[[int], None] | None = None
-        self.lands = None if tells else self._wait
+        self.lands: Callable[[int, float], bool] | None = None if tells else self._wait
 
     def cancel(self) -> None:
         if self._end is None:
@@ -86,6 +86,8 @@ class NativeMoving:
             for code in np.unique(outcome.statuses).tolist():
                 if _STATUSES[code] is not PageStatus.PENDING:
                     listener.judged(np.flatnonzero(outcome.statuses == code), _STATUSES[code])
+            if self.lands is not None and any(way.target == PLANES for way in self._move.ways):
+                listener.ready(range(self._carrier.moves.layers), None)
         errors = {row: self._error(code) for row, code in outcome.errors.tolist()}
         end = End(errors, outcome.late.tolist(), self._carrier.cause(self.number))
         with self._lock:

@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast, runtime_checkable
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from gdscache.checksum import Checksums
-from gdscache.errors import NativeCallError, ShortIOError
+from gdscache.errors import NativeCallError, ShortIOError, StorageError
 from gdscache.moves.base import PLANES, End, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait
 from gdscache.moves.moving import NativeMoving
 from gdscache.native.moves import (
@@ -42,8 +42,8 @@ from gdscache.storage.base import Op
 from gdscache.streams import Event
 from gdscache.threads import Workers, failure_of, log_failure, start
 from gdscache.tiers.base import SlotPool
-from gdscache.tiers.bounce import Bounce, Extents, Places, Window
-from gdscache.tiers.page_io import PageIO, Positions
+from gdscache.tiers.bounce import Bounce, Extents, Window
+from gdscache.tiers.page_io import Positions
 from gdscache.tiers.transfer import Moved, Mover
 from gdscache.timeline import OFF, Timeline
 
@@ -60,8 +60,38 @@ NAMES = {  # of the lanes' threads
 _LONGEST_S = 1e8  # as a deadline: three years
 _LOOK_S = 1.0  # seconds after which steps that wait for room look around
 _SLICE_NS = 100_000_000  # of a native wait: then signals are heard
+LIMITS = Limits()
 _COPYING = 4  # threads of the library that copy, at most
 _CODES = {status: code for code, status in enumerate(PageStatus)}
+
+
+class PagesIO(Protocol):
+    """I/O of pages under way."""
+
+    def follow(self, told: Callable[[], None]) -> None:
+        """Call `told()` whenever there may be something to `take`, in any thread, perhaps now."""
+        ...
+
+    def take(self) -> Iterable[tuple[Sequence[int], StorageError | None]]:
+        """Pages that have ended since it was last asked for, with their error; never waits. One thread asks."""
+        ...
+
+    def on_end(self, callback: Callable[[int], None]) -> None:
+        """Call `callback(page)` once for each page, when nothing touches its memory any more; perhaps now."""
+        ...
+
+
+class Places(Protocol):
+    """Memory that pages lie in."""
+
+    @property
+    def flat(self) -> memoryview | torch.Tensor:
+        """All of it, as bytes."""
+        ...
+
+    def where(self, slots: Positions, byte: int) -> Positions:
+        """The places in `flat` of a byte of the extents in some slots."""
+        ...
 
 
 class Files(Protocol):
@@ -71,9 +101,9 @@ class Files(Protocol):
         self,
         op: Op,
         slots: Positions,
-        ends: Sequence[tuple[Extents, Positions]],
+        ends: Sequence[tuple[Places, Positions]],
         span: tuple[int, int] | None = None,
-    ) -> PageIO:
+    ) -> PagesIO:
         """Start I/O of slots, or of the bytes `span` of their extents; see `SlabIO.transfer`."""
         ...
 
@@ -132,9 +162,9 @@ class NativeExecutor:
         self._under_way: dict[int, tuple[NativeMoving, Listener | None, Sequence[Event]]] = {}
         self._causes: dict[int, BaseException] = {}
         self._queued: SimpleQueue[tuple[CopyJob, Moved] | None] = SimpleQueue()
-        self._progress: SimpleQueue[tuple[IoJob, PageIO] | None] = SimpleQueue()
+        self._progress: SimpleQueue[tuple[IoJob, PagesIO] | None] = SimpleQueue()
         self._closed = False
-        on_host = mover.planes.device.type == "cpu"
+        on_host = mover.native
         with contextlib.ExitStack() as undo:
             self._pool = NativePool(mover.planes) if on_host else None
             if self._pool is not None:
@@ -149,7 +179,7 @@ class NativeExecutor:
                 layout,
                 spaces,
                 mover.planes.blocks_per_page,
-                limits=Limits(),
+                limits=LIMITS,
                 reserve=reserve,
                 fence=fence,
                 pool=None if self._pool is None else self._pool.handle,
@@ -200,8 +230,7 @@ class NativeExecutor:
         if move.ways[0].source == PLANES and self._foreign_copies:
             return _Gather(self.machine, move, after)
         if listener is not None:
-            refusal = self.machine.refusal()
-            self.moves.refuse(0 if refusal is None else _CODES[refusal])
+            self.look()
             self._expect(move)
         moving = NativeMoving(self, next(self._numbers), move, listener, tells=self._foreign_copies)
         self._under_way[moving.number] = moving, listener, after
@@ -212,9 +241,14 @@ class NativeExecutor:
         except BaseException:
             del self._under_way[moving.number]
             raise
-        if listener is not None and self._foreign_copies:
+        if listener is not None and self._foreign_copies and self._queues(move):
             self._queue_now()
         return moving
+
+    def look(self) -> None:
+        """Ask whether reads may begin: before a load, and when that has changed."""
+        refusal = self.machine.refusal()
+        self.moves.refuse(0 if refusal is None else _CODES[refusal])
 
     def _expect(self, move: Move) -> None:
         """Pages that are read into a memory to stay there have their checksums from now on."""
@@ -280,6 +314,11 @@ class NativeExecutor:
                 self._under_way[number][0].ended(row)
 
     # -- foreign copies ------------------------------------------------------------------------------------------------
+
+    def _queues(self, move: Move) -> bool:
+        """Whether copies of the pages that are in memory return before the bytes are moved."""
+        memories = [self.machine.memories[way.source] for way in move.ways if way.source in self.machine.memories]
+        return bool(memories) and all(map(self.machine.mover.queues, memories))
 
     def _queue_now(self) -> None:
         """Queue the copies that may begin, in the caller's thread.
@@ -354,8 +393,8 @@ class NativeExecutor:
             about = {"pages": len(job.pages), "bytes": len(job.pages) * size}
             kind, track = ("write", "SSD writes") if job.write else ("read", "SSD reads")
             try:
-                lying = _Lying(self.machine.memories[job.memory], job)
-                places = np.arange(len(job.pages), dtype=np.int64)
+                lying = _Lying(self.machine.memories[job.memory], job, self._layout.extent_bytes)
+                places = lying.places
                 slots = job.pages["slot"].astype(np.int64)
                 with self.machine.timeline.flight(kind, track, transport=files.describe(), **about) as flight:
                     io = files.transfer(op, slots, [(lying, places)], (job.start, job.stop))
@@ -396,15 +435,21 @@ class NativeExecutor:
 
 
 class _Lying:
-    """Memory in which the pages of a job lie, as `Files.transfer` asks for it: page after page."""
+    """Memory in which the pages of a job lie, at `places`, as `Files.transfer` asks for it.
 
-    def __init__(self, extents: Extents, job: IoJob) -> None:
+    Whole extents lie in slots, so that neighbours are neighbours; parts of them are counted through.
+    """
+
+    def __init__(self, extents: Extents, job: IoJob, extent_bytes: int) -> None:
         self.flat = extents.flat
-        self._at = job.pages["at"].astype(np.int64)
-        self._start = job.start
+        at = job.pages["at"].astype(np.int64)
+        whole = (job.start, job.stop) == (0, extent_bytes)
+        self.places = at // extent_bytes if whole else np.arange(len(at), dtype=np.int64)
+        self._extent_bytes = extent_bytes if whole else 0
+        self._at = at - job.start
 
-    def where(self, slots: Places, byte: int) -> Places:
-        return self._at[slots] + (byte - self._start)
+    def where(self, slots: Positions, byte: int) -> Positions:
+        return slots * self._extent_bytes + byte if self._extent_bytes else self._at[slots] + byte
 
 
 def _code(error: BaseException) -> int:
@@ -467,7 +512,7 @@ class _Gather:
     """Pages out of planes on a GPU, into slots of a memory a way."""
 
     broken = None
-    lands = None
+    lands: Callable[[int, float], bool] | None = None
 
     def __init__(self, machine: Machine, move: Move, after: Sequence[Event]) -> None:
         self._mover = machine.mover

@@ -170,7 +170,7 @@ class _Moving:
     read = False
     read_event: Event = None
     broken = None
-    lands = None
+    lands: Callable[[int, float], bool] | None = None
 
     def __init__(self, executor: VirtualExecutor, move: Move, done: Done) -> None:
         self._executor = executor
@@ -198,7 +198,7 @@ class _Load:
     read = False
     read_event: Event = None
     broken = None
-    lands = None
+    lands: Callable[[int, float], bool] | None = None
 
     def __init__(self, executor: VirtualExecutor, move: Move, listener: Listener) -> None:
         self._executor = executor

@@ -30,38 +30,24 @@ SHORT = -1  # in place of an errno
 Pages = npt.NDArray[np.void]
 
 
-def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+def _struct(name: str, fields: str) -> type[ctypes.Structure]:
+    """A struct of csrc/host/api_executor.h. `fields`: a name and a type each: i, an int32; q, an int64; Q, a uint64."""
+    types = {"i": ctypes.c_int32, "q": ctypes.c_int64, "Q": ctypes.c_uint64}
+    named = [field.split(":") for field in fields.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": [(field, types[kind]) for field, kind in named]})
 
 
-_i32, _i64, _u64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
-_Space = _struct(
-    "_Space",
-    **dict(kind=_i32, foreign=_i32, slots=_i64, memory=_u64, sums=_u64, files=_u64, n_files=_i32, reserved=_i32),
-    stretch=_i64,
-)
+_Space = _struct("_Space", "kind:i foreign:i slots:q memory:Q sums:Q files:Q n_files:i reserved:i stretch:q")
 _Limits = _struct(
     "_Limits",
-    **dict(extent_bytes=_i64, layers=_i32, page_blocks=_i32, flying_bytes=_i64, io_bytes=_i64, copy_bytes=_i64),
-    **dict(foreign_io_bytes=_i64, foreign_copy_bytes=_i64),
+    "bounds:Q extent_bytes:q layers:i page_blocks:i flying:q io:q copy:q foreign_io:q foreign_copy:q",
 )
-_Way = _struct(
-    "_Way",
-    **dict(source=_i32, target=_i32, through=_i32, reserved=_i32, pages=_i64, sources=_u64, targets=_u64),
-    **dict(places=_u64, sums=_u64),
-)
-_Group = _struct(
-    "_Group",
-    **dict(first=_i32, last=_i32, begin=_i64, end=_i64, start=_i64, stop=_i64, alone_start=_i64, alone_stop=_i64),
-)
-_Io = _struct(
-    "_Io",
-    **dict(id=_i64, write=_i32, files=_i32, memory=_i32, reserved=_i32, start=_i64, stop=_i64, count=_i64, pages=_u64),
-)
+_Way = _struct("_Way", "source:i target:i through:i reserved:i pages:q sources:Q targets:Q places:Q sums:Q")
+_Group = _struct("_Group", "first:i last:i begin:q end:q start:q stop:q alone_start:q alone_stop:q")
+_Io = _struct("_Io", "id:q write:i files:i memory:i reserved:i start:q stop:q count:q pages:Q")
 _Copy = _struct(
     "_Copy",
-    **dict(id=_i64, kind=_i32, memory=_i32, first=_i32, last=_i32, sums=_i32, reserved=_i32, move=_i64),
-    **dict(window=_i64, window_slots=_i64, count=_i64, pages=_u64, blocks=_u64),
+    "id:q kind:i memory:i first:i last:i sums:i reserved:i move:q window:q window_slots:q count:q pages:Q blocks:Q",
 )
 
 
@@ -69,8 +55,8 @@ _Copy = _struct(
 class Space:
     """A space of moves. `foreign`: others move its bytes.
 
-    `slots`: of a memory or of files, blocks of planes. `memory`: the bytes, uint8. `sums`: uint64 (slots, layers), where
-    stores leave checksums. `files`: descriptors, over which slots go in stretches of `stretch`.
+    `slots`: of a memory or of files, blocks of planes. `memory`: the bytes, uint8. `sums`: uint64 (slots, layers),
+    where stores leave checksums. `files`: descriptors, over which slots go in stretches of `stretch`.
     """
 
     kind: str  # planes, memory or files
@@ -110,9 +96,9 @@ class IoJob:
 class CopyJob:
     """A foreign copy of some layers. `sums`: whether checksums are asked for.
 
-    `pages`: `PAGE`s; `at` is where layer `layers.start` begins. `slot`: of the memory; or where there is a `window`, the
-    slots of the reserve that pages lie in side by side, a part of an extent each, the place in that. `blocks`: int64
-    (pages, blocks a page), none to look only. `READY`: all copies of these layers are queued, and no end is said.
+    `pages`: `PAGE`s; `at` is where layer `layers.start` begins. `slot`: of the memory; or where there is a `window`,
+    the slots of the reserve that pages lie in side by side, a part of an extent each, the place in that. `blocks`:
+    int64 (pages, blocks a page), none to look only. `READY`: all copies of these layers are queued, and no end is said.
     """
 
     number: int
@@ -142,7 +128,8 @@ class NativeMoves:
 
     `reserve`: the memory of the bounce reserve, its first slot for loads, and how many; `fence`: no run of them crosses
     a multiple of so many. `pool`: `NativePool.handle` of planes that are not foreign. `workers`, `depth`: of the disk,
-    where files are not foreign; with a depth of 0 there is no io_uring. `threads` copy; with none of them everything is foreign, and time passes by `expire`.
+    where files are not foreign; with a depth of 0 there is no io_uring. `threads` copy; with none of them everything is
+    foreign, and time passes by `expire`.
     """
 
     def __init__(
@@ -160,6 +147,7 @@ class NativeMoves:
         threads: int = 0,
     ) -> None:
         self._layout = layout
+        self.layers = layout.n_layers
         self._library = library()
         self._names = list(spaces)
         self._numbers = {name: number for number, name in enumerate(spaces)}
@@ -168,8 +156,17 @@ class NativeMoves:
         self._lock = threading.Lock()
         table, files = self._table(spaces)
         self._kept_files = files
+        bounds = np.array([*(start for start, _ in layout.layer_bounds), layout.page_bytes], np.int64)
         sizes = _Limits(
-            *(layout.extent_bytes, layout.n_layers, page_blocks, limits.flying, limits.io, limits.copy),
+            *(
+                address(bounds),
+                layout.extent_bytes,
+                layout.n_layers,
+                page_blocks,
+                limits.flying,
+                limits.io,
+                limits.copy,
+            ),
             *(limits.foreign_io, limits.foreign_copy),
         )
         space, first, slots = (-1, 0, 0) if reserve is None else (self._numbers[reserve[0]], *reserve[1:])
@@ -227,8 +224,10 @@ class NativeMoves:
         )
 
     def cancel(self, move: int) -> None:
-        """Copy no further into the planes."""
-        checked(self._library.move_cancel(self._open(), move), "cancel")
+        """Copy no further into the planes. Of a move that nobody knows any more nothing is left to copy."""
+        answer = self._library.move_cancel(self._open(), move)
+        if answer != -errno.ENOENT:
+            checked(answer, "cancel")
 
     def wait(self, move: int, until: int, group: int = -1) -> bool:
         """Wait until a group is in the planes or never will be; or with -1, until the move has ended. False at `until`.
@@ -242,7 +241,7 @@ class NativeMoves:
         """How a move of so many rows has ended; nothing is kept of it but late I/O."""
         statuses, late = np.empty(rows, np.uint8), np.empty(rows, np.int32)
         errors = np.empty((rows, 2), np.int32)
-        counts = (_i64 * 2)()
+        counts = (ctypes.c_int64 * 2)()
         broken = checked(
             self._library.move_outcome(
                 *(self._open(), move, address(statuses), rows, address(errors), ctypes.addressof(counts)),

@@ -20,7 +20,8 @@ _CHUNK_PAGES = 16  # what numpy copies through stays small and warm
 class HostMover(Mover):
     """Copies at once, on the calling thread."""
 
-    name = "numpy"
+    name = "native"
+    native = True
 
     def __init__(self, planes: PagedPlanes) -> None:
         self.planes = planes

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gdscache.moves.native import Descriptors
+from gdscache.moves.native import Descriptors, Places
 from gdscache.slab import Slab, stretch_slots
 from gdscache.storage.base import IORequest, Op, Transport
 from gdscache.storage.batch import IOBatch
 from gdscache.storage.posix import PosixTransport
 from gdscache.storage.uring import UringTransport
-from gdscache.tiers.bounce import Extents
 from gdscache.tiers.page_io import PageIO, Positions, stretches
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class SlabIO:
         self,
         op: Op,
         slots: Positions,
-        ends: Sequence[tuple[Extents, Positions]],
+        ends: Sequence[tuple[Places, Positions]],
         span: tuple[int, int] | None = None,
     ) -> PageIO:
         """Start I/O between the slab's `slots` and places in memory, which `ends` have for so many pages each.
@@ -85,7 +84,7 @@ class SlabIO:
         return PageIO(lambda some: self.transport.submit(op, some), whole, firsts, counts, single)
 
     def _requests(
-        self, slots: Positions, extents: Extents, places: Positions, counts: Positions, start: int, stop: int
+        self, slots: Positions, extents: Places, places: Positions, counts: Positions, start: int, stop: int
     ) -> IOBatch:
         """A request from byte `start` of each of `slots` on, to byte `stop` of the last of its `counts` extents."""
         files, offsets = self._slab.locate_all(slots)

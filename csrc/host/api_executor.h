@@ -18,6 +18,7 @@ struct gdscache_space {
 };
 
 struct gdscache_limits {
+    uint64_t bounds;  // address of int64 (layers + 1): where layers begin in an extent, and where the last one ends
     int64_t extent_bytes;
     int32_t layers, page_blocks;
     int64_t flying_bytes, io_bytes, copy_bytes, foreign_io_bytes, foreign_copy_bytes;

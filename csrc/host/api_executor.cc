@@ -1,6 +1,6 @@
-// Checks of what comes from outside, and calls of the executor. See executor_api.h.
+// Checks of what comes from outside, and calls of the executor. See api_executor.h.
 
-#include "executor_api.h"
+#include "api_executor.h"
 
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -41,7 +41,7 @@ const T* at(uint64_t address) {
 }
 
 bool sound(const gdscache_limits& limits) {
-    return limits.extent_bytes > 0 && limits.extent_bytes < int64_t{1} << 48 && limits.layers > 0 &&
+    return limits.bounds && limits.extent_bytes > 0 && limits.extent_bytes < int64_t{1} << 48 && limits.layers > 0 &&
            limits.page_blocks > 0 && limits.flying_bytes > 0 && limits.io_bytes > 0 && limits.copy_bytes > 0 &&
            limits.foreign_io_bytes > 0 && limits.foreign_copy_bytes > 0;
 }
@@ -107,6 +107,10 @@ bool kernel_copies(int file) {
     return in_memory || (fcntl(file, F_GETFL) & O_DIRECT) == 0;
 }
 
+bool ascending(const std::vector<int64_t>& bounds, int64_t most) {
+    return bounds.front() >= 0 && bounds.back() <= most && std::is_sorted(bounds.begin(), bounds.end());
+}
+
 template <typename T>
 std::vector<T> copied(uint64_t address, int64_t count) {
     return address ? std::vector<T>(at<T>(address), at<T>(address) + count) : std::vector<T>();
@@ -160,9 +164,16 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
             if (!disk) return refused(refusal.why.c_str(), refusal.error, why, why_size);
         }
         const std::string name = disk ? disk->name() : "";
-        const Limits sizes{limits->extent_bytes, limits->layers,           limits->page_blocks,       limits->flying_bytes,
-                           limits->io_bytes,     limits->copy_bytes,       limits->foreign_io_bytes,
+        const Limits sizes{limits->extent_bytes,
+                           limits->layers,
+                           limits->page_blocks,
+                           copied<int64_t>(limits->bounds, limits->layers + 1),
+                           limits->flying_bytes,
+                           limits->io_bytes,
+                           limits->copy_bytes,
+                           limits->foreign_io_bytes,
                            limits->foreign_copy_bytes};
+        if (!ascending(sizes.bounds, sizes.extent_bytes)) return refused("no sound layers", EINVAL, why, why_size);
         *executor = new gdscache_executor{
             name, Executor(sizes, std::move(kinds), std::move(places), reserve_space,
                            Reserve(reserve_first, reserve_space < 0 ? 0 : reserve_slots, fence),
