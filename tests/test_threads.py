@@ -14,24 +14,16 @@ from unittest import mock
 
 import pytest
 from helpers import WAIT, Host, fill, make_config, prompt, settle, until
+from native_parts import has_ring
 
 import gdscache
 from gdscache import CacheEngine
-from gdscache.errors import DeadlineError, GdsCacheError, ThreadStartError
-from gdscache.storage.ring import Ring
+from gdscache.errors import DeadlineError, ThreadStartError
 
 PACKAGE = str(Path(gdscache.__file__).parent)
 
 
-def _has_uring() -> bool:
-    try:
-        Ring(2, 1).close()
-    except GdsCacheError:
-        return False
-    return True
-
-
-TRANSPORTS = ["posix", *(["uring"] if _has_uring() else [])]
+TRANSPORTS = ["posix", *(["uring"] if has_ring() else [])]
 
 
 def _threads() -> list[str]:

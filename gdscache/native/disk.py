@@ -39,6 +39,11 @@ class Disk:
         self.handle = handle.value
         self._ended = np.empty((_ROOM, 5), np.int64)
 
+    @property
+    def pending(self) -> int:
+        """Pieces that have not ended."""
+        return checked(self.library.disk_pending(self.handle), "disk_pending")
+
     def submit(self, pieces: Table, fragments: npt.NDArray[np.uint64]) -> None:
         """Begin pieces, or queue them. `fragments` and the memory that they name stay until all has ended.
 
