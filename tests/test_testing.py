@@ -155,7 +155,8 @@ def run_suite(directory: Path, code: str, wanted: dict[str, str]) -> dict[str, s
     command = [sys.executable, "-m", "pytest", "-v", "-rA", "--tb=no", "-p", "no:cacheprovider", "--timeout=60"]
     command += [f"--basetemp={directory / 'inner'}", f"--rootdir={directory}"]
     command += [f"test_suite.py::Test{name}" + (f"::{test}" if test else "") for name, test in wanted.items()]
-    environment = {**os.environ, "CI": "1"}
+    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "CI": "1", "PYTHONPATH": paths}
     try:
         done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=240)
     except subprocess.TimeoutExpired as expired:
