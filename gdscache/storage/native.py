@@ -204,8 +204,8 @@ class NativeTransport(DirectFiles):
     def _reaped(self, ended: Table) -> None:
         """Answer for what has ended, once a batch."""
         numbers = ended[:, 0] >> TAG_BITS
-        for number in dict.fromkeys(numbers.tolist()):
-            self._answer(self._live[number], ended[numbers == number])
+        for number in (some := dict.fromkeys(numbers.tolist())):
+            self._answer(self._live[number], ended if len(some) == 1 else ended[numbers == number])
 
     def _answer(self, batch: RunBatch, ended: Table) -> None:
         over = batch.count(ended)

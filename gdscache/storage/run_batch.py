@@ -60,9 +60,12 @@ class RunBatch:
 
     def count(self, ended: Table) -> int:
         """Count pieces that have ended (rows of `Disk.reap`). How many runs are over with them."""
-        runs = _runs(ended)
-        np.subtract.at(self._left, runs, ended[:, 2])
-        self.pending -= int(ended[:, 2].sum())
+        runs, counts = _runs(ended), ended[:, 2]
+        self.pending -= int(counts.sum())
+        if (self._left[runs] == counts).all():  # whole runs, as nearly always
+            self._left[runs] = 0
+            return len(runs)
+        np.subtract.at(self._left, runs, counts)
         return int(np.count_nonzero(self._left[np.unique(runs)] == 0))
 
     def answer(self, ended: Table, path_of: Callable[[int], str]) -> None:
@@ -70,10 +73,12 @@ class RunBatch:
         runs, counts, errors, moved = _runs(ended), ended[:, 2], ended[:, 3], ended[:, 4]
         firsts = self._firsts[runs] + ended[:, 1]
         good = (errors == 0) & (moved == self._starts[firsts + counts] - self._starts[firsts])
-        pieces, everything = _spread(firsts[good], counts[good]), _spread(firsts, counts)
+        everything = _spread(firsts, counts)
+        all_good = bool(good.all())
+        pieces = everything if all_good else _spread(firsts[good], counts[good])
         index = self._index[pieces].tolist()
         results: list[Result] = []
-        if not (whole := self._whole and bool(good.all())):
+        if not (whole := self._whole and all_good):
             results += [(n, size, None) for n, size in zip(index, self._sizes[pieces].tolist(), strict=True)]
             for row in np.flatnonzero(~good).tolist():
                 some = range(int(firsts[row]), int(firsts[row] + counts[row]))
