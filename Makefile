@@ -4,6 +4,7 @@
 #   GPU=auto|on|off  GPU libraries: where there is a GPU (auto), required (on), never (off)
 #   WORKERS=N        tests in N processes, each file of tests in one of them (3 keep two cores busy: tests wait, too);
 #                    0: in this one, as with a GPU to share
+#   KINDS=...        make sanitize with some of: plain thread address aarch64
 #   SEED=N           make soak with that seed again; a fresh one is drawn, and printed, where none is given
 #
 # Without a GPU on Linux, PyPI's torch still brings its CUDA libraries (some GB). That is accepted: it is the build that
@@ -14,6 +15,7 @@ GPU ?= auto
 WORKERS ?= $(if $(wildcard /dev/nvidia0),0,3)
 VENV := .venv
 BIN := $(VENV)/bin
+NATIVE := gdscache/native/libgdscache_host.so
 
 # On a terminal pip shows its own progress, elsewhere only what goes wrong.
 PIP_QUIET := $(shell test -t 2 || echo -q)
@@ -24,31 +26,35 @@ CHECK_PYTHON := -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) els
 	"error: gdscache needs Python 3.11 or newer, and %s is %s: use make PY=..." % (sys.executable, sys.version.split()[0]))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test suites soak lint resolve wheels bench install clean
+.PHONY: help demo test suites soak sanitize lint resolve wheels bench install clean
 
 help:
 	@echo "make demo     the demo: a model's prefix cache through GPU, CPU and SSD, and a restart"
 	@echo "make test     the tests of every promise, in some three minutes"
 	@echo "make suites   the short forms of the long suites: kills, power cuts, faults, schedules, the benches"
 	@echo "make soak     their long forms, with a fresh seed that is printed (SEED=N: that one again)"
-	@echo "make lint     ruff and mypy            make wheels   sdist and wheel, tried in a new environment"
+	@echo "make sanitize the tests in C++: with the thread, address and undefined behaviour sanitizers, and for aarch64"
+	@echo "make lint     ruff and mypy            make wheels   sdist, and wheels of both architectures; one is tried"
 	@echo "make bench    what the tiers give      make resolve  whether the engines' pins resolve with ours"
 	@echo "make clean    removes .venv and all that was built"
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.installed $(NATIVE)
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed
+test: $(VENV)/.installed $(NATIVE)
 	$(PYTEST) -n $(WORKERS) -m "not suite and not soak" $(PYTEST_ARGS)
 
-suites: $(VENV)/.installed
+suites: $(VENV)/.installed $(NATIVE)
 	$(PYTEST) -n $(WORKERS) -m "suite and not soak" $(PYTEST_ARGS)
 
 soak: SEED ?= $(shell $(BIN)/python -c "import random; print(random.SystemRandom().randrange(2**32))")
-soak: $(VENV)/.installed
+soak: $(VENV)/.installed $(NATIVE)
 	@echo "== the seed of this run: make soak SEED=$(SEED)"
 	GDSCACHE_EXAMPLES=soak GDSCACHE_SEED=$(SEED) $(PYTEST) -n $(WORKERS) -m "soak or hypothesis" \
 		--durations=15 --timeout=0 --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
+
+sanitize: $(VENV)/.installed
+	$(BIN)/python tools/native_tests.py $(KINDS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -59,14 +65,15 @@ resolve: $(VENV)/.installed-dev
 	$(BIN)/python tools/engine_pins.py
 
 wheels: $(VENV)/.installed-dev
+	@$(PIP) ziglang
 	$(BIN)/python tools/wheels.py dist
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed $(NATIVE)
 	$(BIN)/gdscache bench engine
 	$(BIN)/gdscache bench index
 	$(BIN)/gdscache bench io
 
-install: $(VENV)/.installed
+install: $(VENV)/.installed $(NATIVE)
 
 # The interpreter is the order-only step: its time stamp says nothing about what is installed.
 $(BIN)/python:
@@ -78,9 +85,15 @@ $(VENV)/.installed: pyproject.toml tools/constraints.txt tools/install_gpu.py | 
 	@$(BIN)/python $(CHECK_PYTHON)
 	@echo "== $(VENV): gdscache and what its tests need (torch is large: the first time this takes minutes)"
 	@$(PIP) "setuptools>=77"
+	@needs=$$($(BIN)/python tools/native_build.py --requires) && { [ -z "$$needs" ] || $(PIP) "$$needs"; }
 	@$(PIP) --no-build-isolation -e ".[test]"
 	@$(BIN)/python tools/install_gpu.py --gpu $(GPU)
 	@touch $@
+
+# The install has built it; this is for sources that changed since.
+$(NATIVE): tools/native_build.py $(wildcard csrc/host/*.cc csrc/host/*.h) | $(VENV)/.installed
+	@echo "== $(NATIVE)"
+	@$(BIN)/python tools/native_build.py
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "== $(VENV): ruff and mypy"
@@ -88,5 +101,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NATIVE) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -122,6 +122,30 @@ class KernelUnavailableError(GdsCacheError):
     """A CUDA kernel could not be built; the torch reference serves instead."""
 
 
+class NativeLibraryError(GdsCacheError):
+    """The native library cannot be used; its subclasses name the cause."""
+
+
+class NativeMissingError(NativeLibraryError):
+    """The native library is not there, or the system cannot load it."""
+
+
+class NativeVersionError(NativeLibraryError):
+    """The native library is of another version than the Python code."""
+
+
+class NativeCallError(NativeLibraryError):
+    """The native library refused the arguments of a call, or had no memory for it. `errno` says which."""
+
+    def __init__(self, message: str, hint: str = "", errno: int | None = None) -> None:
+        super().__init__(message, hint)
+        self.errno = errno
+
+
+class RefusedDiskError(NativeCallError):
+    """The system refuses io_uring, or threads, to the native library."""
+
+
 class CaptureUnsupportedError(GdsCacheError):
     """An operation that CUDA cannot record into a graph was called while one is being recorded."""
 

@@ -45,9 +45,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel, built from a copy, since setuptools writes beside the sources."""
     pytest.importorskip("setuptools", minversion="77", reason="the build needs it; make test installs it")
     source = tmp_path_factory.mktemp("source")
-    for name in ("gdscache", "csrc"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("gdscache", "csrc", "tools"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     target = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(target)]
@@ -56,7 +56,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(file)
 
 
-def test_the_wheel_is_pure_python_and_complete(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_is_complete_and_fits_every_python_of_one_architecture(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     expected = {
         str(file.relative_to(ROOT))
@@ -64,10 +64,13 @@ def test_the_wheel_is_pure_python_and_complete(wheel: zipfile.ZipFile) -> None:
         if file.is_file() and file.suffix in {".py", ".typed"}
     }
     expected |= {f"gdscache/{file.relative_to(ROOT)}" for file in (ROOT / "csrc").iterdir() if file.is_file()}
+    expected.add("gdscache/native/libgdscache_host.so")
     shipped = {name for name in names if ".dist-info/" not in name}
     assert shipped == expected
     (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
-    assert "Root-Is-Purelib: true" in wheel.read(f"{info}/WHEEL").decode()
+    about = wheel.read(f"{info}/WHEEL").decode()
+    assert "Root-Is-Purelib: false" in about
+    assert re.findall("Tag: (.*)", about) == [f"py3-none-linux_{os.uname().machine}"]
     assert f"{info}/licenses/LICENSE" in names
     assert "gdscache = gdscache.exits:main" in wheel.read(f"{info}/entry_points.txt").decode()
 
@@ -77,7 +80,8 @@ def test_the_wheel_works_away_from_the_tree(wheel: zipfile.ZipFile, tmp_path: Pa
     script = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import gdscache.config, gdscache.csrc
+import gdscache.config, gdscache.csrc, gdscache.native.library
+assert gdscache.native.library.library().abi() == gdscache.native.library.ABI
 assert gdscache.config.__file__.startswith(sys.argv[1]), gdscache.config.__file__
 assert gdscache.csrc.__file__.startswith(sys.argv[1] + "/gdscache/csrc/"), gdscache.csrc.__file__
 print(gdscache.config.load_config(sys.argv[2]).model.layout().extent_bytes)
@@ -121,7 +125,7 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 @needs_make
 @pytest.mark.parametrize(
-    "target", ["demo", "test", "suites", "lint", "soak", "resolve", "wheels", "bench", "clean", "help"]
+    "target", ["demo", "test", "suites", "sanitize", "lint", "soak", "resolve", "wheels", "bench", "clean", "help"]
 )
 def test_each_target_can_be_planned(target: str, tmp_path: Path) -> None:
     done = make("-n", target, f"VENV={tmp_path / 'new'}")

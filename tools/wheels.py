@@ -1,23 +1,28 @@
-"""Build the sdist and the wheel, and try the wheel in a new environment, away from the tree.
+"""Build the sdist and the wheels of both architectures, and try this machine's in a new environment.
 
     python tools/wheels.py dist
 
-The wheel is built from the sdist, so a file that the sdist lacks is missed at once. The new environment has what
-gdscache itself requires, under tools/constraints.txt, and no extra; there the command answers and an example runs.
+The wheels are built from the sdist, so a file that the sdist lacks is missed at once; ziglang compiles for both. The
+new environment has what gdscache itself requires, under tools/constraints.txt, and no extra; there, away from the
+tree, the command answers, the native library computes, and an example runs.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import venv
 from pathlib import Path
 
+from native_build import WHEELS
+
 ROOT = Path(__file__).resolve().parent.parent
-TREE = ("gdscache", "csrc", "pyproject.toml", "README.md", "LICENSE")
+TREE = ("gdscache", "csrc", "tools", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 
 
 def run(*command: str | Path, cwd: Path) -> None:
@@ -26,18 +31,29 @@ def run(*command: str | Path, cwd: Path) -> None:
 
 
 def build(target: Path, work: Path) -> Path:
-    """The sdist and the wheel into `target`, from a copy of the tree, since setuptools writes beside the sources."""
-    source = work / "source"
+    """The sdist and the wheels into `target`, from a copy of the tree, since setuptools writes beside the sources.
+
+    The wheel of this machine's architecture.
+    """
+    source, dist = work / "source", work / "dist"
     source.mkdir()
     for name in TREE:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
             shutil.copy(ROOT / name, source)
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", work / "dist", source, cwd=work)
+    command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", dist)
+    run(*command, "--sdist", source, cwd=work)
+    (sdist,) = dist.iterdir()
+    with tarfile.open(sdist) as packed:
+        packed.extractall(work, filter="data")
+    unpacked = work / sdist.name.removesuffix(".tar.gz")
+    for platform in WHEELS:
+        run(*command, "--wheel", f"-C--build-option=--plat-name={platform}", unpacked, cwd=work)
     target.mkdir(parents=True, exist_ok=True)
-    built = [Path(shutil.copy(file, target)) for file in sorted((work / "dist").iterdir())]
-    (wheel,) = [file for file in built if file.suffix == ".whl"]
+    built = [Path(shutil.copy(file, target)) for file in sorted(dist.iterdir())]
+    ours = [file for file in built if file.name.endswith(f"_{os.uname().machine}.whl")]
+    (wheel,) = ours
     return wheel
 
 
@@ -47,6 +63,7 @@ def try_out(wheel: Path, work: Path) -> None:
     python = work / "env" / "bin" / "python"
     run(python, "-m", "pip", "install", "-q", "-c", ROOT / "tools" / "constraints.txt", wheel, cwd=work)
     run(work / "env" / "bin" / "gdscache", "--version", cwd=work)
+    run(python, "-c", "from gdscache.native.library import library; print(library().best_arm())", cwd=work)
     example = Path(shutil.copy(ROOT / "examples" / "quickstart.py", work))
     run(python, "-W", "error", example, cwd=work)
 

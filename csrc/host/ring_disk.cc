@@ -1,0 +1,257 @@
+// The disk by io_uring. See disk.h and ring.h.
+
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <deque>
+
+#include "disk.h"
+#include "ring.h"
+
+namespace gdscache {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr uint64_t kWake = ~uint64_t{0};
+constexpr int kMostDepth = 16384;
+
+class RingDisk final : public Disk {
+public:
+    RingDisk(std::unique_ptr<Ring> ring, int event, int depth)
+        : ring_(std::move(ring)), event_(event), flights_(static_cast<size_t>(depth)) {
+        free_.reserve(flights_.size());
+        for (size_t n = flights_.size(); n-- > 0;) free_.push_back(static_cast<uint32_t>(n));
+    }
+
+    ~RingDisk() override;
+
+    void submit(std::span<const Piece> pieces) override;
+    int reap(std::vector<Ended>& ended, double seconds) override;
+
+    void wake() override {
+        const uint64_t one = 1;
+        while (write(event_, &one, sizeof one) < 0 && errno == EINTR) {
+        }
+    }
+
+    size_t pending() const override { return pending_; }
+    size_t depth() const override { return flights_.size(); }
+    const char* name() const override { return "ring"; }
+
+private:
+    struct Flight {
+        Piece piece;
+        Part part;
+        uint32_t number;  // of the piece, in `left_`
+        iovec one;
+    };
+    struct Waiting {
+        Piece piece;
+        Part part;
+        uint32_t number;
+    };
+
+    void listen();
+    void fill();
+    void begin_one(const Waiting& next);
+    void take(std::vector<Ended>& ended);
+    void answered(uint32_t number, std::vector<Ended>& ended, size_t from);
+    void give_up(std::vector<Ended>& ended);
+
+    std::unique_ptr<Ring> ring_;
+    int event_;
+    uint64_t signal_ = 0;  // what the read of `event_` writes to
+    bool listening_ = false, woken_ = false;
+    int broken_ = 0;
+    std::vector<Flight> flights_;
+    std::vector<uint32_t> free_;  // of `flights_`
+    std::deque<Waiting> queue_, again_;
+    std::vector<uint32_t> left_;    // fragments that have not ended, by the number of a piece
+    std::vector<uint32_t> unused_;  // numbers of pieces
+    size_t pending_ = 0;
+    std::vector<Ended> refused_;  // pieces that made no sense
+    std::vector<Part> parts_;
+};
+
+RingDisk::~RingDisk() {
+    // What the kernel has may write to memory until it has ended, so it is waited for; what waits here is dropped.
+    queue_.clear();
+    again_.clear();
+    std::vector<Ended> ended;
+    while (!broken_ && free_.size() < flights_.size()) {
+        reap(ended, -1);
+        ended.clear();
+        queue_.clear();
+    }
+    if (broken_) {
+        // It cannot be asked any more whether it is at rest: the ring stays, so that nothing of it is used again.
+        (void)ring_.release();
+        return;
+    }
+    if (listening_) {
+        wake();
+        while (listening_) {
+            const int answer = ring_->enter(1, -1);
+            if (answer < 0 && answer != -EINTR && answer != -EAGAIN && answer != -EBUSY) break;
+            take(ended);
+        }
+    }
+    close(event_);
+}
+
+void RingDisk::listen() {
+    ring_->put(Code::kRead, event_, 0, &signal_, sizeof signal_, kWake, false);
+    listening_ = true;
+}
+
+void RingDisk::submit(std::span<const Piece> pieces) {
+    for (const Piece& piece : pieces) {
+        pending_++;
+        if (broken_ || !is_sound(piece)) {
+            refused_.push_back({piece.tag, 0, piece.count, broken_ ? broken_ : EINVAL, 0});
+            continue;
+        }
+        uint32_t number = static_cast<uint32_t>(left_.size());
+        if (unused_.empty()) {
+            left_.push_back(0);
+        } else {
+            number = unused_.back();
+            unused_.pop_back();
+        }
+        left_[number] = piece.count;
+        parts_.clear();
+        begin(piece, parts_);
+        for (const Part& part : parts_) queue_.push_back({piece, part, number});
+    }
+    fill();
+    if (ring_->has_queued()) ring_->enter(0, 0);  // what it answers, the next `reap` sees too
+}
+
+// Begin what waits while there is room: first what was begun before.
+void RingDisk::fill() {
+    if (broken_) return;
+    while (!free_.empty() && (!again_.empty() || !queue_.empty())) {
+        std::deque<Waiting>& from = again_.empty() ? queue_ : again_;
+        begin_one(from.front());
+        from.pop_front();
+    }
+}
+
+void RingDisk::begin_one(const Waiting& next) {
+    const uint32_t slot = free_.back();
+    free_.pop_back();
+    Flight& flight = flights_[slot];
+    flight = {next.piece, next.part, next.number, {}};
+    const Call call = next_call(flight.piece, flight.part, flight.one);
+    const bool reads = flight.piece.op == Op::kRead;
+    // What would have had to wait is not tried again on this thread.
+    const bool worker = flight.piece.copied || flight.part.tries;
+    if (call.count == 1) {
+        ring_->put(reads ? Code::kRead : Code::kWrite, flight.piece.fd, call.offset, call.vectors->iov_base,
+                   static_cast<uint32_t>(call.bytes), slot, worker);
+    } else {
+        ring_->put(reads ? Code::kReadv : Code::kWritev, flight.piece.fd, call.offset, call.vectors, call.count, slot,
+                   worker);
+    }
+}
+
+// Take all completions that there are.
+void RingDisk::take(std::vector<Ended>& ended) {
+    while (const Completion* const completion = ring_->front()) {
+        const Completion got = *completion;
+        ring_->pop();
+        if (got.data == kWake) {
+            listening_ = false;
+            woken_ = true;
+            continue;
+        }
+        const Flight flight = flights_[got.data];
+        free_.push_back(static_cast<uint32_t>(got.data));
+        const size_t from = ended.size();
+        parts_.clear();
+        advance(flight.piece, flight.part, got.result, ended, parts_);
+        for (const Part& part : parts_) again_.push_back({flight.piece, part, flight.number});
+        answered(flight.number, ended, from);
+    }
+}
+
+void RingDisk::answered(uint32_t number, std::vector<Ended>& ended, size_t from) {
+    for (size_t n = from; n < ended.size(); n++) left_[number] -= ended[n].count;
+    if (left_[number] || from == ended.size()) return;
+    unused_.push_back(number);
+    pending_--;
+}
+
+// The ring does not work any more: what the kernel does not have has failed.
+void RingDisk::give_up(std::vector<Ended>& ended) {
+    for (std::deque<Waiting>* const from : {&again_, &queue_}) {
+        for (const Waiting& next : *from) {
+            const size_t at = ended.size();
+            ended.push_back({next.piece.tag, next.part.first, next.part.count, broken_, 0});
+            answered(next.number, ended, at);
+        }
+        from->clear();
+    }
+}
+
+int RingDisk::reap(std::vector<Ended>& ended, double seconds) {
+    const size_t before = ended.size();
+    const Clock::time_point began = Clock::now();
+    for (;;) {
+        pending_ -= refused_.size();
+        ended.insert(ended.end(), refused_.begin(), refused_.end());
+        refused_.clear();
+        if (broken_) {
+            if (ended.size() == before) return -broken_;
+            return static_cast<int>(ended.size() - before);
+        }
+        take(ended);
+        fill();
+        if (!listening_) listen();
+        double left = seconds;
+        if (seconds > 0) {
+            left = std::max(0.0, seconds - std::chrono::duration<double>(Clock::now() - began).count());
+        }
+        const bool over = ended.size() > before || woken_ || left == 0;
+        if (!over || ring_->has_queued()) {
+            const int answer = ring_->enter(over ? 0 : 1, left);
+            if (answer == -EAGAIN && !ring_->front()) {
+                const timespec pause{0, 200000};  // the kernel is short of memory
+                nanosleep(&pause, nullptr);
+            } else if (answer < 0 && answer != -ETIME && answer != -EINTR && answer != -EBUSY && answer != -EAGAIN) {
+                broken_ = -answer;
+                give_up(ended);
+                continue;
+            }
+        }
+        if (over) break;
+    }
+    if (ended.size() == before) take(ended);
+    if (ended.size() == before) woken_ = false;
+    return static_cast<int>(ended.size() - before);
+}
+
+}  // namespace
+
+std::unique_ptr<Disk> open_ring_disk(int workers, int depth, Refusal& refusal) {
+    if (workers < 1 || depth < 1 || depth > kMostDepth) {
+        refusal = {EINVAL, "no sound number of workers, or of requests"};
+        return nullptr;
+    }
+    auto ring = Ring::open(static_cast<unsigned>(depth) + 1, static_cast<unsigned>(workers), refusal);
+    if (!ring) return nullptr;
+    const int event = eventfd(0, EFD_CLOEXEC);
+    if (event < 0) {
+        refusal = {errno, "eventfd cannot be had"};
+        return nullptr;
+    }
+    return std::make_unique<RingDisk>(std::move(ring), event, depth);
+}
+
+}  // namespace gdscache

@@ -1,0 +1,266 @@
+// Both disks: pieces at random, sound ones and hostile ones, against what the file has; wakes from other threads; many
+// disks at once. With a count of rounds it is the fuzz of `make sanitize`.
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <thread>
+
+#include "../disk.h"
+#include "../faulty_disk.h"
+#include "check.h"
+
+using namespace gdscache;
+using namespace gdscache::test;
+
+namespace {
+
+struct Asked {
+    Piece piece;
+    std::vector<iovec> fragments;
+    std::vector<std::vector<uint8_t>> memory;
+    uint32_t left;
+    bool hostile = false, writes = false;
+};
+
+int temporary(const std::vector<uint8_t>& content) {
+    char path[] = "/tmp/gdscache-test-XXXXXX";
+    const int file = mkstemp(path);
+    CHECK(file >= 0 && !unlink(path));
+    CHECK(write(file, content.data(), content.size()) == static_cast<ssize_t>(content.size()));
+    return file;
+}
+
+std::unique_ptr<Asked> asked(Random& random, int file, int64_t file_bytes, uint64_t tag) {
+    auto made = std::make_unique<Asked>();
+    constexpr size_t kSizes[] = {1, 7, 512, 4096, 5000, 20000};
+    const uint32_t count = static_cast<uint32_t>(1 + random.below(random.below(20) ? 5 : 1024));
+    for (uint32_t n = 0; n < count; n++) {
+        const size_t size = count > 8 ? 16 : random.pick(kSizes);
+        made->memory.emplace_back(size, uint8_t{0xEE});
+        made->fragments.push_back({made->memory.back().data(), size});
+    }
+    made->writes = random.below(4) == 0;
+    // Writes go beyond what is read, each to a place of its own.
+    const int64_t offset = made->writes ? file_bytes + (int64_t{1} << 20) * static_cast<int64_t>(tag + 1)
+                                        : static_cast<int64_t>(random.below(static_cast<uint64_t>(file_bytes)));
+    made->piece = {tag, nullptr, count, file, offset, made->writes ? Op::kWrite : Op::kRead, random.below(2) == 0};
+    if (random.below(4) == 0) {
+        made->hostile = true;
+        Piece& piece = made->piece;
+        switch (random.below(8)) {
+            case 0: piece.offset = -static_cast<int64_t>(random.next() >> 1) - 1; break;
+            case 1: piece.offset = INT64_MAX - static_cast<int64_t>(random.below(1)); break;
+            case 2: piece.count = 0; break;
+            case 3: piece.count = 1025 + static_cast<uint32_t>(random.below(1u << 31)); break;
+            case 4: piece.fd = -1 - static_cast<int32_t>(random.below(1 << 20)); break;
+            case 5: made->fragments[random.below(count)].iov_base = nullptr; break;
+            case 6: made->fragments[random.below(count)].iov_len = random.below(2) ? 0 : SIZE_MAX; break;
+            case 7: piece.op = static_cast<Op>(2 + random.below(200)); break;
+        }
+    }
+    made->piece.fragments = made->fragments.data();
+    made->left = made->piece.count;
+    return made;
+}
+
+void check_answer(Asked& one, const Ended& answer, const std::vector<uint8_t>& content) {
+    if (one.hostile) {
+        CHECK(answer.error == EINVAL && answer.first == 0 && answer.count == one.piece.count && answer.moved == 0);
+        one.left = 0;
+        return;
+    }
+    CHECK(answer.error == 0 && answer.count >= 1 && answer.count <= one.left);
+    CHECK(answer.first + answer.count <= one.piece.count);
+    one.left -= answer.count;
+    int64_t at = one.piece.offset, moved = 0;
+    for (uint32_t n = 0; n < answer.first; n++) at += static_cast<int64_t>(one.fragments[n].iov_len);
+    for (uint32_t n = answer.first; n < answer.first + answer.count; n++) {
+        const int64_t size = static_cast<int64_t>(one.fragments[n].iov_len);
+        const int64_t there = std::clamp<int64_t>(static_cast<int64_t>(content.size()) - at, 0, size);
+        const int64_t expected = one.writes ? size : there;
+        if (!one.writes && there) {
+            CHECK(!std::memcmp(one.memory[n].data(), content.data() + at, static_cast<size_t>(there)));
+        }
+        moved += expected;
+        at += size;
+    }
+    CHECK(answer.moved == moved);
+}
+
+using Open = std::unique_ptr<Disk> (*)(int depth);
+
+void fuzz(Open open, uint64_t seed, uint64_t count) {
+    Random random(seed);
+    const std::vector<uint8_t> content = random.bytes(200000);
+    const int file = temporary(content);
+    const auto disk = open(static_cast<int>(1 + random.below(40)));
+    CHECK(disk);
+    std::atomic<bool> over{false};
+    std::thread waker([&] {
+        while (!over) {
+            disk->wake();
+            std::this_thread::yield();
+        }
+    });
+    std::map<uint64_t, std::unique_ptr<Asked>> live;
+    std::vector<Ended> ended;
+    for (uint64_t tag = 0; tag < count || !live.empty();) {
+        std::vector<Piece> pieces;
+        for (uint64_t n = random.below(12); n-- > 0 && tag < count; tag++) {
+            // Reads see only what was there at first: a piece that writes makes the file longer, with a hole.
+            auto one = asked(random, file, static_cast<int64_t>(content.size()) / 2, tag);
+            pieces.push_back(one->piece);
+            live.emplace(tag, std::move(one));
+        }
+        disk->submit(pieces);
+        ended.clear();
+        CHECK(disk->reap(ended, random.below(3) ? 0.001 : 0) == static_cast<int>(ended.size()));
+        for (const Ended& answer : ended) {
+            Asked& one = *live.at(answer.tag);
+            check_answer(one, answer, content);
+            if (!one.left) live.erase(answer.tag);
+        }
+        CHECK(disk->pending() == live.size());
+    }
+    over = true;
+    waker.join();
+    close(file);
+}
+
+// A disk that is destroyed with pieces under way and queued: nothing touches memory afterwards.
+void abandon(Open open, uint64_t seed) {
+    Random random(seed);
+    const std::vector<uint8_t> content = random.bytes(1 << 20);
+    const int file = temporary(content);
+    for (int n = 0; n < 20; n++) {
+        std::vector<uint8_t> memory(1 << 16);
+        iovec fragments[16];
+        std::vector<Piece> pieces;
+        auto disk = open(3);
+        for (uint64_t k = 0; k < 16; k++) {
+            fragments[k] = {memory.data() + k * 4096, 4096};
+            pieces.push_back({k, &fragments[k], 1, file, static_cast<int64_t>(k * 4096), Op::kRead, true});
+        }
+        disk->submit(pieces);
+        disk.reset();
+    }
+    close(file);
+}
+
+// A file that has an end within a fragment, a fragment that is nowhere, and bytes that nobody has: exactly those fail.
+void odd(Open open) {
+    const std::vector<uint8_t> content = Random(3).bytes(10000);
+    const int file = temporary(content);
+    void* const nowhere = mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    std::vector<uint8_t> memory(5 * 4096);
+    iovec fragments[5];
+    for (size_t n = 0; n < 5; n++) fragments[n] = {memory.data() + n * 4096, 4096};
+    fragments[1].iov_base = nowhere;
+    const auto disk = open(4);
+    const Piece piece{1, fragments, 5, file, 0, Op::kRead, true};
+    disk->submit({&piece, 1});
+    std::vector<Ended> ended;
+    while (disk->pending()) CHECK(disk->reap(ended, 10) >= 0);
+    int64_t moved[5], errors[5];
+    for (const Ended& answer : ended) {
+        for (uint32_t n = answer.first; n < answer.first + answer.count; n++) {
+            moved[n] = answer.count == 1 ? answer.moved : 4096;
+            errors[n] = answer.error;
+        }
+    }
+    const int64_t expected[5] = {4096, 0, 10000 - 8192, 0, 0}, expected_errors[5] = {0, EFAULT, 0, 0, 0};
+    CHECK(std::equal(moved, moved + 5, expected) && std::equal(errors, errors + 5, expected_errors));
+    munmap(nowhere, 4096);
+    close(file);
+}
+
+void faults(Open open) {
+    const std::vector<uint8_t> content = Random(4).bytes(1 << 16);
+    const int file = temporary(content);
+    const auto disk = open_faulty_disk(
+        open(4), {{0, Failing::kError, EIO}, {1, Failing::kShort, 100}, {2, Failing::kTorn, 4096},
+                  {3, Failing::kFlip, 5}, {4, Failing::kLate, 5}, {5, Failing::kHang, 0}});
+    std::vector<uint8_t> memory(7 * 8192);
+    iovec fragments[14];
+    std::vector<Piece> pieces;
+    for (uint64_t n = 0; n < 7; n++) {
+        for (size_t k = 0; k < 2; k++) fragments[2 * n + k] = {memory.data() + n * 8192 + k * 4096, 4096};
+        pieces.push_back({n, fragments + 2 * n, 2, file, static_cast<int64_t>(n * 8192), Op::kRead, true});
+    }
+    disk->submit(pieces);
+    std::vector<Ended> ended;
+    std::thread releaser([&] { disk->release(); });
+    while (disk->pending()) CHECK(disk->reap(ended, 10) >= 0);
+    releaser.join();
+    int64_t moved[7] = {};
+    for (const Ended& answer : ended) {
+        moved[answer.tag] += answer.moved;
+        CHECK(answer.error == (answer.tag == 0 ? EIO : 0));
+    }
+    const int64_t expected[7] = {0, 100, 8192, 8192, 8192, 8192, 8192};
+    CHECK(std::equal(moved, moved + 7, expected));
+    CHECK(memory[3 * 8192 + 5] == (content[3 * 8192 + 5] ^ 1));
+    CHECK(!std::memcmp(memory.data() + 4 * 8192, content.data() + 4 * 8192, 3 * 8192));
+    close(file);
+}
+
+std::unique_ptr<Disk> ring(int depth) {
+    Refusal refusal;
+    return open_ring_disk(2, depth, refusal);
+}
+
+std::unique_ptr<Disk> threads(int depth) {
+    Refusal refusal;
+    return open_threads_disk(std::min(depth, 6), refusal);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const uint64_t count = rounds(argc, argv, 1500);
+    for (const Open open : {ring, threads}) {
+        Refusal refusal;
+        const char* const name = open == ring ? "ring" : "threads";
+        if (open == ring && !open_ring_disk(1, 1, refusal)) {
+            std::printf(" (no ring: %s)", refusal.why.c_str());
+            continue;
+        }
+        std::vector<std::thread> beside;  // two disks at once, each with an owner of its own
+        for (uint64_t n = 0; n < 2; n++) beside.emplace_back([=] { fuzz(open, 100 + n, count); });
+        for (std::thread& thread : beside) thread.join();
+        odd(open);
+        faults(open);
+        abandon(open, 9);
+        std::printf(" %s", name);
+    }
+    Random random(23);
+    for (int n = 0; n < 300; n++) {  // what was cut is all there, in runs that are neighbours and not too long
+        std::vector<Request> requests;
+        int64_t total = 0, got = 0;
+        for (uint64_t k = random.below(50); k-- > 0;) {
+            requests.push_back({static_cast<int32_t>(random.below(2)), static_cast<int64_t>(random.below(64)) * 4096,
+                                4096 * (1 + random.below(1000)), static_cast<int64_t>(1 + random.below(9)) * 4096});
+            total += requests.back().bytes;
+        }
+        const int64_t limit = static_cast<int64_t>(1 + random.below(16)) * 4096;
+        const Runs runs = cut_and_merge(requests, limit, 4);
+        for (const Run& run : runs.runs) {
+            int64_t bytes = 0;
+            for (uint32_t k = run.first; k < run.first + run.count; k++) {
+                bytes += static_cast<int64_t>(runs.fragments[k].iov_len);
+            }
+            CHECK(bytes == run.bytes && bytes <= limit && run.count <= 4);
+            got += bytes;
+        }
+        CHECK(got == total && runs.fragments.size() == runs.requests.size());
+    }
+    std::printf(": good\n");
+}

@@ -1,0 +1,217 @@
+// The disk by threads: preadv and pwritev, where io_uring is refused. See disk.h.
+
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "disk.h"
+
+namespace gdscache {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kMostThreads = 1024;
+
+int64_t transfer(const Piece& piece, const Call& call) {
+    const auto system = piece.op == Op::kRead ? preadv : pwritev;
+    const ssize_t moved = system(piece.fd, call.vectors, static_cast<int>(call.count), call.offset);
+    return moved < 0 ? -errno : moved;
+}
+
+class ThreadsDisk final : public Disk {
+public:
+    ThreadsDisk(int threads, int event) : event_(event), wanted_(static_cast<size_t>(threads)) {
+        threads_.reserve(wanted_);
+    }
+
+    ~ThreadsDisk() override {
+        {
+            const std::lock_guard lock(mutex_);
+            closing_ = true;
+            queue_.clear();
+        }
+        work_.notify_all();
+        for (std::thread& thread : threads_) thread.join();
+        close(event_);
+    }
+
+    // Throws std::system_error where the system has no more threads; those that run are joined by the destructor.
+    void start() {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program
+        try {
+            for (size_t n = 0; n < wanted_; n++) {
+                threads_.emplace_back([this] { serve(); });
+                char name[16];
+                std::snprintf(name, sizeof name, "gds-disk-%zu", n % 1000);
+                pthread_setname_np(threads_.back().native_handle(), name);
+            }
+        } catch (...) {
+            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+            throw;
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    void submit(std::span<const Piece> pieces) override {
+        bool refused = false;
+        {
+            const std::lock_guard lock(mutex_);
+            for (const Piece& piece : pieces) {
+                pending_++;
+                if (is_sound(piece)) {
+                    queue_.push_back(piece);
+                } else {
+                    ended_.push_back({piece.tag, 0, piece.count, EINVAL, 0});
+                    over_++;
+                    refused = true;
+                }
+            }
+        }
+        if (refused) signal();
+        if (pieces.size() == 1) {
+            work_.notify_one();
+        } else {
+            work_.notify_all();
+        }
+    }
+
+    int reap(std::vector<Ended>& ended, double seconds) override {
+        const Clock::time_point began = Clock::now();
+        for (;;) {
+            if (const int count = take(ended); count || woken_.exchange(false)) return count;
+            double left = seconds;
+            if (seconds > 0) {
+                left = std::max(0.0, seconds - std::chrono::duration<double>(Clock::now() - began).count());
+            }
+            if (left == 0) return 0;
+            wait(left);
+        }
+    }
+
+    void wake() override {
+        woken_.store(true);
+        signal();
+    }
+
+    size_t pending() const override { return pending_; }
+    size_t depth() const override { return wanted_; }
+    const char* name() const override { return "threads"; }
+
+private:
+    void signal() {
+        const uint64_t one = 1;
+        while (write(event_, &one, sizeof one) < 0 && errno == EINTR) {
+        }
+    }
+
+    // What has ended, without a wait. The event says no more than that it is worth looking, so it is drained first.
+    int take(std::vector<Ended>& ended) {
+        uint64_t count;
+        while (read(event_, &count, sizeof count) < 0 && errno == EINTR) {
+        }
+        const std::lock_guard lock(mutex_);
+        ended.insert(ended.end(), ended_.begin(), ended_.end());
+        const int taken = static_cast<int>(ended_.size());
+        ended_.clear();
+        pending_ -= over_;
+        over_ = 0;
+        return taken;
+    }
+
+    void wait(double seconds) {
+        pollfd polled{event_, POLLIN, 0};
+        const double bounded = std::min(seconds, 1e9);
+        const timespec until{static_cast<time_t>(bounded),
+                             static_cast<long>((bounded - static_cast<double>(static_cast<time_t>(bounded))) * 1e9)};
+        ppoll(&polled, 1, seconds < 0 ? nullptr : &until, nullptr);
+    }
+
+    void serve() {
+        std::vector<Part> parts;
+        std::vector<Ended> ended;
+        std::unique_lock lock(mutex_);
+        for (;;) {
+            work_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+            if (queue_.empty()) return;
+            const Piece piece = queue_.front();
+            queue_.pop_front();
+            lock.unlock();
+            begin(piece, parts);
+            while (!parts.empty()) {
+                const Part part = parts.back();
+                parts.pop_back();
+                iovec one;
+                advance(piece, part, transfer(piece, next_call(piece, part, one)), ended, parts);
+                if (!parts.empty() && !ended.empty()) tell(ended, 0);
+            }
+            tell(ended, 1);
+            lock.lock();
+        }
+    }
+
+    // Answers of a piece, and whether it is over.
+    void tell(std::vector<Ended>& ended, size_t over) {
+        bool first;
+        {
+            const std::lock_guard lock(mutex_);
+            first = ended_.empty();
+            ended_.insert(ended_.end(), ended.begin(), ended.end());
+            over_ += over;
+        }
+        ended.clear();
+        if (first) signal();
+    }
+
+    const int event_;  // that there may be something to take
+    const size_t wanted_;
+    std::atomic<bool> woken_{false};
+    size_t pending_ = 0;  // the owner's
+    std::mutex mutex_;    // guards what follows
+    std::condition_variable work_;
+    std::deque<Piece> queue_;
+    std::vector<Ended> ended_;
+    size_t over_ = 0;  // pieces of which all has ended, and that were not taken
+    bool closing_ = false;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Disk> open_threads_disk(int threads, Refusal& refusal) {
+    if (threads < 1 || threads > kMostThreads) {
+        refusal = {EINVAL, "no sound number of threads"};
+        return nullptr;
+    }
+    const int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (event < 0) {
+        refusal = {errno, "eventfd cannot be had"};
+        return nullptr;
+    }
+    auto disk = std::make_unique<ThreadsDisk>(threads, event);
+    try {
+        disk->start();
+    } catch (const std::system_error& error) {
+        refusal = {error.code().value(), "a thread cannot be had"};
+        return nullptr;
+    }
+    return disk;
+}
+
+}  // namespace gdscache

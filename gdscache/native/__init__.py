@@ -1,0 +1,1 @@
+"""What runs without the interpreter: the library of csrc/host, loaded when something of it is first used."""

@@ -1,0 +1,118 @@
+"""Build the C++ test binaries of csrc/host/tests in several ways, and run them.
+
+    python tools/native_tests.py [plain] [thread] [address] [aarch64] [--rounds N]
+
+thread: ThreadSanitizer. address: AddressSanitizer and UndefinedBehaviorSanitizer. Both need the system's compiler, with
+its sanitizers. aarch64: for the other architecture, under qemu-user; by a cross compiler, or by ziglang. What a machine
+lacks is skipped, with the reason. `--rounds`: of everything that is drawn at random; more than the short default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from native_build import SOURCES, system_compiler
+
+TESTS = sorted((SOURCES / "tests").glob("test_*.cc"))
+WARNINGS = ("-std=c++20", "-g", "-pthread", "-Wall", "-Wextra", "-Wshadow", "-Werror")
+# GCC warns that its sanitizer does not know fences; ours orders stores that it does not see either.
+KINDS = {
+    "plain": ("-O2",),
+    "thread": ("-O1", "-fsanitize=thread"),
+    "address": ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+    "aarch64": ("-O2", "-static"),
+}
+
+
+class SkipError(Exception):
+    """This machine cannot run that kind; the message says why."""
+
+
+def compiler(kind: str) -> list[str]:
+    """The command that compiles a kind."""
+    if kind == "aarch64":
+        if os.uname().machine == "aarch64":
+            raise SkipError("this machine is one: see plain")
+        if not (shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")):
+            raise SkipError("there is no qemu-aarch64: install qemu-user")
+        if shutil.which("aarch64-linux-gnu-g++"):
+            return ["aarch64-linux-gnu-g++"]
+        if importlib.util.find_spec("ziglang"):
+            return [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl"]
+        raise SkipError("there is no cross compiler: install g++-aarch64-linux-gnu, or pip install ziglang")
+    if not (found := system_compiler()):
+        raise SkipError("there is no C++ compiler of the system's")
+    return list(found)
+
+
+def runner(kind: str) -> list[str]:
+    """What runs a binary of a kind."""
+    if kind == "aarch64":
+        return [shutil.which("qemu-aarch64") or "qemu-aarch64-static"]
+    if kind == "thread" and shutil.which("setarch"):
+        return ["setarch", "-R"]  # its shadow has no place where addresses are drawn with many bits
+    return []
+
+
+def build(kind: str, work: Path) -> list[Path]:
+    """The test binaries of a kind."""
+    command = [*compiler(kind), *WARNINGS, *KINDS[kind]]
+    if kind in ("thread", "address"):
+        (work / "probe.cc").write_text("int main() {}\n", encoding="utf-8")
+        probe = [*command, str(work / "probe.cc"), "-o", str(work / "probe")]
+        if subprocess.run(probe, capture_output=True, check=False).returncode:
+            raise SkipError(f"{command[0]} has no {kind} sanitizer")
+    sources = [*sorted(SOURCES.glob("*.cc")), *TESTS]
+    objects = [work / f"{source.stem}.o" for source in sources]
+    jobs = [[*command, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)]
+    shared = [str(o) for o in objects if not o.stem.startswith("test_")]
+    binaries = [work / source.stem for source in TESTS]
+    links = [[*command, f"{binary}.o", *shared, "-o", str(binary)] for binary in binaries]
+    for commands in (jobs, links):
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            for _ in pool.map(run, commands):
+                pass
+    return binaries
+
+
+def run(command: list[str]) -> None:
+    subprocess.run(command, check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kinds", nargs="*", help=f"of {', '.join(KINDS)}; all, where none is named")
+    parser.add_argument("--rounds", type=int, help="of what is drawn at random")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.kinds) - set(KINDS):
+        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
+    for kind in arguments.kinds or KINDS:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as work:
+            try:
+                for binary in build(kind, Path(work)):
+                    print(f"{kind} {binary.name}:", end="", flush=True)
+                    rounds = [] if arguments.rounds is None else [str(arguments.rounds)]
+                    run([*runner(kind), str(binary), *rounds])
+            except SkipError as reason:
+                print(f"{kind}: skipped, {reason}")
+                continue
+            except subprocess.CalledProcessError as error:
+                print(f"\nerror: {shlex.join(error.cmd)} ended with status {error.returncode}", file=sys.stderr)
+                return 1
+        print(f"{kind}: {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
