@@ -142,6 +142,10 @@ class NativeCallError(NativeLibraryError):
         self.errno = errno
 
 
+class RefusedDiskError(NativeCallError):
+    """The system refuses io_uring, or threads, to the native library."""
+
+
 class CaptureUnsupportedError(GdsCacheError):
     """An operation that CUDA cannot record into a graph was called while one is being recorded."""
 

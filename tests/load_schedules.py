@@ -44,8 +44,8 @@ from gdscache.load.handle import Gap, LayerwiseLoad
 from gdscache.prefetch.handle import Prefetch
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
-from gdscache.tiers.host_mover import HostMover
 from gdscache.testing.faults import FaultRule
+from gdscache.tiers.host_mover import HostMover
 
 ACTIONS = ("none", "cancel", "close", "raise")
 PAGES = 4

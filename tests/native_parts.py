@@ -115,6 +115,25 @@ def has_ring() -> bool:
     return True
 
 
+class _Program(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_ushort), ("at", ctypes.c_void_p))
+
+
+def forbid_ring(error: int) -> str:
+    """Have this process, for good, get that errno from the three calls of io_uring (425 to 427): what Docker's default
+    profile does. Why that is not possible, or an empty string."""
+    load, equal, answer = 0x20, 0x15, 0x06
+    program = [(load, 0, 0, 0)] + [(equal, 3 - n, 0, 425 + n) for n in range(3)]
+    program += [(answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x00050000 | error)]
+    code = b"".join(o.to_bytes(2, "little") + bytes([t, f]) + k.to_bytes(4, "little") for o, t, f, k in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    rules = _Program(len(program), ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(rules)):
+        return os.strerror(ctypes.get_errno())
+    return ""
+
+
 def fragment(memory: npt.NDArray[np.uint8], start: int = 0, size: int | None = None) -> tuple[int, int]:
     """Part of an array, as a piece names it."""
     return address(memory) + start, len(memory) - start if size is None else size

@@ -16,11 +16,11 @@ from typing import Any
 from unittest import mock
 
 from kill_record import Log
+from posix_transport import PosixTransport
 
 from gdscache import catalog_file, stripes
 from gdscache.catalog import Catalog
 from gdscache.storage.base import Op
-from gdscache.storage.posix import PosixTransport
 from gdscache.storage.workers import Result, Run
 
 FULL = 2  # PRAGMA synchronous: a commit that returned is on the disk

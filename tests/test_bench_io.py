@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
+from posix_transport import PosixTransport
+from transport_parts import refuse_ring
 
 from gdscache.bench import (
     bare,
@@ -50,9 +52,8 @@ from gdscache.errors import (
     StorageError,
     TransportUnavailableError,
 )
-from gdscache.storage import files, open_transport, uring
+from gdscache.storage import files, open_transport
 from gdscache.storage.base import Op
-from gdscache.storage.posix import PosixTransport
 
 pytestmark = pytest.mark.suite
 
@@ -410,7 +411,7 @@ def test_a_transport_that_is_missing_is_a_cause(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "t.bin"
     path.write_bytes(bytes(io_ways.CHECK_BYTES))
 
-    def missing(name: str, threads: int) -> PosixTransport:
+    def missing(name: str, threads: int) -> NoReturn:
         raise TransportUnavailableError("nixl cannot be\nimported", "install it")
 
     monkeypatch.setattr(io_ways, "open_transport", missing)
@@ -554,14 +555,11 @@ def engine_transport(directory: Path) -> str:
 
 
 def test_what_is_compared_is_what_an_engine_would_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_ring(entries: int, workers: int) -> NoReturn:
-        raise TransportUnavailableError("io_uring_setup answers Operation not permitted", "")
-
     (tmp_path / "io.bin").write_bytes(bytes(4 * MIB))
     here = engine_transport(tmp_path)
     for refused, wanted in ((False, here), (True, "posix")):
         if refused:
-            monkeypatch.setattr(uring, "Ring", no_ring)
+            refuse_ring(monkeypatch)
         (row,) = io.io_rows.host_reads(place(tmp_path))
         assert row["transport"] == wanted
         assert row["threads"] in io.io_rows.HOST_THREADS

@@ -12,11 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from helpers import WAIT
+from native_parts import has_ring
+from posix_transport import PosixTransport
 from test_doctor import PLAIN, WHOLE
+from transport_parts import refuse_ring
 
 from gdscache import cli
 from gdscache.config import Config
@@ -43,8 +46,6 @@ from gdscache.doctor.storage_rows import ssd_rows
 from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
 from gdscache.slab import slab_name
-from gdscache.storage import uring
-from gdscache.storage.posix import PosixTransport
 
 pytestmark = pytest.mark.suite
 
@@ -383,12 +384,8 @@ def a_trial(directory: Path, transport: str = "posix", **changes: Any) -> trial.
     return trial.Trial(transport, str(directory), "cpu", 2, "off", "off", **{"nbytes": 2 * MIB} | changes)
 
 
-def no_ring(entries: int, workers: int) -> NoReturn:
-    raise TransportUnavailableError("io_uring_setup answers Operation not permitted", "set transport to posix")
-
-
 def test_a_trial_says_posix_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uring, "Ring", no_ring)
+    refuse_ring(monkeypatch)
     found = trial.carry_out(a_trial(tmp_path, "auto"))
     assert (found.name, found.memory, found.word, found.direct, found.nbytes) == (
         "posix",
@@ -448,7 +445,7 @@ while True:
 """
 MODULE = """
 import os
-from gdscache.storage.posix import PosixTransport
+from posix_transport import PosixTransport
 
 class Dies(PosixTransport):
     def flush(self, file):
@@ -669,14 +666,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> C
         return caught.value.code, {row["name"]: row for row in sections["SSD"]}
 
     return runs
-
-
-def has_ring() -> bool:
-    try:
-        uring.UringTransport(1).close()
-    except TransportUnavailableError:
-        return False
-    return True
 
 
 def test_the_command_tries_a_directory_and_leaves_nothing(

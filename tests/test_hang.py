@@ -375,7 +375,7 @@ def test_the_writer_goes_on_with_the_next_batch(open_host: OpenHost, monkeypatch
 def test_a_refused_write_leaks_nothing(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, code: int, cpu: int | None
 ) -> None:
-    host = open_host(cpu=cpu, ssd=6)
+    host = open_host(cpu=cpu, ssd=6, transport="posix_transport:PosixTransport")
 
     def refuse(*args: object) -> int:
         raise OSError(code, os.strerror(code))

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transport_parts import soon
+from transport_parts import opened, soon
 
-from gdscache.errors import IOFailedError, TransportUnavailableError
+from gdscache.errors import IOFailedError
 from gdscache.memory import HostBuffer
-from gdscache.storage import IORequest, Op, Transport
+from gdscache.native.disk import cut_and_merge
+from gdscache.storage import IORequest, Op
 from gdscache.storage.base import Span
-from gdscache.storage.batch import IOBatch, Pieces, Spans
-from gdscache.storage.posix import PosixTransport
-from gdscache.storage.uring import UringTransport
+from gdscache.storage.batch import IOBatch, Spans
 
 SECTOR = 4096
 SECTORS = 600
@@ -28,13 +27,6 @@ def batch_of(file: int, places: list[tuple[int, int, int]], memory: memoryview) 
     """Of (sector of the file, sector of the memory, sectors)."""
     offsets, starts, sizes = SECTOR * np.array(places, dtype=np.int64).reshape(-1, 3).T
     return IOBatch(np.full(len(places), file), offsets, starts, sizes, memory)
-
-
-def made(name: str) -> Transport:
-    try:
-        return UringTransport(3, "off") if name == "uring" else PosixTransport(3, "off")
-    except TransportUnavailableError as error:
-        pytest.skip(error.message)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -53,7 +45,7 @@ def test_a_batch_moves_what_its_requests_would(name: str, seed: int, tmp_path: P
     starts = [sum(size for _, size in places[:n]) for n in range(len(places))]
     requests = [(offset, start, size) for (offset, size), start in zip(places, starts, strict=True)]
     draw.shuffle(requests)
-    with made(name) as transport, HostBuffer(SECTORS * SECTOR, "off") as memory:
+    with opened(name, 3) as transport, HostBuffer(SECTORS * SECTOR, "off") as memory:
         file = transport.open(path)
         batch = batch_of(file, requests, memory.view)
         assert transport.submit(Op.READ, batch).wait(soon()) == [None] * len(requests)
@@ -72,7 +64,7 @@ def test_a_batch_moves_what_its_requests_would(name: str, seed: int, tmp_path: P
 def test_a_bad_request_of_a_batch_harms_no_other(name: str, tmp_path: Path) -> None:
     path = tmp_path / "slab"
     path.write_bytes(bytes(range(256)) * (SECTOR // 16))
-    with made(name) as transport, HostBuffer(8 * SECTOR, "off") as memory:
+    with opened(name, 3) as transport, HostBuffer(8 * SECTOR, "off") as memory:
         file = transport.open(path)
         for wrong in ("files", "offsets", "starts", "sizes"):
             batch = batch_of(file, [(0, 0, 1), (1, 1, 1), (2, 2, 1)], memory.view)
@@ -106,9 +98,13 @@ def test_a_batch_is_a_sequence_of_requests() -> None:
 )
 def test_pieces_are_cut_and_joined_as_said(places: list[tuple[int, int, int]], limit: int, most: int) -> None:
     files, offsets, sizes = np.array(places, dtype=np.int64).T * [[1], [SECTOR], [SECTOR]]
-    index = np.arange(len(places))
-    pieces = Pieces(index, files, offsets, (index + 1) << 30, sizes).in_file_order().divided(limit * SECTOR)
-    rows = [tuple(int(n) for n in row) for row in zip(*(getattr(pieces, name) for name in FIELDS), strict=True)]
+    addresses = (np.arange(len(places)) + 1) << 30
+    parts, runs = cut_and_merge(np.stack([files, offsets, addresses, sizes], axis=1), limit * SECTOR, most)
+    starts = parts[:, 0] - addresses[parts[:, 2]]  # in their requests
+    rows = [
+        (index, int(files[index]), int(offsets[index]) + start, address, size)
+        for (address, size, index), start in zip(parts.tolist(), starts.tolist(), strict=True)
+    ]
     order = sorted(range(len(places)), key=lambda number: (files[number], offsets[number], number))
     assert list(dict.fromkeys(row[0] for row in rows)) == order
     for number, (file, offset, nbytes) in enumerate(zip(files, offsets, sizes, strict=True)):
@@ -122,15 +118,12 @@ def test_pieces_are_cut_and_joined_as_said(places: list[tuple[int, int, int]], l
         assert at == offset + nbytes
         if len(mine) > 1:
             assert max(row[4] for row in mine) - min(row[4] for row in mine[:-1]) == 0
-    firsts = pieces.joined(limit * SECTOR, most).tolist()
-    assert firsts[0] == 0
-    ends = [*firsts[1:], len(rows)]
-    for first, end in zip(firsts, ends, strict=True):
-        run = rows[first:end]
+    assert [first for _, _, first, _, _ in runs.tolist()] == np.cumsum([0, *runs[:-1, 3]]).tolist()
+    assert runs[:, 3].sum() == len(rows)
+    for file, offset, first, count, nbytes in runs.tolist():
+        run = rows[first : first + count]
+        assert (file, offset, nbytes) == (run[0][1], run[0][2], sum(row[4] for row in run))
         assert len(run) <= most
         assert len(run) == 1 or sum(row[4] for row in run) <= limit * SECTOR
         for before, row in itertools.pairwise(run):
             assert (row[1], row[2]) == (before[1], before[2] + before[4])
-
-
-FIELDS = ("index", "files", "offsets", "addresses", "sizes")

@@ -38,7 +38,6 @@ from native_parts import (
 
 from gdscache.errors import NativeCallError
 from gdscache.native.library import address, checked, integers, library
-from gdscache.storage.batch import Pieces
 
 KINDS = ("ring", "threads")
 DATA = random.Random(5).randbytes(300_001)
@@ -319,23 +318,12 @@ def our_threads() -> list[str]:
 
 
 CHILD = """
-import ctypes, os, sys, tempfile
+import sys, tempfile
 import numpy as np
-from native_parts import READ, NativeDisk, Piece, fragment
+from native_parts import READ, NativeDisk, Piece, forbid_ring, fragment
 
-# A filter that answers {error} to the three calls of io_uring (425 to 427): what Docker's default profile does.
-LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
-program = [(LOAD, 0, 0, 0)] + [(EQUAL, 3 - n, 0, 425 + n) for n in range(3)]
-program += [(RETURN, 0, 0, 0x7FFF0000), (RETURN, 0, 0, 0x00050000 | {error})]
-code = b"".join(o.to_bytes(2, "little") + bytes([t, f]) + k.to_bytes(4, "little") for o, t, f, k in program)
-buffer = ctypes.create_string_buffer(code, len(code))
-class Program(ctypes.Structure):
-    _fields_ = [("count", ctypes.c_ushort), ("at", ctypes.c_void_p)]
-filter_ = Program(len(program), ctypes.addressof(buffer))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-if libc.prctl(22, 2, ctypes.byref(filter_)):
-    print("no filter:", os.strerror(ctypes.get_errno()))
+if cause := forbid_ring({error}):
+    print("no filter:", cause)
     sys.exit(0)
 try:
     NativeDisk("ring")
@@ -378,7 +366,7 @@ def test_a_forked_child_changes_nothing(kind: str, file: int) -> None:
     assert bytes(memory) == DATA[4096:8192]
 
 
-# --- cutting and merging, against the arrays of storage/batch.py
+# --- cutting and merging, against plain Python
 
 
 def cut_and_merge(
@@ -396,6 +384,27 @@ def cut_and_merge(
     return fragments[: counts[0]].tolist(), runs[: counts[1]].tolist()
 
 
+def plainly_cut(
+    requests: list[tuple[int, int, int, int]], limit: int, most: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    parts: list[list[int]] = []
+    runs: list[list[int]] = []
+    for row in sorted(range(len(requests)), key=lambda n: (*requests[n][:2], n)):
+        fd, offset, place, nbytes = requests[row]
+        equal = -(-nbytes // -(-nbytes // limit))
+        step = nbytes if nbytes <= limit else -(-equal // 4096) * 4096
+        for at in range(0, nbytes, step):
+            size = min(step, nbytes - at)
+            last = runs[-1] if runs else [-1] * 5
+            follows = last[0] == fd and last[1] + last[4] == offset + at
+            if follows and last[4] + size <= limit and last[3] < most:
+                last[3], last[4] = last[3] + 1, last[4] + size
+            else:
+                runs.append([fd, offset + at, len(parts), 1, size])
+            parts.append([place + at, size, row])
+    return parts, runs
+
+
 @settings(max_examples=150)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(1, 7), st.booleans()), max_size=40),
@@ -410,14 +419,7 @@ def test_requests_are_cut_and_merged(given_: list[tuple[int, int, int, bool]], l
         ends[fd] = at + size
     random.Random(len(given_)).shuffle(requests)
     fragments, runs = cut_and_merge(requests, limit * sector, most)
-    table = integers(requests).reshape(-1, 4)
-    pieces = Pieces(np.arange(len(table)), *table.T).in_file_order().divided(limit * sector)
-    assert fragments == np.stack([pieces.addresses, pieces.sizes, pieces.index], axis=1).tolist()
-    if len(pieces):
-        firsts = pieces.joined(limit * sector, most)
-        counts = np.diff(firsts, append=len(pieces))
-        sizes = np.add.reduceat(pieces.sizes, firsts)
-        assert runs == np.stack([pieces.files[firsts], pieces.offsets[firsts], firsts, counts, sizes], axis=1).tolist()
+    assert (fragments, runs) == plainly_cut(requests, limit * sector, most)
 
 
 def test_requests_that_make_no_sense_are_refused() -> None:

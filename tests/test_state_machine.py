@@ -35,7 +35,7 @@ from transport_parts import has_libcuda
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError, TransportUnavailableError
 from gdscache.storage.base import Op
-from gdscache.storage.ring import Ring
+from gdscache.storage.native import NativeTransport
 from gdscache.testing.faults import ExtentPart, Fault, FaultRule
 
 SALTS = ["", "tenant"]
@@ -571,7 +571,7 @@ KVIKIO = pytest.mark.skipif(
 
 def require_uring() -> None:
     try:
-        Ring(2, 1).close()
+        NativeTransport(1).close()
     except TransportUnavailableError as error:
         pytest.skip(error.message)
 

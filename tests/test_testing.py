@@ -19,6 +19,7 @@ import pytest
 import torch
 from helpers import MHA as MODEL
 from helpers import drop_from, layout_of, prompt, quiet, until
+from posix_transport import PosixTransport
 from transport_parts import FILE_BYTES, SECTOR, soon
 
 import gdscache.testing.faults as faults_module
@@ -26,7 +27,6 @@ from gdscache import PageStatus
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, ShortIOError, TransportUnavailableError
 from gdscache.memory import HostBuffer
 from gdscache.storage import IORequest, Op, Transport, open_transport
-from gdscache.storage.posix import PosixTransport
 from gdscache.testing.faults import ExtentPart, Fault, FaultPlan, FaultRule, FaultyTransport, faulty
 
 pytestmark = pytest.mark.suite
@@ -45,7 +45,7 @@ BROKEN = """
 import os, threading, time
 from collections import deque
 from gdscache.storage import Op
-from gdscache.storage.posix import PosixTransport
+from posix_transport import PosixTransport
 from gdscache.storage.workers import Run
 import gdscache.testing.suite_base as base
 import gdscache.testing.suite_order as order
@@ -155,7 +155,8 @@ def run_suite(directory: Path, code: str, wanted: dict[str, str]) -> dict[str, s
     command = [sys.executable, "-m", "pytest", "-v", "-rA", "--tb=no", "-p", "no:cacheprovider", "--timeout=60"]
     command += [f"--basetemp={directory / 'inner'}", f"--rootdir={directory}"]
     command += [f"test_suite.py::Test{name}" + (f"::{test}" if test else "") for name, test in wanted.items()]
-    environment = {**os.environ, "CI": "1"}
+    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "CI": "1", "PYTHONPATH": paths}
     try:
         done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=240)
     except subprocess.TimeoutExpired as expired:
@@ -478,7 +479,7 @@ def test_without_rules_a_batch_is_the_inner_transports_own(tmp_path: Path) -> No
         assert submission is made[0]
         assert submission.wait(soon()) == [None]
         shown = transport.describe()
-        assert (shown["name"], shown["inner"], shown["threads"]) == ("faulty", "posix", 2)
+        assert (shown["name"], shown["inner"], shown["threads"]) == ("faulty", "python", 2)
 
 
 def test_an_inner_transport_that_raises_is_heard_of(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import types
 from pathlib import Path
 
 import pytest
-from transport_parts import Gated, has_libcuda
+from transport_parts import Gated, has_libcuda, refuse_ring
 
 from gdscache.errors import (
     IOFailedError,
     TransportUnavailableError,
 )
-from gdscache.storage import Transport, open_transport, probe, uring
+from gdscache.storage import Transport, open_transport, probe
 from gdscache.storage.files import DirectFiles
 
 # The factory.
@@ -41,15 +41,13 @@ def test_cpu_gets_posix_and_one_line(
 def test_auto_takes_threads_where_io_uring_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(entries: int, workers: int) -> None:
-        raise TransportUnavailableError("io_uring_setup answers Operation not permitted", "set transport to posix")
-
-    monkeypatch.setattr(uring, "Ring", refused)
+    refuse_ring(monkeypatch)
     with caplog.at_level(logging.INFO, "gdscache.storage"), opened(tmp_path) as chosen:
         assert chosen.name == "posix"
     assert "no io_uring: io_uring_setup answers Operation not permitted" in caplog.text
-    with pytest.raises(TransportUnavailableError, match="Operation not permitted"):
+    with pytest.raises(TransportUnavailableError, match="Operation not permitted") as caught:
         opened(tmp_path, "uring")
+    assert "posix" in caught.value.hint
 
 
 @pytest.mark.parametrize("transport", ["auto", "posix", "kvikio", "nixl", "some.module:Class"])
@@ -160,7 +158,7 @@ def test_a_class_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_imports_take_in_what_is_chosen_only() -> None:
     code = """if True:
         import sys, gdscache.storage
-        names = ("kvikio", "nixl", "posix", "probe", "probe_nixl")
+        names = ("kvikio", "native", "nixl", "probe", "probe_nixl")
         chosen = {"kvikio", "nixl", *(f"gdscache.storage.{name}" for name in names)}
         assert not chosen & set(sys.modules)
         import gdscache.memory, torch

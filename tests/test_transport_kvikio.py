@@ -18,7 +18,7 @@ from gdscache.errors import (
 from gdscache.memory import HostBuffer
 from gdscache.storage import IORequest, Op, probe
 from gdscache.storage.kvikio import KvikioTransport
-from gdscache.storage.posix import PosixTransport
+from gdscache.storage.native import NativeTransport
 
 TESTS = Path(__file__).parent
 
@@ -103,7 +103,7 @@ def test_kvikio_into_cuda_memory(slab: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 def test_posix_into_pinned_memory_and_on_to_the_gpu(slab: Path) -> None:
-    with HostBuffer(FILE_BYTES, "on") as pinned, PosixTransport(4) as transport:
+    with HostBuffer(FILE_BYTES, "on") as pinned, NativeTransport(4, uring=False) as transport:
         file = transport.open(slab)
         batch = [
             IORequest(file, at, pinned.view[at : at + n]) for at, n in odd_extents(random.Random(7), FILE_BYTES, 300)

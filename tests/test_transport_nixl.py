@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from posix_transport import PosixTransport
 from transport_parts import FILE_BYTES, SECTOR, soon
 
 import gdscache.storage.nixl as nixl_module
@@ -28,7 +29,6 @@ from gdscache.errors import (
 from gdscache.memory import HostBuffer
 from gdscache.storage import IORequest, Op, Transport, open_transport, probe, probe_nixl
 from gdscache.storage.nixl import NixlTransport
-from gdscache.storage.posix import PosixTransport
 from gdscache.storage.workers import READS_PER_WRITE
 from gdscache.testing.suite_order import mappings_of
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from posix_transport import PosixTransport
 from transport_parts import has_libcuda
 
 from gdscache.errors import TransportUnavailableError
 from gdscache.storage import Transport, probe
 from gdscache.storage.files import probe_direct_io
 from gdscache.storage.kvikio import KvikioTransport
+from gdscache.storage.native import NativeTransport
 from gdscache.storage.nixl import NixlTransport
-from gdscache.storage.posix import PosixTransport
-from gdscache.storage.uring import UringTransport
 from gdscache.testing.faults import Fault, FaultPlan, FaultRule, FaultyTransport
 from gdscache.testing.transport_suite import TransportSuite
 
@@ -35,18 +35,18 @@ def _direct(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_direct")
 class TestPosixDirect(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
-        return PosixTransport(threads, "on")
+        return NativeTransport(threads, "on", uring=False)
 
 
 class TestPosixBuffered(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
-        return PosixTransport(threads, "off")
+        return NativeTransport(threads, "off", uring=False)
 
 
 @pytest.fixture
 def _uring() -> None:
     try:
-        UringTransport(1).close()
+        NativeTransport(1).close()
     except TransportUnavailableError as error:
         pytest.skip(error.message)
 
@@ -54,13 +54,20 @@ def _uring() -> None:
 @pytest.mark.usefixtures("_uring", "_direct")
 class TestUringDirect(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
-        return UringTransport(threads, "on")
+        return NativeTransport(threads, "on")
 
 
 @pytest.mark.usefixtures("_uring")
 class TestUringBuffered(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
-        return UringTransport(threads, "off")
+        return NativeTransport(threads, "off")
+
+
+class TestPython(TransportSuite):
+    """A user's own, over the queue and the threads of storage/workers.py."""
+
+    def make_transport(self, threads: int) -> Transport:
+        return PosixTransport(threads, "off")
 
 
 @needs_kvikio

@@ -1,14 +1,34 @@
 """What the transport tests share: sizes, extents, and a transport with a gate in place of a device."""
 
 import ctypes
+import errno
+import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
-from gdscache.storage import Op
+import pytest
+
+from gdscache.errors import RefusedDiskError, TransportUnavailableError
+from gdscache.native.disk import Disk, Kind
+from gdscache.native.library import address, checked, integers
+from gdscache.storage import Op, native
+from gdscache.storage.base import Switch
+from gdscache.storage.native import NativeTransport
 from gdscache.storage.workers import QueuedTransport, Result, Run
 from gdscache.testing.suite_base import FILE_BYTES, SECTOR, odd_extents, soon
 
-__all__ = ["FILE_BYTES", "SECTOR", "Gated", "has_libcuda", "odd_extents", "soon"]
+__all__ = [
+    "FILE_BYTES",
+    "SECTOR",
+    "FailingTransport",
+    "Gated",
+    "has_libcuda",
+    "odd_extents",
+    "opened",
+    "refuse_ring",
+    "soon",
+]
 
 
 def has_libcuda() -> bool:
@@ -17,6 +37,42 @@ def has_libcuda() -> bool:
     except OSError:
         return False
     return True
+
+
+def refuse_ring(patch: pytest.MonkeyPatch) -> None:
+    """The system says to io_uring what a container's rules say."""
+
+    def refusing(kind: Kind, workers: int, depth: int) -> Disk:
+        if kind == "ring":
+            raise RefusedDiskError(f"io_uring_setup answers {os.strerror(errno.EPERM)}", "", errno.EPERM)
+        return Disk(kind, workers, depth)
+
+    patch.setattr(native, "Disk", refusing)
+
+
+def opened(name: str, threads: int, direct_io: Switch = "off") -> NativeTransport:
+    """`uring`, or a skip where there is none; or `posix`."""
+    try:
+        return NativeTransport(threads, direct_io, uring=name == "uring")
+    except TransportUnavailableError as error:
+        pytest.skip(error.message)
+
+
+class FailingTransport(NativeTransport):
+    """Its disk fails on order: rows of (which run, what, value), see csrc/host/faulty_disk.h."""
+
+    def __init__(self, name: str, faults: Sequence[tuple[int, int, int]], threads: int = 2) -> None:
+        self._faults = integers(faults)
+        super().__init__(threads, "off", uring=name == "uring")
+
+    def _open_disk(self) -> Disk:
+        disk = super()._open_disk()
+        checked(disk.library.disk_fail(disk.handle, address(self._faults), len(self._faults)), "disk_fail")
+        return disk
+
+    def let_go(self) -> None:
+        """Of what hangs."""
+        checked(self._disk.library.disk_release(self._disk.handle), "disk_release")
 
 
 class Gated(QueuedTransport):

@@ -18,7 +18,7 @@ from gdscache.memory import HostBuffer
 from gdscache.sizes import KIB, MIB
 from gdscache.storage import open_transport as open_as_configured
 from gdscache.storage.base import IORequest, Op, Transport
-from gdscache.storage.posix import PosixTransport
+from gdscache.storage.native import NativeTransport
 
 CHECKED = ((16 * KIB, 16), (1 * MIB, 6))  # request sizes and counts of the byte check
 CHECK_BYTES = 8 * MIB  # that it needs of the file and of memory
@@ -165,12 +165,8 @@ class CopyingLane(Lane):
 
 def open_transport(name: str, threads: int) -> Transport:
     """The transport of a way. Raises `TransportUnavailableError` where it cannot work."""
-    if name in ("host", "host_gpu"):
-        return PosixTransport(threads)
-    if name == "uring":
-        from gdscache.storage.uring import UringTransport
-
-        return UringTransport(threads)
+    if name in ("host", "host_gpu", "uring"):
+        return NativeTransport(threads, uring=name == "uring")
     if name in ("direct", "kvikio_compat"):
         from gdscache.storage.kvikio import KvikioTransport
 

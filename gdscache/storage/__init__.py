@@ -38,14 +38,10 @@ def open_transport(
     opened: Transport
     if choice == "posix" and transport == "auto":
         opened, reason = _without_gds(threads, direct_io, reason)
-    elif choice == "posix":
-        from gdscache.storage.posix import PosixTransport
+    elif choice in ("posix", "uring"):
+        from gdscache.storage.native import NativeTransport
 
-        opened = PosixTransport(threads=threads, direct_io=direct_io)
-    elif choice == "uring":
-        from gdscache.storage.uring import UringTransport
-
-        opened = UringTransport(threads=threads, direct_io=direct_io)
+        opened = NativeTransport(threads=threads, direct_io=direct_io, uring=choice == "uring")
     elif choice == "kvikio":
         from gdscache.storage.kvikio import KvikioTransport
 
@@ -62,13 +58,12 @@ def open_transport(
 
 def _without_gds(threads: int, direct_io: Switch, reason: str) -> tuple[Transport, str]:
     """io_uring where the kernel has it, else threads; and why."""
-    from gdscache.storage.posix import PosixTransport
-    from gdscache.storage.uring import UringTransport
+    from gdscache.storage.native import NativeTransport
 
     try:
-        return UringTransport(threads=threads, direct_io=direct_io), f"{reason}; io_uring reads what it should"
+        return NativeTransport(threads, direct_io, uring=True), f"{reason}; io_uring reads what it should"
     except TransportUnavailableError as error:
-        return PosixTransport(threads=threads, direct_io=direct_io), f"{reason}; no io_uring: {error.message}"
+        return NativeTransport(threads, direct_io, uring=False), f"{reason}; no io_uring: {error.message}"
 
 
 def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[str, Switch, str]:

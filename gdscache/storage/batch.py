@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, overload
 
@@ -84,59 +83,3 @@ class Spans(Sequence[Span]):
         if isinstance(which, slice):
             return [self[number] for number in range(*which.indices(len(self)))]
         return Span(self._paths[int(self._files[which])], int(self._offsets[which]), int(self._sizes[which]))
-
-
-@dataclasses.dataclass(slots=True)
-class Pieces:
-    """Parts of requests in the order of their files: `index` says whose. All int64 of shape (pieces,)."""
-
-    index: Numbers
-    files: Numbers
-    offsets: Numbers
-    addresses: Numbers
-    sizes: Numbers
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def at(self, which: Numbers) -> Pieces:
-        return Pieces(*(getattr(self, field.name)[which] for field in dataclasses.fields(self)))
-
-    def in_file_order(self) -> Pieces:
-        """Neighbours in a file side by side."""
-        order = np.lexsort((self.index, self.offsets, self.files))
-        return self.at(order)
-
-    def divided(self, limit: int) -> Pieces:
-        """Pieces of more than `limit` bytes in equal parts of whole sectors."""
-        counts = -(-self.sizes // limit)
-        if not len(self) or counts.max() == 1:
-            return self
-        share = -(-self.sizes // counts)
-        step = np.where(counts == 1, self.sizes, -(-share // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT)
-        counts = -(-self.sizes // step)
-        parts = self.at(np.repeat(np.arange(len(self)), counts))
-        numbers = np.arange(len(parts)) - np.repeat(np.cumsum(counts) - counts, counts)
-        step = np.repeat(step, counts)
-        start = numbers * step
-        return Pieces(
-            parts.index,
-            parts.files,
-            parts.offsets + start,
-            parts.addresses + start,
-            np.minimum(step, parts.sizes - start),
-        )
-
-    def joined(self, limit: int, most: int) -> Numbers:
-        """Where runs begin: neighbours of one file that have `limit` bytes together at most, and are `most` at most."""
-        follows = (self.files[1:] == self.files[:-1]) & (self.offsets[1:] == self.offsets[:-1] + self.sizes[:-1])
-        if not follows.any():
-            return np.arange(len(self))
-        firsts, nbytes = [0], int(self.sizes[0])
-        for number, (size, next_to) in enumerate(zip(self.sizes[1:].tolist(), follows.tolist(), strict=True), 1):
-            if next_to and nbytes + size <= limit and number - firsts[-1] < most:
-                nbytes += size
-            else:
-                firsts.append(number)
-                nbytes = size
-        return np.array(firsts, dtype=np.int64)

@@ -32,14 +32,14 @@ class DirectFiles(WorkerTransport):
     instead; `"off"` always uses the page cache.
     """
 
-    def __init__(self, threads: int, direct_io: Switch = "auto", ways: int | None = None) -> None:
+    def __init__(self, threads: int, direct_io: Switch = "auto") -> None:
         if direct_io not in ("auto", "on", "off"):
             raise InvalidValueError(f"direct_io is {direct_io!r}", "set direct_io to auto, on or off")
         self._direct_io = direct_io
         self._refusals: dict[Path, str] = {}
         self._buffered: set[int] = set()
         self._open_lock = threading.Lock()
-        super().__init__(threads, ways)
+        super().__init__(threads)
 
     @property
     def direct(self) -> bool:
@@ -70,7 +70,7 @@ class DirectFiles(WorkerTransport):
 
     def describe(self) -> dict[str, object]:
         refusals = {str(directory): cause for directory, cause in self._refusals.items() if cause}
-        return {"name": self.name, "threads": self._ways, "direct": self.direct, "direct_refused": refusals}
+        return {"name": self.name, "threads": len(self._threads), "direct": self.direct, "direct_refused": refusals}
 
     def release(self) -> None:
         with self._open_lock:

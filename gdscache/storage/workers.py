@@ -59,15 +59,11 @@ class Run:
 
 
 class WorkerTransport(Transport):
-    """A transport with threads of its own, which `serve` until it is closed and nothing is left to do.
+    """A transport with threads of its own, which `serve` until it is closed and nothing is left to do."""
 
-    `ways`: the runs that are moved at once, for which a batch is cut; by default as many as there are threads.
-    """
-
-    def __init__(self, threads: int, ways: int | None = None) -> None:
+    def __init__(self, threads: int) -> None:
         if threads < 1:
             raise InvalidValueError(f"a transport with {threads} threads moves nothing", "set threads to 1 or more")
-        self._ways = ways or threads
         self._closing = False
         self._work = threading.Condition(threading.Lock())
         self._paths: dict[int, str] = {}
@@ -147,16 +143,16 @@ class RunTransport(WorkerTransport):
     """Cuts batches into runs, which its threads take in order: reads first, but after `READS_PER_WRITE` reads in a row
     one write."""
 
-    def __init__(self, threads: int, ways: int | None = None) -> None:
+    def __init__(self, threads: int) -> None:
         self._reads: deque[Run] = deque()
         self._writes: deque[Run] = deque()
         self._reads_in_row = 0
-        super().__init__(threads, ways)
+        super().__init__(threads)
 
     def submit(self, op: Op, requests: Sequence[IORequest]) -> Submission:
         spans, good, errors = self.checked(op, requests)
         good.sort(key=lambda entry: entry[:3])
-        limit = run_bytes(sum(entry[3].nbytes for entry in good), self._ways)
+        limit = run_bytes(sum(entry[3].nbytes for entry in good), len(self._threads))
         pieces = [1] * len(spans)
         for _, _, index, memory in good:
             pieces[index] = -(-memory.nbytes // limit)

@@ -12,8 +12,7 @@ from gdscache.moves.native import Descriptors, Places
 from gdscache.slab import Slab, stretch_slots
 from gdscache.storage.base import IORequest, Op, Transport
 from gdscache.storage.batch import IOBatch
-from gdscache.storage.posix import PosixTransport
-from gdscache.storage.uring import UringTransport
+from gdscache.storage.native import NativeTransport
 from gdscache.tiers.page_io import PageIO, Positions, stretches
 
 if TYPE_CHECKING:
@@ -93,11 +92,10 @@ class SlabIO:
 
     def descriptors(self) -> Descriptors | None:
         """What the native library needs to move these bytes itself; None where the transport has to."""
-        if type(self.transport) not in (UringTransport, PosixTransport):
+        transport = self.transport
+        if type(transport) is not NativeTransport:
             return None
-        uring = isinstance(self.transport, UringTransport)
-        threads = int(str(self.transport.describe()["threads"]))
-        return Descriptors(tuple(self._files), self._period, threads, uring)
+        return Descriptors(tuple(self._files), self._period, transport.threads, transport.uring)
 
     def describe(self) -> str:
         """The transport's name."""

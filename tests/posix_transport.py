@@ -1,24 +1,23 @@
-"""The transport that runs anywhere: `preadv` and `pwritev` from threads, past the page cache where the system can."""
+"""A user's transport in Python: `preadv` and `pwritev` from threads, past the page cache where the system can.
+
+Tests give it a `move` of their own, to fail, to die or to record.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from gdscache.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import Op, failed, host_memory
 from gdscache.storage.files import DirectFiles
 from gdscache.storage.workers import QueuedTransport, Result, Run
 
-if TYPE_CHECKING:
-    pass
-
 
 class PosixTransport(DirectFiles, QueuedTransport):
     """Reads and writes host memory with `threads` threads; files as `DirectFiles` opens them."""
 
-    name = "posix"
+    name = "python"
     memory_kinds = frozenset({"host"})
 
     def move(self, run: Run) -> list[Result]:
