@@ -67,10 +67,9 @@ class Parts:
         with contextlib.ExitStack() as last_to_first:
             if self.bounce is not None:
                 last_to_first.callback(self.bounce.close)
-            last_to_first.callback(self.manager.close)
+            last_to_first.callback(self.manager.close, self.executor.close)
             if self.status is not None:
                 last_to_first.callback(self.status.close)
-            last_to_first.callback(self.manager.quarantine.afterwards, self.executor.close)
             last_to_first.callback(self.mover.close)
             last_to_first.callback(self.loader.close)
             last_to_first.callback(self.storer.close, drain=drain)

@@ -601,12 +601,12 @@ def test_a_catalogue_that_takes_no_more_costs_stores_only(open_host: OpenHost, m
     assert host.load(prompt(2, 2)).tokens == 8
 
 
-@pytest.mark.parametrize("method", ["reserve", "_write", "commit"])
+@pytest.mark.parametrize("method", ["reserve", "begin", "commit"])
 def test_an_unexpected_error_in_the_writer_strands_nothing(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     host = open_host()
-    owner = host.engine._parts.executor if method == "_write" else host.engine.manager.ssd
+    owner = host.engine._parts.executor if method == "begin" else host.engine.manager.ssd
     assert owner is not None
 
     def broken(*args: object) -> None:

@@ -37,8 +37,6 @@ from helpers import (
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DeadlineError, DirectoryInUseError, GdsCacheError, IOFailedError
 from gdscache.load.report import LoadReport
-from gdscache.moves import native
-from gdscache.native.moves import Limits
 from gdscache.storage.base import Op, Span, Submission
 from gdscache.tiers import manager as manager_module
 from gdscache.tiers import ssd as ssd_module
@@ -201,26 +199,6 @@ def test_who_waits_for_another_loads_hung_read_has_its_deadline_too(open_host: O
         for load, blocks, keys in begun:
             host.finish(load, blocks, keys)
     ended(host.engine)
-
-
-def test_a_load_whose_time_is_up_before_it_runs_reads_no_more_than_was_begun(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first submit is the caller's; here it is of a page."""
-    monkeypatch.setattr(native, "LIMITS", Limits(foreign_io=1))
-    host = open_host(cpu=16, **(READS_SOON | {"load": {"deadline": 0.5, "threads": 1}}))
-    tokens = stored(host, 1, 3)
-    drop_from(host.engine, "cpu")
-    busy = threading.Event()
-    host.engine.loader._lane._threads.submit(lambda: busy.wait(WAIT))
-    load, blocks, keys = host.begin(tokens)
-    time.sleep(0.6)
-    busy.set()
-    assert load.result(WAIT).pages == (PageStatus.LOADED, DEADLINE, DEADLINE)
-    assert len(PLAN.moved[Op.READ]) == 1
-    assert late(host.engine) == 0
-    host.finish(load, blocks, keys)
-    assert host.load(tokens).tokens == 12
 
 
 def test_cleared_pages_whose_reads_hang_come_back_once(open_host: OpenHost) -> None:
@@ -465,6 +443,7 @@ def test_a_load_under_way_stops_reading_when_the_tier_is_switched_off(open_host:
         load, blocks, keys = host.begin(tokens)
         assert submitted.wait(WAIT)
         host.engine.manager.quarantine.off = True
+        host.engine._parts.executor.look()
         moved.set()
     report = load.result(WAIT)
     assert set(report.pages) == {LOADED, OFF}

@@ -187,7 +187,7 @@ def test_a_load_is_cancelled_between_any_two_groups(open_host: OpenHost, device:
 
 
 def test_what_is_not_begun_by_the_deadline_is_not_read(open_host: OpenHost) -> None:
-    host = open_host(model=EVEN, transport=FAULTY, cpu=None, bounce=4, load={"deadline": SOON})
+    host = open_host(model=EVEN, transport=FAULTY, cpu=None, bounce=2, load={"deadline": SOON})
     tokens = stored(host)
     PLAN.reset()
     with PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, 0), part=only(host, groups_of(host)[1])):

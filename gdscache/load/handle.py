@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -57,7 +58,6 @@ class LayerwiseLoad:
         self._layers = [Fence() for _ in range(layout.n_layers if layered else 0)]
         self.cancelled = False
         self._moving: Moving | None = None
-        self._lands: Callable[[int, float], bool] | None = None
         self._calls: Caller = Direct() if calls is None else calls
         self._over = Flag()
         self._error: BaseException | None = None  # what broke the run off
@@ -75,10 +75,7 @@ class LayerwiseLoad:
         self._calls.check()
         layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
         with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
-            given = arguments.seconds(seconds)
-            fence, limit = self._layers[layer], self.deadline if given is None else given
-            if fence.queued or self._lands is None or not self._lands(layer, limit):
-                fence.wait(0.0 if self._lands is not None else limit)
+            self._layers[layer].wait(self.deadline if seconds is None else seconds)
 
     def results(self, seconds: float | None = None) -> list[LoadReport]:
         """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
@@ -162,6 +159,8 @@ class LayerwiseLoad:
     def carried_by(self, moving: Moving, *, last: bool) -> None:
         """Called by the worker: what `cancel` is passed on to. `last`: with this move the layers are there."""
         self._moving = moving
-        self._lands = moving.lands if last else None
+        if last and moving.lands is not None:
+            for layer, fence in enumerate(self._layers):
+                fence.watch(functools.partial(moving.lands, layer))
         if self.cancelled:
             moving.cancel()

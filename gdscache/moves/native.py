@@ -243,11 +243,14 @@ class NativeExecutor:
             raise
         if listener is not None and self._foreign_copies and self._queues(move):
             self._queue_now()
+            moving.broken = self._causes.get(moving.number)
         return moving
 
     def look(self) -> None:
         """Ask whether reads may begin: before a load, and when that has changed."""
         refusal = self.machine.refusal()
+        if self._closed:
+            return
         self.moves.refuse(0 if refusal is None else _CODES[refusal])
 
     def _expect(self, move: Move) -> None:
