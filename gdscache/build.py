@@ -19,7 +19,8 @@ from gdscache.layout import PageLayout
 from gdscache.load.loader import Loader
 from gdscache.load.plan import LoadPlanner
 from gdscache.moves import PageStatus
-from gdscache.moves.native import Machine, NativeExecutor
+from gdscache.moves.machine import Machine
+from gdscache.moves.native import NativeExecutor
 from gdscache.planes import PagedPlanes
 from gdscache.prefetch.prefetcher import Prefetcher, held_pages
 from gdscache.sanity import concerns

@@ -85,7 +85,7 @@ class Fence:
         self._flag = Flag()
 
     def watch(self, lands: Callable[[float], bool]) -> None:
-        """From now on who waits asks `lands(seconds)`, which waits until the work is done, and is False when it is not."""
+        """From now on who waits asks `lands(seconds)`, which waits until the work is done; False where it is not."""
         self._lands = lands
         self._flag.set()
 

@@ -13,7 +13,8 @@ import torch
 from helpers import MHA, Host, layout_of, prompt, quiet
 
 from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
-from gdscache.moves.native import Machine, NativeExecutor
+from gdscache.moves.machine import Machine
+from gdscache.moves.native import NativeExecutor
 from gdscache.planes import PagedPlanes
 from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.host_mover import HostMover

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gdscache.moves.native import Descriptors, Places
+from gdscache.moves.machine import Descriptors, Places
 from gdscache.slab import Slab, stretch_slots
 from gdscache.storage.base import IORequest, Op, Transport
 from gdscache.storage.batch import IOBatch
