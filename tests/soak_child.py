@@ -30,9 +30,9 @@ from gdscache.tiers.promotion import PROMOTIONS
 
 FAULTS = [(Op.READ, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP)]
 FAULTS += [(Op.WRITE, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP, Fault.LOST, Fault.TORN)]
-# Of an engine: four that load, two each that prefetch and do I/O, one each that gathers, writes, carries calls out and
-# rewrites the status page.
-THREADS = 12
+# Of an engine: four that load, two each that prefetch and do I/O (the library's), one each that hands I/O over,
+# gathers, writes, carries calls out and rewrites the status page.
+THREADS = 13
 KNOWN = 12  # prompts that come again; the others are new each time
 WRITES = ("write_through", "write_through_selective", "write_back", "write_through", "write_back", "never")
 STOPS = ("best_effort", "wait_complete", "timeout")

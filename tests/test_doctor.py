@@ -89,7 +89,7 @@ PLAIN = changed(  # no GPU, as torch's CPU build shows it
     pinned=lacking("CUDA is not available"),
     api=lacking("not tried", ""),
     calibration=lacking("not tried", ""),
-    mover=Found(MoverFacts("numpy", "the planes are in host memory")),
+    mover=Found(MoverFacts("native", "the planes are in host memory")),
 )
 NO_CUPY = changed(
     WHOLE,
@@ -138,7 +138,7 @@ def test_a_machine_without_a_gpu_lacks_nothing_that_the_defaults_ask_for() -> No
         report = doctor.examine(PLAIN, asked)
         assert report.ok
         assert verdicts(PLAIN, asked, "warn") == set()
-        assert rows(report)["gpu.kernels"].data["implementation"] == "numpy"
+        assert rows(report)["gpu.kernels"].data["implementation"] == "native"
         assert "built without CUDA" in rows(report)["GPU"].value
         advised = {name for name, row in rows(report).items() if row.next_step}
         assert advised == {"driver"}  # all else would be advice to someone who has a GPU
@@ -485,7 +485,7 @@ def test_a_host_pool_is_copied_by_numpy_and_the_table_says_what_the_json_says(
     monkeypatch.setattr(doctor, "find", look_once)
     status, as_json, _ = run("--json", "--config", file)
     assert status == 0
-    assert by_name(as_json)["gpu.kernels"]["data"]["implementation"] == "numpy"
+    assert by_name(as_json)["gpu.kernels"]["data"]["implementation"] == "native"
     assert by_name(as_json)["gpu.device"]["data"] == "cpu"
     assert by_name(as_json)["cpu.pin"]["data"] == {"pinned": False}
     status, out, err = run("--config", file)

@@ -30,7 +30,7 @@ class NativePool:
 
     `blocks` of a call: int64 (pages, blocks a page). `parts`: uint64 (pages,), the address of layer `layers.start` of
     each page's extent. `streamed`: past the processor's caches, which is better for memory that nobody looks at soon.
-    Answers are checksums, uint64 (pages, len(layers)), of the bytes that were written.
+    Answers are checksums, uint64 (pages, len(layers)), of the bytes that were written; without `sums`, none.
     """
 
     def __init__(self, planes: PagedPlanes) -> None:
@@ -55,13 +55,17 @@ class NativePool:
         self.handle = handle.value
         self._library = library_
 
-    def gather(self, blocks: Any, parts: Addresses, layers: range, *, streamed: bool = True) -> Checksums:
+    def gather(
+        self, blocks: Any, parts: Addresses, layers: range, *, streamed: bool = True, sums: bool = True
+    ) -> Checksums:
         """Copy layers of pages out of the planes. Raises `NativeCallError` before the first byte is moved."""
-        return self._move(self._library.gather, blocks, parts, layers, streamed)
+        return self._move(self._library.gather, blocks, parts, layers, streamed=streamed, sums=sums)
 
-    def scatter(self, blocks: Any, parts: Addresses, layers: range, *, streamed: bool = True) -> Checksums:
+    def scatter(
+        self, blocks: Any, parts: Addresses, layers: range, *, streamed: bool = True, sums: bool = True
+    ) -> Checksums:
         """Copy layers of pages into the planes: the inverse of `gather`."""
-        return self._move(self._library.scatter, blocks, parts, layers, streamed)
+        return self._move(self._library.scatter, blocks, parts, layers, streamed=streamed, sums=sums)
 
     def digest(self, parts: Addresses, layers: range) -> Checksums:
         """The checksums of layers that lie in extents."""
@@ -84,19 +88,21 @@ class NativePool:
             raise NativeCallError("the pool was closed", "use it before close")
         return self.handle
 
-    def _move(self, call: Any, blocks: Any, parts: Addresses, layers: range, streamed: bool) -> Checksums:
+    def _move(
+        self, call: Any, blocks: Any, parts: Addresses, layers: range, *, streamed: bool, sums: bool
+    ) -> Checksums:
         table = integers(blocks)
         if table.shape != (len(parts), self.planes.blocks_per_page):
             raise NativeCallError(
                 f"blocks of shape {table.shape} for {len(parts)} pages of {self.planes.blocks_per_page}",
                 "pass int64 (pages, blocks a page)",
             )
-        sums = np.empty((len(parts), len(layers)), np.uint64)
+        found = np.empty((len(parts) if sums else 0, len(layers)), np.uint64)
         checked(
             call(
                 *(self._open(), address(table), len(parts), layers.start, layers.stop),
-                *(address(parts), address(sums), streamed),
+                *(address(parts), address(found) if sums else None, streamed),
             ),
             "pages",
         )
-        return sums
+        return found
