@@ -162,7 +162,8 @@ class PageTable:
         """`pin` the consecutive pages of `pages[start:stop]`, from the first on, that are visible."""
         take, entries, retained = self._resting.pop, self._entries, self._orders.retained
         pinned = []
-        for page in pages[start:stop]:
+        for i in range(start, stop):  # no slice: it may end at the first page, and be asked for at each
+            page = pages[i]
             key = page.key
             slot = take(key, None)
             if slot is not None:
