@@ -78,6 +78,11 @@ class Fence:
 
     __slots__ = ("_event", "_flag", "_lands", "queued")
 
+    @property
+    def watched(self) -> bool:
+        """Whether who waits asks for the work itself."""
+        return self._lands is not None
+
     def __init__(self) -> None:
         self.queued = False  # True when the work was signalled, done or not
         self._event: Event = None

@@ -297,12 +297,12 @@ def test_a_page_that_fails_in_several_groups_has_the_first_verdict_and_one(open_
     host = open_host(model=EVEN, transport=FAULTY, cpu=8, load={"deadline": SOON})
     tokens = stored(host)
     bad, groups = lies(host, tokens, 1), groups_of(host)
-    for group, fault in zip(groups[1:], (Fault.SHORT, Fault.EIO, Fault.HANG), strict=True):
+    for group, fault in zip(groups[1:], (Fault.EIO, Fault.SHORT, Fault.HANG), strict=True):
         PLAN.add(FaultRule(fault, Op.READ, lambda path, offset: bad(offset), only(host, group)))
-    assert host.load(tokens).pages == (LOADED, PageStatus.SHORT_READ, LOADED, LOADED)
+    assert host.load(tokens).pages == (LOADED, PageStatus.IO_ERROR, LOADED, LOADED)
     misses = host.engine.stats()["misses"]
     assert {cause: n for cause, n in misses.items() if n and cause in ("io_error", "deadline", "short_read")} == {
-        "short_read": 1
+        "io_error": 1
     }
     PLAN.reset()
     until(lambda: host.engine.stats()["tiers"]["ssd"]["quarantine"]["late_reads"] == 0, "late reads end")
@@ -429,11 +429,12 @@ def test_pages_of_a_cancelled_load_are_checked_in_every_group(open_host: OpenHos
     groups = groups_of(host)
     for damaged in groups:
         with (
-            PLAN.rule(Op.READ, Fault.FLIP, lies(host, tokens, 2), part=only(host, damaged)),
+            PLAN.rule(Op.READ, Fault.FLIP, lies(host, tokens, 2), part=only(host, damaged)) as flip,
             PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, 0), part=only(host, groups[1])) as rule,
         ):
             load, blocks, _ = host.begin(tokens)
             met(rule)
+            met(flip)
             load.wait(0)
             load.cancel()
         assert load.result(WAIT).pages == (CANCELLED, CANCELLED, PageStatus.CHECKSUM, CANCELLED)

@@ -284,8 +284,17 @@ int32_t gdscache_take_io(struct gdscache_executor* executor, int64_t until, stru
     if (!job) return -EINVAL;
     Waited waited;
     if (const IoJob* const found = executor->executor.take_io(until, &waited)) {
-        *job = {found->id,    found->write, found->files, found->memory, 0,
-                found->start, found->stop,  static_cast<int64_t>(found->pages.size()),
+        *job = {found->id,
+                found->move,
+                found->write,
+                found->files,
+                found->memory,
+                found->first,
+                found->last,
+                0,
+                found->start,
+                found->stop,
+                static_cast<int64_t>(found->pages.size()),
                 reinterpret_cast<uint64_t>(found->pages.data())};
     }
     return code(waited);
@@ -345,3 +354,19 @@ int32_t gdscache_take_late(struct gdscache_executor* executor, int64_t until, in
 int64_t gdscache_held_slots(struct gdscache_executor* executor) { return executor->executor.held_slots(); }
 
 int64_t gdscache_free_slots(struct gdscache_executor* executor) { return executor->executor.free_slots(); }
+
+int32_t gdscache_trace(struct gdscache_executor* executor) {
+    executor->executor.trace();
+    return 0;
+}
+
+int64_t gdscache_take_spans(struct gdscache_executor* executor, struct gdscache_span* spans, int64_t room) {
+    if (room < 0 || (room && !spans)) return -EINVAL;
+    const auto taken = executor->executor.take_spans(static_cast<size_t>(room));
+    for (size_t n = 0; n < taken.size(); ++n) {
+        const Span& span = taken[n];
+        spans[n] = {static_cast<int32_t>(span.kind), span.first, span.last, 0, span.move,
+                    span.pages, span.bytes, span.begin, span.end};
+    }
+    return static_cast<int64_t>(taken.size());
+}

@@ -37,8 +37,8 @@ struct gdscache_group {
 
 // A job of foreign I/O. `pages`: address of `count` structs of int32 row, int64 slot, int64 at.
 struct gdscache_io {
-    int64_t id;
-    int32_t write, files, memory, reserved;
+    int64_t id, move;
+    int32_t write, files, memory, first, last, reserved;  // layers [first, last)
     int64_t start, stop, count;
     uint64_t pages;
 };
@@ -48,6 +48,13 @@ struct gdscache_copy {
     int32_t kind, memory, first, last, sums, reserved;  // kind: 0 scatter, 1 gather, 2 digest, 3 ready (move.h)
     int64_t move, window, window_slots, count;
     uint64_t pages, blocks;
+};
+
+// What a thread of ours did. `kind`: 0 read, 1 write, 2 scatter, 3 gather, 4 look at what is in memory, 5 the layers
+// were in the planes, which took no time. Nanoseconds of CLOCK_MONOTONIC.
+struct gdscache_span {
+    int32_t kind, first, last, reserved;
+    int64_t move, pages, bytes, begin, end;
 };
 
 // `reserve_space`: the memory of the bounce reserve, or -1, and the slots of it that loads have. `workers`, `depth`: of
@@ -97,3 +104,6 @@ GDSCACHE_API int32_t gdscache_take_late(struct gdscache_executor* executor, int6
 // Slots of the reserve that late reads hold; and those that nobody has.
 GDSCACHE_API int64_t gdscache_held_slots(struct gdscache_executor* executor);
 GDSCACHE_API int64_t gdscache_free_slots(struct gdscache_executor* executor);
+// Keep spans from now on; and take those that were kept: how many, of `room` at most.
+GDSCACHE_API int32_t gdscache_trace(struct gdscache_executor* executor);
+GDSCACHE_API int64_t gdscache_take_spans(struct gdscache_executor* executor, struct gdscache_span* spans, int64_t room);

@@ -19,7 +19,14 @@ Nanoseconds now() {
 }
 
 constexpr Nanoseconds kLongest = 1'000'000'000;  // of one wait: then it looks around
+constexpr size_t kMostSpans = 1 << 16;           // that are kept until somebody takes them
 constexpr int64_t kStreamed = 8 << 20;           // bytes of pages of a move beyond which copies go past the caches
+
+Span::Kind kind_of(Copy copy) {
+    return copy == Copy::kScatter  ? Span::Kind::kScatter
+           : copy == Copy::kGather ? Span::Kind::kGather
+                                   : Span::Kind::kDigest;
+}
 
 }  // namespace
 
@@ -30,6 +37,7 @@ struct Executor::Flight {
     std::vector<uint32_t> left;   // fragments of each page that have not ended
     std::vector<int32_t> errors;  // of each page
     uint32_t open = 0;            // pages that have not ended
+    Nanoseconds begin = 0;
 };
 
 Executor::Executor(const Limits& limits, std::vector<Space> spaces, std::vector<Place> places, int32_t reserve_space,
@@ -180,6 +188,24 @@ int64_t Executor::free_slots() {
     return moves_.free_slots();
 }
 
+void Executor::trace() {
+    const Lock lock(lock_);
+    traced_ = true;
+    moves_.watch();
+}
+
+std::vector<Span> Executor::take_spans(size_t most) {
+    const Lock lock(lock_);
+    const auto end = kept_.begin() + static_cast<ptrdiff_t>(std::min(most, kept_.size()));
+    std::vector<Span> taken(kept_.begin(), end);
+    kept_.erase(kept_.begin(), end);
+    return taken;
+}
+
+void Executor::keep(const Span& span) {
+    if (traced_ && kept_.size() < kMostSpans) kept_.push_back(span);
+}
+
 void Executor::stop() {
     const Lock lock(lock_);
     stopped_ = true;
@@ -198,6 +224,12 @@ Waited Executor::wait_for(Lock& lock, std::condition_variable& condition, Nanose
 }
 
 void Executor::changed(bool fresh) {
+    if (traced_) {
+        const Nanoseconds time = now();
+        for (const ReadyGroup& group : moves_.take_ready()) {
+            keep({Span::Kind::kReady, group.first, group.last, group.move, 0, 0, time, time});
+        }
+    }
     ended_.notify_all();
     foreign_.notify_all();
     copies_.notify_all();
@@ -213,8 +245,13 @@ void Executor::copy_loop() {
     while (!closing_) {
         if (moves_.take_copy(false, &job)) {
             lock.unlock();
+            const Nanoseconds begin = now();
             copy(job, &found);
+            const Nanoseconds end = now();
             lock.lock();
+            const auto pages = static_cast<int64_t>(job.pages.size());
+            const int64_t bytes = limits_.bounds[job.last] - limits_.bounds[job.first];
+            keep({kind_of(job.copy), job.first, job.last, job.move, pages, pages * bytes, begin, end});
             moves_.copy_ended(job.id, found.data(), false);
             changed();
             continue;
@@ -269,6 +306,7 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job) const {
     for (const uint32_t request : flight->runs.requests) ++flight->left[request];
     flight->open = static_cast<uint32_t>(job.pages.size());
     flight->job = std::move(job);
+    flight->begin = now();
     return flight;
 }
 
@@ -324,7 +362,13 @@ void Executor::disk_loop() {
             }
             moves_.io_ended(owner->job.id, ends.data(), static_cast<int64_t>(ends.size()));
             owner->open -= static_cast<uint32_t>(ends.size());
-            if (owner->open == 0) flights.erase(owner->job.id);
+            if (owner->open == 0) {
+                const IoJob& done = owner->job;
+                const auto pages = static_cast<int64_t>(done.pages.size());
+                keep({done.write ? Span::Kind::kWrite : Span::Kind::kRead, done.first, done.last, done.move, pages,
+                      pages * (done.stop - done.start), owner->begin, now()});
+                flights.erase(done.id);
+            }
         }
         if (!ended.empty()) changed();
     }

@@ -6,6 +6,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -26,6 +27,15 @@ struct Place {
     int64_t stretch = 0;  // slots of one file that follow each other
     bool copied = false;  // the kernel copies what is read and written: no O_DIRECT, or a RAM disk
     int64_t slots = 0;    // of a memory, or of files
+};
+
+// What a thread of ours did, and when. `kReady` took no time: from then on the layers were in the planes.
+struct Span {
+    enum class Kind : int32_t { kRead, kWrite, kScatter, kGather, kDigest, kReady };
+    Kind kind;
+    int32_t first, last;  // layers
+    int64_t move, pages, bytes;
+    Nanoseconds begin, end;
 };
 
 enum class Waited { kHappened, kTimeout, kClosed };
@@ -62,6 +72,10 @@ public:
     int64_t held_slots();
     int64_t free_slots();
 
+    // Keep spans from now on, until they are taken.
+    void trace();
+    std::vector<Span> take_spans(size_t most);
+
     // No thread of others waits here any more, and none will. What is under way goes on.
     void stop();
 
@@ -80,6 +94,7 @@ private:
     void disk_loop();
     void copy(const CopyJob& job, std::vector<uint64_t>* found) const;
     std::unique_ptr<Flight> flight(IoJob job) const;
+    void keep(const Span& span);  // with the lock held
 
     const Limits limits_;
     const std::vector<Space> spaces_;
@@ -91,6 +106,8 @@ private:
     std::map<int64_t, IoJob> ios_;  // foreign, under way
     std::map<int64_t, CopyJob> copying_;
     bool stopped_ = false, closing_ = false;
+    bool traced_ = false;
+    std::deque<Span> kept_;
     std::unique_ptr<Disk> disk_;
     std::vector<std::thread> threads_;
 };

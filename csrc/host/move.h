@@ -86,9 +86,10 @@ struct Transfer {
 
 // Reads or writes of the bytes [start, stop) of some pages' extents.
 struct IoJob {
-    int64_t id = 0;
+    int64_t id = 0, move = 0;
     bool write = false;
     int32_t files = 0, memory = 0;
+    int32_t first = 0, last = 0;  // layers
     int64_t start = 0, stop = 0;
     std::vector<Transfer> pages;
 };

@@ -329,6 +329,9 @@ void Moves::issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job) {
     reading->move = &move;
     reading->left = static_cast<int32_t>(reading->pages.size());
     reading->over.assign(reading->pages.size(), false);
+    job->move = move.id;
+    job->first = reading->write ? 0 : move.spec.groups[reading->group].first;
+    job->last = reading->write ? limits_.layers : move.spec.groups[reading->group].last;
     job->pages = reading->pages;
     flying_ += reading->part * reading->left;
     ++move.ios;
@@ -593,7 +596,9 @@ void Moves::end_cell(Move& move, int32_t row, int32_t group) {
     Cell& cell = move.cells[move.cell(row, group)];
     if (cell == Cell::kQueued) --move.queued[group];
     cell = Cell::kDone;
-    --move.todo[group];
+    if (--move.todo[group] == 0 && watched_ && move.work == Work::kLoad) {
+        ready_.push_back({move.id, move.spec.groups[group].first, move.spec.groups[group].last});
+    }
 }
 
 // The verdict on a page that has none and is not good: none of its layers is waited for any more.

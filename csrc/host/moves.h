@@ -27,6 +27,12 @@ struct IoEnd {
     int32_t error;
 };
 
+// A group of layers that is in the planes, or never will be.
+struct ReadyGroup {
+    int64_t move;
+    int32_t first, last;
+};
+
 // What a move's end says.
 struct Outcome {
     std::vector<Status> statuses;              // of loads and prefetches, by row
@@ -51,6 +57,9 @@ public:
     int32_t groups(int64_t move) const;
     bool ended(int64_t move) const;
     bool ready(int64_t move, int32_t group) const;
+    // Groups of loads with nothing left to copy, since the last call: kept where `watch` asked for it.
+    void watch() { watched_ = true; }
+    std::vector<ReadyGroup> take_ready() { return std::exchange(ready_, {}); }
     const Outcome& outcome(int64_t move) const;
     // The outcome was read. What is late keeps what it touches, and is told by `take_ended_late`.
     void forget(int64_t move);
@@ -117,12 +126,13 @@ private:
     int64_t flying_ = 0;        // bytes of I/O that is not late
     int64_t held_slots_ = 0;
     int32_t reads_in_row_ = 0;  // while writes wait
-    bool crowded_ = false;
+    bool crowded_ = false, watched_ = false;
     std::map<int64_t, std::unique_ptr<Move>> moves_;
     Order open_;                // that have not ended, in the order in which they are served
     std::map<int64_t, std::unique_ptr<Reading>> readings_;  // I/O under way, by job
     std::map<int64_t, std::unique_ptr<Copying>> copies_;
     std::vector<std::pair<int64_t, int32_t>> ended_late_;
+    std::vector<ReadyGroup> ready_;
 };
 
 }  // namespace gdscache

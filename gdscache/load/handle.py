@@ -136,9 +136,10 @@ class LayerwiseLoad:
 
     def signal(self, layer: int, event: Event) -> None:
         """Called by the worker: this layer's copies are queued, and done when `event` is."""
-        if not self._layers[layer].queued:
+        fence = self._layers[layer]
+        if not (fence.queued or fence.watched):  # else whoever moves the bytes has said so
             self._timeline.instant("ready", layer=layer, load=self.number)
-        self._layers[layer].signal(event)
+        fence.signal(event)
 
     def released(self) -> None:
         """Called by the worker: nothing writes to the slots any more."""

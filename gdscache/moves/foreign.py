@@ -9,7 +9,7 @@ import errno
 import functools
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gdscache.streams import Event
 
 UnderWay = Callable[[int], tuple[Listener, Sequence["Event"]]]
+About = Callable[[int, range], dict[str, Any]]
 
 
 class ForeignCopies:
@@ -37,7 +38,9 @@ class ForeignCopies:
     `causes`: what broke a copy, by the number of its move.
     """
 
-    def __init__(self, machine: Machine, moves: NativeMoves, under_way: UnderWay) -> None:
+    def __init__(self, machine: Machine, moves: NativeMoves, under_way: UnderWay, about: About) -> None:
+        """`about(number, layers)`: what a timeline is told of a part of a move."""
+        self._about = about
         self.causes: dict[int, BaseException] = {}
         self._machine = machine
         self._moves = moves
@@ -80,8 +83,8 @@ class ForeignCopies:
             if job.kind == DIGEST:
                 moved = Moved(None, None, lambda: np.stack([extents.digest(int(at), job.layers) for at in places]))
             else:
-                about = {"layers": job.layers, "pages": len(places), "bytes": self._bytes(job)}
-                with self._machine.timeline.span("scatter", **about):
+                about = self._about(job.move, job.layers)
+                with self._machine.timeline.span("scatter", pages=len(places), bytes=self._bytes(job), **about):
                     blocks = torch.from_numpy(job.blocks.copy())
                     moved = self._machine.mover.scatter(extents, places, blocks, job.layers, after, sums=job.sums)
         except BaseException as error:  # noqa: BLE001 - its load raises it
@@ -111,7 +114,8 @@ class ForeignCopies:
         while (queued := self._queued.get()) is not None:
             job, moved = queued
             try:
-                with self._machine.timeline.span("check", layers=job.layers, pages=len(job.pages)):
+                about = self._about(job.move, job.layers)
+                with self._machine.timeline.span("check", pages=len(job.pages), **about):
                     moved.synchronize()
                     sums = moved.checksums() if job.sums else None
             except BaseException as error:  # noqa: BLE001 - its load raises it
@@ -124,7 +128,8 @@ class ForeignCopies:
 class ForeignFiles:
     """I/O of files that a transport of Python's does."""
 
-    def __init__(self, machine: Machine, moves: NativeMoves) -> None:
+    def __init__(self, machine: Machine, moves: NativeMoves, about: About) -> None:
+        self._about = about
         self._machine = machine
         self._moves = moves
         self._layout = machine.mover.layout
@@ -141,7 +146,7 @@ class ForeignFiles:
         while (job := self._moves.take_io(NEVER)) is not None:
             files, op = self._machine.files[job.files], Op.WRITE if job.write else Op.READ
             size = job.stop - job.start
-            about = {"pages": len(job.pages), "bytes": len(job.pages) * size}
+            about = self._about(job.move, job.layers) | {"pages": len(job.pages), "bytes": len(job.pages) * size}
             kind, track = ("write", "SSD writes") if job.write else ("read", "SSD reads")
             try:
                 lying = _Lying(self._machine.memories[job.memory], job, self._layout.extent_bytes)

@@ -24,6 +24,10 @@ class Carrier(Protocol):
 
     moves: NativeMoves
 
+    def tell_spans(self) -> None:
+        """Tell the timeline what was done so far."""
+        ...
+
     def over(self, number: int) -> Wait:
         """That a move has ended."""
         ...
@@ -54,13 +58,14 @@ class NativeMoving:
         """`tells`: the carrier tells the listener of layers that are ready."""
         self.number = number
         self._carrier = carrier
-        self._move = move
+        self.move = move
         self._listener = listener
         self._end: End | None = None
         self._lock = threading.Lock()
         self._late: int | None = None  # rows, once that is known
         self._ended: set[int] = set()  # late rows that have ended by now
         self._callback: Callable[[int], None] | None = None
+        self.into_planes = not tells and any(way.target == PLANES for way in move.ways)
         self.lands: Callable[[int, float], bool] | None = None if tells else self._wait
 
     def cancel(self) -> None:
@@ -69,7 +74,7 @@ class NativeMoving:
 
     def _wait(self, layer: int, seconds: float) -> bool:
         """See `Moving.lands`."""
-        group = next((n for n, layers in enumerate(self._move.groups) if layer in layers), 0)
+        group = next((n for n, layers in enumerate(self.move.groups) if layer in layers), 0)
         return self._end is not None or self._carrier.await_move(self.number, group, seconds)
 
     def end(self) -> Steps[End]:
@@ -80,13 +85,14 @@ class NativeMoving:
 
     def _finish(self) -> End:
         """It has ended: say what became of its pages."""
-        outcome = self._carrier.moves.outcome(self.number, len(self._move))
+        outcome = self._carrier.moves.outcome(self.number, len(self.move))
+        self._carrier.tell_spans()
         listener = self._listener
         if listener is not None:
             for code in np.unique(outcome.statuses).tolist():
                 if _STATUSES[code] is not PageStatus.PENDING:
                     listener.judged(np.flatnonzero(outcome.statuses == code), _STATUSES[code])
-            if self.lands is not None and any(way.target == PLANES for way in self._move.ways):
+            if self.into_planes:
                 listener.ready(range(self._carrier.moves.layers), None)
         errors = {row: self._error(code) for row, code in outcome.errors.tolist()}
         end = End(errors, outcome.late.tolist(), self._carrier.cause(self.number))
@@ -99,7 +105,7 @@ class NativeMoving:
 
     def _error(self, code: int) -> StorageError:
         """Why the I/O of a page failed."""
-        files = self._move.ways[0].target
+        files = self.move.ways[0].target
         if code == SHORT:
             return ShortIOError(f"a write to {files} moved too few bytes", "the file system is full or limited")
         return IOFailedError(f"a write to {files} failed: {os.strerror(code)}", "see the system log", code)
@@ -108,7 +114,7 @@ class NativeMoving:
         late = set() if self._end is None else set(self._end.late)
         with self._lock:
             self._callback = callback
-            over = [row for row in range(len(self._move)) if row not in late or row in self._ended]
+            over = [row for row in range(len(self.move)) if row not in late or row in self._ended]
         for row in over:
             callback(row)
 

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,17 +24,26 @@ from gdscache.moves.foreign import ForeignCopies, ForeignFiles, Gather, serve
 from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
 from gdscache.moves.machine import Descriptors, Machine, NativeFiles
 from gdscache.moves.moving import NativeMoving
-from gdscache.native.moves import NEVER, Limits, NativeMoves, Space
+from gdscache.native.moves import NEVER, SPAN_KINDS, Limits, NativeMoves, Space
 from gdscache.native.pages import NativePool
 from gdscache.streams import Event
 from gdscache.threads import start
 from gdscache.tiers.base import SlotPool
+from gdscache.timeline import OFF
 
 _T = TypeVar("_T")
 _LONGEST_S = 1e8  # as a deadline: three years
 _LOOK_S = 1.0  # seconds after which steps that wait for room look around
 _SLICE_NS = 100_000_000  # of a native wait: then signals are heard
 LIMITS = Limits()
+TRACKS = {  # of a timeline, that the library's threads have
+    "read": "SSD reads",
+    "write": "SSD writes",
+    "scatter": "copies",
+    "gather": "copies",
+    "check": "copies",
+    "ready": "copies",
+}
 _COPYING = 4  # threads of the library that copy, at most
 _CODES = {status: code for code, status in enumerate(PageStatus)}
 
@@ -73,8 +82,10 @@ class NativeExecutor:
                 threads=min(_COPYING, os.cpu_count() or 1),
             )
             undo.callback(self.moves.close)
-            self._copies = ForeignCopies(machine, self.moves, self._listening)
-            self._files = ForeignFiles(machine, self.moves)
+            if machine.timeline is not OFF:
+                self.moves.trace()
+            self._copies = ForeignCopies(machine, self.moves, self._listening, self._about)
+            self._files = ForeignFiles(machine, self.moves, self._about)
             self._on_host = on_host
             loops = {"gdscache-late": self._tell_late}
             for parts, kinds in ((self._files, ("files",)), (self._copies, ("planes", "memory"))):
@@ -197,6 +208,28 @@ class NativeExecutor:
         assert listener is not None, "copies of a store"
         return listener, after
 
+    # -- for timelines -------------------------------------------------------------------------------------------------
+
+    def _about(self, number: int, layers: range) -> dict[str, Any]:
+        """What a timeline is told of a part of a move; nothing of a store's layers, which it moves at once."""
+        found = self._under_way.get(number)
+        if found is None or found[0].move.priority >= Priority.STORE:
+            return {}
+        load = {"load": found[0].move.number}
+        return load | {"layers": layers} if found[0].move.groups else load
+
+    def tell_spans(self) -> None:
+        """Tell the timeline what the library's threads have done."""
+        timeline = self.machine.timeline
+        while timeline is not OFF and len(spans := self.moves.take_spans()):
+            for kind_, first, last, _, number, pages, nbytes, begin, end in spans.tolist():
+                kind, about = SPAN_KINDS[kind_], self._about(number, range(first, last))
+                if kind != "ready":
+                    timeline.past(kind, TRACKS[kind], begin, end, pages=pages, bytes=nbytes, **about)
+                elif (found := self._under_way.get(number)) is not None and found[0].into_planes:
+                    for layer in range(first, last):
+                        timeline.past(kind, TRACKS[kind], begin, None, layer=layer, load=about["load"])
+
     def forget(self, moving: NativeMoving) -> None:
         self._under_way.pop(moving.number, None)
 
@@ -204,6 +237,7 @@ class NativeExecutor:
 
     def _tell_late(self) -> None:
         while (found := self.moves.take_late(NEVER)) is not None:
+            self.tell_spans()
             for number, row in found:
                 self._under_way[number][0].ended(row)
 

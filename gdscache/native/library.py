@@ -70,12 +70,14 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "take_late": (_int, (_at, _long, _at, _long)),
     "held_slots": (_long, (_at,)),
     "free_slots": (_long, (_at,)),
+    "trace": (_int, (_at,)),
+    "take_spans": (_long, (_at, _at, _long)),
 }
 # Those that are over at once keep the interpreter's lock: whoever gives it up may wait 5 ms to have it again.
 # `disk_submit` is over at once where threads copy what it hands over, as they do for all that Python submits.
 _QUICK = frozenset({"abi", "best_arm", "has_arm", "pool_open", "pool_close", "disk_name", "disk_pending", "disk_wake"})
 _QUICK |= {"disk_submit", "executor_stop", "executor_disk", "move_begin", "move_cancel", "move_outcome", "refuse"}
-_QUICK |= {"move_forget", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots"}
+_QUICK |= {"move_forget", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots", "trace", "take_spans"}
 
 
 class Library:

@@ -27,7 +27,13 @@ NEVER = (1 << 63) - 1  # nanoseconds: later than any deadline
 PAGE = np.dtype([("row", "<i4"), ("_", "<i4"), ("slot", "<i8"), ("at", "<i8")])  # of a job
 SCATTER, GATHER, DIGEST, READY = range(4)  # kinds of copies
 SHORT = -1  # in place of an errno
+SPAN = np.dtype(  # what a thread of the library did, and when: nanoseconds of CLOCK_MONOTONIC
+    [(name, "<i4") for name in ("kind", "first", "last", "_")]
+    + [(name, "<i8") for name in ("move", "pages", "bytes", "begin", "end")]
+)
+SPAN_KINDS = ("read", "write", "scatter", "gather", "check", "ready")
 Pages = npt.NDArray[np.void]
+Spans = npt.NDArray[np.void]
 
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
@@ -44,7 +50,7 @@ _Limits = _struct(
 )
 _Way = _struct("_Way", "source:i target:i through:i reserved:i pages:q sources:Q targets:Q places:Q sums:Q")
 _Group = _struct("_Group", "first:i last:i begin:q end:q start:q stop:q alone_start:q alone_stop:q")
-_Io = _struct("_Io", "id:q write:i files:i memory:i reserved:i start:q stop:q count:q pages:Q")
+_Io = _struct("_Io", "id:q move:q write:i files:i memory:i first:i last:i reserved:i start:q stop:q count:q pages:Q")
 _Copy = _struct(
     "_Copy",
     "id:q kind:i memory:i first:i last:i sums:i reserved:i move:q window:q window_slots:q count:q pages:Q blocks:Q",
@@ -81,12 +87,14 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class IoJob:
-    """Foreign reads or writes of the bytes `start` to `stop` of some extents. `pages`: `PAGE`s."""
+    """Foreign reads or writes of the bytes `start` to `stop` of some extents, for some layers. `pages`: `PAGE`s."""
 
     number: int
+    move: int
     write: bool
     files: str
     memory: str
+    layers: range
     start: int
     stop: int
     pages: Pages
@@ -272,6 +280,15 @@ class NativeMoves:
         """Slots of the reserve that nobody has."""
         return int(self._library.free_slots(self._open()))
 
+    def trace(self) -> None:
+        """Keep from now on what our threads do, until somebody takes it."""
+        checked(self._library.trace(self._open()), "trace")
+
+    def take_spans(self, most: int = 4096) -> Spans:
+        """`SPAN`s that have ended since the last call."""
+        spans = np.empty(most, SPAN)
+        return spans[: checked(self._library.take_spans(self._open(), address(spans), most), "spans")]
+
     # -- for who moves what is foreign ---------------------------------------------------------------------------------
 
     def take_io(self, until: int) -> IoJob | None:
@@ -281,7 +298,8 @@ class NativeMoves:
         if not checked(self._library.take_io(self._open(), until, ctypes.addressof(job)), "take"):
             return None
         return IoJob(
-            *(job.id, bool(job.write), self._names[job.files], self._names[job.memory], job.start, job.stop),
+            *(job.id, job.move, bool(job.write), self._names[job.files], self._names[job.memory]),
+            *(range(job.first, job.last), job.start, job.stop),
             self._pages(job.pages, job.count),
         )
 
