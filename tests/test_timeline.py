@@ -26,10 +26,10 @@ from gdscache.errors import InvalidValueError
 from gdscache.layout import GroupSizes
 from gdscache.load import run as load_run
 from gdscache.storage.base import Op
+from gdscache.tiers.host_mover import HostMover
 from gdscache.timeline import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment
 from gdscache.timeline.summary import MODEL_STREAM, both, computing, length, read_trace_file, summary, union, without
 from gdscache.timeline.tracks import lanes
-from gdscache.tiers.host_mover import HostMover
 
 ROOT = Path(__file__).parents[1]
 FAULTY = "faulty:FaultyTransport"
