@@ -180,6 +180,9 @@ class SteppedExecutor:
         assert self.machine is not None, "a load without a machine"
         return self.machine.causes.pop(number, None)
 
+    def tell_spans(self) -> None:
+        """Nobody keeps times here."""
+
     def forget(self, moving: NativeMoving) -> None:
         """Its steps may be run again."""
 
