@@ -19,8 +19,8 @@ from gdscache.layout import PageLayout
 from gdscache.load.loader import Loader
 from gdscache.load.plan import LoadPlanner
 from gdscache.moves import PageStatus
-from gdscache.moves.load import Machine
-from gdscache.moves.threads import ThreadsExecutor
+from gdscache.moves.machine import Machine
+from gdscache.moves.native import NativeExecutor
 from gdscache.planes import PagedPlanes
 from gdscache.prefetch.prefetcher import Prefetcher, held_pages
 from gdscache.sanity import concerns
@@ -59,7 +59,7 @@ class Parts:
     loader: Loader
     prefetcher: Prefetcher
     storer: Storer
-    executor: ThreadsExecutor
+    executor: NativeExecutor
     status: StatusWriter | None
 
     def close(self, *, drain: bool) -> None:
@@ -68,7 +68,7 @@ class Parts:
         with contextlib.ExitStack() as last_to_first:
             if self.bounce is not None:
                 last_to_first.callback(self.bounce.close)
-            last_to_first.callback(self.manager.close)
+            last_to_first.callback(self.manager.close, self.executor.close)
             if self.status is not None:
                 last_to_first.callback(self.status.close)
             last_to_first.callback(self.mover.close)
@@ -129,6 +129,7 @@ def build(
         selective = promotion is not None and promotion.selective
         planner = StorePlanner(manager, config.store, layout.extent_bytes, admissions, watermarks, selective=selective)
         executor = _executor(mover, manager, bounce)
+        undo.callback(executor.close)
         held = held_pages(manager, config.prefetch)
         loads = LoadPlanner(manager, promotion=promotion, due=[planner.offer_earned], prefetched=held)
         direct = route is not None and route.route == "direct"
@@ -173,7 +174,7 @@ def _figures(manager: TierManager, ssd: SsdTier) -> Figures:
     )
 
 
-def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> ThreadsExecutor:
+def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> NativeExecutor:
     """What moves bytes between the spaces of an engine."""
     memories: dict[str, Extents] = {}
     if manager.cpu is not None:
@@ -186,7 +187,12 @@ def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> Thre
         return PageStatus(manager.quarantine.cause) if manager.quarantine.off else None
 
     files = {tier.name: tier.io for tier in manager.files}
-    return ThreadsExecutor(Machine(mover, memories, files, bounce, refusal, manager.timeline))
+    slots = {tier.name: tier.index.slots for tier in manager.files}
+    executor = NativeExecutor(Machine(mover, memories, files, slots, bounce, refusal, manager.timeline))
+    manager.quarantine.on_switch(executor.look)
+    if bounce is not None:
+        manager.quarantine.add_pool("bounce_loads", len(bounce.loads), executor.moves.held_slots)
+    return executor
 
 
 def _promotion(config: Config, cpu: CpuTier | None) -> Promotion | None:

@@ -30,7 +30,7 @@ from gdscache.keys import KEY_BYTES, Page, PageNames, as_tokens, namespace_diges
 from gdscache.layout import PageLayout
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
-from gdscache.moves.threads import ThreadsExecutor
+from gdscache.moves.native import NativeExecutor
 from gdscache.prefetch.handle import Prefetch
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.store.handle import StoreHandle
@@ -164,7 +164,7 @@ class CacheEngine:
         return self._parts.loader
 
     @property
-    def executor(self) -> ThreadsExecutor:
+    def executor(self) -> NativeExecutor:
         """What moves bytes."""
         self._check_open()
         return self._parts.executor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -75,12 +76,23 @@ def on_stream_of_caller(device: torch.device, work: Callable[[], _T]) -> Callabl
 class Fence:
     """Work that is queued by another thread and done later still. One writer signals it once; anybody waits."""
 
-    __slots__ = ("_event", "_flag", "queued")
+    __slots__ = ("_event", "_flag", "_lands", "queued")
+
+    @property
+    def watched(self) -> bool:
+        """Whether who waits asks for the work itself."""
+        return self._lands is not None
 
     def __init__(self) -> None:
         self.queued = False  # True when the work was signalled, done or not
         self._event: Event = None
+        self._lands: Callable[[float], bool] | None = None
         self._flag = Flag()
+
+    def watch(self, lands: Callable[[float], bool]) -> None:
+        """From now on who waits asks `lands(seconds)`, which waits until the work is done; False where it is not."""
+        self._lands = lands
+        self._flag.set()
 
     def signal(self, event: Event = None) -> None:
         """The work is queued, and done when `event` is (None: it is done). Later signals change nothing."""
@@ -113,6 +125,10 @@ class Fence:
         if self.queued:
             return
         start = time.monotonic()
-        if not self._flag.wait(limit):
+        woken = self._flag.wait(limit)
+        if woken and not self.queued and self._lands is not None:
+            left = threading.TIMEOUT_MAX if limit is None else limit - (time.monotonic() - start)
+            woken = self._lands(left)
+        if not woken:
             waited = time.monotonic() - start
             raise DeadlineError(f"not ready after {waited:.1f} s", "raise load.deadline, or see stats() for what hangs")

@@ -16,23 +16,22 @@ from gdscache.storage.base import Op
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Written
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.index import PageIndex
-from gdscache.tiers.page_io import PageIO, Positions
+from gdscache.tiers.page_io import Positions
 from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import DEFAULT, Retention
 
 
 class DictIO:
-    """I/O that is over when it was begun; see `PageIO`."""
+    """I/O that is over when it was begun; see `PagesIO`."""
 
     def __init__(self, errors: Sequence[StorageError | None]) -> None:
         self._errors = errors
 
-    def ended(self, deadline: float, at_least: int = 1) -> Iterator[tuple[Sequence[int], StorageError | None]]:
-        for page, error in self.completions(deadline):
-            yield [page], error
+    def follow(self, told: Callable[[], None]) -> None:
+        told()
 
-    def completions(self, deadline: float) -> Iterator[tuple[int, StorageError | None]]:
-        return iter(enumerate(self._errors))
+    def take(self) -> Iterator[tuple[Sequence[int], StorageError | None]]:
+        return (([page], error) for page, error in enumerate(self._errors))
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         for page in range(len(self._errors)):
@@ -57,14 +56,14 @@ class DictFiles:
         slots: Positions,
         ends: Sequence[tuple[Extents, Positions]],
         span: tuple[int, int] | None = None,
-    ) -> PageIO:
+    ) -> DictIO:
         start, stop = span or (0, self._extent_bytes)
         places = [(extents.flat, at) for extents, some in ends for at in extents.where(some, start).tolist()]
         errors = [
             self._one(op, slot, cast(memoryview, flat)[at : at + stop - start], start)
             for slot, (flat, at) in zip(slots.tolist(), places, strict=True)
         ]
-        return cast(PageIO, DictIO(errors))
+        return DictIO(errors)
 
     def _one(self, op: Op, slot: int, memory: memoryview, start: int) -> StorageError | None:
         if op is Op.WRITE:

@@ -12,18 +12,16 @@ import functools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
-from stepped_machine import Choice, SteppedEnds, SteppedMachine, When
+from stepped_machine import NS, Choice, SteppedEvent, SteppedMachine, When
 
 from gdscache.checksum import Checksums
 from gdscache.errors import IOFailedError
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait
-from gdscache.moves.load import LoadMove
-from gdscache.moves.pages import Landing
-from gdscache.moves.reads import Ended
+from gdscache.moves.moving import NativeMoving
 
 if TYPE_CHECKING:
     import threading
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
     from gdscache.errors import StorageError
     from gdscache.streams import Event
     from gdscache.tiers.base import SlotPool
-    from gdscache.tiers.page_io import PageIO
-    from gdscache.tiers.transfer import Moved
 
 _T = TypeVar("_T")
 Place = tuple[str, int]  # a space, and a slot of it; of the planes, the first block
@@ -114,13 +110,20 @@ class SteppedExecutor:
         self._lanes: list[_Lane] = []
         self._moving: list[_Moving] = []
         self._numbers = 0
+        self._loads: dict[int, tuple[NativeMoving, Listener]] = {}
+        if machine is not None:
+            self.moves = machine.moves
+            machine.ready = self._ready
 
     def choices(self) -> list[Choice]:
         """What may happen now, in a fixed order."""
+        of_machine = [] if self.machine is None else self.machine.choices()  # first: jobs that break end a move
+        if self.machine is not None:
+            self.tell_late()
         found = [choice for lane in self._lanes for choice in lane.choices()]
         for moving in self._moving:
             found += moving.choices()
-        return found if self.machine is None else found + self.machine.choices()
+        return found + of_machine
 
     def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> _Lane:
         lane = _Lane(self, priority.name.lower(), threads)
@@ -141,8 +144,10 @@ class SteppedExecutor:
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
         if listener is not None:
             assert self.machine is not None, "a load without a machine"
-            load = LoadMove(self.machine.parts, self, move, after, listener)
-            load.first()
+            self._numbers += 1
+            load = NativeMoving(self, self._numbers, move, listener)
+            self._loads[load.number] = load, listener
+            self.moves.begin(load.number, move, int((self.now() + move.seconds) * NS))
             return load
         self._numbers += 1
         moving = _Moving(self, move, self._numbers)
@@ -165,12 +170,30 @@ class SteppedExecutor:
     def now(self) -> float:
         return 0.0 if self.machine is None else self.machine.now
 
-    def landing(self, io: PageIO, ends: Iterator[Ended]) -> Landing:
-        assert isinstance(ends, SteppedEnds), "I/O of another machine"
-        return ends
+    def _ready(self, number: int, layers: range, event: SteppedEvent) -> None:
+        self._loads[number][1].ready(layers, cast("Event", event))
 
-    def copied(self, moved: Moved) -> Wait:
-        return self.happened(moved.event)
+    def over(self, number: int) -> Wait:
+        return When(lambda: self.moves.wait(number, 0))
+
+    def cause(self, number: int) -> BaseException | None:
+        assert self.machine is not None, "a load without a machine"
+        return self.machine.causes.pop(number, None)
+
+    def tell_spans(self) -> None:
+        """Nobody keeps times here."""
+
+    def forget(self, moving: NativeMoving) -> None:
+        """Its steps may be run again."""
+
+    def await_move(self, number: int, group: int, seconds: float) -> bool:
+        raise AssertionError("a test waited")
+
+    def tell_late(self) -> None:
+        """Late pages whose I/O has ended are told."""
+        while found := self.moves.take_late(0):
+            for number, row in found:
+                self._loads[number][0].ended(row)
 
     def reads_queued(self) -> Event:
         return None  # a gather that has ended has read
@@ -181,7 +204,7 @@ class SteppedExecutor:
     def checksums(self, space: str, slots: Sequence[int]) -> Checksums:
         if self.machine is None:
             return np.zeros((len(slots), 0), dtype=np.uint64)
-        found: Checksums = self.machine.parts.memories[space].checksums[list(slots)]
+        found: Checksums = self.machine.memories[space].checksums[list(slots)]
         return found
 
     def pause(self, changed: threading.Condition, seconds: float) -> None:
@@ -228,6 +251,7 @@ class _Moving:
     read = False
     read_event: Event = None
     broken = None
+    lands: Callable[[int, float], bool] | None = None
 
     def __init__(self, executor: SteppedExecutor, move: Move, number: int) -> None:
         self._executor = executor

@@ -1,32 +1,31 @@
 """A machine for tests of loads: real bytes, but every read and every copy happens when the test says so.
 
-A copy takes the checksums of the bytes that it copies, as the kernels do; copies happen in the order in which they were
-queued, as on a stream. Time stands still until it is up: then whatever has not ended is late.
+The moves are the native library's, and everything is foreign to it: this machine takes its jobs, and says what came
+of them. A copy takes the checksums of the bytes that it copies, as the kernels do; copies happen in the order in which
+they were taken, as on a stream. Time stands still until it is up: then whatever has not ended is late.
 """
 
 from __future__ import annotations
 
+import errno
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from gdscache.errors import DeadlineError, IOFailedError, StorageError
-from gdscache.moves.load import Machine
-from gdscache.storage.base import Op
-from gdscache.tiers.transfer import Moved, Mover, Slots
+from gdscache.native.moves import DIGEST, READY, CopyJob, IoJob, Limits, NativeMoves, Space
+from gdscache.tiers.bounce import Bounce, Extents, Window
 
 if TYPE_CHECKING:
-    import torch
-
     from gdscache.checksum import Checksums
-    from gdscache.streams import Event
-    from gdscache.tiers.bounce import Bounce, Extents
-    from gdscache.tiers.page_io import PageIO, Positions
-    from gdscache.tiers.paths import Direction
+    from gdscache.layout import PageLayout
+    from gdscache.tiers.cpu import HostExtents
+    from gdscache.tiers.host_mover import HostMover
 
 LATE_S = 1000.0  # further than any deadline
+NS = 1_000_000_000
 
 
 class Choice:
@@ -52,135 +51,124 @@ class When:
         self.over = over
 
 
-class SteppedMachine:
-    """`content`: the bytes of the extents in each slot of the files, by space."""
-
-    def __init__(
-        self,
-        mover: Mover,
-        memories: Mapping[str, Extents],
-        content: Mapping[str, Mapping[int, bytes]],
-        bounce: Bounce | None,
-        *,
-        queues: bool = True,
-    ) -> None:
-        self.now = 0.0
-        self.mover = SteppedMover(mover, queues=queues)
-        self.files = {name: SteppedFiles(self, name, some) for name, some in content.items()}
-        self.parts = Machine(self.mover, memories, self.files, bounce)
-
-    def choices(self) -> list[Choice]:
-        found = self.mover.choices()
-        for files in self.files.values():
-            found += files.choices()
-        if any(files.flying for files in self.files.values()):
-            found.append(Choice("time is up", self._pass, fault=True))
-        return found
-
-    def _pass(self) -> None:
-        self.now += LATE_S
-        for files in self.files.values():
-            files.in_time = dict(files.landed)
-
-
 class SteppedEvent:
-    """Behind a copy."""
+    """Behind the copies that were taken so far."""
 
-    def __init__(self) -> None:
-        self.happened = False
-        self.then: list[Callable[[], None]] = []
+    def __init__(self, machine: SteppedMachine) -> None:
+        self._machine = machine
+        self._behind = machine.done + len(machine.copies)
 
     def query(self) -> bool:
-        return self.happened
+        return self._machine.done >= self._behind
 
     def synchronize(self) -> None:
-        assert self.happened, "a step waited in the middle"
-
-    def happen(self) -> None:
-        self.happened = True
-        for action in self.then:
-            action()
+        assert self.query(), "a step waited in the middle"
 
 
 class BrokenCopyError(Exception):
     """What a copy raises on order."""
 
 
-class SteppedMover(Mover):
-    """Queues copies of another mover, which copies at once. `queued`: what has not happened."""
+class SteppedMachine:
+    """`content`: the bytes of the extents in each slot of the files, by space. `breaks`: the copy that cannot be made,
+    counted from 1. `ready`: called with the move's number, layers whose copies were taken, and an event behind them."""
 
-    name = "stepped"
-
-    def __init__(self, mover: Mover, *, queues: bool) -> None:
-        self.planes = mover.planes
-        self.layout = mover.layout
-        self._mover = mover
-        self._queues = queues
-        self._queued: deque[tuple[SteppedEvent, Callable[[], None]]] = deque()
-        self.sources: deque[tuple[Extents, list[int]]] = deque()  # of each queued copy
-        self.breaks = 0  # the copy that cannot be queued, counted from 1
-        self._asked = 0
-        self._last: SteppedEvent | None = None
-
-    def _move(
+    def __init__(
         self,
-        direction: Direction,
-        extents: Extents,
-        slots: Slots,
-        blocks: torch.Tensor,
-        layers: range,
-        after: Sequence[Event],
+        mover: HostMover,
+        memories: Mapping[str, HostExtents],
+        content: Mapping[str, Mapping[int, bytes]],
+        bounce: Bounce,
         *,
-        sums: bool,
-    ) -> Moved:
-        self._asked += 1
-        if self._asked == self.breaks:
-            raise BrokenCopyError
-        event, found = SteppedEvent(), list[Any]()
-
-        def copy() -> None:
-            moved = self._mover._move(direction, extents, slots, blocks, layers, after, sums=sums)
-            found.append(moved.checksums() if sums else None)
-
-        def digests() -> Checksums:
-            event.synchronize()
-            return cast("Checksums", found[0])
-
-        self._queued.append((event, copy))
-        self.sources.append((extents, list(map(int, slots))))
-        self._last = event
-        return Moved(cast("Event", event), None, digests)
+        breaks: int = 0,
+        limits: Limits | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.memories = memories
+        self.files = {name: SteppedFiles(self, name, some) for name, some in content.items()}
+        self.ready: Callable[[int, range, SteppedEvent], None] = lambda number, layers, event: None
+        self.done = 0  # copies
+        self.causes: dict[int, BaseException] = {}
+        self.copies: deque[tuple[CopyJob, Extents, list[int]]] = deque()  # that are under way
+        self._mover = mover
+        self._bounce = bounce
+        self._breaks = breaks
+        self._asked = 0
+        self._io: IoJob | None = None
+        layout: PageLayout = mover.layout
+        extents = {**memories, "bounce": bounce.extents}
+        spaces = {"planes": Space("planes", mover.planes.blocks)}
+        spaces |= {name: Space("memory", some.slots, sums=some.checksums) for name, some in extents.items()}
+        spaces |= {name: Space("files", 1 << 20) for name in content}
+        self.moves = NativeMoves(
+            layout,
+            spaces,
+            mover.planes.blocks_per_page,
+            reserve=("bounce", bounce.loads.start, len(bounce.loads)),
+            limits=limits or Limits(),
+        )
 
     def choices(self) -> list[Choice]:
-        return [Choice("a copy is done", self._copy)] if self._queued else []
+        """What the jobs that may begin are is found out here, and changes nothing for anybody."""
+        while (job := self.moves.take_io(0)) is not None:
+            files = self.files[job.files]
+            files.begin(job)
+        found: list[Choice] = []
+        if (copy := self.moves.take_copy(0)) is not None:
+            self._take(copy)
+            return self.choices()
+        if self.copies:
+            found.append(Choice("a copy is done", self._copy))
+        for files in self.files.values():
+            found += files.choices()
+        if any(files.flying for files in self.files.values()):
+            found.append(Choice("time is up", self._pass, fault=True))
+        return found
+
+    def memory(self, name: str) -> memoryview:
+        extents = self._bounce.extents if name == "bounce" else self.memories[name]
+        flat = extents.flat
+        assert isinstance(flat, memoryview), "host memory"
+        return flat
+
+    def _take(self, job: CopyJob) -> None:
+        if job.kind == READY:
+            self.ready(job.move, job.layers, SteppedEvent(self))
+            return
+        self._asked += 1
+        if self._asked == self._breaks:
+            self.causes[job.move] = BrokenCopyError()
+            self.moves.copy_ended(job.number, None, broken=True)
+            return
+        extents: Extents = self._bounce.extents if job.memory == "bounce" else self.memories[job.memory]
+        if job.window:
+            extents = Window(self._bounce.extents, job.window, self._mover.layout.read_span(job.layers, alone=True))
+        self.copies.append((job, extents, job.pages["slot"].tolist()))
+        self.moves.copy_queued(job.number)
 
     def _copy(self) -> None:
-        event, copy = self._queued.popleft()
-        copy()
-        self.sources.popleft()
-        event.happen()
+        job, extents, places = self.copies.popleft()
+        self.done += 1
+        sums: Checksums
+        if job.kind == DIGEST:
+            sums = np.stack([extents.digest(place, job.layers) for place in places])
+        else:
+            blocks = torch.from_numpy(job.blocks.copy())
+            sums = self._mover.scatter(extents, places, blocks, job.layers, sums=True).checksums()
+        self.moves.copy_ended(job.number, sums if job.sums else None)
 
-    def queues(self, extents: Extents) -> bool:
-        return self._queues
-
-    def mark_loads(self) -> Event:
-        return cast("Event", self._last)
-
-    def mark_stores(self) -> Event:
-        return cast("Event", self._last)
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": self.name}
-
-    def close(self) -> None:
-        """There is nothing to give back."""
+    def _pass(self) -> None:
+        for files in self.files.values() if not self.now else ():
+            files.in_time = dict(files.landed)
+        self.now += LATE_S
+        self.moves.expire(int(self.now * NS))
 
 
 class SteppedFiles:
     """Files whose reads end when they are told to. `flying`: those that have not; `begun` counts them all.
 
-    By slot: `landed` has the bytes of good reads, `in_time` those before time was up; `damaged` and `failed` are the
-    slots of the others.
+    By slot: `landed` has the bytes of good reads, `in_time` those before time was first up; `damaged` and `failed` are
+    the slots of the others.
     """
 
     def __init__(self, machine: SteppedMachine, name: str, content: Mapping[int, bytes]) -> None:
@@ -192,62 +180,37 @@ class SteppedFiles:
         self.in_time: dict[int, int] = {}
         self.damaged: set[int] = set()
         self.failed: set[int] = set()
-        self._name = name
-        self._content = content
+        self.name = name
+        self.content = content
 
-    def describe(self) -> str:
-        return self._name
-
-    def transfer(
-        self,
-        op: Op,
-        slots: Positions,
-        ends: Sequence[tuple[Extents, Positions]],
-        span: tuple[int, int] | None = None,
-    ) -> PageIO:
-        assert op is Op.READ, "only loads are stepped with bytes"
-        assert span is not None, "a read of everything"
-        ((extents, places),) = ends
+    def begin(self, job: IoJob) -> None:
+        assert not job.write, "only loads are stepped with bytes"
         self.begun += 1
         self.begins()
-        reads = [
-            (int(slot), extents, int(place), self._content[int(slot)][span[0] : span[1]])
-            for slot, place in zip(slots, places, strict=True)
-        ]
-        io = SteppedIO(self, f"read {self.begun} of {self._name}", reads, span[0])
-        self.flying.append(io)
-        return cast("PageIO", io)
+        self.flying.append(SteppedIO(self, f"read {self.begun} of {self.name}", job))
 
     def choices(self) -> list[Choice]:
         return [choice for io in list(self.flying) for choice in io.choices()]
 
 
 class SteppedIO:
-    """Reads of pages, each into its place; see `PageIO`."""
+    """Reads of the pages of a job, each into its place."""
 
-    def __init__(
-        self, files: SteppedFiles, name: str, reads: Sequence[tuple[int, Extents, int, bytes]], start: int
-    ) -> None:
+    def __init__(self, files: SteppedFiles, name: str, job: IoJob) -> None:
+        self.job = job
         self._files = files
         self._name = name
-        self._reads = reads
-        self._start = start
-        self._left = list(range(len(reads)))
-        self.ends: list[tuple[int, StorageError | None]] = []
-        self._callbacks: list[Callable[[int], None]] = []
+        self._left = list(range(len(job.pages)))
 
     @property
-    def pages(self) -> int:
-        return len(self._reads)
-
-    @property
-    def touching(self) -> list[tuple[int, Extents, int]]:
-        """The slots that are read, and the places that are written."""
-        return [self._reads[page][:3] for page in self._left]
-
-    @property
-    def now(self) -> float:
-        return self._files.machine.now
+    def touching(self) -> list[tuple[int, str, range]]:
+        """The slots that are read, and the memory and its bytes that are written."""
+        job = self.job
+        size = job.stop - job.start
+        return [
+            (int(slot), job.memory, range(int(at), int(at) + size))
+            for _, _, slot, at in (job.pages[page] for page in self._left)
+        ]
 
     def choices(self) -> list[Choice]:
         page = self._left[0]
@@ -265,69 +228,22 @@ class SteppedIO:
             self._land(page)
 
     def _land(self, page: int, *, damaged: bool = False) -> None:
-        slot, extents, place, content = self._reads[page]
+        _, _, slot, at = self.job.pages[page].tolist()
+        content = self._files.content[slot][self.job.start : self.job.stop]
         landed = self._files.landed
         landed[slot] = landed.get(slot, 0) + len(content)
         if damaged:
             self._files.damaged.add(slot)
             content = bytes([content[0] ^ 1]) + content[1:]
-        at = int(extents.where(np.array([place], dtype=np.int64), self._start)[0])
-        memory = extents.flat
-        assert isinstance(memory, memoryview), "reads into host memory"
-        memory[at : at + len(content)] = content
-        self._ended(page, None)
+        self._files.machine.memory(self.job.memory)[at : at + len(content)] = content
+        self._ended(page, 0)
 
     def _fail(self, page: int) -> None:
-        self._files.failed.add(self._reads[page][0])
-        self._ended(page, IOFailedError("injected", ""))
+        self._files.failed.add(int(self.job.pages[page]["slot"]))
+        self._ended(page, errno.EIO)
 
-    def _ended(self, page: int, error: StorageError | None) -> None:
+    def _ended(self, page: int, error: int) -> None:
         self._left.remove(page)
-        self.ends.append((page, error))
         if not self._left:
             self._files.flying.remove(self)
-        for callback in self._callbacks:
-            callback(page)
-
-    # -- what a move asks for --------------------------------------------------------------------------------------
-
-    def ended(self, deadline: float, at_least: int = 1) -> SteppedEnds:
-        return SteppedEnds(self, deadline, at_least)
-
-    def on_end(self, callback: Callable[[int], None]) -> None:
-        self._callbacks.append(callback)
-        for page, _ in list(self.ends):
-            callback(page)
-
-
-class SteppedEnds(When, Iterator[tuple[Sequence[int], "StorageError | None"]]):
-    """The pages of some I/O as they end, and the wait for the next of them."""
-
-    __slots__ = ("_at_least", "_io", "_seen", "_until")
-
-    def __init__(self, io: SteppedIO, until: float, at_least: int) -> None:
-        super().__init__(self._ready)
-        self._io = io
-        self._until = until
-        self._at_least = at_least
-        self._seen = 0
-
-    def _ready(self) -> bool:
-        """Whether there is something to say."""
-        io, fresh = self._io, len(self._io.ends) - self._seen
-        return len(io.ends) == io.pages or fresh >= self._at_least or io.now >= self._until
-
-    def __next__(self) -> tuple[Sequence[int], StorageError | None]:
-        io, at = self._io, self._seen
-        if at == io.pages:
-            raise StopIteration
-        if len(io.ends) < io.pages and len(io.ends) - at < self._at_least:
-            raise DeadlineError("late", "")  # whatever fewer of them have ended
-        error = io.ends[at][1]
-        self._seen = at + 1
-        while error is None and self._seen < len(io.ends) and io.ends[self._seen][1] is None:
-            self._seen += 1
-        return [page for page, _ in io.ends[at : self._seen]], error
-
-    def ended(self) -> tuple[Sequence[int], StorageError | None] | None:
-        return next(self, None)
+        self._files.machine.moves.io_ended(self.job.number, [page], error)

@@ -24,6 +24,7 @@ from helpers import (
     holds,
     prompt,
     quiet,
+    reserve_used,
     run,
     settle,
     tokens_of,
@@ -563,9 +564,7 @@ def test_a_catalogue_that_breaks_in_use_is_a_miss(open_host: OpenHost, slab: Pat
         assert report.tokens == 0
         assert LOADED not in report.pages
         host.give(blocks)
-    bounce = host.engine._parts.bounce
-    assert bounce is not None
-    assert bounce.loads.free_slots == bounce.loads.slots
+    assert not reserve_used(host.engine)
     assert host.engine.stats()["leases"] == []
     for cause in misses(host.engine):
         assert cause in {"io_error", "checksum"}
@@ -602,12 +601,12 @@ def test_a_catalogue_that_takes_no_more_costs_stores_only(open_host: OpenHost, m
     assert host.load(prompt(2, 2)).tokens == 8
 
 
-@pytest.mark.parametrize("method", ["reserve", "_write", "commit"])
+@pytest.mark.parametrize("method", ["reserve", "begin", "commit"])
 def test_an_unexpected_error_in_the_writer_strands_nothing(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     host = open_host()
-    owner = host.engine._parts.executor if method == "_write" else host.engine.manager.ssd
+    owner = host.engine._parts.executor if method == "begin" else host.engine.manager.ssd
     assert owner is not None
 
     def broken(*args: object) -> None:

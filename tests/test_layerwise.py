@@ -20,6 +20,7 @@ from helpers import (
     Planes,
     drop_from,
     expected,
+    layout_of,
     prompt,
     quiet,
     read_page,
@@ -37,9 +38,11 @@ from gdscache.errors import DeadlineError
 from gdscache.layout import EXTENT_ALIGNMENT, GROUP_BYTES, GroupSizes, PageLayout, Plane, read_groups
 from gdscache.load import run as load_run
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.moves import reads as load_reads
+from gdscache.moves import native
+from gdscache.native.moves import Limits
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart, FaultRule
+from gdscache.tiers.host_mover import HostMover
 
 OpenHost = Callable[..., Host]
 FAULTY = "faulty:FaultyTransport"
@@ -249,10 +252,10 @@ def test_a_page_may_fail_anywhere_and_no_layer_is_read_before_it_is_there(
     submits: int,
 ) -> None:
     """Every page x every group, with random delays of all reads; planes are poisoned before each load."""
-    host = open_host(device=device, model=MODELS[model], transport=FAULTY, cpu=8)
     if submits > 1:  # a page or so a submit, and few ahead
-        monkeypatch.setattr(load_reads, "READ_BYTES", 2 * host.layout.extent_bytes // 3)
-        monkeypatch.setattr(load_reads, "FLYING_BYTES", 2 * host.layout.extent_bytes)
+        extent = layout_of(MODELS[model]).extent_bytes
+        monkeypatch.setattr(native, "LIMITS", Limits(flying=2 * extent, foreign_io=2 * extent // 3))
+    host = open_host(device=device, model=MODELS[model], transport=FAULTY, cpu=8)
     rng = random.Random(f"{model} {resident} {submits}")
     tokens = stored(host, resident=resident)
     for position in range(resident, PAGES):
@@ -279,7 +282,7 @@ def test_a_page_may_fail_anywhere_and_no_layer_is_read_before_it_is_there(
 
 
 def test_a_page_that_failed_is_not_read_further(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_reads, "FLYING_BYTES", 1)  # each group when the one before has ended
+    monkeypatch.setattr(native, "LIMITS", Limits(flying=1))  # each group when the one before has ended
     host = open_host(model=EVEN, transport=FAULTY, cpu=8)
     tokens = stored(host)
     bad, groups = lies(host, tokens, 1), groups_of(host)
@@ -294,12 +297,12 @@ def test_a_page_that_fails_in_several_groups_has_the_first_verdict_and_one(open_
     host = open_host(model=EVEN, transport=FAULTY, cpu=8, load={"deadline": SOON})
     tokens = stored(host)
     bad, groups = lies(host, tokens, 1), groups_of(host)
-    for group, fault in zip(groups[1:], (Fault.SHORT, Fault.EIO, Fault.HANG), strict=True):
+    for group, fault in zip(groups[1:], (Fault.EIO, Fault.SHORT, Fault.HANG), strict=True):
         PLAN.add(FaultRule(fault, Op.READ, lambda path, offset: bad(offset), only(host, group)))
-    assert host.load(tokens).pages == (LOADED, PageStatus.SHORT_READ, LOADED, LOADED)
+    assert host.load(tokens).pages == (LOADED, PageStatus.IO_ERROR, LOADED, LOADED)
     misses = host.engine.stats()["misses"]
     assert {cause: n for cause, n in misses.items() if n and cause in ("io_error", "deadline", "short_read")} == {
-        "short_read": 1
+        "io_error": 1
     }
     PLAN.reset()
     until(lambda: host.engine.stats()["tiers"]["ssd"]["quarantine"]["late_reads"] == 0, "late reads end")
@@ -376,7 +379,7 @@ def test_every_group_hangs(open_host: OpenHost) -> None:
 def test_groups_that_were_not_begun_when_the_tier_was_switched_off_are_not_read(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_reads, "FLYING_BYTES", 1)
+    monkeypatch.setattr(native, "LIMITS", Limits(flying=1))
     host = open_host(model=EVEN, transport=FAULTY, cpu=8)
     tokens = stored(host)
     groups = groups_of(host)
@@ -384,8 +387,8 @@ def test_groups_that_were_not_begun_when_the_tier_was_switched_off_are_not_read(
         load, blocks, keys = host.begin(tokens)
         whole(host, load, blocks, keys, groups[0])
         met(rule, PAGES)
-        host.engine.manager.quarantine.off = True
-    assert host.finish(load, blocks, keys).pages == (PageStatus.SWITCHED_OFF,) * PAGES
+        host.engine.manager.quarantine.stop("gone")
+    assert host.finish(load, blocks, keys).pages == (PageStatus.LOCK_LOST,) * PAGES
     host.engine.manager.quarantine.off = False
     assert len(PLAN.moved[Op.READ]) == 2 * PAGES
     assert host.load(tokens).tokens == 4 * PAGES
@@ -426,11 +429,12 @@ def test_pages_of_a_cancelled_load_are_checked_in_every_group(open_host: OpenHos
     groups = groups_of(host)
     for damaged in groups:
         with (
-            PLAN.rule(Op.READ, Fault.FLIP, lies(host, tokens, 2), part=only(host, damaged)),
+            PLAN.rule(Op.READ, Fault.FLIP, lies(host, tokens, 2), part=only(host, damaged)) as flip,
             PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, 0), part=only(host, groups[1])) as rule,
         ):
             load, blocks, _ = host.begin(tokens)
             met(rule)
+            met(flip)
             load.wait(0)
             load.cancel()
         assert load.result(WAIT).pages == (CANCELLED, CANCELLED, PageStatus.CHECKSUM, CANCELLED)
@@ -465,6 +469,7 @@ def test_who_waits_for_another_loads_page_waits_for_all_of_its_groups(
 def test_a_mover_that_raises_in_any_group_leaves_nothing_behind(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
+    monkeypatch.setattr(HostMover, "native", False)
     host = open_host(model=EVEN, transport=FAULTY, cpu=8)
     tokens = stored(host, resident=1)
     mover, calls = host.engine._parts.mover, iter(range(1000))
@@ -528,9 +533,11 @@ def test_random_loads_beside_each_other(
     """Shared prefixes, few CPU slots, faults and delays anywhere, some cancelled: good pages are right, and at the end
     nothing is held."""
     rng = random.Random(seed)
-    host = open_host(device=device, model=rng.choice([EVEN, UNEVEN]), transport=FAULTY, cpu=rng.choice([3, 8, 14]))
-    monkeypatch.setattr(load_reads, "READ_BYTES", rng.choice([1, 3, 100]) * host.layout.extent_bytes)
-    monkeypatch.setattr(load_reads, "FLYING_BYTES", rng.choice([1, 2, 100]) * host.layout.extent_bytes)
+    model = rng.choice([EVEN, UNEVEN])
+    extent = layout_of(model).extent_bytes
+    limits = Limits(flying=rng.choice([1, 2, 100]) * extent, foreign_io=rng.choice([1, 3, 100]) * extent)
+    monkeypatch.setattr(native, "LIMITS", limits)
+    host = open_host(device=device, model=model, transport=FAULTY, cpu=rng.choice([3, 8, 14]))
     monkeypatch.setattr(load_run, "GROUP_SIZES", GroupSizes(4096, 1, rng.choice([1, 4, 8])))
     head = prompt(seed, 2)
     prompts = [head + prompt(100 * seed + i, 3) for i in range(3)]

@@ -34,7 +34,8 @@ from test_layerwise import (
 
 from gdscache.layout import EXTENT_ALIGNMENT, FIRST_BYTES, GroupSizes
 from gdscache.load import run as load_run
-from gdscache.moves import passing as load_passing
+from gdscache.moves import native
+from gdscache.native.moves import Limits
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart, FaultRule
 
@@ -49,7 +50,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(load_run, "GROUP_SIZES", SIZES)
-    monkeypatch.setattr(load_passing, "ROUND_BYTES", 4 * 4096)
+    monkeypatch.setattr(native, "LIMITS", Limits(foreign_io=4 * 4096))
     PLAN.reset()
     yield
     PLAN.reset()
@@ -186,7 +187,7 @@ def test_a_load_is_cancelled_between_any_two_groups(open_host: OpenHost, device:
 
 
 def test_what_is_not_begun_by_the_deadline_is_not_read(open_host: OpenHost) -> None:
-    host = open_host(model=EVEN, transport=FAULTY, cpu=None, bounce=4, load={"deadline": SOON})
+    host = open_host(model=EVEN, transport=FAULTY, cpu=None, bounce=2, load={"deadline": SOON})
     tokens = stored(host)
     PLAN.reset()
     with PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, 0), part=only(host, groups_of(host)[1])):

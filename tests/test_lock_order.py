@@ -83,10 +83,8 @@ def watched(host: Host) -> None:
     assert manager.ssd is not None
     manager.ssd._commit_lock = Ranked("commit")  # type: ignore[assignment]
     assert parts.bounce is not None
-    parts.bounce.late._lock = Ranked("leaf")  # type: ignore[assignment]
     manager.busy._lock = Ranked("leaf")  # type: ignore[assignment]
-    for pool in (parts.bounce.loads, parts.bounce.stores):
-        pool._changed = threading.Condition(Ranked("leaf"))  # type: ignore[arg-type]
+    parts.bounce.stores._changed = threading.Condition(Ranked("leaf"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cpu", [8, None])

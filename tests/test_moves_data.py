@@ -13,8 +13,8 @@ import torch
 from helpers import MHA, Host, layout_of, prompt, quiet
 
 from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
-from gdscache.moves.load import Machine
-from gdscache.moves.threads import ThreadsExecutor
+from gdscache.moves.machine import Machine
+from gdscache.moves.native import NativeExecutor
 from gdscache.planes import PagedPlanes
 from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.host_mover import HostMover
@@ -51,7 +51,7 @@ def machine() -> tuple[Machine, HostExtents]:
 def carry_out(pickled: bytes) -> tuple[dict[int, str], list[int], str]:
     """Carry a move out; what it said, and what the planes have then."""
     parts, _ = machine()
-    heard, executor = Heard(), ThreadsExecutor(parts)
+    heard, executor = Heard(), NativeExecutor(parts)
     end = executor.finish(executor.begin(pickle.loads(pickled), (), heard).end())
     assert end.error is None
     planes = b"".join(t.view(torch.uint8).numpy().tobytes() for some in parts.mover.planes.tensors for t in some)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -62,19 +63,43 @@ def test_a_request_that_fails_is_tried_again_page_by_page() -> None:
     device = Device([(0, 3), (3, 2), (5, 1)])
     [(_, first)] = device.submissions
     first.finish([(1, 2, None), (0, 0, ERROR), (2, 0, ERROR)])
-    ended = device.io.completions(time.monotonic() + 5)
-    assert [next(ended) for _ in range(3)] == [(3, None), (4, None), (5, ERROR)]
-    with pytest.raises(DeadlineError):
-        list(device.io.completions(time.monotonic()))
+    told: list[str] = []
+    device.io.follow(lambda: told.append("told"))
+    assert told
+    assert list(device.io.take()) == [([3, 4], None), (range(5, 6), ERROR)]
+    assert list(device.io.take()) == []
     [_, (pages, second)] = device.submissions
     assert pages == [0, 1, 2]
+    told.clear()
     second.finish([(2, 1, None), (1, 0, ERROR), (0, 0, None)])
-    rest = dict(ended)
+    assert told
+    rest = {page: error for pages, error in device.io.take() for page in pages}
     assert rest[1] is ERROR
     assert rest[2] is None
     assert isinstance(rest[0], ShortIOError)
-    everything = device.io.wait(time.monotonic())  # once more: nothing is submitted again
+    assert list(device.io.take()) == []
     assert len(device.submissions) == 2
+
+
+def test_whoever_waits_has_an_answer_for_each_page() -> None:
+    device = Device([(0, 3), (3, 2), (5, 1)])
+    [(_, first)] = device.submissions
+    first.finish([(1, 2, None), (0, 0, ERROR), (2, 0, ERROR)])
+    with pytest.raises(DeadlineError, match="3 of 6 pages"):
+        device.io.wait(time.monotonic())
+    device = Device([(0, 3), (3, 2), (5, 1)])
+    [(_, first)] = device.submissions
+    first.finish([(1, 2, None), (0, 0, ERROR), (2, 0, ERROR)])
+
+    def answer() -> None:
+        while len(device.submissions) < 2:
+            time.sleep(0.001)
+        device.submissions[1][1].finish([(2, 1, None), (1, 0, ERROR), (0, 0, None)])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    everything = device.io.wait(time.monotonic() + 30)
+    thread.join()
     assert [type(e) for e in everything] == [ShortIOError, IOFailedError, *[type(None)] * 3, IOFailedError]
 
 
@@ -82,8 +107,7 @@ def test_the_end_of_each_page_is_told_once_and_not_before_its_memory_is_free() -
     device = Device([(0, 2), (2, 2), (4, 2)])
     [(_, first)] = device.submissions
     first.finish([(0, 0, ERROR), (1, 2, None)])
-    with pytest.raises(DeadlineError):
-        list(device.io.completions(time.monotonic()))
+    assert len(list(device.io.take())) == 1
     told: list[int] = []
     device.io.on_end(told.append)
     assert sorted(told) == [0, 1, 2, 3]  # nobody tries 0 and 1 again
@@ -95,8 +119,7 @@ def test_pages_that_are_tried_again_end_with_their_second_request() -> None:
     device = Device([(0, 2), (2, 1)])
     [(_, first)] = device.submissions
     first.finish([(0, 0, ERROR), (1, 1, None)])
-    with pytest.raises(DeadlineError):
-        list(device.io.completions(time.monotonic()))
+    assert len(list(device.io.take())) == 1
     told: list[int] = []
     device.io.on_end(told.append)
     assert told == [2]

@@ -22,9 +22,10 @@ OpenHost = Callable[..., Host]
 FAULTY = "faulty:FaultyTransport"
 
 
-@pytest.fixture(autouse=True, params=["the pool begins", "the caller begins"])
+@pytest.fixture(autouse=True, params=["the library copies", "the pool begins", "the caller begins"])
 def _no_faults_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """And hits of the CPU tier begin in a thread of the pool, or, as they do on a GPU, in the caller's."""
+    """And pages are copied by the library, or by a mover: in a thread, or as on a GPU the first in the caller's."""
+    monkeypatch.setattr(HostMover, "native", request.param == "the library copies")
     monkeypatch.setattr(HostMover, "queues", lambda self, extents: request.param == "the caller begins")
     PLAN.reset()
     yield
@@ -170,6 +171,7 @@ def test_what_recompute_raises_comes_through(open_host: OpenHost) -> None:
 
 
 def test_a_load_that_broke_off_is_no_verdict(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostMover, "native", False)
     host = open_host()
     tokens = prompt(1, 3)
     stored(host, tokens)
@@ -215,7 +217,10 @@ def test_an_empty_load_is_settled_at_once(open_host: OpenHost, batch: int) -> No
     assert gaps == []
 
 
-def test_a_cancelled_load_has_its_slots_until_the_copy_under_way_is_over(open_host: OpenHost) -> None:
+def test_a_cancelled_load_has_its_slots_until_the_copy_under_way_is_over(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostMover, "native", False)
     host = open_host()
     tokens = prompt(1, 3)
     stored(host, tokens)

@@ -9,15 +9,10 @@
 #include <vector>
 
 #include "pages.h"
+#include "pool.h"
 #include "xxh3.h"
 
 using namespace gdscache;
-
-struct gdscache_pool {
-    std::vector<PlaneMemory> planes;
-    std::vector<int32_t> first_plane;
-    Pool pool;
-};
 
 namespace {
 

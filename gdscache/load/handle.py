@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -135,9 +136,10 @@ class LayerwiseLoad:
 
     def signal(self, layer: int, event: Event) -> None:
         """Called by the worker: this layer's copies are queued, and done when `event` is."""
-        if not self._layers[layer].queued:
+        fence = self._layers[layer]
+        if not (fence.queued or fence.watched):  # else whoever moves the bytes has said so
             self._timeline.instant("ready", layer=layer, load=self.number)
-        self._layers[layer].signal(event)
+        fence.signal(event)
 
     def released(self) -> None:
         """Called by the worker: nothing writes to the slots any more."""
@@ -155,8 +157,11 @@ class LayerwiseLoad:
         if self._moving is not None:
             self._moving.cancel()
 
-    def carried_by(self, moving: Moving) -> None:
-        """Called by the worker: what `cancel` is passed on to."""
+    def carried_by(self, moving: Moving, *, last: bool) -> None:
+        """Called by the worker: what `cancel` is passed on to. `last`: with this move the layers are there."""
         self._moving = moving
+        if last and moving.lands is not None:
+            for layer, fence in enumerate(self._layers):
+                fence.watch(functools.partial(moving.lands, layer))
         if self.cancelled:
             moving.cancel()

@@ -37,7 +37,7 @@ class Handle(Protocol):
     parts: Sequence[LoadPart]
     cancelled: bool
 
-    def carried_by(self, moving: Moving) -> None:
+    def carried_by(self, moving: Moving, *, last: bool) -> None:
         """What to pass a cancellation on to."""
         ...
 
@@ -157,7 +157,7 @@ class LoadRun:
         self._rows = rows
         move = Move(priority, tuple(ways), seconds, self._groups(ways), self._load.number)
         self._moving = moving = self._executor.begin(move, self._after, self)
-        self._load.carried_by(moving)
+        self._load.carried_by(moving, last=self._last)
         if moving.broken is not None:
             raise moving.broken
 

@@ -133,10 +133,13 @@ class Moving(Protocol):
 
     `read`: its sources may be written again once `read_event` has happened (None: now), though it goes on. Where that
     is not known at its begin, `read` is False, and its end says it.
+    `lands(layer, seconds)` waits for a layer's bytes, or that they will never come, and is False when they take longer;
+    None where the listener is told of layers that are ready.
     """
 
     read: bool
     read_event: Event
+    lands: Callable[[int, float], bool] | None
 
     @property
     def broken(self) -> BaseException | None:

@@ -170,6 +170,7 @@ class _Moving:
     read = False
     read_event: Event = None
     broken = None
+    lands: Callable[[int, float], bool] | None = None
 
     def __init__(self, executor: VirtualExecutor, move: Move, done: Done) -> None:
         self._executor = executor
@@ -197,6 +198,7 @@ class _Load:
     read = False
     read_event: Event = None
     broken = None
+    lands: Callable[[int, float], bool] | None = None
 
     def __init__(self, executor: VirtualExecutor, move: Move, listener: Listener) -> None:
         self._executor = executor

@@ -48,12 +48,36 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "disk_release": (_int, (_at,)),
     "cut_and_merge": (_int, (_at, _long, _long, _long, _at, _long, _at, _long, _at)),
     "bare": (_int, (_int, _int, _long, _long, _long, _int, _int, _int, _at, _at, _at)),
+    "executor_open": (
+        _int,
+        (_at, _at, _long, _int, _long, _long, _long, _at, _int, _int, _int, _at, _at, _long),
+    ),
+    "executor_close": (_void, (_at,)),
+    "executor_stop": (_void, (_at,)),
+    "executor_disk": (_text, (_at,)),
+    "move_begin": (_int, (_at, _long, _int, _long, _at, _long, _at, _long)),
+    "move_cancel": (_int, (_at, _long)),
+    "move_wait": (_int, (_at, _long, _int, _long)),
+    "move_outcome": (_int, (_at, _long, _at, _long, _at, _at, _at, _at, _long)),
+    "move_forget": (_int, (_at, _long)),
+    "refuse": (_int, (_at, _int)),
+    "take_io": (_int, (_at, _long, _at)),
+    "take_copy": (_int, (_at, _long, _at)),
+    "io_ended": (_int, (_at, _long, _at, _long)),
+    "copy_queued": (_int, (_at, _long)),
+    "copy_ended": (_int, (_at, _long, _at, _int)),
+    "expire": (_int, (_at, _long)),
+    "take_late": (_int, (_at, _long, _at, _long)),
+    "held_slots": (_long, (_at,)),
+    "free_slots": (_long, (_at,)),
+    "trace": (_int, (_at,)),
+    "take_spans": (_long, (_at, _at, _long)),
 }
 # Those that are over at once keep the interpreter's lock: whoever gives it up may wait 5 ms to have it again.
 # `disk_submit` is over at once where threads copy what it hands over, as they do for all that Python submits.
-_QUICK = frozenset(
-    {"abi", "best_arm", "has_arm", "pool_open", "pool_close", "disk_name", "disk_pending", "disk_wake", "disk_submit"}
-)
+_QUICK = frozenset({"abi", "best_arm", "has_arm", "pool_open", "pool_close", "disk_name", "disk_pending", "disk_wake"})
+_QUICK |= {"disk_submit", "executor_stop", "executor_disk", "move_begin", "move_cancel", "move_outcome", "refuse"}
+_QUICK |= {"move_forget", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots", "trace", "take_spans"}
 
 
 class Library:

@@ -88,7 +88,7 @@ class _Handle:
     def __init__(self, parts: Sequence[LoadPart]) -> None:
         self.parts = parts
 
-    def carried_by(self, moving: Moving) -> None:
+    def carried_by(self, moving: Moving, *, last: bool) -> None:
         """Nobody cancels it."""
 
     def signal(self, layer: int, event: Event) -> None:

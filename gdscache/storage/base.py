@@ -131,29 +131,24 @@ class Submission:
         Raises `DeadlineError` when nothing has ended by `deadline` (`time.monotonic()` seconds; None waits for ever)
         although requests are left. They go on, and keep their memory.
         """
-        for good, bad in self.ends(deadline, at_least):
-            for index in good:
-                yield index, None
-            yield from bad
-
-    def ends(
-        self, deadline: float | None = None, at_least: int = 1
-    ) -> Iterator[tuple[list[int], list[tuple[int, StorageError]]]]:
-        """`completions` as lists of those that have ended together: the good, and the others with their errors."""
         seen = 0
         while seen < len(self._spans):
             with self._changed:
                 self._wait_for(min(seen + at_least, len(self._spans)), deadline)
-                ended, failed = self._ended[seen:], self._failed
-            seen += len(ended)
-            if not failed:
-                yield ended, []
-                continue
-            errors = [(index, self._errors[index]) for index in ended]
-            yield (
-                [index for index, error in errors if error is None],
-                [(index, error) for index, error in errors if error is not None],
-            )
+            good, bad, seen = self.since(seen)
+            for index in good:
+                yield index, None
+            yield from bad
+
+    def since(self, seen: int) -> tuple[list[int], list[tuple[int, StorageError]], int]:
+        """The requests that have ended since `seen` of them had: the good, the others with their errors, and how many
+        have ended now."""
+        with self._changed:
+            ended, failed = self._ended[seen:], self._failed
+        if not failed:
+            return ended, [], seen + len(ended)
+        good = [index for index in ended if self._errors[index] is None]
+        return good, [(i, e) for i in ended if (e := self._errors[i]) is not None], seen + len(ended)
 
     def wait(self, deadline: float | None = None) -> list[StorageError | None]:
         """Wait for all requests; the error or None of each, in their order. Raises `DeadlineError` as above."""

@@ -32,7 +32,7 @@ from gdscache.tiers.retention import Retention
 from gdscache.tiers.slots import FreeSlots
 
 if TYPE_CHECKING:
-    from gdscache.moves.pages import Files
+    from gdscache.moves.machine import Files
 
 NO_RETENTIONS: Mapping[bytes, Retention] = {}
 

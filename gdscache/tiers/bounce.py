@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -65,7 +62,6 @@ class Window:
     def __init__(self, extents: Reserved, within: range, span: tuple[int, int]) -> None:
         start, stop = span
         self._extents = extents
-        self._within = within
         self._part = stop - start
         extent = extents.layout.extent_bytes
         self.slots = len(within) * extent // self._part
@@ -92,12 +88,6 @@ class Window:
         view = part if isinstance(part, memoryview) else part.cpu().numpy().data
         return layer_checksums(view, [(first - self._start, end - self._start) for first, end in bounds])
 
-    def reserve_slots(self, slot: int) -> range:
-        """The slots of the reserve that have bytes of a slot."""
-        extent = self._extents.layout.extent_bytes
-        first, last = slot * self._part // extent, ((slot + 1) * self._part - 1) // extent
-        return self._within[first : last + 1]
-
 
 class Bounce:
     """Half of the slots are for stores, half for loads; neither borrows from the other. `quarantine` watches over both,
@@ -107,54 +97,10 @@ class Bounce:
         self.extents = extents
         half = extents.slots // 2
         self.stores = SlotPool(range(half))
-        self.loads = SlotPool(range(half, 2 * half))
-        self.late = LateSlots(self.loads)
+        self.loads = range(half, 2 * half)  # the executor gives these out
         self._quarantine = quarantine
-        quarantine.add_pool("bounce_loads", self.loads.slots, lambda: self.late.held)
         quarantine.add_pool("bounce_stores", self.stores.slots)
-
-    def window(self, slots: Sequence[int], span: tuple[int, int]) -> tuple[Window, list[int]]:
-        """The longest run of neighbours among ascending slots of loads, cut for parts of extents; and the others."""
-        run = max(self._runs(slots), key=len)
-        return Window(self.extents, run, span), [slot for slot in slots if slot not in run]
-
-    def _runs(self, slots: Sequence[int]) -> list[range]:
-        """No run crosses from one registration of the memory into the next."""
-        fence, runs = self.extents.fence_slots, list[range]()
-        for slot in slots:
-            if runs and runs[-1].stop == slot and not (fence and slot % fence == 0):
-                runs[-1] = range(runs[-1].start, slot + 1)
-            else:
-                runs.append(range(slot, slot + 1))
-        return runs
 
     def close(self) -> None:
         """Give the memory back, once no I/O that hangs may touch it."""
         self._quarantine.afterwards(self.extents.close)
-
-
-class LateSlots:
-    """Slots that parts of pages are in whose reads are late: free again when the last of these reads has ended.
-
-    `held` counts them. Thread-safe.
-    """
-
-    def __init__(self, pool: SlotPool) -> None:
-        self.held = 0
-        self._pool = pool
-        self._reads: Counter[int] = Counter()
-        self._lock = threading.Lock()
-
-    def hold(self, slots: Iterable[int]) -> None:
-        """A read is late that writes to these slots of the pool, which somebody has."""
-        with self._lock:
-            self.held += sum(not self._reads[slot] for slot in slots)
-            self._reads.update(slots)
-
-    def end(self, slots: Iterable[int]) -> None:
-        """It has ended."""
-        with self._lock:
-            self._reads.subtract(slots)
-            free = [slot for slot in slots if not self._reads[slot]]
-            self.held -= len(free)
-        self._pool.give(free)

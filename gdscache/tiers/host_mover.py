@@ -22,6 +22,7 @@ class HostMover(Mover):
     """Copies at once, on the calling thread, without the interpreter's lock; takes the checksums on the way."""
 
     name = "native"
+    native = True
 
     def __init__(self, planes: PagedPlanes) -> None:
         self.planes = planes

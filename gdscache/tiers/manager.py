@@ -274,11 +274,16 @@ class TierManager:
             leases = [self._describe(lease) for lease in self._leases]
             return {"tiers": tiers, **groups, "leases": leases, "bytes_per_second": self.costs.bandwidths()}
 
-    def close(self) -> None:
-        """Close the tiers. What I/O that hangs may still touch is kept until that ends; the log says what."""
+    def close(self, executor: Callable[[], None] = lambda: None) -> None:
+        """Close the tiers, behind `executor()`, which closes what moves their bytes.
+
+        What I/O that hangs may still touch is kept until that ends; the log says what.
+        """
         with self.clearing.alone:
             pass  # what it drops is known to the SSD tier then, which deletes it before it is closed
         quarantine = self.quarantine
+        in_time = not self.files or quarantine.wait(_CLOSE_S)
+        quarantine.afterwards(executor)
         with contextlib.ExitStack() as last_to_first:
             for tier in self.tiers.values():
                 if tier.kind == "planes":
@@ -287,7 +292,7 @@ class TierManager:
                     last_to_first.callback(quarantine.afterwards, tier.close)
             if not self.files:
                 return
-            if quarantine.wait(_CLOSE_S):
+            if in_time:
                 for tier in self.files:
                     last_to_first.callback(tier.close)
                 return

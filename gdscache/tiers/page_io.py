@@ -5,15 +5,18 @@ A request for sixteen pages costs about as much as one for a page, in Python and
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.errors import StorageError
+from gdscache.errors import DeadlineError, StorageError
 from gdscache.storage.base import IORequest, Submission
 
 Positions = npt.NDArray[np.int64]
+_SLOW = "the device is slow or hangs; what is left keeps its memory until it ends"
 
 
 def stretches(here: Positions, there: Positions, most: int, period: int) -> tuple[Positions, Positions]:
@@ -52,37 +55,42 @@ class PageIO:
         self._submit = submit
         self._firsts = firsts
         self._counts = counts
+        self._count = int(counts.sum())
         self._largest = int(counts.max(initial=1))
         self._single = single
         self._again: list[int] = []
         self._second: Submission | None = None
+        self._told: Callable[[], None] = lambda: None
+        self._seen = [0, 0]  # ends of both that were taken
+        self._failed: list[int] = []
         self._first = submit(requests)
 
-    def ended(
-        self, deadline: float | None = None, at_least: int = 1
-    ) -> Iterator[tuple[Sequence[int], StorageError | None]]:
-        """`(pages, their error or None)`, about in the order of their ends, each page once an iterator.
+    def follow(self, told: Callable[[], None]) -> None:
+        """Call `told()` whenever there may be something to `take`, in any thread."""
+        self._told = told
+        self._first.on_end(lambda number: told())
 
-        It waits for about `at_least` further pages at a time, or for all that are left.
-
-        Raises `DeadlineError` when nothing has ended by `deadline` (`time.monotonic()` seconds) and pages are left.
-        """
-        again: list[int] = []
-        for good, bad in self._first.ends(deadline, max(1, at_least // self._largest)):
-            if good:
-                yield self._pages(good), None
-            for number, error in bad:
-                pages = self._run(number)
-                if len(pages) > 1:
-                    again.extend(pages)
-                else:
-                    yield pages, error
-        if again and self._second is None:
-            self._again = again
-            self._second = self._submit([self._single(page) for page in again])
+    def take(self) -> Iterator[tuple[Sequence[int], StorageError | None]]:
+        """`(pages, their error or None)` of those that have ended since it was last asked for; never waits."""
+        good, bad, self._seen[0] = self._first.since(self._seen[0])
+        if good:
+            yield self._pages(good), None
+        for number, error in bad:
+            pages = self._run(number)
+            if len(pages) > 1:
+                self._failed.extend(pages)
+            else:
+                yield pages, error
+        if self._failed and self._second is None and not self._first.pending:
+            self._again = self._failed
+            self._second = self._submit([self._single(page) for page in self._again])
+            self._second.on_end(lambda number: self._told())
         if self._second is not None:
-            for number, failure in self._second.completions(deadline):
-                yield [self._again[number]], failure
+            good, bad, self._seen[1] = self._second.since(self._seen[1])
+            for number in good:
+                yield [self._again[number]], None
+            for number, error in bad:
+                yield [self._again[number]], error
 
     def _run(self, number: int) -> range:
         """The pages of a request."""
@@ -95,16 +103,21 @@ class PageIO:
             return numbers
         return [page for number in numbers for page in self._run(number)]
 
-    def completions(self, deadline: float | None = None) -> Iterator[tuple[int, StorageError | None]]:
-        """`ended`, page by page."""
-        for pages, error in self.ended(deadline):
-            for page in pages:
-                yield page, error
-
     def wait(self, deadline: float | None = None) -> list[StorageError | None]:
-        """Wait for all pages; the error or None of each, in their order. Raises `DeadlineError` as above."""
-        ended = dict(self.completions(deadline))
-        return [ended[page] for page in range(len(ended))]
+        """Wait for all pages; the error or None of each, in their order. In place of `follow` and `take`.
+
+        Raises `DeadlineError` when pages are left at `deadline` (`time.monotonic()` seconds).
+        """
+        ended: dict[int, StorageError | None] = {}
+        told = threading.Event()
+        self.follow(told.set)
+        while len(ended) < self._count:
+            ended |= {page: error for pages, error in self.take() for page in pages}
+            left = None if deadline is None else deadline - time.monotonic()
+            if len(ended) < self._count and not told.wait(left if left is None else max(0.0, left)):
+                raise DeadlineError(f"{self._count - len(ended)} of {self._count} pages have not ended", _SLOW)
+            told.clear()
+        return [ended[page] for page in range(self._count)]
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         """Call `callback(page)` once for each page, when nothing touches its memory any more; see `Submission.on_end`.

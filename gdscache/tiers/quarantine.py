@@ -62,7 +62,16 @@ class Quarantine:
         self._counts = {"switch_offs": 0, "held": 0, "ended": 0}  # since the engine was opened
         self._reading: Counter[tuple[str, int]] = Counter()  # tiers and slots that late reads are at
         self._afterwards: list[Callable[[], None]] = []
+        self._switched: list[Callable[[], None]] = []
         self._finishing = False
+
+    def on_switch(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` when the tier was switched off, or on. The lock may be held; it must be quick."""
+        self._switched.append(callback)
+
+    def _tell(self) -> None:
+        for callback in self._switched:
+            callback()
 
     def add_pool(self, name: str, slots: int, held: Callable[[], int] | None = None) -> None:
         """Watch over a pool of memory of so many slots. `held`: how many late requests hold; None: one each."""
@@ -94,6 +103,7 @@ class Quarantine:
             if full is not None:
                 self.off = True
                 self._counts["switch_offs"] += 1
+                self._tell()
         if full is not None:
             _log.error(
                 "the SSD tier is switched off: I/O that has not ended within its deadline holds %d of %d slots of %s. "
@@ -110,6 +120,7 @@ class Quarantine:
             if self.stopped:
                 return
             self.off, self.stopped = True, why
+            self._tell()
         _log.error(
             "the SSD tier has stopped: %s, so that another process may use its directory. Its pages miss (lock_lost) "
             "and nothing is written to it until the engine is closed and opened again",
@@ -176,6 +187,7 @@ class Quarantine:
             switched_on = self.off and not self.stopped and self._fullest(_ON_BELOW) is None
             if switched_on:
                 self.off = False
+                self._tell()
             finish = not self.requests and bool(self._afterwards) and not self._finishing
             self._finishing = self._finishing or finish
             self._ended.notify_all()

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gdscache.moves.machine import Descriptors, Places
 from gdscache.slab import Slab, stretch_slots
 from gdscache.storage.base import IORequest, Op, Transport
 from gdscache.storage.batch import IOBatch
-from gdscache.tiers.bounce import Extents
+from gdscache.storage.native import NativeTransport
 from gdscache.tiers.page_io import PageIO, Positions, stretches
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class SlabIO:
         self,
         op: Op,
         slots: Positions,
-        ends: Sequence[tuple[Extents, Positions]],
+        ends: Sequence[tuple[Places, Positions]],
         span: tuple[int, int] | None = None,
     ) -> PageIO:
         """Start I/O between the slab's `slots` and places in memory, which `ends` have for so many pages each.
@@ -82,12 +83,19 @@ class SlabIO:
         return PageIO(lambda some: self.transport.submit(op, some), whole, firsts, counts, single)
 
     def _requests(
-        self, slots: Positions, extents: Extents, places: Positions, counts: Positions, start: int, stop: int
+        self, slots: Positions, extents: Places, places: Positions, counts: Positions, start: int, stop: int
     ) -> IOBatch:
         """A request from byte `start` of each of `slots` on, to byte `stop` of the last of its `counts` extents."""
         files, offsets = self._slab.locate_all(slots)
         sizes = (counts - 1) * self._slab.extent_bytes + stop - start
         return IOBatch(self._handles[files], offsets + start, extents.where(places, start), sizes, extents.flat)
+
+    def descriptors(self) -> Descriptors | None:
+        """What the native library needs to move these bytes itself; None where the transport has to."""
+        transport = self.transport
+        if type(transport) is not NativeTransport:
+            return None
+        return Descriptors(tuple(self._files), self._period, transport.threads, transport.uring)
 
     def describe(self) -> str:
         """The transport's name."""

@@ -66,6 +66,8 @@ class Mover(abc.ABC):
     planes: PagedPlanes
     layout: PageLayout
     timeline: Timeline = OFF
+    native = False
+    """Whether the native library copies in its place."""
 
     def scatter(
         self,

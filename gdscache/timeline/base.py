@@ -76,6 +76,12 @@ class Timeline:
     def instant(self, kind: str, /, **about: Any) -> None:
         """Something that took no time, in the calling thread."""
 
+    def past(self, kind: str, track: str, begin: int, end: int | None, /, **about: Any) -> None:
+        """What a thread that is not Python's has done: nanoseconds of CLOCK_MONOTONIC; no end: it took no time.
+
+        Spans of a track may overlap.
+        """
+
 
 OFF = Timeline()
 

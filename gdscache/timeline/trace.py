@@ -118,7 +118,7 @@ class TraceTimeline(Timeline):
         limit: int = LIMIT,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """`clock`: nanoseconds."""
+        """`clock`: nanoseconds; of CLOCK_MONOTONIC, where spans of native threads are to lie beside ours."""
         if limit < 1:
             raise InvalidValueError(f"a timeline of {limit} events", "keep at least one")
         self._path = None if path is None else Path(path)
@@ -166,6 +166,11 @@ class TraceTimeline(Timeline):
         with self._lock:
             if self._take():
                 self._events.append((kind, self._here(), self._clock(), None, about))
+
+    def past(self, kind: str, track: str, begin: int, end: int | None, /, **about: Any) -> None:
+        with self._lock:
+            if self._take():
+                self._events.append((kind, (track, 0), begin, end, about))
 
     # -- for spans -----------------------------------------------------------------------------------------------------
 

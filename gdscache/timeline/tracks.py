@@ -14,7 +14,20 @@ _THREADS = {  # our threads by their names
     "gdscache-write": "writer",
 }
 # Of tracks, from top to bottom.
-_ORDER = ("model", "calls", "thread", "loads", "load", "SSD reads", "prefetch", "storer", "stores", "writer", "SSD")
+_ORDER = (
+    "model",
+    "calls",
+    "thread",
+    "loads",
+    "load",
+    "SSD reads",
+    "copies",
+    "prefetch",
+    "storer",
+    "stores",
+    "writer",
+    "SSD",
+)
 
 Track = tuple[str, int]  # a name, and the thread's identifier where it is a thread's
 

@@ -1,0 +1,372 @@
+// Checks of what comes from outside, and calls of the executor. See api_executor.h.
+
+#include "api_executor.h"
+
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/vfs.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <system_error>
+
+#include "executor.h"
+#include "pool.h"
+
+using namespace gdscache;
+
+struct gdscache_executor {
+    std::string disk;
+    Executor executor;
+};
+
+namespace {
+
+using Kind = Space::Kind;
+
+constexpr int64_t kMost = int64_t{1} << 31;  // pages of a way, slots and layers of anything
+
+int32_t refused(const char* cause, int32_t error, char* why, int64_t why_size) {
+    if (why && why_size > 0) std::snprintf(why, static_cast<size_t>(why_size), "%s", cause);
+    return -error;
+}
+
+template <typename T>
+const T* at(uint64_t address) {
+    return reinterpret_cast<const T*>(address);
+}
+
+bool sound(const gdscache_limits& limits) {
+    return limits.bounds && limits.extent_bytes > 0 && limits.extent_bytes < int64_t{1} << 48 && limits.layers > 0 &&
+           limits.page_blocks > 0 && limits.flying_bytes > 0 && limits.io_bytes > 0 && limits.copy_bytes > 0 &&
+           limits.foreign_io_bytes > 0 && limits.foreign_copy_bytes > 0;
+}
+
+const char* unsound(const gdscache_space& space) {
+    if (space.kind < 0 || space.kind > 2) return "a space of no kind";
+    if (space.slots < 0 || space.slots >= kMost) return "a space of no sound number of slots";
+    if (space.foreign) return nullptr;
+    if (space.kind == 1 && !space.memory) return "a memory without an address";
+    if (space.kind == 2 && (space.n_files < 1 || !space.files || space.stretch < 1)) return "a space without files";
+    return nullptr;
+}
+
+bool within(const int64_t* values, int64_t count, int64_t limit) {
+    for (int64_t n = 0; n < count; ++n) {
+        if (values[n] < 0 || values[n] >= limit) return false;
+    }
+    return true;
+}
+
+// Whether a way makes sense for these spaces: nothing of it reaches beyond them.
+bool sound(const gdscache_way& way, const Executor& executor) {
+    const auto& spaces = executor.spaces();
+    const auto known = [&](int32_t space) { return space >= 0 && space < static_cast<int32_t>(spaces.size()); };
+    if (!known(way.source) || !known(way.target) || way.pages < 0 || way.pages >= kMost) return false;
+    if (way.pages && (!way.sources || !way.targets)) return false;
+    const Kind source = spaces[way.source].kind, target = spaces[way.target].kind;
+    const bool copies = (source == Kind::kPlanes) != (target == Kind::kPlanes);
+    const bool files = (source == Kind::kFiles) != (target == Kind::kFiles);
+    if (!(copies || files) || (source == Kind::kPlanes && target != Kind::kMemory)) return false;
+    if (source == Kind::kPlanes && executor.spaces()[way.target].sums == nullptr) return false;
+    const auto fits = [&](int32_t space, uint64_t slots) {
+        const bool planes = spaces[space].kind == Kind::kPlanes;
+        const int64_t count = way.pages * (planes ? executor.limits().page_blocks : 1);
+        return within(at<int64_t>(slots), count, executor.places()[space].slots);
+    };
+    if (!fits(way.source, way.sources) || !fits(way.target, way.targets)) return false;
+    if (!way.places) return true;
+    return known(way.through) && spaces[way.through].kind == Kind::kMemory && fits(way.through, way.places);
+}
+
+// Whether groups have every layer once, in order, and what is read of them lies in an extent and has its bytes.
+bool sound(const gdscache_group* groups, int64_t count, const Limits& limits) {
+    int32_t layer = 0;
+    int64_t stop = 0;
+    for (int64_t n = 0; n < count; ++n) {
+        const gdscache_group& group = groups[n];
+        if (group.first != layer || group.last <= group.first || group.last > limits.layers) return false;
+        if (group.begin < 0 || group.end < group.begin || group.end > limits.extent_bytes) return false;
+        if (group.start != stop || group.stop < group.start || group.stop < group.end) return false;
+        if (group.stop > limits.extent_bytes || group.alone_stop > limits.extent_bytes) return false;
+        if (group.alone_start < 0 || group.alone_start > group.begin || group.alone_stop < group.end) return false;
+        layer = group.last;
+        stop = group.stop;
+    }
+    return layer == limits.layers;
+}
+
+// Whether the kernel copies the bytes of a file: it is in the page cache, or on a RAM disk.
+bool kernel_copies(int file) {
+    struct statfs found;
+    const bool in_memory = fstatfs(file, &found) == 0 && found.f_type == TMPFS_MAGIC;
+    return in_memory || (fcntl(file, F_GETFL) & O_DIRECT) == 0;
+}
+
+bool ascending(const std::vector<int64_t>& bounds, int64_t most) {
+    return bounds.front() >= 0 && bounds.back() <= most && std::is_sorted(bounds.begin(), bounds.end());
+}
+
+template <typename T>
+std::vector<T> copied(uint64_t address, int64_t count) {
+    return address ? std::vector<T>(at<T>(address), at<T>(address) + count) : std::vector<T>();
+}
+
+int32_t code(Waited waited) { return waited == Waited::kHappened ? 1 : waited == Waited::kTimeout ? 0 : -ECANCELED; }
+
+}  // namespace
+
+int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struct gdscache_space* spaces,
+                               int64_t n_spaces, int32_t reserve_space, int64_t reserve_first, int64_t reserve_slots,
+                               int64_t fence, const struct gdscache_pool* pool, int32_t workers, int32_t depth,
+                               int32_t threads, struct gdscache_executor** executor, char* why, int64_t why_size) {
+    if (!limits || !spaces || !executor) return refused("an address is null", EINVAL, why, why_size);
+    if (!sound(*limits) || n_spaces < 1 || n_spaces > 1 << 10) return refused("no sound sizes", EINVAL, why, why_size);
+    if (workers < 0 || depth < 0 || threads < 0 || threads > 1 << 10) {
+        return refused("no sound number of threads", EINVAL, why, why_size);
+    }
+    bool files = false;
+    for (int64_t n = 0; n < n_spaces; ++n) {
+        if (const char* cause = unsound(spaces[n])) return refused(cause, EINVAL, why, why_size);
+        files = files || (spaces[n].kind == 2 && !spaces[n].foreign);
+        if (!spaces[n].foreign && spaces[n].kind == 0 && !pool) {
+            return refused("planes without a pool", EINVAL, why, why_size);
+        }
+    }
+    if (files && workers < 1) return refused("files without a disk", EINVAL, why, why_size);
+    if (reserve_space >= n_spaces || reserve_first < 0 || reserve_slots < 0 || fence < 0 ||
+        (reserve_space >= 0 &&
+         (spaces[reserve_space].kind != 1 || reserve_first + reserve_slots > spaces[reserve_space].slots))) {
+        return refused("a reserve outside its memory", EINVAL, why, why_size);
+    }
+    try {
+        std::vector<Space> kinds;
+        std::vector<Place> places;
+        for (int64_t n = 0; n < n_spaces; ++n) {
+            const gdscache_space& space = spaces[n];
+            kinds.push_back({static_cast<Kind>(space.kind), space.foreign != 0, reinterpret_cast<uint64_t*>(space.sums)});
+            Place place;
+            place.memory = reinterpret_cast<uint8_t*>(space.memory);
+            place.slots = space.slots;
+            place.stretch = space.stretch;
+            if (!space.foreign && space.kind == 2) place.files = copied<int>(space.files, space.n_files);
+            place.copied = std::any_of(place.files.begin(), place.files.end(), kernel_copies);
+            places.push_back(std::move(place));
+        }
+        std::unique_ptr<Disk> disk;
+        if (files) {
+            Refusal refusal;
+            disk = depth ? open_disk(workers, depth, refusal) : open_threads_disk(workers, refusal);
+            if (!disk) return refused(refusal.why.c_str(), refusal.error, why, why_size);
+        }
+        const std::string name = disk ? disk->name() : "";
+        const Limits sizes{limits->extent_bytes,
+                           limits->layers,
+                           limits->page_blocks,
+                           copied<int64_t>(limits->bounds, limits->layers + 1),
+                           limits->flying_bytes,
+                           limits->io_bytes,
+                           limits->copy_bytes,
+                           limits->foreign_io_bytes,
+                           limits->foreign_copy_bytes};
+        if (!ascending(sizes.bounds, sizes.extent_bytes)) return refused("no sound layers", EINVAL, why, why_size);
+        *executor = new gdscache_executor{
+            name, Executor(sizes, std::move(kinds), std::move(places), reserve_space,
+                           Reserve(reserve_first, reserve_space < 0 ? 0 : reserve_slots, fence),
+                           pool ? &pool->pool : nullptr, std::move(disk), threads)};
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return refused("no memory", ENOMEM, why, why_size);
+    } catch (const std::system_error& error) {  // a thread
+        return refused(error.what(), EAGAIN, why, why_size);
+    }
+}
+
+void gdscache_executor_close(struct gdscache_executor* executor) { delete executor; }
+
+void gdscache_executor_stop(struct gdscache_executor* executor) { executor->executor.stop(); }
+
+const char* gdscache_executor_disk(struct gdscache_executor* executor) { return executor->disk.c_str(); }
+
+int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, int32_t priority, int64_t until,
+                            const struct gdscache_way* ways, int64_t n_ways, const struct gdscache_group* groups,
+                            int64_t n_groups) {
+    Executor& of = executor->executor;
+    if (n_ways < 0 || n_ways > 1 << 10 || (n_ways && !ways) || n_groups < 1 || !groups) return -EINVAL;
+    if (priority < 0 || priority >= kPriorities || !sound(groups, n_groups, of.limits())) return -EINVAL;
+    int64_t rows = 0;
+    for (int64_t n = 0; n < n_ways; ++n) {
+        if (!sound(ways[n], of)) return -EINVAL;
+        const bool alike = (of.spaces()[ways[n].source].kind == of.spaces()[ways[0].source].kind) &&
+                           (of.spaces()[ways[n].target].kind == of.spaces()[ways[0].target].kind);
+        const bool load = of.spaces()[ways[0].target].kind != Kind::kFiles &&
+                          of.spaces()[ways[0].source].kind != Kind::kPlanes;
+        const bool loads = of.spaces()[ways[n].target].kind != Kind::kFiles &&
+                           of.spaces()[ways[n].source].kind != Kind::kPlanes;
+        if (!(alike || (load && loads))) return -EINVAL;  // a store is a store as a whole
+        rows += ways[n].pages;
+    }
+    if (rows >= kMost) return -EINVAL;
+    try {
+        MoveSpec spec;
+        spec.id = move;
+        spec.priority = static_cast<Priority>(priority);
+        spec.until = until;
+        for (int64_t n = 0; n < n_ways; ++n) {
+            const gdscache_way& from = ways[n];
+            const auto many = [&](int32_t space) {
+                return from.pages * (of.spaces()[space].kind == Kind::kPlanes ? of.limits().page_blocks : 1);
+            };
+            Way way;
+            way.source = from.source;
+            way.target = from.target;
+            way.through = from.places ? from.through : -1;
+            way.pages = from.pages;
+            way.sources = copied<int64_t>(from.sources, many(from.source));
+            way.targets = copied<int64_t>(from.targets, many(from.target));
+            way.places = copied<int64_t>(from.places, from.pages);
+            way.sums = copied<uint64_t>(from.sums, from.pages * of.limits().layers);
+            spec.ways.push_back(std::move(way));
+        }
+        for (int64_t n = 0; n < n_groups; ++n) {
+            const gdscache_group& from = groups[n];
+            spec.groups.push_back({from.first, from.last, from.begin, from.end, from.start, from.stop,
+                                   from.alone_start, from.alone_stop});
+        }
+        return of.begin(std::move(spec)) ? 0 : -EEXIST;
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    }
+}
+
+int32_t gdscache_move_cancel(struct gdscache_executor* executor, int64_t move) {
+    return executor->executor.cancel(move) ? 0 : -ENOENT;
+}
+
+int32_t gdscache_move_wait(struct gdscache_executor* executor, int64_t move, int32_t group, int64_t until) {
+    Waited waited;
+    if (!executor->executor.wait(move, group, until, &waited)) return -ENOENT;
+    return code(waited);
+}
+
+int32_t gdscache_move_outcome(struct gdscache_executor* executor, int64_t move, uint8_t* statuses, int64_t rows,
+                              int32_t* errors, int64_t* n_errors, int32_t* late, int64_t* n_late, int64_t room) {
+    const Outcome* const outcome = executor->executor.outcome(move);
+    if (!outcome) return -EAGAIN;
+    const auto size = static_cast<int64_t>(outcome->statuses.size());
+    if (rows != size || room < size || !n_errors || !n_late || (size && (!statuses || !errors || !late))) return -EINVAL;
+    if (size) std::memcpy(statuses, outcome->statuses.data(), static_cast<size_t>(size));
+    *n_errors = static_cast<int64_t>(outcome->errors.size());
+    for (int64_t n = 0; n < *n_errors; ++n) {
+        errors[2 * n] = outcome->errors[n].first;
+        errors[2 * n + 1] = outcome->errors[n].second;
+    }
+    *n_late = static_cast<int64_t>(outcome->late.size());
+    std::copy(outcome->late.begin(), outcome->late.end(), late);
+    return outcome->broken ? 1 : 0;
+}
+
+int32_t gdscache_move_forget(struct gdscache_executor* executor, int64_t move) {
+    return executor->executor.forget(move) ? 0 : -EBUSY;
+}
+
+int32_t gdscache_refuse(struct gdscache_executor* executor, int32_t status) {
+    if (status < 0 || status > static_cast<int32_t>(Status::kAborted)) return -EINVAL;
+    executor->executor.refuse(static_cast<Status>(status));
+    return 0;
+}
+
+int32_t gdscache_take_io(struct gdscache_executor* executor, int64_t until, struct gdscache_io* job) {
+    if (!job) return -EINVAL;
+    Waited waited;
+    if (const IoJob* const found = executor->executor.take_io(until, &waited)) {
+        *job = {found->id,
+                found->move,
+                found->write,
+                found->files,
+                found->memory,
+                found->first,
+                found->last,
+                0,
+                found->start,
+                found->stop,
+                static_cast<int64_t>(found->pages.size()),
+                reinterpret_cast<uint64_t>(found->pages.data())};
+    }
+    return code(waited);
+}
+
+int32_t gdscache_take_copy(struct gdscache_executor* executor, int64_t until, struct gdscache_copy* job) {
+    if (!job) return -EINVAL;
+    Waited waited;
+    if (const CopyJob* const found = executor->executor.take_copy(until, &waited)) {
+        *job = {found->id,
+                static_cast<int32_t>(found->copy),
+                found->memory,
+                found->first,
+                found->last,
+                found->sums,
+                0,
+                found->move,
+                found->window,
+                found->window_slots,
+                static_cast<int64_t>(found->pages.size()),
+                reinterpret_cast<uint64_t>(found->pages.data()),
+                reinterpret_cast<uint64_t>(found->blocks.data())};
+    }
+    return code(waited);
+}
+
+int32_t gdscache_io_ended(struct gdscache_executor* executor, int64_t job, const int32_t* ends, int64_t count) {
+    static_assert(sizeof(IoEnd) == 2 * sizeof(int32_t));
+    if (count < 0 || (count && !ends)) return -EINVAL;
+    return executor->executor.io_ended(job, reinterpret_cast<const IoEnd*>(ends), count) ? 0 : -EINVAL;
+}
+
+int32_t gdscache_copy_queued(struct gdscache_executor* executor, int64_t job) {
+    return executor->executor.copy_queued(job) ? 0 : -EINVAL;
+}
+
+int32_t gdscache_copy_ended(struct gdscache_executor* executor, int64_t job, const uint64_t* sums, int32_t broken) {
+    return executor->executor.copy_ended(job, sums, broken != 0) ? 0 : -EINVAL;
+}
+
+int32_t gdscache_expire(struct gdscache_executor* executor, int64_t now) {
+    executor->executor.expire(now);
+    return 0;
+}
+
+int32_t gdscache_take_late(struct gdscache_executor* executor, int64_t until, int64_t* late, int64_t room) {
+    if (room < 1 || !late) return -EINVAL;
+    Waited waited;
+    const auto ended = executor->executor.take_ended_late(until, static_cast<size_t>(room), &waited);
+    for (size_t n = 0; n < ended.size(); ++n) {
+        late[2 * n] = ended[n].first;
+        late[2 * n + 1] = ended[n].second;
+    }
+    return waited == Waited::kHappened ? static_cast<int32_t>(ended.size()) : code(waited);
+}
+
+int64_t gdscache_held_slots(struct gdscache_executor* executor) { return executor->executor.held_slots(); }
+
+int64_t gdscache_free_slots(struct gdscache_executor* executor) { return executor->executor.free_slots(); }
+
+int32_t gdscache_trace(struct gdscache_executor* executor) {
+    executor->executor.trace();
+    return 0;
+}
+
+int64_t gdscache_take_spans(struct gdscache_executor* executor, struct gdscache_span* spans, int64_t room) {
+    if (room < 0 || (room && !spans)) return -EINVAL;
+    const auto taken = executor->executor.take_spans(static_cast<size_t>(room));
+    for (size_t n = 0; n < taken.size(); ++n) {
+        const Span& span = taken[n];
+        spans[n] = {static_cast<int32_t>(span.kind), span.first, span.last, 0, span.move,
+                    span.pages, span.bytes, span.begin, span.end};
+    }
+    return static_cast<int64_t>(taken.size());
+}

@@ -1,0 +1,109 @@
+// The executor in the plain C interface. See api.h, and executor.h for what these stand for.
+
+#pragma once
+
+#include "api.h"
+
+struct gdscache_executor;
+
+// A space of moves, by its number. `kind`: 0 planes, 1 a memory, 2 files.
+struct gdscache_space {
+    int32_t kind, foreign;
+    int64_t slots;       // of a memory or of files; blocks of planes
+    uint64_t memory;     // address of a memory's first byte; 0 where it is foreign
+    uint64_t sums;       // address of its checksums, uint64 (slots, layers), or 0
+    uint64_t files;      // address of `n_files` descriptors, int32
+    int32_t n_files, reserved;
+    int64_t stretch;     // slots of one file that follow each other
+};
+
+struct gdscache_limits {
+    uint64_t bounds;  // address of int64 (layers + 1): where layers begin in an extent, and where the last one ends
+    int64_t extent_bytes;
+    int32_t layers, page_blocks;
+    int64_t flying_bytes, io_bytes, copy_bytes, foreign_io_bytes, foreign_copy_bytes;
+};
+
+struct gdscache_way {
+    int32_t source, target, through, reserved;
+    int64_t pages;
+    uint64_t sources, targets, places, sums;  // addresses; `places` and `sums` may be 0
+};
+
+struct gdscache_group {
+    int32_t first, last;
+    int64_t begin, end, start, stop, alone_start, alone_stop;
+};
+
+// A job of foreign I/O. `pages`: address of `count` structs of int32 row, int64 slot, int64 at.
+struct gdscache_io {
+    int64_t id, move;
+    int32_t write, files, memory, first, last, reserved;  // layers [first, last)
+    int64_t start, stop, count;
+    uint64_t pages;
+};
+
+struct gdscache_copy {
+    int64_t id;
+    int32_t kind, memory, first, last, sums, reserved;  // kind: 0 scatter, 1 gather, 2 digest, 3 ready (move.h)
+    int64_t move, window, window_slots, count;
+    uint64_t pages, blocks;
+};
+
+// What a thread of ours did. `kind`: 0 read, 1 write, 2 scatter, 3 gather, 4 look at what is in memory, 5 the layers
+// were in the planes, which took no time. Nanoseconds of CLOCK_MONOTONIC.
+struct gdscache_span {
+    int32_t kind, first, last, reserved;
+    int64_t move, pages, bytes, begin, end;
+};
+
+// `reserve_space`: the memory of the bounce reserve, or -1, and the slots of it that loads have. `workers`, `depth`: of
+// the disk, threads of ours with a depth of 0; no workers: all files are foreign. `threads`: that copy; 0: everything is foreign, and `expire` is called.
+GDSCACHE_API int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struct gdscache_space* spaces,
+                                            int64_t n_spaces, int32_t reserve_space, int64_t reserve_first,
+                                            int64_t reserve_slots, int64_t fence, const struct gdscache_pool* pool,
+                                            int32_t workers, int32_t depth, int32_t threads,
+                                            struct gdscache_executor** executor, char* why, int64_t why_size);
+// Waits for what is under way.
+GDSCACHE_API void gdscache_executor_close(struct gdscache_executor* executor);
+GDSCACHE_API void gdscache_executor_stop(struct gdscache_executor* executor);
+GDSCACHE_API const char* gdscache_executor_disk(struct gdscache_executor* executor);
+
+// `move`: its number, which is the caller's; -EEXIST where another move has it.
+GDSCACHE_API int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, int32_t priority,
+                                         int64_t until, const struct gdscache_way* ways, int64_t n_ways,
+                                         const struct gdscache_group* groups, int64_t n_groups);
+GDSCACHE_API int32_t gdscache_move_cancel(struct gdscache_executor* executor, int64_t move);
+// 1: the group is in the planes, or with -1 the move has ended; 0: not until then (ns of CLOCK_MONOTONIC); -ECANCELED
+// behind `stop`; -ENOENT for a move that nobody knows.
+GDSCACHE_API int32_t gdscache_move_wait(struct gdscache_executor* executor, int64_t move, int32_t group,
+                                        int64_t until);
+// How a move has ended: `statuses`, uint8 (rows); up to `room` rows each in `errors`, int32 (n, 2), and `late`. 1 where a
+// copy was broken, else 0; -EAGAIN before its end.
+GDSCACHE_API int32_t gdscache_move_outcome(struct gdscache_executor* executor, int64_t move, uint8_t* statuses,
+                                           int64_t rows, int32_t* errors, int64_t* n_errors, int32_t* late,
+                                           int64_t* n_late, int64_t room);
+GDSCACHE_API int32_t gdscache_move_forget(struct gdscache_executor* executor, int64_t move);
+GDSCACHE_API int32_t gdscache_refuse(struct gdscache_executor* executor, int32_t status);
+
+// The next foreign job: 1; 0 where none came until then; -ECANCELED behind `stop`. What it points to is there until its
+// end was said.
+GDSCACHE_API int32_t gdscache_take_io(struct gdscache_executor* executor, int64_t until, struct gdscache_io* job);
+GDSCACHE_API int32_t gdscache_take_copy(struct gdscache_executor* executor, int64_t until, struct gdscache_copy* job);
+// Pages of a job that have ended: int32 (count, 2), the page's place in the job, and 0, -1 (short) or an errno.
+GDSCACHE_API int32_t gdscache_io_ended(struct gdscache_executor* executor, int64_t job, const int32_t* ends,
+                                       int64_t count);
+// A copy is queued on a stream: its group may be said to be ready behind it.
+GDSCACHE_API int32_t gdscache_copy_queued(struct gdscache_executor* executor, int64_t job);
+GDSCACHE_API int32_t gdscache_copy_ended(struct gdscache_executor* executor, int64_t job, const uint64_t* sums,
+                                         int32_t broken);
+GDSCACHE_API int32_t gdscache_expire(struct gdscache_executor* executor, int64_t now);
+// Late pages that have ended at last, int64 (n, 2): move and row. How many, of `room` at most; else as take_io.
+GDSCACHE_API int32_t gdscache_take_late(struct gdscache_executor* executor, int64_t until, int64_t* late,
+                                        int64_t room);
+// Slots of the reserve that late reads hold; and those that nobody has.
+GDSCACHE_API int64_t gdscache_held_slots(struct gdscache_executor* executor);
+GDSCACHE_API int64_t gdscache_free_slots(struct gdscache_executor* executor);
+// Keep spans from now on; and take those that were kept: how many, of `room` at most.
+GDSCACHE_API int32_t gdscache_trace(struct gdscache_executor* executor);
+GDSCACHE_API int64_t gdscache_take_spans(struct gdscache_executor* executor, struct gdscache_span* spans, int64_t room);

@@ -1,0 +1,377 @@
+#include "executor.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <limits>
+#include <unordered_map>
+
+#include "xxh3.h"
+
+namespace gdscache {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
+
+Nanoseconds now() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
+}
+
+constexpr Nanoseconds kLongest = 1'000'000'000;  // of one wait: then it looks around
+constexpr size_t kMostSpans = 1 << 16;           // that are kept until somebody takes them
+constexpr int64_t kStreamed = 8 << 20;           // bytes of pages of a move beyond which copies go past the caches
+
+Span::Kind kind_of(Copy copy) {
+    return copy == Copy::kScatter  ? Span::Kind::kScatter
+           : copy == Copy::kGather ? Span::Kind::kGather
+                                   : Span::Kind::kDigest;
+}
+
+}  // namespace
+
+// A job of ours on its way through the disk.
+struct Executor::Flight {
+    IoJob job;
+    Runs runs;
+    std::vector<uint32_t> left;   // fragments of each page that have not ended
+    std::vector<int32_t> errors;  // of each page
+    uint32_t open = 0;            // pages that have not ended
+    Nanoseconds begin = 0;
+};
+
+Executor::Executor(const Limits& limits, std::vector<Space> spaces, std::vector<Place> places, int32_t reserve_space,
+                   Reserve reserve, const Pool* pool, std::unique_ptr<Disk> disk, int32_t threads)
+    : limits_(limits),
+      spaces_(spaces),
+      places_(std::move(places)),
+      pool_(pool),
+      moves_(limits, std::move(spaces), reserve_space, std::move(reserve)),
+      disk_(std::move(disk)) {
+    try {
+        for (int32_t n = 0; n < threads; ++n) threads_.emplace_back(&Executor::copy_loop, this);
+        if (disk_) threads_.emplace_back(&Executor::disk_loop, this);
+    } catch (...) {
+        stop();
+        {
+            const Lock lock(lock_);
+            closing_ = true;
+            changed();
+        }
+        for (std::thread& thread : threads_) thread.join();
+        throw;
+    }
+}
+
+Executor::~Executor() {
+    stop();
+    {
+        const Lock lock(lock_);
+        closing_ = true;
+        changed();
+    }
+    for (std::thread& thread : threads_) thread.join();
+}
+
+// --- what others ask for
+
+bool Executor::begin(MoveSpec spec) {
+    const Lock lock(lock_);
+    if (moves_.knows(spec.id)) return false;
+    moves_.begin(std::move(spec));
+    changed(true);
+    return true;
+}
+
+bool Executor::cancel(int64_t move) {
+    const Lock lock(lock_);
+    if (!moves_.knows(move)) return false;
+    moves_.cancel(move);
+    changed();
+    return true;
+}
+
+void Executor::refuse(Status status) {
+    const Lock lock(lock_);
+    moves_.refuse(status);
+    changed();
+}
+
+bool Executor::wait(int64_t move, int32_t group, Nanoseconds until, Waited* waited) {
+    Lock lock(lock_);
+    if (!moves_.knows(move) || group >= moves_.groups(move)) return false;
+    *waited = wait_for(lock, ended_, until, [&] {
+        return !moves_.knows(move) || (group < 0 ? moves_.ended(move) : moves_.ready(move, group));
+    });
+    return true;
+}
+
+const Outcome* Executor::outcome(int64_t move) {
+    const Lock lock(lock_);
+    return moves_.knows(move) && moves_.ended(move) ? &moves_.outcome(move) : nullptr;
+}
+
+bool Executor::forget(int64_t move) {
+    const Lock lock(lock_);
+    if (!moves_.knows(move) || !moves_.ended(move)) return false;
+    moves_.forget(move);
+    return true;
+}
+
+const IoJob* Executor::take_io(Nanoseconds until, Waited* waited) {
+    Lock lock(lock_);
+    IoJob job;
+    *waited = wait_for(lock, foreign_, until, [&] { return moves_.take_io(true, &job); });
+    if (*waited != Waited::kHappened) return nullptr;
+    return &ios_.emplace(job.id, std::move(job)).first->second;
+}
+
+const CopyJob* Executor::take_copy(Nanoseconds until, Waited* waited) {
+    Lock lock(lock_);
+    CopyJob job;
+    *waited = wait_for(lock, foreign_, until, [&] { return moves_.take_copy(true, &job); });
+    if (*waited != Waited::kHappened) return nullptr;
+    const int64_t id = job.id;  // of `kReady` too, which is let go with the next that is taken
+    return &copying_.insert_or_assign(job.copy == Copy::kReady ? 0 : id, std::move(job)).first->second;
+}
+
+bool Executor::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
+    const Lock lock(lock_);
+    const auto found = ios_.find(job);
+    if (found == ios_.end()) return false;
+    const int64_t pages = static_cast<int64_t>(found->second.pages.size());
+    if (std::any_of(ends, ends + count, [&](const IoEnd& end) { return end.page < 0 || end.page >= pages; })) {
+        return false;
+    }
+    if (moves_.io_ended(job, ends, count)) ios_.erase(found);
+    changed();
+    return true;
+}
+
+bool Executor::copy_queued(int64_t job) {
+    const Lock lock(lock_);
+    if (!copying_.contains(job)) return false;
+    moves_.copy_queued(job);
+    foreign_.notify_all();
+    return true;
+}
+
+bool Executor::copy_ended(int64_t job, const uint64_t* found, bool broken) {
+    const Lock lock(lock_);
+    const auto node = copying_.extract(job);
+    if (node.empty() || (!broken && node.mapped().sums && found == nullptr)) return false;
+    moves_.copy_ended(job, found, broken);
+    changed();
+    return true;
+}
+
+void Executor::expire(Nanoseconds time) {
+    const Lock lock(lock_);
+    moves_.expire(time);
+    changed();
+}
+
+std::vector<std::pair<int64_t, int32_t>> Executor::take_ended_late(Nanoseconds until, size_t most,
+                                                                      Waited* waited) {
+    Lock lock(lock_);
+    *waited = wait_for(lock, ended_, until, [&] { return moves_.has_ended_late(); });
+    return moves_.take_ended_late(most);
+}
+
+int64_t Executor::held_slots() {
+    const Lock lock(lock_);
+    return moves_.held_slots();
+}
+
+int64_t Executor::free_slots() {
+    const Lock lock(lock_);
+    return moves_.free_slots();
+}
+
+void Executor::trace() {
+    const Lock lock(lock_);
+    traced_ = true;
+    moves_.watch();
+}
+
+std::vector<Span> Executor::take_spans(size_t most) {
+    const Lock lock(lock_);
+    const auto end = kept_.begin() + static_cast<ptrdiff_t>(std::min(most, kept_.size()));
+    std::vector<Span> taken(kept_.begin(), end);
+    kept_.erase(kept_.begin(), end);
+    return taken;
+}
+
+void Executor::keep(const Span& span) {
+    if (traced_ && kept_.size() < kMostSpans) kept_.push_back(span);
+}
+
+void Executor::stop() {
+    const Lock lock(lock_);
+    stopped_ = true;
+    changed();
+}
+
+template <typename Ready>
+Waited Executor::wait_for(Lock& lock, std::condition_variable& condition, Nanoseconds until, Ready ready) {
+    while (true) {
+        if (ready()) return Waited::kHappened;
+        if (stopped_) return Waited::kClosed;
+        const Nanoseconds time = now();
+        if (time >= until) return Waited::kTimeout;
+        condition.wait_for(lock, std::chrono::nanoseconds(std::min(until - time, kLongest)));
+    }
+}
+
+void Executor::changed(bool fresh) {
+    if (traced_) {
+        const Nanoseconds time = now();
+        for (const ReadyGroup& group : moves_.take_ready()) {
+            keep({Span::Kind::kReady, group.first, group.last, group.move, 0, 0, time, time});
+        }
+    }
+    ended_.notify_all();
+    foreign_.notify_all();
+    copies_.notify_all();
+    if (disk_ && (fresh || closing_ || moves_.crowded())) disk_->wake();
+}
+
+// --- our threads
+
+void Executor::copy_loop() {
+    std::vector<uint64_t> found;
+    CopyJob job;
+    Lock lock(lock_);
+    while (!closing_) {
+        if (moves_.take_copy(false, &job)) {
+            lock.unlock();
+            const Nanoseconds begin = now();
+            copy(job, &found);
+            const Nanoseconds end = now();
+            lock.lock();
+            const auto pages = static_cast<int64_t>(job.pages.size());
+            const int64_t bytes = limits_.bounds[job.last] - limits_.bounds[job.first];
+            keep({kind_of(job.copy), job.first, job.last, job.move, pages, pages * bytes, begin, end});
+            moves_.copy_ended(job.id, found.data(), false);
+            changed();
+            continue;
+        }
+        const Nanoseconds time = now(), until = moves_.deadline();
+        if (until <= time) {
+            moves_.expire(time);
+            changed();
+        } else {
+            copies_.wait_for(lock, std::chrono::nanoseconds(std::min(until - time, kLongest)));
+        }
+    }
+}
+
+void Executor::copy(const CopyJob& job, std::vector<uint64_t>* found) const {
+    const int32_t layers = job.last - job.first;
+    found->resize(job.sums ? job.pages.size() * layers : 0);
+    uint8_t* const memory = places_[job.memory].memory;
+    const Store store = static_cast<int64_t>(job.pages.size()) * limits_.extent_bytes > kStreamed
+                            ? Store::kStreamed
+                            : Store::kCached;
+    for (size_t page = 0; page < job.pages.size(); ++page) {
+        uint8_t* const part = memory + job.pages[page].at;
+        uint64_t* const sums = job.sums ? found->data() + page * layers : nullptr;
+        const int64_t* const blocks = job.blocks.data() + page * limits_.page_blocks;
+        if (job.copy == Copy::kGather) gather(*pool_, blocks, job.first, job.last, part, sums, store);
+        if (job.copy == Copy::kScatter) scatter(*pool_, blocks, job.first, job.last, part, sums, store);
+        for (int32_t layer = job.first; job.copy == Copy::kDigest && layer < job.last; ++layer) {
+            const int64_t at = limits_.bounds[layer], end = limits_.bounds[layer + 1];
+            sums[layer - job.first] = xxh3(part + (at - limits_.bounds[job.first]), static_cast<size_t>(end - at));
+        }
+    }
+    if (store == Store::kStreamed) stream_fence();
+}
+
+std::unique_ptr<Executor::Flight> Executor::flight(IoJob job) const {
+    auto flight = std::make_unique<Flight>();
+    const Place& files = places_[job.files];
+    uint8_t* const memory = places_[job.memory].memory;
+    const int64_t count = static_cast<int64_t>(files.files.size()), bytes = job.stop - job.start;
+    std::vector<Request> requests;
+    requests.reserve(job.pages.size());
+    for (const Transfer& page : job.pages) {
+        const int64_t number = page.slot / files.stretch, within = page.slot % files.stretch;
+        const int64_t offset = (number / count * files.stretch + within) * limits_.extent_bytes + job.start;
+        requests.push_back({files.files[number % count], offset, reinterpret_cast<uint64_t>(memory + page.at), bytes});
+    }
+    const int64_t total = bytes * static_cast<int64_t>(requests.size());
+    flight->runs = cut_and_merge(requests, run_bytes(total, static_cast<int>(disk_->depth())));
+    flight->left.assign(job.pages.size(), 0);
+    flight->errors.assign(job.pages.size(), 0);
+    for (const uint32_t request : flight->runs.requests) ++flight->left[request];
+    flight->open = static_cast<uint32_t>(job.pages.size());
+    flight->job = std::move(job);
+    flight->begin = now();
+    return flight;
+}
+
+void Executor::disk_loop() {
+    std::unordered_map<int64_t, std::unique_ptr<Flight>> flights;
+    std::vector<Piece> pieces;
+    std::vector<Ended> ended;
+    std::vector<IoEnd> ends;
+    struct Sent {
+        Flight* flight;
+        uint32_t first, left;  // fragments
+    };
+    std::unordered_map<uint64_t, Sent> runs;  // by tag
+    uint64_t next_tag = 1;
+    Lock lock(lock_);
+    while (!closing_ || !flights.empty()) {
+        pieces.clear();
+        IoJob job;
+        while (!closing_ && disk_->pending() + pieces.size() < 2 * disk_->depth() && moves_.take_io(false, &job)) {
+            lock.unlock();
+            auto made = flight(std::move(job));
+            const Place& files = places_[made->job.files];
+            for (const Run& run : made->runs.runs) {
+                runs.emplace(next_tag, Sent{made.get(), run.first, run.count});
+                pieces.push_back({next_tag++, made->runs.fragments.data() + run.first, run.count, run.fd, run.offset,
+                                  made->job.write ? Op::kWrite : Op::kRead, files.copied});
+            }
+            flights.emplace(made->job.id, std::move(made));
+            lock.lock();
+        }
+        lock.unlock();
+        if (!pieces.empty()) disk_->submit(pieces);
+        ended.clear();
+        if (disk_->reap(ended, 1.0) < 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // all is late
+        lock.lock();
+        for (const Ended& some : ended) {
+            Sent& sent = runs.at(some.tag);
+            Flight* const owner = sent.flight;
+            const uint32_t first = sent.first;
+            sent.left -= some.count;
+            if (sent.left == 0) runs.erase(some.tag);
+            ends.clear();
+            int64_t moved = some.moved;
+            for (uint32_t n = 0; n < some.count; ++n) {
+                const uint32_t fragment = first + some.first + n;
+                const uint32_t page = owner->runs.requests[fragment];
+                const int64_t wanted = static_cast<int64_t>(owner->runs.fragments[fragment].iov_len);
+                int32_t error = some.error;
+                if (error == 0 && moved < wanted) error = kShort;
+                moved -= std::min(moved, wanted);
+                if (owner->errors[page] == 0) owner->errors[page] = error;
+                if (--owner->left[page] == 0) ends.push_back({static_cast<int32_t>(page), owner->errors[page]});
+            }
+            moves_.io_ended(owner->job.id, ends.data(), static_cast<int64_t>(ends.size()));
+            owner->open -= static_cast<uint32_t>(ends.size());
+            if (owner->open == 0) {
+                const IoJob& done = owner->job;
+                const auto pages = static_cast<int64_t>(done.pages.size());
+                keep({done.write ? Span::Kind::kWrite : Span::Kind::kRead, done.first, done.last, done.move, pages,
+                      pages * (done.stop - done.start), owner->begin, now()});
+                flights.erase(done.id);
+            }
+        }
+        if (!ended.empty()) changed();
+    }
+}
+
+}  // namespace gdscache

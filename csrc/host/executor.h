@@ -1,0 +1,115 @@
+// The executor of moves: `Moves` behind a lock, with threads of its own that copy and sum, and one that reads and writes.
+//
+// Threads of others take what is foreign: a transport of Python, the copies of a GPU. None of ours calls into Python.
+
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "disk.h"
+#include "moves.h"
+#include "pages.h"
+
+namespace gdscache {
+
+// Where the bytes of a space are that our threads reach: an address, or open files over which the slots go in stretches.
+struct Place {
+    uint8_t* memory = nullptr;
+    int64_t bytes = 0;   // of a memory
+    std::vector<int> files;
+    int64_t stretch = 0;  // slots of one file that follow each other
+    bool copied = false;  // the kernel copies what is read and written: no O_DIRECT, or a RAM disk
+    int64_t slots = 0;    // of a memory, or of files
+};
+
+// What a thread of ours did, and when. `kReady` took no time: from then on the layers were in the planes.
+struct Span {
+    enum class Kind : int32_t { kRead, kWrite, kScatter, kGather, kDigest, kReady };
+    Kind kind;
+    int32_t first, last;  // layers
+    int64_t move, pages, bytes;
+    Nanoseconds begin, end;
+};
+
+enum class Waited { kHappened, kTimeout, kClosed };
+
+class Executor {
+public:
+    // `pool`: planes in host memory, or null. `disk`: null where all files are foreign. `threads`: that copy; none:
+    // all is foreign, and `expire` is called from outside.
+    Executor(const Limits& limits, std::vector<Space> spaces, std::vector<Place> places, int32_t reserve_space,
+             Reserve reserve, const Pool* pool, std::unique_ptr<Disk> disk, int32_t threads);
+    ~Executor();
+
+    // False where its number is taken.
+    bool begin(MoveSpec spec);
+    bool cancel(int64_t move);
+    void refuse(Status status);
+    // Wait until a group of a load is in the planes (or never will be), or with `group` -1 until the move has ended.
+    // False for a move that nobody knows.
+    bool wait(int64_t move, int32_t group, Nanoseconds until, Waited* waited);
+    // The outcome of a move that has ended; null before.
+    const Outcome* outcome(int64_t move);
+    bool forget(int64_t move);
+
+    // The next foreign job, which is ours until its end is said; null with `waited` saying why.
+    const IoJob* take_io(Nanoseconds until, Waited* waited);
+    const CopyJob* take_copy(Nanoseconds until, Waited* waited);
+    bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
+    bool copy_queued(int64_t job);
+    bool copy_ended(int64_t job, const uint64_t* found, bool broken);
+    void expire(Nanoseconds now);
+
+    // Late pages that have ended since the last call; waits for one until then, or until `stop`.
+    std::vector<std::pair<int64_t, int32_t>> take_ended_late(Nanoseconds until, size_t most, Waited* waited);
+    int64_t held_slots();
+    int64_t free_slots();
+
+    // Keep spans from now on, until they are taken.
+    void trace();
+    std::vector<Span> take_spans(size_t most);
+
+    // No thread of others waits here any more, and none will. What is under way goes on.
+    void stop();
+
+    const Limits& limits() const { return limits_; }
+    const std::vector<Space>& spaces() const { return spaces_; }
+    const std::vector<Place>& places() const { return places_; }
+
+private:
+    struct Flight;
+    using Lock = std::unique_lock<std::mutex>;
+
+    template <typename Ready>
+    Waited wait_for(Lock& lock, std::condition_variable& changed, Nanoseconds until, Ready ready);
+    void changed(bool fresh = false);  // with the lock held. `fresh`: there is a new move
+    void copy_loop();
+    void disk_loop();
+    void copy(const CopyJob& job, std::vector<uint64_t>* found) const;
+    std::unique_ptr<Flight> flight(IoJob job) const;
+    void keep(const Span& span);  // with the lock held
+
+    const Limits limits_;
+    const std::vector<Space> spaces_;
+    const std::vector<Place> places_;
+    const Pool* const pool_;
+    std::mutex lock_;
+    std::condition_variable ended_, foreign_, copies_;
+    Moves moves_;
+    std::map<int64_t, IoJob> ios_;  // foreign, under way
+    std::map<int64_t, CopyJob> copying_;
+    bool stopped_ = false, closing_ = false;
+    bool traced_ = false;
+    std::deque<Span> kept_;
+    std::unique_ptr<Disk> disk_;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace gdscache

@@ -1,0 +1,114 @@
+// What moves, as plain data: the words of gdscache/moves/base.py. A row is a page's place in a move, over all ways.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace gdscache {
+
+using Nanoseconds = int64_t;  // of CLOCK_MONOTONIC, or of a test's clock
+
+// How a page ended. The order is that of `PageStatus`.
+enum class Status : uint8_t {
+    kPending,
+    kLoaded,
+    kChecksum,
+    kShortRead,
+    kIoError,
+    kDeadline,
+    kSwitchedOff,
+    kLockLost,
+    kCancelled,
+    kAborted,
+};
+
+// The smaller goes first where both wait for the same device.
+enum class Priority : uint8_t { kLoad, kPrefetch, kStore, kDemotion };
+constexpr int kPriorities = 4;
+
+// Where bytes lie. `foreign`: a thread of somebody else moves them, and says so (Moves::take_*).
+struct Space {
+    enum class Kind : uint8_t { kPlanes, kMemory, kFiles };
+    Kind kind;
+    bool foreign = false;
+    uint64_t* sums = nullptr;  // of a memory: uint64 (slots, layers), what stores leave there
+};
+
+// Layers that move together, and the bytes of an extent that are read for them: behind the groups before them, or alone.
+struct Group {
+    int32_t first, last;
+    int64_t begin, end;  // the layers' bytes in an extent
+    int64_t start, stop;
+    int64_t alone_start, alone_stop;
+
+    int64_t bytes(bool alone) const { return alone ? alone_stop - alone_start : stop - start; }
+};
+
+// Pages that go from one space to another. See `Way` in gdscache/moves/base.py.
+struct Way {
+    int32_t source, target;
+    int32_t through = -1;          // the memory that has `places`, or of the reserve
+    int64_t pages = 0;
+    std::vector<int64_t> sources;  // slots, or blocks of each page
+    std::vector<int64_t> targets;
+    std::vector<int64_t> places;   // none: what is read passes through the reserve
+    std::vector<uint64_t> sums;    // (pages, layers); none: the bytes are known to be right
+};
+
+struct MoveSpec {
+    int64_t id = 0;  // the caller's; no other move has it
+    Priority priority = Priority::kLoad;
+    Nanoseconds until = 0;
+    std::vector<Way> ways;
+    std::vector<Group> groups;  // in their order; they have every layer once
+};
+
+// Sizes that a job has, in bytes, and what may be in flight.
+struct Limits {
+    int64_t extent_bytes = 0;
+    int32_t layers = 0;
+    int32_t page_blocks = 1;
+    std::vector<int64_t> bounds;      // where each layer begins in an extent, and where the last one ends
+    int64_t flying_bytes = 64 << 20;  // of reads and writes, over all moves
+    int64_t io_bytes = 8 << 20;       // of one job
+    int64_t copy_bytes = 2 << 20;
+    int64_t foreign_io_bytes = 64 << 20;
+    int64_t foreign_copy_bytes = 64 << 20;
+};
+
+// A page of a job. `slot`: of the files; `at`: where the first byte that moves lies, from the memory's first byte.
+struct Transfer {
+    int32_t row;
+    int64_t slot;
+    int64_t at;
+};
+
+// Reads or writes of the bytes [start, stop) of some pages' extents.
+struct IoJob {
+    int64_t id = 0, move = 0;
+    bool write = false;
+    int32_t files = 0, memory = 0;
+    int32_t first = 0, last = 0;  // layers
+    int64_t start = 0, stop = 0;
+    std::vector<Transfer> pages;
+};
+
+// What becomes of bytes that are in memory: into the planes, out of them, or only looked at. `kReady` is no copy: all
+// copies of a group into foreign planes are queued.
+enum class Copy : uint8_t { kScatter, kGather, kDigest, kReady };
+
+// Layers [first, last) of some pages. `slot`: of the memory, or of the pages that passed through [window, window +
+// window_slots) of it together; `at`: where layer `first` begins. `blocks`: (pages, page_blocks), none to look.
+struct CopyJob {
+    int64_t id = 0, move = 0;
+    Copy copy = Copy::kScatter;
+    int32_t memory = 0;
+    int32_t first = 0, last = 0;
+    bool sums = false;
+    int64_t window = 0, window_slots = 0;
+    std::vector<Transfer> pages;
+    std::vector<int64_t> blocks;
+};
+
+}  // namespace gdscache

@@ -1,0 +1,686 @@
+#include "moves.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace gdscache {
+
+namespace {
+
+constexpr int32_t kReadsPerWrite = 8;  // in a row, while writes wait
+constexpr int64_t kCopies = 16;        // a foreign load is copied with about so many
+constexpr int64_t kRounds = 4;         // that share the reserve: while one is copied, the others are read
+
+enum class Work : uint8_t { kLoad, kGather, kWrite };
+
+// A group of a page's layers: to be copied, queued (where others copy), or copied, or not to be copied any more.
+enum class Cell : uint8_t { kOpen, kQueued, kDone };
+
+}  // namespace
+
+// I/O under way: some pages of a way, for a group of layers.
+struct Moves::Reading {
+    int64_t id = 0;
+    Move* move = nullptr;
+    int32_t way = 0, group = 0;
+    bool write = false, late = false;
+    int64_t part = 0;  // bytes of a page
+    std::vector<Transfer> pages;
+    std::vector<bool> over;     // pages whose I/O has ended
+    int32_t left = 0;           // pages whose I/O has not
+    int32_t copies = 0;         // landed pages that are not copied yet
+    int64_t slot = 0, slots = 0;  // of the reserve, which `pages` lie in
+};
+
+struct Moves::Copying {
+    Move* move = nullptr;
+    int32_t way = 0, group = 0;
+    bool sums = false, gather = false;
+    std::vector<int32_t> rows;
+    std::vector<Reading*> readings;  // that have to be kept until these pages are copied; null: none
+};
+
+struct Moves::Move {
+    struct Landed {
+        int32_t row;
+        int64_t slot, at;  // as in a job
+        Reading* reading;
+    };
+    // Pages of a way that may be copied, of one group.
+    struct Copyable {
+        int64_t resident = 0;  // the next page that has been in memory all along
+        std::deque<Landed> landed;
+    };
+
+    int64_t id = 0;
+    Order::key_type order;
+    MoveSpec spec;
+    Work work = Work::kLoad;
+    Outcome outcome;
+    std::vector<int32_t> first_row;  // of each way, and their number at the end
+    std::vector<Cell> cells;         // (rows, groups)
+    std::vector<uint8_t> there;      // (rows, groups): read
+    std::vector<int32_t> next;       // of each row: the first group that is not there, or has one before it that is not
+    std::vector<int32_t> left;       // of each row: groups that are not copied
+    std::vector<int32_t> todo;       // of each group: rows that are not done
+    std::vector<int32_t> queued;     // of each group: rows whose copies are queued, and not done
+    std::vector<bool> announced;     // of each group: that all its copies are queued
+    std::vector<int32_t> unread;     // of each group: rows that are to be read, or are being read
+    std::vector<Copyable> copyable;  // (groups, ways)
+    std::vector<int32_t> late;       // of each row: late I/O
+    int32_t group = 0, way = 0;      // of the next I/O
+    int64_t page = 0;
+    int32_t ios = 0, late_ios = 0, copying = 0;
+    bool cancelled = false, broken = false, expired = false, over = false, forgotten = false;
+
+    int32_t rows() const { return first_row.back(); }
+    int32_t groups() const { return static_cast<int32_t>(spec.groups.size()); }
+    int32_t ways() const { return static_cast<int32_t>(spec.ways.size()); }
+    bool pending(int32_t row) const { return outcome.statuses[row] == Status::kPending; }
+    size_t cell(int32_t row, int32_t of) const { return static_cast<size_t>(row) * groups() + of; }
+    Copyable& copies(int32_t of, int32_t by) { return copyable[static_cast<size_t>(of) * ways() + by]; }
+    bool all_issued() const { return group == groups(); }
+
+    // To the next way, or to the next group where this one was the last.
+    void advance() {
+        page = 0;
+        if (++way == ways()) way = 0, ++group;
+    }
+};
+
+Moves::Moves(const Limits& limits, std::vector<Space> spaces, int32_t reserve_space, Reserve reserve)
+    : limits_(limits), spaces_(std::move(spaces)), reserve_space_(reserve_space), reserve_(std::move(reserve)) {}
+
+Moves::~Moves() = default;
+
+// --- for who wants bytes moved
+
+void Moves::begin(MoveSpec spec) {
+    auto owned = std::make_unique<Move>();
+    Move& move = *owned;
+    move.id = spec.id;
+    move.order = {spec.priority, begun_++};
+    move.spec = std::move(spec);
+    move.first_row.push_back(0);
+    for (const Way& way : move.spec.ways) move.first_row.push_back(move.rows() + static_cast<int32_t>(way.pages));
+    if (!move.spec.ways.empty()) {
+        const Way& way = move.spec.ways.front();
+        if (spaces_[way.target].kind == Space::Kind::kFiles) move.work = Work::kWrite;
+        if (spaces_[way.source].kind == Space::Kind::kPlanes) move.work = Work::kGather;
+    }
+    if (move.work != Work::kLoad) move.spec.groups.resize(1);  // every layer at once
+    const size_t rows = move.rows(), groups = move.groups();
+    move.outcome.statuses.assign(rows, Status::kPending);
+    move.cells.assign(rows * groups, Cell::kOpen);
+    move.left.assign(rows, static_cast<int32_t>(groups));
+    move.todo.assign(groups, static_cast<int32_t>(rows));
+    move.queued.assign(groups, 0);
+    move.announced.assign(groups, false);
+    move.late.assign(rows, 0);
+    move.copyable.resize(groups * move.ways());
+    if (move.work == Work::kLoad) {
+        move.there.assign(rows * groups, 0);
+        move.next.assign(rows, 0);
+        int32_t read = 0;
+        for (const Way& way : move.spec.ways) {
+            if (spaces_[way.source].kind == Space::Kind::kFiles) read += static_cast<int32_t>(way.pages);
+        }
+        move.unread.assign(groups, read);
+    }
+    moves_.emplace(move.id, std::move(owned));
+    open_.emplace(move.order, &move);
+    settle(move);
+}
+
+void Moves::cancel(int64_t id) {
+    Move& move = at(id);
+    if (move.over || move.work != Work::kLoad) return;
+    move.cancelled = true;
+    for (int32_t w = 0; w < move.ways(); ++w) {
+        const Way& way = move.spec.ways[w];
+        const bool passes = spaces_[way.source].kind == Space::Kind::kFiles && way.places.empty() &&
+                            spaces_[way.target].kind == Space::Kind::kPlanes;
+        for (int32_t row = move.first_row[w]; passes && row < move.first_row[w + 1]; ++row) {
+            judge(move, row, Status::kCancelled);
+        }
+    }
+    settle(move);
+}
+
+bool Moves::ended(int64_t move) const { return at(move).over; }
+
+int32_t Moves::groups(int64_t move) const { return at(move).groups(); }
+
+bool Moves::ready(int64_t id, int32_t group) const {
+    const Move& move = at(id);
+    return move.over || (!move.cancelled && !move.broken && move.todo[group] == 0);
+}
+
+const Outcome& Moves::outcome(int64_t move) const { return at(move).outcome; }
+
+void Moves::forget(int64_t id) {
+    at(id).forgotten = true;
+    drop_forgotten(at(id));
+}
+
+std::vector<std::pair<int64_t, int32_t>> Moves::take_ended_late(size_t most) {
+    const auto end = ended_late_.begin() + static_cast<ptrdiff_t>(std::min(most, ended_late_.size()));
+    std::vector<std::pair<int64_t, int32_t>> taken(ended_late_.begin(), end);
+    ended_late_.erase(ended_late_.begin(), end);
+    return taken;
+}
+
+void Moves::drop_forgotten(Move& move) {
+    if (move.forgotten && move.over && move.late_ios == 0) moves_.erase(move.id);
+}
+
+// --- I/O
+
+bool Moves::take_io(bool foreign, IoJob* job) {
+    crowded_ = false;
+    const bool writes_wait = std::any_of(open_.begin(), open_.end(), [](const auto& entry) {
+        return entry.second->work == Work::kWrite && !entry.second->all_issued();
+    });
+    const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite;
+    if (write_first && take_write(foreign, job)) return true;
+    if (take_read(foreign, job)) {
+        reads_in_row_ = writes_wait ? reads_in_row_ + 1 : 0;
+        return true;
+    }
+    return writes_wait && !write_first && take_write(foreign, job);
+}
+
+bool Moves::take_read(bool foreign, IoJob* job) {
+    for (auto next = open_.begin(); next != open_.end();) {
+        Move& move = *next++->second;  // which may be over behind this, and then is not in `open_` any more
+        if (move.work == Work::kLoad && next_read(move, foreign, job)) return true;
+    }
+    return false;
+}
+
+bool Moves::take_write(bool foreign, IoJob* job) {
+    for (auto& [order, move] : open_) {
+        if (move->work == Work::kWrite && next_write(*move, foreign, job)) {
+            reads_in_row_ = 0;
+            return true;
+        }
+    }
+    return false;
+}
+
+// The next part of a load that is to be read: groups in their order, of each the ways in theirs.
+bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
+    const bool was_open = !move.all_issued();
+    while (!move.all_issued()) {
+        const Way& way = move.spec.ways[move.way];
+        if (spaces_[way.source].kind != Space::Kind::kFiles || move.page == way.pages) {
+            move.advance();
+            continue;
+        }
+        const Status refusal = move.expired ? Status::kDeadline : refusal_;
+        if (refusal != Status::kPending || move.broken) {
+            for (; move.page < way.pages && !move.broken; ++move.page) {
+                judge(move, move.first_row[move.way] + static_cast<int32_t>(move.page), refusal);
+            }
+            move.page = way.pages;
+            continue;
+        }
+        if (spaces_[way.source].foreign != foreign) return false;
+        const bool passes = way.places.empty() && spaces_[way.target].kind == Space::Kind::kPlanes;
+        const Group& group = move.spec.groups[move.group];
+        const int64_t part = group.bytes(passes);
+        const int64_t bytes = foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
+        const int64_t most = std::max<int64_t>(1, bytes / std::max<int64_t>(1, part));
+        auto reading = std::make_unique<Reading>();
+        int64_t page = move.page;
+        for (; page < way.pages && static_cast<int64_t>(reading->pages.size()) < most; ++page) {
+            const int32_t row = move.first_row[move.way] + static_cast<int32_t>(page);
+            if (move.pending(row)) reading->pages.push_back({row, way.sources[page], 0});
+        }
+        if (reading->pages.empty()) {
+            move.page = page;
+            continue;
+        }
+        reading->way = move.way;
+        reading->group = move.group;
+        reading->part = part;
+        if (part == 0) {  // what there is of these layers came with the group before
+            move.page = page;
+            for (size_t i = 0; i < reading->pages.size(); ++i) landed(move, *reading, static_cast<int32_t>(i));
+            continue;
+        }
+        if (!fits(static_cast<int64_t>(reading->pages.size()) * part)) return false;
+        if (passes) {
+            const int64_t wanted = static_cast<int64_t>(reading->pages.size()) * part;
+            const int64_t extents = (wanted + limits_.extent_bytes - 1) / limits_.extent_bytes;
+            const int64_t share = std::max<int64_t>(1, reserve_.slots() / kRounds);
+            reading->slots = reserve_.take(std::min(extents, share), &reading->slot);
+            if (reading->slots == 0) {
+                crowded_ = true;
+                return false;
+            }
+            const size_t room = static_cast<size_t>(reading->slots * limits_.extent_bytes / part);
+            if (room < reading->pages.size()) {
+                reading->pages.resize(room);
+                page = reading->pages.back().row - move.first_row[move.way] + 1;
+            }
+            for (size_t i = 0; i < reading->pages.size(); ++i) {
+                reading->pages[i].at = reading->slot * limits_.extent_bytes + static_cast<int64_t>(i) * part;
+            }
+        } else {
+            const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
+            for (Transfer& one : reading->pages) {
+                one.at = places[one.row - move.first_row[move.way]] * limits_.extent_bytes + group.start;
+            }
+        }
+        move.page = page;
+        job->write = false;
+        job->memory = passes ? reserve_space_ : way.places.empty() ? way.target : way.through;
+        job->files = way.source;
+        job->start = passes ? group.alone_start : group.start;
+        job->stop = passes ? group.alone_stop : group.stop;
+        issue(move, std::move(reading), job);
+        return true;
+    }
+    if (was_open) settle(move);
+    return false;
+}
+
+// Whether so many bytes may be in flight, too. One job always may.
+bool Moves::fits(int64_t bytes) {
+    const bool fits = flying_ == 0 || flying_ + bytes <= limits_.flying_bytes;
+    crowded_ = crowded_ || !fits;
+    return fits;
+}
+
+bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
+    while (!move.all_issued()) {
+        const Way& way = move.spec.ways[move.way];
+        if (move.page == way.pages) {
+            move.advance();
+            continue;
+        }
+        if (spaces_[way.target].foreign != foreign) return false;
+        const int64_t bytes = foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
+        const int64_t most = std::max<int64_t>(1, bytes / limits_.extent_bytes);
+        const int64_t end = std::min(way.pages, move.page + most);
+        if (!fits((end - move.page) * limits_.extent_bytes)) return false;
+        auto reading = std::make_unique<Reading>();
+        for (; move.page < end; ++move.page) {
+            const int32_t row = move.first_row[move.way] + static_cast<int32_t>(move.page);
+            reading->pages.push_back({row, way.targets[move.page], way.sources[move.page] * limits_.extent_bytes});
+        }
+        reading->way = move.way;
+        reading->write = true;
+        reading->part = limits_.extent_bytes;
+        job->write = true;
+        job->memory = way.source;
+        job->files = way.target;
+        job->start = 0;
+        job->stop = limits_.extent_bytes;
+        issue(move, std::move(reading), job);
+        return true;
+    }
+    return false;
+}
+
+void Moves::issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job) {
+    reading->id = job->id = next_job_++;
+    reading->move = &move;
+    reading->left = static_cast<int32_t>(reading->pages.size());
+    reading->over.assign(reading->pages.size(), false);
+    job->move = move.id;
+    job->first = reading->write ? 0 : move.spec.groups[reading->group].first;
+    job->last = reading->write ? limits_.layers : move.spec.groups[reading->group].last;
+    job->pages = reading->pages;
+    flying_ += reading->part * reading->left;
+    ++move.ios;
+    readings_.emplace(reading->id, std::move(reading));
+}
+
+bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
+    const auto found = readings_.find(job);
+    if (found == readings_.end()) return false;
+    Reading& reading = *found->second;
+    Move& move = *reading.move;
+    for (int64_t i = 0; i < count; ++i) {
+        if (!reading.over[ends[i].page]) end_page(reading, ends[i].page, ends[i].error);
+    }
+    const bool all = reading.left == 0;
+    if (all) {
+        --(reading.late ? move.late_ios : move.ios);
+        let_go(reading);
+    }
+    settle(move);
+    drop_forgotten(move);
+    return all;
+}
+
+void Moves::end_page(Reading& reading, int32_t page, int32_t error) {
+    Move& move = *reading.move;
+    const int32_t row = reading.pages[page].row;
+    reading.over[page] = true;
+    --reading.left;
+    if (reading.late) {
+        if (--move.late[row] == 0) ended_late_.emplace_back(move.id, row);
+        return;
+    }
+    flying_ -= reading.part;
+    if (reading.write) {
+        if (error != 0) move.outcome.errors.emplace_back(row, error);
+        --move.todo[0];
+    } else if (error == 0) {
+        landed(move, reading, page);
+    } else {
+        judge(move, row, error == kShort ? Status::kShortRead : Status::kIoError);
+    }
+}
+
+// A page's layers are in memory. Where it stays, they may be copied when those before them are there, too.
+void Moves::landed(Move& move, Reading& reading, int32_t page) {
+    const Transfer& one = reading.pages[page];
+    if (!move.pending(one.row)) return;
+    move.there[move.cell(one.row, reading.group)] = 1;
+    if (reading.slots != 0) {
+        const Group& group = move.spec.groups[reading.group];
+        --move.unread[reading.group];
+        move.copies(reading.group, reading.way)
+            .landed.push_back({one.row, page, one.at + group.begin - group.alone_start, &reading});
+        ++reading.copies;
+        return;
+    }
+    const Way& way = move.spec.ways[reading.way];
+    const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
+    const int64_t slot = places[one.row - move.first_row[reading.way]], extent = slot * limits_.extent_bytes;
+    for (int32_t& next = move.next[one.row]; next < move.groups() && move.there[move.cell(one.row, next)]; ++next) {
+        --move.unread[next];
+        const int64_t at = extent + move.spec.groups[next].begin;
+        move.copies(next, reading.way).landed.push_back({one.row, slot, at, nullptr});
+    }
+}
+
+// Nothing needs what was read any more, where that is so: its slots are free, and the reading is gone.
+void Moves::let_go(Reading& reading) {
+    if (reading.left != 0 || reading.copies != 0) return;
+    if (reading.slots != 0) {
+        reserve_.give(reading.slot, reading.slots);
+        if (reading.late) held_slots_ -= reading.slots;
+    }
+    readings_.erase(reading.id);
+}
+
+// --- copies
+
+bool Moves::take_copy(bool foreign, CopyJob* job) {
+    for (auto next = open_.begin(); next != open_.end();) {
+        Move& move = *next++->second;
+        if (move.work != Work::kWrite && !move.broken && next_copy(move, foreign, job)) return true;
+    }
+    return false;
+}
+
+bool Moves::next_copy(Move& move, bool foreign, CopyJob* job) {
+    for (int32_t group = 0; group < move.groups(); ++group) {
+        for (int32_t way = 0; way < move.ways(); ++way) {
+            if (fill_copy(move, group, way, foreign, job)) return true;
+            if (move.over) return false;  // the last verdicts needed no copy
+        }
+        if (foreign && announce(move, group, job)) return true;
+    }
+    return false;
+}
+
+// Say, once, that the last copy of a group into foreign planes is queued.
+bool Moves::announce(Move& move, int32_t group, CopyJob* job) {
+    const bool all = move.queued[group] == move.todo[group];
+    if (move.work != Work::kLoad || move.cancelled || move.announced[group] || !all) return false;
+    const auto foreign = [&](const Way& way) {
+        return spaces_[way.target].kind == Space::Kind::kPlanes && spaces_[way.target].foreign;
+    };
+    if (!std::any_of(move.spec.ways.begin(), move.spec.ways.end(), foreign)) return false;
+    move.announced[group] = true;
+    *job = CopyJob{};
+    job->id = next_job_++;
+    job->move = move.id;
+    job->copy = Copy::kReady;
+    job->first = move.spec.groups[group].first;
+    job->last = move.spec.groups[group].last;
+    return true;
+}
+
+bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool foreign, CopyJob* job) {
+    const Way& way = move.spec.ways[way_number];
+    const Space& source = spaces_[way.source];
+    const bool gather = source.kind == Space::Kind::kPlanes;
+    const bool resident = source.kind != Space::Kind::kFiles;
+    const bool moves = gather || (spaces_[way.target].kind == Space::Kind::kPlanes && !move.cancelled);
+    const int32_t memory = gather     ? way.target
+                           : resident ? way.source
+                           : way.places.empty() && spaces_[way.target].kind == Space::Kind::kPlanes
+                               ? reserve_space_
+                           : way.places.empty() ? way.target
+                                                : way.through;
+    const int32_t planes = gather ? way.source : way.target;
+    if ((spaces_[memory].foreign || (moves && spaces_[planes].foreign)) != foreign) return false;
+    const Group& group = move.spec.groups[group_number];
+    Move::Copyable& copyable = move.copies(group_number, way_number);
+    std::erase_if(copyable.landed, [&](const Move::Landed& landed) {  // first: others may wait for its place
+        if (move.pending(landed.row)) return false;
+        if (landed.reading != nullptr) {
+            --landed.reading->copies;
+            let_go(*landed.reading);
+        }
+        return true;
+    });
+    const int32_t first_row = move.first_row[way_number];
+    const bool known = !gather && way.sums.empty();
+    if (resident && known && !moves) {  // nothing to copy, and nothing to find out
+        for (; copyable.resident < way.pages; ++copyable.resident) {
+            const int32_t row = first_row + static_cast<int32_t>(copyable.resident);
+            if (move.pending(row)) copied(move, row, group_number);
+        }
+        settle(move);
+        return false;
+    }
+    const int64_t part = gather ? limits_.extent_bytes : std::max<int64_t>(1, group.end - group.begin);
+    const int64_t bytes = foreign ? limits_.foreign_copy_bytes : limits_.copy_bytes;
+    const int64_t most = std::max<int64_t>(1, bytes / part);
+    if (foreign && move.ios != 0 && !resident && move.unread[group_number] != 0) {  // few copies: each costs somebody
+        const int64_t wanted = std::min<int64_t>(most, static_cast<int64_t>(move.rows()) * move.groups() / kCopies);
+        if (static_cast<int64_t>(copyable.landed.size()) < std::max<int64_t>(1, wanted)) return false;
+    }
+    auto copying = std::make_unique<Copying>();
+    *job = CopyJob{};
+    auto add = [&](int32_t row, int64_t slot, int64_t at, Reading* reading) {
+        job->pages.push_back({row, slot, at});
+        copying->rows.push_back(row);
+        copying->readings.push_back(reading);
+    };
+    if (resident) {
+        const std::vector<int64_t>& slots = gather ? way.targets : way.sources;
+        for (; copyable.resident < way.pages && static_cast<int64_t>(job->pages.size()) < most; ++copyable.resident) {
+            const int32_t row = first_row + static_cast<int32_t>(copyable.resident);
+            const int64_t slot = slots[copyable.resident];
+            if (move.pending(row)) add(row, slot, slot * limits_.extent_bytes + group.begin, nullptr);
+        }
+    }
+    while (!copyable.landed.empty() && static_cast<int64_t>(job->pages.size()) < most) {
+        const Move::Landed& landed = copyable.landed.front();
+        if (foreign && !job->pages.empty() && landed.reading != copying->readings.back()) break;  // one window a job
+        if (landed.reading != nullptr) {
+            job->window = landed.reading->slot;
+            job->window_slots = landed.reading->slots;
+        }
+        add(landed.row, landed.slot, landed.at, landed.reading);
+        copyable.landed.pop_front();
+    }
+    if (job->pages.empty()) return false;
+    if (moves) {
+        const std::vector<int64_t>& blocks = gather ? way.sources : way.targets;
+        for (const int32_t row : copying->rows) {
+            const int64_t at = static_cast<int64_t>(row - first_row) * limits_.page_blocks;
+            job->blocks.insert(job->blocks.end(), blocks.begin() + at, blocks.begin() + at + limits_.page_blocks);
+        }
+    }
+    copying->move = &move;
+    copying->way = way_number;
+    copying->group = group_number;
+    copying->gather = gather;
+    copying->sums = job->sums = gather || !known;
+    job->id = next_job_++;
+    job->move = move.id;
+    job->copy = !moves ? Copy::kDigest : gather ? Copy::kGather : Copy::kScatter;
+    job->memory = memory;
+    job->first = gather ? 0 : group.first;
+    job->last = gather ? limits_.layers : group.last;
+    ++move.copying;
+    copies_.emplace(job->id, std::move(copying));
+    return true;
+}
+
+void Moves::copy_queued(int64_t job) {
+    const auto found = copies_.find(job);
+    if (found == copies_.end()) return;
+    const Copying& copying = *found->second;
+    Move& move = *copying.move;
+    for (const int32_t row : copying.rows) {
+        Cell& cell = move.cells[move.cell(row, copying.group)];
+        if (cell != Cell::kOpen) continue;
+        cell = Cell::kQueued;
+        ++move.queued[copying.group];
+    }
+}
+
+void Moves::copy_ended(int64_t job, const uint64_t* found, bool broken) {
+    const auto node = copies_.extract(job);
+    if (node.empty()) return;
+    Copying& copying = *node.mapped();
+    Move& move = *copying.move;
+    const Way& way = move.spec.ways[copying.way];
+    const Group& group = move.spec.groups[copying.group];
+    const int32_t first = copying.gather ? 0 : group.first;
+    const int32_t layers = (copying.gather ? limits_.layers : group.last) - first;
+    move.broken = move.broken || broken;
+    for (size_t i = 0; i < copying.rows.size(); ++i) {
+        const int32_t row = copying.rows[i];
+        const int64_t page = row - move.first_row[copying.way];
+        if (Reading* reading = copying.readings[i]) {
+            --reading->copies;
+            let_go(*reading);
+        }
+        if (broken) continue;
+        const uint64_t* sums = found + i * layers;
+        if (copying.gather) {
+            uint64_t* kept = spaces_[way.target].sums + way.targets[page] * limits_.layers;
+            std::copy(sums, sums + layers, kept);
+        } else if (copying.sums && !std::equal(sums, sums + layers, way.sums.data() + page * limits_.layers + first)) {
+            judge(move, row, Status::kChecksum);
+            continue;
+        }
+        if (move.pending(row)) copied(move, row, copying.group);
+    }
+    --move.copying;
+    settle(move);
+    drop_forgotten(move);
+}
+
+// --- what becomes of pages
+
+// A group of a page's layers is where it goes, and right.
+void Moves::copied(Move& move, int32_t row, int32_t group) {
+    end_cell(move, row, group);
+    if (--move.left[row] == 0) move.outcome.statuses[row] = Status::kLoaded;
+}
+
+void Moves::end_cell(Move& move, int32_t row, int32_t group) {
+    Cell& cell = move.cells[move.cell(row, group)];
+    if (cell == Cell::kQueued) --move.queued[group];
+    cell = Cell::kDone;
+    if (--move.todo[group] == 0 && watched_ && move.work == Work::kLoad) {
+        ready_.push_back({move.id, move.spec.groups[group].first, move.spec.groups[group].last});
+    }
+}
+
+// The verdict on a page that has none and is not good: none of its layers is waited for any more.
+void Moves::judge(Move& move, int32_t row, Status status) {
+    if (!move.pending(row)) return;
+    move.outcome.statuses[row] = status;
+    int32_t way = 0;
+    while (row >= move.first_row[way + 1]) ++way;
+    const Way& of = move.spec.ways[way];
+    const bool read = spaces_[of.source].kind == Space::Kind::kFiles;
+    const bool passes = of.places.empty() && spaces_[of.target].kind == Space::Kind::kPlanes;
+    for (int32_t group = 0; group < move.groups(); ++group) {
+        const size_t cell = move.cell(row, group);
+        if (move.cells[cell] == Cell::kDone) continue;
+        end_cell(move, row, group);
+        if (read && (passes ? !move.there[cell] : group >= move.next[row])) --move.unread[group];
+    }
+}
+
+Nanoseconds Moves::deadline() const {
+    Nanoseconds first = std::numeric_limits<Nanoseconds>::max();
+    for (const auto& [order, move] : open_) {
+        if (!move->expired) first = std::min(first, move->spec.until);
+    }
+    return first;
+}
+
+void Moves::expire(Nanoseconds now) {
+    for (auto next = open_.begin(); next != open_.end();) {
+        Move& move = *next++->second;
+        if (move.expired || move.spec.until > now || move.work == Work::kGather) continue;
+        pass_deadline(move);
+        settle(move);
+    }
+}
+
+void Moves::pass_deadline(Move& move) {
+    move.expired = true;
+    for (auto& [id, reading] : readings_) {
+        if (reading->move != &move || reading->left == 0 || reading->late) continue;
+        reading->late = true;
+        held_slots_ += reading->slots;
+        --move.ios;
+        ++move.late_ios;
+        for (size_t page = 0; page < reading->pages.size(); ++page) {
+            if (reading->over[page]) continue;
+            const int32_t row = reading->pages[page].row;
+            flying_ -= reading->part;
+            if (move.late[row]++ == 0) move.outcome.late.push_back(row);
+            if (reading->write) --move.todo[0];
+            else judge(move, row, Status::kDeadline);
+        }
+    }
+    if (move.work == Work::kLoad) {
+        IoJob none;
+        next_read(move, false, &none);  // which gives what is left its verdict
+        return;
+    }
+    for (; !move.all_issued(); move.advance()) {  // nothing touches what was never begun
+        for (; move.page < move.spec.ways[move.way].pages; ++move.page) {
+            const int32_t row = move.first_row[move.way] + static_cast<int32_t>(move.page);
+            move.outcome.late.push_back(row);
+            ended_late_.emplace_back(move.id, row);
+            --move.todo[0];
+        }
+    }
+}
+
+void Moves::settle(Move& move) {
+    if (move.over || move.ios != 0 || move.copying != 0) return;
+    const bool all = std::all_of(move.todo.begin(), move.todo.end(), [](int32_t left) { return left == 0; });
+    if (!all && !move.broken) return;
+    for (Move::Copyable& copyable : move.copyable) {  // of a broken load
+        for (const Move::Landed& landed : std::exchange(copyable.landed, {})) {
+            if (landed.reading == nullptr) continue;
+            --landed.reading->copies;
+            let_go(*landed.reading);
+        }
+    }
+    move.outcome.broken = move.broken;
+    move.over = true;
+    open_.erase(move.order);
+}
+
+}  // namespace gdscache

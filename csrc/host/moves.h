@@ -1,0 +1,138 @@
+// The moves of an executor: what is to be read, written and copied next, and what has become of each page.
+//
+// A monitor without threads, clock or I/O. Whoever moves bytes takes a job, does it, and says what came of it; whoever
+// waits asks what has happened. So the same code runs under threads in an engine, and under a test that tries every
+// order of events. Not thread-safe: an `Executor` holds a lock around each call.
+
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "move.h"
+#include "reserve.h"
+
+namespace gdscache {
+
+// What became of one page of an I/O job: 0, `kShort`, or a positive errno.
+constexpr int32_t kShort = -1;
+
+struct IoEnd {
+    int32_t page;  // its place in the job
+    int32_t error;
+};
+
+// A group of layers that is in the planes, or never will be.
+struct ReadyGroup {
+    int64_t move;
+    int32_t first, last;
+};
+
+// What a move's end says.
+struct Outcome {
+    std::vector<Status> statuses;              // of loads and prefetches, by row
+    std::vector<std::pair<int32_t, int32_t>> errors;  // rows whose I/O failed, and how
+    std::vector<int32_t> late;                 // rows whose I/O had not ended
+    bool broken = false;                       // a copy failed: pages may have no verdict
+};
+
+class Moves {
+public:
+    Moves(const Limits& limits, std::vector<Space> spaces, int32_t reserve_space, Reserve reserve);
+    ~Moves();
+
+    // --- for who wants bytes moved
+
+    void begin(MoveSpec spec);
+    // Copy no further into the planes; what is being read comes to its end.
+    void cancel(int64_t move);
+    // From now on no read begins: its pages get this verdict. `kPending`: reads may begin again.
+    void refuse(Status status) { refusal_ = status; }
+    bool knows(int64_t move) const { return moves_.contains(move); }
+    int32_t groups(int64_t move) const;
+    bool ended(int64_t move) const;
+    bool ready(int64_t move, int32_t group) const;
+    // Groups of loads with nothing left to copy, since the last call: kept where `watch` asked for it.
+    void watch() { watched_ = true; }
+    std::vector<ReadyGroup> take_ready() { return std::exchange(ready_, {}); }
+    const Outcome& outcome(int64_t move) const;
+    // The outcome was read. What is late keeps what it touches, and is told by `take_ended_late`.
+    void forget(int64_t move);
+    // Late pages whose I/O has ended at last: (move, row).
+    std::vector<std::pair<int64_t, int32_t>> take_ended_late(size_t most);
+    bool has_ended_late() const { return !ended_late_.empty(); }
+    // Slots of the reserve that late reads hold.
+    int64_t held_slots() const { return held_slots_; }
+    int64_t free_slots() const { return reserve_.free(); }
+
+    // --- for who moves them
+
+    // The next I/O of files that are `foreign`, or are not; false where none may begin now.
+    bool take_io(bool foreign, IoJob* job);
+    // Whether I/O waits for other I/O, or for copies, to end.
+    bool crowded() const { return crowded_; }
+    // Some pages of a job have ended. Whether all of them have.
+    bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
+    // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory.
+    bool take_copy(bool foreign, CopyJob* job);
+    // A copy is queued where others do what was queued in order: behind it, its group may be `kReady`.
+    void copy_queued(int64_t job);
+    // `found`: (pages, layers) of the job, where it asked for sums. `broken`: nothing is known about the bytes. Of
+    // `kReady` nothing is said.
+    void copy_ended(int64_t job, const uint64_t* found, bool broken);
+    // When `expire` has something to do next; the largest number where it never will.
+    Nanoseconds deadline() const;
+    // What has not ended by its deadline is late.
+    void expire(Nanoseconds now);
+
+private:
+    struct Move;
+    struct Reading;
+    struct Copying;
+
+    using Order = std::map<std::pair<Priority, int64_t>, Move*>;  // of one priority, as they came
+
+    Move& at(int64_t move) const { return *moves_.at(move); }
+    bool take_read(bool foreign, IoJob* job);
+    bool take_write(bool foreign, IoJob* job);
+    bool next_read(Move& move, bool foreign, IoJob* job);
+    bool next_write(Move& move, bool foreign, IoJob* job);
+    void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
+    bool fits(int64_t bytes);
+    void landed(Move& move, Reading& reading, int32_t page);
+    bool next_copy(Move& move, bool foreign, CopyJob* job);
+    bool announce(Move& move, int32_t group, CopyJob* job);
+    bool fill_copy(Move& move, int32_t group, int32_t way, bool foreign, CopyJob* job);
+    void judge(Move& move, int32_t row, Status status);
+    void copied(Move& move, int32_t row, int32_t group);
+    void end_cell(Move& move, int32_t row, int32_t group);
+    void end_page(Reading& reading, int32_t page, int32_t error);
+    void let_go(Reading& reading);
+    void pass_deadline(Move& move);
+    void settle(Move& move);
+    void drop_forgotten(Move& move);
+
+    Limits limits_;
+    std::vector<Space> spaces_;
+    int32_t reserve_space_;
+    Reserve reserve_;
+    Status refusal_ = Status::kPending;
+    int64_t begun_ = 0, next_job_ = 1;
+    int64_t flying_ = 0;        // bytes of I/O that is not late
+    int64_t held_slots_ = 0;
+    int32_t reads_in_row_ = 0;  // while writes wait
+    bool crowded_ = false, watched_ = false;
+    std::map<int64_t, std::unique_ptr<Move>> moves_;
+    Order open_;                // that have not ended, in the order in which they are served
+    std::map<int64_t, std::unique_ptr<Reading>> readings_;  // I/O under way, by job
+    std::map<int64_t, std::unique_ptr<Copying>> copies_;
+    std::vector<std::pair<int64_t, int32_t>> ended_late_;
+    std::vector<ReadyGroup> ready_;
+};
+
+}  // namespace gdscache

@@ -1,0 +1,104 @@
+"""What a machine has to move pages with: memories, files, the mover of its planes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from gdscache.moves.base import PageStatus
+from gdscache.timeline import OFF, Timeline
+
+if TYPE_CHECKING:
+    import torch
+
+    from gdscache.errors import StorageError
+    from gdscache.storage.base import Op
+    from gdscache.tiers.bounce import Bounce, Extents
+    from gdscache.tiers.page_io import Positions
+    from gdscache.tiers.transfer import Mover
+
+
+class PagesIO(Protocol):
+    """I/O of pages under way."""
+
+    def follow(self, told: Callable[[], None]) -> None:
+        """Call `told()` whenever there may be something to `take`, in any thread, perhaps now."""
+        ...
+
+    def take(self) -> Iterable[tuple[Sequence[int], StorageError | None]]:
+        """Pages that have ended since it was last asked for, with their error; never waits. One thread asks."""
+        ...
+
+    def on_end(self, callback: Callable[[int], None]) -> None:
+        """Call `callback(page)` once for each page, when nothing touches its memory any more; perhaps now."""
+        ...
+
+
+class Places(Protocol):
+    """Memory that pages lie in."""
+
+    @property
+    def flat(self) -> memoryview | torch.Tensor:
+        """All of it, as bytes."""
+        ...
+
+    def where(self, slots: Positions, byte: int) -> Positions:
+        """The places in `flat` of a byte of the extents in some slots."""
+        ...
+
+
+class Files(Protocol):
+    """Where the bytes of a tier are that no copy reaches."""
+
+    def transfer(
+        self,
+        op: Op,
+        slots: Positions,
+        ends: Sequence[tuple[Places, Positions]],
+        span: tuple[int, int] | None = None,
+    ) -> PagesIO:
+        """Start I/O of slots, or of the bytes `span` of their extents; see `SlabIO.transfer`."""
+        ...
+
+    def describe(self) -> str:
+        """What moves these bytes, in a word."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Descriptors:
+    """Files that the library reads and writes itself. Slots go over `files` in stretches of `stretch` of them.
+
+    `threads`: of the kernel with `uring`, else of the library.
+    """
+
+    files: Sequence[int]
+    stretch: int
+    threads: int
+    uring: bool
+
+
+@runtime_checkable
+class NativeFiles(Protocol):
+    """Files that may be the library's own to read and write."""
+
+    def descriptors(self) -> Descriptors | None:
+        """What it needs for that; None where a transport of Python's has to move the bytes."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Machine:
+    """What moves bytes: the planes' mover, memories and files by the names of their spaces, the bounce reserve.
+
+    `slots`: of each of the files. `refusal`: why no further read may begin, or None. It may cost a system call.
+    """
+
+    mover: Mover
+    memories: Mapping[str, Extents]
+    files: Mapping[str, Files]
+    slots: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    bounce: Bounce | None = None
+    refusal: Callable[[], PageStatus | None] = lambda: None
+    timeline: Timeline = OFF

@@ -1,0 +1,264 @@
+"""The executor of an engine: the native library carries moves out, Python's threads drive steps.
+
+What the library does not reach itself is *foreign*, and has threads here (foreign.py): files behind a transport of
+Python's, and planes or a reserve in GPU memory, whose copies the mover queues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gdscache.checksum import Checksums
+from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait
+from gdscache.moves.foreign import ForeignCopies, ForeignFiles, Gather, serve
+from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
+from gdscache.moves.machine import Descriptors, Machine, NativeFiles
+from gdscache.moves.moving import NativeMoving
+from gdscache.native.moves import NEVER, SPAN_KINDS, Limits, NativeMoves, Space
+from gdscache.native.pages import NativePool
+from gdscache.streams import Event
+from gdscache.threads import start
+from gdscache.tiers.base import SlotPool
+from gdscache.timeline import OFF
+
+_T = TypeVar("_T")
+_LONGEST_S = 1e8  # as a deadline: three years
+_LOOK_S = 1.0  # seconds after which steps that wait for room look around
+_SLICE_NS = 100_000_000  # of a native wait: then signals are heard
+LIMITS = Limits()
+TRACKS = {  # of a timeline, that the library's threads have
+    "read": "SSD reads",
+    "write": "SSD writes",
+    "scatter": "copies",
+    "gather": "copies",
+    "check": "copies",
+    "ready": "copies",
+}
+_COPYING = 4  # threads of the library that copy, at most
+_CODES = {status: code for code, status in enumerate(PageStatus)}
+
+
+class NativeExecutor:
+    """Moves bytes between the spaces of `machine`."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.moves: NativeMoves
+        mover = machine.mover
+        self._numbers = itertools.count(1)
+        self._under_way: dict[int, tuple[NativeMoving, Listener | None, Sequence[Event]]] = {}
+        self._closed = False
+        on_host = mover.native
+        with contextlib.ExitStack() as undo:
+            self._pool = NativePool(mover.planes) if on_host else None
+            if self._pool is not None:
+                undo.callback(self._pool.close)
+            spaces, disk = self._spaces(on_host=on_host)
+            reserve, fence = None, 0
+            if machine.bounce is not None:
+                reserve = ("bounce", machine.bounce.loads.start, len(machine.bounce.loads))
+                fence = machine.bounce.extents.fence_slots
+            threads = 0 if disk is None else disk.threads
+            self.moves = NativeMoves(
+                mover.layout,
+                spaces,
+                mover.planes.blocks_per_page,
+                limits=LIMITS,
+                reserve=reserve,
+                fence=fence,
+                pool=None if self._pool is None else self._pool.handle,
+                workers=threads,
+                depth=8 * threads if disk is not None and disk.uring else 0,
+                threads=min(_COPYING, os.cpu_count() or 1),
+            )
+            undo.callback(self.moves.close)
+            if machine.timeline is not OFF:
+                self.moves.trace()
+            self._copies = ForeignCopies(machine, self.moves, self._listening, self._about)
+            self._files = ForeignFiles(machine, self.moves, self._about)
+            self._on_host = on_host
+            loops = {"gdscache-late": self._tell_late}
+            for parts, kinds in ((self._files, ("files",)), (self._copies, ("planes", "memory"))):
+                if any(space.foreign for space in spaces.values() if space.kind in kinds):
+                    loops |= parts.loops()
+            self._threads = [
+                threading.Thread(target=serve, args=(loop,), name=name, daemon=True) for name, loop in loops.items()
+            ]
+            start(self._threads, self._stop)
+            undo.pop_all()
+
+    def _spaces(self, *, on_host: bool) -> tuple[dict[str, Space], Descriptors | None]:
+        machine = self.machine
+        spaces = {PLANES: Space("planes", machine.mover.planes.blocks, foreign=not on_host)}
+        for name, extents in machine.memories.items():
+            flat = extents.flat
+            memory = np.frombuffer(flat, np.uint8) if isinstance(flat, memoryview) else None
+            spaces[name] = Space("memory", extents.slots, memory is None, memory, extents.checksums)
+        found = None
+        for name, files in machine.files.items():
+            own = files.descriptors() if isinstance(files, NativeFiles) else None
+            on_device = any(space.foreign for space in spaces.values() if space.kind == "memory")
+            if own is None or on_device:
+                spaces[name] = Space("files", machine.slots[name])
+            else:
+                spaces[name] = Space("files", machine.slots[name], False, files=own.files, stretch=own.stretch)
+                found = own
+        return spaces, found
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+
+    def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> Lane:
+        return ThreadLane(NAMES[priority], rest, threads)
+
+    def finish(self, steps: Steps[_T]) -> _T:
+        return drive(steps)
+
+    def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
+        if move.ways[0].source == PLANES and not self._on_host:
+            return Gather(self.machine, move, after)
+        if listener is not None:
+            self.look()
+            self._expect(move)
+        moving = NativeMoving(self, next(self._numbers), move, listener, tells=not self._on_host)
+        self._under_way[moving.number] = moving, listener, after
+        try:
+            store = move.priority is Priority.STORE or move.seconds > _LONGEST_S
+            until = NEVER if store else time.monotonic_ns() + int(move.seconds * 1e9)
+            self.moves.begin(moving.number, move, until)
+        except BaseException:
+            del self._under_way[moving.number]
+            raise
+        if listener is not None and not self._on_host and self._copies.queues(move):
+            self._copies.queue_now()
+            moving.broken = self._copies.causes.get(moving.number)
+        return moving
+
+    def look(self) -> None:
+        """Ask whether reads may begin: before a load, and when that has changed."""
+        refusal = self.machine.refusal()
+        if self._closed:
+            return
+        self.moves.refuse(0 if refusal is None else _CODES[refusal])
+
+    def _expect(self, move: Move) -> None:
+        """Pages that are read into a memory to stay there have their checksums from now on."""
+        for way in move.ways:
+            if way.sums is None or way.source in self.machine.memories:
+                continue
+            space, places = (way.through, way.places) if way.target == PLANES else (way.target, way.targets)
+            if places is not None:
+                self.machine.memories[space].checksums[places] = way.sums
+
+    def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
+        return Blocking(functools.partial(pool.wait, max(0.0, min(seconds, _LOOK_S))))
+
+    def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:
+        def wait() -> None:
+            with condition:
+                condition.wait_for(over, seconds)
+
+        return Blocking(wait)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def reads_queued(self) -> Event:
+        return self.machine.mover.mark_stores()
+
+    def happened(self, event: Event) -> Wait:
+        return Blocking(lambda: None if event is None else event.synchronize())
+
+    def pause(self, changed: threading.Condition, seconds: float) -> None:
+        changed.wait(seconds)
+
+    def checksums(self, space: str, slots: Sequence[int]) -> Checksums:
+        found: Checksums = self.machine.memories[space].checksums[list(slots)]
+        return found
+
+    # -- for moves under way -------------------------------------------------------------------------------------------
+
+    def over(self, number: int) -> Wait:
+        return Blocking(functools.partial(self.await_move, number))
+
+    def await_move(self, number: int, group: int = -1, seconds: float = math.inf) -> bool:
+        """Wait until a move has ended, or a group of its layers is in the planes; False when that takes longer."""
+        until = NEVER if seconds > _LONGEST_S else time.monotonic_ns() + int(max(0.0, seconds) * 1e9)
+        while True:
+            slice_ = min(until, time.monotonic_ns() + _SLICE_NS)
+            if self.moves.wait(number, slice_, group):
+                return True
+            if slice_ == until:
+                return False
+
+    def cause(self, number: int) -> BaseException | None:
+        return self._copies.causes.pop(number, None)
+
+    def _listening(self, number: int) -> tuple[Listener, Sequence[Event]]:
+        _, listener, after = self._under_way[number]
+        assert listener is not None, "copies of a store"
+        return listener, after
+
+    # -- for timelines -------------------------------------------------------------------------------------------------
+
+    def _about(self, number: int, layers: range) -> dict[str, Any]:
+        """What a timeline is told of a part of a move; nothing of a store's layers, which it moves at once."""
+        found = self._under_way.get(number)
+        if found is None or found[0].move.priority >= Priority.STORE:
+            return {}
+        load = {"load": found[0].move.number}
+        return load | {"layers": layers} if found[0].move.groups else load
+
+    def tell_spans(self) -> None:
+        """Tell the timeline what the library's threads have done."""
+        timeline = self.machine.timeline
+        while timeline is not OFF and len(spans := self.moves.take_spans()):
+            for kind_, first, last, _, number, pages, nbytes, begin, end in spans.tolist():
+                kind, about = SPAN_KINDS[kind_], self._about(number, range(first, last))
+                if kind != "ready":
+                    timeline.past(kind, TRACKS[kind], begin, end, pages=pages, bytes=nbytes, **about)
+                elif (found := self._under_way.get(number)) is not None and found[0].into_planes:
+                    for layer in range(first, last):
+                        timeline.past(kind, TRACKS[kind], begin, None, layer=layer, load=about["load"])
+
+    def forget(self, moving: NativeMoving) -> None:
+        self._under_way.pop(moving.number, None)
+
+    # -- what is late --------------------------------------------------------------------------------------------------
+
+    def _tell_late(self) -> None:
+        while (found := self.moves.take_late(NEVER)) is not None:
+            self.tell_spans()
+            for number, row in found:
+                self._under_way[number][0].ended(row)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        self.moves.stop()
+        self._copies.stop()
+        self._files.stop()
+
+    def stop(self) -> None:
+        """No move is begun any more, and none is waited for. Again is fine."""
+        if not self._closed:
+            self._closed = True
+            self._stop()
+
+    def close(self) -> None:
+        """Give everything back; nothing is under way, and what was late has ended."""
+        self.stop()
+        for thread in self._threads:
+            thread.join()
+        self.moves.close()
+        if self._pool is not None:
+            self._pool.close()
