@@ -436,29 +436,31 @@ def test_requests_that_make_no_sense_are_refused() -> None:
         cut_and_merge([(3, 0, 4096, 1 << 62)], 4096, 8)  # as many parts as no memory has
 
 
-def test_the_bare_loop_moves_all_and_says_how_fast(tmp_path: Path) -> None:
+@pytest.mark.parametrize("small", [False, True])
+def test_the_bare_loop_moves_all_and_says_how_fast(tmp_path: Path, small: bool) -> None:
+    nbytes, piece, threads = (1 << 20) - 100, 65536, 3
+    draw = np.random.default_rng(1)
+    memory = np.zeros(threads * piece if small else nbytes, np.uint8)
+    source, target = draw.integers(0, 255, nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     path = tmp_path / "bare"
     path.write_bytes(bytes(1 << 20))
     file = os.open(path, os.O_RDWR)
-    seconds, moved, name = ctypes.c_double(), ctypes.c_int64(), ctypes.c_char_p()
-    there = [ctypes.addressof(x) for x in (seconds, moved, name)]
-    for write in (1, 0):
-        checked(library().bare(file, write, 0, (1 << 20) - 100, 65536, 4, 2, 1, *there), "bare")
-        assert moved.value == (1 << 20) - 100
+    seconds = ctypes.c_double()
+    rest = (piece, threads, address(memory), len(memory))
+    for write, planes in ((1, source), (0, target)):
+        end = (address(planes), 1000, ctypes.addressof(seconds))
+        checked(library().bare(file, write, nbytes, *rest, *end), "bare")
         assert seconds.value > 0
-        assert name.value in (b"ring", b"threads")
-    assert path.read_bytes() == b"\x5a" * ((1 << 20) - 100) + bytes(100)
-    for arguments in (
-        (-1, 0, 0, 4096, 4096, 1, 1, 0),
-        (file, 0, -1, 4096, 4096, 1, 1, 0),
-        (file, 0, 0, 0, 4096, 1, 1, 0),
-    ):
-        assert library().bare(*arguments, *there) == -errno.EINVAL
-    for arguments in (
-        (file, 0, 0, 4096, 100, 1, 1, 0),
-        (file, 0, 0, 4096, 4096, 0, 1, 0),
-        (file, 0, 0, 1 << 62, 4096, 1, 1, 0),
-    ):
-        assert library().bare(*arguments, *there) == -errno.EINVAL
-    assert library().bare(1_000_000, 0, 0, 4096, 4096, 1, 1, 0, *there) == -errno.EBADF
+    assert path.read_bytes() == source.tobytes() + bytes(100)
+    assert np.array_equal(target, source)
+    checked(library().bare(file, 0, nbytes, *rest, None, 0, ctypes.addressof(seconds)), "bare")
+    assert small or np.array_equal(memory, source)
+    more = np.zeros(nbytes + 200, np.uint8)
+    beyond = (nbytes + 200, *rest[:2], address(more), len(more), None, 0, end[2])
+    assert library().bare(file, 0, *beyond) == -errno.ENODATA
+    good = [file, 0, nbytes, *rest, None, 0, end[2]]
+    for place, value in ((0, -1), (2, 0), (2, 1 << 62), (3, 0), (4, 0), (4, 2000), (5, None), (6, piece), (8, -1)):
+        bad = [*good[:place], value, *good[place + 1 :]]
+        assert library().bare(*bad) == -errno.EINVAL, bad
+    assert library().bare(1_000_000, *good[1:]) == -errno.EBADF
     os.close(file)

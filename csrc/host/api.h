@@ -11,7 +11,7 @@
 #define GDSCACHE_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a function below changes. The Python side compares it with its own (library.ABI).
-#define GDSCACHE_ABI 1
+#define GDSCACHE_ABI 2
 
 GDSCACHE_API int32_t gdscache_abi();
 
@@ -89,7 +89,7 @@ GDSCACHE_API int32_t gdscache_cut_and_merge(const int64_t* requests, int64_t n_r
                                             int64_t most_a_run, int64_t* fragments, int64_t most_fragments,
                                             int64_t* runs, int64_t most_runs, int64_t counts[2]);
 
-// The bare loop (bare.h). `write`: 0 reads, 1 writes. `disk`: where its name is put, or null.
-GDSCACHE_API int32_t gdscache_bare(int32_t fd, int32_t write, int64_t offset, int64_t bytes, int64_t piece_bytes,
-                                   int32_t depth, int32_t workers, int32_t copied, double* seconds, int64_t* moved,
-                                   const char** disk);
+// The bare loop (bare.h). `write`: 0 reads, 1 writes. `planes` may be null.
+GDSCACHE_API int32_t gdscache_bare(int32_t fd, int32_t write, int64_t bytes, int64_t piece_bytes, int32_t threads,
+                                   void* memory, int64_t memory_bytes, void* planes, int64_t sum_bytes,
+                                   double* seconds);

@@ -181,16 +181,10 @@ int32_t gdscache_cut_and_merge(const int64_t* requests, int64_t n_requests, int6
     });
 }
 
-int32_t gdscache_bare(int32_t fd, int32_t write, int64_t offset, int64_t bytes, int64_t piece_bytes, int32_t depth,
-                      int32_t workers, int32_t copied, double* seconds, int64_t* moved, const char** disk) {
-    if (!seconds || !moved) return -EINVAL;
-    return guarded([&]() -> int32_t {
-        Bare result{};
-        const int answer =
-            bare(fd, write ? Op::kWrite : Op::kRead, offset, bytes, piece_bytes, depth, workers, copied != 0, result);
-        *seconds = result.seconds;
-        *moved = result.moved;
-        if (disk) *disk = result.disk;
-        return answer;
-    });
+int32_t gdscache_bare(int32_t fd, int32_t write, int64_t bytes, int64_t piece_bytes, int32_t threads, void* memory,
+                      int64_t memory_bytes, void* planes, int64_t sum_bytes, double* seconds) {
+    if (!seconds) return -EINVAL;
+    const BareLoop loop{fd, write ? Op::kWrite : Op::kRead, bytes, piece_bytes, threads, static_cast<uint8_t*>(memory),
+                        memory_bytes, static_cast<uint8_t*>(planes), sum_bytes};
+    return guarded([&]() -> int32_t { return run(loop, *seconds); });
 }

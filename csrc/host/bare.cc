@@ -2,57 +2,87 @@
 
 #include "bare.h"
 
-#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "xxh3.h"
 
 namespace gdscache {
 
-int bare(int fd, Op op, int64_t offset, int64_t bytes, int64_t piece_bytes, int depth, int workers, bool copied,
-         Bare& result) {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// The answer of a call is needed nowhere; without a use of it the sums would be left out by the compiler.
+std::atomic<uint64_t> sink{0};
+
+void sum(const BareLoop& loop, const uint8_t* part, int64_t bytes) {
+    uint64_t all = 0;
+    for (int64_t at = 0; loop.sum_bytes && at < bytes; at += loop.sum_bytes) {
+        all ^= xxh3(part + at, static_cast<size_t>(std::min(loop.sum_bytes, bytes - at)));
+    }
+    sink.fetch_xor(all, std::memory_order_relaxed);
+}
+
+int move(const BareLoop& loop, int64_t piece, int thread) {
+    const int64_t at = piece * loop.piece_bytes, bytes = std::min(loop.piece_bytes, loop.bytes - at);
+    uint8_t* const part = loop.memory + (loop.memory_bytes < loop.bytes ? thread * loop.piece_bytes : at);
+    if (loop.op == Op::kWrite) {
+        if (loop.planes) std::memcpy(part, loop.planes + at, static_cast<size_t>(bytes));
+        sum(loop, part, bytes);
+    }
+    const auto size = static_cast<size_t>(bytes);
+    const ssize_t moved = loop.op == Op::kRead ? pread(loop.fd, part, size, at) : pwrite(loop.fd, part, size, at);
+    if (moved != bytes) return moved < 0 ? -errno : -ENODATA;
+    if (loop.op == Op::kRead) {
+        sum(loop, part, bytes);
+        if (loop.planes) std::memcpy(loop.planes + at, part, static_cast<size_t>(bytes));
+    }
+    return 0;
+}
+
+}  // namespace
+
+int run(const BareLoop& loop, double& seconds) {
     constexpr int64_t kMost = int64_t{1} << 40;
-    if (fd < 0 || offset < 0 || bytes < 1 || bytes > kMost || piece_bytes < kAlignment || depth < 1) return -EINVAL;
-    if (offset > INT64_MAX - bytes || piece_bytes > kMost / depth || piece_bytes % kAlignment) return -EINVAL;
-    Refusal refusal;
-    const auto disk = open_disk(workers, depth, refusal);
-    if (!disk) return refusal.error ? -refusal.error : -EIO;
-    const size_t room = static_cast<size_t>(piece_bytes) * static_cast<size_t>(depth);
-    void* const memory = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) return -errno;
-    std::memset(memory, 0x5A, room);  // every page of it is there before the clock runs
-    std::vector<iovec> fragments(static_cast<size_t>(depth));
-    std::vector<Ended> ended;
-    int64_t begun = 0;
-    int error = 0;
-    result = {0, 0, disk->name()};
-    const auto submit = [&](uint64_t buffer) {
-        const int64_t some = std::min(piece_bytes, bytes - begun);
-        fragments[buffer] = {static_cast<uint8_t*>(memory) + static_cast<int64_t>(buffer) * piece_bytes,
-                             static_cast<size_t>(some)};
-        const Piece piece{buffer, &fragments[buffer], 1, fd, offset + begun, op, copied};
-        disk->submit({&piece, 1});
-        begun += some;
-    };
-    const auto start = std::chrono::steady_clock::now();
-    for (int n = 0; n < depth && begun < bytes; n++) submit(static_cast<uint64_t>(n));
-    while (disk->pending() && !error) {
-        ended.clear();
-        const int count = disk->reap(ended, -1);
-        if (count < 0) error = -count;
-        for (const Ended& one : ended) {
-            result.moved += one.moved;
-            if (one.error && !error) error = one.error;
-            if (!error && begun < bytes) submit(one.tag);
+    constexpr int kMostThreads = 1024;
+    if (loop.fd < 0 || !loop.memory || loop.sum_bytes < 0 || loop.threads < 1 || loop.threads > kMostThreads) {
+        return -EINVAL;
+    }
+    if (loop.bytes < 1 || loop.bytes > kMost || loop.piece_bytes < 1 || loop.piece_bytes > kMost) return -EINVAL;
+    if (loop.memory_bytes < loop.bytes && loop.memory_bytes / loop.threads < loop.piece_bytes) return -EINVAL;
+    const int64_t pieces = (loop.bytes + loop.piece_bytes - 1) / loop.piece_bytes;
+    std::atomic<int64_t> next{0};
+    std::atomic<int> error{0};
+    std::atomic<bool> go{false};
+    std::vector<std::thread> threads;
+    threads.reserve(static_cast<size_t>(loop.threads));
+    try {
+        for (int n = 0; n < loop.threads; ++n) {
+            threads.emplace_back([&, n] {
+                go.wait(false);
+                for (int64_t piece; !error && (piece = next++) < pieces;) {
+                    if (const int answer = move(loop, piece, n)) error = answer;
+                }
+            });
         }
+    } catch (const std::system_error&) {
+        error = -EAGAIN;
     }
-    result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    while (disk->pending() && disk->reap(ended, -1) >= 0) {  // nothing may write to the buffers any more
-    }
-    if (!disk->pending()) munmap(memory, room);
-    return -error;
+    const Clock::time_point begin = Clock::now();
+    go = true;
+    go.notify_all();
+    for (std::thread& thread : threads) thread.join();
+    seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    return error;
 }
 
 }  // namespace gdscache

@@ -20,7 +20,6 @@ Nanoseconds now() {
 
 constexpr Nanoseconds kLongest = 1'000'000'000;  // of one wait: then it looks around
 constexpr size_t kMostSpans = 1 << 16;           // that are kept until somebody takes them
-constexpr int64_t kStreamed = 8 << 20;           // bytes of pages of a move beyond which copies go past the caches
 
 Span::Kind kind_of(Copy copy) {
     return copy == Copy::kScatter  ? Span::Kind::kScatter
@@ -270,9 +269,7 @@ void Executor::copy(const CopyJob& job, std::vector<uint64_t>* found) const {
     const int32_t layers = job.last - job.first;
     found->resize(job.sums ? job.pages.size() * layers : 0);
     uint8_t* const memory = places_[job.memory].memory;
-    const Store store = static_cast<int64_t>(job.pages.size()) * limits_.extent_bytes > kStreamed
-                            ? Store::kStreamed
-                            : Store::kCached;
+    const Store store = job.large ? Store::kStreamed : Store::kCached;
     for (size_t page = 0; page < job.pages.size(); ++page) {
         uint8_t* const part = memory + job.pages[page].at;
         uint64_t* const sums = job.sums ? found->data() + page * layers : nullptr;

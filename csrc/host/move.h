@@ -106,6 +106,7 @@ struct CopyJob {
     int32_t memory = 0;
     int32_t first = 0, last = 0;
     bool sums = false;
+    bool large = false;  // its move has more bytes than a cache keeps
     int64_t window = 0, window_slots = 0;
     std::vector<Transfer> pages;
     std::vector<int64_t> blocks;

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int32_t kReadsPerWrite = 8;  // in a row, while writes wait
 constexpr int64_t kCopies = 16;        // a foreign load is copied with about so many
+constexpr int64_t kLarge = 8 << 20;    // bytes of a move that nobody finds in a cache again
 constexpr int64_t kRounds = 4;         // that share the reserve: while one is copied, the others are read
 
 enum class Work : uint8_t { kLoad, kGather, kWrite };
@@ -529,6 +530,7 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
     copying->sums = job->sums = gather || !known;
     job->id = next_job_++;
     job->move = move.id;
+    job->large = static_cast<int64_t>(move.rows()) * limits_.extent_bytes > kLarge;
     job->copy = !moves ? Copy::kDigest : gather ? Copy::kGather : Copy::kScatter;
     job->memory = memory;
     job->first = gather ? 0 : group.first;

@@ -1,22 +1,24 @@
-"""The ceiling of the SSD tier: threads that call `preadv` and `pwritev` on the slab with `O_DIRECT`, and no more."""
+"""The ceiling of the SSD tier: threads in C++ that read or write the slab with `O_DIRECT`, and no more."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import itertools
 import os
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from gdscache.bench.measure import Progress, Series, interleave, rate, silent
-from gdscache.errors import InvalidValueError, IOFailedError, ShortIOError
+from gdscache.errors import InvalidValueError, IOFailedError
 from gdscache.memory import HostBuffer
+from gdscache.native.library import address, library
 from gdscache.storage.base import Op
 from gdscache.storage.files import probe_direct_io
 
@@ -58,37 +60,23 @@ class BareLoop:
             noise = np.random.default_rng(0).bytes(size)
             for at in range(0, self._buffer.nbytes, size):
                 self._buffer.view[at : at + size] = noise
+            self._memory = np.frombuffer(self._buffer.view, np.uint8)
             undo.pop_all()
 
-    def run(self, op: Op, way: Way) -> float:
-        """GB/s of one pass."""
+    def run(self, op: Op, way: Way, planes: npt.NDArray[np.uint8] | None = None, sum_bytes: int = 0) -> float:
+        """GB/s of one pass. `planes`, of `total` bytes: what is read is copied there, what is written comes from there.
+        `sum_bytes`: XXH3 of so many bytes at a time is taken on the way."""
         parts = self.total // way.io_bytes
-        numbers = itertools.count()  # `next` on it is atomic
-        begin = threading.Barrier(way.threads + 1)
-        errors: list[OSError | ShortIOError] = []
-
-        def work() -> None:
-            call, memory = os.preadv if op is Op.READ else os.pwritev, self._buffer.view
-            begin.wait()
-            try:
-                while (number := next(numbers)) < parts:
-                    at = number * way.io_bytes
-                    if (moved := call(self._file, [memory[at : at + way.io_bytes]], at)) != way.io_bytes:
-                        raise ShortIOError(f"{op.value} moved {moved} of {way.io_bytes} bytes")
-            except (OSError, ShortIOError) as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=work) for _ in range(way.threads)]
-        for thread in threads:
-            thread.start()
-        begin.wait()
-        start = time.perf_counter()
-        for thread in threads:
-            thread.join()
-        elapsed = time.perf_counter() - start
-        if errors:
-            raise IOFailedError(f"the bare {op.value} loop failed: {errors[0]}", "see the kernel log for the device")
-        return rate(parts * way.io_bytes, elapsed)
+        elapsed = ctypes.c_double()
+        answer = library().bare(
+            *(self._file, op is Op.WRITE, parts * way.io_bytes, way.io_bytes, way.threads),
+            *(address(self._memory), len(self._memory), None if planes is None else address(planes), sum_bytes),
+            ctypes.addressof(elapsed),
+        )
+        if answer < 0:
+            cause = f"a call moved less than {way.io_bytes} bytes" if answer == -errno.ENODATA else os.strerror(-answer)
+            raise IOFailedError(f"the bare {op.value} loop failed: {cause}", "see the kernel log for the device")
+        return rate(parts * way.io_bytes, elapsed.value)
 
     def scout(self, op: Op, progress: Progress = silent) -> list[Way]:
         """The `KEPT` best ways by two short rounds, best first."""
@@ -112,6 +100,7 @@ class BareLoop:
     def close(self) -> None:
         """Close the file and give the buffers back."""
         os.close(self._file)
+        del self._memory
         self._buffer.close()
 
     def __enter__(self) -> Self:

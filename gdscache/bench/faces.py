@@ -108,8 +108,8 @@ class OwnedFace(Face):
 class AttachedFace(Face):
     """`lookup`, `load` and `store` with planes of the caller's own."""
 
-    def store(self, salt: str) -> float:
-        if not salt:
+    def store(self, salt: str, *, filled: bool = False) -> float:
+        if not (salt or filled):
             self._fill()
         start = time.perf_counter()
         self._settled(self.engine.store(self.tokens, self.slots, salt=salt))

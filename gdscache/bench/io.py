@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from gdscache.bench import io_cache, io_rows, io_rows_engine, io_trial, machine
+from gdscache.bench import io_cache, io_rows, io_rows_beside, io_rows_engine, io_trial, machine
 from gdscache.bench.bare import BareLoop
 from gdscache.bench.io_cells import BY_NAME, Settings, cells, key_of
 from gdscache.bench.io_measure import Matrix
@@ -191,6 +191,10 @@ class _Bench:
         for size in self.settings.pages:
             action = functools.partial(io_rows.file_per_page, page_bytes=size)
             parts.append(Part(f"a file a page, {format_size(size)} pages", action))
+        for size in io_rows_beside.TARGETS:
+            for name, of in (("stores and loads", io_rows_beside.stores_and_loads),
+                             ("beside threads of Python", io_rows_beside.beside_python)):  # fmt: skip
+                parts.append(Part(f"{name}, {format_size(size)} pages", functools.partial(of, page_bytes=size)))
         return [*parts, Part("one call a page", io_rows.call_per_page)]
 
     def _part(self, part: Part, directory: Path, file: Path) -> None:

@@ -21,11 +21,9 @@ from gdscache.bench.ssd_tier import forget
 from gdscache.config import Config
 from gdscache.engine import Hit
 from gdscache.errors import IOFailedError
+from gdscache.moves.base import Executor, Listener, Move, Moving
 from gdscache.planes import PagedPlanes
 from gdscache.streams import Event
-from gdscache.tiers.bounce import Extents
-from gdscache.tiers.paths import Direction
-from gdscache.tiers.transfer import Moved, Mover, Slots
 
 
 class ColdEngine:
@@ -56,6 +54,9 @@ class ColdEngine:
             }
         )
         layout = config.model.layout()
+        self.page_bytes = page_bytes
+        self.layer_bytes = layout.page_bytes // layout.n_layers
+        self._page_tokens = layout.page_tokens
         with contextlib.ExitStack() as undo:
             planes = PagedPlanes.allocate(layout, self.pages, device).tensors
             for layer in planes:
@@ -70,8 +71,6 @@ class ColdEngine:
             assert manager.ssd is not None, "no SSD tier"
             self._cpu = manager.cpu
             self.slab = next(iter(manager.ssd.path.glob("slab-*.bin")))
-            self._executor = self.engine.executor
-            self._unchecked = Unchecked(self._executor.machine.mover)
             self._flat: torch.Tensor | None = None
             self._hit: Hit | None = None
             self._undo = undo.pop_all()
@@ -106,14 +105,49 @@ class ColdEngine:
 
     def load_unchecked(self) -> float:
         """The same without checksums: the verdict takes the stored ones for those of the bytes."""
-        before, machine = self._unchecked.moves, self._executor.machine
-        self._executor.machine = dataclasses.replace(machine, mover=self._unchecked)
+        loader = self.engine.loader
+        loader.executor = unchecked = Unchecked(loader.executor)
         try:
             found = self.load()
         finally:
-            self._executor.machine = machine
-        if self._unchecked.moves == before:
+            loader.executor = unchecked._executor
+        if not unchecked.moves:
             raise IOFailedError("a load without checksums took some", "please report it")
+        return found
+
+    def forget_all(self) -> None:
+        """What a store needs: no page anywhere."""
+        self.engine.clear()
+        self._hit = None
+
+    def store(self) -> float:
+        """Store every page out of the planes, from the call until all are on the SSD; GB/s."""
+        if self.engine.lookup(self._face.tokens).tokens:
+            self.forget_all()
+        return rate(self.nbytes, self._face.store("", filled=True))
+
+    def load_from_cpu(self) -> float:
+        """Load every page from the CPU tier, where they are since they were loaded or stored; GB/s."""
+        return rate(self.nbytes, self._face.load("cpu"))
+
+    def timed_calls(self, count: int) -> dict[str, list[float]]:
+        """Seconds of `load`, `wait` and `store` for the first page, which is in the CPU tier: so many of each."""
+        tokens, slots = self._face.tokens[: self._page_tokens + 1], self._face.slots[:1]
+        found: dict[str, list[float]] = {"load": [], "wait": [], "store": []}
+        for _ in range(count):
+            hit = self.engine.lookup(tokens)
+            times = [time.perf_counter()]
+            load = self.engine.load(hit, slots)
+            times.append(time.perf_counter())
+            load.wait(0)
+            times.append(time.perf_counter())
+            load.result()
+            times.append(time.perf_counter())
+            stored = self.engine.store(tokens, slots)
+            times.append(time.perf_counter())
+            stored.result(600.0)
+            for name, at in (("load", 0), ("wait", 1), ("store", 3)):
+                found[name].append(times[at + 1] - times[at])
         return found
 
     def load_passing(self) -> float:
@@ -175,43 +209,17 @@ class ColdEngine:
         self.close()
 
 
-class Unchecked(Mover):
-    """A mover that takes no checksums, and answers with the stored ones when asked. `moves` counts its copies."""
+class Unchecked:
+    """An executor that compares no checksums of what is read: its moves name none. `moves` counts them."""
 
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
-        self.name, self.planes, self.layout = mover.name, mover.planes, mover.layout
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
         self.moves = 0
 
-    def _move(
-        self,
-        direction: Direction,
-        extents: Extents,
-        slots: Slots,
-        blocks: torch.Tensor,
-        layers: range,
-        after: Sequence[Event],
-        *,
-        sums: bool,
-    ) -> Moved:
+    def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
         self.moves += 1
-        move = self._mover.scatter if direction == "load" else self._mover.gather
-        moved = move(extents, slots, blocks, layers, after, sums=False)
-        return Moved(
-            moved.event, moved.read_event, lambda: extents.checksums[list(slots)][:, layers.start : layers.stop]
-        )
+        ways = tuple(dataclasses.replace(way, sums=None) for way in move.ways)
+        return self._executor.begin(dataclasses.replace(move, ways=ways), after, listener)
 
-    def queues(self, extents: Extents) -> bool:
-        return self._mover.queues(extents)
-
-    def mark_loads(self) -> Event:
-        return self._mover.mark_loads()
-
-    def mark_stores(self) -> Event:
-        return self._mover.mark_stores()
-
-    def describe(self) -> dict[str, Any]:
-        return self._mover.describe()
-
-    def close(self) -> None:
-        """Nothing: the mover belongs to somebody else."""
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)

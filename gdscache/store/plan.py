@@ -40,15 +40,22 @@ if TYPE_CHECKING:
     from gdscache.tiers.manager import TierManager
 
 # What one gather, and one write batch, takes at once: each costs turns at the locks that a model's thread wants, too.
-_ROUND_BYTES, _ROUND_PAGES = 512 << 20, 1024
+_FIRST_ROUND_BYTES, _ROUND_BYTES, _ROUND_PAGES = 32 << 20, 512 << 20, 1024
 BATCH_BYTES = 128 << 20
 _UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes for which no byte of a page went out
 _MOST_HITS = 255  # counted a page
 
 
-def round_pages(extent_bytes: int) -> int:
-    """Pages of a store that find slots and are gathered at a time."""
-    return max(1, min(_ROUND_BYTES // extent_bytes, _ROUND_PAGES))
+def round_pages(extent_bytes: int) -> Iterator[int]:
+    """Pages of a store that find slots and are gathered at a time, round after round.
+
+    The first rounds are small, so that the writer has something to do early; each takes twice as many.
+    """
+    most = max(1, min(_ROUND_BYTES // extent_bytes, _ROUND_PAGES))
+    pages = min(most, max(1, _FIRST_ROUND_BYTES // extent_bytes))
+    while True:
+        yield pages
+        pages = min(most, 2 * pages)
 
 
 class Receipt(Protocol):

@@ -84,7 +84,6 @@ class Storer:
         self._deadline = config.deadline
         self._jobs: set[_Job] = set()  # stores whose blocks are still being read; the manager's lock guards it
         self._idle = threading.Condition(manager.lock)
-        self._most = round_pages(extent_bytes)
         self._dropping = False
         self._closed = False
         self._writing = True
@@ -178,8 +177,9 @@ class Storer:
             at, pages = 0, job.plan.pages
             with self._manager.lock:
                 self._planner.begin()
+            rounds = round_pages(self._extent_bytes)
             while at < len(pages):
-                at, round_ = yield from self._place(job.plan, at)
+                at, round_ = yield from self._place(job.plan, at, next(rounds))
                 yield from self._fill(job, round_, last=at == len(pages))
             yield from self._end(job)
 
@@ -206,12 +206,12 @@ class Storer:
             self._jobs.discard(job)
             self._idle.notify_all()
 
-    def _place(self, job: StoreJob, start: int) -> Steps[tuple[int, list[Placed]]]:
+    def _place(self, job: StoreJob, start: int, most: int) -> Steps[tuple[int, list[Placed]]]:
         """Find slots for the next pages: where it stopped, and the pages that have one."""
         placed: list[Placed] = []
         bounced: list[int] = []
         lock, planner = self._manager.lock, self._planner
-        end = min(start + self._most, len(job.pages))
+        end = min(start + most, len(job.pages))
         slots: list[int] = []
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(lambda: self._unplace(placed, slots, bounced))
@@ -251,7 +251,7 @@ class Storer:
             elif not settled:  # it needs a bounce slot: wait for one, unless there is other work to do first
                 if placed or self._spare is None:
                     break
-                bounced += self._spare.try_take(self._most)
+                bounced += self._spare.try_take(end - i)
                 if not bounced and not planner.behind:
                     yield self._executor.room(self._spare)
                 if bounced or not planner.behind:

@@ -1,0 +1,56 @@
+"""Threads of Python beside what is measured: an inference engine has such, and they take the interpreter's lock."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from types import TracebackType
+from typing import Literal, Self
+
+Kind = Literal["drawn", "busy"]
+LABELS: dict[Kind, str] = {
+    "drawn": "a thread with 3 ms of Python, then 5 to 15 ms of idle",
+    "busy": "a thread that runs Python without pause",
+}
+_PYTHON_S = 0.003
+_IDLE_S = (0.005, 0.015)
+_STRIDE = 500  # additions between two looks at the clock: some 20 us
+
+
+class Neighbour:
+    """Such a thread, as long as the `with` block runs."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+        self._over = False
+        self._rounds = 0
+        self._thread = threading.Thread(target=self._run, name="gdscache-bench-neighbour")
+
+    def _run(self) -> None:
+        draw = random.Random(1)
+        while not self._over:
+            until = time.perf_counter() + _PYTHON_S
+            while time.perf_counter() < until:
+                for _ in range(_STRIDE):
+                    pass
+                self._rounds += 1
+            if self._kind == "drawn":
+                time.sleep(draw.uniform(*_IDLE_S))
+
+    @property
+    def progress(self) -> float:
+        """Rounds a second, from the beginning of the block to its end."""
+        return self._rounds / self._seconds
+
+    def __enter__(self) -> Self:
+        self._start = time.perf_counter()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over = True
+        self._thread.join()
+        self._seconds = time.perf_counter() - self._start
