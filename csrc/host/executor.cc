@@ -6,6 +6,7 @@
 #include <limits>
 #include <unordered_map>
 
+#include "quiet.h"
 #include "xxh3.h"
 
 namespace gdscache {
@@ -48,8 +49,15 @@ Executor::Executor(const Limits& limits, std::vector<Space> spaces, std::vector<
       moves_(limits, std::move(spaces), reserve_space, std::move(reserve)),
       disk_(std::move(disk)) {
     try {
-        for (int32_t n = 0; n < threads; ++n) threads_.emplace_back(&Executor::copy_loop, this);
-        if (disk_) threads_.emplace_back(&Executor::disk_loop, this);
+        const SignalsBlocked blocked;
+        for (int32_t n = 0; n < threads; ++n) {
+            threads_.emplace_back(&Executor::copy_loop, this);
+            set_name(threads_.back(), "gds-copy", static_cast<size_t>(n));
+        }
+        if (disk_) {
+            threads_.emplace_back(&Executor::disk_loop, this);
+            set_name(threads_.back(), "gds-io", 0);
+        }
     } catch (...) {
         stop();
         {

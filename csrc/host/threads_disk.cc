@@ -1,8 +1,6 @@
 // The disk by threads: preadv and pwritev, where io_uring is refused. See disk.h.
 
 #include <poll.h>
-#include <pthread.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -11,13 +9,13 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
 #include <deque>
 #include <mutex>
 #include <system_error>
 #include <thread>
 
 #include "disk.h"
+#include "quiet.h"
 
 namespace gdscache {
 
@@ -52,21 +50,11 @@ public:
 
     // Throws std::system_error where the system has no more threads; those that run are joined by the destructor.
     void start() {
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program
-        try {
-            for (size_t n = 0; n < wanted_; n++) {
-                threads_.emplace_back([this] { serve(); });
-                char name[16];
-                std::snprintf(name, sizeof name, "gds-disk-%zu", n % 1000);
-                pthread_setname_np(threads_.back().native_handle(), name);
-            }
-        } catch (...) {
-            pthread_sigmask(SIG_SETMASK, &before, nullptr);
-            throw;
+        const SignalsBlocked blocked;
+        for (size_t n = 0; n < wanted_; n++) {
+            threads_.emplace_back([this] { serve(); });
+            set_name(threads_.back(), "gds-disk", n);
         }
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
     void submit(std::span<const Piece> pieces) override {

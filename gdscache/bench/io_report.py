@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from gdscache.bench.io_cells import BY_NAME
+from gdscache.bench.io_rows import RATES
 from gdscache.bench.report import left_table, new_table, verdict
 from gdscache.sizes import about
 
@@ -40,10 +41,10 @@ def _comparisons(rows: Sequence[Row]) -> Table:
     """Two lines a row: what was measured, and what it is compared with, with the transport of ours."""
     table = new_table("Comparisons", "what", "on", "figure", "ratio", "", "cache")
     for r in rows:
-        digits = 2 if r["unit"] == "GB/s" else 3
+        digits = {"GB/s": 2, "CPU s/GiB": 3}.get(r["unit"], 0)
         own, other = (f"{r[key]['median']:.{digits}f} {r['unit']}" for key in ("figure", "against_figure"))
         ratio = f"{r['ratio']:.2f} ({r['ratio_min']:.2f} to {r['ratio_max']:.2f})"
-        judged = verdict(r, "at least" if r["unit"] == "GB/s" else "at most") if "target" in r else ""
+        judged = verdict(r, "at least" if r["unit"] in RATES else "at most") if "target" in r else ""
         table.add_row(r["what"], r["file_system"] or "?", own, ratio, judged, _cache_word(r["cache"]))
         moved_by = f"by {r['transport']}, {r['threads']} threads" if "transport" in r else ""
         table.add_row(f"  against {r['against']}", "", other, moved_by)

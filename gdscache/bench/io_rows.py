@@ -54,6 +54,7 @@ class Place:
 
 
 Row = dict[str, Any]
+RATES = ("GB/s", "rounds/s")  # units of which more is better
 
 
 def row(

@@ -27,7 +27,7 @@ BESIDE_TARGETS: dict[Kind, float] = {"drawn": 0.96, "busy": 0.55}
 PROGRESS_TARGET = 0.93
 WAIT_TARGET, CALL_TARGET = 2.0, 1.5
 CALLS = 100  # loads of a page that are timed
-_WORD = {"store": "planes → SSD, store", "load": "SSD → planes via CPU, cold", "cpu": "CPU tier → planes"}
+_WORD = {"store": "store", "load": "cold load", "cpu": "CPU tier load", "copy": "plain copy"}
 
 
 def stores_and_loads(place: Place, page_bytes: int) -> list[Row]:
@@ -78,7 +78,7 @@ def beside_python(place: Place, page_bytes: int) -> list[Row]:
         ways = {**_ways(engine), "cpu": engine.load_from_cpu, "copy": engine.copy}
         more = _more(engine)
         for what, action in ways.items():
-            label = f"{_WORD.get(what, 'a plain copy')}, {format_size(page_bytes)} pages"
+            label = f"{_WORD[what]}, {format_size(page_bytes)} pages"
             runs: dict[str, Callable[[], float]] = {"alone": action}
             runs.update((kind, _beside(kind, action)) for kind in LABELS)
             if what == "cpu":
@@ -114,7 +114,7 @@ def _progress(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Ro
 
     runs = {"beside": counted(engine.load), "alone": counted(lambda: time.sleep(0.3))}
     found = interleave(runs, place.repeat, place.progress, "progress of the busy thread")
-    what = f"{LABELS['busy']}, beside {_WORD['load']}"
+    what = f"{LABELS['busy']}, beside cold loads"
     figures = found["beside"], "alone", found["alone"]
     made = row(place, what, engine.page_bytes, figures, PROGRESS_TARGET, **more)
     return [made | {"unit": "rounds/s"}]

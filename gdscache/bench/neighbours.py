@@ -10,8 +10,8 @@ from typing import Literal, Self
 
 Kind = Literal["drawn", "busy"]
 LABELS: dict[Kind, str] = {
-    "drawn": "a thread with 3 ms of Python, then 5 to 15 ms of idle",
-    "busy": "a thread that runs Python without pause",
+    "drawn": "3 ms of Python in 8 to 18",
+    "busy": "Python without pause",
 }
 _PYTHON_S = 0.003
 _IDLE_S = (0.005, 0.015)
@@ -19,7 +19,7 @@ _STRIDE = 500  # additions between two looks at the clock: some 20 us
 
 
 class Neighbour:
-    """Such a thread, as long as the `with` block runs."""
+    """Such a thread, as long as the `with` block runs. `drawn`: its times of idle are drawn at random."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind

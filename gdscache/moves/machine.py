@@ -83,8 +83,8 @@ class Descriptors:
 class NativeFiles(Protocol):
     """Files that may be the library's own to read and write."""
 
-    def descriptors(self) -> Descriptors | None:
-        """What it needs for that; None where a transport of Python's has to move the bytes."""
+    def hand_over(self) -> Descriptors | None:
+        """What it needs for that, and nobody else moves them any more; None where a transport of Python's has to."""
         ...
 
 

@@ -106,9 +106,9 @@ class NativeExecutor:
             spaces[name] = Space("memory", extents.slots, memory is None, memory, extents.checksums)
         found = None
         for name, files in machine.files.items():
-            own = files.descriptors() if isinstance(files, NativeFiles) else None
             on_device = any(space.foreign for space in spaces.values() if space.kind == "memory")
-            if own is None or on_device:
+            own = files.hand_over() if isinstance(files, NativeFiles) and not on_device else None
+            if own is None:
                 spaces[name] = Space("files", machine.slots[name])
             else:
                 spaces[name] = Space("files", machine.slots[name], False, files=own.files, stretch=own.stretch)

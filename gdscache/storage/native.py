@@ -92,6 +92,10 @@ class NativeTransport(DirectFiles):
             batch.submission.finish(errors)
         return batch.submission
 
+    def hand_over(self) -> None:
+        """Somebody else moves the bytes of the open files from now on: our thread and the disk end. Again is fine."""
+        self.end_threads()
+
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "threads": self.threads}
 
@@ -104,11 +108,10 @@ class NativeTransport(DirectFiles):
             self._asleep = False
             self._disk.wake()
 
-    def _end_threads(self) -> bool:
-        first = super()._end_threads()
+    def _tell_end(self) -> None:
+        super()._tell_end()
         with self._work:
             self._rouse()
-        return first
 
     def _open_disk(self) -> Disk:
         """The disk, with room for all that it may be given."""

@@ -64,13 +64,13 @@ class WorkerTransport(Transport):
     def __init__(self, threads: int) -> None:
         if threads < 1:
             raise InvalidValueError(f"a transport with {threads} threads moves nothing", "set threads to 1 or more")
-        self._closing = False
+        self._closing = self._released = False
         self._work = threading.Condition(threading.Lock())
         self._paths: dict[int, str] = {}
         self._threads = [
             threading.Thread(target=self._serve, name=f"gdscache-{self.name}-{n}", daemon=True) for n in range(threads)
         ]
-        start(self._threads, self._end_threads)
+        start(self._threads, self._tell_end)
 
     @abc.abstractmethod
     def _serve(self) -> None:
@@ -101,18 +101,23 @@ class WorkerTransport(Transport):
         return spans, good, errors
 
     def close(self) -> None:
-        first = self._end_threads()
-        for thread in self._threads:
-            thread.join()
+        self.end_threads()
+        with self._work:
+            first, self._released = not self._released, True
         if first:
             self.release()
 
-    def _end_threads(self) -> bool:
-        """Have the threads end when nothing is left to do; False when they were told before."""
+    def end_threads(self) -> None:
+        """Take nothing any more, and wait until what was submitted has ended. Again is fine."""
+        self._tell_end()
+        for thread in self._threads:
+            thread.join()
+
+    def _tell_end(self) -> None:
+        """Have the threads end when nothing is left to do."""
         with self._work:
-            first, self._closing = not self._closing, True
+            self._closing = True
             self._work.notify_all()
-        return first
 
     def check_open(self) -> None:
         """Raises `EngineClosedError` after `close`."""

@@ -90,11 +90,15 @@ class SlabIO:
         sizes = (counts - 1) * self._slab.extent_bytes + stop - start
         return IOBatch(self._handles[files], offsets + start, extents.where(places, start), sizes, extents.flat)
 
-    def descriptors(self) -> Descriptors | None:
-        """What the native library needs to move these bytes itself; None where the transport has to."""
+    def hand_over(self) -> Descriptors | None:
+        """What the native library needs to move these bytes itself; None where the transport has to.
+
+        The transport moves nothing any more then, but flushes and closes the files.
+        """
         transport = self.transport
         if type(transport) is not NativeTransport:
             return None
+        transport.hand_over()
         return Descriptors(tuple(self._files), self._period, transport.threads, transport.uring)
 
     def describe(self) -> str:
