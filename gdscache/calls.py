@@ -32,6 +32,9 @@ class Caller(Protocol):
     def check(self) -> None:
         """Raises `ForkedProcessError` in a forked child."""
 
+    def ended(self) -> None:
+        """A handle's work has ended."""
+
     def run(
         self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None, stop: Flag | None = None
     ) -> _T: ...
@@ -42,6 +45,9 @@ class Direct:
 
     def check(self) -> None:
         """There is nothing to check."""
+
+    def ended(self) -> None:
+        """There is nobody to tell."""
 
     def run(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None, stop: Flag | None = None) -> _T:
         return work()
@@ -59,6 +65,8 @@ class Calls:
         )
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._numbers = itertools.count()
+        self._bell = -1  # an eventfd, once somebody asked for it
+        self._bell_lock = threading.Lock()
         start([self._thread], self.end)
 
     @property
@@ -112,6 +120,27 @@ class Calls:
             taken_back = _Call(functools.partial(call.take_back, undo))
             self._asked.put(taken_back)
             taken_back.over.wait(_TAKEN_BACK_S)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when a handle's work has ended since it was read."""
+        self.check()
+        with self._bell_lock:
+            if self._bell < 0:
+                self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            return self._bell
+
+    def ended(self) -> None:
+        """A handle's work has ended."""
+        with self._bell_lock:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def close_bell(self) -> None:
+        """Nothing ends any more: give the descriptor back."""
+        with self._bell_lock:
+            bell, self._bell = self._bell, -1
+        if bell >= 0:
+            os.close(bell)
 
     def watch(self, handle: object, dead: Callable[[], object]) -> int:
         """Have `dead()` done when nobody has `handle` any more; a number for `unwatch`."""

@@ -46,6 +46,7 @@ class Closing:
             self.begun = True
             with contextlib.ExitStack() as last_to_first:
                 last_to_first.callback(self._calls.end)
+                last_to_first.callback(self._calls.close_bell)
                 last_to_first.callback(self._over.set)
                 self._parts.close(drain=drain)
 

@@ -408,6 +408,15 @@ class CacheEngine:
 
     # -- end -------------------------------------------------------------------------------------------------------
 
+    def fileno(self) -> int:
+        """A file descriptor for `select`, `poll` and asyncio: readable when a load, a store or a prefetch has ended.
+
+        It stays readable until it is read (`os.eventfd_read`); then ask `done()` of the handles. The engine opens it at
+        the first call, and closes it. Raises `EngineClosedError`.
+        """
+        self._check_open()
+        return self._calls.fileno()
+
     def close(self, drain: bool = True) -> None:
         """Finish stores (or drop them), wait for loads, give everything back. Twice is fine.
 

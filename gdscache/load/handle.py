@@ -149,6 +149,7 @@ class LayerwiseLoad:
         """Called by the worker: the verdict is there, or what broke the run off."""
         self._error = error
         self._over.set()
+        self._calls.ended()
 
     def cancel(self) -> None:
         """Stop early. The slots stay the engine's until `release_event`; what was not loaded by then is `CANCELLED`."""

@@ -223,6 +223,7 @@ class Prefetcher:
         if work is not None:
             self._ends[request.end.value] += 1
             work.finish(time.monotonic() - request.begun)
+            self.calls.ended()
 
 
 _ENDS = {"missing": PrefetchEnd.MISSING, "no_room": PrefetchEnd.NO_ROOM}

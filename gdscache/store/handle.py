@@ -61,3 +61,4 @@ class StoreHandle:
         self._left -= 1
         if not self._left:
             self._done.set()
+            self._calls.ended()
