@@ -207,6 +207,34 @@ class Free:
                 assert np.array_equal(a[free], b[free]), "somebody wrote to the planes"
 
 
+@pytest.mark.parametrize("mode", MODES)
+@given(case=cases())
+@SHORT_FORM
+def test_by_its_own_disk(mode: Mode, case: Case) -> None:
+    check(case, mode)
+
+
+@given(case=cases(python=True))
+@SHORT_FORM
+def test_by_a_transport_of_python(case: Case) -> None:
+    check(case, "python")
+
+
+@pytest.mark.suite
+@pytest.mark.parametrize("mode", MODES)
+@given(case=cases())
+@LONG_FORM
+def test_many_by_its_own_disk(mode: Mode, case: Case) -> None:
+    check(case, mode)
+
+
+@pytest.mark.suite
+@given(case=cases(python=True))
+@LONG_FORM
+def test_many_by_a_transport_of_python(case: Case) -> None:
+    check(case, "python")
+
+
 @pytest.mark.parametrize("mode", ["threads", "python", "foreign copies"])
 @pytest.mark.parametrize("begin", ["", "cancel"])
 def test_nobody_sums_what_is_known_to_be_right(mode: Mode, begin: str) -> None:
