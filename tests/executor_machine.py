@@ -36,7 +36,7 @@ from gdscache.tiers.host_mover import HostMover
 from gdscache.tiers.quarantine import Quarantine
 from gdscache.tiers.slab_io import SlabIO
 
-Mode = Literal["threads", "uring", "python", "foreign copies"]
+Mode = Literal["threads", "uring", "foreign copies", "python", "all foreign"]
 LATE_MS = 10
 _NATIVE = {"error": 1, "short": 2, "torn": 3, "flip": 4, "late": 5, "hang": 6}
 _PYTHON = {"short": Injected.SHORT, "torn": Injected.TORN, "flip": Injected.FLIP, "hang": Injected.HANG}
@@ -81,7 +81,7 @@ class Real:
 @contextlib.contextmanager
 def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
     """An executor over a copy of the spaces of `case`."""
-    layout = case.layout
+    layout, python = case.layout, mode in ("python", "all foreign")
     with contextlib.ExitStack() as undo:
         undo.callback(PLAN.reset)
         planes = [[torch.from_numpy(plane.copy()) for plane in some] for some in case.spaces.planes]
@@ -102,16 +102,14 @@ def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
         for name, found in case.spaces.files.items():
             slabs[name] = _slab(directory, name, found, 2 if name == "ssd" else 1)
             direct: Any = "auto" if case.direct else "off"
-            transport = (
-                FaultyTransport(2, direct) if mode == "python" else NativeTransport(3, direct, uring=mode == "uring")
-            )
+            transport = FaultyTransport(2, direct) if python else NativeTransport(3, direct, uring=mode == "uring")
             files[name] = io = SlabIO(slabs[name], transport)
             io._period = slabs[name].stretch
             undo.callback(io.close)
         counts = {name: slab.slots for name, slab in slabs.items()}
         machine = Machine(mover, extents, files, counts, bounce, lambda: case.refusal)
-        executor = undo.enter_context(_executor(machine, case, foreign=mode == "foreign copies"))
-        if mode == "python":
+        executor = undo.enter_context(_executor(machine, case, foreign=mode in ("foreign copies", "all foreign")))
+        if python:
             for fault in case.faults:
                 _add_rule(fault, slabs[fault.files])
         else:
