@@ -86,6 +86,10 @@ class Case:
         said += [str(fault) for fault in self.faults]
         return "\n".join([*said, f"{self.refusal}, reserve {self.reserve}, tight {self.tight}, direct {self.direct}"])
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What hypothesis shows of a case that fails: not its bytes."""
+        printer.text(repr(self))
+
 
 def _dimensions(name: str) -> st.SearchStrategy[Plane]:
     shapes = st.sampled_from([(1,), (3,), (17,), (2, 32), (5, 33), (4, 128), (576,), (3, 500)])
