@@ -14,6 +14,7 @@
 #include <new>
 #include <system_error>
 
+#include "faulty_disk.h"  // before the global kShort of moves.h, which its own would shadow
 #include "executor.h"
 #include "pool.h"
 
@@ -21,12 +22,15 @@ using namespace gdscache;
 
 struct gdscache_executor {
     std::string disk;
+    FaultyDisk* faulty;  // of the executor, or null
     Executor executor;
 };
 
 namespace {
 
 using Kind = Space::Kind;
+
+thread_local bool faulty_disks = false;
 
 constexpr int64_t kMost = int64_t{1} << 31;  // pages of a way, slots and layers of anything
 
@@ -164,6 +168,12 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
             if (!disk) return refused(refusal.why.c_str(), refusal.error, why, why_size);
         }
         const std::string name = disk ? disk->name() : "";
+        FaultyDisk* faulty = nullptr;
+        if (disk && faulty_disks) {
+            auto made = open_faulty_disk(std::move(disk), {});
+            faulty = made.get();
+            disk = std::move(made);
+        }
         const Limits sizes{limits->extent_bytes,
                            limits->layers,
                            limits->page_blocks,
@@ -175,7 +185,8 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
                            limits->foreign_copy_bytes};
         if (!ascending(sizes.bounds, sizes.extent_bytes)) return refused("no sound layers", EINVAL, why, why_size);
         *executor = new gdscache_executor{
-            name, Executor(sizes, std::move(kinds), std::move(places), reserve_space,
+            name, faulty,
+            Executor(sizes, std::move(kinds), std::move(places), reserve_space,
                            Reserve(reserve_first, reserve_space < 0 ? 0 : reserve_slots, fence),
                            pool ? &pool->pool : nullptr, std::move(disk), threads)};
         return 0;
@@ -369,4 +380,28 @@ int64_t gdscache_take_spans(struct gdscache_executor* executor, struct gdscache_
                     span.pages, span.bytes, span.begin, span.end};
     }
     return static_cast<int64_t>(taken.size());
+}
+
+void gdscache_executor_faulty(int32_t faulty) { faulty_disks = faulty != 0; }
+
+int32_t gdscache_executor_fail(struct gdscache_executor* executor, const int64_t* faults, int64_t n_faults) {
+    if (!executor->faulty || n_faults < 0 || n_faults > 1 << 20 || (n_faults && !faults)) return -EINVAL;
+    try {
+        std::vector<PlaceFault> made;
+        for (int64_t n = 0; n < n_faults; ++n) {
+            const int64_t* const row = faults + 5 * n;
+            if (row[3] < 1 || row[3] > static_cast<int64_t>(Failing::kHang) || row[4] < 0) return -EINVAL;
+            made.push_back({static_cast<int32_t>(row[0]), row[1], row[2], static_cast<Failing>(row[3]), row[4]});
+        }
+        executor->faulty->fail(std::move(made));
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    }
+}
+
+int32_t gdscache_executor_release(struct gdscache_executor* executor) {
+    if (!executor->faulty) return -EINVAL;
+    executor->faulty->release();
+    return 0;
 }

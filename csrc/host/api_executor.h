@@ -107,3 +107,13 @@ GDSCACHE_API int64_t gdscache_free_slots(struct gdscache_executor* executor);
 // Keep spans from now on; and take those that were kept: how many, of `room` at most.
 GDSCACHE_API int32_t gdscache_trace(struct gdscache_executor* executor);
 GDSCACHE_API int64_t gdscache_take_spans(struct gdscache_executor* executor, struct gdscache_span* spans, int64_t room);
+
+// --- for tests: a disk that fails on order (faulty_disk.h)
+
+// Whether the disks of executors that this thread opens from now on do.
+GDSCACHE_API void gdscache_executor_faulty(int32_t faulty);
+// What fails from now on: int64 (n, 5) of a descriptor (-1: any), first byte, last byte + 1, what, value.
+GDSCACHE_API int32_t gdscache_executor_fail(struct gdscache_executor* executor, const int64_t* faults,
+                                            int64_t n_faults);
+// Let go of everything that hangs, now and later.
+GDSCACHE_API int32_t gdscache_executor_release(struct gdscache_executor* executor);

@@ -284,7 +284,7 @@ void Executor::copy(const CopyJob& job, std::vector<uint64_t>* found) const {
         const int64_t* const blocks = job.blocks.data() + page * limits_.page_blocks;
         if (job.copy == Copy::kGather) gather(*pool_, blocks, job.first, job.last, part, sums, store);
         if (job.copy == Copy::kScatter) scatter(*pool_, blocks, job.first, job.last, part, sums, store);
-        for (int32_t layer = job.first; job.copy == Copy::kDigest && layer < job.last; ++layer) {
+        for (int32_t layer = job.first; sums && job.copy == Copy::kDigest && layer < job.last; ++layer) {
             const int64_t at = limits_.bounds[layer], end = limits_.bounds[layer + 1];
             sums[layer - job.first] = xxh3(part + (at - limits_.bounds[job.first]), static_cast<size_t>(end - at));
         }

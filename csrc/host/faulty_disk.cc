@@ -6,7 +6,9 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <mutex>
 #include <unordered_map>
+#include <utility>
 
 namespace gdscache {
 
@@ -23,14 +25,12 @@ public:
     void submit(std::span<const Piece> pieces) override {
         for (const Piece& piece : pieces) {
             const auto found = faults_.find(submitted_++);
-            if (!is_sound(piece) || found == faults_.end()) {
-                pass_on(piece, nullptr);
-            } else if (found->second.what == Failing::kError) {
-                ready_.push_back({piece.tag, 0, piece.count, static_cast<int32_t>(found->second.value), 0});
-            } else if (found->second.what == Failing::kHang && !released_) {
-                hanging_.push_back(piece);
-            } else {
-                pass_on(piece, &found->second);
+            if (!is_sound(piece)) {
+                pass_on({piece, 0}, {});
+            } else if (found != faults_.end()) {
+                begin({piece, 0}, found->second);
+            } else if (!submit_by_place(piece)) {
+                pass_on({piece, 0}, {});
             }
         }
     }
@@ -41,7 +41,7 @@ public:
                                                            std::chrono::duration<double>(std::min(seconds, 1e6)));
         for (;;) {
             if (released_) {
-                for (const Piece& piece : hanging_) pass_on(piece, nullptr);
+                for (const Some& some : hanging_) pass_on(some, {});
                 hanging_.clear();
             }
             const Clock::time_point now = Clock::now();
@@ -67,6 +67,11 @@ public:
 
     void wake() override { disk_->wake(); }
 
+    void fail(std::vector<PlaceFault> faults) override {
+        const std::lock_guard<std::mutex> lock(lock_);
+        places_ = std::move(faults);
+    }
+
     void release() override {
         released_ = true;
         disk_->wake();
@@ -77,20 +82,70 @@ public:
     const char* name() const override { return disk_->name(); }
 
 private:
-    struct Passed {
+    // A piece, or one fragment of it, which is its fragment `first`.
+    struct Some {
         Piece piece;
-        const Fault* fault;
+        uint32_t first;
+    };
+    struct Passed {
+        Some some;
+        Fault fault;  // of no kind where there is none
         uint32_t left;
         std::vector<iovec> torn;  // what is moved of it instead
     };
 
-    void pass_on(const Piece& piece, const Fault* fault) {
+    // The fragments of a piece one by one, where a fault meets one of them.
+    bool submit_by_place(const Piece& piece) {
+        std::vector<std::pair<Some, Fault>> apart;
+        {
+            const std::lock_guard<std::mutex> lock(lock_);
+            bool met = false;
+            int64_t at = piece.offset;
+            for (uint32_t n = 0; n < piece.count && !places_.empty(); n++) {
+                const int64_t stop = at + static_cast<int64_t>(piece.fragments[n].iov_len);
+                Piece one = piece;
+                one.fragments += n;
+                one.count = 1;
+                one.offset = at;
+                Fault fault{};
+                const auto place = std::find_if(places_.begin(), places_.end(), [&](const PlaceFault& some) {
+                    return (some.fd == -1 || some.fd == piece.fd) && some.begin < stop && at < some.end;
+                });
+                if (place != places_.end()) {
+                    const bool counts = place->what == Failing::kShort || place->what == Failing::kTorn ||
+                                        place->what == Failing::kFlip;
+                    fault = {0, place->what, counts ? std::max<int64_t>(0, place->begin - at) : place->value};
+                    met = true;
+                }
+                apart.push_back({{one, n}, fault});
+                at = stop;
+            }
+            if (!met) return false;
+        }
+        for (const auto& [some, fault] : apart) begin(some, fault);
+        return true;
+    }
+
+    void begin(const Some& some, const Fault& fault) {
+        if (fault.what == Failing::kError) {
+            ready_.push_back({some.piece.tag, some.first, some.piece.count, static_cast<int32_t>(fault.value), 0});
+        } else if (fault.what == Failing::kHang && !released_) {
+            hanging_.push_back(some);
+        } else if (fault.what == Failing::kTorn && fault.value == 0) {
+            tell_all(some, INT64_MAX);
+        } else {
+            pass_on(some, fault);
+        }
+    }
+
+    void pass_on(const Some& given, const Fault& fault) {
+        const Piece& piece = given.piece;
         const uint64_t number = next_++;
-        Passed& passed = passed_[number] = {piece, fault, piece.count, {}};
+        Passed& passed = passed_[number] = {given, fault, piece.count, {}};
         Piece inner = piece;
         inner.tag = number;
-        if (fault && fault->what == Failing::kTorn) {
-            size_t left = static_cast<size_t>(std::max<int64_t>(fault->value, 1));
+        if (fault.what == Failing::kTorn) {
+            size_t left = static_cast<size_t>(fault.value);
             for (uint32_t n = 0; n < piece.count && left; n++) {
                 const size_t some = std::min(left, piece.fragments[n].iov_len);
                 passed.torn.push_back({piece.fragments[n].iov_base, some});
@@ -104,17 +159,18 @@ private:
 
     void answered(const Ended& answer) {
         Passed& passed = passed_.at(answer.tag);
-        const Piece& piece = passed.piece;
+        const Piece& piece = passed.some.piece;
         passed.left -= answer.count;
         const bool over = passed.left == 0;
-        const Failing what = passed.fault ? passed.fault->what : Failing{};
-        const int64_t value = passed.fault ? passed.fault->value : 0;
+        const Failing what = passed.fault.what;
+        const int64_t value = passed.fault.value;
         Ended told = answer;
         told.tag = piece.tag;
+        told.first += passed.some.first;
         if (what == Failing::kTorn) {
-            if (over) tell_all(piece, INT64_MAX);
+            if (over) tell_all(passed.some, INT64_MAX);
         } else if (what == Failing::kShort) {
-            if (over) tell_all(piece, value);
+            if (over) tell_all(passed.some, value);
         } else if (what == Failing::kLate) {
             late_.emplace_back(Clock::now() + std::chrono::milliseconds(value), told);
         } else {
@@ -125,10 +181,10 @@ private:
     }
 
     // Each fragment of a piece, as if only so many bytes of all had been moved.
-    void tell_all(const Piece& piece, int64_t moved) {
-        for (uint32_t n = 0; n < piece.count; n++) {
-            const int64_t some = std::min(moved, static_cast<int64_t>(piece.fragments[n].iov_len));
-            ready_.push_back({piece.tag, n, 1, 0, some});
+    void tell_all(const Some& of, int64_t moved) {
+        for (uint32_t n = 0; n < of.piece.count; n++) {
+            const int64_t some = std::min(moved, static_cast<int64_t>(of.piece.fragments[n].iov_len));
+            ready_.push_back({of.piece.tag, of.first + n, 1, 0, some});
             moved -= some;
         }
     }
@@ -148,10 +204,12 @@ private:
     std::unordered_map<uint64_t, Fault> faults_;
     std::unordered_map<uint64_t, Passed> passed_;
     uint64_t submitted_ = 0, next_ = 0;
-    std::vector<Piece> hanging_;
+    std::vector<Some> hanging_;
     std::vector<std::pair<Clock::time_point, Ended>> late_;
     std::vector<Ended> ready_;
     std::atomic<bool> released_{false};
+    std::mutex lock_;
+    std::vector<PlaceFault> places_;
 };
 
 }  // namespace

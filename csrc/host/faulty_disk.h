@@ -21,8 +21,20 @@ struct Fault {
     int64_t value;
 };
 
+// What becomes of the bytes [begin, end) of the file `fd`, or of every file with -1. It meets each fragment that
+// touches them, and no other; the first fault that does has it. `value` is an errno or milliseconds; where bytes are
+// counted, that is `begin`.
+struct PlaceFault {
+    int32_t fd;
+    int64_t begin, end;
+    Failing what;
+    int64_t value;
+};
+
 class FaultyDisk : public Disk {
 public:
+    // Fail these from now on, and no others by their place. Any thread.
+    virtual void fail(std::vector<PlaceFault> faults) = 0;
     // Let go of everything that hangs, now and later. Any thread, as `wake`.
     virtual void release() = 0;
 };

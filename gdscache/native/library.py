@@ -72,6 +72,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "free_slots": (_long, (_at,)),
     "trace": (_int, (_at,)),
     "take_spans": (_long, (_at, _at, _long)),
+    "executor_faulty": (_void, (_int,)),
+    "executor_fail": (_int, (_at, _at, _long)),
+    "executor_release": (_int, (_at,)),
 }
 # Those that are over at once keep the interpreter's lock: whoever gives it up may wait 5 ms to have it again.
 # `disk_submit` is over at once where threads copy what it hands over, as they do for all that Python submits.
