@@ -49,7 +49,7 @@ class OpenFile:
         self.file = os.open(path, os.O_RDWR)
         self._uring = uring
 
-    def descriptors(self) -> Descriptors:
+    def hand_over(self) -> Descriptors:
         return Descriptors((self.file,), PAGES, 2, self._uring)
 
     def transfer(self, *args: Any) -> Any:
