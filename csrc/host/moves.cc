@@ -621,7 +621,7 @@ void Moves::judge(Move& move, int32_t row, Status status) {
 Nanoseconds Moves::deadline() const {
     Nanoseconds first = std::numeric_limits<Nanoseconds>::max();
     for (const auto& [order, move] : open_) {
-        if (!move->expired) first = std::min(first, move->spec.until);
+        if (!move->expired && move->work != Work::kGather) first = std::min(first, move->spec.until);
     }
     return first;
 }
