@@ -474,11 +474,13 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
     });
     const int32_t first_row = move.first_row[way_number];
     const bool known = !gather && way.sums.empty();
-    if (resident && known && !moves) {  // nothing to copy, and nothing to find out
-        for (; copyable.resident < way.pages; ++copyable.resident) {
+    if (known && !moves) {  // nothing to copy, and nothing to find out
+        for (; resident && copyable.resident < way.pages; ++copyable.resident) {
             const int32_t row = first_row + static_cast<int32_t>(copyable.resident);
             if (move.pending(row)) copied(move, row, group_number);
         }
+        // None of these lies in the reserve: what passes through it goes into planes, or nowhere.
+        for (const Move::Landed& landed : std::exchange(copyable.landed, {})) copied(move, landed.row, group_number);
         settle(move);
         return false;
     }
