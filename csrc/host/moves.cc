@@ -225,11 +225,10 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
             move.page = way.pages;
             continue;
         }
-        if (spaces_[way.source].foreign != foreign) return false;
         const bool passes = way.places.empty() && spaces_[way.target].kind == Space::Kind::kPlanes;
         const Group& group = move.spec.groups[move.group];
         const int64_t part = group.bytes(passes);
-        const int64_t bytes = foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
+        const int64_t bytes = spaces_[way.source].foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
         const int64_t most = std::max<int64_t>(1, bytes / std::max<int64_t>(1, part));
         auto reading = std::make_unique<Reading>();
         int64_t page = move.page;
@@ -249,6 +248,7 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
             for (size_t i = 0; i < reading->pages.size(); ++i) landed(move, *reading, static_cast<int32_t>(i));
             continue;
         }
+        if (spaces_[way.source].foreign != foreign) return false;
         if (!fits(static_cast<int64_t>(reading->pages.size()) * part)) return false;
         if (passes) {
             const int64_t wanted = static_cast<int64_t>(reading->pages.size()) * part;
