@@ -319,6 +319,7 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
         job->start = 0;
         job->stop = limits_.extent_bytes;
         issue(move, std::move(reading), job);
+        while (!move.all_issued() && move.page == move.spec.ways[move.way].pages) move.advance();  // it waits no more
         return true;
     }
     return false;
