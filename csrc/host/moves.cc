@@ -177,12 +177,13 @@ void Moves::drop_forgotten(Move& move) {
 // --- I/O
 
 bool Moves::take_io(bool foreign, IoJob* job) {
-    crowded_ = false;
+    crowded_[foreign] = owed_ = false;
     const bool writes_wait = std::any_of(open_.begin(), open_.end(), [](const auto& entry) {
         return entry.second->work == Work::kWrite && !entry.second->all_issued();
     });
     const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite;
     if (write_first && take_write(foreign, job)) return true;
+    owed_ = write_first && crowded_[foreign];
     if (take_read(foreign, job)) {
         reads_in_row_ = writes_wait ? reads_in_row_ + 1 : 0;
         return true;
@@ -249,14 +250,14 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
             continue;
         }
         if (spaces_[way.source].foreign != foreign) return false;
-        if (!fits(static_cast<int64_t>(reading->pages.size()) * part)) return false;
+        if (!fits(static_cast<int64_t>(reading->pages.size()) * part, foreign)) return false;
         if (passes) {
             const int64_t wanted = static_cast<int64_t>(reading->pages.size()) * part;
             const int64_t extents = (wanted + limits_.extent_bytes - 1) / limits_.extent_bytes;
             const int64_t share = std::max<int64_t>(1, reserve_.slots() / kRounds);
             reading->slots = reserve_.take(std::min(extents, share), &reading->slot);
             if (reading->slots == 0) {
-                crowded_ = true;
+                crowded_[foreign] = true;
                 return false;
             }
             const size_t room = static_cast<size_t>(reading->slots * limits_.extent_bytes / part);
@@ -286,10 +287,10 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
     return false;
 }
 
-// Whether so many bytes may be in flight, too. One job always may.
-bool Moves::fits(int64_t bytes) {
-    const bool fits = flying_ == 0 || flying_ + bytes <= limits_.flying_bytes;
-    crowded_ = crowded_ || !fits;
+// Whether so many bytes may be in flight, too. One job always may; a read not where the room is owed to a write.
+bool Moves::fits(int64_t bytes, bool foreign) {
+    const bool fits = flying_ == 0 || (!owed_ && flying_ + bytes <= limits_.flying_bytes);
+    crowded_[foreign] = crowded_[foreign] || !fits;
     return fits;
 }
 
@@ -304,7 +305,7 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
         const int64_t bytes = foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
         const int64_t most = std::max<int64_t>(1, bytes / limits_.extent_bytes);
         const int64_t end = std::min(way.pages, move.page + most);
-        if (!fits((end - move.page) * limits_.extent_bytes)) return false;
+        if (!fits((end - move.page) * limits_.extent_bytes, foreign)) return false;
         auto reading = std::make_unique<Reading>();
         for (; move.page < end; ++move.page) {
             const int32_t row = move.first_row[move.way] + static_cast<int32_t>(move.page);
