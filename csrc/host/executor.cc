@@ -158,8 +158,9 @@ bool Executor::copy_queued(int64_t job) {
 
 bool Executor::copy_ended(int64_t job, const uint64_t* found, bool broken) {
     const Lock lock(lock_);
-    const auto node = copying_.extract(job);
-    if (node.empty() || (!broken && node.mapped().sums && found == nullptr)) return false;
+    const auto ended = copying_.find(job);
+    if (ended == copying_.end() || (!broken && ended->second.sums && found == nullptr)) return false;
+    copying_.erase(ended);
     moves_.copy_ended(job, found, broken);
     changed();
     return true;
