@@ -131,8 +131,12 @@ const CopyJob* Executor::take_copy(Nanoseconds until, Waited* waited) {
     CopyJob job;
     *waited = wait_for(lock, foreign_, until, [&] { return moves_.take_copy(true, &job); });
     if (*waited != Waited::kHappened) return nullptr;
-    const int64_t id = job.id;  // of `kReady` too, which is let go with the next that is taken
-    return &copying_.insert_or_assign(job.copy == Copy::kReady ? 0 : id, std::move(job)).first->second;
+    if (job.copy == Copy::kReady) {  // whose end nobody says
+        static thread_local CopyJob ready;
+        ready = std::move(job);
+        return &ready;
+    }
+    return &copying_.emplace(job.id, std::move(job)).first->second;
 }
 
 bool Executor::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
