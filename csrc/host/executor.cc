@@ -281,7 +281,7 @@ void Executor::copy(const CopyJob& job, std::vector<uint64_t>* found) const {
     for (size_t page = 0; page < job.pages.size(); ++page) {
         uint8_t* const part = memory + job.pages[page].at;
         uint64_t* const sums = job.sums ? found->data() + page * layers : nullptr;
-        const int64_t* const blocks = job.blocks.data() + page * limits_.page_blocks;
+        const int64_t* const blocks = job.blocks.empty() ? nullptr : &job.blocks[page * limits_.page_blocks];
         if (job.copy == Copy::kGather) gather(*pool_, blocks, job.first, job.last, part, sums, store);
         if (job.copy == Copy::kScatter) scatter(*pool_, blocks, job.first, job.last, part, sums, store);
         for (int32_t layer = job.first; job.copy == Copy::kDigest && layer < job.last; ++layer) {

@@ -573,7 +573,7 @@ void Moves::copy_ended(int64_t job, const uint64_t* found, bool broken) {
             let_go(*reading);
         }
         if (broken) continue;
-        const uint64_t* sums = found + i * layers;
+        const uint64_t* sums = copying.sums ? found + i * layers : nullptr;
         if (copying.gather) {
             uint64_t* kept = spaces_[way.target].sums + way.targets[page] * limits_.layers;
             std::copy(sums, sums + layers, kept);
