@@ -121,7 +121,7 @@ bool Executor::forget(int64_t move) {
 const IoJob* Executor::take_io(Nanoseconds until, Waited* waited) {
     Lock lock(lock_);
     IoJob job;
-    *waited = wait_for(lock, foreign_, until, [&] { return moves_.take_io(true, &job); });
+    *waited = wait_for(lock, foreign_, until, [&] { return tell(moves_.take_io(true, &job)); });
     if (*waited != Waited::kHappened) return nullptr;
     return &ios_.emplace(job.id, std::move(job)).first->second;
 }
@@ -129,7 +129,7 @@ const IoJob* Executor::take_io(Nanoseconds until, Waited* waited) {
 const CopyJob* Executor::take_copy(Nanoseconds until, Waited* waited) {
     Lock lock(lock_);
     CopyJob job;
-    *waited = wait_for(lock, foreign_, until, [&] { return moves_.take_copy(true, &job); });
+    *waited = wait_for(lock, foreign_, until, [&] { return tell(moves_.take_copy(true, &job)); });
     if (*waited != Waited::kHappened) return nullptr;
     if (job.copy == Copy::kReady) {  // whose end nobody says
         static thread_local CopyJob ready;
@@ -228,7 +228,13 @@ Waited Executor::wait_for(Lock& lock, std::condition_variable& condition, Nanose
     }
 }
 
+bool Executor::tell(bool taken) {
+    if (moves_.take_news()) changed();
+    return taken;
+}
+
 void Executor::changed(bool fresh) {
+    moves_.take_news();
     if (traced_) {
         const Nanoseconds time = now();
         for (const ReadyGroup& group : moves_.take_ready()) {
@@ -248,7 +254,7 @@ void Executor::copy_loop() {
     CopyJob job;
     Lock lock(lock_);
     while (!closing_) {
-        if (moves_.take_copy(false, &job)) {
+        if (tell(moves_.take_copy(false, &job))) {
             lock.unlock();
             const Nanoseconds begin = now();
             copy(job, &found);
@@ -330,7 +336,7 @@ void Executor::disk_loop() {
     while (!closing_ || !flights.empty()) {
         pieces.clear();
         IoJob job;
-        while (!closing_ && disk_->pending() + pieces.size() < 2 * disk_->depth() && moves_.take_io(false, &job)) {
+        while (!closing_ && disk_->pending() + pieces.size() < 2 * disk_->depth() && tell(moves_.take_io(false, &job))) {
             lock.unlock();
             auto made = flight(std::move(job));
             const Place& files = places_[made->job.files];

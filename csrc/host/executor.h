@@ -91,6 +91,7 @@ private:
     template <typename Ready>
     Waited wait_for(Lock& lock, std::condition_variable& changed, Nanoseconds until, Ready ready);
     void changed(bool fresh = false);  // with the lock held. `fresh`: there is a new move
+    bool tell(bool taken);  // with the lock held: others wait for what a job that was asked for brings about
     void copy_loop();
     void disk_loop();
     void copy(const CopyJob& job, std::vector<uint64_t>* found) const;

@@ -382,6 +382,7 @@ void Moves::end_page(Reading& reading, int32_t page, int32_t error) {
 void Moves::landed(Move& move, Reading& reading, int32_t page) {
     const Transfer& one = reading.pages[page];
     if (!move.pending(one.row)) return;
+    news_ = true;
     move.there[move.cell(one.row, reading.group)] = 1;
     if (reading.slots != 0) {
         const Group& group = move.spec.groups[reading.group];
@@ -406,6 +407,7 @@ void Moves::let_go(Reading& reading) {
     if (reading.left != 0 || reading.copies != 0) return;
     if (reading.slots != 0) {
         reserve_.give(reading.slot, reading.slots);
+        news_ = true;
         if (reading.late) held_slots_ -= reading.slots;
     }
     readings_.erase(reading.id);
@@ -600,7 +602,9 @@ void Moves::end_cell(Move& move, int32_t row, int32_t group) {
     Cell& cell = move.cells[move.cell(row, group)];
     if (cell == Cell::kQueued) --move.queued[group];
     cell = Cell::kDone;
-    if (--move.todo[group] == 0 && watched_ && move.work == Work::kLoad) {
+    if (--move.todo[group] != 0) return;
+    news_ = true;
+    if (watched_ && move.work == Work::kLoad) {
         ready_.push_back({move.id, move.spec.groups[group].first, move.spec.groups[group].last});
     }
 }
@@ -683,7 +687,7 @@ void Moves::settle(Move& move) {
         }
     }
     move.outcome.broken = move.broken;
-    move.over = true;
+    move.over = news_ = true;
     open_.erase(move.order);
 }
 

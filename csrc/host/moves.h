@@ -85,6 +85,9 @@ public:
     // `found`: (pages, layers) of the job, where it asked for sums. `broken`: nothing is known about the bytes. Of
     // `kReady` nothing is said.
     void copy_ended(int64_t job, const uint64_t* found, bool broken);
+    // Whether a call has since the last time brought about what others may wait for: a group or a move that has ended,
+    // pages that may be copied, free slots. A job that is asked for may do that, and have none to give.
+    bool take_news() { return std::exchange(news_, false); }
     // When `expire` has something to do next; the largest number where it never will.
     Nanoseconds deadline() const;
     // What has not ended by its deadline is late.
@@ -128,7 +131,7 @@ private:
     int32_t reads_in_row_ = 0;  // while writes wait
     bool crowded_[2] = {};      // I/O that is not foreign, and that is
     bool owed_ = false;         // the next room in flight is a write's
-    bool watched_ = false;
+    bool watched_ = false, news_ = false;
     std::map<int64_t, std::unique_ptr<Move>> moves_;
     Order open_;                // that have not ended, in the order in which they are served
     std::map<int64_t, std::unique_ptr<Reading>> readings_;  // I/O under way, by job
