@@ -128,7 +128,7 @@ bool Executor::forget(int64_t move) {
 const IoJob* Executor::take_io(Nanoseconds until, Waited* waited) {
     Lock lock(lock_);
     IoJob job;
-    *waited = wait_for(lock, foreign_, until, [&] { return moves_.take_io(true, &job); });
+    *waited = wait_for(lock, foreign_, until, [&] { return tell(moves_.take_io(true, &job)); });
     if (*waited != Waited::kHappened) return nullptr;
     return &ios_.emplace(job.id, std::move(job)).first->second;
 }
@@ -136,10 +136,14 @@ const IoJob* Executor::take_io(Nanoseconds until, Waited* waited) {
 const CopyJob* Executor::take_copy(Nanoseconds until, Waited* waited) {
     Lock lock(lock_);
     CopyJob job;
-    *waited = wait_for(lock, foreign_, until, [&] { return moves_.take_copy(true, &job); });
+    *waited = wait_for(lock, foreign_, until, [&] { return tell(moves_.take_copy(true, &job)); });
     if (*waited != Waited::kHappened) return nullptr;
-    const int64_t id = job.id;  // of `kReady` too, which is let go with the next that is taken
-    return &copying_.insert_or_assign(job.copy == Copy::kReady ? 0 : id, std::move(job)).first->second;
+    if (job.copy == Copy::kReady) {  // whose end nobody says
+        static thread_local CopyJob ready;
+        ready = std::move(job);
+        return &ready;
+    }
+    return &copying_.emplace(job.id, std::move(job)).first->second;
 }
 
 bool Executor::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
@@ -165,8 +169,9 @@ bool Executor::copy_queued(int64_t job) {
 
 bool Executor::copy_ended(int64_t job, const uint64_t* found, bool broken) {
     const Lock lock(lock_);
-    const auto node = copying_.extract(job);
-    if (node.empty() || (!broken && node.mapped().sums && found == nullptr)) return false;
+    const auto ended = copying_.find(job);
+    if (ended == copying_.end() || (!broken && ended->second.sums && found == nullptr)) return false;
+    copying_.erase(ended);
     moves_.copy_ended(job, found, broken);
     changed();
     return true;
@@ -230,7 +235,13 @@ Waited Executor::wait_for(Lock& lock, std::condition_variable& condition, Nanose
     }
 }
 
+bool Executor::tell(bool taken) {
+    if (moves_.take_news()) changed();
+    return taken;
+}
+
 void Executor::changed(bool fresh) {
+    moves_.take_news();
     if (traced_) {
         const Nanoseconds time = now();
         for (const ReadyGroup& group : moves_.take_ready()) {
@@ -250,7 +261,7 @@ void Executor::copy_loop() {
     CopyJob job;
     Lock lock(lock_);
     while (!closing_) {
-        if (moves_.take_copy(false, &job)) {
+        if (tell(moves_.take_copy(false, &job))) {
             lock.unlock();
             const Nanoseconds begin = now();
             copy(job, &found);
@@ -281,7 +292,7 @@ void Executor::copy(const CopyJob& job, std::vector<uint64_t>* found) const {
     for (size_t page = 0; page < job.pages.size(); ++page) {
         uint8_t* const part = memory + job.pages[page].at;
         uint64_t* const sums = job.sums ? found->data() + page * layers : nullptr;
-        const int64_t* const blocks = job.blocks.data() + page * limits_.page_blocks;
+        const int64_t* const blocks = job.blocks.empty() ? nullptr : &job.blocks[page * limits_.page_blocks];
         if (job.copy == Copy::kGather) gather(*pool_, blocks, job.first, job.last, part, sums, store);
         if (job.copy == Copy::kScatter) scatter(*pool_, blocks, job.first, job.last, part, sums, store);
         for (int32_t layer = job.first; sums && job.copy == Copy::kDigest && layer < job.last; ++layer) {
@@ -330,7 +341,7 @@ void Executor::disk_loop() {
     while (!closing_ || !flights.empty()) {
         pieces.clear();
         IoJob job;
-        while (!closing_ && disk_->pending() + pieces.size() < 2 * disk_->depth() && moves_.take_io(false, &job)) {
+        while (!closing_ && disk_->pending() + pieces.size() < 2 * disk_->depth() && tell(moves_.take_io(false, &job))) {
             lock.unlock();
             auto made = flight(std::move(job));
             const Place& files = places_[made->job.files];

@@ -59,7 +59,8 @@ public:
     const Outcome* outcome(int64_t move);
     bool forget(int64_t move);
 
-    // The next foreign job, which is ours until its end is said; null with `waited` saying why.
+    // The next foreign job, which is the caller's until its end is said, and a `kReady` until its thread takes the next;
+    // null with `waited` saying why.
     const IoJob* take_io(Nanoseconds until, Waited* waited);
     const CopyJob* take_copy(Nanoseconds until, Waited* waited);
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
@@ -90,6 +91,7 @@ private:
     template <typename Ready>
     Waited wait_for(Lock& lock, std::condition_variable& changed, Nanoseconds until, Ready ready);
     void changed(bool fresh = false);  // with the lock held. `fresh`: there is a new move
+    bool tell(bool taken);  // with the lock held: others wait for what a job that was asked for brings about
     void copy_loop();
     void disk_loop();
     void copy(const CopyJob& job, std::vector<uint64_t>* found) const;

@@ -178,12 +178,13 @@ void Moves::drop_forgotten(Move& move) {
 // --- I/O
 
 bool Moves::take_io(bool foreign, IoJob* job) {
-    crowded_ = false;
+    crowded_[foreign] = owed_ = false;
     const bool writes_wait = std::any_of(open_.begin(), open_.end(), [](const auto& entry) {
         return entry.second->work == Work::kWrite && !entry.second->all_issued();
     });
     const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite;
     if (write_first && take_write(foreign, job)) return true;
+    owed_ = write_first && crowded_[foreign];
     if (take_read(foreign, job)) {
         reads_in_row_ = writes_wait ? reads_in_row_ + 1 : 0;
         return true;
@@ -226,11 +227,10 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
             move.page = way.pages;
             continue;
         }
-        if (spaces_[way.source].foreign != foreign) return false;
         const bool passes = way.places.empty() && spaces_[way.target].kind == Space::Kind::kPlanes;
         const Group& group = move.spec.groups[move.group];
         const int64_t part = group.bytes(passes);
-        const int64_t bytes = foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
+        const int64_t bytes = spaces_[way.source].foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
         const int64_t most = std::max<int64_t>(1, bytes / std::max<int64_t>(1, part));
         auto reading = std::make_unique<Reading>();
         int64_t page = move.page;
@@ -250,14 +250,15 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
             for (size_t i = 0; i < reading->pages.size(); ++i) landed(move, *reading, static_cast<int32_t>(i));
             continue;
         }
-        if (!fits(static_cast<int64_t>(reading->pages.size()) * part)) return false;
+        if (spaces_[way.source].foreign != foreign) return false;
+        if (!fits(static_cast<int64_t>(reading->pages.size()) * part, foreign)) return false;
         if (passes) {
             const int64_t wanted = static_cast<int64_t>(reading->pages.size()) * part;
             const int64_t extents = (wanted + limits_.extent_bytes - 1) / limits_.extent_bytes;
             const int64_t share = std::max<int64_t>(1, reserve_.slots() / kRounds);
             reading->slots = reserve_.take(std::min(extents, share), &reading->slot);
             if (reading->slots == 0) {
-                crowded_ = true;
+                crowded_[foreign] = true;
                 return false;
             }
             const size_t room = static_cast<size_t>(reading->slots * limits_.extent_bytes / part);
@@ -287,10 +288,10 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
     return false;
 }
 
-// Whether so many bytes may be in flight, too. One job always may.
-bool Moves::fits(int64_t bytes) {
-    const bool fits = flying_ == 0 || flying_ + bytes <= limits_.flying_bytes;
-    crowded_ = crowded_ || !fits;
+// Whether so many bytes may be in flight, too. One job always may; a read not where the room is owed to a write.
+bool Moves::fits(int64_t bytes, bool foreign) {
+    const bool fits = flying_ == 0 || (!owed_ && flying_ + bytes <= limits_.flying_bytes);
+    crowded_[foreign] = crowded_[foreign] || !fits;
     return fits;
 }
 
@@ -305,7 +306,7 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
         const int64_t bytes = foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
         const int64_t most = std::max<int64_t>(1, bytes / limits_.extent_bytes);
         const int64_t end = std::min(way.pages, move.page + most);
-        if (!fits((end - move.page) * limits_.extent_bytes)) return false;
+        if (!fits((end - move.page) * limits_.extent_bytes, foreign)) return false;
         auto reading = std::make_unique<Reading>();
         for (; move.page < end; ++move.page) {
             const int32_t row = move.first_row[move.way] + static_cast<int32_t>(move.page);
@@ -320,6 +321,7 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
         job->start = 0;
         job->stop = limits_.extent_bytes;
         issue(move, std::move(reading), job);
+        while (!move.all_issued() && move.page == move.spec.ways[move.way].pages) move.advance();  // it waits no more
         return true;
     }
     return false;
@@ -381,6 +383,7 @@ void Moves::end_page(Reading& reading, int32_t page, int32_t error) {
 void Moves::landed(Move& move, Reading& reading, int32_t page) {
     const Transfer& one = reading.pages[page];
     if (!move.pending(one.row)) return;
+    news_ = true;
     move.there[move.cell(one.row, reading.group)] = 1;
     if (reading.slots != 0) {
         const Group& group = move.spec.groups[reading.group];
@@ -405,6 +408,7 @@ void Moves::let_go(Reading& reading) {
     if (reading.left != 0 || reading.copies != 0) return;
     if (reading.slots != 0) {
         reserve_.give(reading.slot, reading.slots);
+        news_ = true;
         if (reading.late) held_slots_ -= reading.slots;
     }
     readings_.erase(reading.id);
@@ -475,11 +479,13 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
     });
     const int32_t first_row = move.first_row[way_number];
     const bool known = !gather && way.sums.empty();
-    if (resident && known && !moves) {  // nothing to copy, and nothing to find out
-        for (; copyable.resident < way.pages; ++copyable.resident) {
+    if (known && !moves) {  // nothing to copy, and nothing to find out
+        for (; resident && copyable.resident < way.pages; ++copyable.resident) {
             const int32_t row = first_row + static_cast<int32_t>(copyable.resident);
             if (move.pending(row)) copied(move, row, group_number);
         }
+        // None of these lies in the reserve: what passes through it goes into planes, or nowhere.
+        for (const Move::Landed& landed : std::exchange(copyable.landed, {})) copied(move, landed.row, group_number);
         settle(move);
         return false;
     }
@@ -571,7 +577,7 @@ void Moves::copy_ended(int64_t job, const uint64_t* found, bool broken) {
             let_go(*reading);
         }
         if (broken) continue;
-        const uint64_t* sums = found + i * layers;
+        const uint64_t* sums = copying.sums ? found + i * layers : nullptr;
         if (copying.gather) {
             uint64_t* kept = spaces_[way.target].sums + way.targets[page] * limits_.layers;
             std::copy(sums, sums + layers, kept);
@@ -598,7 +604,9 @@ void Moves::end_cell(Move& move, int32_t row, int32_t group) {
     Cell& cell = move.cells[move.cell(row, group)];
     if (cell == Cell::kQueued) --move.queued[group];
     cell = Cell::kDone;
-    if (--move.todo[group] == 0 && watched_ && move.work == Work::kLoad) {
+    if (--move.todo[group] != 0) return;
+    news_ = true;
+    if (watched_ && move.work == Work::kLoad) {
         ready_.push_back({move.id, move.spec.groups[group].first, move.spec.groups[group].last});
     }
 }
@@ -623,7 +631,7 @@ void Moves::judge(Move& move, int32_t row, Status status) {
 Nanoseconds Moves::deadline() const {
     Nanoseconds first = std::numeric_limits<Nanoseconds>::max();
     for (const auto& [order, move] : open_) {
-        if (!move->expired) first = std::min(first, move->spec.until);
+        if (!move->expired && move->work != Work::kGather) first = std::min(first, move->spec.until);
     }
     return first;
 }
@@ -681,7 +689,7 @@ void Moves::settle(Move& move) {
         }
     }
     move.outcome.broken = move.broken;
-    move.over = true;
+    move.over = news_ = true;
     open_.erase(move.order);
 }
 

@@ -74,8 +74,8 @@ public:
 
     // The next I/O of files that are `foreign`, or are not; false where none may begin now.
     bool take_io(bool foreign, IoJob* job);
-    // Whether I/O waits for other I/O, or for copies, to end.
-    bool crowded() const { return crowded_; }
+    // Whether I/O that is not foreign waits for other I/O, or for copies, to end.
+    bool crowded() const { return crowded_[false]; }
     // Some pages of a job have ended. Whether all of them have.
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
     // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory.
@@ -85,6 +85,9 @@ public:
     // `found`: (pages, layers) of the job, where it asked for sums. `broken`: nothing is known about the bytes. Of
     // `kReady` nothing is said.
     void copy_ended(int64_t job, const uint64_t* found, bool broken);
+    // Whether a call has since the last time brought about what others may wait for: a group or a move that has ended,
+    // pages that may be copied, free slots. A job that is asked for may do that, and have none to give.
+    bool take_news() { return std::exchange(news_, false); }
     // When `expire` has something to do next; the largest number where it never will.
     Nanoseconds deadline() const;
     // What has not ended by its deadline is late.
@@ -103,7 +106,7 @@ private:
     bool next_read(Move& move, bool foreign, IoJob* job);
     bool next_write(Move& move, bool foreign, IoJob* job);
     void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
-    bool fits(int64_t bytes);
+    bool fits(int64_t bytes, bool foreign);
     void landed(Move& move, Reading& reading, int32_t page);
     bool next_copy(Move& move, bool foreign, CopyJob* job);
     bool announce(Move& move, int32_t group, CopyJob* job);
@@ -126,7 +129,9 @@ private:
     int64_t flying_ = 0;        // bytes of I/O that is not late
     int64_t held_slots_ = 0;
     int32_t reads_in_row_ = 0;  // while writes wait
-    bool crowded_ = false, watched_ = false;
+    bool crowded_[2] = {};      // I/O that is not foreign, and that is
+    bool owed_ = false;         // the next room in flight is a write's
+    bool watched_ = false, news_ = false;
     std::map<int64_t, std::unique_ptr<Move>> moves_;
     Order open_;                // that have not ended, in the order in which they are served
     std::map<int64_t, std::unique_ptr<Reading>> readings_;  // I/O under way, by job

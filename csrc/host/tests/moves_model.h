@@ -1,0 +1,628 @@
+// What `Moves` may do, as the plainest books of it: for each page and group whether it is read, and copied, and the
+// verdict that follows. It checks each job that is given out, and whether one was held back that could have gone.
+//
+// What nobody sees is left open: a group whose bytes came with another's has no read, so whether a deadline still found
+// it unread is not known, nor when a page that needs neither copy nor look is good. `maybe` holds such verdicts.
+
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <set>
+#include <vector>
+
+#include "../moves.h"
+#include "check.h"
+
+namespace gdscache::test {
+
+using Kind = Space::Kind;
+
+struct World {
+    Limits limits;
+    std::vector<Space> spaces;
+    std::vector<std::vector<uint64_t>> sums;  // of each space
+    int32_t reserve_space = 0;
+    int64_t first = 0, slots = 0, fence = 0;  // of the reserve
+};
+
+enum class Reading { kNone, kFlying, kThere, kFailed };
+enum class Copying { kNone, kFlying, kDone, kLost };  // lost: of no use, wrong or broken
+
+struct Cell {
+    Reading read = Reading::kNone;
+    Copying copy = Copying::kNone;
+    bool queued = false;
+    int64_t at = 0, slot = 0, io = 0;  // where the first byte that was read lies, by which job
+};
+
+struct Row {
+    int32_t way = 0;
+    int64_t page = 0;
+    std::vector<Cell> cells;
+    Status verdict = Status::kPending;
+    std::set<Status> maybe;
+    int32_t error = 0, late = 0;  // I/O of it that is late
+    bool was_late = false, told = false, ended = false;  // `ended`: a write
+};
+
+struct Booked {
+    int64_t id = 0;
+    MoveSpec spec;
+    int64_t order = 0;
+    bool store = false, gather = false;
+    std::vector<Row> rows;
+    std::set<int32_t> announced;
+    bool cancelled = false, broken = false, expired = false, over = false, forgotten = false;
+    int32_t ios = 0, late_ios = 0, copies = 0;
+
+    std::pair<Priority, int64_t> key() const { return {spec.priority, order}; }
+    bool load() const { return !store && !gather; }
+};
+
+struct Flying {
+    IoJob job;
+    int32_t group;
+    std::set<int32_t> left;  // pages
+    bool late = false;
+};
+
+struct CopyUnderWay {
+    CopyJob job;
+    int32_t group;
+};
+
+class Model {
+public:
+    Model(World& of, Moves& under) : world(of), moves(under) {}
+
+    World& world;
+    Moves& moves;
+    std::map<int64_t, Booked> books;
+    std::map<int64_t, Flying> ios;
+    std::map<int64_t, CopyUnderWay> copies;
+    Status refusal = Status::kPending;
+
+    // --- what was asked for
+
+    void begin(const MoveSpec& spec) {
+        Booked& book = books[spec.id];
+        book.id = spec.id;
+        book.spec = spec;
+        book.order = static_cast<int64_t>(books.size());
+        book.store = !spec.ways.empty() && world.spaces[spec.ways[0].target].kind == Kind::kFiles;
+        book.gather = !spec.ways.empty() && world.spaces[spec.ways[0].source].kind == Kind::kPlanes;
+        if (!book.load()) {
+            const int64_t extent = world.limits.extent_bytes;
+            book.spec.groups = {{0, world.limits.layers, 0, extent, 0, extent, 0, extent}};
+        }
+        for (size_t w = 0; w < spec.ways.size(); w++) {
+            for (int64_t page = 0; page < spec.ways[w].pages; page++) {
+                Row& row = book.rows.emplace_back();
+                row.way = static_cast<int32_t>(w);
+                row.page = page;
+                row.cells.resize(book.spec.groups.size());
+            }
+        }
+    }
+
+    void cancel(int64_t id) {
+        Booked& book = books.at(id);
+        if (book.over || !book.load()) return;
+        book.cancelled = true;
+        for (Row& row : book.rows) {
+            if (passes(way(book, row))) judge(row, Status::kCancelled);
+        }
+    }
+
+    void expire(Nanoseconds now) {
+        for (auto& [id, book] : books) {
+            if (book.over || book.expired || book.gather || book.spec.until > now) continue;
+            book.expired = true;
+            for (auto& [job, flight] : ios) {
+                if (flight.job.move != id || flight.late) continue;
+                flight.late = true;
+                --book.ios;
+                ++book.late_ios;
+                for (const int32_t page : flight.left) {
+                    Row& row = book.rows[flight.job.pages[page].row];
+                    flying_ -= flight.job.stop - flight.job.start;
+                    row.late++;
+                    row.was_late = row.ended = true;
+                    if (book.load()) judge(row, Status::kDeadline);
+                }
+            }
+            if (book.load()) never_read(book, Status::kDeadline);
+            for (Row& row : book.rows) {
+                if (book.store && row.cells[0].read == Reading::kNone) row.was_late = row.ended = true;
+            }
+        }
+    }
+
+    // --- I/O
+
+    void took_io(bool foreign, const IoJob& job) {
+        Booked& book = books.at(job.move);
+        CHECK(!book.over && !book.expired && !book.gather && job.write == book.store && !job.pages.empty());
+        const int32_t group = book.store ? 0 : group_of(book, job.first);
+        const Group& layers = book.spec.groups[group];
+        CHECK(job.first == layers.first && job.last == layers.last && world.spaces[job.files].foreign == foreign);
+        const int64_t part = job.stop - job.start, bytes = part * static_cast<int64_t>(job.pages.size());
+        CHECK(job.pages.size() == 1 || bytes <= (foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes));
+        CHECK(flying_ == 0 || flying_ + bytes <= world.limits.flying_bytes);
+        for (const auto& [id, other] : books) {  // whoever goes before it could not go
+            if (!(other.key() < book.key())) continue;
+            CHECK(book.store ? !can_write(other, foreign, true) : !can_read(other, foreign));
+        }
+        const bool write_waits = std::any_of(books.begin(), books.end(), [&](const auto& entry) {
+            return can_write(entry.second, foreign, false);
+        });
+        const bool read_could = std::any_of(books.begin(), books.end(), [&](const auto& entry) {
+            return can_read(entry.second, foreign);
+        });
+        if (book.store) {
+            CHECK(!read_could || reads_in_row_ >= 8);
+            reads_in_row_ = reads_beside_ = 0;
+        } else {
+            CHECK(refusal == Status::kPending && !book.broken);
+            reads_in_row_ = unwritten() ? reads_in_row_ + 1 : 0;
+            reads_beside_ = unwritten() ? reads_beside_ + (write_waits ? 1 : 0) : 0;
+            CHECK(reads_beside_ <= 8);
+        }
+        std::set<int64_t> taken;  // of the reserve
+        const std::set<int64_t> needed = needed_slots();
+        for (size_t n = 0; n < job.pages.size(); n++) {
+            const Transfer& page = job.pages[n];
+            Row& row = book.rows.at(page.row);
+            const Way& of = way(book, row);
+            Cell& cell = row.cells[group];
+            CHECK(cell.read == Reading::kNone && row.verdict == Status::kPending);
+            CHECK(n == 0 || page.row > job.pages[n - 1].row);
+            CHECK(job.files == (book.store ? of.target : of.source));
+            CHECK(page.slot == (book.store ? of.targets : of.sources)[row.page]);
+            for (int32_t before = 0; before < group; before++) {
+                CHECK(row.cells[before].read != Reading::kNone || !part_of(book, row, before));
+            }
+            if (passes(of)) {
+                CHECK(job.memory == world.reserve_space);
+                CHECK(job.start == layers.alone_start && job.stop == layers.alone_stop);
+                for (const int64_t slot : slots_of(page.at, part)) {
+                    CHECK(slot >= world.first && slot < world.first + world.slots && !needed.contains(slot));
+                    taken.insert(slot);
+                }
+                CHECK(n == 0 || page.at == job.pages[n - 1].at + part);
+                cell.slot = static_cast<int64_t>(n);
+            } else {
+                const int64_t place = book.store ? of.sources[row.page] : lying(of)[row.page];
+                CHECK(job.memory == (book.store ? of.source : of.places.empty() ? of.target : of.through));
+                CHECK(job.start == layers.start && job.stop == layers.stop);
+                CHECK(page.at == place * world.limits.extent_bytes + job.start);
+                cell.slot = place;
+            }
+            cell.read = Reading::kFlying;
+            cell.at = page.at;
+            cell.io = job.id;
+        }
+        for (const int64_t slot : taken) CHECK(!world.fence || slot == *taken.begin() || slot % world.fence);
+        flying_ += bytes;
+        ++book.ios;
+        Flying& flight = ios[job.id] = {job, group, {}};
+        for (size_t n = 0; n < job.pages.size(); n++) flight.left.insert(static_cast<int32_t>(n));
+    }
+
+    void took_no_io(bool foreign) {
+        bool owed = false;  // a write waits for room, which reads may leave it
+        for (auto& [id, book] : books) {
+            CHECK(!can_write(book, foreign, true));
+            owed = owed || can_write(book, foreign, false);
+        }
+        for (auto& [id, book] : books) {
+            CHECK((owed && flying_ > 0 && reads_in_row_ >= 8) || !can_read(book, foreign));
+            if (refusal != Status::kPending && book.load() && !book.over) never_read(book, refusal);
+        }
+    }
+
+    // Whether all pages of the job have ended. It is gone then.
+    bool io_ended(int64_t id, int32_t page, int32_t error) {
+        Flying& flight = ios.at(id);
+        Booked& book = books.at(flight.job.move);
+        Row& row = book.rows[flight.job.pages[page].row];
+        if (flight.left.erase(page) == 0) return false;
+        if (flight.late) {
+            --row.late;
+        } else {
+            flying_ -= flight.job.stop - flight.job.start;
+            row.cells[flight.group].read = error ? Reading::kFailed : Reading::kThere;
+            if (book.store) {
+                row.ended = true;
+                row.error = error;
+            } else if (error) {
+                judge(row, error == kShort ? Status::kShortRead : Status::kIoError);
+            }
+        }
+        if (!flight.left.empty()) return false;
+        --(flight.late ? book.late_ios : book.ios);
+        ios.erase(id);
+        return true;
+    }
+
+    void told_late(int64_t id, int32_t number) {
+        Row& row = books.at(id).rows.at(number);
+        CHECK(row.was_late && row.late == 0 && !row.told);
+        row.told = true;
+    }
+
+    // --- copies
+
+    void took_copy(bool foreign, const CopyJob& job) {
+        Booked& book = books.at(job.move);
+        CHECK(!book.over && !book.broken && !book.store);
+        for (auto& [id, other] : books) {
+            if (other.key() < book.key() && !other.over) all_copied(other, foreign);
+            settle_quiet(other, foreign, false);
+        }
+        const int32_t group = book.gather ? 0 : group_of(book, job.first);
+        const Group& layers = book.spec.groups[group];
+        CHECK(job.first == layers.first && job.last == layers.last);
+        if (job.copy == Copy::kReady) {
+            CHECK(foreign && can_announce(book, group, true));
+            book.announced.insert(group);
+            return;
+        }
+        const int64_t part = book.gather ? world.limits.extent_bytes : std::max<int64_t>(1, layers.end - layers.begin);
+        const int64_t most = foreign ? world.limits.foreign_copy_bytes : world.limits.copy_bytes;
+        CHECK(job.pages.size() == 1 || part * static_cast<int64_t>(job.pages.size()) <= most);
+        std::vector<int64_t> blocks;
+        for (const Transfer& page : job.pages) {
+            Row& row = book.rows.at(page.row);
+            const Way& of = way(book, row);
+            Cell& cell = row.cells[group];
+            const bool scatter = into_planes(of) && !book.cancelled;
+            CHECK(row.verdict == Status::kPending && cell.copy == Copying::kNone && is_foreign(book, of) == foreign);
+            CHECK(book.gather || scatter || !of.sums.empty());
+            CHECK(job.copy == (book.gather ? Copy::kGather : scatter ? Copy::kScatter : Copy::kDigest));
+            CHECK(job.sums == (book.gather || !of.sums.empty()) && job.memory == memory_of(book, of));
+            if (passes(of)) {
+                CHECK(cell.read == Reading::kThere && page.slot == cell.slot);
+                CHECK(page.at == cell.at + layers.begin - layers.alone_start);
+                if (foreign) {
+                    CHECK(cell.io == book.rows[job.pages[0].row].cells[group].io);
+                    CHECK(cell.at >= job.window * world.limits.extent_bytes);
+                    CHECK(cell.at + layers.alone_stop - layers.alone_start <=
+                          (job.window + job.window_slots) * world.limits.extent_bytes);
+                }
+            } else {
+                for (int32_t n = 0; from_files(of) && n <= group; n++) {
+                    CHECK(row.cells[n].read == Reading::kThere || !part_of(book, row, n));
+                }
+                const int64_t slot = (book.gather ? of.targets : from_files(of) ? lying(of) : of.sources)[row.page];
+                CHECK(page.slot == slot && page.at == slot * world.limits.extent_bytes + layers.begin);
+            }
+            cell.copy = Copying::kFlying;
+            const std::vector<int64_t>& all = book.gather ? of.sources : of.targets;
+            for (int64_t n = 0; job.copy != Copy::kDigest && n < world.limits.page_blocks; n++) {
+                blocks.push_back(all[row.page * world.limits.page_blocks + n]);
+            }
+        }
+        CHECK(!job.pages.empty() && job.blocks == blocks);
+        ++book.copies;
+        copies[job.id] = {job, group};
+    }
+
+    void took_no_copy(bool foreign) {
+        for (auto& [id, book] : books) {
+            all_copied(book, foreign);
+            settle_quiet(book, foreign, true);
+        }
+    }
+
+    void copy_queued(int64_t id) {
+        const CopyUnderWay& copy = copies.at(id);
+        Booked& book = books.at(copy.job.move);
+        for (const Transfer& page : copy.job.pages) book.rows[page.row].cells[copy.group].queued = true;
+    }
+
+    void copy_ended(int64_t id, const std::vector<uint64_t>& found, bool broken) {
+        const CopyUnderWay copy = copies.extract(id).mapped();
+        Booked& book = books.at(copy.job.move);
+        const int32_t layers = copy.job.last - copy.job.first;
+        --book.copies;
+        book.broken = book.broken || broken;
+        for (size_t n = 0; n < copy.job.pages.size(); n++) {
+            Row& row = book.rows[copy.job.pages[n].row];
+            const Way& of = way(book, row);
+            bool right = !broken;
+            for (int32_t layer = 0; right && copy.job.sums && layer < layers; layer++) {
+                const uint64_t sum = found[n * layers + layer];
+                if (book.gather) {
+                    CHECK(world.sums[of.target][of.targets[row.page] * world.limits.layers + layer] == sum);
+                } else if (of.sums[row.page * world.limits.layers + copy.job.first + layer] != sum) {
+                    judge(row, Status::kChecksum);
+                    right = false;
+                }
+            }
+            row.cells[copy.group].copy = right ? Copying::kDone : Copying::kLost;
+            if (all_done(row)) judge(row, Status::kLoaded);
+        }
+    }
+
+    // --- what everybody may ask
+
+    void look() {
+        Nanoseconds first = std::numeric_limits<Nanoseconds>::max();
+        for (auto& [id, book] : books) {
+            CHECK(moves.knows(id) == !(book.forgotten && book.late_ios == 0));
+            if (book.forgotten) continue;
+            if (!book.over) {
+                const bool idle = book.ios == 0 && book.copies == 0, ended = moves.ended(id);
+                CHECK(!ended || (idle && (book.broken || answered(book, true))));
+                CHECK(ended || !(idle && (book.broken || answered(book, false))));
+                book.over = ended;
+                if (ended) check_outcome(book);
+            }
+            if (!book.over && !book.expired && !book.gather) first = std::min(first, book.spec.until);
+            for (int32_t group = 0; book.load() && group < groups(book); group++) {
+                const bool never = !book.over && (book.cancelled || book.broken), ready = moves.ready(id, group);
+                CHECK(!ready || book.over || (!never && group_done(book, group, true)));
+                CHECK(ready || !(book.over || (!never && group_done(book, group, false))));
+            }
+        }
+        CHECK(moves.deadline() == first);
+        CHECK(moves.free_slots() <= world.slots - static_cast<int64_t>(needed_slots().size()));
+        CHECK(moves.held_slots() >= 0 && moves.held_slots() <= world.slots - moves.free_slots());
+    }
+
+    // Nothing is under way any more, and nobody has anything to ask.
+    void check_rest() {
+        CHECK(flying_ == 0 && ios.empty() && copies.empty() && !moves.has_ended_late());
+        CHECK(moves.free_slots() == world.slots && moves.held_slots() == 0);
+        for (const auto& [id, book] : books) {
+            CHECK(book.over && book.forgotten && !moves.knows(id));
+            for (const Row& row : book.rows) CHECK(row.told == row.was_late);
+            for (int32_t group = 0; group < groups(book); group++) {
+                CHECK(!can_announce(book, group, false));
+            }
+        }
+    }
+
+private:
+    static void judge(Row& row, Status status) {
+        if (row.verdict == Status::kPending) row.verdict = status;
+    }
+
+    const Way& way(const Booked& book, const Row& row) const { return book.spec.ways[row.way]; }
+    bool from_files(const Way& of) const { return world.spaces[of.source].kind == Kind::kFiles; }
+    bool into_planes(const Way& of) const { return world.spaces[of.target].kind == Kind::kPlanes; }
+    bool passes(const Way& of) const { return from_files(of) && into_planes(of) && of.places.empty(); }
+    static const std::vector<int64_t>& lying(const Way& of) { return of.places.empty() ? of.targets : of.places; }
+    static bool sure(const Row& row) { return row.verdict == Status::kPending && row.maybe.empty(); }
+
+    int64_t part_of(const Booked& book, const Row& row, int32_t group) const {
+        return book.spec.groups[group].bytes(passes(way(book, row)));
+    }
+
+    int32_t memory_of(const Booked& book, const Way& of) const {
+        if (book.gather) return of.target;
+        if (!from_files(of)) return of.source;
+        return passes(of) ? world.reserve_space : of.places.empty() ? of.target : of.through;
+    }
+
+    bool moves_layers(const Booked& book, const Way& of) const {
+        return book.gather || (into_planes(of) && !book.cancelled);
+    }
+
+    bool is_foreign(const Booked& book, const Way& of) const {
+        const int32_t planes = book.gather ? of.source : of.target;
+        return world.spaces[memory_of(book, of)].foreign || (moves_layers(book, of) && world.spaces[planes].foreign);
+    }
+
+    static int32_t groups(const Booked& book) { return static_cast<int32_t>(book.spec.groups.size()); }
+
+    static int32_t group_of(const Booked& book, int32_t first) {
+        int32_t group = 0;
+        while (book.spec.groups.at(group).first != first) group++;
+        return group;
+    }
+
+    std::vector<int64_t> slots_of(int64_t at, int64_t bytes) const {
+        std::vector<int64_t> slots;
+        for (int64_t slot = at / world.limits.extent_bytes; slot * world.limits.extent_bytes < at + bytes; slot++) {
+            slots.push_back(slot);
+        }
+        return slots;
+    }
+
+    // What of the reserve somebody still reads into, or copies out of.
+    std::set<int64_t> needed_slots() const {
+        std::set<int64_t> needed;
+        const auto need = [&](int64_t at, int64_t bytes) {
+            for (const int64_t slot : slots_of(at, bytes)) needed.insert(slot);
+        };
+        for (const auto& [id, flight] : ios) {
+            const Booked& book = books.at(flight.job.move);
+            for (const int32_t page : flight.left) {
+                const Row& row = book.rows[flight.job.pages[page].row];
+                if (book.store || !passes(way(book, row))) continue;
+                need(flight.job.pages[page].at, flight.job.stop - flight.job.start);
+            }
+        }
+        for (const auto& [id, book] : books) {
+            for (const Row& row : book.rows) {
+                for (int32_t group = 0; passes(way(book, row)) && group < groups(book); group++) {
+                    const Cell& cell = row.cells[group];
+                    const bool waits = cell.copy == Copying::kNone && sure(row) && !book.over && !book.broken;
+                    if (cell.read != Reading::kThere || !(waits || cell.copy == Copying::kFlying)) continue;
+                    need(cell.at, part_of(book, row, group));
+                }
+            }
+        }
+        return needed;
+    }
+
+    // Reads that have not begun never will.
+    void never_read(Booked& book, Status status) {
+        for (Row& row : book.rows) {
+            bool unread = false, unknown = false;
+            for (int32_t group = 0; from_files(way(book, row)) && group < groups(book); group++) {
+                if (row.cells[group].read != Reading::kNone) continue;
+                (part_of(book, row, group) ? unread : unknown) = true;
+            }
+            if (book.broken) continue;
+            if (unread) judge(row, status);
+            if (unknown && row.verdict == Status::kPending) row.maybe.insert(status);
+        }
+    }
+
+    bool fits(int64_t bytes) const { return flying_ == 0 || flying_ + bytes <= world.limits.flying_bytes; }
+
+    // Whether a move's next read could begin now, so far as that is known.
+    bool can_read(const Booked& book, bool foreign) const {
+        if (!book.load() || book.over || book.broken || book.expired || refusal != Status::kPending) return false;
+        const int64_t limit = foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes;
+        for (int32_t group = 0; group < groups(book); group++) {
+            int64_t bytes = 0;
+            const Row* first = nullptr;
+            for (const Row& row : book.rows) {
+                const int64_t part = part_of(book, row, group);
+                if (!from_files(way(book, row)) || part == 0) continue;
+                if (row.verdict != Status::kPending || row.cells[group].read != Reading::kNone) continue;
+                if (!row.maybe.empty()) return false;
+                if (first && (row.way != first->way || bytes + part > limit)) break;
+                if (!first) first = &row;
+                bytes += part;
+            }
+            if (!first) continue;
+            const Way& of = way(book, *first);
+            return world.spaces[of.source].foreign == foreign && fits(bytes) && (!passes(of) || moves.free_slots() > 0);
+        }
+        return false;
+    }
+
+    // Whether a store has a write to begin. `room`: and it could.
+    bool can_write(const Booked& book, bool foreign, bool room) const {
+        if (!book.store || book.over || book.expired) return false;
+        const int64_t extent = world.limits.extent_bytes;
+        const int64_t limit = foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes;
+        int64_t bytes = 0;
+        const Row* first = nullptr;
+        for (const Row& row : book.rows) {
+            if (row.cells[0].read != Reading::kNone) continue;
+            if (first && (row.way != first->way || bytes + extent > limit)) break;
+            if (!first) first = &row;
+            bytes += extent;
+        }
+        return first && world.spaces[way(book, *first).target].foreign == foreign && (!room || fits(bytes));
+    }
+
+    bool unwritten() const {
+        return std::any_of(books.begin(), books.end(), [&](const auto& entry) {
+            return can_write(entry.second, false, false) || can_write(entry.second, true, false);
+        });
+    }
+
+    bool is_there(const Booked& book, const Row& row, int32_t group) const {
+        const Way& of = way(book, row);
+        if (!from_files(of)) return true;
+        if (passes(of)) return row.cells[group].read == Reading::kThere;
+        for (int32_t n = 0; n <= group; n++) {
+            if (row.cells[n].read != Reading::kThere && part_of(book, row, n)) return false;
+        }
+        return true;
+    }
+
+    // Whether a group came with the one before, which nobody saw.
+    bool unseen(const Booked& book, const Row& row, int32_t group) const {
+        for (int32_t n = 0; n <= group; n++) {
+            if (from_files(way(book, row)) && !part_of(book, row, n)) return true;
+        }
+        return false;
+    }
+
+    // No copy of a move could be taken.
+    void all_copied(const Booked& book, bool foreign) const {
+        if (book.over || book.broken || book.store || moves.ended(book.id)) return;
+        for (int32_t group = 0; group < groups(book); group++) {
+            for (const Row& row : book.rows) {
+                const Way& of = way(book, row);
+                if (!sure(row) || row.cells[group].copy != Copying::kNone || is_foreign(book, of) != foreign) continue;
+                if (!book.gather && of.sums.empty() && !moves_layers(book, of)) continue;
+                if (!is_there(book, row, group) || unseen(book, row, group)) continue;
+                CHECK(foreign && from_files(of) && book.ios != 0);  // it waits for more: few copies
+            }
+            CHECK(!foreign || !can_announce(book, group, false));
+        }
+    }
+
+    // Pages whose bytes are known, and that go nowhere, are good: for sure when everybody was looked at.
+    void settle_quiet(Booked& book, bool foreign, bool certain) {
+        if (!book.load() || book.over || book.broken) return;
+        for (Row& row : book.rows) {
+            const Way& of = way(book, row);
+            if (!of.sums.empty() || moves_layers(book, of) || is_foreign(book, of) != foreign) continue;
+            for (int32_t group = 0; group < groups(book); group++) {
+                if (row.cells[group].copy != Copying::kNone || !is_there(book, row, group)) continue;
+                if (row.verdict == Status::kPending) row.maybe.insert(Status::kLoaded);
+                if (certain && !unseen(book, row, group)) row.cells[group].copy = Copying::kDone;
+            }
+            if (all_done(row)) judge(row, Status::kLoaded);
+        }
+    }
+
+    static bool all_done(const Row& row) {
+        const auto done = [](const Cell& cell) { return cell.copy == Copying::kDone; };
+        return std::all_of(row.cells.begin(), row.cells.end(), done);
+    }
+
+    static bool answered(const Booked& book, bool perhaps) {
+        return std::all_of(book.rows.begin(), book.rows.end(), [&](const Row& row) {
+            return book.store ? row.ended : row.verdict != Status::kPending || (perhaps && !row.maybe.empty());
+        });
+    }
+
+    static bool group_done(const Booked& book, int32_t group, bool perhaps) {
+        return std::all_of(book.rows.begin(), book.rows.end(), [&](const Row& row) {
+            if (row.verdict != Status::kPending || row.cells[group].copy == Copying::kDone) return true;
+            return perhaps && !row.maybe.empty();
+        });
+    }
+
+    bool can_announce(const Booked& book, int32_t group, bool perhaps) const {
+        const bool planes = std::any_of(book.spec.ways.begin(), book.spec.ways.end(), [&](const Way& of) {
+            return into_planes(of) && world.spaces[of.target].foreign;
+        });
+        if (!planes || !book.load() || book.over || book.cancelled || book.broken) return false;
+        if (book.announced.contains(group)) return false;
+        return std::all_of(book.rows.begin(), book.rows.end(), [&](const Row& row) {
+            const Cell& cell = row.cells[group];
+            if (row.verdict != Status::kPending || cell.queued || cell.copy == Copying::kDone) return true;
+            return perhaps && !row.maybe.empty();
+        });
+    }
+
+    void check_outcome(const Booked& book) const {
+        const Outcome& outcome = moves.outcome(book.id);
+        CHECK(outcome.statuses.size() == book.rows.size() && outcome.broken == book.broken);
+        std::vector<std::pair<int32_t, int32_t>> errors;
+        std::vector<int32_t> late, told = outcome.late;
+        for (size_t n = 0; n < book.rows.size(); n++) {
+            const Row& row = book.rows[n];
+            const Status status = outcome.statuses[n];
+            if (status == Status::kPending && !book.store) CHECK(book.broken && row.verdict == Status::kPending);
+            CHECK(status == row.verdict || row.maybe.contains(status));
+            for (const Cell& cell : row.cells) CHECK(status != Status::kLoaded || cell.read != Reading::kFailed);
+            if (row.error) errors.emplace_back(n, row.error);
+            if (row.was_late) late.push_back(static_cast<int32_t>(n));
+        }
+        auto failed = outcome.errors;
+        std::sort(failed.begin(), failed.end());
+        std::sort(told.begin(), told.end());
+        CHECK(failed == errors && told == late);
+    }
+
+    int64_t flying_ = 0;
+    int32_t reads_in_row_ = 0;   // while a write waits
+    int32_t reads_beside_ = 0;   // while one of the same kind of files does
+};
+
+}  // namespace gdscache::test

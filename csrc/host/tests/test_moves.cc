@@ -1,0 +1,263 @@
+// The monitor of moves against plain books (moves_model.h): moves, spaces and limits at random, and events in any order.
+
+#include "moves_model.h"
+
+using namespace gdscache;
+using namespace gdscache::test;
+
+namespace {
+
+constexpr int64_t kSlots = 40;   // of each space
+constexpr int64_t kSector = 16;  // what reads are rounded to
+enum : int32_t { kPlanes, kForeignPlanes, kCpu, kForeignCpu, kBounce, kSsd, kForeignSsd, kSpaces };
+
+int64_t between(Random& random, int64_t least, int64_t most) {
+    return least + static_cast<int64_t>(random.below(static_cast<uint64_t>(most - least + 1)));
+}
+
+int64_t rounded_up(int64_t bytes) { return (bytes + kSector - 1) / kSector * kSector; }
+
+World drawn_world(Random& random) {
+    World world;
+    Limits& limits = world.limits;
+    limits.layers = static_cast<int32_t>(between(random, 1, 5));
+    limits.page_blocks = static_cast<int32_t>(between(random, 1, 3));
+    const int64_t least = random.below(3) ? kSector : 1;  // layers below a sector may have no read of their own
+    limits.bounds.push_back(0);
+    for (int32_t n = 0; n < limits.layers; n++) {
+        limits.bounds.push_back(limits.bounds.back() + between(random, least, 40));
+    }
+    limits.extent_bytes = rounded_up(limits.bounds.back());
+    for (int64_t* limit :
+         {&limits.io_bytes, &limits.copy_bytes, &limits.foreign_io_bytes, &limits.foreign_copy_bytes}) {
+        *limit = between(random, 1, 6 * limits.extent_bytes);
+    }
+    limits.flying_bytes = between(random, 1, 12 * limits.extent_bytes);
+    for (int32_t space = 0; space < kSpaces; space++) {
+        world.spaces.push_back({space < kCpu ? Kind::kPlanes : space < kSsd ? Kind::kMemory : Kind::kFiles});
+        world.sums.emplace_back(kSlots * limits.layers);
+    }
+    for (const int32_t space : {kForeignPlanes, kForeignCpu, kForeignSsd}) world.spaces[space].foreign = true;
+    world.spaces[kBounce].foreign = random.below(3) == 0;
+    for (int32_t n = 0; n < kSpaces; n++) world.spaces[n].sums = world.sums[n].data();
+    world.reserve_space = kBounce;
+    world.first = between(random, 0, 9);
+    world.slots = between(random, 1, random.below(2) ? 4 : 20);
+    world.fence = random.below(2) ? 0 : between(random, 1, 6);
+    return world;
+}
+
+class Fuzz {
+public:
+    explicit Fuzz(uint64_t seed)
+        : random_(seed),
+          world_(drawn_world(random_)),
+          moves_(world_.limits, world_.spaces, world_.reserve_space, Reserve(world_.first, world_.slots, world_.fence)),
+          model_(world_, moves_) {}
+
+    void run() {
+        const uint64_t most = 1 + random_.below(14);
+        const bool calm = random_.below(3) == 0;  // nothing goes wrong, and nothing is called off
+        for (uint64_t step = 0; step < 400; step++) {
+            event(most, calm);
+            model_.look();
+        }
+        if (model_.refusal != Status::kPending) refuse(Status::kPending);
+        while (progress()) model_.look();
+        model_.look();
+        for (auto& [id, book] : model_.books) forget(book);
+        take_late(1000);
+        model_.look();
+        model_.check_rest();
+    }
+
+private:
+    bool coin(uint64_t of) { return random_.below(of) == 0; }
+
+    template <typename Map>
+    auto any(Map& map) {
+        return std::next(map.begin(), static_cast<ptrdiff_t>(random_.below(map.size())));
+    }
+
+    // So many of a space, each once.
+    std::vector<int64_t> places(int64_t count) {
+        std::vector<int64_t> drawn;
+        while (static_cast<int64_t>(drawn.size()) < count) {
+            const int64_t place = between(random_, 0, kSlots - 1);
+            if (std::find(drawn.begin(), drawn.end(), place) == drawn.end()) drawn.push_back(place);
+        }
+        return drawn;
+    }
+
+    Way drawn_way(int work) {
+        constexpr int32_t kAnyPlanes[] = {kPlanes, kForeignPlanes}, kAnyCpu[] = {kCpu, kForeignCpu};
+        constexpr int32_t kAnySsd[] = {kSsd, kForeignSsd};
+        Way way;
+        const int64_t blocks = world_.limits.page_blocks;
+        way.pages = between(random_, coin(5) ? 0 : 1, 9);
+        const bool out_of_memory = work == 2 || coin(4);
+        way.source = random_.pick(work == 1 ? kAnyPlanes : out_of_memory ? kAnyCpu : kAnySsd);
+        const bool file = way.source >= kSsd;
+        const bool into_memory = work == 1 || (work == 0 && file && coin(4));
+        way.target = random_.pick(work == 2 ? kAnySsd : into_memory ? kAnyCpu : kAnyPlanes);
+        way.sources = places(way.pages * (work == 1 ? blocks : 1));
+        way.targets = places(way.pages * (way.target <= kForeignPlanes ? blocks : 1));
+        if (file && way.target <= kForeignPlanes && coin(2)) {
+            way.through = random_.pick(kAnyCpu);
+            way.places = places(way.pages);
+        }
+        const bool known = work != 0 || coin(4);
+        for (int64_t n = known ? 0 : way.pages * world_.limits.layers; n-- > 0;) way.sums.push_back(random_.next());
+        return way;
+    }
+
+    void begin() {
+        const Limits& limits = world_.limits;
+        MoveSpec spec;
+        spec.id = static_cast<int64_t>(model_.books.size() + 1) * 7;
+        spec.priority = static_cast<Priority>(random_.below(kPriorities));
+        spec.until = coin(3) ? std::numeric_limits<Nanoseconds>::max() : now_ + between(random_, 1, 60);
+        const int work = static_cast<int>(random_.below(5)) - 2;  // 1 gathers, 2 writes, else loads
+        for (int64_t n = between(random_, coin(9) ? 0 : 1, 3); n-- > 0;) {
+            Way way = drawn_way(std::max(work, 0));
+            spec.ways.push_back(std::move(way));
+        }
+        for (int32_t first = 0; first < limits.layers;) {
+            const int32_t last = static_cast<int32_t>(between(random_, first + 1, limits.layers));
+            const int64_t at = limits.bounds[first], end = limits.bounds[last];
+            const int64_t stop = rounded_up(end);
+            spec.groups.push_back({first, last, at, end, rounded_up(at), stop, at / kSector * kSector, stop});
+            first = last;
+        }
+        model_.begin(spec);
+        moves_.begin(std::move(spec));
+    }
+
+    bool take_io(bool foreign) {
+        IoJob job;
+        while (moves_.take_io(foreign, &job)) {
+            model_.took_io(foreign, job);
+            if (model_.refusal == Status::kPending) return true;  // else whoever is refused has to be met now
+        }
+        model_.took_no_io(foreign);
+        return false;
+    }
+
+    bool take_copy(bool foreign) {
+        CopyJob job;
+        if (!moves_.take_copy(foreign, &job)) {
+            model_.took_no_copy(foreign);
+            return false;
+        }
+        model_.took_copy(foreign, job);
+        return true;
+    }
+
+    void end_io(bool calm) {
+        const auto found = any(model_.ios);
+        const int64_t id = found->first, pages = static_cast<int64_t>(found->second.job.pages.size());
+        std::vector<IoEnd> ends;
+        const bool all = coin(2);
+        for (int32_t page = 0; page < pages; page++) {
+            if (!all && coin(2)) continue;
+            const int32_t error = calm || !coin(6) ? 0 : coin(2) ? kShort : 5;
+            ends.push_back({page, error});
+            if (coin(20)) ends.push_back({page, 28});  // a page that is told again is as it was
+        }
+        bool over = false;
+        const bool told = moves_.io_ended(id, ends.data(), static_cast<int64_t>(ends.size()));
+        for (const IoEnd& end : ends) over = model_.ios.contains(id) ? model_.io_ended(id, end.page, end.error) : over;
+        CHECK(told == over);
+    }
+
+    void end_copy(bool calm) {
+        const auto found = any(model_.copies);
+        const CopyJob job = found->second.job;
+        if (job.copy != Copy::kGather && coin(3)) {
+            moves_.copy_queued(job.id);
+            model_.copy_queued(job.id);
+            return;
+        }
+        std::vector<uint64_t> sums;
+        const Booked& book = model_.books.at(job.move);
+        for (const Transfer& page : job.pages) {
+            const Row& row = book.rows[page.row];
+            const Way& way = book.spec.ways[row.way];
+            for (int32_t layer = job.first; job.sums && layer < job.last; layer++) {
+                const size_t at = static_cast<size_t>(row.page * world_.limits.layers + layer);
+                sums.push_back(job.copy == Copy::kGather ? random_.next() : way.sums[at]);
+                if (!calm && coin(30)) sums.back() ^= uint64_t{1} << random_.below(64);
+            }
+        }
+        const bool broken = !calm && coin(25);
+        moves_.copy_ended(job.id, broken ? nullptr : sums.data(), broken);
+        model_.copy_ended(job.id, sums, broken);
+    }
+
+    void refuse(Status status) {
+        moves_.refuse(status);
+        model_.refusal = status;
+        if (status != Status::kPending) take_io(coin(2));
+    }
+
+    void take_late(size_t most) {
+        for (const auto& [move, row] : moves_.take_ended_late(most)) model_.told_late(move, row);
+    }
+
+    void forget(Booked& book) {
+        if (!book.over || book.forgotten) return;
+        moves_.forget(book.id);
+        book.forgotten = true;
+    }
+
+    void event(uint64_t most, bool calm) {
+        switch (random_.below(calm ? 12 : 16)) {
+            case 0: case 1: if (model_.books.size() < most) begin(); break;
+            case 2: case 3: case 4: take_io(coin(2)); break;
+            case 5: case 6: if (!model_.ios.empty()) end_io(calm); break;
+            case 7: case 8: take_copy(coin(2)); break;
+            case 9: case 10: if (!model_.copies.empty()) end_copy(calm); break;
+            case 11: if (!model_.books.empty()) forget(any(model_.books)->second); break;
+            case 12:
+                if (const auto found = model_.books.empty() ? model_.books.end() : any(model_.books);
+                    found != model_.books.end() && moves_.knows(found->first) && coin(4)) {
+                    moves_.cancel(found->first);
+                    model_.cancel(found->first);
+                }
+                break;
+            case 13:
+                if (coin(6)) refuse(coin(2) ? Status::kPending : coin(2) ? Status::kSwitchedOff : Status::kLockLost);
+                break;
+            case 14:
+                now_ += between(random_, 0, 12);
+                moves_.expire(now_);
+                model_.expire(now_);
+                break;
+            case 15: take_late(1 + random_.below(3)); break;
+        }
+    }
+
+    // Whatever may happen, until nothing may.
+    bool progress() {
+        const bool some = take_io(false) | take_io(true) | take_copy(false) | take_copy(true);
+        if (!model_.ios.empty()) end_io(true);
+        else if (!model_.copies.empty()) end_copy(true);
+        else return some;
+        return true;
+    }
+
+    Random random_;
+    World world_;
+    Moves moves_;
+    Model model_;
+    Nanoseconds now_ = 0;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const uint64_t count = rounds(argc, argv, 300);
+    const uint64_t from = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;  // the seed of one round that failed
+    for (uint64_t seed = from; seed < from + count; seed++) Fuzz(seed).run();
+    std::printf(" good\n");
+}
