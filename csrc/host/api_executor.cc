@@ -10,8 +10,11 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <functional>
+#include <iterator>
 #include <memory>
 #include <new>
+#include <stdexcept>
 #include <system_error>
 
 #include "faulty_disk.h"  // before the global kShort of moves.h, which its own would shadow
@@ -32,7 +35,9 @@ using Kind = Space::Kind;
 
 thread_local bool faulty_disks = false;
 
-constexpr int64_t kMost = int64_t{1} << 31;  // pages of a way, slots and layers of anything
+constexpr int64_t kMost = int64_t{1} << 31;      // pages of a way, slots of anything
+constexpr int64_t kMostLayers = int64_t{1} << 20;  // and blocks of a page: as many as a pool has
+constexpr int64_t kMostBytes = int64_t{1} << 60;   // of a space, and in flight: twice as many are still a number
 
 int32_t refused(const char* cause, int32_t error, char* why, int64_t why_size) {
     if (why && why_size > 0) std::snprintf(why, static_cast<size_t>(why_size), "%s", cause);
@@ -44,19 +49,47 @@ const T* at(uint64_t address) {
     return reinterpret_cast<const T*>(address);
 }
 
-bool sound(const gdscache_limits& limits) {
-    return limits.bounds && limits.extent_bytes > 0 && limits.extent_bytes < int64_t{1} << 48 && limits.layers > 0 &&
-           limits.page_blocks > 0 && limits.flying_bytes > 0 && limits.io_bytes > 0 && limits.copy_bytes > 0 &&
-           limits.foreign_io_bytes > 0 && limits.foreign_copy_bytes > 0;
+// Whether there is something at an address that may be looked at as numbers of a kind.
+template <typename T>
+bool points(uint64_t address) {
+    return address != 0 && address % alignof(T) == 0;
 }
 
-const char* unsound(const gdscache_space& space) {
+bool sound(const gdscache_limits& limits) {
+    const int64_t bytes[] = {limits.flying_bytes, limits.io_bytes, limits.copy_bytes, limits.foreign_io_bytes,
+                             limits.foreign_copy_bytes};
+    const auto sound = [](int64_t count, int64_t most) { return count > 0 && count <= most; };
+    return points<int64_t>(limits.bounds) && sound(limits.extent_bytes, (int64_t{1} << 48) - 1) &&
+           sound(limits.layers, kMostLayers) && sound(limits.page_blocks, kMostLayers) &&
+           std::all_of(std::begin(bytes), std::end(bytes), [&](int64_t one) { return sound(one, kMostBytes); });
+}
+
+const char* unsound(const gdscache_space& space, int64_t extent_bytes) {
     if (space.kind < 0 || space.kind > 2) return "a space of no kind";
     if (space.slots < 0 || space.slots >= kMost) return "a space of no sound number of slots";
+    if (space.kind != 0 && space.slots > kMostBytes / extent_bytes) return "a space of too many bytes";
+    if (space.sums && !points<uint64_t>(space.sums)) return "sums at no sound address";
     if (space.foreign) return nullptr;
     if (space.kind == 1 && !space.memory) return "a memory without an address";
-    if (space.kind == 2 && (space.n_files < 1 || !space.files || space.stretch < 1)) return "a space without files";
+    if (space.kind == 1 && space.memory > UINT64_MAX - static_cast<uint64_t>(space.slots * extent_bytes)) {
+        return "a memory that leaves the address space";
+    }
+    if (space.kind == 2 && (space.n_files < 1 || !points<int32_t>(space.files) || space.stretch < 1)) {
+        return "a space without files";
+    }
     return nullptr;
+}
+
+// Why planes cannot be those of a pool, whose pages have these layers; or null.
+const char* unsound(const gdscache_space& planes, const gdscache_pool* made, const Limits& limits) {
+    if (!made) return "planes without a pool";
+    const Pool& pool = made->pool;
+    if (planes.slots > pool.blocks) return "more blocks than the pool has";
+    bool same = pool.n_layers == limits.layers && pool.page_blocks == limits.page_blocks;
+    for (int32_t layer = 0; same && layer < limits.layers; ++layer) {
+        same = layer_bytes(pool, layer) == limits.bounds[layer + 1] - limits.bounds[layer];
+    }
+    return same ? nullptr : "a pool of other pages";
 }
 
 bool within(const int64_t* values, int64_t count, int64_t limit) {
@@ -71,7 +104,8 @@ bool sound(const gdscache_way& way, const Executor& executor) {
     const auto& spaces = executor.spaces();
     const auto known = [&](int32_t space) { return space >= 0 && space < static_cast<int32_t>(spaces.size()); };
     if (!known(way.source) || !known(way.target) || way.pages < 0 || way.pages >= kMost) return false;
-    if (way.pages && (!way.sources || !way.targets)) return false;
+    if (way.pages && (!points<int64_t>(way.sources) || !points<int64_t>(way.targets))) return false;
+    if (way.sums && !points<uint64_t>(way.sums)) return false;
     const Kind source = spaces[way.source].kind, target = spaces[way.target].kind;
     const bool copies = (source == Kind::kPlanes) != (target == Kind::kPlanes);
     const bool files = (source == Kind::kFiles) != (target == Kind::kFiles);
@@ -83,18 +117,30 @@ bool sound(const gdscache_way& way, const Executor& executor) {
         return within(at<int64_t>(slots), count, executor.places()[space].slots);
     };
     if (!fits(way.source, way.sources) || !fits(way.target, way.targets)) return false;
-    if (!way.places) return true;
-    return known(way.through) && spaces[way.through].kind == Kind::kMemory && fits(way.through, way.places);
+    if (way.places) {  // of what is read on its way into planes, and of nothing else
+        if (source != Kind::kFiles || target != Kind::kPlanes || !points<int64_t>(way.places)) return false;
+        if (!known(way.through) || spaces[way.through].kind != Kind::kMemory) return false;
+        if (!fits(way.through, way.places)) return false;
+    }
+    if (!files) return true;
+    const bool passes = target == Kind::kPlanes && !way.places && way.pages != 0;
+    const int32_t memory = target == Kind::kFiles    ? way.source
+                           : target != Kind::kPlanes ? way.target
+                           : way.places              ? way.through
+                                                     : executor.reserve_space();
+    if (memory < 0) return !passes;
+    // Our disk reaches only memory that is ours, too.
+    return spaces[target == Kind::kFiles ? way.target : way.source].foreign || !spaces[memory].foreign;
 }
 
-// Whether groups have every layer once, in order, and what is read of them lies in an extent and has its bytes.
+// Whether groups have every layer once, in order, and what is read of them lies in an extent and has their bytes.
 bool sound(const gdscache_group* groups, int64_t count, const Limits& limits) {
     int32_t layer = 0;
     int64_t stop = 0;
     for (int64_t n = 0; n < count; ++n) {
         const gdscache_group& group = groups[n];
         if (group.first != layer || group.last <= group.first || group.last > limits.layers) return false;
-        if (group.begin < 0 || group.end < group.begin || group.end > limits.extent_bytes) return false;
+        if (group.begin != limits.bounds[group.first] || group.end != limits.bounds[group.last]) return false;
         if (group.start != stop || group.stop < group.start || group.stop < group.end) return false;
         if (group.stop > limits.extent_bytes || group.alone_stop > limits.extent_bytes) return false;
         if (group.alone_start < 0 || group.alone_start > group.begin || group.alone_stop < group.end) return false;
@@ -111,8 +157,10 @@ bool kernel_copies(int file) {
     return in_memory || (fcntl(file, F_GETFL) & O_DIRECT) == 0;
 }
 
+// Whether each layer has bytes, and all lie in an extent.
 bool ascending(const std::vector<int64_t>& bounds, int64_t most) {
-    return bounds.front() >= 0 && bounds.back() <= most && std::is_sorted(bounds.begin(), bounds.end());
+    const bool each = std::adjacent_find(bounds.begin(), bounds.end(), std::greater_equal<>()) == bounds.end();
+    return bounds.front() >= 0 && bounds.back() <= most && each;
 }
 
 template <typename T>
@@ -133,26 +181,40 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
     if (workers < 0 || depth < 0 || threads < 0 || threads > 1 << 10) {
         return refused("no sound number of threads", EINVAL, why, why_size);
     }
-    bool files = false;
+    bool files = false, ours = false;
     for (int64_t n = 0; n < n_spaces; ++n) {
-        if (const char* cause = unsound(spaces[n])) return refused(cause, EINVAL, why, why_size);
+        if (const char* cause = unsound(spaces[n], limits->extent_bytes)) return refused(cause, EINVAL, why, why_size);
         files = files || (spaces[n].kind == 2 && !spaces[n].foreign);
-        if (!spaces[n].foreign && spaces[n].kind == 0 && !pool) {
-            return refused("planes without a pool", EINVAL, why, why_size);
-        }
+        ours = ours || !spaces[n].foreign;
     }
     if (files && workers < 1) return refused("files without a disk", EINVAL, why, why_size);
-    if (reserve_space >= n_spaces || reserve_first < 0 || reserve_slots < 0 || fence < 0 ||
+    if (ours && threads < 1) return refused("nobody for what is not foreign", EINVAL, why, why_size);
+    if (reserve_space < -1 || reserve_space >= n_spaces || reserve_first < 0 || reserve_slots < 0 || fence < 0 ||
         (reserve_space >= 0 &&
-         (spaces[reserve_space].kind != 1 || reserve_first + reserve_slots > spaces[reserve_space].slots))) {
+         (spaces[reserve_space].kind != 1 || reserve_slots > spaces[reserve_space].slots - reserve_first))) {
         return refused("a reserve outside its memory", EINVAL, why, why_size);
     }
     try {
+        const Limits sizes{limits->extent_bytes,
+                           limits->layers,
+                           limits->page_blocks,
+                           copied<int64_t>(limits->bounds, int64_t{limits->layers} + 1),
+                           limits->flying_bytes,
+                           limits->io_bytes,
+                           limits->copy_bytes,
+                           limits->foreign_io_bytes,
+                           limits->foreign_copy_bytes};
+        if (!ascending(sizes.bounds, sizes.extent_bytes)) return refused("no sound layers", EINVAL, why, why_size);
+        for (int64_t n = 0; n < n_spaces; ++n) {
+            if (spaces[n].foreign || spaces[n].kind != 0) continue;
+            if (const char* cause = unsound(spaces[n], pool, sizes)) return refused(cause, EINVAL, why, why_size);
+        }
         std::vector<Space> kinds;
         std::vector<Place> places;
         for (int64_t n = 0; n < n_spaces; ++n) {
             const gdscache_space& space = spaces[n];
-            kinds.push_back({static_cast<Kind>(space.kind), space.foreign != 0, reinterpret_cast<uint64_t*>(space.sums)});
+            auto* const sums = reinterpret_cast<uint64_t*>(space.sums);
+            kinds.push_back({static_cast<Kind>(space.kind), space.foreign != 0, sums});
             Place place;
             place.memory = reinterpret_cast<uint8_t*>(space.memory);
             place.slots = space.slots;
@@ -174,16 +236,6 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
             faulty = made.get();
             disk = std::move(made);
         }
-        const Limits sizes{limits->extent_bytes,
-                           limits->layers,
-                           limits->page_blocks,
-                           copied<int64_t>(limits->bounds, limits->layers + 1),
-                           limits->flying_bytes,
-                           limits->io_bytes,
-                           limits->copy_bytes,
-                           limits->foreign_io_bytes,
-                           limits->foreign_copy_bytes};
-        if (!ascending(sizes.bounds, sizes.extent_bytes)) return refused("no sound layers", EINVAL, why, why_size);
         *executor = new gdscache_executor{
             name, faulty,
             Executor(sizes, std::move(kinds), std::move(places), reserve_space,
@@ -192,6 +244,8 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
         return 0;
     } catch (const std::bad_alloc&) {
         return refused("no memory", ENOMEM, why, why_size);
+    } catch (const std::length_error&) {
+        return refused("no memory", ENOMEM, why, why_size);
     } catch (const std::system_error& error) {  // a thread
         return refused(error.what(), EAGAIN, why, why_size);
     }
@@ -199,13 +253,18 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
 
 void gdscache_executor_close(struct gdscache_executor* executor) { delete executor; }
 
-void gdscache_executor_stop(struct gdscache_executor* executor) { executor->executor.stop(); }
+void gdscache_executor_stop(struct gdscache_executor* executor) {
+    if (executor) executor->executor.stop();
+}
 
-const char* gdscache_executor_disk(struct gdscache_executor* executor) { return executor->disk.c_str(); }
+const char* gdscache_executor_disk(struct gdscache_executor* executor) {
+    return executor ? executor->disk.c_str() : "";
+}
 
 int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, int32_t priority, int64_t until,
                             const struct gdscache_way* ways, int64_t n_ways, const struct gdscache_group* groups,
                             int64_t n_groups) {
+    if (!executor) return -EINVAL;
     Executor& of = executor->executor;
     if (n_ways < 0 || n_ways > 1 << 10 || (n_ways && !ways) || n_groups < 1 || !groups) return -EINVAL;
     if (priority < 0 || priority >= kPriorities || !sound(groups, n_groups, of.limits())) return -EINVAL;
@@ -251,14 +310,18 @@ int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, in
         return of.begin(std::move(spec)) ? 0 : -EEXIST;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
+    } catch (const std::length_error&) {
+        return -ENOMEM;
     }
 }
 
 int32_t gdscache_move_cancel(struct gdscache_executor* executor, int64_t move) {
+    if (!executor) return -EINVAL;
     return executor->executor.cancel(move) ? 0 : -ENOENT;
 }
 
 int32_t gdscache_move_wait(struct gdscache_executor* executor, int64_t move, int32_t group, int64_t until) {
+    if (!executor) return -EINVAL;
     Waited waited;
     if (!executor->executor.wait(move, group, until, &waited)) return -ENOENT;
     return code(waited);
@@ -266,10 +329,12 @@ int32_t gdscache_move_wait(struct gdscache_executor* executor, int64_t move, int
 
 int32_t gdscache_move_outcome(struct gdscache_executor* executor, int64_t move, uint8_t* statuses, int64_t rows,
                               int32_t* errors, int64_t* n_errors, int32_t* late, int64_t* n_late, int64_t room) {
+    if (!executor) return -EINVAL;
     const Outcome* const outcome = executor->executor.outcome(move);
     if (!outcome) return -EAGAIN;
     const auto size = static_cast<int64_t>(outcome->statuses.size());
-    if (rows != size || room < size || !n_errors || !n_late || (size && (!statuses || !errors || !late))) return -EINVAL;
+    if (rows != size || room < size || !n_errors || !n_late) return -EINVAL;
+    if (size && (!statuses || !errors || !late)) return -EINVAL;
     if (size) std::memcpy(statuses, outcome->statuses.data(), static_cast<size_t>(size));
     *n_errors = static_cast<int64_t>(outcome->errors.size());
     for (int64_t n = 0; n < *n_errors; ++n) {
@@ -282,17 +347,19 @@ int32_t gdscache_move_outcome(struct gdscache_executor* executor, int64_t move, 
 }
 
 int32_t gdscache_move_forget(struct gdscache_executor* executor, int64_t move) {
+    if (!executor) return -EINVAL;
     return executor->executor.forget(move) ? 0 : -EBUSY;
 }
 
 int32_t gdscache_refuse(struct gdscache_executor* executor, int32_t status) {
-    if (status < 0 || status > static_cast<int32_t>(Status::kAborted)) return -EINVAL;
+    if (!executor || status < 0 || status > static_cast<int32_t>(Status::kAborted)) return -EINVAL;
+    if (status == static_cast<int32_t>(Status::kLoaded)) return -EINVAL;  // nobody has read them
     executor->executor.refuse(static_cast<Status>(status));
     return 0;
 }
 
 int32_t gdscache_take_io(struct gdscache_executor* executor, int64_t until, struct gdscache_io* job) {
-    if (!job) return -EINVAL;
+    if (!executor || !job) return -EINVAL;
     Waited waited;
     if (const IoJob* const found = executor->executor.take_io(until, &waited)) {
         *job = {found->id,
@@ -312,7 +379,7 @@ int32_t gdscache_take_io(struct gdscache_executor* executor, int64_t until, stru
 }
 
 int32_t gdscache_take_copy(struct gdscache_executor* executor, int64_t until, struct gdscache_copy* job) {
-    if (!job) return -EINVAL;
+    if (!executor || !job) return -EINVAL;
     Waited waited;
     if (const CopyJob* const found = executor->executor.take_copy(until, &waited)) {
         *job = {found->id,
@@ -334,25 +401,28 @@ int32_t gdscache_take_copy(struct gdscache_executor* executor, int64_t until, st
 
 int32_t gdscache_io_ended(struct gdscache_executor* executor, int64_t job, const int32_t* ends, int64_t count) {
     static_assert(sizeof(IoEnd) == 2 * sizeof(int32_t));
-    if (count < 0 || (count && !ends)) return -EINVAL;
+    if (!executor || count < 0 || (count && !ends)) return -EINVAL;
     return executor->executor.io_ended(job, reinterpret_cast<const IoEnd*>(ends), count) ? 0 : -EINVAL;
 }
 
 int32_t gdscache_copy_queued(struct gdscache_executor* executor, int64_t job) {
+    if (!executor) return -EINVAL;
     return executor->executor.copy_queued(job) ? 0 : -EINVAL;
 }
 
 int32_t gdscache_copy_ended(struct gdscache_executor* executor, int64_t job, const uint64_t* sums, int32_t broken) {
+    if (!executor) return -EINVAL;
     return executor->executor.copy_ended(job, sums, broken != 0) ? 0 : -EINVAL;
 }
 
 int32_t gdscache_expire(struct gdscache_executor* executor, int64_t now) {
+    if (!executor) return -EINVAL;
     executor->executor.expire(now);
     return 0;
 }
 
 int32_t gdscache_take_late(struct gdscache_executor* executor, int64_t until, int64_t* late, int64_t room) {
-    if (room < 1 || !late) return -EINVAL;
+    if (!executor || room < 1 || !late) return -EINVAL;
     Waited waited;
     const auto ended = executor->executor.take_ended_late(until, static_cast<size_t>(room), &waited);
     for (size_t n = 0; n < ended.size(); ++n) {
@@ -362,17 +432,24 @@ int32_t gdscache_take_late(struct gdscache_executor* executor, int64_t until, in
     return waited == Waited::kHappened ? static_cast<int32_t>(ended.size()) : code(waited);
 }
 
-int64_t gdscache_held_slots(struct gdscache_executor* executor) { return executor->executor.held_slots(); }
+int64_t gdscache_held_slots(struct gdscache_executor* executor) {
+    if (!executor) return -EINVAL;
+    return executor->executor.held_slots();
+}
 
-int64_t gdscache_free_slots(struct gdscache_executor* executor) { return executor->executor.free_slots(); }
+int64_t gdscache_free_slots(struct gdscache_executor* executor) {
+    if (!executor) return -EINVAL;
+    return executor->executor.free_slots();
+}
 
 int32_t gdscache_trace(struct gdscache_executor* executor) {
+    if (!executor) return -EINVAL;
     executor->executor.trace();
     return 0;
 }
 
 int64_t gdscache_take_spans(struct gdscache_executor* executor, struct gdscache_span* spans, int64_t room) {
-    if (room < 0 || (room && !spans)) return -EINVAL;
+    if (!executor || room < 0 || (room && !spans)) return -EINVAL;
     const auto taken = executor->executor.take_spans(static_cast<size_t>(room));
     for (size_t n = 0; n < taken.size(); ++n) {
         const Span& span = taken[n];
@@ -385,7 +462,7 @@ int64_t gdscache_take_spans(struct gdscache_executor* executor, struct gdscache_
 void gdscache_executor_faulty(int32_t faulty) { faulty_disks = faulty != 0; }
 
 int32_t gdscache_executor_fail(struct gdscache_executor* executor, const int64_t* faults, int64_t n_faults) {
-    if (!executor->faulty || n_faults < 0 || n_faults > 1 << 20 || (n_faults && !faults)) return -EINVAL;
+    if (!executor || !executor->faulty || n_faults < 0 || n_faults > 1 << 20 || (n_faults && !faults)) return -EINVAL;
     try {
         std::vector<PlaceFault> made;
         for (int64_t n = 0; n < n_faults; ++n) {
@@ -401,7 +478,7 @@ int32_t gdscache_executor_fail(struct gdscache_executor* executor, const int64_t
 }
 
 int32_t gdscache_executor_release(struct gdscache_executor* executor) {
-    if (!executor->faulty) return -EINVAL;
+    if (!executor || !executor->faulty) return -EINVAL;
     executor->faulty->release();
     return 0;
 }

@@ -58,7 +58,8 @@ struct gdscache_span {
 };
 
 // `reserve_space`: the memory of the bounce reserve, or -1, and the slots of it that loads have. `workers`, `depth`: of
-// the disk, threads of ours with a depth of 0; no workers: all files are foreign. `threads`: that copy; 0: everything is foreign, and `expire` is called.
+// the disk, threads of ours with a depth of 0; no workers: all files are foreign. `threads`: that copy; 0: everything
+// is foreign, and `expire` is called.
 GDSCACHE_API int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struct gdscache_space* spaces,
                                             int64_t n_spaces, int32_t reserve_space, int64_t reserve_first,
                                             int64_t reserve_slots, int64_t fence, const struct gdscache_pool* pool,
@@ -78,12 +79,13 @@ GDSCACHE_API int32_t gdscache_move_cancel(struct gdscache_executor* executor, in
 // behind `stop`; -ENOENT for a move that nobody knows.
 GDSCACHE_API int32_t gdscache_move_wait(struct gdscache_executor* executor, int64_t move, int32_t group,
                                         int64_t until);
-// How a move has ended: `statuses`, uint8 (rows); up to `room` rows each in `errors`, int32 (n, 2), and `late`. 1 where a
-// copy was broken, else 0; -EAGAIN before its end.
+// How a move has ended: `statuses`, uint8 (rows); up to `room` rows each in `errors`, int32 (n, 2), and `late`. 1 where
+// a copy was broken, else 0; -EAGAIN before its end.
 GDSCACHE_API int32_t gdscache_move_outcome(struct gdscache_executor* executor, int64_t move, uint8_t* statuses,
                                            int64_t rows, int32_t* errors, int64_t* n_errors, int32_t* late,
                                            int64_t* n_late, int64_t room);
 GDSCACHE_API int32_t gdscache_move_forget(struct gdscache_executor* executor, int64_t move);
+// `status`: of move.h, but none that says that bytes are there.
 GDSCACHE_API int32_t gdscache_refuse(struct gdscache_executor* executor, int32_t status);
 
 // The next foreign job: 1; 0 where none came until then; -ECANCELED behind `stop`. What it points to is there until its

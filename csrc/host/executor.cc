@@ -45,6 +45,7 @@ Executor::Executor(const Limits& limits, std::vector<Space> spaces, std::vector<
     : limits_(limits),
       spaces_(spaces),
       places_(std::move(places)),
+      reserve_space_(reserve.slots() ? reserve_space : -1),
       pool_(pool),
       moves_(limits, std::move(spaces), reserve_space, std::move(reserve)),
       disk_(std::move(disk)) {
@@ -341,7 +342,8 @@ void Executor::disk_loop() {
     while (!closing_ || !flights.empty()) {
         pieces.clear();
         IoJob job;
-        while (!closing_ && disk_->pending() + pieces.size() < 2 * disk_->depth() && tell(moves_.take_io(false, &job))) {
+        const auto room = [&] { return disk_->pending() + pieces.size() < 2 * disk_->depth(); };
+        while (!closing_ && room() && tell(moves_.take_io(false, &job))) {
             lock.unlock();
             auto made = flight(std::move(job));
             const Place& files = places_[made->job.files];

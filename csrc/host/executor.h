@@ -59,8 +59,8 @@ public:
     const Outcome* outcome(int64_t move);
     bool forget(int64_t move);
 
-    // The next foreign job, which is the caller's until its end is said, and a `kReady` until its thread takes the next;
-    // null with `waited` saying why.
+    // The next foreign job, which is the caller's until its end is said; a `kReady` until its thread takes the next.
+    // Null with `waited` saying why.
     const IoJob* take_io(Nanoseconds until, Waited* waited);
     const CopyJob* take_copy(Nanoseconds until, Waited* waited);
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
@@ -83,6 +83,8 @@ public:
     const Limits& limits() const { return limits_; }
     const std::vector<Space>& spaces() const { return spaces_; }
     const std::vector<Place>& places() const { return places_; }
+    // The memory of the reserve, or -1 where loads have none.
+    int32_t reserve_space() const { return reserve_space_; }
 
 private:
     struct Flight;
@@ -101,6 +103,7 @@ private:
     const Limits limits_;
     const std::vector<Space> spaces_;
     const std::vector<Place> places_;
+    const int32_t reserve_space_;
     const Pool* const pool_;
     std::mutex lock_;
     std::condition_variable ended_, foreign_, copies_;
