@@ -92,7 +92,8 @@ private:
         out.sources.assign(blocks_.begin(), blocks_.begin() + pages_ * kPageBlocks);
         out.targets.assign(slots_.begin(), slots_.begin() + pages_);
         // A gather has no deadline: what it was given is past.
-        const Outcome gathered = rig_.finish(rig_.begin(Priority::kStore, random_.below(2) ? 0 : kForever, {out}, whole));
+        const Nanoseconds until = random_.below(2) ? 0 : kForever;
+        const Outcome gathered = rig_.finish(rig_.begin(Priority::kStore, until, {out}, whole));
         CHECK(!gathered.broken && gathered.late.empty());
         for (int64_t page = 0; page < pages_; page++) {
             CHECK(gathered.statuses[page] == Status::kLoaded && in_memory(page, slots_[page]));
@@ -173,7 +174,8 @@ private:
         }
         for (size_t group = 0; waits && group < groups.size(); group++) {
             Waited waited;
-            CHECK(rig_.executor->wait(move, static_cast<int32_t>(group), after(60), &waited) && waited == Waited::kHappened);
+            CHECK(rig_.executor->wait(move, static_cast<int32_t>(group), after(60), &waited));
+            CHECK(waited == Waited::kHappened);
             for (size_t row = 0; row < rows.size(); row++) {
                 if (routes[row] != kPrefetched && rows[row] != damaged_) CHECK(in_planes(rows[row], groups[group]));
             }
@@ -245,8 +247,9 @@ Way reads(Rig& rig, int64_t pages) {
 
 // Each fault of a disk costs its own page, and a page that hangs is told when it has ended, not before.
 void faults(Open open) {
-    auto disk = open_faulty_disk(open(), {{0, Failing::kError, EIO}, {1, Failing::kShort, 100}, {2, Failing::kFlip, 5},
-                                          {3, Failing::kHang, 0}, {4, Failing::kLate, 5}, {7, Failing::kError, ENOSPC}});
+    auto disk = open_faulty_disk(
+        open(), {{0, Failing::kError, EIO}, {1, Failing::kShort, 100}, {2, Failing::kFlip, 5}, {3, Failing::kHang, 0},
+                 {4, Failing::kLate, 5}, {7, Failing::kError, ENOSPC}});
     FaultyDisk* const faulty = disk.get();
     Rig rig(std::move(disk), 1);
     const Way way = reads(rig, 6);
