@@ -1,4 +1,4 @@
-// The monitor of moves against plain books (moves_model.h): moves, spaces and limits at random, and events in any order.
+// The monitor of moves against plain books (moves_model.h): moves, spaces and limits at random, events in any order.
 
 #include "moves_model.h"
 

@@ -1,0 +1,203 @@
+// An executor over planes, memory and files of a test, some of them foreign, and the threads that move what is.
+
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "../executor.h"
+#include "../xxh3.h"
+#include "check.h"
+
+namespace gdscache::test {
+
+enum : int32_t { kPlanes, kForeignPlanes, kCpu, kForeignCpu, kBounce, kSsd, kForeignSsd, kSpaces };
+
+constexpr int64_t kPages = 48, kTokens = 4, kPageBlocks = 2;  // of planes; and slots of each other space
+constexpr int64_t kStretch = 3, kReserve = 6;
+constexpr int64_t kRows[] = {700, 1100, 40, 900};             // bytes of a token, of each layer
+constexpr int32_t kLayers = 4;
+constexpr int64_t kSector = 4096;
+constexpr Nanoseconds kForever = std::numeric_limits<Nanoseconds>::max();
+
+inline Nanoseconds after(double seconds) {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count() + static_cast<Nanoseconds>(seconds * 1e9);
+}
+
+inline int64_t rounded_up(int64_t bytes) { return (bytes + kSector - 1) / kSector * kSector; }
+
+// Groups that begin with these layers.
+inline std::vector<Group> groups_of(const Limits& limits, const std::vector<int32_t>& firsts) {
+    std::vector<Group> groups;
+    for (size_t n = 0; n < firsts.size(); n++) {
+        const int32_t first = firsts[n], last = n + 1 < firsts.size() ? firsts[n + 1] : limits.layers;
+        const int64_t begin = limits.bounds[first], end = limits.bounds[last], stop = rounded_up(end);
+        groups.push_back({first, last, begin, end, rounded_up(begin), stop, begin / kSector * kSector, stop});
+    }
+    return groups;
+}
+
+class Rig {
+public:
+    explicit Rig(std::unique_ptr<Disk> disk, int64_t io_bytes = 3 << 16) {
+        limits.bounds = {0};
+        for (const int64_t row : kRows) {
+            planes_.push_back(std::vector<uint8_t>(static_cast<size_t>(row * kTokens * kPageBlocks * kPages)));
+            planes.push_back({planes_.back().data(), row * kTokens, row, row});
+            first_plane.push_back(static_cast<int32_t>(planes.size()));
+            limits.bounds.push_back(limits.bounds.back() + row * kTokens * kPageBlocks);
+        }
+        pool = {planes.data(), first_plane.data(), kLayers, kPageBlocks * kPages, kTokens, kPageBlocks};
+        CHECK(!refusal(pool));
+        limits.layers = kLayers;
+        limits.page_blocks = kPageBlocks;
+        limits.extent_bytes = rounded_up(limits.bounds.back());
+        limits.flying_bytes = 20 * limits.extent_bytes;
+        limits.io_bytes = limits.foreign_io_bytes = io_bytes;
+        limits.copy_bytes = limits.foreign_copy_bytes = 2 * limits.extent_bytes;
+        std::vector<Space> spaces;
+        std::vector<Place> places(kSpaces);
+        for (int32_t n = 0; n < kSpaces; n++) {
+            const Kind kind = n <= kForeignPlanes ? Kind::kPlanes : n <= kBounce ? Kind::kMemory : Kind::kFiles;
+            sums[n].resize(kPages * kLayers);
+            spaces.push_back({kind, n == kForeignPlanes || n == kForeignCpu || n == kForeignSsd, sums[n].data()});
+            if (kind == Kind::kMemory) memory[n].resize(static_cast<size_t>(kPages * limits.extent_bytes));
+            places[n].slots = kPages;
+            if (!spaces[n].foreign) places[n].memory = memory[n].data();
+        }
+        for (int& file : files) CHECK((file = memfd_create("gdscache-test", 0)) >= 0);
+        places[kSsd].files = {files[0], files[1]};
+        places[kSsd].stretch = kStretch;
+        places[kSsd].copied = true;
+        executor = std::make_unique<Executor>(limits, std::move(spaces), std::move(places), kBounce,
+                                              Reserve(1, kReserve, 4), &pool, std::move(disk), 2);
+        for (int n = 0; n < 2; n++) {
+            threads_.emplace_back([this] { move_io(); });
+            threads_.emplace_back([this] { move_copies(); });
+        }
+        threads_.emplace_back([this] { hear_late(); });
+    }
+
+    ~Rig() {
+        executor->stop();
+        for (std::thread& thread : threads_) thread.join();
+        executor.reset();
+        for (const int file : files) close(file);
+    }
+
+    uint8_t* at(int32_t space, int64_t slot) { return memory[space].data() + slot * limits.extent_bytes; }
+
+    // The file that has a slot, and where.
+    std::pair<int, int64_t> where(int32_t space, int64_t slot) const {
+        if (space == kForeignSsd) return {files[2], slot * limits.extent_bytes};
+        const int64_t number = slot / kStretch;
+        return {files[number % 2], (number / 2 * kStretch + slot % kStretch) * limits.extent_bytes};
+    }
+
+    int64_t begin(Priority priority, Nanoseconds until, std::vector<Way> ways, std::vector<Group> groups) {
+        const int64_t id = next_++;
+        CHECK(executor->begin({id, priority, until, std::move(ways), std::move(groups)}));
+        return id;
+    }
+
+    // The outcome of a move, when nothing touches its bytes any more.
+    Outcome finish(int64_t move) {
+        Waited waited;
+        CHECK(executor->wait(move, -1, after(60), &waited) && waited == Waited::kHappened);
+        const Outcome outcome = *executor->outcome(move);
+        CHECK(executor->forget(move));
+        std::unique_lock lock(lock_);
+        for (const int32_t row : outcome.late) {
+            CHECK(told_.wait_for(lock, std::chrono::seconds(60), [&] { return late_.erase({move, row}) == 1; }));
+        }
+        return outcome;
+    }
+
+    Limits limits;
+    std::vector<PlaneMemory> planes;
+    std::vector<int32_t> first_plane{0};
+    Pool pool{};
+    std::vector<uint8_t> memory[kSpaces];
+    std::vector<uint64_t> sums[kSpaces];
+    int files[3];
+    std::unique_ptr<Executor> executor;
+
+private:
+    using Kind = Space::Kind;
+
+    void move_io() {
+        Waited waited;
+        while (const IoJob* const job = executor->take_io(kForever, &waited)) {
+            const auto size = static_cast<size_t>(job->stop - job->start);
+            const int64_t id = job->id;
+            const size_t pages = job->pages.size();
+            for (size_t n = 0; n < pages; n++) {  // behind the last one the job is gone
+                const Transfer page = job->pages[n];
+                const auto [file, offset] = where(job->files, page.slot);
+                uint8_t* const to = memory[job->memory].data() + page.at;
+                const ssize_t moved = job->write ? pwrite(file, to, size, offset + job->start)
+                                                 : pread(file, to, size, offset + job->start);
+                const IoEnd end{static_cast<int32_t>(n), moved == static_cast<ssize_t>(size) ? 0 : kShort};
+                CHECK(executor->io_ended(id, &end, 1));
+            }
+        }
+        CHECK(waited == Waited::kClosed);
+    }
+
+    void move_copies() {
+        Waited waited;
+        while (const CopyJob* const job = executor->take_copy(kForever, &waited)) {
+            const int32_t layers = job->last - job->first;
+            CHECK(layers > 0);
+            if (job->copy == Copy::kReady) {
+                const std::lock_guard lock(lock_);
+                CHECK(job->pages.empty() && ready_.emplace(job->move, job->first).second);
+                continue;
+            }
+            std::vector<uint64_t> found(job->pages.size() * static_cast<size_t>(layers));
+            CHECK(executor->copy_queued(job->id));
+            for (size_t n = 0; n < job->pages.size(); n++) {
+                uint8_t* const part = memory[job->memory].data() + job->pages[n].at;
+                const int64_t* const blocks = job->blocks.data() + n * kPageBlocks;
+                uint64_t* const to = found.data() + n * static_cast<size_t>(layers);
+                if (job->copy == Copy::kDigest) digest(pool, job->first, job->last, part, to);
+                if (job->copy == Copy::kScatter) scatter(pool, blocks, job->first, job->last, part, to, Store::kCached);
+                if (job->copy == Copy::kGather) gather(pool, blocks, job->first, job->last, part, to, Store::kCached);
+            }
+            CHECK(executor->copy_ended(job->id, job->sums ? found.data() : nullptr, false));
+        }
+        CHECK(waited == Waited::kClosed);
+    }
+
+    void hear_late() {
+        for (;;) {
+            Waited waited;
+            const auto ended = executor->take_ended_late(kForever, 3, &waited);
+            if (waited == Waited::kClosed) return;
+            const std::lock_guard lock(lock_);
+            for (const auto& one : ended) CHECK(late_.insert(one).second);
+            told_.notify_all();
+        }
+    }
+
+    std::vector<std::vector<uint8_t>> planes_;
+    std::atomic<int64_t> next_{1};
+    std::mutex lock_;
+    std::condition_variable told_;
+    std::set<std::pair<int64_t, int32_t>> late_;
+    std::set<std::pair<int64_t, int32_t>> ready_;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace gdscache::test
