@@ -123,12 +123,11 @@ def _progress(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Ro
 def _calls(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Row]:
     """Microseconds of calls beside the busy thread against alone: medians, and the 99th percentiles."""
     engine.load()
-    alone, beside = ([engine.timed_calls(CALLS)] for _ in range(2))
-    beside.clear()
+    alone: list[dict[str, list[float]]] = []
+    beside: list[dict[str, list[float]]] = []
     for number in range(place.repeat):
         place.progress(number, place.repeat, "calls")
-        if number:
-            alone.append(engine.timed_calls(CALLS))
+        alone.append(engine.timed_calls(CALLS))
         with Neighbour("busy"):
             beside.append(engine.timed_calls(CALLS))
     rows = []
