@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -23,7 +24,7 @@ namespace gdscache::test {
 
 enum : int32_t { kPlanes, kForeignPlanes, kCpu, kForeignCpu, kBounce, kSsd, kForeignSsd, kSpaces };
 
-constexpr int64_t kPages = 48, kTokens = 4, kPageBlocks = 2;  // of planes; and slots of each other space
+constexpr int64_t kPages = 48, kTokens = 4, kPageBlocks = 2;
 constexpr int64_t kStretch = 3, kReserve = 6;
 constexpr int64_t kRows[] = {700, 1100, 40, 900};             // bytes of a token, of each layer
 constexpr int32_t kLayers = 4;
@@ -50,15 +51,17 @@ inline std::vector<Group> groups_of(const Limits& limits, const std::vector<int3
 
 class Rig {
 public:
-    explicit Rig(std::unique_ptr<Disk> disk, int64_t io_bytes = 3 << 16) {
+    // `pages`: of the planes, and slots of each other space; `scale`: of their bytes.
+    explicit Rig(std::unique_ptr<Disk> disk, int64_t io_bytes = 3 << 16, int64_t pages = kPages, int64_t scale = 1) {
         limits.bounds = {0};
-        for (const int64_t row : kRows) {
-            planes_.push_back(std::vector<uint8_t>(static_cast<size_t>(row * kTokens * kPageBlocks * kPages)));
+        for (const int64_t one : kRows) {
+            const int64_t row = one * scale;
+            planes_.push_back(std::vector<uint8_t>(static_cast<size_t>(row * kTokens * kPageBlocks * pages)));
             planes.push_back({planes_.back().data(), row * kTokens, row, row});
             first_plane.push_back(static_cast<int32_t>(planes.size()));
             limits.bounds.push_back(limits.bounds.back() + row * kTokens * kPageBlocks);
         }
-        pool = {planes.data(), first_plane.data(), kLayers, kPageBlocks * kPages, kTokens, kPageBlocks};
+        pool = {planes.data(), first_plane.data(), kLayers, kPageBlocks * pages, kTokens, kPageBlocks};
         CHECK(!refusal(pool));
         limits.layers = kLayers;
         limits.page_blocks = kPageBlocks;
@@ -70,10 +73,10 @@ public:
         std::vector<Place> places(kSpaces);
         for (int32_t n = 0; n < kSpaces; n++) {
             const Kind kind = n <= kForeignPlanes ? Kind::kPlanes : n <= kBounce ? Kind::kMemory : Kind::kFiles;
-            sums[n].resize(kPages * kLayers);
+            sums[n].resize(static_cast<size_t>(pages * kLayers));
             spaces.push_back({kind, n == kForeignPlanes || n == kForeignCpu || n == kForeignSsd, sums[n].data()});
-            if (kind == Kind::kMemory) memory[n].resize(static_cast<size_t>(kPages * limits.extent_bytes));
-            places[n].slots = kPages;
+            if (kind == Kind::kMemory) memory[n].resize(static_cast<size_t>(pages * limits.extent_bytes));
+            places[n].slots = pages;
             if (!spaces[n].foreign) places[n].memory = memory[n].data();
         }
         for (int& file : files) CHECK((file = memfd_create("gdscache-test", 0)) >= 0);
@@ -81,7 +84,7 @@ public:
         places[kSsd].stretch = kStretch;
         places[kSsd].copied = true;
         executor = std::make_unique<Executor>(limits, std::move(spaces), std::move(places), kBounce,
-                                              Reserve(1, kReserve, 4), &pool, std::move(disk), 2);
+                                              Reserve(1, std::min(kReserve, pages - 1), 4), &pool, std::move(disk), 2);
         for (int n = 0; n < 2; n++) {
             threads_.emplace_back([this] { move_io(); });
             threads_.emplace_back([this] { move_copies(); });

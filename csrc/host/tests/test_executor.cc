@@ -280,6 +280,15 @@ void faults(Open open) {
     CHECK(written.errors == failed && written.late.empty());
 }
 
+// A page that is read in several pieces is there when all of them are, and fails when one does.
+void cut(Open open) {
+    Rig rig(open_faulty_disk(open(), {{1, Failing::kError, EIO}, {3, Failing::kLate, 30}}), 1, 4, 100);
+    CHECK(rig.limits.extent_bytes > 2 << 20);  // three pieces
+    const int64_t move = rig.begin(Priority::kLoad, after(60), {reads(rig, 2)}, groups_of(rig.limits, {0}));
+    const Outcome outcome = rig.finish(move);
+    CHECK(outcome.statuses[0] == Status::kIoError && outcome.statuses[1] == Status::kLoaded);
+}
+
 // Moves that end without any I/O end at once, not when somebody looks around.
 void refusals(Open open) {
     Rig rig(open());
@@ -351,6 +360,7 @@ int main(int argc, char** argv) {
         }
         round_trips(open, count);
         faults(open);
+        cut(open);
         refusals(open);
         stops(open);
         for (uint64_t seed = 0; seed < 10; seed++) abandon(open, seed);
