@@ -93,7 +93,9 @@ def check_answer(planned: Planned, answer: Answer, in_time: Answer, early: Answe
             if row in in_time.late and not planned.begin and not passes:
                 assert row in answer.late, "what hangs is late, where nothing could keep it from being begun"
             if row in answer.late and row in answer.verdicts:
-                assert answer.verdicts[row] in (PageStatus.DEADLINE, PageStatus.CANCELLED)
+                gone = answer.verdicts[row] in (PageStatus.DEADLINE, PageStatus.CANCELLED)
+                bad = bool(planned.move.groups) and answer.verdicts[row] is not PageStatus.LOADED
+                assert gone or bad, "only a page of several groups may have a verdict before its last read ends"
                 assert planned.may_expire
             row += 1
     assert set(answer.errors) | answer.late <= set(range(row))

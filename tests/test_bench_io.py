@@ -592,7 +592,7 @@ def test_threads_of_comparisons_are_the_engine_s_and_more_on_a_ram_disk(
 
 
 def place(directory: Path, nbytes: int = 4 * MIB) -> Place:
-    return Place(directory, directory / "io.bin", nbytes, 1, 2, CPU, measure.silent)
+    return Place(directory, directory / "io.bin", nbytes, 1, 2, CPU, measure.silent, 5)
 
 
 def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

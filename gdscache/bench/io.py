@@ -195,6 +195,7 @@ class _Bench:
             for name, of in (("stores and loads", io_rows_beside.stores_and_loads),
                              ("beside threads of Python", io_rows_beside.beside_python)):  # fmt: skip
                 parts.append(Part(f"{name}, {format_size(size)} pages", functools.partial(of, page_bytes=size)))
+        parts.append(Part("calls beside a thread of Python", io_rows_beside.calls_beside_python))
         return [*parts, Part("one call a page", io_rows.call_per_page)]
 
     def _part(self, part: Part, directory: Path, file: Path) -> None:
@@ -210,7 +211,8 @@ class _Bench:
                 name = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=settings.ram_disk))
                 directory = Path(name)
             threads = settings.threads_on(ram=io_cache.in_memory(directory))
-            place = Place(directory, file, nbytes, settings.repeat, threads, self._device, self._progress)
+            repeat, calls = settings.repeat, settings.calls
+            place = Place(directory, file, nbytes, repeat, threads, self._device, self._progress, calls)
             try:
                 rows = part.action(place)
             except (GdsCacheError, RuntimeError, OSError, MemoryError) as error:

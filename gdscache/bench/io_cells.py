@@ -59,6 +59,7 @@ class Settings:
     `total`: the file of the matrix; `row_total`: what a comparison moves a round, `ram_total` the same on the RAM disk.
     A cell runs `cell_rounds` times for `cell_seconds`, a comparison `repeat` rounds. After `budget_seconds` no cell is
     begun (None: never). `threads`: of the transport in comparisons; None is the engine's default, more on a RAM disk.
+    `calls`: of an engine that a round times one by one.
     """
 
     profile: str = "default"
@@ -70,6 +71,7 @@ class Settings:
     cell_seconds: float = 0.25
     budget_seconds: float | None = 420.0
     threads: int | None = None
+    calls: int = 100
     pages: tuple[int, ...] = (256 * KIB, 1 * MIB)
     ways: tuple[str, ...] = tuple(way.name for way in WAYS)
     require_gds: bool = False
@@ -83,7 +85,7 @@ class Settings:
     @classmethod
     def quick(cls) -> Settings:
         """Seconds instead of minutes; its figures say that things work, not how fast."""
-        return cls("quick", 32 * MIB, 16 * MIB, 16 * MIB, 2, 1, 0.02, None, 4, (256 * KIB,))
+        return cls("quick", 32 * MIB, 16 * MIB, 16 * MIB, 2, 1, 0.02, None, 4, 10, (256 * KIB,))
 
     def threads_on(self, *, ram: bool) -> int:
         """Threads of a comparison, on a RAM disk or on a disk."""

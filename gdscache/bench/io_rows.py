@@ -38,7 +38,7 @@ CALL_PAGE = 256 * KIB
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where and how much a part measures. `file` is in `directory`, written, of `nbytes`."""
+    """Where and how much a part measures. `file` is in `directory`, written, of `nbytes`; `calls`: that are timed."""
 
     directory: Path
     file: Path
@@ -47,6 +47,7 @@ class Place:
     threads: int
     device: torch.device
     progress: Progress
+    calls: int
 
     @property
     def on_disk(self) -> bool:

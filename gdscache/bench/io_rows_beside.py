@@ -26,7 +26,7 @@ CPU_TARGET = 1.25
 BESIDE_TARGETS: dict[Kind, float] = {"drawn": 0.96, "busy": 0.55}
 PROGRESS_TARGET = 0.93
 WAIT_TARGET, CALL_TARGET = 2.0, 1.5
-CALLS = 100  # loads of a page that are timed
+_CALLED_PAGE = 1 * MIB
 _WORD = {"store": "store", "load": "cold load", "cpu": "CPU tier load", "copy": "plain copy"}
 
 
@@ -89,7 +89,6 @@ def beside_python(place: Place, page_bytes: int) -> list[Row]:
                 host = limit if what != "copy" and place.device.type == "cpu" else None
                 rows.append(row(place, f"{label}, beside {LABELS[kind]}", page_bytes, figures, host, **more))
         rows += _progress(place, engine, more)
-        rows += _calls(place, engine, more)
     return rows
 
 
@@ -120,16 +119,24 @@ def _progress(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Ro
     return [made | {"unit": "rounds/s"}]
 
 
-def _calls(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Row]:
+def calls_beside_python(place: Place) -> list[Row]:
     """Microseconds of calls beside the busy thread against alone: medians, and the 99th percentiles."""
-    engine.load()
     alone: list[dict[str, list[float]]] = []
     beside: list[dict[str, list[float]]] = []
-    for number in range(place.repeat):
-        place.progress(number, place.repeat, "calls")
-        alone.append(engine.timed_calls(CALLS))
-        with Neighbour("busy"):
-            beside.append(engine.timed_calls(CALLS))
+    with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, _CALLED_PAGE) as engine:
+        more = _more(engine) | {"calls": place.calls}
+        engine.load()
+        for number in range(place.repeat):
+            place.progress(number, place.repeat, "calls")
+            alone.append(engine.timed_calls(place.calls))
+            with Neighbour("busy"):
+                beside.append(engine.timed_calls(place.calls))
+    return _call_rows(place, alone, beside, more)
+
+
+def _call_rows(
+    place: Place, alone: list[dict[str, list[float]]], beside: list[dict[str, list[float]]], more: dict[str, Any]
+) -> list[Row]:
     rows = []
     slack = 1.5 * sys.getswitchinterval() * 1e6
     for name in alone[0]:
@@ -143,7 +150,7 @@ def _calls(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Row]:
             if name != "wait" and percent == 99:
                 other, against = Series(tuple(v + slack for v in other.values)), "alone, and 1.5 switch intervals"
             what = f"{name}(), p{percent}, beside {LABELS['busy']}"
-            made = row(place, what, engine.page_bytes, (ours, against, other), limit, cpu=True, **more)
+            made = row(place, what, _CALLED_PAGE, (ours, against, other), limit, cpu=True, **more)
             rows.append(made | {"unit": "us"})
     return rows
 
