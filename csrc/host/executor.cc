@@ -30,6 +30,77 @@ Span::Kind kind_of(Copy copy) {
 
 }  // namespace
 
+// The lock. Those that wait for what its holder has brought about are woken when it is let go, and not before: a thread
+// that is woken while another holds the lock that it needs only costs both a turn.
+class Executor::Held {
+public:
+    // `disk`: of the thread that reads and writes, which nobody has to wake.
+    explicit Held(Executor& executor, bool disk = false) : executor_(executor), disk_(disk), lock_(executor.lock_) {}
+    ~Held() {
+        if (lock_.owns_lock()) let_go();
+    }
+    void let_go();
+    void take_again() { lock_.lock(); }
+    // Whether somebody had to be woken; then what is waited for may have come meanwhile.
+    bool woke();
+    void wait(std::condition_variable& condition, Nanoseconds time) {
+        condition.wait_for(lock_, std::chrono::nanoseconds(time));
+    }
+    void wake_all() { all_ = true; }
+
+private:
+    struct Call {
+        bool ended, late, foreign_io, foreign_copies, disk;
+        int64_t copies;  // threads
+        bool any() const { return ended || late || foreign_io || foreign_copies || disk || copies != 0; }
+    };
+    Call call();
+    void wake(const Call& call);
+
+    Executor& executor_;
+    const bool disk_;
+    std::unique_lock<std::mutex> lock_;
+    bool all_ = false;
+};
+
+Executor::Held::Call Executor::Held::call() {
+    Moves& moves = executor_.moves_;
+    const News news = moves.take_news();
+    if (executor_.traced_ && news.ended) executor_.keep_ready();
+    const bool all = std::exchange(all_, false);
+    const int64_t jobs = all ? executor_.idle_ : (news.copies + executor_.limits_.copy_bytes - 1) / executor_.limits_.copy_bytes;
+    return {all || news.ended,
+            all || moves.has_ended_late(),
+            all || news.io || news.room,
+            all || news.copies != 0 || news.queued,
+            executor_.disk_ && !disk_ && (all || news.io || (news.room && moves.crowded())),
+            std::min<int64_t>(jobs, executor_.idle_)};
+}
+
+void Executor::Held::wake(const Call& call) {
+    if (call.ended) executor_.ended_.notify_all();
+    if (call.late) executor_.late_.notify_all();
+    if (call.foreign_io) executor_.foreign_io_.notify_all();
+    if (call.foreign_copies) executor_.foreign_copies_.notify_all();
+    for (int64_t n = 0; n < call.copies; ++n) executor_.copies_.notify_one();
+    if (call.disk) executor_.disk_->wake();
+}
+
+void Executor::Held::let_go() {
+    const Call some = call();
+    lock_.unlock();
+    wake(some);
+}
+
+bool Executor::Held::woke() {
+    const Call some = call();
+    if (!some.any()) return false;
+    lock_.unlock();
+    wake(some);
+    lock_.lock();
+    return true;
+}
+
 // A job of ours on its way through the disk.
 struct Executor::Flight {
     IoJob job;
@@ -62,9 +133,9 @@ Executor::Executor(const Limits& limits, std::vector<Space> spaces, std::vector<
     } catch (...) {
         stop();
         {
-            const Lock lock(lock_);
+            Held held(*this);
             closing_ = true;
-            changed();
+            held.wake_all();
         }
         for (std::thread& thread : threads_) thread.join();
         throw;
@@ -74,9 +145,9 @@ Executor::Executor(const Limits& limits, std::vector<Space> spaces, std::vector<
 Executor::~Executor() {
     stop();
     {
-        const Lock lock(lock_);
+        Held held(*this);
         closing_ = true;
-        changed();
+        held.wake_all();
     }
     for (std::thread& thread : threads_) thread.join();
 }
@@ -84,60 +155,57 @@ Executor::~Executor() {
 // --- what others ask for
 
 bool Executor::begin(MoveSpec spec) {
-    const Lock lock(lock_);
+    const Held held(*this);
     if (moves_.knows(spec.id)) return false;
     moves_.begin(std::move(spec));
-    changed(true);
     return true;
 }
 
 bool Executor::cancel(int64_t move) {
-    const Lock lock(lock_);
+    const Held held(*this);
     if (!moves_.knows(move)) return false;
     moves_.cancel(move);
-    changed();
     return true;
 }
 
 void Executor::refuse(Status status) {
-    const Lock lock(lock_);
+    const Held held(*this);
     moves_.refuse(status);
-    changed();
 }
 
 bool Executor::wait(int64_t move, int32_t group, Nanoseconds until, Waited* waited) {
-    Lock lock(lock_);
+    Held held(*this);
     if (!moves_.knows(move) || group >= moves_.groups(move)) return false;
-    *waited = wait_for(lock, ended_, until, [&] {
+    *waited = wait_for(held, ended_, until, [&] {
         return !moves_.knows(move) || (group < 0 ? moves_.ended(move) : moves_.ready(move, group));
     });
     return true;
 }
 
 const Outcome* Executor::outcome(int64_t move) {
-    const Lock lock(lock_);
+    const Held held(*this);
     return moves_.knows(move) && moves_.ended(move) ? &moves_.outcome(move) : nullptr;
 }
 
 bool Executor::forget(int64_t move) {
-    const Lock lock(lock_);
+    const Held held(*this);
     if (!moves_.knows(move) || !moves_.ended(move)) return false;
     moves_.forget(move);
     return true;
 }
 
 const IoJob* Executor::take_io(Nanoseconds until, Waited* waited) {
-    Lock lock(lock_);
+    Held held(*this);
     IoJob job;
-    *waited = wait_for(lock, foreign_, until, [&] { return tell(moves_.take_io(true, &job)); });
+    *waited = wait_for(held, foreign_io_, until, [&] { return moves_.take_io(true, &job); });
     if (*waited != Waited::kHappened) return nullptr;
     return &ios_.emplace(job.id, std::move(job)).first->second;
 }
 
 const CopyJob* Executor::take_copy(Nanoseconds until, Waited* waited) {
-    Lock lock(lock_);
+    Held held(*this);
     CopyJob job;
-    *waited = wait_for(lock, foreign_, until, [&] { return tell(moves_.take_copy(true, &job)); });
+    *waited = wait_for(held, foreign_copies_, until, [&] { return moves_.take_copy(true, &job); });
     if (*waited != Waited::kHappened) return nullptr;
     if (job.copy == Copy::kReady) {  // whose end nobody says
         static thread_local CopyJob ready;
@@ -148,7 +216,7 @@ const CopyJob* Executor::take_copy(Nanoseconds until, Waited* waited) {
 }
 
 bool Executor::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
-    const Lock lock(lock_);
+    const Held held(*this);
     const auto found = ios_.find(job);
     if (found == ios_.end()) return false;
     const int64_t pages = static_cast<int64_t>(found->second.pages.size());
@@ -156,59 +224,55 @@ bool Executor::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
         return false;
     }
     if (moves_.io_ended(job, ends, count)) ios_.erase(found);
-    changed();
     return true;
 }
 
 bool Executor::copy_queued(int64_t job) {
-    const Lock lock(lock_);
+    const Held held(*this);
     if (!copying_.contains(job)) return false;
     moves_.copy_queued(job);
-    foreign_.notify_all();
     return true;
 }
 
 bool Executor::copy_ended(int64_t job, const uint64_t* found, bool broken) {
-    const Lock lock(lock_);
+    const Held held(*this);
     const auto ended = copying_.find(job);
     if (ended == copying_.end() || (!broken && ended->second.sums && found == nullptr)) return false;
     copying_.erase(ended);
     moves_.copy_ended(job, found, broken);
-    changed();
     return true;
 }
 
 void Executor::expire(Nanoseconds time) {
-    const Lock lock(lock_);
+    const Held held(*this);
     moves_.expire(time);
-    changed();
 }
 
 std::vector<std::pair<int64_t, int32_t>> Executor::take_ended_late(Nanoseconds until, size_t most,
                                                                       Waited* waited) {
-    Lock lock(lock_);
-    *waited = wait_for(lock, ended_, until, [&] { return moves_.has_ended_late(); });
+    Held held(*this);
+    *waited = wait_for(held, late_, until, [&] { return moves_.has_ended_late(); });
     return moves_.take_ended_late(most);
 }
 
 int64_t Executor::held_slots() {
-    const Lock lock(lock_);
+    const Held held(*this);
     return moves_.held_slots();
 }
 
 int64_t Executor::free_slots() {
-    const Lock lock(lock_);
+    const Held held(*this);
     return moves_.free_slots();
 }
 
 void Executor::trace() {
-    const Lock lock(lock_);
+    const Held held(*this);
     traced_ = true;
     moves_.watch();
 }
 
 std::vector<Span> Executor::take_spans(size_t most) {
-    const Lock lock(lock_);
+    const Held held(*this);
     const auto end = kept_.begin() + static_cast<ptrdiff_t>(std::min(most, kept_.size()));
     std::vector<Span> taken(kept_.begin(), end);
     kept_.erase(kept_.begin(), end);
@@ -220,39 +284,28 @@ void Executor::keep(const Span& span) {
 }
 
 void Executor::stop() {
-    const Lock lock(lock_);
+    Held held(*this);
     stopped_ = true;
-    changed();
+    held.wake_all();
+}
+
+void Executor::keep_ready() {
+    const Nanoseconds time = now();
+    for (const ReadyGroup& group : moves_.take_ready()) {
+        keep({Span::Kind::kReady, group.first, group.last, group.move, 0, 0, time, time});
+    }
 }
 
 template <typename Ready>
-Waited Executor::wait_for(Lock& lock, std::condition_variable& condition, Nanoseconds until, Ready ready) {
+Waited Executor::wait_for(Held& held, std::condition_variable& condition, Nanoseconds until, Ready ready) {
     while (true) {
         if (ready()) return Waited::kHappened;
         if (stopped_) return Waited::kClosed;
+        if (held.woke()) continue;
         const Nanoseconds time = now();
         if (time >= until) return Waited::kTimeout;
-        condition.wait_for(lock, std::chrono::nanoseconds(std::min(until - time, kLongest)));
+        held.wait(condition, std::min(until - time, kLongest));
     }
-}
-
-bool Executor::tell(bool taken) {
-    if (moves_.take_news()) changed();
-    return taken;
-}
-
-void Executor::changed(bool fresh) {
-    moves_.take_news();
-    if (traced_) {
-        const Nanoseconds time = now();
-        for (const ReadyGroup& group : moves_.take_ready()) {
-            keep({Span::Kind::kReady, group.first, group.last, group.move, 0, 0, time, time});
-        }
-    }
-    ended_.notify_all();
-    foreign_.notify_all();
-    copies_.notify_all();
-    if (disk_ && (fresh || closing_ || moves_.crowded())) disk_->wake();
 }
 
 // --- our threads
@@ -260,27 +313,27 @@ void Executor::changed(bool fresh) {
 void Executor::copy_loop() {
     std::vector<uint64_t> found;
     CopyJob job;
-    Lock lock(lock_);
+    Held held(*this);
     while (!closing_) {
-        if (tell(moves_.take_copy(false, &job))) {
-            lock.unlock();
+        if (moves_.take_copy(false, &job)) {
+            held.let_go();
             const Nanoseconds begin = now();
             copy(job, &found);
             const Nanoseconds end = now();
-            lock.lock();
+            held.take_again();
             const auto pages = static_cast<int64_t>(job.pages.size());
             const int64_t bytes = limits_.bounds[job.last] - limits_.bounds[job.first];
             keep({kind_of(job.copy), job.first, job.last, job.move, pages, pages * bytes, begin, end});
             moves_.copy_ended(job.id, found.data(), false);
-            changed();
             continue;
         }
         const Nanoseconds time = now(), until = moves_.deadline();
         if (until <= time) {
             moves_.expire(time);
-            changed();
-        } else {
-            copies_.wait_for(lock, std::chrono::nanoseconds(std::min(until - time, kLongest)));
+        } else if (!held.woke()) {
+            ++idle_;
+            held.wait(copies_, std::min(until - time, kLongest));
+            --idle_;
         }
     }
 }
@@ -338,13 +391,13 @@ void Executor::disk_loop() {
     };
     std::unordered_map<uint64_t, Sent> runs;  // by tag
     uint64_t next_tag = 1;
-    Lock lock(lock_);
+    Held held(*this, true);
     while (!closing_ || !flights.empty()) {
         pieces.clear();
         IoJob job;
         const auto room = [&] { return disk_->pending() + pieces.size() < 2 * disk_->depth(); };
-        while (!closing_ && room() && tell(moves_.take_io(false, &job))) {
-            lock.unlock();
+        while (!closing_ && room() && moves_.take_io(false, &job)) {
+            held.let_go();
             auto made = flight(std::move(job));
             const Place& files = places_[made->job.files];
             for (const Run& run : made->runs.runs) {
@@ -353,13 +406,13 @@ void Executor::disk_loop() {
                                   made->job.write ? Op::kWrite : Op::kRead, files.copied});
             }
             flights.emplace(made->job.id, std::move(made));
-            lock.lock();
+            held.take_again();
         }
-        lock.unlock();
+        held.let_go();
         if (!pieces.empty()) disk_->submit(pieces);
         ended.clear();
         if (disk_->reap(ended, 1.0) < 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // all is late
-        lock.lock();
+        held.take_again();
         for (const Ended& some : ended) {
             Sent& sent = runs.at(some.tag);
             Flight* const owner = sent.flight;
@@ -388,7 +441,6 @@ void Executor::disk_loop() {
                 flights.erase(done.id);
             }
         }
-        if (!ended.empty()) changed();
     }
 }
 

@@ -88,17 +88,16 @@ public:
 
 private:
     struct Flight;
-    using Lock = std::unique_lock<std::mutex>;
+    class Held;
 
     template <typename Ready>
-    Waited wait_for(Lock& lock, std::condition_variable& changed, Nanoseconds until, Ready ready);
-    void changed(bool fresh = false);  // with the lock held. `fresh`: there is a new move
-    bool tell(bool taken);  // with the lock held: others wait for what a job that was asked for brings about
+    Waited wait_for(Held& held, std::condition_variable& changed, Nanoseconds until, Ready ready);
     void copy_loop();
     void disk_loop();
     void copy(const CopyJob& job, std::vector<uint64_t>* found) const;
     std::unique_ptr<Flight> flight(IoJob job) const;
     void keep(const Span& span);  // with the lock held
+    void keep_ready();
 
     const Limits limits_;
     const std::vector<Space> spaces_;
@@ -106,7 +105,9 @@ private:
     const int32_t reserve_space_;
     const Pool* const pool_;
     std::mutex lock_;
-    std::condition_variable ended_, foreign_, copies_;
+    // For what there is to wait: ends of moves and groups, ends of what was late, foreign I/O, foreign copies, our copies.
+    std::condition_variable ended_, late_, foreign_io_, foreign_copies_, copies_;
+    int32_t idle_ = 0;  // threads of ours that wait for copies
     Moves moves_;
     std::map<int64_t, IoJob> ios_;  // foreign, under way
     std::map<int64_t, CopyJob> copying_;

@@ -128,15 +128,23 @@ void Moves::begin(MoveSpec spec) {
         }
         move.unread.assign(groups, read);
     }
+    news_.copies += 1 + (move.work == Work::kWrite ? 0 : move.rows() * limits_.extent_bytes);
+    if (move.work != Work::kGather) news_.io = true;
     moves_.emplace(move.id, std::move(owned));
     open_.emplace(move.order, &move);
     settle(move);
 }
 
+void Moves::refuse(Status status) {
+    refusal_ = status;
+    news_.io = true;
+}
+
 void Moves::cancel(int64_t id) {
     Move& move = at(id);
     if (move.over || move.work != Work::kLoad) return;
-    move.cancelled = true;
+    move.cancelled = news_.io = true;
+    ++news_.copies;
     for (int32_t w = 0; w < move.ways(); ++w) {
         const Way& way = move.spec.ways[w];
         const bool passes = spaces_[way.source].kind == Space::Kind::kFiles && way.places.empty() &&
@@ -352,6 +360,7 @@ bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
     const bool all = reading.left == 0;
     if (all) {
         --(reading.late ? move.late_ios : move.ios);
+        if (move.ios == 0) ++news_.copies;  // as few as there are
         let_go(reading);
     }
     settle(move);
@@ -369,6 +378,7 @@ void Moves::end_page(Reading& reading, int32_t page, int32_t error) {
         return;
     }
     flying_ -= reading.part;
+    news_.room = true;
     if (reading.write) {
         if (error != 0) move.outcome.errors.emplace_back(row, error);
         --move.todo[0];
@@ -383,7 +393,7 @@ void Moves::end_page(Reading& reading, int32_t page, int32_t error) {
 void Moves::landed(Move& move, Reading& reading, int32_t page) {
     const Transfer& one = reading.pages[page];
     if (!move.pending(one.row)) return;
-    news_ = true;
+    news_.copies += 1 + reading.part;
     move.there[move.cell(one.row, reading.group)] = 1;
     if (reading.slots != 0) {
         const Group& group = move.spec.groups[reading.group];
@@ -408,7 +418,7 @@ void Moves::let_go(Reading& reading) {
     if (reading.left != 0 || reading.copies != 0) return;
     if (reading.slots != 0) {
         reserve_.give(reading.slot, reading.slots);
-        news_ = true;
+        news_.room = true;
         if (reading.late) held_slots_ -= reading.slots;
     }
     readings_.erase(reading.id);
@@ -555,6 +565,7 @@ void Moves::copy_queued(int64_t job) {
         Cell& cell = move.cells[move.cell(row, copying.group)];
         if (cell != Cell::kOpen) continue;
         cell = Cell::kQueued;
+        news_.queued = true;
         ++move.queued[copying.group];
     }
 }
@@ -568,7 +579,7 @@ void Moves::copy_ended(int64_t job, const uint64_t* found, bool broken) {
     const Group& group = move.spec.groups[copying.group];
     const int32_t first = copying.gather ? 0 : group.first;
     const int32_t layers = (copying.gather ? limits_.layers : group.last) - first;
-    move.broken = move.broken || broken;
+    if (broken) move.broken = news_.io = true;
     for (size_t i = 0; i < copying.rows.size(); ++i) {
         const int32_t row = copying.rows[i];
         const int64_t page = row - move.first_row[copying.way];
@@ -604,8 +615,9 @@ void Moves::end_cell(Move& move, int32_t row, int32_t group) {
     Cell& cell = move.cells[move.cell(row, group)];
     if (cell == Cell::kQueued) --move.queued[group];
     cell = Cell::kDone;
+    news_.queued = true;
     if (--move.todo[group] != 0) return;
-    news_ = true;
+    news_.ended = true;
     if (watched_ && move.work == Work::kLoad) {
         ready_.push_back({move.id, move.spec.groups[group].first, move.spec.groups[group].last});
     }
@@ -624,7 +636,8 @@ void Moves::judge(Move& move, int32_t row, Status status) {
         const size_t cell = move.cell(row, group);
         if (move.cells[cell] == Cell::kDone) continue;
         end_cell(move, row, group);
-        if (read && (passes ? !move.there[cell] : group >= move.next[row])) --move.unread[group];
+        if (!read || !(passes ? !move.there[cell] : group >= move.next[row])) continue;
+        if (--move.unread[group] == 0) ++news_.copies;
     }
 }
 
@@ -646,7 +659,8 @@ void Moves::expire(Nanoseconds now) {
 }
 
 void Moves::pass_deadline(Move& move) {
-    move.expired = true;
+    move.expired = news_.io = news_.room = true;
+    ++news_.copies;
     for (auto& [id, reading] : readings_) {
         if (reading->move != &move || reading->left == 0 || reading->late) continue;
         reading->late = true;
@@ -689,7 +703,7 @@ void Moves::settle(Move& move) {
         }
     }
     move.outcome.broken = move.broken;
-    move.over = news_ = true;
+    move.over = news_.ended = true;
     open_.erase(move.order);
 }
 

@@ -27,6 +27,15 @@ struct IoEnd {
     int32_t error;
 };
 
+// What calls have brought about that others may wait for. A job that is asked for may do that, too, and have none to give.
+struct News {
+    bool io = false;      // files: there is a new move, or one that reads no further
+    bool room = false;    // files: fewer bytes are in flight, or more slots of the reserve are free
+    int64_t copies = 0;   // bytes that may be copied, about; at least 1 where a thread has to look
+    bool queued = false;  // foreign copies: a group may be announced
+    bool ended = false;   // a group of layers or a move has ended
+};
+
 // A group of layers that is in the planes, or never will be.
 struct ReadyGroup {
     int64_t move;
@@ -52,7 +61,7 @@ public:
     // Copy no further into the planes; what is being read comes to its end.
     void cancel(int64_t move);
     // From now on no read begins: its pages get this verdict. `kPending`: reads may begin again.
-    void refuse(Status status) { refusal_ = status; }
+    void refuse(Status status);
     bool knows(int64_t move) const { return moves_.contains(move); }
     int32_t groups(int64_t move) const;
     bool ended(int64_t move) const;
@@ -85,9 +94,8 @@ public:
     // `found`: (pages, layers) of the job, where it asked for sums. `broken`: nothing is known about the bytes. Of
     // `kReady` nothing is said.
     void copy_ended(int64_t job, const uint64_t* found, bool broken);
-    // Whether a call has since the last time brought about what others may wait for: a group or a move that has ended,
-    // pages that may be copied, free slots. A job that is asked for may do that, and have none to give.
-    bool take_news() { return std::exchange(news_, false); }
+    // Since the last time.
+    News take_news() { return std::exchange(news_, {}); }
     // When `expire` has something to do next; the largest number where it never will.
     Nanoseconds deadline() const;
     // What has not ended by its deadline is late.
@@ -131,7 +139,8 @@ private:
     int32_t reads_in_row_ = 0;  // while writes wait
     bool crowded_[2] = {};      // I/O that is not foreign, and that is
     bool owed_ = false;         // the next room in flight is a write's
-    bool watched_ = false, news_ = false;
+    bool watched_ = false;
+    News news_;
     std::map<int64_t, std::unique_ptr<Move>> moves_;
     Order open_;                // that have not ended, in the order in which they are served
     std::map<int64_t, std::unique_ptr<Reading>> readings_;  // I/O under way, by job
