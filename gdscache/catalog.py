@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import logging
 import math
@@ -41,6 +42,7 @@ LOOKUP_SLOTS = 256  # slots a query while reading checksums
 SHORTEST_STRETCH = 8  # slots in a row that are worth a query of their own
 PRUNE_NAMESPACES = 1024  # so many new ones are written before unused ones are looked for
 NOTHING: Mapping[int, tuple[int, float | None]] = {}
+_ROWS = 128  # of one statement, which may have 999 values
 # What is not of a whole page's size is not read: it can be as large as a file can be.
 WHOLE_SUMS = f"typeof(sums) = 'blob' AND length(sums) % 8 = 0 AND length(sums) <= {MOST_SUMS * 8}"
 STRETCH = f"SELECT slot, sums FROM checksums WHERE slot BETWEEN ? AND ? AND {WHOLE_SUMS}"
@@ -140,15 +142,17 @@ class Catalog:
                 with self._transaction() as writer:
                     delete_pages(writer, delete)
                     ids = self._register(writer, {record.namespace for record in insert})
-                    writer.executemany(
-                        "INSERT INTO pages(slot, key, parent, namespace, length, recency) VALUES (?, ?, ?, ?, ?, ?)",
+                    _insert(
+                        writer,
+                        "INSERT INTO pages(slot, key, parent, namespace, length, recency)",
                         [
                             (int(r.slot), r.key, r.parent, ids[r.namespace], int(r.length), int(r.recency))
                             for r in insert
                         ],
                     )
-                    writer.executemany(
-                        "INSERT OR REPLACE INTO checksums(slot, sums) VALUES (?, ?)",
+                    _insert(
+                        writer,
+                        "INSERT OR REPLACE INTO checksums(slot, sums)",
                         [(int(r.slot), r.checksums.astype("<u8", copy=False).tobytes()) for r in insert],
                     )
                     writer.executemany(
@@ -317,6 +321,15 @@ class Catalog:
         writer.executemany("INSERT OR IGNORE INTO namespaces(digest, description) VALUES (?, '{}')", new)
         find = "SELECT id FROM namespaces WHERE digest = ?"
         return known | {row[0]: writer.execute(find, row).fetchone()[0] for row in new}
+
+
+def _insert(writer: sqlite3.Connection, into: str, rows: Sequence[tuple[object, ...]]) -> None:
+    """Add rows, many with one statement: SQLite gives up the interpreter's lock at each step of one, and whoever gives
+    it up may wait for it."""
+    for first in range(0, len(rows), _ROWS):
+        some = rows[first : first + _ROWS]
+        values = f"({', '.join('?' * len(some[0]))})"
+        writer.execute(f"{into} VALUES {', '.join([values] * len(some))}", list(itertools.chain.from_iterable(some)))
 
 
 def _retain(writer: sqlite3.Connection, retain: Mapping[int, tuple[int, float | None]]) -> None:

@@ -52,7 +52,10 @@ def carry_out(pickled: bytes) -> tuple[dict[int, str], list[int], str]:
     """Carry a move out; what it said, and what the planes have then."""
     parts, _ = machine()
     heard, executor = Heard(), NativeExecutor(parts)
-    end = executor.finish(executor.begin(pickle.loads(pickled), (), heard).end())
+    try:
+        end = executor.finish(executor.begin(pickle.loads(pickled), (), heard).end())
+    finally:
+        executor.close()
     assert end.error is None
     planes = b"".join(t.view(torch.uint8).numpy().tobytes() for some in parts.mover.planes.tensors for t in some)
     return heard.statuses, sorted(heard.layers), hashlib.sha256(planes).hexdigest()

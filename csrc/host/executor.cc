@@ -70,7 +70,7 @@ Executor::Held::Call Executor::Held::call() {
     const bool all = std::exchange(all_, false);
     const int64_t jobs = all ? executor_.idle_ : (news.copies + executor_.limits_.copy_bytes - 1) / executor_.limits_.copy_bytes;
     return {all || news.ended,
-            all || moves.has_ended_late(),
+            all || news.late,
             all || news.io || news.room,
             all || news.copies != 0 || news.queued,
             executor_.disk_ && !disk_ && (all || news.io || (news.room && moves.crowded())),
@@ -311,6 +311,7 @@ Waited Executor::wait_for(Held& held, std::condition_variable& condition, Nanose
 // --- our threads
 
 void Executor::copy_loop() {
+    give_way();
     std::vector<uint64_t> found;
     CopyJob job;
     Held held(*this);

@@ -374,7 +374,7 @@ void Moves::end_page(Reading& reading, int32_t page, int32_t error) {
     reading.over[page] = true;
     --reading.left;
     if (reading.late) {
-        if (--move.late[row] == 0) ended_late_.emplace_back(move.id, row);
+        if (--move.late[row] == 0) end_late(move, row);
         return;
     }
     flying_ -= reading.part;
@@ -387,6 +387,11 @@ void Moves::end_page(Reading& reading, int32_t page, int32_t error) {
     } else {
         judge(move, row, error == kShort ? Status::kShortRead : Status::kIoError);
     }
+}
+
+void Moves::end_late(Move& move, int32_t row) {
+    ended_late_.emplace_back(move.id, row);
+    news_.late = true;
 }
 
 // A page's layers are in memory. Where it stays, they may be copied when those before them are there, too.
@@ -685,7 +690,7 @@ void Moves::pass_deadline(Move& move) {
         for (; move.page < move.spec.ways[move.way].pages; ++move.page) {
             const int32_t row = move.first_row[move.way] + static_cast<int32_t>(move.page);
             move.outcome.late.push_back(row);
-            ended_late_.emplace_back(move.id, row);
+            end_late(move, row);
             --move.todo[0];
         }
     }

@@ -34,6 +34,7 @@ struct News {
     int64_t copies = 0;   // bytes that may be copied, about; at least 1 where a thread has to look
     bool queued = false;  // foreign copies: a group may be announced
     bool ended = false;   // a group of layers or a move has ended
+    bool late = false;    // late I/O has ended
 };
 
 // A group of layers that is in the planes, or never will be.
@@ -123,6 +124,7 @@ private:
     void copied(Move& move, int32_t row, int32_t group);
     void end_cell(Move& move, int32_t row, int32_t group);
     void end_page(Reading& reading, int32_t page, int32_t error);
+    void end_late(Move& move, int32_t row);
     void let_go(Reading& reading);
     void pass_deadline(Move& move);
     void settle(Move& move);

@@ -3,8 +3,12 @@
 #pragma once
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <cstdint>
 #include <cstdio>
 #include <thread>
 
@@ -31,6 +35,22 @@ inline void set_name(std::thread& thread, const char* what, size_t number) {
     char name[16];
     std::snprintf(name, sizeof name, "%s-%zu", what, number % 1000);
     pthread_setname_np(thread.native_handle(), name);
+}
+
+// Let threads that wake up have this one's core at once: a scheduler that knows lengths of turns (EEVDF, of Linux 6.12)
+// lets those with short turns cut long ones short. Its share of the core stays the same.
+inline void give_way() {
+    struct {
+        uint32_t size, policy;
+        uint64_t flags;
+        int32_t nice;
+        uint32_t priority;
+        uint64_t runtime, deadline, period;
+    } wanted{};
+    wanted.size = sizeof wanted;
+    if (syscall(SYS_sched_getattr, 0, &wanted, sizeof wanted, 0) != 0 || wanted.policy != SCHED_OTHER) return;
+    wanted.runtime = 100'000'000;
+    syscall(SYS_sched_setattr, 0, &wanted, 0);  // elsewhere nothing changes
 }
 
 }  // namespace gdscache

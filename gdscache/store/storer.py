@@ -20,7 +20,8 @@ import numpy as np
 
 from gdscache.errors import EngineClosedError
 from gdscache.keys import Page
-from gdscache.moves import PLANES, Executor, Move, Priority, Steps, Way
+from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way
+from gdscache.moves.base import failure
 from gdscache.store.outlets import Outlet
 from gdscache.store.plan import Placed, Receipt, StoreJob, StorePlanner, round_pages
 from gdscache.store.writer import Outgoing, TierWriter
@@ -56,6 +57,14 @@ class _Job:
     after: Event
     sources: Lease | None
     given: set[int] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Round:
+    """Pages of a store that have slots; `moving` brings their bytes, where somebody else has not."""
+
+    placed: Sequence[Placed]
+    moving: Moving | None
 
 
 class Storer:
@@ -174,14 +183,28 @@ class Storer:
 
     def _gather(self, job: _Job) -> Steps[None]:
         with self._manager.timeline.span("store", pages=len(job.plan.pages)):
-            at, pages = 0, job.plan.pages
             with self._manager.lock:
                 self._planner.begin()
-            rounds = round_pages(self._extent_bytes)
-            while at < len(pages):
-                at, round_ = yield from self._place(job.plan, at, next(rounds))
-                yield from self._fill(job, round_, last=at == len(pages))
+            copying: list[_Round] = []
+            error = yield from failure(self._rounds(job, copying))
+            while copying:  # whatever broke off: what was begun comes to its end
+                landing = yield from failure(self._land(job, copying.pop(0)))
+                error = error or landing
+            if error is not None:
+                raise error
             yield from self._end(job)
+
+    def _rounds(self, job: _Job, copying: list[_Round]) -> Steps[None]:
+        """Round after round: while one is copied, the next finds its slots. The last ones are left in `copying`."""
+        at, pages = 0, job.plan.pages
+        rounds = round_pages(self._extent_bytes)
+        while at < len(pages):
+            start = at
+            at, placed = yield from self._place(job.plan, at, next(rounds), wait=not copying)
+            if placed:
+                copying.append(self._copy(job, placed, last=at == len(pages)))
+            if len(copying) > 1 or (copying and at == start):  # the next needs slots of those before it
+                yield from self._land(job, copying.pop(0))
 
     def _end(self, job: _Job) -> Steps[None]:
         """The blocks are free again when what was queued has read them. Once more behind what was broken off."""
@@ -206,8 +229,8 @@ class Storer:
             self._jobs.discard(job)
             self._idle.notify_all()
 
-    def _place(self, job: StoreJob, start: int, most: int) -> Steps[tuple[int, list[Placed]]]:
-        """Find slots for the next pages: where it stopped, and the pages that have one."""
+    def _place(self, job: StoreJob, start: int, most: int, *, wait: bool) -> Steps[tuple[int, list[Placed]]]:
+        """Find slots for the next pages: where it stopped, and the pages that have one. `wait`: for one, if need be."""
         placed: list[Placed] = []
         bounced: list[int] = []
         lock, planner = self._manager.lock, self._planner
@@ -217,7 +240,7 @@ class Storer:
             on_failure.callback(lambda: self._unplace(placed, slots, bounced))
             with lock:
                 slots += planner.cpu_slots(job.pages[start:end])
-            i = yield from self._place_some(job, start, end, placed, slots, bounced)
+            i = yield from self._place_some(job, start, end, placed, slots, bounced, wait=wait)
             if bounced and self._spare is not None:
                 self._spare.give(bounced)
             bounced.clear()
@@ -236,7 +259,15 @@ class Storer:
         self._abandon(placed)
 
     def _place_some(
-        self, job: StoreJob, i: int, end: int, placed: list[Placed], slots: list[int], bounced: list[int]
+        self,
+        job: StoreJob,
+        i: int,
+        end: int,
+        placed: list[Placed],
+        slots: list[int],
+        bounced: list[int],
+        *,
+        wait: bool,
     ) -> Steps[int]:
         lock, planner = self._manager.lock, self._planner
         while i < end:
@@ -249,7 +280,7 @@ class Storer:
             if page is not None:
                 placed.append(page)
             elif not settled:  # it needs a bounce slot: wait for one, unless there is other work to do first
-                if placed or self._spare is None:
+                if placed or self._spare is None or not wait:
                     break
                 bounced += self._spare.try_take(end - i)
                 if not bounced and not planner.behind:
@@ -261,24 +292,32 @@ class Storer:
             i += 1
         return i
 
-    def _fill(self, job: _Job, round_: Sequence[Placed], *, last: bool) -> Steps[None]:
-        """Copy, sign and publish the pages of one round, and pass on what the SSD wants. `last`: the job's last round,
-        whose blocks are free again as soon as they were read."""
+    def _copy(self, job: _Job, placed: Sequence[Placed], *, last: bool) -> _Round:
+        """Begin to copy the pages of a round. `last`: its blocks are free again as soon as they were read."""
         with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._abandon, round_)
-            fresh = [placed for placed in round_ if not placed.copied]
-            if fresh:
+            on_failure.callback(self._abandon, placed)
+            moving = None
+            if fresh := [page for page in placed if not page.copied]:
                 moving = self._executor.begin(self._move(job, fresh), (job.after,))
                 if last and moving.read:
                     job.receipt.read(moving.read_event)
-                yield from moving.end()
+            on_failure.pop_all()
+        return _Round(placed, moving)
+
+    def _land(self, job: _Job, round_: _Round) -> Steps[None]:
+        """When the pages of a round are copied and signed, publish them and pass on what the SSD wants."""
+        placed = round_.placed
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._abandon, placed)
+            if round_.moving is not None:
+                yield from round_.moving.end()
             on_failure.pop_all()
         with self._manager.lock:
             with contextlib.ExitStack() as on_failure:
-                on_failure.callback(lambda: self._abandon([p for p in round_ if p.i in job.plan.left]))
-                going = [placed for placed in round_ if self._planner.publish(placed)]
+                on_failure.callback(lambda: self._abandon([p for p in placed if p.i in job.plan.left]))
+                going = [page for page in placed if self._planner.publish(page)]
                 self._send(going)
-                job.given.update(placed.i for placed in going)
+                job.given.update(page.i for page in going)
                 on_failure.pop_all()
             self._planner.clean()
 

@@ -1,6 +1,7 @@
 """The way to a tier of files: pages that are ready in a memory, written in batches.
 
-A batch is reserved, written and committed; the bytes of the next batch are under way while one is committed. What is
+A batch is reserved, written and committed, in the order of the batches; the bytes of the next ones are under way while
+one is committed. Of two threads one waits for batches and commits them, the other begins what becomes ready. What is
 not written within its deadline is dropped, and what its I/O may still touch goes to the quarantine.
 """
 
@@ -28,6 +29,7 @@ from gdscache.tiers.quarantine import Late
 from gdscache.tiers.retention import DEFAULT, Retention
 
 _log = logging.getLogger("gdscache.store")
+_FLIGHTS = 4  # batches under way, the one that is committed with them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -70,9 +72,11 @@ class TierWriter:
         self._most = max(1, BATCH_BYTES // extent_bytes)
         self._ready: deque[Outgoing] = deque()
         self._flying: deque[_Flight] = deque()
+        self._starting = False  # a batch, by one of the threads: what one reserves the other must not count on
+        self._completing = False
         self._closing = False
         self._dropping = False
-        self._lane = executor.lane(Priority.DEMOTION, manager.settle)
+        self._lane = executor.lane(Priority.DEMOTION, manager.settle, 2)
 
     def put(self, pages: Sequence[Outgoing]) -> None:
         """Take pages over, or none of them."""
@@ -101,23 +105,35 @@ class TierWriter:
             pass
 
     def _step(self) -> Steps[bool]:
-        """Begin a batch, and complete one; False when there is nothing to do any more."""
-        with self._manager.lock:
-            batch = [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._drop_unbegun, batch)
+        """Begin a batch, or else complete one; False when there is nothing to do for this thread any more."""
+        batch, flight = self._next()
+        with contextlib.ExitStack() as ends:
             if batch:
-                self._start(batch)
-            on_failure.pop_all()
-        if self._flying and (len(self._flying) > 1 or not batch):
-            flight = self._flying[0]
-            with contextlib.ExitStack() as ends:
+                ends.callback(self._started)
+                with contextlib.ExitStack() as on_failure:
+                    on_failure.callback(self._drop_unbegun, batch)
+                    self._start(batch)
+                    on_failure.pop_all()
+            elif flight is not None:
                 ends.callback(self._forget, flight)
                 ends.callback(self._lose, flight)  # nothing, unless what follows is broken off
                 yield from self._complete(flight)
-        elif not batch:
-            return False
-        return True
+        return bool(batch) or flight is not None
+
+    def _next(self) -> tuple[Sequence[Outgoing], _Flight | None]:
+        """A batch to begin, or the flight to complete, where the other thread does not: it looks further behind that."""
+        with self._manager.lock:
+            if self._ready and not self._starting and len(self._flying) < _FLIGHTS:
+                self._starting = True
+                return [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))], None
+            if self._completing or not self._flying:
+                return (), None
+            self._completing = True
+            return (), self._flying[0]
+
+    def _started(self) -> None:
+        with self._manager.lock:
+            self._starting = False
 
     def _start(self, batch: Sequence[Outgoing]) -> None:
         entries: dict[bytes, Entry] = {}
@@ -135,7 +151,8 @@ class TierWriter:
             )
             if writes:
                 moving = self._executor.begin(self._move(writes))
-                self._flying.append(_Flight(writes, moving))
+                with self._manager.lock:
+                    self._flying.append(_Flight(writes, moving))
                 on_failure.pop_all()  # they are the flight's now
 
     def _move(self, writes: Sequence[tuple[Outgoing, Written]]) -> Move:
@@ -236,8 +253,9 @@ class TierWriter:
 
     def _drop_unbegun(self, batch: Sequence[Outgoing]) -> None:
         """An exception ended the begin of a batch: what of it is in no flight goes."""
-        flying = {out for flight in self._flying for out, _ in flight.writes}
-        self._abandon([out for out in batch if out not in flying], {})
+        with self._manager.lock:
+            flying = {out for flight in self._flying for out, _ in flight.writes}
+            self._abandon([out for out in batch if out not in flying], {})
 
     def _lose(self, flight: _Flight) -> None:
         """An exception ended a flight, whose I/O may still be under way: its pages end now, what it touches later."""
@@ -251,8 +269,10 @@ class TierWriter:
 
     def _forget(self, flight: _Flight) -> None:
         """Its pages have their ends. Again is fine: steps that were broken off may be closed late."""
-        if self._flying and self._flying[0] is flight:
-            self._flying.popleft()
+        with self._manager.lock:
+            if self._flying and self._flying[0] is flight:
+                self._flying.popleft()
+                self._completing = False
 
     def _give_up(self, entry: Entry) -> None:
         self._tier.index.drop(entry)
