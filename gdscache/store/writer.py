@@ -121,7 +121,7 @@ class TierWriter:
         return bool(batch) or flight is not None
 
     def _next(self) -> tuple[Sequence[Outgoing], _Flight | None]:
-        """A batch to begin, or the flight to complete, where the other thread does not: it looks further behind that."""
+        """A batch to begin, or the flight to complete, where the other thread does not, which looks further then."""
         with self._manager.lock:
             if self._ready and not self._starting and len(self._flying) < _FLIGHTS:
                 self._starting = True
