@@ -205,7 +205,7 @@ def test_some_orders(case: str, slab: Any) -> None:
 @pytest.mark.suite
 @pytest.mark.parametrize("case", CASES)
 def test_more_orders(case: str, slab: Any) -> None:
-    random_orders(functools.partial(Run, CASES[case], slab), 1000, SEED + 60)
+    random_orders(functools.partial(Run, CASES[case], slab), 400, SEED + 60)
 
 
 @pytest.mark.soak

@@ -71,6 +71,7 @@ struct Moves::Move {
     std::vector<int32_t> late;       // of each row: late I/O
     int32_t group = 0, way = 0;      // of the next I/O
     int64_t page = 0;
+    std::pair<int32_t, int32_t> turn{-1, -1};  // the group and way that others were called for
     int32_t ios = 0, late_ios = 0, copying = 0;
     bool cancelled = false, broken = false, expired = false, over = false, forgotten = false;
 
@@ -258,7 +259,7 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
             for (size_t i = 0; i < reading->pages.size(); ++i) landed(move, *reading, static_cast<int32_t>(i));
             continue;
         }
-        if (spaces_[way.source].foreign != foreign) return false;
+        if (others_turn(move, way.source, foreign)) return false;
         if (!fits(static_cast<int64_t>(reading->pages.size()) * part, foreign)) return false;
         if (passes) {
             const int64_t wanted = static_cast<int64_t>(reading->pages.size()) * part;
@@ -303,6 +304,14 @@ bool Moves::fits(int64_t bytes, bool foreign) {
     return fits;
 }
 
+// Whether the next I/O of a move is not for who asks: then it may be for those that found nothing before.
+bool Moves::others_turn(Move& move, int32_t files, bool foreign) {
+    if (spaces_[files].foreign == foreign) return false;
+    const std::pair turn{move.group, move.way};
+    if (std::exchange(move.turn, turn) != turn) news_.io = true;
+    return true;
+}
+
 bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
     while (!move.all_issued()) {
         const Way& way = move.spec.ways[move.way];
@@ -310,7 +319,7 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
             move.advance();
             continue;
         }
-        if (spaces_[way.target].foreign != foreign) return false;
+        if (others_turn(move, way.target, foreign)) return false;
         const int64_t bytes = foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
         const int64_t most = std::max<int64_t>(1, bytes / limits_.extent_bytes);
         const int64_t end = std::min(way.pages, move.page + most);
@@ -336,6 +345,8 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
 }
 
 void Moves::issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job) {
+    // The next may be for those that found nothing before: foreign, or not.
+    if (move.all_issued() || move.page == move.spec.ways[move.way].pages) news_.io = news_.io || move.ways() > 1;
     reading->id = job->id = next_job_++;
     reading->move = &move;
     reading->left = static_cast<int32_t>(reading->pages.size());

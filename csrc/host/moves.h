@@ -114,6 +114,7 @@ private:
     bool take_write(bool foreign, IoJob* job);
     bool next_read(Move& move, bool foreign, IoJob* job);
     bool next_write(Move& move, bool foreign, IoJob* job);
+    bool others_turn(Move& move, int32_t files, bool foreign);
     void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
     bool fits(int64_t bytes, bool foreign);
     void landed(Move& move, Reading& reading, int32_t page);

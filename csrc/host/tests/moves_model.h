@@ -16,6 +16,9 @@ public:
 
     // --- what was asked for
 
+    // Whether I/O is under way whose end leaves room for other.
+    bool flying() const { return flying_ > 0; }
+
     void begin(const MoveSpec& spec) {
         Booked& book = books[spec.id];
         book.id = spec.id;

@@ -1,5 +1,8 @@
 // The monitor of moves against plain books (moves_model.h): moves, spaces and limits at random, events in any order.
 
+#include <algorithm>
+#include <set>
+
 #include "moves_model.h"
 
 using namespace gdscache;
@@ -60,6 +63,7 @@ public:
         const bool calm = random_.below(3) == 0;  // nothing goes wrong, and nothing is called off
         for (uint64_t step = 0; step < 400; step++) {
             event(most, calm);
+            hear();
             model_.look();
         }
         if (model_.refusal != Status::kPending) refuse(Status::kPending);
@@ -133,9 +137,37 @@ private:
         moves_.begin(std::move(spec));
     }
 
+    // Those that found nothing sleep until the news are for them, as an `Executor` has it; what has happened for others
+    // is in the news, too.
+    void hear() {
+        const News news = moves_.take_news();
+        if (news.io || (news.room && moves_.crowded())) asleep_io_[false] = false;
+        if (news.io || news.room) asleep_io_[true] = false;
+        if (news.copies != 0) asleep_copies_[false] = false;
+        if (news.copies != 0 || news.queued) asleep_copies_[true] = false;
+        std::set<std::pair<int64_t, int32_t>> ends;
+        for (const auto& [id, book] : model_.books) {
+            if (!moves_.knows(id)) continue;
+            if (moves_.ended(id)) ends.emplace(id, -1);
+            for (int32_t group = 0; group < moves_.groups(id); group++) {
+                if (moves_.ready(id, group)) ends.emplace(id, group);
+            }
+        }
+        CHECK(news.ended || std::includes(ends_.begin(), ends_.end(), ends.begin(), ends.end()));
+        ends_ = std::move(ends);
+        CHECK(news.late || late_ || !moves_.has_ended_late());
+        late_ = moves_.has_ended_late();
+    }
+
     bool take_io(bool foreign) {
+        hear();
         IoJob job;
+        // Ends of I/O will wake it again: it had to leave room for what others wanted to write.
+        const bool asleep = asleep_io_[foreign] && !(model_.flying() && (foreign || moves_.crowded()));
+        asleep_io_[foreign] = true;
         while (moves_.take_io(foreign, &job)) {
+            CHECK(!asleep);
+            asleep_io_[foreign] = false;
             model_.took_io(foreign, job);
             if (model_.refusal == Status::kPending) return true;  // else whoever is refused has to be met now
         }
@@ -144,11 +176,14 @@ private:
     }
 
     bool take_copy(bool foreign) {
+        hear();
         CopyJob job;
         if (!moves_.take_copy(foreign, &job)) {
+            asleep_copies_[foreign] = true;
             model_.took_no_copy(foreign);
             return false;
         }
+        CHECK(!asleep_copies_[foreign]);
         model_.took_copy(foreign, job);
         return true;
     }
@@ -251,6 +286,8 @@ private:
     Moves moves_;
     Model model_;
     Nanoseconds now_ = 0;
+    bool asleep_io_[2] = {}, asleep_copies_[2] = {}, late_ = false;
+    std::set<std::pair<int64_t, int32_t>> ends_;  // moves, and groups of moves, that who waits for them has found
 };
 
 }  // namespace
