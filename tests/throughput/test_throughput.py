@@ -22,7 +22,9 @@ FLOOR = 0.1  # of the bare loop: the best round of requests of 1 MiB, sixteen in
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("throughput")
-    settings = dataclasses.replace(Settings.quick(), total=64 << 20, repeat=1, cell_rounds=3, cell_seconds=0.05, calls=3)
+    settings = dataclasses.replace(
+        Settings.quick(), total=64 << 20, repeat=1, cell_rounds=3, cell_seconds=0.05, calls=3
+    )
     report = io.run(directory, settings)
     assert not list(directory.iterdir())
     return report
