@@ -68,7 +68,7 @@ Executor::Held::Call Executor::Held::call() {
     const News news = moves.take_news();
     if (executor_.traced_ && news.ended) executor_.keep_ready();
     const bool all = std::exchange(all_, false);
-    const int64_t jobs = all ? executor_.idle_ : (news.copies + executor_.limits_.copy_bytes - 1) / executor_.limits_.copy_bytes;
+    const int64_t job = executor_.limits_.copy_bytes, jobs = all ? executor_.idle_ : (news.copies + job - 1) / job;
     return {all || news.ended,
             all || news.late,
             all || news.io || news.room,

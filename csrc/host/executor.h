@@ -105,7 +105,7 @@ private:
     const int32_t reserve_space_;
     const Pool* const pool_;
     std::mutex lock_;
-    // For what there is to wait: ends of moves and groups, ends of what was late, foreign I/O, foreign copies, our copies.
+    // For ends of moves and groups, ends of what was late, foreign I/O, foreign copies, and copies of ours.
     std::condition_variable ended_, late_, foreign_io_, foreign_copies_, copies_;
     int32_t idle_ = 0;  // threads of ours that wait for copies
     Moves moves_;

@@ -27,7 +27,7 @@ struct IoEnd {
     int32_t error;
 };
 
-// What calls have brought about that others may wait for. A job that is asked for may do that, too, and have none to give.
+// What calls have brought about that others may wait for. To ask for a job may do that, too, and give none.
 struct News {
     bool io = false;      // files: there is a new move, or one that reads no further
     bool room = false;    // files: fewer bytes are in flight, or more slots of the reserve are free
