@@ -29,7 +29,7 @@ struct IoEnd {
 
 // What calls have brought about that others may wait for. To ask for a job may do that, too, and give none.
 struct News {
-    bool io = false;      // files: there is a new move, or one that reads no further
+    bool io = false;      // files: a new move, one that reads no further, or one whose next files are others'
     bool room = false;    // files: fewer bytes are in flight, or more slots of the reserve are free
     int64_t copies = 0;   // bytes that may be copied, about; at least 1 where a thread has to look
     bool queued = false;  // foreign copies: a group may be announced

@@ -1,4 +1,4 @@
-// Threads of ours: no signal is for them, and a name says in tools whose they are.
+// Threads of ours: no signal is for them, a name says in tools whose they are, and those that copy give way to others.
 
 #pragma once
 
