@@ -43,12 +43,17 @@ def _comparisons(rows: Sequence[Row]) -> Table:
     for r in rows:
         digits = {"GB/s": 2, "CPU s/GiB": 3}.get(r["unit"], 0)
         own, other = (f"{r[key]['median']:.{digits}f} {r['unit']}" for key in ("figure", "against_figure"))
-        ratio = f"{r['ratio']:.2f} ({r['ratio_min']:.2f} to {r['ratio_max']:.2f})"
+        ratio = f"{_short(r['ratio'])} ({_short(r['ratio_min'])} to {_short(r['ratio_max'])})"
         judged = verdict(r, "at least" if r["unit"] in RATES else "at most") if "target" in r else ""
         table.add_row(r["what"], r["file_system"] or "?", own, ratio, judged, _cache_word(r["cache"]))
         moved_by = f"by {r['transport']}, {r['threads']} threads" if "transport" in r else ""
         table.add_row(f"  against {r['against']}", "", other, moved_by)
     return table
+
+
+def _short(ratio: float) -> str:
+    """A ratio with three digits: a p99 beside a thread of Python can be some hundred times the one alone."""
+    return f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}"
 
 
 def _ceilings(ceilings: Row) -> Table:
