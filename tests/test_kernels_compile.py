@@ -1,6 +1,6 @@
 """Every kernel compiles for every architecture, with the NVRTC of CUDA 12 and that of CUDA 13, on any machine.
 
-`tools/install_gpu.py --only-nvrtc 12` and `13` install what this needs. Neither a GPU nor a driver is part of it.
+The short form takes three architectures. `tools/install_gpu.py --only-nvrtc 12` and `13` install what this needs. Neither a GPU nor a driver is part of it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.suite
 
 TESTS = Path(__file__).parent
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+SOME = (75, 90, 120)  # the oldest, Hopper, and the newest: for the short form
 MAJORS = (12, 13)
 FIRST_NVRTC = (12, 8)  # that knows sm_100 and sm_120
 
@@ -60,11 +61,16 @@ def wrappers() -> dict[str, ModuleType]:
 @cache
 def all_jobs() -> tuple[Job, ...]:
     """Every source, with every set of macros that its wrapper uses, for every architecture."""
+    return jobs_for(ARCHITECTURES)
+
+
+def jobs_for(architectures: tuple[int, ...]) -> tuple[Job, ...]:
+    """Those for some of them."""
     return tuple(
         Job(source, tuple(getattr(module, "FORMS", ())), tuple(sorted(macros.items())), arch)
         for source, module in sorted(wrappers().items())
         for macros in getattr(module, "VARIANTS", ())
-        for arch in ARCHITECTURES
+        for arch in architectures
     )
 
 
@@ -158,10 +164,22 @@ def compilers(jobs: Sequence[Job], place: Path) -> Iterator[dict[int, Compiler]]
 
 @pytest.fixture(scope="module")
 def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Compiler]]:
-    yield from compilers(all_jobs(), tmp_path_factory.mktemp("compile"))
+    yield from compilers(jobs_for(SOME), tmp_path_factory.mktemp("compile"))
 
 
+@pytest.fixture(scope="module")
+def compiling_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Compiler]]:
+    yield from compilers(all_jobs(), tmp_path_factory.mktemp("all"))
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("job", all_jobs(), ids=str)
+@pytest.mark.parametrize("major", MAJORS, ids="cuda{}".format)
+def test_it_compiles_for_every_architecture(major: int, job: Job, compiling_all: dict[int, Compiler]) -> None:
+    test_it_compiles(major, job, compiling_all)
+
+
+@pytest.mark.parametrize("job", jobs_for(SOME), ids=str)
 @pytest.mark.parametrize("major", MAJORS, ids="cuda{}".format)
 def test_it_compiles(major: int, job: Job, compiling: dict[int, Compiler]) -> None:
     directory_of(major)

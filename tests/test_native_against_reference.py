@@ -32,7 +32,7 @@ MODES = [
 ]
 FOREIGN: list[Mode] = ["python", "all foreign"]
 SHORT_FORM = settings(max_examples=max(40, settings.default.max_examples))
-LONG_FORM = settings(max_examples=max(100, settings.default.max_examples))
+LONG_FORM = settings(max_examples=max(60, settings.default.max_examples))
 
 
 @pytest.mark.parametrize("mode", MODES)

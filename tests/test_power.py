@@ -71,8 +71,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.suite
 @pytest.mark.parametrize("setup", SETUPS)
-def test_three_hundred_losses_of_power(folder: Path, setup: str, record_property: Any) -> None:
-    _losses(folder, setup, 1, 50, record_property)
+def test_losses_of_power(folder: Path, setup: str, record_property: Any) -> None:
+    _losses(folder, setup, 1, 20, record_property)
 
 
 @pytest.mark.soak
