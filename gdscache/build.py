@@ -131,12 +131,6 @@ def build(
         executor = _executor(mover, manager, bounce)
         undo.callback(executor.close)
         held = held_pages(manager, config.prefetch)
-        loads = LoadPlanner(manager, promotion=promotion, due=[planner.offer_earned], prefetched=held)
-        direct = route is not None and route.route == "direct"
-        loader = Loader(loads, executor, layout, config.load, planes.device, keep=not direct)
-        undo.callback(loader.close)
-        prefetcher = Prefetcher(loader, held, layout, config.prefetch)
-        undo.callback(prefetcher.close)
         writers = {}
         for tier in manager.files if config.store.write_policy != "never" else ():
             writers[tier.name] = writer = TierWriter(manager, tier, executor, layout.extent_bytes)
@@ -144,6 +138,12 @@ def build(
         spare = None if bounce is None else bounce.stores
         storer = Storer(manager, planner, executor, spare, writers, layout.extent_bytes, config.store)
         undo.callback(storer.close, drain=False)
+        loads = LoadPlanner(manager, promotion=promotion, due=[storer.offer_earned], prefetched=held)
+        direct = route is not None and route.route == "direct"
+        loader = Loader(loads, executor, layout, config.load, planes.device, keep=not direct)
+        undo.callback(loader.close)
+        prefetcher = Prefetcher(loader, held, layout, config.prefetch)
+        undo.callback(prefetcher.close)
         said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
         status = None
         if ssd is not None:

@@ -321,7 +321,7 @@ class CacheEngine:
         event = given(after, self._parts.planes.device)
         handle = StoreHandle(len(pages), self._calls)
         storer = self._parts.storer
-        if not storer.store(pages, handle, blocks.numpy(), [epoch] * len(pages), event, sources, retention):
+        if not storer.store(pages, handle, blocks.numpy(), epoch, event, sources, retention):
             handle.read(None)
         return handle
 

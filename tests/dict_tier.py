@@ -13,7 +13,7 @@ from gdscache.errors import IOFailedError, StorageError
 from gdscache.keys import Page
 from gdscache.layout import PageLayout
 from gdscache.storage.base import Op
-from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Written
+from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.page_io import Positions
@@ -100,15 +100,12 @@ class DictTier(DurableTier):
             self.index.make_room(pages, 0)
             fresh = [page for page in pages if page.key not in self.index]
             kept = [retentions.get(page.key, DEFAULT) for page in fresh]
-            entries = self.index.insert_all(fresh, self.index.take_free(len(fresh)), PageState.PENDING, kept)
-            for entry in entries:
-                self.index.lease(entry)
-            return entries
+            return self.index.insert_all(fresh, self.index.take_free(len(fresh)), PageState.PENDING, kept, leases=1)
 
-    def commit(self, writes: Sequence[Written]) -> list[bool]:
+    def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
         with self._lock:
-            self.sums.update((written.entry.key, written.checksums.copy()) for written in writes)
-            return [self.index.commit(written.entry) for written in writes]
+            self.sums.update(zip((entry.key for entry in entries), sums.copy(), strict=True))
+            return [self.index.commit(entry) for entry in entries]
 
     def checksums(self, entries: Sequence[Entry]) -> Checksums:
         return np.stack([self.sums[entry.key] for entry in entries])

@@ -318,7 +318,7 @@ def test_one_hung_write_costs_its_own_page(open_host: OpenHost) -> None:
             assert entry is not None
             index.drop(entry)
     assert host.engine.manager.ssd is not None
-    host.engine.manager.ssd.commit(())
+    host.engine.manager.ssd.commit_waiting()
     tokens = prompt(99, 3)
     with PLAN.rule(Op.WRITE, Fault.HANG, times=1):
         report = host.store(tokens).result(WAIT)

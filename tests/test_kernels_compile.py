@@ -1,6 +1,7 @@
 """Every kernel compiles for every architecture, with the NVRTC of CUDA 12 and that of CUDA 13, on any machine.
 
-The short form takes three architectures. `tools/install_gpu.py --only-nvrtc 12` and `13` install what this needs. Neither a GPU nor a driver is part of it.
+The short form takes three architectures. `tools/install_gpu.py --only-nvrtc 12` and `13` install what this needs.
+Neither a GPU nor a driver is part of it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from gdscache.keys import Page
 from gdscache.moves.clock import Clock, Machine
 from gdscache.replay.hierarchy import Hierarchy, Ledger
 from gdscache.storage.base import Op
-from gdscache.store.plan import Placed, StoreJob
+from gdscache.store.parcel import Parcel, StoreJob
 
 OpenHost = Callable[..., Host]
 PAGES = 5  # of each prompt
@@ -96,15 +96,16 @@ class Driven:
         config = make(slots, 64, store={"queue": limit * PAGE})
         self.tiers = Hierarchy(config, Machine(), Clock())
         self.planner, self.manager = self.tiers.planner, self.tiers.manager
-        self.ledger, self.out = Ledger(), deque[Placed]()
+        self.ledger, self.out = Ledger(), deque[Parcel]()
         self.jobs: deque[tuple[StoreJob, int]] = deque()
-        self.planner.send = self.out.extend
+        self.tiers.storer.offer_earned = lambda: self.out.extend(self.planner.earned())  # type: ignore[method-assign]
 
     def accept(self, pages: Sequence[Page]) -> None:
         self.ledger.offered += len(pages)
+        self.out.extend(self.planner.earned())
         wanted = self.planner.accept(pages, self.ledger)
         if wanted:
-            self.jobs.append((StoreJob(self.ledger, wanted, [pages[n] for n in wanted], [0] * len(wanted)), 0))
+            self.jobs.append((StoreJob(self.ledger, wanted, [pages[n] for n in wanted], 0), 0))
 
     def place(self) -> bool:
         """One page; True when it is the first of its store."""
@@ -112,11 +113,10 @@ class Driven:
         if i == 0:
             self.planner.begin()
         slots = self.planner.cpu_slots(job.pages[i : i + 1])
-        settled, placed = self.planner.place(job, i, slots, [])
-        assert settled
+        placed: list[Parcel] = []
+        assert self.planner.place(job, i, i + 1, slots, [], placed) == i + 1
         self.planner.free(slots)
-        if placed is not None and self.planner.publish(placed):
-            self.out.append(placed)
+        self.out.extend(parcel for parcel in placed if self.planner.publish(parcel))
         if i + 1 < len(job.pages):
             self.jobs.appendleft((job, i + 1))
         return i == 0

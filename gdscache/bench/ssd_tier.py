@@ -11,6 +11,7 @@ import hashlib
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +139,16 @@ class TierUnderTest:
         causes: Counter[str] = Counter()
         done = threading.Event()
 
-        def finish(cause: str) -> None:  # under the manager's lock
-            causes[cause] += 1
+        def finish(rows: Sequence[int], cause: str) -> None:  # under the manager's lock
+            causes[cause] += len(rows)
             if causes.total() == self.pages:
                 done.set()
 
         manager = self._parts.manager
         epoch = manager.clearing.epoch(NAMESPACE)
-        outgoing = [Outgoing(page, epoch, self._cpu.name, slot, finish) for slot, page in enumerate(self._names)]
+        outgoing = Outgoing(self._names, epoch, self._cpu.name, range(self.pages), finish)
         start = time.perf_counter()
-        self._writer.put(outgoing)
+        self._writer.put([outgoing])
         done.wait()
         elapsed = time.perf_counter() - start
         if causes[""] != self.pages:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -23,11 +23,12 @@ from gdscache.moves.clock import Clock, Done, Machine, Process
 from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPool
 from gdscache.replay.tiers import ModelGpu, ModelSsd, ModelTier
 from gdscache.store.outlets import Outlet
-from gdscache.store.plan import Placed, Receipt, StorePlanner
+from gdscache.store.parcel import Parcel, Receipt
+from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import Outgoing, TierWriter
 from gdscache.tiers.admission import open_admission
-from gdscache.tiers.base import Lease, Tier
+from gdscache.tiers.base import Lease
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.promotion import new_promotion
 from gdscache.tiers.retention import DEFAULT, Retention
@@ -49,13 +50,13 @@ class Ledger:
         self.stored: Counter[str] = Counter()  # by tier
         self.dropped: Counter[str] = Counter()  # by cause
 
-    def committed(self, page: int, tier: str) -> None:
-        self.stored[tier] += 1
+    def committed(self, pages: Sequence[int], tier: str) -> None:
+        self.stored[tier] += len(pages)
 
-    def finish(self, page: int, cause: str = "") -> None:
-        self.finished += 1
+    def finish(self, pages: Sequence[int], cause: str = "") -> None:
+        self.finished += len(pages)
         if cause:
-            self.dropped[cause] += 1
+            self.dropped[cause] += len(pages)
 
     def read(self, event: Event) -> None:
         self._gathered()
@@ -110,27 +111,27 @@ class _Planner(StorePlanner):
         self._moved.most_queued = max(self._moved.most_queued, self.queued - len(self.keys))
         return wanted
 
-    def _demote(self, pages: Iterable[Page], landing: Tier) -> int:
-        sent = super()._demote(pages, landing)
-        self._moved.demoted += sent
-        return sent
+    def leaving(self, pages: Iterable[Page]) -> list[Parcel]:
+        parcels = super().leaving(pages)
+        self._moved.demoted += sum(map(len, parcels))
+        return parcels
 
-    def written(self, placed: Placed, outlet: Outlet, cause: str) -> None:
+    def written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
         if cause:
-            self._moved.not_written[cause] += 1
-        super().written(placed, outlet, cause)
+            self._moved.not_written[cause] += len(rows)
+        super().written(parcel, outlet, rows, cause)
 
 
 class _Writer(TierWriter):
-    """Counts the pages that are handed to it. `keys`: of the pages on their way."""
+    """Counts the pages that are handed to it. `planner`: knows those on their way."""
 
-    def __init__(self, moved: Moved, keys: Mapping[bytes, int], *args: Any) -> None:
-        self._moved, self._keys = moved, keys
+    def __init__(self, moved: Moved, planner: StorePlanner, *args: Any) -> None:
+        self._moved, self._planner = moved, planner
         super().__init__(*args)
 
     def put(self, pages: Sequence[Outgoing]) -> None:
-        self._moved.to_ssd += len(pages)
-        self._moved.most_to_ssd = max(self._moved.most_to_ssd, len(self._keys))
+        self._moved.to_ssd += sum(len(out.pages) for out in pages)
+        self._moved.most_to_ssd = max(self._moved.most_to_ssd, len(self._planner.keys))
         super().put(pages)
 
 
@@ -175,21 +176,21 @@ class Hierarchy:
         self.moved = Moved(self.executor)
         selective = promotion is not None and promotion.selective
         self.planner = _Planner(self.moved, self.manager, config.store, extent, admissions, marks, selective=selective)
-        self.loads = LoadPlanner(
-            self.manager,
-            VirtualCondition(clock, self.lock),
-            promotion=promotion,
-            due=[self.planner.offer_earned],
-        )
         writers = {}
         if self.ssd is not None:
-            writers["ssd"] = _Writer(self.moved, self.planner.keys, self.manager, self.ssd, self.executor, extent)
-        self._keep = config.ssd is None or config.ssd.route != "direct"
+            writers["ssd"] = _Writer(self.moved, self.planner, self.manager, self.ssd, self.executor, extent)
         self._spare = None
         if config.ssd is not None:
             half = config.host_buffer // extent // 2
             self._spare = VirtualPool(clock, range(half, 2 * half))
         self.storer = Storer(self.manager, self.planner, self.executor, self._spare, writers, extent, config.store)
+        self.loads = LoadPlanner(
+            self.manager,
+            VirtualCondition(clock, self.lock),
+            promotion=promotion,
+            due=[self.storer.offer_earned],
+        )
+        self._keep = config.ssd is None or config.ssd.route != "direct"
         self.gathered: Callable[[], None] = _nothing  # the GPU pages of a store are not read any more
         self.ledger = Ledger(lambda: self.gathered())
         self._idle = config.load.threads  # loads that may begin at once
@@ -223,9 +224,9 @@ class Hierarchy:
     def store(self, pages: Sequence[Page], sources: Lease | None = None) -> None:
         """Accept pages for the tiers below, as an engine does."""
         self.ledger.offered += len(pages)
-        epochs = [self.manager.clearing.epoch(page.namespace) for page in pages[:1]] * len(pages)
+        epoch = self.manager.clearing.epoch(pages[0].namespace) if pages else 0
         blocks = np.empty((len(pages), 0), dtype=np.int64)
-        self.storer.store(pages, self.ledger, blocks, epochs, None, sources)
+        self.storer.store(pages, self.ledger, blocks, epoch, None, sources)
 
     # -- checks ------------------------------------------------------------------------------------------------------
 

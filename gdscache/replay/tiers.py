@@ -11,7 +11,7 @@ import numpy as np
 from gdscache.checksum import Checksums
 from gdscache.keys import Page
 from gdscache.policies import new_policy
-from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Tier, Written
+from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Tier
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import DEFAULT, Retention
@@ -85,14 +85,11 @@ class ModelSsd(ModelTier, DurableTier):
         index.make_room(pages, self._reserve)
         fresh = [page for page in pages if page.key not in index]
         kept = [retentions.get(page.key, DEFAULT) for page in fresh]
-        entries = index.insert_all(fresh, index.take_free(len(fresh)), PageState.PENDING, kept)
-        for entry in entries:
-            index.lease(entry)
-        return entries
+        return index.insert_all(fresh, index.take_free(len(fresh)), PageState.PENDING, kept, leases=1)
 
-    def commit(self, writes: Sequence[Written]) -> list[bool]:
+    def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
         """Make written pages visible."""
-        return [self.index.commit(written.entry) for written in writes]
+        return [self.index.commit(entry) for entry in entries]
 
     def checksums(self, entries: Sequence[Entry]) -> Checksums:
         return np.zeros((len(entries), 0), dtype=np.uint64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from gdscache import arguments
 from gdscache.calls import Caller, Direct
@@ -50,15 +51,16 @@ class StoreHandle:
         """Called by the storer: the blocks may be written again when this has happened."""
         self.release_event.signal(event)
 
-    def committed(self, page: int, tier: str) -> None:
+    def committed(self, pages: Sequence[int], tier: str) -> None:
         """Called by the storer, under the manager's lock."""
-        self._tiers[page] += (tier,)
+        for page in pages:
+            self._tiers[page] += (tier,)
 
-    def finish(self, page: int, cause: str = "") -> None:
-        """Called by the storer, under the manager's lock: this page's outcome is final."""
+    def finish(self, pages: Sequence[int], cause: str = "") -> None:
+        """Called by the storer, under the manager's lock: the outcome of these pages is final."""
         if cause:
-            self._dropped[page] = cause
-        self._left -= 1
+            self._dropped.update(dict.fromkeys(pages, cause))
+        self._left -= len(pages)
         if not self._left:
             self._done.set()
             self._calls.ended()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,15 +23,33 @@ class Outlet:
         self.keys: set[bytes] = set()
 
     @property
-    def room(self) -> bool:
-        """Whether one more page may set out."""
-        return len(self.keys) < self.limit
+    def room(self) -> int:
+        """Pages that may still set out."""
+        return max(0, self.limit - len(self.keys))
 
     def lacks(self, key: bytes) -> bool:
         """Whether the tier neither has nor gets a page."""
         return key not in self.keys and key not in self.tier.index
 
-    def offer(self, page: Page, *, room: bool) -> str:
-        """Offer a page that the tier lacks: why it does not get it; "" when it does."""
-        full = self.admission.asks_victim and self.tier.spare_slots <= len(self.keys)  # those have no slot yet
-        return self.admission.admit(page, self.tier.index.coldest() if full else None, room=room)
+    def lacking(self, pages: Iterable[Page]) -> list[int]:
+        """The places of those pages that the tier neither has nor gets."""
+        keys, index = self.keys, self.tier.index
+        return [i for i, page in enumerate(pages) if page.key not in keys and page.key not in index]
+
+    def offer(self, pages: Sequence[Page], *, open: bool = True) -> list[str]:
+        """Offer pages that the tier lacks: for each why it does not get it, "" when it does. `open`: any may set out.
+
+        Who gets one says so (`keys`) before the next offer.
+        """
+        room, admission = self.room if open else 0, self.admission
+        if admission.admits_all and room >= len(pages):
+            admission.admit_all(len(pages))
+            return [""] * len(pages)
+        causes: list[str] = []
+        going = 0
+        for page in pages:
+            full = admission.asks_victim and self.tier.spare_slots <= len(self.keys) + going  # those have no slot yet
+            victim = self.tier.index.coldest() if full else None
+            causes.append(admission.admit(page, victim, room=going < room))
+            going += not causes[-1]
+        return causes

@@ -23,7 +23,8 @@ from gdscache.keys import Page
 from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
 from gdscache.store.outlets import Outlet
-from gdscache.store.plan import Placed, Receipt, StoreJob, StorePlanner, round_pages
+from gdscache.store.parcel import Parcel, Receipt, StoreJob
+from gdscache.store.plan import StorePlanner, round_pages
 from gdscache.store.writer import Outgoing, TierWriter
 from gdscache.threads import Flag, failure_of, log_failure
 from gdscache.tiers.base import Lease, SlotPool
@@ -63,7 +64,7 @@ class _Job:
 class _Round:
     """Pages of a store that have slots; `moving` brings their bytes, where somebody else has not."""
 
-    placed: Sequence[Placed]
+    parcels: Sequence[Parcel]
     moving: Moving | None
 
 
@@ -97,7 +98,6 @@ class Storer:
         self._closed = False
         self._writing = True
         self._lane = executor.lane(Priority.STORE, _nothing)
-        planner.send, planner.empty = self._send, self._idle.notify_all
 
     # -- accepting ---------------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Storer:
         pages: Sequence[Page],
         receipt: Reader,
         blocks: Positions,
-        epochs: Sequence[int],
+        epoch: int,
         after: Event,
         sources: Lease | None,
         retention: Retention = DEFAULT,
@@ -114,8 +114,8 @@ class Storer:
         """Accept pages for the tiers below; returns at once. The receipt is told what becomes of them.
 
         False where no page is to move: nothing reads the blocks, and the receipt hears no `read`.
-        `blocks`: int64 (pages, blocks_per_page), read after the event `after`; `epochs`: the manager's epoch of each
-        page when its bytes were known good; `sources` ends when the blocks were read.
+        The pages are of one namespace. `blocks`: int64 (pages, blocks_per_page), read after the event `after`; `epoch`:
+        the namespace's when their bytes were known good; `sources` ends when the blocks were read.
         """
         manager = self._manager
         with manager.lock:
@@ -123,9 +123,10 @@ class Storer:
                 if sources is not None:
                     manager.end(sources)
                 raise EngineClosedError("the engine was closed meanwhile", "open a new one")
+            self.offer_earned()
             wanted = self._planner.accept(pages, receipt, retention)
             if wanted:
-                plan = StoreJob(receipt, wanted, [pages[n] for n in wanted], [epochs[n] for n in wanted], retention)
+                plan = StoreJob(receipt, wanted, [pages[n] for n in wanted], epoch, retention)
                 job = _Job(plan, receipt, blocks[wanted], after, sources)
                 self._jobs.add(job)
                 self._lane.start(self._gather(job), functools.partial(self._end, job))
@@ -150,9 +151,13 @@ class Storer:
         until = None if seconds is None else time.monotonic() + seconds
         while self.drain(None if until is None else until - time.monotonic(), stop):
             with self._manager.lock:
-                if not self._planner.clean(everything=True):
+                if not self._demote(self._planner.clean(everything=True)):
                     return True
         return False
+
+    def offer_earned(self) -> None:
+        """Send on what uses of pages have made worth it, and lies in memory. The manager's lock is held."""
+        self._demote(self._planner.earned())
 
     def stats(self) -> dict[str, Any]:
         with self._manager.lock:
@@ -200,9 +205,9 @@ class Storer:
         rounds = round_pages(self._extent_bytes)
         while at < len(pages):
             start = at
-            at, placed = yield from self._place(job.plan, at, next(rounds), wait=not copying)
-            if placed:
-                copying.append(self._copy(job, placed, last=at == len(pages)))
+            at, parcels = yield from self._place(job.plan, at, next(rounds), wait=not copying)
+            if parcels:
+                copying.append(self._copy(job, parcels, last=at == len(pages)))
             if len(copying) > 1 or (copying and at == start):  # the next needs slots of those before it
                 yield from self._land(job, copying.pop(0))
 
@@ -222,133 +227,125 @@ class Storer:
 
     def _forget(self, job: _Job) -> None:
         with self._manager.lock:
-            for i in job.plan.left - job.given:  # nothing but an exception leaves any
-                self._planner.settle(job.plan, i, "error")
+            self._planner.settle(job.plan, job.plan.left - job.given, "error")  # nothing but an exception leaves any
             if job.sources is not None:
                 self._manager.end(job.sources)
             self._jobs.discard(job)
             self._idle.notify_all()
 
-    def _place(self, job: StoreJob, start: int, most: int, *, wait: bool) -> Steps[tuple[int, list[Placed]]]:
+    def _place(self, job: StoreJob, at: int, most: int, *, wait: bool) -> Steps[tuple[int, list[Parcel]]]:
         """Find slots for the next pages: where it stopped, and the pages that have one. `wait`: for one, if need be."""
-        placed: list[Placed] = []
-        bounced: list[int] = []
-        lock, planner = self._manager.lock, self._planner
-        end = min(start + most, len(job.pages))
+        parcels: list[Parcel] = []
         slots: list[int] = []
+        bounced: list[int] = []
+        lock, planner, spare = self._manager.lock, self._planner, self._spare
+        end = min(at + most, len(job.pages))
         with contextlib.ExitStack() as on_failure:
-            on_failure.callback(lambda: self._unplace(placed, slots, bounced))
-            with lock:
-                slots += planner.cpu_slots(job.pages[start:end])
-            i = yield from self._place_some(job, start, end, placed, slots, bounced, wait=wait)
-            if bounced and self._spare is not None:
-                self._spare.give(bounced)
-            bounced.clear()
-            with lock:
-                planner.free(slots)
-            slots.clear()
+            on_failure.callback(self._abandon, parcels)
+            with contextlib.ExitStack() as afterwards:
+                afterwards.callback(self._give_back, slots, bounced)
+                with lock:
+                    slots += planner.cpu_slots(job.pages[at:end])
+                while at < end:
+                    with lock:
+                        at = self._place_now(job, at, end, slots, bounced, parcels)
+                    # The page there needs a bounce slot: wait for one, unless there is other work to do first.
+                    if at == end or parcels or spare is None or not wait:
+                        break
+                    bounced += spare.try_take(end - at)
+                    if not bounced and not planner.behind:
+                        yield self._executor.room(spare)
+                    elif not bounced:
+                        with lock:
+                            planner.turn_away(job, at)
+                        at += 1
             on_failure.pop_all()
-        return i, placed
+        return at, parcels
 
-    def _unplace(self, placed: Sequence[Placed], slots: list[int], bounced: list[int]) -> None:
-        """An exception ended the placing of a round."""
+    def _place_now(
+        self, job: StoreJob, at: int, end: int, slots: list[int], bounced: list[int], parcels: list[Parcel]
+    ) -> int:
+        """See `StorePlanner.place`."""
+        if self._dropping:
+            self._planner.settle(job, range(at, end), "closed")
+            return end
+        return self._planner.place(job, at, end, slots, bounced, parcels)
+
+    def _give_back(self, slots: Sequence[int], bounced: Sequence[int]) -> None:
+        """Slots that no page was put in."""
         if bounced and self._spare is not None:
             self._spare.give(bounced)
         with self._manager.lock:
             self._planner.free(slots)
-        self._abandon(placed)
 
-    def _place_some(
-        self,
-        job: StoreJob,
-        i: int,
-        end: int,
-        placed: list[Placed],
-        slots: list[int],
-        bounced: list[int],
-        *,
-        wait: bool,
-    ) -> Steps[int]:
-        lock, planner = self._manager.lock, self._planner
-        while i < end:
-            with lock:
-                if self._dropping:
-                    planner.settle(job, i, "closed")
-                    i += 1
-                    continue
-                settled, page = planner.place(job, i, slots, bounced)
-            if page is not None:
-                placed.append(page)
-            elif not settled:  # it needs a bounce slot: wait for one, unless there is other work to do first
-                if placed or self._spare is None or not wait:
-                    break
-                bounced += self._spare.try_take(end - i)
-                if not bounced and not planner.behind:
-                    yield self._executor.room(self._spare)
-                if bounced or not planner.behind:
-                    continue
-                with lock:
-                    planner.turn_away(job, i)
-            i += 1
-        return i
-
-    def _copy(self, job: _Job, placed: Sequence[Placed], *, last: bool) -> _Round:
+    def _copy(self, job: _Job, parcels: Sequence[Parcel], *, last: bool) -> _Round:
         """Begin to copy the pages of a round. `last`: its blocks are free again as soon as they were read."""
         with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._abandon, placed)
+            on_failure.callback(self._abandon, parcels)
             moving = None
-            if fresh := [page for page in placed if not page.copied]:
+            if fresh := [parcel for parcel in parcels if not parcel.copied]:
                 moving = self._executor.begin(self._move(job, fresh), (job.after,))
                 if last and moving.read:
                     job.receipt.read(moving.read_event)
             on_failure.pop_all()
-        return _Round(placed, moving)
+        return _Round(parcels, moving)
 
     def _land(self, job: _Job, round_: _Round) -> Steps[None]:
         """When the pages of a round are copied and signed, publish them and pass on what the SSD wants."""
-        placed = round_.placed
+        parcels = round_.parcels
         with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._abandon, placed)
+            on_failure.callback(self._abandon, parcels)
             if round_.moving is not None:
                 yield from round_.moving.end()
             on_failure.pop_all()
         with self._manager.lock:
             with contextlib.ExitStack() as on_failure:
-                on_failure.callback(lambda: self._abandon([p for p in placed if p.i in job.plan.left]))
-                going = [page for page in placed if self._planner.publish(page)]
+                on_failure.callback(
+                    lambda: self._abandon([p for p in parcels if not job.plan.left.isdisjoint(p.places)])
+                )
+                going = [parcel for parcel in parcels if self._planner.publish(parcel)]
                 self._send(going)
-                job.given.update(page.i for page in going)
+                job.given.update(*(parcel.places for parcel in going))
                 on_failure.pop_all()
-            self._planner.clean()
+            self._tell_idle()
+            self._demote(self._planner.clean())
 
-    def _move(self, job: _Job, fresh: Sequence[Placed]) -> Move:
+    def _move(self, job: _Job, fresh: Sequence[Parcel]) -> Move:
         """Pages out of the planes, into the slots that they have."""
-        ways = []
-        for space in dict.fromkeys(placed.space for placed in fresh):
-            some = [placed for placed in fresh if placed.space == space]
-            slots = np.array([placed.slot for placed in some], dtype=np.int64)
-            ways.append(Way(PLANES, space, job.blocks[[placed.i for placed in some]], slots))
+        ways = [
+            Way(PLANES, parcel.space, job.blocks[np.array(parcel.places)], np.array(parcel.slots, dtype=np.int64))
+            for parcel in fresh
+        ]
         return Move(Priority.STORE, tuple(ways), self._deadline)
 
-    def _abandon(self, round_: Sequence[Placed]) -> None:
+    def _abandon(self, parcels: Sequence[Parcel]) -> None:
         """An exception ended a round: undo its reservations."""
         with self._manager.lock:
-            for placed in round_:
-                self._planner.abandon(placed)
-                self._give_bounce(placed)
+            for parcel in parcels:
+                self._planner.abandon(parcel)
+                self._give_bounce(parcel, parcel.rows)
+            self._tell_idle()
 
     # -- on to tiers of files; the manager's lock is held ------------------------------------------------------------
 
-    def _send(self, placed: Sequence[Placed]) -> None:
+    def _demote(self, parcels: Sequence[Parcel]) -> int:
+        """Send on pages of the landing tier without a store; how many."""
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._abandon, parcels)
+            self._send(parcels)
+            on_failure.pop_all()
+        return sum(map(len, parcels))
+
+    def _send(self, parcels: Sequence[Parcel]) -> None:
         """Hand pages that lie in their slots to the writers. Raises only where none of them has been taken."""
         taken = False
-        for outlet in self._planner.outlets:
-            some = [page for page in placed if outlet in page.to]
+        for outlet in self._planner.outlets if parcels else ():
+            some = [parcel for parcel in parcels if outlet in parcel.to]
             writer = self._writers.get(outlet.tier.name)
             if writer is None or not self._writing:  # a load that found them worth it while the engine closes
                 self._turn_away(some, outlet, "closed")
                 continue
-            error = failure_of(functools.partial(writer.put, [self._outgoing(page, outlet) for page in some]))
+            error = failure_of(functools.partial(writer.put, [self._outgoing(parcel, outlet) for parcel in some]))
             if error is not None and not taken:
                 raise error
             if error is not None:
@@ -356,31 +353,38 @@ class Storer:
                 self._turn_away(some, outlet, "error")
             taken = taken or bool(some)
 
-    def _turn_away(self, placed: Sequence[Placed], outlet: Outlet, cause: str) -> None:
-        for page in placed:
-            self._planner.written(page, outlet, cause)
-            self._release(page, outlet)
+    def _turn_away(self, parcels: Sequence[Parcel], outlet: Outlet, cause: str) -> None:
+        for parcel in parcels:
+            self._written(parcel, outlet, parcel.rows, cause)
+            self._released(parcel, outlet, parcel.rows)
 
-    def _outgoing(self, placed: Placed, outlet: Outlet) -> Outgoing:
+    def _outgoing(self, parcel: Parcel, outlet: Outlet) -> Outgoing:
         return Outgoing(
-            placed.page,
-            placed.job.epochs[placed.i],
-            placed.space,
-            placed.slot,
-            functools.partial(self._planner.written, placed, outlet),
-            functools.partial(self._release, placed, outlet),
+            parcel.pages,
+            parcel.job.epoch,
+            parcel.space,
+            parcel.slots,
+            functools.partial(self._written, parcel, outlet),
+            functools.partial(self._released, parcel, outlet),
             self._deadline,
-            placed.job.retention,
+            parcel.job.retention,
         )
 
-    def _release(self, placed: Placed, outlet: Outlet) -> None:
-        """An outlet does not read the page's slot any more."""
-        if self._planner.released(placed, outlet):
-            self._give_bounce(placed)
+    def _written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
+        self._planner.written(parcel, outlet, rows, cause)
+        self._tell_idle()
 
-    def _give_bounce(self, placed: Placed) -> None:
-        if placed.entry is None and self._spare is not None:
-            self._spare.give([placed.slot])
+    def _released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> None:
+        """An outlet does not read the pages' slots any more."""
+        self._give_bounce(parcel, self._planner.released(parcel, outlet, rows))
+
+    def _give_bounce(self, parcel: Parcel, rows: Sequence[int]) -> None:
+        if parcel.entries is None and self._spare is not None and rows:
+            self._spare.give([parcel.slots[row] for row in rows])
+
+    def _tell_idle(self) -> None:
+        if not self._planner.queued:
+            self._idle.notify_all()
 
 
 def _nothing() -> None:

@@ -12,17 +12,18 @@ import dataclasses
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from gdscache.checksum import Checksums
 from gdscache.errors import LockLostError, StorageError
 from gdscache.keys import Page
 from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
 from gdscache.store.plan import BATCH_BYTES
 from gdscache.threads import log_failure
-from gdscache.tiers.base import DurableTier, Written
+from gdscache.tiers.base import DurableTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.pages import Entry
 from gdscache.tiers.quarantine import Late
@@ -34,27 +35,39 @@ _FLIGHTS = 4  # batches under way, the one that is committed with them
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Outgoing:
-    """A page to write, which lies in a slot of the memory `space`, within `seconds` of the begin of its batch.
+    """Pages of one namespace to write, which lie in `slots` of the memory `space`, within `seconds` of the begin of
+    their batch. A *row* is a page's place in it.
 
-    Both callbacks are called once, under the manager's lock: `finish` with "" when the page is committed, else why it
-    is not; `release` when nothing reads the slot any more, which is later where the write hangs.
+    Both callbacks are called under the manager's lock with rows, once for each: `finish` with "" when the pages are
+    committed, else why they are not; `release` when nothing reads their slots any more, which is later where the write
+    hangs. `open`: the rows that have no end yet.
     """
 
-    page: Page
+    pages: Sequence[Page]
     epoch: int
     space: str
-    slot: int
-    finish: Callable[[str], None]
-    release: Callable[[], None] = lambda: None
+    slots: Sequence[int]
+    finish: Callable[[Sequence[int], str], None]
+    release: Callable[[Sequence[int]], None] = lambda rows: None
     seconds: float = 30.0
     retention: Retention = DEFAULT
+    open: set[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "open", set(range(len(self.pages))))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+_Part = tuple[Outgoing, Sequence[int]]  # pages of a batch that came together: their rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Flight:
-    """A batch whose bytes are on their way."""
+    """A batch whose bytes are on their way: the pages of its parts, in their order, have `entries` and `sums`, uint64
+    (pages, layers), and are the rows of the move."""
 
-    writes: Sequence[tuple[Outgoing, Written]]
+    parts: Sequence[_Part]
+    entries: Sequence[Entry]
+    sums: Checksums
     moving: Moving
 
 
@@ -65,12 +78,11 @@ class TierWriter:
     """
 
     def __init__(self, manager: TierManager, tier: DurableTier, executor: Executor, extent_bytes: int) -> None:
-        self._open: set[Outgoing] = set()  # pages that have no end yet; the manager's lock guards it
         self._manager = manager
         self._tier = tier
         self._executor = executor
         self._most = max(1, BATCH_BYTES // extent_bytes)
-        self._ready: deque[Outgoing] = deque()
+        self._ready: deque[_Part] = deque()
         self._flying: deque[_Flight] = deque()
         self._starting = False  # a batch, by one of the threads: what one reserves the other must not count on
         self._completing = False
@@ -83,8 +95,7 @@ class TierWriter:
         if pages:
             with self._manager.lock:
                 self._lane.start(self._run(), self._run)  # which waits for the lock
-                self._open.update(pages)
-                self._ready.extend(pages)
+                self._ready.extend((out, range(len(out.pages))) for out in pages)
 
     def begin_close(self, *, drain: bool) -> None:
         """From now on a batch that misses its deadline is the last that is waited for; without `drain`, any is."""
@@ -120,152 +131,197 @@ class TierWriter:
                 yield from self._complete(flight)
         return bool(batch) or flight is not None
 
-    def _next(self) -> tuple[Sequence[Outgoing], _Flight | None]:
+    def _next(self) -> tuple[Sequence[_Part], _Flight | None]:
         """A batch to begin, or the flight to complete, where the other thread does not, which looks further then."""
         with self._manager.lock:
             if self._ready and not self._starting and len(self._flying) < _FLIGHTS:
+                batch = self._batch()
                 self._starting = True
-                return [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))], None
+                return batch, None
             if self._completing or not self._flying:
                 return (), None
             self._completing = True
             return (), self._flying[0]
 
+    def _batch(self) -> list[_Part]:
+        """The next pages, as many as a batch takes."""
+        batch: list[_Part] = []
+        room = self._most
+        while room and self._ready:
+            out, rows = self._ready.popleft()
+            batch.append((out, rows[:room]))
+            if len(rows) > room:
+                self._ready.appendleft((out, rows[room:]))
+            room -= len(batch[-1][1])
+        return batch
+
     def _started(self) -> None:
         with self._manager.lock:
             self._starting = False
 
-    def _start(self, batch: Sequence[Outgoing]) -> None:
+    def _start(self, batch: Sequence[_Part]) -> None:
         entries: dict[bytes, Entry] = {}
         with self._failing(batch, entries) as on_failure:
             self._manager.watch()
             quarantine = self._manager.quarantine
             off, cause = quarantine.off, quarantine.cause
             try:
-                pages = () if self._dropping or off else [out.page for out in batch]
+                pages = [] if self._dropping or off else [out.pages[row] for out, rows in batch for row in rows]
                 entries.update((entry.key, entry) for entry in self._tier.reserve(pages, self._retentions(batch)))
             except StorageError as error:
                 _log.warning("the %s tier takes no pages: %s", self._tier.name, error)
-            writes = self._admit(
+            parts = self._admit(
                 batch, entries, "closed" if self._dropping else cause if off else f"{self._tier.name}_full"
             )
-            if writes:
-                moving = self._executor.begin(self._move(writes))
+            if parts:
+                flight = self._fly(parts, entries)
                 with self._manager.lock:
-                    self._flying.append(_Flight(writes, moving))
+                    self._flying.append(flight)
                 on_failure.pop_all()  # they are the flight's now
 
-    def _move(self, writes: Sequence[tuple[Outgoing, Written]]) -> Move:
-        """Pages out of the memories that they lie in, into their slots of the tier."""
-        ways = []
-        for space, some in itertools.groupby(writes, lambda write: write[0].space):
-            places = np.array([(out.slot, written.entry.slot) for out, written in some], dtype=np.int64)
-            ways.append(Way(space, self._tier.name, places[:, 0].copy(), places[:, 1].copy()))
-        return Move(Priority.DEMOTION, tuple(ways), min(out.seconds for out, _ in writes))
-
-    def _retentions(self, batch: Sequence[Outgoing]) -> dict[bytes, Retention]:
+    def _retentions(self, batch: Sequence[_Part]) -> dict[bytes, Retention]:
         """How long the pages are wanted by now, where that is not the default."""
+        found = {}
         with self._manager.lock:
-            joined = {out.page.key: self._manager.expiry.joined(out.page, out.retention) for out in batch}
-        return {key: retention for key, retention in joined.items() if retention != DEFAULT}
+            for out, rows in batch:
+                pages = [out.pages[row] for row in rows]
+                for page, kept in zip(pages, self._manager.expiry.joined_all(pages, out.retention), strict=True):
+                    if kept is not DEFAULT and kept != DEFAULT:
+                        found[page.key] = kept
+        return found
 
-    def _admit(
-        self, batch: Sequence[Outgoing], entries: dict[bytes, Entry], cause: str
-    ) -> list[tuple[Outgoing, Written]]:
+    def _admit(self, batch: Sequence[_Part], entries: dict[bytes, Entry], cause: str) -> list[_Part]:
         """What is still wanted and has a slot; what has none is dropped for `cause`."""
-        going = []
+        going: list[_Part] = []
         with self._manager.lock:
-            for out in batch:
-                entry = entries.get(out.page.key)
-                if entry is None:
-                    self._finish(out, cause)
-                elif self._manager.clearing.epoch(out.page.namespace) != out.epoch:
-                    self._give_up(entries.pop(out.page.key))
-                    self._finish(out, "cleared")
-                else:
-                    going.append((out, entry))
-        writes: list[tuple[Outgoing, Written]] = []
-        for space, group in itertools.groupby(going, lambda one: one[0].space):
-            some = list(group)
-            sums = self._executor.checksums(space, [out.slot for out, _ in some])
-            writes += [(out, Written(entry, sums[i])) for i, (out, entry) in enumerate(some)]
-        return writes
+            for out, rows in batch:
+                wanted = self._manager.clearing.epoch(out.pages[0].namespace) == out.epoch
+                placed = [row for row in rows if out.pages[row].key in entries]
+                if len(placed) < len(rows):
+                    self._finish(out, [row for row in rows if out.pages[row].key not in entries], cause)
+                if placed and not wanted:
+                    self._give_up([entries.pop(out.pages[row].key) for row in placed])
+                    self._finish(out, placed, "cleared")
+                elif placed:
+                    going.append((out, placed))
+        return going
 
-    def _ended(self, flight: _Flight) -> Steps[tuple[list[tuple[Outgoing, Written]], list[StorageError | None]]]:
-        """The writes that have ended by the deadline, with their errors. The others are dropped, and not waited for."""
-        writes, end = flight.writes, (yield from flight.moving.end())
-        late = set(end.late)
-        if late:
-            _log.warning("%d of %d pages are not written in time", len(late), len(writes))
+    def _fly(self, parts: Sequence[_Part], entries: Mapping[bytes, Entry]) -> _Flight:
+        """Begin to move pages out of the memories that they lie in, into their slots of the tier."""
+        ways, sums, moved = [], [], list[Entry]()
+        for space, some in itertools.groupby(parts, lambda part: part[0].space):
+            begun, slots = len(moved), list[int]()
+            for out, rows in some:
+                slots += [out.slots[row] for row in rows]
+                moved += [entries[out.pages[row].key] for row in rows]
+            targets = np.array([entry.slot for entry in moved[begun:]], dtype=np.int64)
+            ways.append(Way(space, self._tier.name, np.array(slots, dtype=np.int64), targets))
+            sums.append(self._executor.checksums(space, slots))
+        move = Move(Priority.DEMOTION, tuple(ways), min(out.seconds for out, _ in parts))
+        return _Flight(parts, moved, np.concatenate(sums), self._executor.begin(move))
+
+    def _ended(self, flight: _Flight) -> Steps[tuple[list[str], StorageError | None]]:
+        """Why each page of a flight is not written, "" where it is; those that are late are dropped, and not waited
+        for. An error, where I/O failed."""
+        end = yield from flight.moving.end()
+        causes = [""] * len(flight.entries)
+        for row in end.errors:
+            causes[row] = "io_error"
+        if end.late:
+            _log.warning("%d of %d pages are not written in time", len(end.late), len(causes))
             self._dropping = self._dropping or self._closing
-            with self._manager.lock:
-                for i in end.late:
-                    self._tier.index.drop(writes[i][1].entry)
-                self._manager.quarantine.hold(flight.moving, {i: self._late(*writes[i]) for i in end.late})
-                for i in end.late:
-                    self._end(writes[i][0], "deadline")
-        ended = [i for i in range(len(writes)) if i not in late]
-        return [writes[i] for i in ended], [end.errors.get(i) for i in ended]
+            for row in end.late:
+                causes[row] = "deadline"
+            self._hold(flight, end.late, "deadline")
+        return causes, next(iter(end.errors.values()), None)
+
+    def _hold(self, flight: _Flight, late: Sequence[int], cause: str) -> None:
+        """Pages of a flight end now, what its I/O touches of them later."""
+        with self._manager.lock:
+            for row in late:
+                self._tier.index.drop(flight.entries[row])
+            where = self._rows(flight, late)
+            held = {row: self._late(out, at, flight.entries[row]) for row, (out, at) in zip(late, where, strict=True)}
+            self._manager.quarantine.hold(flight.moving, held)
+            for out, at in where:
+                self._end(out, (at,), cause)
+
+    def _rows(self, flight: _Flight, rows: Sequence[int]) -> list[tuple[Outgoing, int]]:
+        """Which pages of what was handed in the rows of a flight are."""
+        pages = [(out, at) for out, some in flight.parts for at in some]
+        return [pages[row] for row in rows]
 
     def _complete(self, flight: _Flight) -> Steps[None]:
-        writes, errors = yield from self._ended(flight)
-        if not writes:
+        causes, failed = yield from self._ended(flight)
+        entries = {entry.key: entry for entry, cause in zip(flight.entries, causes, strict=True) if cause != "deadline"}
+        if not entries:
             return
-        entries = {write.entry.key: write.entry for _, write in writes}
-        with self._failing([out for out, _ in writes], entries):
-            failed = {w.entry.key for (_, w), error in zip(writes, errors, strict=True) if error is not None}
-            causes = dict.fromkeys(entries, "io_error")
-            written = [write for _, write in writes if write.entry.key not in failed]
-            for error in [e for e in errors if e is not None][:1]:
-                _log.warning("%d pages were not written: %s", len(failed), error)
-            try:
-                with self._manager.timeline.span("commit", pages=len(written)):
-                    committed = self._tier.commit(written)
-                for write, visible in zip(written, committed, strict=True):
-                    causes[write.entry.key] = "" if visible else "cleared"
-            except StorageError as error:
-                _log.warning("the %s tier commits no pages: %s", self._tier.name, error)
-                if isinstance(error, LockLostError):
-                    self._manager.watch()
-                    causes = dict.fromkeys(entries, "lock_lost")
+        with self._failing(flight.parts, entries):
+            written = [row for row, cause in enumerate(causes) if not cause]
+            if failed is not None:
+                _log.warning("%d pages were not written: %s", causes.count("io_error"), failed)
+            for row, cause in zip(written, self._commit(flight, written), strict=True):
+                causes[row] = cause
             with self._manager.lock:
-                for out, write in writes:
-                    entry = entries.pop(write.entry.key)
-                    if causes[entry.key]:
-                        self._tier.index.drop(entry)
-                    self._tier.index.release(entry)
-                    self._finish(out, causes[entry.key])
+                ended = [row for row, cause in enumerate(causes) if cause != "deadline"]
+                for row in ended:
+                    if causes[row]:
+                        self._tier.index.drop(flight.entries[row])
+                entries.clear()
+                self._tier.index.release_all([flight.entries[row] for row in ended])
+                self._finish_all(flight, causes)
+
+    def _commit(self, flight: _Flight, rows: Sequence[int]) -> list[str]:
+        """Have written pages committed; why each of them is not, "" where it is."""
+        try:
+            with self._manager.timeline.span("commit", pages=len(rows)):
+                visible = self._tier.commit([flight.entries[row] for row in rows], flight.sums[list(rows)])
+            return ["" if there else "cleared" for there in visible]
+        except StorageError as error:
+            _log.warning("the %s tier commits no pages: %s", self._tier.name, error)
+            if isinstance(error, LockLostError):
+                self._manager.watch()
+                return ["lock_lost"] * len(rows)
+            return ["io_error"] * len(rows)
+
+    def _finish_all(self, flight: _Flight, causes: Sequence[str]) -> None:
+        """The last word on the pages of a flight, but for those that are late."""
+        left = iter(causes)
+        for out, rows in flight.parts:
+            by_cause: dict[str, list[int]] = {}
+            for row, cause in zip(rows, left, strict=False):
+                by_cause.setdefault(cause, []).append(row)
+            for cause, some in by_cause.items():
+                if cause != "deadline":
+                    self._finish(out, some, cause)
 
     @contextlib.contextmanager
-    def _failing(self, batch: Sequence[Outgoing], entries: dict[bytes, Entry]) -> Iterator[contextlib.ExitStack]:
+    def _failing(self, batch: Sequence[_Part], entries: dict[bytes, Entry]) -> Iterator[contextlib.ExitStack]:
         """An exception costs the batch at hand, and nothing else waits for ever."""
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._abandon, batch, entries)
             yield on_failure
             on_failure.pop_all()
 
-    def _abandon(self, batch: Sequence[Outgoing], entries: dict[bytes, Entry]) -> None:
+    def _abandon(self, batch: Sequence[_Part], entries: dict[bytes, Entry]) -> None:
         with self._manager.lock:
-            for entry in entries.values():
-                self._give_up(entry)
-            for out in batch:
-                self._finish(out, "error")
+            self._give_up(list(entries.values()))
+            for out, rows in batch:
+                self._finish(out, rows, "error")
 
-    def _drop_unbegun(self, batch: Sequence[Outgoing]) -> None:
+    def _drop_unbegun(self, batch: Sequence[_Part]) -> None:
         """An exception ended the begin of a batch: what of it is in no flight goes."""
         with self._manager.lock:
-            flying = {out for flight in self._flying for out, _ in flight.writes}
-            self._abandon([out for out in batch if out not in flying], {})
+            flying = {(out, row) for flight in self._flying for out, rows in flight.parts for row in rows}
+            self._abandon([(out, [row for row in rows if (out, row) not in flying]) for out, rows in batch], {})
 
     def _lose(self, flight: _Flight) -> None:
         """An exception ended a flight, whose I/O may still be under way: its pages end now, what it touches later."""
         with self._manager.lock:
-            left = [i for i, (out, _) in enumerate(flight.writes) if out in self._open]
-            for i in left:
-                self._tier.index.drop(flight.writes[i][1].entry)
-            self._manager.quarantine.hold(flight.moving, {i: self._late(*flight.writes[i]) for i in left})
-            for i in left:
-                self._end(flight.writes[i][0], "error")
+            pages = [(out, at) for out, rows in flight.parts for at in rows]
+            left = [row for row, (out, at) in enumerate(pages) if at in out.open]
+            if left:
+                self._hold(flight, left, "error")
 
     def _forget(self, flight: _Flight) -> None:
         """Its pages have their ends. Again is fine: steps that were broken off may be closed late."""
@@ -274,29 +330,30 @@ class TierWriter:
                 self._flying.popleft()
                 self._completing = False
 
-    def _give_up(self, entry: Entry) -> None:
-        self._tier.index.drop(entry)
-        self._tier.index.release(entry)
+    def _give_up(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._tier.index.drop(entry)
+        self._tier.index.release_all(entries)
 
-    def _finish(self, out: Outgoing, cause: str) -> None:
-        """The last word on a page, whose slot is free again; nothing where it has been said."""
-        if self._end(out, cause):
-            out.release()
+    def _finish(self, out: Outgoing, rows: Sequence[int], cause: str) -> None:
+        """The last word on pages, whose slots are free again; nothing where it has been said."""
+        if ended := self._end(out, rows, cause):
+            out.release(ended)
 
-    def _end(self, out: Outgoing, cause: str) -> bool:
-        """Say it, once."""
-        if out not in self._open:
-            return False
-        out.finish(cause)
-        self._open.discard(out)
-        return True
+    def _end(self, out: Outgoing, rows: Sequence[int], cause: str) -> list[int]:
+        """Say it, once for each; of which rows it was."""
+        ended = [row for row in rows if row in out.open]
+        if ended:
+            out.finish(ended, cause)
+            out.open.difference_update(ended)
+        return ended
 
-    def _late(self, out: Outgoing, write: Written) -> Late:
+    def _late(self, out: Outgoing, row: int, entry: Entry) -> Late:
         """A write whose slots may be used again only when it has ended."""
 
         def ended() -> None:
-            self._tier.index.release(write.entry)
-            out.release()
+            self._tier.index.release(entry)
+            out.release((row,))
 
         pool = "bounce_stores" if out.space == "bounce" else out.space
-        return Late("write", pool, self._tier.name, write.entry.slot, ended)
+        return Late("write", pool, self._tier.name, entry.slot, ended)

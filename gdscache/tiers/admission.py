@@ -204,6 +204,15 @@ class Admission:
         self.admitted += 1
         return ""
 
+    @property
+    def admits_all(self) -> bool:
+        """True while every page may go in that there is room for, and none was refused that has not come again."""
+        return not self.refuses and not self._lately
+
+    def admit_all(self, pages: int) -> None:
+        """So many pages go in, which are not named: where `admits_all`, the policy need not know them."""
+        self.admitted += pages
+
     def not_written(self, pages: int = 1) -> None:
         """Pages that were let in, and dropped before any of their bytes went out: their budget comes back."""
         if self._budget is not None:

@@ -17,11 +17,10 @@ may be called twice.
 from __future__ import annotations
 
 import abc
-import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from gdscache.checksum import Checksums
@@ -77,14 +76,6 @@ class Tier(abc.ABC):
         """Give everything back. May be called twice."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Written:
-    """A page whose bytes are in its reserved slot, and their checksums, uint64 (layers,)."""
-
-    entry: Entry
-    checksums: Checksums
-
-
 class DurableTier(Tier):
     """A tier that only I/O reaches: its slots are filled by moves, and its pages are committed in batches.
 
@@ -107,8 +98,9 @@ class DurableTier(Tier):
         """
 
     @abc.abstractmethod
-    def commit(self, writes: Sequence[Written]) -> list[bool]:
-        """Make written pages visible; True for each that is now, False for one that was dropped meanwhile.
+    def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
+        """Make pages visible whose bytes are in their slots; True for each that is now, False for one that was dropped
+        meanwhile. `sums`: what the bytes have to give, uint64 (pages, layers).
 
         Raises `StorageError`; then nothing was committed.
         """
@@ -171,6 +163,26 @@ class Lease:
         index, entries = next(taken for taken in self._taken if entry in taken[1])
         entries.remove(entry)
         index.release(entry)
+
+    def release(self, entries: Collection[Entry]) -> None:
+        """End the pins on these pages, where it has any, before those on the others."""
+        for index, mine in self._part(entries):
+            index.release_all(mine)
+
+    def hand_over(self, entries: Collection[Entry], other: Lease) -> None:
+        """Let another lease have the pins on these pages."""
+        for index, mine in self._part(entries):
+            other.take(index, mine)
+
+    def _part(self, entries: Collection[Entry]) -> list[tuple[PageIndex, list[Entry]]]:
+        """Take these pages out: those that it has pins on, by index."""
+        wanted = set(entries)
+        parted = [
+            (index, [e for e in taken if e in wanted], [e for e in taken if e not in wanted])
+            for index, taken in self._taken
+        ]
+        self._taken = [(index, kept) for index, _, kept in parted if kept]
+        return [(index, mine) for index, mine, _ in parted if mine]
 
     def end(self) -> None:
         """Release every page. A second call does nothing."""

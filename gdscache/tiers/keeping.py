@@ -176,3 +176,9 @@ class Expiry:
                 known = tier.index.retention(page.key)
                 retention = retention if known is None else retention.joined(known)
         return retention
+
+    def joined_all(self, pages: Sequence[Page], retention: Retention) -> list[Retention]:
+        """`joined` of each page."""
+        if not any(tier.index.retained_pages for tier in self._manager.tiers.values()):
+            return [retention] * len(pages)
+        return [self.joined(page, retention) for page in pages]

@@ -176,14 +176,15 @@ class PageTable:
             pinned.append(entry)
         return pinned
 
-    def absent_until(self, pages: Sequence[Page], start: int) -> int:
-        """Where the first of `pages[start:]` is that is there in any state; their number when none is."""
+    def absent_until(self, pages: Sequence[Page], start: int, stop: int | None = None) -> int:
+        """Where the first of `pages[start:stop]` is that is there in any state; `stop` (all of them) when none is."""
         resting, entries = self._resting, self._entries
-        for i in range(start, len(pages)):
+        stop = len(pages) if stop is None else stop
+        for i in range(start, stop):
             key = pages[i].key
             if key in resting or key in entries:
                 return i
-        return len(pages)
+        return stop
 
     # -- pages come, and go -------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from gdscache.layout import PageLayout
 from gdscache.policies import new_policy
 from gdscache.slab import Slab
 from gdscache.storage import open_transport
-from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Written
+from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import DEFAULT, HIGHEST, LOWEST, Retention
@@ -172,15 +172,12 @@ class SsdTier(DurableTier):
             self.index.make_room(pages, self._reserve, len(self._returned))
             commit_first = self.index.free_slots < len(pages) and bool(self._returned)
         if commit_first:
-            self.commit(())
+            self.commit_waiting()
         with self.lock:
             self._touched_slots()  # of the pages that are there, not of those that come
             fresh = [p for p in pages if p.key not in self.index]
             kept = [retentions.get(page.key, DEFAULT) for page in fresh]
-            entries = self.index.insert_all(fresh, self._neighbours(fresh), PageState.PENDING, kept)
-            for entry in entries:
-                self.index.lease(entry)
-            return entries
+            return self.index.insert_all(fresh, self._neighbours(fresh), PageState.PENDING, kept, leases=1)
 
     def _neighbours(self, pages: Sequence[Page]) -> list[int]:
         """Free slots for `pages`, or for the first of them: in one run, behind the page that they follow if possible.
@@ -189,7 +186,7 @@ class SsdTier(DurableTier):
         """
         return self.index.take_free(len(pages), self.index.slot(pages[0].parent)) if pages else []
 
-    def commit(self, writes: Sequence[Written]) -> list[bool]:
+    def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
         """Make written pages durable and visible, and retired slots free; True for each page that is visible now.
 
         Raises `IOFailedError` when the catalogue cannot be written, `LockLostError` when the directory is not ours
@@ -197,12 +194,12 @@ class SsdTier(DurableTier):
         """
         with self._commit_lock:
             self._keep_out()
-            if self._power and writes:
+            if self._power and entries:
                 self.io.flush()
-            stored = self._bound(writes)
+            stored = bound(sums, [entry.key for entry in entries])
             with self.lock:
-                alive = [i for i, w in enumerate(writes) if not w.entry.dropped]
-                live, sums = [writes[i] for i in alive], stored[alive]
+                alive = [i for i, entry in enumerate(entries) if not entry.dropped]
+                live, stored = [entries[i] for i in alive], stored[alive]
                 self._deleting = set(itertools.islice(self._doomed, _DELETIONS))
                 for slot in self._deleting:
                     del self._doomed[slot]
@@ -213,7 +210,7 @@ class SsdTier(DurableTier):
                 leased = [slot for slot in self._deleting - self._returned if not self._known[slot]]
                 clock = self._clock
                 self._clock += len(live)
-                records = [self._record(w, clock + i, sums[i]) for i, w in enumerate(live)]
+                records = [self._record(entry, clock + i, stored[i]) for i, entry in enumerate(live)]
             self._learn_checksums(leased)  # a load that still reads them could not check them otherwise
             self._describe(descriptions)
             with contextlib.ExitStack() as on_failure:
@@ -221,15 +218,19 @@ class SsdTier(DurableTier):
                 self._catalog.commit(records, sorted(self._deleting), touched, wanted)
                 on_failure.pop_all()
             with self.lock:
-                self._checksums[[w.entry.slot for w in live]] = sums
-                for w in live:
-                    self._known[w.entry.slot] = 1
-                    if not self.index.commit(w.entry):  # dropped meanwhile: its row must go again
-                        self._doom(w.entry.slot)
+                self._checksums[[entry.slot for entry in live]] = stored
+                for entry in live:
+                    self._known[entry.slot] = 1
+                    if not self.index.commit(entry):  # dropped meanwhile: its row must go again
+                        self._doom(entry.slot)
                 self.index.free(self._deleting & self._returned)
                 self._returned -= self._deleting
                 self._deleting = set()
-                return [not w.entry.dropped for w in writes]
+                return [not entry.dropped for entry in entries]
+
+    def commit_waiting(self) -> None:
+        """Commit what waits for the next store."""
+        self.commit((), np.zeros((0, self.layout.n_layers), np.uint64))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of each present page, tail first, under the manager's lock. What is kept for disk is bounded."""
@@ -258,17 +259,17 @@ class SsdTier(DurableTier):
 
     def commit_all_deletions(self) -> None:
         """Commit every deletion that waits by now, in transactions of bounded size. Raises `IOFailedError`."""
-        self.commit(())  # after the commit under way, whose pages may have been dropped meanwhile
+        self.commit_waiting()  # after the commit under way, whose pages may have been dropped meanwhile
         with self.lock:
             waiting = len(self._doomed)
         for _ in range(0, waiting, _DELETIONS):
-            self.commit(())
+            self.commit_waiting()
 
     def commit_deletions(self) -> None:
         """Commit deletions that wait for the next store, if there are any."""
         if self._doomed:
             try:
-                self.commit(())
+                self.commit_waiting()
             except IOFailedError as error:
                 _log.warning("%s: deletions wait for a later commit: %s", self.path, error)
 
@@ -307,13 +308,7 @@ class SsdTier(DurableTier):
             self._doomed = dict.fromkeys(sorted(self._deleting)) | self._doomed
             self._deleting = set()
 
-    def _bound(self, writes: Sequence[Written]) -> Checksums:
-        """The checksums of written pages as they are stored."""
-        sums = np.array([w.checksums for w in writes], np.uint64).reshape(len(writes), self.layout.n_layers)
-        return bound(sums, [w.entry.key for w in writes])
-
-    def _record(self, write: Written, recency: int, sums: Checksums) -> PageRecord:
-        e = write.entry
+    def _record(self, e: Entry, recency: int, sums: Checksums) -> PageRecord:
         return PageRecord(e.slot, e.key, e.parent, e.namespace, self.layout.page_bytes, recency, sums, *e.retention)
 
     def _retention(self, key: bytes) -> Retention:

@@ -1,0 +1,187 @@
+"""Pages of a store, as columns: those that were accepted together, and those that go the same ways from there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from gdscache.keys import Page
+from gdscache.tiers.base import Lease
+from gdscache.tiers.pages import Entry
+from gdscache.tiers.retention import DEFAULT, Retention
+
+if TYPE_CHECKING:
+    from gdscache.store.outlets import Outlet
+
+
+class Receipt(Protocol):
+    """Who wants to know what becomes of a store. Pages are told by their places in it."""
+
+    def committed(self, pages: Sequence[int], tier: str) -> None:
+        """A tier has these pages now."""
+        ...
+
+    def finish(self, pages: Sequence[int], cause: str = "") -> None:
+        """The last word on these pages; `cause`: why they were dropped."""
+        ...
+
+
+class Nobody:
+    """The receipt of pages that go on without any store."""
+
+    def committed(self, pages: Sequence[int], tier: str) -> None: ...
+
+    def finish(self, pages: Sequence[int], cause: str = "") -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StoreJob:
+    """Pages of one namespace, as accepted. `numbers[i]` is page `i`'s place in the receipt; `epoch` the namespace's
+    when their bytes were known good. `left`: the pages that have no last word yet."""
+
+    receipt: Receipt
+    numbers: Sequence[int]
+    pages: Sequence[Page]
+    epoch: int
+    retention: Retention = DEFAULT
+    left: set[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "left", set(range(len(self.pages))))
+
+    @property
+    def namespace(self) -> bytes:
+        return self.pages[0].namespace
+
+    def numbers_of(self, some: Iterable[int]) -> list[int]:
+        """The places of pages in the receipt."""
+        numbers = self.numbers
+        return [numbers[i] for i in some]
+
+
+class Parcel:
+    """Pages of a job in slots of one memory, all of which take the same outlets. A *row* is a page's place in it.
+
+    `places`: the pages' places in the job. `entries`: the pages in the landing tier, each leased; None: the slots are
+    of the bounce reserve, whose name is `space` then. `copied`: the bytes are in the slots already. `to`: the outlets.
+    """
+
+    __slots__ = (
+        "_causes",
+        "_leases",
+        "_open",
+        "_reading",
+        "copied",
+        "entries",
+        "job",
+        "places",
+        "slots",
+        "space",
+        "to",
+    )
+
+    def __init__(
+        self,
+        job: StoreJob,
+        places: Sequence[int],
+        slots: Sequence[int],
+        space: str,
+        entries: Sequence[Entry] | None,
+        lease: Lease | None,
+        to: tuple[Outlet, ...],
+        *,
+        copied: bool,
+    ) -> None:
+        self.job = job
+        self.places = places
+        self.slots = slots
+        self.space = space
+        self.entries = entries
+        self.copied = copied
+        self.to = to
+        self._leases = [] if lease is None else [lease]
+        self._open = {outlet: set(self.rows) for outlet in to}  # rows of which it has not said what became
+        self._reading = {outlet: set(self.rows) for outlet in to}  # rows whose slots it still reads
+        self._causes: dict[int, str] = {}  # what the first outlet said that did not take the page
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def rows(self) -> range:
+        return range(len(self.places))
+
+    @property
+    def pages(self) -> list[Page]:
+        pages = self.job.pages
+        return [pages[i] for i in self.places]
+
+    def keys(self, rows: Iterable[int]) -> list[bytes]:
+        pages, places = self.job.pages, self.places
+        return [pages[places[row]].key for row in rows]
+
+    def places_of(self, rows: Iterable[int]) -> list[int]:
+        """The places of rows in the job."""
+        places = self.places
+        return [places[row] for row in rows]
+
+    # -- what outlets said -------------------------------------------------------------------------------------------
+
+    def open(self, outlet: Outlet, rows: Iterable[int]) -> list[int]:
+        """Those of the rows of which an outlet has not said yet what became."""
+        left = self._open.get(outlet, ())
+        return [row for row in rows if row in left]
+
+    def open_elsewhere(self, outlet: Outlet) -> set[int]:
+        """The rows that other outlets have not ended."""
+        return set().union(*(rows for other, rows in self._open.items() if other is not outlet))
+
+    def end(self, outlet: Outlet, rows: Sequence[int]) -> None:
+        self._open[outlet].difference_update(rows)
+
+    def note(self, rows: Iterable[int], cause: str) -> None:
+        """An outlet did not take these pages."""
+        for row in rows:
+            self._causes.setdefault(row, cause)
+
+    def by_cause(self, rows: Sequence[int]) -> dict[str, list[int]]:
+        """The rows by what the first outlet said that did not take them; "" where each took them."""
+        if not self._causes:
+            return {"": list(rows)}
+        found: dict[str, list[int]] = {}
+        for row in rows:
+            found.setdefault(self._causes.get(row, ""), []).append(row)
+        return found
+
+    def read(self, outlet: Outlet, rows: Iterable[int]) -> list[int]:
+        """Those of the rows whose slots nobody reads any more, now that an outlet does not."""
+        left = self._reading.get(outlet, ())
+        others = [reading for other, reading in self._reading.items() if other is not outlet]
+        return [row for row in rows if row in left and not any(row in reading for reading in others)]
+
+    def stop_reading(self, outlet: Outlet, rows: Sequence[int]) -> None:
+        if outlet in self._reading:
+            self._reading[outlet].difference_update(rows)
+
+    def give_up(self) -> list[tuple[Outlet, list[int]]]:
+        """No outlet gets what it has not had: the rows that each of them lacks."""
+        lacking = [(outlet, sorted(rows)) for outlet, rows in self._open.items() if rows]
+        self._open = {outlet: set() for outlet in self.to}
+        self._reading = {outlet: set() for outlet in self.to}
+        return lacking
+
+    # -- leases ------------------------------------------------------------------------------------------------------
+
+    @property
+    def leases(self) -> Sequence[Lease]:
+        """What pins its entries."""
+        return self._leases
+
+    def set_apart(self, rows: Sequence[int], lease: Lease) -> None:
+        """Let another lease pin these rows: they are kept for longer than the others."""
+        if self.entries is not None:
+            entries = [self.entries[row] for row in rows]
+            for held in self._leases:
+                held.hand_over(entries, lease)
+            self._leases.append(lease)
