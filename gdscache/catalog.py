@@ -7,7 +7,6 @@ deletion of its row is committed. So a kill at any instant leaves rows that are 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import itertools
 import json
@@ -19,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +48,7 @@ STRETCH = f"SELECT slot, sums FROM checksums WHERE slot BETWEEN ? AND ? AND {WHO
 LOOKUP = f"SELECT slot, sums FROM checksums WHERE slot IN ({', '.join('?' * LOOKUP_SLOTS)}) AND {WHOLE_SUMS}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class PageRecord:
+class PageRecord(NamedTuple):
     """One page in one slot. `key`, `parent` and `namespace` are 32 bytes each; the parent of a first page is the
     namespace. `length` is the page's bytes without padding; `checksums` is uint64 of shape (layers,), bound to the key
     (`checksum.bound`). `expires`: seconds since the epoch, kept in whole milliseconds (rounded down); None: never."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import logging
@@ -174,7 +173,7 @@ def test_pages_of_several_namespaces_and_lengths_side_by_side(
     monkeypatch.setattr(catalog_recovery, "SCAN_SLOTS", chunk)
     other = name("other")
     records = [page(slot, namespace=NAMESPACE if slot < 16 or slot % 3 else other) for slot in range(40)]
-    records = [dataclasses.replace(r, length=5 if 8 <= r.slot < 24 else r.length) for r in records]
+    records = [r._replace(length=5 if 8 <= r.slot < 24 else r.length) for r in records]
     with open_catalog(tmp_path) as catalog:
         catalog.commit(records, [], {})
         found = catalog.recover(40)
@@ -190,7 +189,7 @@ def test_the_fast_reading_takes_no_row_that_is_not_whole(rows_: list[tuple[objec
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         with open_catalog(path) as catalog:
-            catalog.commit([dataclasses.replace(page(i), length=77) for i in (0, 1)], [], {})
+            catalog.commit([page(i)._replace(length=77) for i in (0, 1)], [], {})
         with raw(path) as connection:
             insert = "INSERT INTO pages(slot, key, parent, namespace, length, recency) VALUES (?, ?, ?, ?, ?, ?)"
             connection.executemany(insert, [(i + 2, *values) for i, values in enumerate(rows_)])
@@ -290,7 +289,7 @@ def test_a_retention_without_a_page_is_deleted(tmp_path: Path) -> None:
 def test_ends_are_kept_in_milliseconds_rounded_down(tmp_path: Path) -> None:
     ends = [1.0004, 1.0009, 1700000000.123456, 0.0001]
     with open_catalog(tmp_path) as catalog:
-        catalog.commit([dataclasses.replace(page(i), expires=end) for i, end in enumerate(ends)], [], {})
+        catalog.commit([page(i)._replace(expires=end) for i, end in enumerate(ends)], [], {})
         assert [end for _, end in catalog.retentions().values()] == [1.0, 1.0, 1700000000.123, 0.0]
         assert catalog.recover(4, 0.5).dropped == {"expired": 1}
 
@@ -754,7 +753,7 @@ RETENTIONS = st.tuples(st.integers(-1, 2), st.sampled_from([None, 0.0, 1.0, 2.5,
 
 
 def keep(record: PageRecord, retention: tuple[int, float | None]) -> PageRecord:
-    return dataclasses.replace(record, priority=retention[0], expires=retention[1])
+    return record._replace(priority=retention[0], expires=retention[1])
 
 
 class Against(RuleBasedStateMachine):
@@ -804,7 +803,7 @@ class Against(RuleBasedStateMachine):
         self.model = left | {record.slot: record for record in records}
         for slot, recency in touch.items():
             if slot in self.model:
-                self.model[slot] = dataclasses.replace(self.model[slot], recency=recency)
+                self.model[slot] = self.model[slot]._replace(recency=recency)
         for slot, kept in retain.items():
             if slot in self.model:
                 self.model[slot] = keep(self.model[slot], kept)

@@ -210,7 +210,11 @@ class SsdTier(DurableTier):
                 leased = [slot for slot in self._deleting - self._returned if not self._known[slot]]
                 clock = self._clock
                 self._clock += len(live)
-                records = [self._record(entry, clock + i, stored[i]) for i, entry in enumerate(live)]
+                length = self.layout.page_bytes
+                records = [
+                    PageRecord(e.slot, e.key, *e.page[1:], length, clock + i, stored[i], *e.retention)
+                    for i, e in enumerate(live)
+                ]
             self._learn_checksums(leased)  # a load that still reads them could not check them otherwise
             self._describe(descriptions)
             with contextlib.ExitStack() as on_failure:
@@ -307,9 +311,6 @@ class SsdTier(DurableTier):
             self._retained = {**retained, **self._retained}
             self._doomed = dict.fromkeys(sorted(self._deleting)) | self._doomed
             self._deleting = set()
-
-    def _record(self, e: Entry, recency: int, sums: Checksums) -> PageRecord:
-        return PageRecord(e.slot, e.key, e.parent, e.namespace, self.layout.page_bytes, recency, sums, *e.retention)
 
     def _retention(self, key: bytes) -> Retention:
         return self.index.retention(key) or DEFAULT
