@@ -873,7 +873,6 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     for row in report["copies"]:
         if row["path"] != "auto":
             assert set(row["routes"].values()) == {row["path"]}
-        assert row["event_gb_per_second"] < 200
     assert report["mover"]["calibration"]
     assert report["mover"]["driver"] > 12000
     assert done.stdout.count("MISSED") == len([r for r in measure.judged(report) if not r["met"]])
