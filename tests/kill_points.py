@@ -162,9 +162,9 @@ def cleared_during_a_commit(host: Host) -> None:
     ssd, whole = host.engine.manager.ssd, SsdTier.commit
     assert ssd is not None
 
-    def commit(writes: Any) -> list[bool]:
-        visible = whole(ssd, writes)
-        if writes:
+    def commit(entries: Any, sums: Any) -> list[bool]:
+        visible = whole(ssd, entries, sums)
+        if entries:
             _meet(reached, go)
         return visible
 

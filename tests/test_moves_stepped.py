@@ -52,14 +52,16 @@ class Receipt:
         self.is_read = False
         self._read = read
 
-    def committed(self, page: int, tier: str) -> None:
-        assert page in self.left, "committed behind its end"
-        self.tiers.setdefault(page, []).append(tier)
+    def committed(self, pages: Sequence[int], tier: str) -> None:
+        assert self.left.issuperset(pages), "committed behind its end"
+        for page in pages:
+            self.tiers.setdefault(page, []).append(tier)
 
-    def finish(self, page: int, cause: str = "") -> None:
-        self.left.remove(page)
+    def finish(self, pages: Sequence[int], cause: str = "") -> None:
+        for page in pages:
+            self.left.remove(page)
         if cause:
-            self.causes[page] = cause
+            self.causes.update(dict.fromkeys(pages, cause))
 
     def read(self, event: Event) -> None:
         self.is_read = True
@@ -135,7 +137,7 @@ class Run(Order):
         blocks = np.arange(first, first + count, dtype=np.int64).reshape(count, 1)
         epoch = self.manager.clearing.epoch(SPACE)
         try:
-            if not self.storer.store(pages, receipt, blocks, [epoch] * count, None, None):
+            if not self.storer.store(pages, receipt, blocks, epoch, None, None):
                 receipt.read(None)
         except EngineClosedError:
             self.receipts.remove(receipt)
