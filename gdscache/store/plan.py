@@ -484,21 +484,35 @@ class StorePlanner:
                 groups.setdefault((entry.namespace, entry.retention), []).append(entry)
         parcels: list[Parcel] = []
         for (namespace, retention), entries in groups.items():
-            if self._policy == "write_back":  # dirty pages wait
-                entries = entries[: max(outlet.room for outlet in self.outlets)]
-            if not entries:
-                break
-            ways, _ = self._offer([entry.page for entry in entries], behind=behind)
-            for to, some in ways.items():
-                going = [entries[n] for n in some]
-                if not to:
-                    for entry in going:
-                        index.mark_clean(entry)
-                    continue
-                job = StoreJob(
-                    _NOBODY, range(len(going)), [e.page for e in going], manager.clearing.epoch(namespace), retention
-                )
-                self._set_out(self._copied(job, range(len(going)), going, landing, to), parcels)
-                self.queued += len(going)
-                self._cleaning += len(going)
+            epoch = manager.clearing.epoch(namespace)
+            while entries:
+                some = entries
+                if self._policy == "write_back":  # dirty pages wait
+                    some = entries[: max(outlet.room for outlet in self.outlets)]
+                    if not some:
+                        return parcels
+                entries = entries[len(some) :]
+                ways, _ = self._offer([entry.page for entry in some], behind=behind)
+                for to, places in ways.items():
+                    self._leave([some[n] for n in places], epoch, retention, landing, to, parcels)
         return parcels
+
+    def _leave(
+        self,
+        entries: Sequence[Entry],
+        epoch: int,
+        retention: Retention,
+        landing: Tier,
+        to: tuple[Outlet, ...],
+        parcels: list[Parcel],
+    ) -> None:
+        """Pages of a namespace set out, without a store; what no tier takes is clean."""
+        if not to:
+            for entry in entries:
+                landing.index.mark_clean(entry)
+            return
+        places = range(len(entries))
+        job = StoreJob(_NOBODY, places, [entry.page for entry in entries], epoch, retention)
+        self._set_out(self._copied(job, places, entries, landing, to), parcels)
+        self.queued += len(entries)
+        self._cleaning += len(entries)
