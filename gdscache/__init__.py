@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from gdscache.config import Config, load_config
     from gdscache.engine import CacheEngine, CheckReport, Hit
     from gdscache.errors import GdsCacheError
+    from gdscache.keys import PageHashes
     from gdscache.load.handle import Gap, LayerwiseLoad
     from gdscache.load.report import LoadReport
     from gdscache.moves.base import PageStatus
@@ -29,6 +30,7 @@ _HOMES = {
     "Hit": "engine",
     "LayerwiseLoad": "load.handle",
     "LoadReport": "load.report",
+    "PageHashes": "keys",
     "PageStatus": "moves.base",
     "Pin": "tiers.keeping",
     "Prefetch": "prefetch.handle",
@@ -49,6 +51,7 @@ __all__ = [
     "Hit",
     "LayerwiseLoad",
     "LoadReport",
+    "PageHashes",
     "PageStatus",
     "Pin",
     "Prefetch",

@@ -26,7 +26,7 @@ from gdscache.errors import (
     SequenceStateError,
     SlotCountError,
 )
-from gdscache.keys import KEY_BYTES, Page, PageNames, as_tokens, namespace_digest
+from gdscache.keys import KEY_BYTES, Page, PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.layout import PageLayout
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
@@ -88,7 +88,7 @@ class CacheEngine:
 
     `planes` attaches an engine's own paged tensors, `planes[layer][plane]` of shape `(blocks, block_tokens, *row)`;
     then `lookup`, `load` and `store` take slots of those tensors. Without it the engine owns a pool, and `sequence` is
-    the way.
+    the way. `tokens` are token ids everywhere; `lookup`, `store`, `prefetch`, `pin` and `pages` take `PageHashes` too.
     All methods may be called from many threads. Raises a subclass of `GdsCacheError` that names what cannot be opened.
     """
 
@@ -191,8 +191,17 @@ class CacheEngine:
         return digest
 
     def pages(self, tokens: Any, salt: str = "") -> list[Page]:
-        """The names of all full pages of `tokens`."""
-        return self.names.of(self.namespace(salt), as_tokens(tokens))
+        """The names of all full pages of `tokens`, which are token ids or `PageHashes`."""
+        return self._named(tokens, salt)[0]
+
+    def _named(self, tokens: Any, salt: str) -> tuple[list[Page], int]:
+        """The names of all full pages, and the tokens of the whole request."""
+        namespace = self.namespace(salt)
+        if isinstance(tokens, PageHashes):
+            length = tokens.length(self.layout.page_tokens)
+            return tokens.pages(namespace)[: length // self.layout.page_tokens], length
+        ids = as_tokens(tokens)
+        return self.names.of(namespace, ids), len(ids)
 
     # -- an engine without a block manager -------------------------------------------------------------------------
 
@@ -211,14 +220,13 @@ class CacheEngine:
         return self.call(lambda: self._lookup(tokens, start, salt))
 
     def _lookup(self, tokens: Any, start: int, salt: str) -> Hit:
-        tokens = as_tokens(tokens)
-        pages = self.pages(tokens, salt)
+        pages, length = self._named(tokens, salt)
         first = min(self._first_page(start), len(pages))
         manager, page_tokens = self.manager, self.layout.page_tokens
         manager.watch()
         with self.timeline.span("lookup", pages=len(pages) - first):
             found = manager.lookup(pages, first)
-        keep, worth, seconds, computing = self.gate.decide(found, start, len(tokens), self.loader.planner.under_way)
+        keep, worth, seconds, computing = self.gate.decide(found, start, length, self.loader.planner.under_way)
         kept, declined = tuple(found[:keep]), (len(found) - keep) * page_tokens
         names = tuple(pages[first : first + keep])
         return Hit(start, keep * page_tokens, kept, seconds, names, computing, worth * page_tokens, declined)
