@@ -93,9 +93,9 @@ def test_in_a_process_of_its_own(model: Path, plain: Answers, tmp_path: Path) ->
 def test_a_pool_so_small_that_requests_are_preempted(model: Path, tmp_path: Path) -> None:
     """Like is compared with like: the same requests, side by side, in the same pool, without a cache."""
     prompts: list[dict[str, Any]] = [{"parts": [[seed, 500]], "most": 250} for seed in (10, 11, 12)]
-    llm = {"num_gpu_blocks_override": 56, "max_num_seqs": 3}
+    llm = {"num_gpu_blocks_override": 56, "max_num_seqs": 3, "max_model_len": 1024}
     steps = [ask(*prompts, together=True), RESET, ask(*prompts, together=True)]
-    undisturbed = parts.run(tmp_path, model, steps[:1], llm={"max_num_seqs": 3}).answers[1]
+    undisturbed = parts.run(tmp_path, model, steps[:1], llm={"max_num_seqs": 3, "max_model_len": 1024}).answers[1]
     found = parts.run(tmp_path, model, [*steps, DRAIN, TELL, ("metrics", {})], parts.cache(tmp_path / "ssd"), llm=llm)
     for answers in (found.answers[1], found.answers[3]):
         for number, (a, b) in enumerate(zip(answers, undisturbed, strict=True)):
