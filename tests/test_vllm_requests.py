@@ -195,7 +195,7 @@ class Scheduler(RuleBasedStateMachine):
             self._step(None)
             if not (self.waiting or self.running or self.remote):
                 break
-        assert not (self.waiting or self.running or self.remote)
+        assert [*self.waiting, *self.running, *self.remote] == []
         self.table.clear()
         assert all(fetch.released for fetch in self.cache.fetches)
 

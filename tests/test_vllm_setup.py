@@ -1,4 +1,4 @@
-"""What the vLLM connector refuses, by name; its options; its planes; and what makes pages of two servers one another's."""
+"""What the vLLM connector refuses, by name; its options; its planes; what goes into its namespace."""
 
 from __future__ import annotations
 

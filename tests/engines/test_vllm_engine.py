@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import vllm_parts as parts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -157,7 +156,7 @@ def test_no_room_in_the_cpu_tier(model: Path, plain: Answers, tmp_path: Path) ->
 
 
 def test_a_disk_that_hangs(model: Path, plain: Answers, tmp_path: Path) -> None:
-    """A request is told "not yet" for `wait_seconds`, then it is computed; one that is aborted meanwhile leaves nothing."""
+    """A request is told "not yet" for `wait_seconds`, then it is computed; one that is aborted leaves nothing."""
     filled(tmp_path, model)
     hangs = {"rules": [{"fault": "hang", "op": "read", "skip": 3}], "inner": "posix"}
     connector = parts.cache(tmp_path / "ssd", ssd={"transport": FAULTY}, options={"wait_seconds": 3})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 import vllm_parts as parts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]

