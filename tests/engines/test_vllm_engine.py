@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -205,9 +207,6 @@ def test_a_killed_engine(model: Path, plain: Answers, tmp_path: Path) -> None:
 
 
 def test_other_weights_find_nothing(model: Path, plain: Answers, tmp_path: Path) -> None:
-    import json
-    import subprocess
-
     connector = filled(tmp_path, model)
     orders = tmp_path / "make.json"
     orders.write_text(json.dumps({"make": str(model), "seed": 1}))
@@ -229,3 +228,20 @@ def test_what_is_refused_says_what_to_change(model: Path, tmp_path: Path) -> Non
     assert ended.status != 0
     assert "LoadFailurePolicyError" in ended.log
     assert '"kv_load_failure_policy": "recompute"' in ended.log
+
+
+def test_the_example(model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "gdscache.yaml"
+    config.write_text(
+        f"cpu: {{capacity: 64MiB, pin: off}}\nssd: {{path: {tmp_path / 'ssd'}, capacity: 128MiB, gds: off}}\n"
+    )
+    command = [str(parts.PYTHON), str(parts.ROOT / "examples/vllm_offline.py"), str(model), str(config)]
+    environment = {**os.environ, **parts.SETTINGS, "PYTHONPATH": str(parts.ROOT)}
+    told = []
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=parts.LIMIT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        told.append([line.partition(": ")[2] for line in done.stdout.splitlines() if " tokens cached, answer" in line])
+    assert [line.startswith("0 of 1540") for line in told[0]] == [True] + [False] * 5
+    assert not any(line.startswith("0 of") for line in told[1])
+    assert [line.partition("answer")[2] for line in told[0]] == [line.partition("answer")[2] for line in told[1]]

@@ -187,8 +187,7 @@ class Run:
 
     def release(self) -> None:
         """Let I/O go on that hangs by a plan of faults."""
-        for rule in self.cache.manager.tiers["ssd"].transport.plan.rules:
-            rule.release()
+        self.cache.manager.tiers["ssd"].io.transport.plan.reset()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
