@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import vllm_parts as parts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
