@@ -82,9 +82,16 @@ def test_after_a_restart_without_a_prefix_cache_of_vllm(model: Path, plain: Answ
 
 
 def test_in_a_process_of_its_own(model: Path, plain: Answers, tmp_path: Path) -> None:
-    """As `vllm serve` has it: scheduler and worker in one child of the process that asks."""
+    """As `vllm serve` has it on a GPU: scheduler and worker in one child of the process that asks.
+
+    On a CPU vLLM gives the worker a process of its own, which is refused, where the variable is "1" to the letter.
+    """
     connector = parts.cache(tmp_path / "ssd")
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    ended = parts.run(tmp_path, model, [], connector, environment=environment, fails=True)
+    assert ended.status != 0
+    assert "SeparateWorkerError" in ended.log
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "01"}
     for hits in (0, 1):
         found = parts.run(tmp_path, model, [ask(*parts.PROMPTS)], connector, environment=environment).answers[1]
         assert parts.cached(found)[:1] == [hits * whole(parts.LONG)]
