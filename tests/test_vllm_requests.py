@@ -58,14 +58,16 @@ class FakeFetch:
     def lapsed(self) -> bool:
         return self.gone
 
-    def stop(self) -> None:
-        self.ended = True
-
     def release(self) -> None:
         self.released += 1
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
         return Counter({"ssd": pages})
+
+    def checked(self, first: int, pages: int) -> Any:
+        raise AssertionError("the scheduler's side loads nothing")
+
+    unchecked = checked
 
 
 class FakeCache:

@@ -71,7 +71,7 @@ class Worker:
         self.session.engine.drain(30)
 
 
-def opened(path: Path, cpu: int = 12, transport: str = "posix", **more: Any) -> Worker:
+def opened(path: Path, cpu: int = 24, transport: str = "posix", **more: Any) -> Worker:
     shape = (LAYERS, BLOCKS, 2, TOKENS, 64)
     memory = torch.zeros(shape, dtype=torch.bfloat16)
     caches = {f"layer.{i}": memory[i] for i in range(LAYERS)}
@@ -104,6 +104,13 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     assert found.session.engine.stats()["leases"] == []
     assert found.session.engine.check().ok
     found.session.engine.close()
+
+
+def stub_fetch() -> Any:
+    def take(first: int, pages: int) -> Any:
+        return SimpleNamespace(pages=[0] * pages)
+
+    return SimpleNamespace(checked=take, unchecked=take, release=lambda: None)
 
 
 def test_pages_go_and_come_back(worker: Worker) -> None:
@@ -189,7 +196,7 @@ def test_what_was_checked_and_is_bad_after_all(overlapping: bool) -> None:
     report = LoadReport(TOKENS, (PageStatus.LOADED, PageStatus.CANCELLED), {}, 0.0)
     load = SimpleNamespace(done=lambda: True, wait=lambda layer: None, results=lambda: [report])
     engine: Any = SimpleNamespace(load_many=lambda batch: load)
-    fetch: Any = SimpleNamespace(pages=lambda first, pages: SimpleNamespace(pages=[0] * pages), release=lambda: None)
+    fetch: Any = stub_fetch()
     loads = Loads(engine, LAYERS, Counter(), overlapping=overlapping)
     loads.begin([LoadOrder("r", fetch, 0, (8, 9))])
     loads.wait_all()
@@ -205,7 +212,7 @@ def test_a_load_of_which_less_was_begun_than_was_promised() -> None:
     report = LoadReport(TOKENS, (PageStatus.LOADED,), {}, 0.0)
     load = SimpleNamespace(done=lambda: True, results=lambda: [report])
     engine: Any = SimpleNamespace(load_many=lambda batch: load)
-    fetch: Any = SimpleNamespace(pages=lambda first, pages: SimpleNamespace(pages=[0] * pages), release=lambda: None)
+    fetch: Any = stub_fetch()
     loads = Loads(engine, LAYERS, Counter(), overlapping=True)
     loads.begin([LoadOrder("r", fetch, 0, (8, 9, 10), between=True)])
     loads.end_step()

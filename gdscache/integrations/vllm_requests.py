@@ -27,7 +27,7 @@ class Fetch(Protocol):
     wanted: int  # of them, how many are worth loading
 
     def done(self) -> bool:
-        """Whether no more pages come."""
+        """Whether no more pages come, or all that are wanted have come."""
 
     def verified(self) -> int:
         """How many of the first pages are checked and pinned."""
@@ -38,14 +38,17 @@ class Fetch(Protocol):
     def lapsed(self) -> bool:
         """Whether its pins have ended."""
 
-    def stop(self) -> None:
-        """Bring no more."""
-
     def release(self) -> None:
         """Bring no more, and let go of what is pinned. Twice is fine."""
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
         """How many of `pages` pages from page `first` on each tier had when it began."""
+
+    def checked(self, first: int, pages: int) -> Any:
+        """Those pages, which `verified` counts: what a load takes that cannot fail."""
+
+    def unchecked(self, first: int, pages: int) -> Any:
+        """Those pages from wherever they are: what a load takes that has a verdict."""
 
 
 class Cache(Protocol):
@@ -94,6 +97,7 @@ class _Known:
     fetch: Fetch | None = None
     between: bool = False
     since: float | None = None
+    late: bool = False
     local: int = 0
     offered: int | None = None
     sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -161,8 +165,8 @@ class RequestTable:
             if now - known.since < self._wait:
                 self._deferred += 1
                 return None, False
-            fetch.stop()
-            self.late += 1
+            self.late += not known.late
+            known.late = True
         known.between = fetch.crowded()
         pages = min(fetch.wanted if known.between else fetch.verified(), most) - known.local
         return max(0, pages) * size, known.between
@@ -246,7 +250,7 @@ class RequestTable:
 
     def _begin(self, known: _Known) -> Fetch:
         self._name(known)
-        known.since = None
+        known.since, known.late = None, False
         fetch = self._cache.fetch(known.hashes, (known.request.num_tokens - 1) // self._page_tokens)
         known.fetch = fetch
         return fetch

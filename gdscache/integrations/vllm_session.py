@@ -7,80 +7,79 @@ joins it by the `engine_id` that both were given. The engine is closed when the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from gdscache.engine import CacheEngine, Hit
+from gdscache.engine import CacheEngine
 from gdscache.errors import SeparateWorkerError
+from gdscache.hit import Hit
 from gdscache.keys import PageHashes
 from gdscache.prefetch.queue import PrefetchEnd
-from gdscache.tiers.keeping import Pin
-
-_CROWDED = frozenset({PrefetchEnd.QUOTA, PrefetchEnd.NO_ROOM})
 
 
 class PinnedFetch:
     """The pages of one request: brought to the CPU tier, checked as they land, and pinned for `seconds` at most."""
 
     def __init__(self, engine: CacheEngine, hashes: PageHashes, pages: int, seconds: float) -> None:
-        self._engine = engine
-        size = engine.layout.page_tokens
-        self.hit: Hit = engine.lookup(hashes)
-        self.cached = (self.hit.tokens + self.hit.declined) // size
-        self.wanted = min(pages, self.hit.tokens // size)
-        self._hashes, self._seconds = hashes, seconds
-        self._prefetch = engine.prefetch(hashes) if self.wanted else None
-        self._pin: Pin | None = None
-        self._stopped = False
-        self._crowded = False
+        """`pages`: how many of the first pages can be of use. Without a CPU tier, none is brought."""
+        self._page_tokens = size = engine.layout.page_tokens
+        self._found: Hit = engine.lookup(hashes)
+        self.cached = (self._found.tokens + self._found.declined) // size
+        self.wanted = min(pages, self._found.tokens // size)
+        pinned = self.wanted > 0 and engine.config.cpu is not None
+        self._prefetch = engine.prefetch(hashes, pin=seconds) if pinned else None
+        self._until = time.monotonic() + seconds
 
     def done(self) -> bool:
-        """Whether no more pages come."""
-        return self._prefetch is None or self._stopped or self._prefetch.done()
+        """Whether no more pages come, or all that are wanted have come."""
+        return self._prefetch is None or self._prefetch.done() or self.verified() == self.wanted
 
     def verified(self) -> int:
         """How many of the first pages are checked and pinned."""
-        if self._prefetch is None:
-            return 0
-        if self._pin is None:
-            self._pin = self._engine.pin(self._hashes, self._seconds)
-        size = self._engine.layout.page_tokens
-        return min(self.wanted, self._prefetch.tokens // size, self._pin.tokens // size)
+        return 0 if self._prefetch is None else min(self.wanted, self._prefetch.verified // self._page_tokens)
 
     def crowded(self) -> bool:
-        """Whether it ended because the CPU tier has no room for its pages."""
-        if self._prefetch is None or not self._prefetch.done():
+        """Whether the CPU tier has no room for its pages."""
+        if self._prefetch is None:
+            return self.wanted > 0
+        if not self._prefetch.done() or self.verified() == self.wanted:
             return False
-        return self._prefetch.result(0).end in _CROWDED
+        return self._prefetch.result(0).end is PrefetchEnd.NO_ROOM
 
     def lapsed(self) -> bool:
         """Whether its pins have ended."""
-        return False
-
-    def stop(self) -> None:
-        """Bring no more."""
-        self._stopped = True
-        if self._prefetch is not None:
-            self._prefetch.cancel()
+        return self._prefetch is not None and time.monotonic() >= self._until
 
     def release(self) -> None:
-        """Bring no more, and let go of what is pinned."""
-        self.stop()
-        if self._pin is not None:
-            self._pin.release()
+        """Bring no more, and let go of what is pinned. Twice is fine."""
+        if self._prefetch is not None:
+            self._prefetch.release()
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
         """How many of `pages` pages from page `first` on each tier had when it began."""
-        return Counter(self.hit.tiers[first : first + pages])
+        return Counter(self._found.tiers[first : first + pages])
 
-    def pages(self, first: int, pages: int) -> Hit:
-        """Those pages, to be loaded. They are all in memory, checked, where `verified` said so of them."""
-        size = self._engine.layout.page_tokens
-        names, tiers = self.hit.pages[first : first + pages], self.hit.tiers[first : first + pages]
-        return Hit(first * size, len(names) * size, tiers, None, names)
+    def checked(self, first: int, pages: int) -> Hit:
+        """Pages that `verified` counts, for a load that cannot fail."""
+        assert self._prefetch is not None, "nothing was verified"
+        hit = self._prefetch.hit(first * self._page_tokens)
+        return _part(hit, first, 0, pages, self._page_tokens)
+
+    def unchecked(self, first: int, pages: int) -> Hit:
+        """Pages from wherever they are, for a load with a verdict."""
+        return _part(self._found, first, first, pages, self._page_tokens)
+
+
+def _part(hit: Hit, first: int, at: int, pages: int, page_tokens: int) -> Hit:
+    """`pages` pages of a hit from its page number `at` on; they begin with page `first` of the request."""
+    names, tiers = hit.pages[at : at + pages], hit.tiers[at : at + pages]
+    tokens = len(names) * page_tokens
+    return dataclasses.replace(hit, start=first * page_tokens, tokens=tokens, pages=names, tiers=tiers, pays=tokens)
 
 
 class VllmSession:

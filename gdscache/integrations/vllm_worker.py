@@ -161,8 +161,12 @@ class Loads:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _start(self, orders: Sequence[LoadOrder]) -> LayerwiseLoad:
-        batch = [(order.fetch.pages(order.first, len(order.blocks)), order.blocks) for order in orders]  # type: ignore[attr-defined]
-        load = self._engine.load_many([(hit, list(blocks)[: len(hit.pages)]) for hit, blocks in batch])
+        batch = []
+        for order in orders:
+            take = order.fetch.unchecked if order.between else order.fetch.checked
+            hit = take(order.first, len(order.blocks))
+            batch.append((hit, list(order.blocks[: len(hit.pages)])))
+        load = self._engine.load_many(batch)
         self._counts["loads"] += len(orders)
         self._counts["loaded_pages"] += sum(len(order.blocks) for order in orders)
         return load
