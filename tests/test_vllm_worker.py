@@ -100,10 +100,11 @@ def opened(path: Path, cpu: int = 24, transport: str = "posix", **more: Any) -> 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
     found = opened(tmp_path, transport="faulty:FaultyTransport")
-    yield found
-    assert found.session.engine.stats()["leases"] == []
-    assert found.session.engine.check().ok
-    found.session.engine.close()
+    engine = found.session.engine
+    with engine:
+        yield found
+        until(lambda: engine.stats()["leases"] == [], "leases end")
+        assert engine.check().ok
 
 
 def stub_fetch() -> Any:
