@@ -387,15 +387,15 @@ def _figures(size: int) -> str:
 _MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"
 
 
-_LABELS = ("name", "weights", "salt")  # what a file may say of a model that somebody else describes
+_LABELS = ("name", "weights")  # what a file may say of a model that somebody else describes
 
 
 def load_config(path: str | os.PathLike[str], model: Mapping[str, object] | None = None) -> Config:
     """Read and check a YAML file; `~` is expanded. Raises a `ConfigError` subclass that names the file and the key.
 
     `model`: what an inference engine knows of its model, for files without a section of that name, or with one of
-    labels only (`name`, `weights`, `salt`), which then count more. A file that describes the model's planes, too, is
-    refused (`GeometryError`).
+    labels only (`name`, `weights`), which then count more. A file that says more of the model is refused
+    (`GeometryError`).
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise ConfigFileError(f"a configuration was given as {type(path).__name__}", "name a YAML file, or a mapping")

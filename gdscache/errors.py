@@ -259,6 +259,10 @@ class MissingPackageError(GdsCacheError):
     """An optional package that a command needs is not installed; the hint names the extra."""
 
 
+class WeightsNotFoundError(GdsCacheError):
+    """No files of weights are where a model should be, or they cannot be looked at."""
+
+
 class ForkedProcessError(GdsCacheError):
     """A forked child uses an engine of the process that it was forked off. `owner` is the pid of that process."""
 

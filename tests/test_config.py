@@ -835,15 +835,16 @@ def test_an_engine_fills_in_the_model(tmp_path: Path) -> None:
 
 def test_a_file_may_label_the_model_of_an_engine(tmp_path: Path) -> None:
     file = tmp_path / "cache.yaml"
-    file.write_text("model: {weights: tuesday, salt: us, name: mine}\n")
-    model = load_config(file, model={**MHA, "weights": "of the engine"}).model
-    assert (model.weights, model.salt, model.name, model.layers) == ("tuesday", "us", "mine", MHA["layers"])
+    file.write_text("model: {weights: tuesday, name: mine}\n")
+    model = load_config(file, model={**MHA, "weights": "of the engine", "salt": "facts"}).model
+    assert (model.weights, model.salt, model.name, model.layers) == ("tuesday", "facts", "mine", MHA["layers"])
 
 
 @pytest.mark.parametrize(
     ("text", "error", "told"),
     [
         ("model: {layers: 3}", GeometryError, "model.layers"),
+        ("model: {salt: mine}", GeometryError, "model.salt"),
         ("model: {weights: a, kind: mha, nmae: x}", GeometryError, "`model.kind`, `model.nmae`"),
         ("model: [1]", InvalidValueError, "`model` is list"),
         ("model: {weights: 3}", InvalidValueError, "model.weights"),

@@ -13,7 +13,7 @@ from gdscache import errors
 from gdscache.config import Config
 from gdscache.errors import CacheLayoutUnsupportedError, ConfigError, GdsCacheError, InvalidValueError, UnknownKeyError
 from gdscache.integrations.vllm_planes import VllmPlanes, planes_of
-from gdscache.integrations.vllm_setup import Options, model_of, refuse_setup
+from gdscache.integrations.vllm_setup import Options, model_of, refuse_setup, weights_of
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -113,14 +113,31 @@ def test_options_that_are_wrong(given: dict[str, Any], error: type[GdsCacheError
 
 
 def test_a_configuration_is_a_file_or_its_sections(tmp_path: Path) -> None:
-    model = model_of(*setup(), planes(), "w", "0.32.0")
+    model = model_of(*setup(), planes(), "0.32.0")
     file = tmp_path / "gdscache.yaml"
     file.write_text("cpu: {capacity: 1MiB}\n")
-    by_file = Options.of({"config": str(file)}).configuration(model)
-    assert by_file == Options.of({"config": SECTIONS}).configuration(model)
-    assert by_file.model.page_tokens == 16
+    by_file = Options.of({"config": str(file)}).configuration(model, lambda: "w")
+    assert by_file == Options.of({"config": SECTIONS}).configuration(model, lambda: "w")
+    assert (by_file.model.page_tokens, by_file.model.weights) == (16, "w")
+    file.write_text("model: {weights: mine}\n")
+    by_name = Options.of({"config": str(file)}).configuration(model, lambda: pytest.fail("they are named"))
+    assert by_name.model.weights == "mine"
     with pytest.raises(ConfigError, match="section `model`"):
-        Options.of({"config": {"model": {}}}).configuration(model)
+        Options.of({"config": {"model": {}}}).configuration(model, lambda: "w")
+
+
+def test_weights_are_known_by_their_files(tmp_path: Path) -> None:
+    vllm, _ = setup(model_config__model=str(tmp_path), model_config__revision=None)
+    vllm.load_config = SimpleNamespace(load_format="auto", download_dir=None)
+    with pytest.raises(errors.WeightsNotFoundError):
+        weights_of(vllm)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1")
+    before = weights_of(vllm)
+    file.write_bytes(b"22")
+    assert weights_of(vllm) != before
+    vllm.load_config.load_format = "dummy"
+    assert weights_of(vllm) == "dummy"
 
 
 # -- planes and identity ---------------------------------------------------------------------------------------------
@@ -149,7 +166,7 @@ def test_a_block_is_one_run_of_bytes(order: tuple[int, ...]) -> None:
         assert bool((cache[5].contiguous().view(torch.uint8) == 7).all())
         assert not bool(cache[4].any())
         assert not bool(cache[6].any())
-    Config.from_dict({"model": model_of(*setup(), found, "w", "0.32.0"), "cpu": {"capacity": "1MiB"}})
+    Config.from_dict({"model": model_of(*setup(), found, "0.32.0"), "cpu": {"capacity": "1MiB"}})
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 2, 0, 3)])
@@ -181,7 +198,7 @@ def test_layers_that_share_their_cache_are_one_plane() -> None:
 def test_layers_of_different_widths() -> None:
     given = caches((0, 1, 3, 2), layers=2) | {"wide": torch.zeros(8, 1, 16, 576, dtype=torch.bfloat16)}
     found = planes_of(given, 8, 16, "LBNHC")
-    config = Config.from_dict({"model": model_of(*setup(), found, "w", "0.32.0"), "cpu": {"capacity": "1MiB"}})
+    config = Config.from_dict({"model": model_of(*setup(), found, "0.32.0"), "cpu": {"capacity": "1MiB"}})
     assert [layer[0].row_bytes for layer in config.model.layout().layers] == [256, 256, 1152]
 
 
@@ -201,9 +218,8 @@ def test_what_changes_bytes_changes_the_namespace(change: dict[str, Any]) -> Non
     def namespace(*facts: Any) -> object:
         return Config.from_dict({"model": model_of(*facts), "cpu": {"capacity": "1MiB"}}).model.namespace_fields()
 
-    before = namespace(*setup(), planes(), "w", "0.32.0")
-    assert namespace(*setup(), planes(), "w", "0.32.0") == before
-    assert namespace(*setup(**change), planes(), "w", "0.32.0") != before
-    assert namespace(*setup(), planes(), "other weights", "0.32.0") != before
-    assert namespace(*setup(), planes(), "w", "0.33.0") != before
-    assert namespace(*setup(), planes_of(caches((1, 0, 2, 3)), 8, 16, "LBNHC"), "w", "0.32.0") != before
+    before = namespace(*setup(), planes(), "0.32.0")
+    assert namespace(*setup(), planes(), "0.32.0") == before
+    assert namespace(*setup(**change), planes(), "0.32.0") != before
+    assert namespace(*setup(), planes(), "0.33.0") != before
+    assert namespace(*setup(), planes_of(caches((1, 0, 2, 3)), 8, 16, "LBNHC"), "0.32.0") != before

@@ -157,8 +157,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         planes = planes_of(kv_caches, cache.num_blocks, self._spec.block_size, str(cache.kv_cache_layout))
 
         def make() -> VllmSession:
-            model = model_of(config, cache, planes, weights_of(config), vllm.__version__)
-            settings = self._options.configuration(model)
+            model = model_of(config, cache, planes, vllm.__version__)
+            settings = self._options.configuration(model, lambda: weights_of(config))
             engine = CacheEngine(settings, [(tensor,) for tensor in planes.tensors])
             return VllmSession(engine, self._options.pin_seconds)
 

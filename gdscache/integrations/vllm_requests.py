@@ -136,7 +136,7 @@ class RequestTable:
         """A request has arrived: begin to fetch."""
         self.finish(request.request_id)
         known = self._known[request.request_id] = _Known(request, self._refuses(request) or _skips(request))
-        if not known.refused:
+        if not known.refused and request.num_tokens > self._page_tokens:
             self._begin(known)
 
     def ask(self, request: Any, computed: int) -> tuple[int | None, bool]:

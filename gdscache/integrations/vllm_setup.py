@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gdscache import arguments
@@ -30,6 +30,7 @@ from gdscache.errors import (
     WeightUpdatesUnsupportedError,
 )
 from gdscache.integrations.vllm_planes import VllmPlanes
+from gdscache.integrations.weights import model_directory, weights_identity
 
 TRIED = ("0.32.0",)  # versions of vLLM that the tests in tests/engines have passed with
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -72,8 +73,12 @@ class Options:
         }
         return cls(config=given["config"], layerwise=given.get("layerwise", True), **times)
 
-    def configuration(self, model: Mapping[str, object]) -> Config:
-        """The engine's, for that model."""
+    def configuration(self, model: Mapping[str, object], weights: Callable[[], str]) -> Config:
+        """The engine's, for that model. `weights`: asked for their identity unless the file has `model.weights`."""
+        named = self._configuration(model)
+        return named if named.model.weights else self._configuration({**model, "weights": weights()})
+
+    def _configuration(self, model: Mapping[str, object]) -> Config:
         if isinstance(self.config, str):
             return load_config(self.config, model=model)
         if "model" in self.config:
@@ -155,10 +160,10 @@ def _refuse_hashes(cache: Any, environment: Mapping[str, str]) -> None:
         )
 
 
-def model_of(vllm: Any, cache: Any, planes: VllmPlanes, weights: str, version: str) -> dict[str, object]:
+def model_of(vllm: Any, cache: Any, planes: VllmPlanes, version: str) -> dict[str, object]:
     """The section `model` of the engine's configuration: what a page is, and all that makes its bytes what they are.
 
-    `weights`: the identity of the weights; `version`: vLLM's, since what a layout's name means is vLLM's affair.
+    But for the weights (`weights_of`). `version`: vLLM's, since what a layout's name means is vLLM's affair.
     """
     model, parallel, settings = vllm.model_config, vllm.parallel_config, vllm.cache_config
     algorithm = settings.prefix_caching_hash_algo
@@ -179,7 +184,7 @@ def model_of(vllm: Any, cache: Any, planes: VllmPlanes, weights: str, version: s
     if not algorithm.endswith("_cbor"):  # pickle's bytes are of a version of Python
         facts["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
     salt = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-    return {"name": str(model.model), "weights": weights, **planes.model(), "salt": salt}
+    return {"name": str(model.model), **planes.model(), "salt": salt}
 
 
 def digest_of(data: Any) -> str:
@@ -189,5 +194,13 @@ def digest_of(data: Any) -> str:
 
 
 def weights_of(vllm: Any) -> str:
-    """The identity of the weights that vLLM has loaded."""
-    return str(vllm.model_config.model)
+    """The identity of the weights that vLLM has loaded: of the files that it has read them from.
+
+    vLLM draws dummy weights from a fixed seed, so there the model's configuration says all of them. Raises
+    `WeightsNotFoundError`.
+    """
+    model, load = vllm.model_config, vllm.load_config
+    if load.load_format == "dummy":
+        return "dummy"
+    name = getattr(model, "model_weights", None) or model.model
+    return weights_identity(model_directory(str(name), model.revision, load.download_dir))
