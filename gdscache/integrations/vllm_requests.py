@@ -233,14 +233,16 @@ class RequestTable:
         A request's `num_computed_tokens` is the count before the step. The hashes are those of tokens that are known,
         so what is sampled or speculated in this step is not stored yet.
         """
+        size, find = self._page_tokens, self._known.get
         for request_id, tokens in scheduled.items():
-            known = self._known.get(request_id)
-            if known is None or known.offered is None:
+            known = find(request_id)
+            if known is None or (offered := known.offered) is None:
                 continue
-            request, size = known.request, self._page_tokens
-            before = request.num_computed_tokens
-            full = min((before + tokens) // size, len(request.block_hashes))
-            first = min(known.offered, before // size)  # less where a bad page is computed again
+            before = known.request.num_computed_tokens
+            if (before + tokens) // size <= offered <= before // size:
+                continue  # most requests in most steps
+            full = min((before + tokens) // size, len(known.request.block_hashes))
+            first = min(offered, before // size)  # less where a bad page is computed again
             known.offered = max(first, full)
             if full > first:
                 self._name(known)
