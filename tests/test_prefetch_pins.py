@@ -32,6 +32,7 @@ from gdscache.errors import (
 )
 from gdscache.keys import Page
 from gdscache.moves import Move
+from gdscache.prefetch.queue import DEMAND_PAUSE_S
 from gdscache.storage.base import Op
 from gdscache.tiers.pages import PageState
 from gdscache.tiers.pins import Claim
@@ -339,6 +340,26 @@ def test_such_a_load_is_not_hashed_and_has_no_deadline(open_host: OpenHost, monk
     assert usual.seconds <= WAIT
     assert all(way.sums is not None for way in usual.ways)
     prefetch.release()
+
+
+def test_prefetches_do_not_wait_for_such_a_load(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads nothing of the disk."""
+    host = host_of(open_host)
+    one, two = stored(host, 1, 4), stored(host, 2, 4)
+    with host.engine.prefetch(one, pin=60.0) as prefetch:
+        prefetch.result(WAIT)
+        hit, blocks = prefetch.hit(), host.take(4)
+        lane, put_off = host.engine.loader._lane, list[Any]()
+        with monkeypatch.context() as patch:
+            patch.setattr(lane, "start", lambda *steps: put_off.append(steps))
+            begun = host.engine.load(hit, blocks)
+            with host.engine.manager.lock:
+                assert host.engine.loader.loads == 0
+            begin = time.monotonic()
+            assert host.engine.prefetch(two).result(WAIT).end.value == "complete"
+            assert time.monotonic() - begin < 4 * DEMAND_PAUSE_S
+        lane.start(*put_off[0])
+        host.finish(begun, blocks, [page.key for page in hit.pages])
 
 
 def test_it_takes_a_page_of_memory_alone(open_host: OpenHost) -> None:

@@ -57,6 +57,7 @@ class LayerwiseLoad:
         self.release_event = Fence()
         self._layout = layout
         self.deadline = deadline
+        self.checked = checked
         self._patience = None if checked else deadline
         self._layers = [Fence() for _ in range(layout.n_layers if layered else 0)]
         self.cancelled = False

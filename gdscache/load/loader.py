@@ -54,7 +54,7 @@ class Loader:
 
     @property
     def loads(self) -> int:
-        """Loads under way or waiting for a thread. The manager's lock is held."""
+        """Loads under way or waiting for a thread that may read files. The manager's lock is held."""
         return len(self._running)
 
     def start(
@@ -140,7 +140,7 @@ class Loader:
             raise EngineClosedError("the engine was closed meanwhile", "open a new one with CacheEngine.from_config")
 
     def _submit(self, load: LayerwiseLoad, run: LoadRun) -> None:
-        if load.tokens:
+        if load.tokens and not load.checked:
             self._running.add(load)
         self._lane.start(self._carry_out(load, run), functools.partial(self._lost, load, run))
 
