@@ -1,6 +1,6 @@
 """vLLM with gdscache, offline: prompts that begin alike, their prefix from the cache, after a restart too.
 
-    gdscache config init vllm > gdscache.yaml
+    gdscache config init vllm
     python examples/vllm_offline.py MODEL gdscache.yaml
 
 Run it twice. The second time says how many tokens of each prompt came from the SSD. docs/vllm.md has what works.

@@ -32,7 +32,6 @@ from gdscache.errors import (
 from gdscache.integrations.vllm_planes import VllmPlanes
 from gdscache.integrations.weights import model_directory, weights_identity
 
-TRIED = ("0.32.0",)  # versions of vLLM that the tests in tests/engines have passed with
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 _LONGEST = 3600  # seconds, of what the options say
 
