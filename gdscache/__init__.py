@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gdscache.config import Config, load_config
-    from gdscache.engine import CacheEngine, CheckReport, Hit
+    from gdscache.engine import CacheEngine, CheckReport
     from gdscache.errors import GdsCacheError
+    from gdscache.hit import Hit
+    from gdscache.keys import PageHashes
     from gdscache.load.handle import Gap, LayerwiseLoad
     from gdscache.load.report import LoadReport
     from gdscache.moves.base import PageStatus
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from gdscache.prefetch.queue import PrefetchEnd
     from gdscache.sequence import Sequence
     from gdscache.store.handle import StoreHandle, StoreReport
-    from gdscache.tiers.keeping import Pin
+    from gdscache.tiers.pins import Pin
 
 __version__ = "0.1.0"
 
@@ -26,11 +28,12 @@ _HOMES = {
     "Config": "config",
     "Gap": "load.handle",
     "GdsCacheError": "errors",
-    "Hit": "engine",
+    "Hit": "hit",
     "LayerwiseLoad": "load.handle",
     "LoadReport": "load.report",
+    "PageHashes": "keys",
     "PageStatus": "moves.base",
-    "Pin": "tiers.keeping",
+    "Pin": "tiers.pins",
     "Prefetch": "prefetch.handle",
     "PrefetchEnd": "prefetch.queue",
     "PrefetchReport": "prefetch.handle",
@@ -49,6 +52,7 @@ __all__ = [
     "Hit",
     "LayerwiseLoad",
     "LoadReport",
+    "PageHashes",
     "PageStatus",
     "Pin",
     "Prefetch",

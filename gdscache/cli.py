@@ -1,4 +1,4 @@
-"""The command line: `gdscache config schema`, `config check FILE`, `doctor`, `inspect DIR`,
+"""The command line: `gdscache config schema`, `config check FILE`, `config init ENGINE`, `doctor`, `inspect DIR`,
 `verify DIR`, `replay TRACE`, `bench engine | index | copy | io`."""
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.table import Table
 
 from gdscache.bench.commands import bench_app
 from gdscache.config import Config, config_schema, load_config
+from gdscache.config_init import init
 from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, main
 from gdscache.keys import namespace_digest
 from gdscache.replay.commands import replay
@@ -35,8 +36,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Look at configuration files.", no_args_is_help=True)
+config_app = typer.Typer(help="Look at configuration files, and write one.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+config_app.command("init")(init)
 app.add_typer(bench_app, name="bench")
 app.command("replay")(replay)
 app.command("make-trace")(make_trace)

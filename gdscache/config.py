@@ -387,11 +387,36 @@ def _figures(size: int) -> str:
 _MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"
 
 
-def load_config(path: str | os.PathLike[str]) -> Config:
-    """Read and check a YAML file; `~` is expanded. Raises a `ConfigError` subclass that names the file and the key."""
+_LABELS = ("name", "weights")  # what a file may say of a model that somebody else describes
+
+
+def load_config(path: str | os.PathLike[str], model: Mapping[str, object] | None = None) -> Config:
+    """Read and check a YAML file; `~` is expanded. Raises a `ConfigError` subclass that names the file and the key.
+
+    `model`: what an inference engine knows of its model, for files without a section of that name, or with one of
+    labels only (`name`, `weights`), which then count more. A file that says more of the model is refused
+    (`GeometryError`).
+    """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise ConfigFileError(f"a configuration was given as {type(path).__name__}", "name a YAML file, or a mapping")
-    return Config.from_dict(read_mapping(Path(path)), source=str(path))
+    data = read_mapping(Path(path))
+    if model is not None:
+        data = {**data, "model": {**model, **_labels(data.get("model"), str(path))}}
+    return Config.from_dict(data, source=str(path))
+
+
+def _labels(section: object, source: str) -> Mapping[str, object]:
+    """The section `model` of a file for an engine that describes its model itself."""
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise InvalidValueError(f"{source}: `model` is {type(section).__name__}", f"it may have {', '.join(_LABELS)}")
+    if others := [str(key) for key in section if key not in _LABELS]:
+        raise GeometryError(
+            f"{source}: {', '.join(f'`model.{key}`' for key in others)}: the inference engine says what the model is",
+            f"take it out; model may have {', '.join(_LABELS)} here",
+        )
+    return section
 
 
 def config_schema() -> dict[str, Any]:

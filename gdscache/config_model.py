@@ -44,7 +44,7 @@ class ModelConfig(Section):
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
     name: str = Field(min_length=1, description="name of the model; part of the namespace")
-    weights: str = Field(default="", description="version of the weights; part of the namespace")
+    weights: str = Field(default="", description="names the weights, or their version; part of the namespace")
     kind: Literal["mha", "mla", "planes"] = Field(
         default="mha",
         description="how planes are given: mha (K and V; GQA and MQA too), mla (latent and rope), planes (a list)",

@@ -26,7 +26,8 @@ from gdscache.errors import (
     SequenceStateError,
     SlotCountError,
 )
-from gdscache.keys import KEY_BYTES, Page, PageNames, as_tokens, namespace_digest
+from gdscache.hit import Hit
+from gdscache.keys import KEY_BYTES, Page, PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.layout import PageLayout
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
@@ -39,36 +40,14 @@ from gdscache.threads import Flag
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gate import Gate
 from gdscache.tiers.gpu import GpuTier
-from gdscache.tiers.keeping import Pin
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.retention import DEFAULT, Retention
+from gdscache.tiers.pins import Pin
+from gdscache.tiers.retention import DEFAULT, LONGEST_TTL, Retention
 from gdscache.timeline import Timeline, timeline_from_environment
 
 _SALTS_KEPT = 4096
 _INTERRUPTED_S = 30.0  # seconds until the slots of a store whose caller is gone must have been read
 _T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Hit:
-    """What `lookup` found: a snapshot, without a lease.
-
-    `tokens` tokens from `start` on are cached, in full pages; `tiers` names the fastest tier of each page; `seconds` is
-    what loading them should take by what was measured so far, what is under way included, None before anything was.
-
-    `pays`: the first tokens of what was found that are faster to load than to compute; all, before that is known.
-    `declined`: tokens that are cached and left out for that reason (`load.gate: enforcing`). `recompute_seconds` is
-    what computing the `tokens` tokens should take; None before `observe_prefill`, and without a gate.
-    """
-
-    start: int
-    tokens: int
-    tiers: tuple[str, ...]
-    seconds: float | None
-    pages: tuple[Page, ...] = dataclasses.field(repr=False)
-    recompute_seconds: float | None = None
-    pays: int = 0
-    declined: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +67,7 @@ class CacheEngine:
 
     `planes` attaches an engine's own paged tensors, `planes[layer][plane]` of shape `(blocks, block_tokens, *row)`;
     then `lookup`, `load` and `store` take slots of those tensors. Without it the engine owns a pool, and `sequence` is
-    the way.
+    the way. `tokens` are token ids everywhere; `lookup`, `store`, `prefetch`, `pin` and `pages` take `PageHashes` too.
     All methods may be called from many threads. Raises a subclass of `GdsCacheError` that names what cannot be opened.
     """
 
@@ -191,8 +170,17 @@ class CacheEngine:
         return digest
 
     def pages(self, tokens: Any, salt: str = "") -> list[Page]:
-        """The names of all full pages of `tokens`."""
-        return self.names.of(self.namespace(salt), as_tokens(tokens))
+        """The names of all full pages of `tokens`, which are token ids or `PageHashes`."""
+        return self._named(tokens, salt)[0]
+
+    def _named(self, tokens: Any, salt: str) -> tuple[list[Page], int]:
+        """The names of all full pages, and the tokens of the whole request."""
+        namespace = self.namespace(salt)
+        if isinstance(tokens, PageHashes):
+            length = tokens.length(self.layout.page_tokens)
+            return tokens.pages(namespace)[: length // self.layout.page_tokens], length
+        ids = as_tokens(tokens)
+        return self.names.of(namespace, ids), len(ids)
 
     # -- an engine without a block manager -------------------------------------------------------------------------
 
@@ -211,14 +199,13 @@ class CacheEngine:
         return self.call(lambda: self._lookup(tokens, start, salt))
 
     def _lookup(self, tokens: Any, start: int, salt: str) -> Hit:
-        tokens = as_tokens(tokens)
-        pages = self.pages(tokens, salt)
+        pages, length = self._named(tokens, salt)
         first = min(self._first_page(start), len(pages))
         manager, page_tokens = self.manager, self.layout.page_tokens
         manager.watch()
         with self.timeline.span("lookup", pages=len(pages) - first):
             found = manager.lookup(pages, first)
-        keep, worth, seconds, computing = self.gate.decide(found, start, len(tokens), self.loader.planner.under_way)
+        keep, worth, seconds, computing = self.gate.decide(found, start, length, self.loader.planner.under_way)
         kept, declined = tuple(found[:keep]), (len(found) - keep) * page_tokens
         names = tuple(pages[first : first + keep])
         return Hit(start, keep * page_tokens, kept, seconds, names, computing, worth * page_tokens, declined)
@@ -241,17 +228,22 @@ class CacheEngine:
 
         Loads as many pages as `slots` are for; `load.tokens` says how many are on their way, since the keys are
         resolved again. The slots are written after the current stream's work so far, or after the event `after`.
+
+        A hit of `Prefetch.hit` is loaded from the CPU tier alone: nothing is hashed, and there is no deadline.
         """
         return self.load_many([(hit, slots)], after)
 
     def load_many(self, requests: Sequence[tuple[Hit, Any]], after: Event = None) -> LayerwiseLoad:
-        """Begin a batch of loads: one submit, and one wait a layer."""
+        """Begin a batch of loads: one submit, and one wait a layer. `load.tokens_by_request` says what is on its way.
+
+        Raises `InvalidValueError` for hits of `lookup` and of `Prefetch.hit` together: a batch has a deadline or none.
+        """
         return self.call(lambda: self._load_many(requests, after), _end_load)
 
     def _load_many(self, requests: Sequence[tuple[Hit, Any]], after: Event) -> LayerwiseLoad:
         self._check_attached()
-        planes, batch = self._parts.planes, []
-        for hit, slots in _requests(requests):
+        planes, batch, pairs = self._parts.planes, [], _requests(requests)
+        for hit, slots in pairs:
             blocks = planes.block_table(slots)
             if len(blocks) > len(hit.pages):
                 raise SlotCountError(
@@ -261,7 +253,12 @@ class CacheEngine:
             batch.append((hit.pages[: len(blocks)], blocks, hit.start))
         if len(batch) > 1:
             planes.block_table(torch.cat([blocks.view(-1) for _, blocks, _ in batch]))  # no slot twice across requests
-        return self.loader.start(batch, "load", [given(after, planes.device)])
+        checked = bool(pairs) and pairs[0][0].checked
+        if any(hit.checked is not checked for hit, _ in pairs):
+            raise InvalidValueError(
+                "a batch has hits of lookup() and of a prefetch's hit()", "load them in two calls of load_many()"
+            )
+        return self.loader.start(batch, "load", [given(after, planes.device)], checked=checked)
 
     def store(
         self,
@@ -327,17 +324,29 @@ class CacheEngine:
 
     # -- both ------------------------------------------------------------------------------------------------------
 
-    def prefetch(self, tokens: Any, start: int = 0, salt: str = "") -> Prefetch:
+    def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> Prefetch:
         """Begin to bring cached pages from the SSD into the CPU tier, from token `start` on; returns at once.
 
         Chunk by chunk and in turn with other prefetches, behind loads. It ends by itself, or when its handle says so:
         cancel it when its request is. The config's section `prefetch` says how much it may hold, and when it stops.
-        """
-        return self.call(lambda: self._prefetch(tokens, start, salt), Prefetch.cancel)
 
-    def _prefetch(self, tokens: Any, start: int, salt: str) -> Prefetch:
+        `pin`: for attached planes. What it brings, or finds in the CPU tier, is kept there for so many seconds at most,
+        until the handle lets it go; `handle.verified` says how many tokens that are, and `handle.hit()` is for `load`.
+        Room for all of it is reserved now: all pins together have half of the CPU tier, and who asks first has it. What
+        finds no room is left out, and the prefetch ends with `no_room`. Such a prefetch does not count to
+        `prefetch.quota`. Raises `InvalidValueError` for no number of seconds, and without a CPU tier.
+        """
+        return self.call(lambda: self._prefetch(tokens, start, salt, pin), Prefetch.cancel)
+
+    def _prefetch(self, tokens: Any, start: int, salt: str, pin: float | None) -> Prefetch:
         self._check_open()
-        return self._parts.prefetcher.start(self.pages(tokens, salt)[self._first_page(start) :])
+        pages, first = self.pages(tokens, salt), self._first_page(start)
+        if pin is not None:
+            self._check_attached()
+            pin = arguments.span(pin, "pin", LONGEST_TTL)
+            if self.manager.landing is None:
+                raise InvalidValueError("pin is given, and there is no CPU tier", "add a cpu section, or leave pin out")
+        return self._parts.prefetcher.start(pages[first:], first * self.layout.page_tokens, pin)
 
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> Pin:
         """Keep the cached prefix of `tokens` from eviction, on every tier that has pages of it, for `seconds` at most.

@@ -199,8 +199,68 @@ class UnsupportedRequestError(GdsCacheError):
     """A request of a kind that an integration cannot serve from cached prefixes: padding, beams, ragged rows."""
 
 
+class IntegrationError(GdsCacheError):
+    """An inference engine is set up in a way that its integration refuses; the subclasses name the cause."""
+
+
+class ParallelismUnsupportedError(IntegrationError):
+    """The inference engine spreads a model over several ranks."""
+
+
+class SeparateWorkerError(IntegrationError):
+    """The inference engine's worker runs in another process than its scheduler."""
+
+
+class CacheGroupsUnsupportedError(IntegrationError):
+    """The model's KV cache is of several groups, or of a kind that is not one page of every token."""
+
+
+class CacheLayoutUnsupportedError(IntegrationError):
+    """The bytes of a block of the inference engine's KV cache are not one run."""
+
+
+class DynamicScalesError(IntegrationError):
+    """The scales of a quantised KV cache depend on the requests that were served."""
+
+
+class HashSeedError(IntegrationError):
+    """The inference engine's hashes of blocks begin with a seed that a restart changes."""
+
+
+class LoadFailurePolicyError(IntegrationError):
+    """The inference engine would end requests whose pages are bad, where it could compute them."""
+
+
+class ConnectorRoleError(IntegrationError):
+    """The inference engine is to hand its KV cache over to another one."""
+
+
+class SleepModeUnsupportedError(IntegrationError):
+    """The inference engine may give up the memory of its KV cache, or its weights, while the cache is open."""
+
+
+class WeightUpdatesUnsupportedError(IntegrationError):
+    """The inference engine may change its weights while the cache is open."""
+
+
+class SpeculationUnsupportedError(IntegrationError):
+    """The inference engine speculates with a second model, whose KV cache has no identity here."""
+
+
+class LayerHooksError(IntegrationError):
+    """A forward pass did not wait for the layers that were being loaded."""
+
+
+class VerifiedLoadError(IntegrationError):
+    """Pages that had been checked did not reach their blocks, and the step that used them cannot be taken back."""
+
+
 class MissingPackageError(GdsCacheError):
     """An optional package that a command needs is not installed; the hint names the extra."""
+
+
+class WeightsNotFoundError(GdsCacheError):
+    """No files of weights are where a model should be, or they cannot be looked at."""
 
 
 class ForkedProcessError(GdsCacheError):

@@ -2,6 +2,9 @@
 
 A page key is a chained BLAKE2b-256 (RFC 7693) keyed with the namespace: `digest(parent key || token ids)`, the token
 ids as little-endian uint32. A key therefore names the whole prefix up to and including its page.
+
+Where the caller chains digests of its own (`PageHashes`), a page key is `digest(its digest)`, keyed in the same way.
+What is digested has 32 bytes then, and at least 36 with tokens, so no key of one kind is one of the other.
 """
 
 from __future__ import annotations
@@ -18,12 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.errors import TokensError
+from gdscache import arguments
+from gdscache.errors import InvalidValueError, TokensError
+from gdscache.limits import MAX_COUNT
 
 KEY_BYTES = 32
 FORMAT = 1
 SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # sequences whose names are remembered, and names in all: about 13 MiB
 _COMPARED = 8  # of those that begin with the same page, the last
+_NAMESPACES_KEPT = 8  # of one `PageHashes`: the last in which its pages were named
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -51,6 +57,11 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
     Takes a list or tuple of integers, a numpy integer array, or a dense torch tensor in host memory.
     Raises `TokensError` for anything that is not one flat run of integers in [0, 2**32).
     """
+    if isinstance(tokens, PageHashes):
+        raise TokensError(
+            f"{len(tokens)} page hashes were given where token ids are needed",
+            "lookup, store, prefetch, pin and pages of an engine take PageHashes, and load takes the hit",
+        )
     if isinstance(tokens, (list, tuple)):
         try:
             return np.frombuffer(array("I", tokens), dtype="<u4")
@@ -183,3 +194,98 @@ def _equal(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> int:
     differs = a[:most] != b[:most]
     first = int(differs.argmax())
     return first if differs[first] else most
+
+
+class PageHashes:
+    """The pages of a request by digests of the caller's, for an engine that hashes its blocks itself.
+
+    `hashes`: 32 bytes a full page, the first page first. The caller chains them, so that each names the whole prefix up
+    to and including its page, with all that makes its bytes differ (an adapter, images). `tokens`: those of the whole
+    request, a partial last page included; None: as many as the pages have. It goes where token ids go in `lookup`,
+    `store`, `prefetch`, `pin` and `pages` of an engine; `start` counts tokens as ever. Keys of hashes and keys of
+    tokens never meet.
+
+    The names of its pages are remembered, so one that grows with its request (`extend`) is named page by page.
+    Thread-safe. Raises `InvalidValueError` for hashes that are none. What does not fit `tokens` is found by the call
+    that it is given to (`TokensError`).
+    """
+
+    def __init__(self, hashes: Sequence[bytes], tokens: int | None = None) -> None:
+        self._lock = threading.Lock()
+        self._hashes: list[bytes] = []
+        self._distinct: set[bytes] = set()
+        self._named: dict[bytes, list[Page]] = {}
+        self._tokens: int | None = None
+        self.extend(hashes, tokens)
+
+    def __len__(self) -> int:
+        """Full pages."""
+        return len(self._hashes)
+
+    def __repr__(self) -> str:
+        return f"PageHashes({len(self._hashes)} pages, tokens={self._tokens})"
+
+    def extend(self, hashes: Sequence[bytes], tokens: int | None = None) -> None:
+        """The request has grown by pages. `tokens`: of the whole request now; None: as many as the pages have.
+
+        Raises what the constructor raises, and changes nothing then.
+        """
+        length = None if tokens is None else arguments.whole(tokens, "tokens", 0, MAX_COUNT)
+        more = _as_hashes(hashes)
+        with self._lock:
+            if not self._distinct.isdisjoint(more) or len(set(more)) < len(more):
+                raise InvalidValueError(
+                    f"a hash is there twice among {len(self._hashes) + len(more)}",
+                    "chain them: each hash is to name its page and all before it",
+                )
+            self._distinct.update(more)
+            self._hashes += more
+            self._tokens = length
+
+    def length(self, page_tokens: int) -> int:
+        """Tokens of the whole request, of pages of so many. Raises `TokensError` where it has more or fewer pages."""
+        with self._lock:
+            pages, tokens = len(self._hashes), self._tokens
+        if tokens is None:
+            return pages * page_tokens
+        if tokens // page_tokens != pages:
+            full = tokens // page_tokens
+            raise TokensError(
+                f"{pages} page hashes for {tokens} tokens, which are {full} full pages of {page_tokens} tokens",
+                "pass a hash for each full page, and the tokens of the whole request",
+            )
+        return tokens
+
+    def pages(self, namespace: bytes) -> list[Page]:
+        """The names of all pages in a namespace, the first page first."""
+        with self._lock:
+            known = self._named.get(namespace)
+            if known is None:
+                known = self._named[namespace] = []
+                while len(self._named) > _NAMESPACES_KEPT:
+                    del self._named[next(iter(self._named))]
+            if len(known) < len(self._hashes):
+                parent = known[-1].key if known else namespace
+                keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)
+                for given in self._hashes[len(known) :]:
+                    page = keyed.copy()
+                    page.update(given)
+                    key = page.digest()
+                    known.append(Page(key, parent, namespace))
+                    parent = key
+            return known[:]
+
+
+def _as_hashes(hashes: Any) -> list[bytes]:
+    if not isinstance(hashes, Sequence) or isinstance(hashes, (str, bytes, bytearray, memoryview)):
+        raise InvalidValueError(
+            f"page hashes are of type {type(hashes).__name__}", f"pass a list of bytes, {KEY_BYTES} of each full page"
+        )
+    found = list(hashes)
+    for number, given in enumerate(found):
+        if not isinstance(given, bytes) or len(given) != KEY_BYTES:
+            what = f"{len(given)} bytes" if isinstance(given, bytes) else f"of type {type(given).__name__}"
+            raise InvalidValueError(
+                f"the hash of page {number} of those given is {what}", f"pass {KEY_BYTES} bytes of each full page"
+            )
+    return found

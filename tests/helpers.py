@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gdscache import CacheEngine
+from gdscache import CacheEngine, PageHashes
 from gdscache.config import ModelConfig
 from gdscache.layout import PageLayout
 from gdscache.load.handle import LayerwiseLoad
@@ -23,6 +23,7 @@ from gdscache.store.handle import StoreHandle
 
 Bytes = npt.NDArray[np.uint8]
 Planes = Sequence[Sequence[torch.Tensor]]
+Tokens = Sequence[int] | PageHashes
 SENTINEL = 0xA5
 WAIT = 60.0  # seconds after which something hangs, on a machine that others keep busy too
 # Seconds of a test that does random things from many threads: in `make suites`, and in `make soak`.
@@ -233,7 +234,7 @@ class Host:
     def page(self, blocks: Sequence[int], i: int) -> Sequence[int]:
         return blocks[i * self.per_page : (i + 1) * self.per_page]
 
-    def compute(self, tokens: Sequence[int], start: int = 0, salt: str = "", pages: int | None = None) -> list[int]:
+    def compute(self, tokens: Tokens, start: int = 0, salt: str = "", pages: int | None = None) -> list[int]:
         """Blocks with the bytes of the full pages from token `start` on (`pages` of them at most)."""
         names = self.engine.pages(tokens, salt)[start // self.layout.page_tokens :][:pages]
         blocks = self.take(len(names))
@@ -241,9 +242,7 @@ class Host:
             write_page(self.planes, self.layout, self.page(blocks, i), self.data(name.key))
         return blocks
 
-    def store(
-        self, tokens: Sequence[int], start: int = 0, salt: str = "", dtype: torch.dtype = torch.int64
-    ) -> StoreHandle:
+    def store(self, tokens: Tokens, start: int = 0, salt: str = "", dtype: torch.dtype = torch.int64) -> StoreHandle:
         """Compute and store; waits until the slots were read and uses them for something else at once."""
         blocks = self.compute(tokens, start, salt)
         handle = self.engine.store(tokens, torch.tensor(blocks, dtype=dtype), start, salt)
@@ -251,9 +250,7 @@ class Host:
         self.give(blocks)
         return handle
 
-    def begin(
-        self, tokens: Sequence[int], start: int = 0, salt: str = ""
-    ) -> tuple[LayerwiseLoad, list[int], list[bytes]]:
+    def begin(self, tokens: Tokens, start: int = 0, salt: str = "") -> tuple[LayerwiseLoad, list[int], list[bytes]]:
         hit = self.engine.lookup(tokens, start, salt)
         blocks = self.take(len(hit.pages))
         return self.engine.load(hit, blocks), blocks, [p.key for p in hit.pages]
@@ -271,7 +268,7 @@ class Host:
         self.give(blocks)
         return report
 
-    def load(self, tokens: Sequence[int], start: int = 0, salt: str = "") -> LoadReport:
+    def load(self, tokens: Tokens, start: int = 0, salt: str = "") -> LoadReport:
         """Look up, load, wait; the report, its bytes checked."""
         return self.finish(*self.begin(tokens, start, salt))
 

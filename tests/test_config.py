@@ -821,3 +821,42 @@ def test_the_schema_describes_every_key_and_its_default() -> None:
                 assert parse_size(properties[name]["default"]) == field.default
     filled = {name: p["default"] for name, p in schema["properties"].items() if "default" in p}
     assert Config.from_dict(filled | {"model": MHA}) == config()
+
+
+# -- a file for an inference engine, which describes its model itself --------------------------------------------------
+
+
+def test_an_engine_fills_in_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    file.write_text("cpu: {capacity: 1MiB}\nload: {verify: once}\n")
+    config = load_config(file, model=MHA)
+    assert config == Config.from_dict({"model": MHA, "cpu": {"capacity": "1MiB"}, "load": {"verify": "once"}})
+
+
+def test_a_file_may_label_the_model_of_an_engine(tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    file.write_text("model: {weights: tuesday, name: mine}\n")
+    model = load_config(file, model={**MHA, "weights": "of the engine", "salt": "facts"}).model
+    assert (model.weights, model.salt, model.name, model.layers) == ("tuesday", "facts", "mine", MHA["layers"])
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "told"),
+    [
+        ("model: {layers: 3}", GeometryError, "model.layers"),
+        ("model: {salt: mine}", GeometryError, "model.salt"),
+        ("model: {weights: a, kind: mha, nmae: x}", GeometryError, "`model.kind`, `model.nmae`"),
+        ("model: [1]", InvalidValueError, "`model` is list"),
+        ("model: {weights: 3}", InvalidValueError, "model.weights"),
+        ("cpu: {capcity: 1GiB}", UnknownKeyError, "did you mean `cpu.capacity`"),
+    ],
+)
+def test_what_a_file_for_an_engine_may_not_say(
+    tmp_path: Path, text: str, error: type[GdsCacheError], told: str
+) -> None:
+    file = tmp_path / "cache.yaml"
+    file.write_text(text)
+    with pytest.raises(error) as raised:
+        load_config(file, model=MHA)
+    assert told in str(raised.value)
+    assert str(file) in str(raised.value)

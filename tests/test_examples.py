@@ -46,7 +46,8 @@ def example(device: str, directory: Path, name: str, *arguments: str) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    assert EXAMPLES == ["attach_engine", "demo", "engine", "gds_throughput", "quickstart", "transformers_generate"]
+    here = ["attach_engine", "demo", "engine", "gds_throughput", "quickstart", "transformers_generate"]
+    assert sorted([*here, "vllm_offline"]) == EXAMPLES  # that one in tests/engines
 
 
 def test_quickstart(device: str, tmp_path: Path) -> None:

@@ -159,11 +159,11 @@ def test_ci_runs_lint_the_tests_and_the_suites() -> None:
     lines = script.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert "set -euo pipefail" in lines
-    assert lines[-8:-6] == ["make lint", "make resolve"]
+    assert lines[-9:-7] == ["make lint", "make resolve"]
     installs = ["--only-kvikio 13", "--only-nixl 13", "--only-nvrtc 12", "--only-nvrtc 13"]
-    for line, arguments in zip(lines[-6:-2], installs, strict=True):
+    for line, arguments in zip(lines[-7:-3], installs, strict=True):
         assert line == f".venv/bin/python tools/install_gpu.py {arguments}"
-    assert lines[-2:] == ["make test", "make suites"]
+    assert lines[-3:] == ["make test", "make engines-smoke", "make suites"]
 
 
 # --- GPU libraries -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from gdscache.doctor.copies import copy_rows, find_copies
+from gdscache.doctor.engines import engine_rows, find_engines
 from gdscache.doctor.facts import Asked, Facts, Found, MoverFacts, attempt, defaults
 from gdscache.doctor.gpu import find_gpu, gpu_rows, gpu_to_look_at
 from gdscache.doctor.kernels import find_kernels, find_mover, kernel_rows
@@ -27,6 +28,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("Kernels", kernel_rows),
     ("GPU <-> CPU", copy_rows),
     ("SSD", ssd_rows),
+    ("Inference engines", engine_rows),
 )
 
 
@@ -43,7 +45,7 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
         mover = attempt(lambda: find_mover(asked, engines))
     directory = asked.ssd_directory
     ssd = None if directory is None else find_ssd(asked, directory, gpu.device.value or "cpu")
-    return Facts(gpu, kernels, copies, mover, ssd)
+    return Facts(gpu, kernels, copies, mover, ssd, find_engines())
 
 
 def examine(facts: Facts, asked: Asked) -> Report:

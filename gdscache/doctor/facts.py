@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
@@ -271,14 +271,24 @@ class SsdFacts(StripeFacts):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """An inference engine that is installed; `tried`: our integration was, with this version of this distribution."""
+
+    distribution: str
+    version: str
+    tried: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything. `ssd` is None where no directory was given."""
+    """Everything. `ssd` is None where no directory was given; `engines`: inference engines, by their names."""
 
     gpu: GpuFacts
     kernels: KernelFacts
     copies: CopyFacts
     mover: Found[MoverFacts]
     ssd: SsdFacts | None = None
+    engines: Mapping[str, Found[EngineFacts]] = dataclasses.field(default_factory=dict)
 
     @property
     def has_gpu(self) -> bool:

@@ -46,8 +46,10 @@ class LayerwiseLoad:
         timeline: Timeline = OFF,
         device: torch.device | None = None,
         calls: Caller | None = None,
+        checked: bool = False,
     ) -> None:
-        """Without `layered` (a load into the CPU tier) there are no layers to wait for. `device`: the planes'."""
+        """Without `layered` (a load into the CPU tier) there are no layers to wait for. `device`: the planes'.
+        `checked`: it takes as long as it takes, so whoever waits does, unless they say for how long."""
         self.number = timeline.number()
         self._timeline = timeline
         self._device = device
@@ -55,6 +57,8 @@ class LayerwiseLoad:
         self.release_event = Fence()
         self._layout = layout
         self.deadline = deadline
+        self.checked = checked
+        self._patience = None if checked else deadline
         self._layers = [Fence() for _ in range(layout.n_layers if layered else 0)]
         self.cancelled = False
         self._moving: Moving | None = None
@@ -67,21 +71,27 @@ class LayerwiseLoad:
         """Tokens that are being loaded, over all requests; what `result()` confirms may be fewer."""
         return sum(part.pages for part in self.parts) * self._layout.page_tokens
 
+    @property
+    def tokens_by_request(self) -> tuple[int, ...]:
+        """`tokens` of each request, in the order in which they were given."""
+        return tuple(part.pages * self._layout.page_tokens for part in self.parts)
+
     def wait(self, layer: int, seconds: float | None = None) -> None:
         """Order the current stream after this layer's pages; on a CPU-only machine, wait for their bytes.
 
-        The thread waits until the copies are queued, `load.deadline` by default; then raises `DeadlineError`.
+        The thread waits until the copies are queued, `load.deadline` by default (without limit where the load is of
+        checked hits); then raises `DeadlineError`.
         """
         self._calls.check()
         layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
         with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
-            self._layers[layer].wait(self.deadline if seconds is None else seconds)
+            self._layers[layer].wait(self._patience if seconds is None else seconds)
 
     def results(self, seconds: float | None = None) -> list[LoadReport]:
         """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
         self._calls.check()
         limit = arguments.seconds(seconds)
-        if not self._over.wait(self.deadline if limit is None else limit):
+        if not self._over.wait(self._patience if limit is None else limit):
             raise DeadlineError("a load has no verdict yet", "raise load.deadline, or cancel() the load")
         if self._error is not None:
             raise self._error

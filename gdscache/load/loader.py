@@ -54,7 +54,7 @@ class Loader:
 
     @property
     def loads(self) -> int:
-        """Loads under way or waiting for a thread. The manager's lock is held."""
+        """Loads under way or waiting for a thread that may read files. The manager's lock is held."""
         return len(self._running)
 
     def start(
@@ -64,17 +64,19 @@ class Loader:
         after: Iterable[Event] = (),
         *,
         here: bool = True,
+        checked: bool = False,
     ) -> LayerwiseLoad:
         """Start moving pages into planes.
 
         A request is its pages, their blocks, int64 (pages, blocks_per_page), and the token that its first page begins
         with. `here`: the first copies or reads are begun in this thread; not for who holds the manager's lock.
+        `checked`: only pages that are complete in the landing tier, without a second look and without a deadline.
         """
         # Plans and the order of execution agree, so that waiting for another load ends.
         with self._order if here else contextlib.nullcontext():
             with self.manager.lock, contextlib.ExitStack() as undo:
                 self._check_open()
-                plan = self.planner.plan([pages for pages, _, _ in requests], owner, keep=self.keep)
+                plan = self.planner.plan([some for some, _, _ in requests], owner, keep=self.keep, checked=checked)
                 undo.callback(self.planner.abandon, plan)
                 found = list(zip(plan.requests, requests, strict=True))
                 tables = [blocks[: len(rows)] for rows, (_, blocks, _) in found]
@@ -86,8 +88,9 @@ class Loader:
                     timeline=self.manager.timeline,
                     device=self._device,
                     calls=self.manager.calls,
+                    checked=checked,
                 )
-                run = self._run(load, plan, table.numpy(), tuple(after))
+                run = self._run(load, plan, table.numpy(), tuple(after), checked=checked)
                 if not here:
                     self._submit(load, run)
                 undo.pop_all()
@@ -120,15 +123,24 @@ class Loader:
         assert part.report is not None, "a run that returns has a report"
         return part.report
 
-    def _run(self, load: LayerwiseLoad, plan: LoadPlan, blocks: Positions | None, after: Sequence[Event]) -> LoadRun:
-        return LoadRun(self.planner, self.executor, self.layout, self.config, load, plan, blocks, after, self.sizes)
+    def _run(
+        self,
+        load: LayerwiseLoad,
+        plan: LoadPlan,
+        blocks: Positions | None,
+        after: Sequence[Event],
+        *,
+        checked: bool = False,
+    ) -> LoadRun:
+        parts = self.planner, self.executor, self.layout, self.config
+        return LoadRun(*parts, load, plan, blocks, after, self.sizes, checked=checked)
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("the engine was closed meanwhile", "open a new one with CacheEngine.from_config")
 
     def _submit(self, load: LayerwiseLoad, run: LoadRun) -> None:
-        if load.tokens:
+        if load.tokens and not load.checked:
             self._running.add(load)
         self._lane.start(self._carry_out(load, run), functools.partial(self._lost, load, run))
 

@@ -140,11 +140,14 @@ class LoadPlanner:
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
-    def plan(self, requests: Sequence[Sequence[Page]], owner: str, *, keep: bool = True) -> LoadPlan:
+    def plan(
+        self, requests: Sequence[Sequence[Page]], owner: str, *, keep: bool = True, checked: bool = False
+    ) -> LoadPlan:
         """Lease the consecutive pages of each request that the tiers hold, and reserve slots of the landing tier for
         those of slower ones, in one step.
 
         What finds no such slot, or is not promoted (without `keep`, all of them), is to pass through. Never waits.
+        `checked`: only what is complete in the landing tier, up to the first page that is not.
         """
         manager = self.manager
         with manager.lock, contextlib.ExitStack() as undo:
@@ -157,7 +160,7 @@ class LoadPlanner:
                     for due in self._due:
                         due()
                     first = len(plan)
-                    absent = self._lease(plan, pages)
+                    absent = self._lease_landed(plan, pages) if checked else self._lease(plan, pages)
                     plan.requests.append(range(first, len(plan)))
                     if self._prefetched:
                         self._note_uses(plan, first)
@@ -178,6 +181,16 @@ class LoadPlanner:
             at += taken
         plan.pages += pages[:at]
         return absent
+
+    def _lease_landed(self, plan: LoadPlan, pages: Sequence[Page]) -> list[int]:
+        """`_lease`, of the landing tier alone."""
+        assert self.landing is not None, "pages of no tier"
+        entries = self._take(self.landing, pages, 0, len(pages), plan.leases[-1])
+        if entries:
+            plan.runs.append(Run(self.landing, range(len(plan), len(plan) + len(entries))))
+            plan.sources += entries
+            plan.pages += pages[: len(entries)]
+        return []
 
     def _take_run(self, plan: LoadPlan, pages: Sequence[Page], at: int, row: int, absent: list[int]) -> int:
         """Lease `pages[at]`, and those behind it that the same tier has and no faster one; how many. `row`: its row."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -55,7 +56,8 @@ class LoadRun:
     raise.
 
     `blocks`: of the planes, int64 (pages, blocks_per_page); None for a prefetch, whose pages stay in the landing tier.
-    `sizes`: of the groups of layers that are read.
+    `sizes`: of the groups of layers that are read. `checked`: the pages lie in memory and are good; they are not hashed
+    again, and have all the time that they take.
     """
 
     def __init__(
@@ -69,15 +71,17 @@ class LoadRun:
         blocks: Positions | None,
         after: Sequence[Event] = (),
         sizes: GroupSizes | None = None,
+        *,
+        checked: bool = False,
     ) -> None:
         self._planner = planner
         self._sizes = GROUP_SIZES if sizes is None else sizes
         self._manager = planner.manager
         self._executor = executor
         self._layout = layout
-        self._always = config.verify == "always"
+        self._always = config.verify == "always" and not checked
         self._start = executor.now()
-        self._until = self._start + config.deadline
+        self._until = math.inf if checked else self._start + config.deadline
         self._load = load
         self._plan = plan
         self._blocks = blocks

@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gdscache import arguments
-from gdscache.errors import DeadlineError, ForkedProcessError
+from gdscache.errors import DeadlineError, ForkedProcessError, InvalidValueError, TokensError
+from gdscache.hit import Hit
 from gdscache.keys import Page
 from gdscache.load.plan import PrefetchPlan
 from gdscache.moves import PageStatus
@@ -19,6 +20,7 @@ from gdscache.threads import Flag
 
 if TYPE_CHECKING:
     from gdscache.prefetch.prefetcher import Prefetcher
+    from gdscache.tiers.pins import Claim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +42,57 @@ class PrefetchReport:
 class Prefetch:
     """The handle of one prefetch. Made by `CacheEngine.prefetch`; thread-safe. Leaving its `with` block cancels it.
 
-    It needs nobody: pages are there as soon as they are checked, and what it holds goes back when it ends.
+    It needs nobody: pages are there as soon as they are checked, and what it holds goes back when it ends. With pins
+    it keeps the pages that it has brought, or found in the CPU tier, until `release`, `cancel`, the end of its `with`
+    block, or until their time is up; `hit()` is what a load takes of them.
     """
 
-    def __init__(self, owner: Prefetcher, request: PrefetchRequest, work: PrefetchWork) -> None:
+    def __init__(self, owner: Prefetcher, request: PrefetchRequest, work: PrefetchWork, start: int) -> None:
+        """`start`: the token that its first page begins with."""
         self._owner = owner
         self._request = request
         self._work = work
+        self._start = start
 
     @property
     def tokens(self) -> int:
         """Tokens from `start` on that it has seen in the CPU tier, or in a faster one, so far. It grows."""
         return self._work.good * self._owner.layout.page_tokens
+
+    @property
+    def verified(self) -> int:
+        """Tokens from `start` on that lie in the CPU tier now, pinned, and were found good. Costs little; never waits.
+
+        It grows while pages come. It falls where pages are cleared, invalidated, found bad or expire, and to 0 when the
+        pins have ended. 0 without pins.
+        """
+        self._owner.calls.check()
+        claim = self._work.claim
+        return 0 if claim is None else claim.good * self._owner.layout.page_tokens
+
+    def hit(self, start: int | None = None) -> Hit:
+        """The tokens that are `verified` now, from token `start` on (None: all), for `load`.
+
+        Such a load takes pages from the CPU tier alone, hashes none again and has no deadline, so what can fail is a
+        copy. While the pins hold, `load.tokens` is `hit.tokens`; the load keeps its pages itself, so they may be
+        released as soon as `load` has returned. When they had ended before, or pages were cleared or invalidated
+        meanwhile, `load.tokens` is what is left. Raises `InvalidValueError` without pins, `TokensError` for a `start`
+        that is no page of the prefetch.
+        """
+        self._owner.calls.check()
+        claim, page_tokens = self._work.claim, self._owner.layout.page_tokens
+        if claim is None:
+            raise InvalidValueError("this prefetch has no pins", "pass pin=SECONDS to prefetch()")
+        start = self._start if start is None else start
+        first = arguments.start_page(start, page_tokens) - self._start // page_tokens
+        if first < 0:
+            message = f"start is {start}, the prefetch begins with token {self._start}"
+            raise TokensError(message, "pass that, or a later token at a page boundary")
+        pages = tuple(self._work.pages[first : claim.good])
+        seconds = self._owner.seconds(len(pages))
+        tokens = len(pages) * page_tokens
+        name = self._owner.landing_name
+        return Hit(start, tokens, (name,) * len(pages), seconds, pages, pays=tokens, checked=True)
 
     def done(self) -> bool:
         """True when it has ended; never waits."""
@@ -71,8 +112,15 @@ class Prefetch:
         return self.tokens
 
     def cancel(self) -> None:
-        """End it, after the chunk under way; what has been brought stays. Never waits; again, and later, is fine."""
-        self._owner.calls.run(lambda: self._owner.stop(self._request, PrefetchEnd.CANCELLED))
+        """End it, after the chunk under way, and its pins. What was brought stays in the CPU tier as any other page.
+
+        Never waits; again, and later, is fine.
+        """
+        self._owner.calls.run(lambda: self._owner.release(self._request, self._work))
+
+    def release(self) -> None:
+        """Let its pins go, as `cancel` does: what is still under way comes to nobody's use."""
+        self.cancel()
 
     def result(self, seconds: float | None = None) -> PrefetchReport:
         """Wait until it has ended, whatever the stop policy; never raises for a page.
@@ -104,11 +152,16 @@ class Prefetch:
 class PrefetchWork:
     """The pages of one prefetch and what has become of them. The manager's lock guards it.
 
-    `keep`: keys that its own slots may not push out.
+    `keep`: keys that its own slots may not push out. `claim`: its pins, where it has any; `beyond` pages more were
+    found for which these had no room.
     """
 
-    def __init__(self, pages: Sequence[Page], present: int, keep: set[bytes]) -> None:
+    def __init__(
+        self, pages: Sequence[Page], present: int, keep: set[bytes], claim: Claim | None = None, beyond: int = 0
+    ) -> None:
         self.pages = pages
+        self.claim = claim
+        self._beyond = beyond
         self.keep = keep
         self.at = self.good = present  # pages before `at` have had their turn; those before `good` are all there
         self.counts: Counter[str] = Counter(present=present) if present else Counter()
@@ -147,7 +200,7 @@ class PrefetchWork:
         self.seconds = seconds
         self.keep = set()
         try:
-            if self.left:
-                self.counts["left"] = self.left
+            if self.left + self._beyond:
+                self.counts["left"] = self.left + self._beyond
         finally:
             self.over.set()

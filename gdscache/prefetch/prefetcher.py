@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -57,15 +58,24 @@ class Prefetcher:
             undo.pop_all()
         self._turns.submit(self._serve, self._serve)
 
-    def start(self, pages: Sequence[Page]) -> Prefetch:
-        """Begin to bring those of the consecutive cached pages to the CPU tier that only the SSD has."""
+    def start(self, pages: Sequence[Page], start: int = 0, pin: float | None = None) -> Prefetch:
+        """Begin to bring those of the consecutive cached pages to the CPU tier that only the SSD has.
+
+        `start`: the token that the first begins with. `pin`: keep them there, for so many seconds at most.
+        """
         manager, keep = self._manager, {page.key for page in pages}
-        with manager.lock:
+        with manager.lock, contextlib.ExitStack() as undo:
             if self._closed:
                 raise EngineClosedError(
                     "the engine was closed meanwhile", "open a new one with CacheEngine.from_config"
                 )
             found, landing = manager.peek(pages), self._landing
+            claim, beyond = None, 0
+            if pin is not None:
+                claim = manager.pins.claim(pages[: len(found)], pin, self.layout.page_tokens)
+                undo.callback(manager.pins.end, claim)
+                beyond = len(found) - len(claim.pages)
+                del found[len(claim.pages) :]
             slow = {name for name, tier in manager.tiers.items() if tier.kind == "files"}
             present = next((i for i, name in enumerate(found) if name in slow), len(found))
             if landing is None:
@@ -74,12 +84,31 @@ class Prefetcher:
             pages = pages[: len(found)]
             if wanted and landing is not None:
                 keep |= landing.index.family(pages[:1])
-            request, work = PrefetchRequest(wanted), PrefetchWork(pages, present, keep)
+            request = PrefetchRequest(wanted, None if claim is None else claim.until, short=beyond > 0)
+            work = PrefetchWork(pages, present, keep, claim, beyond)
             self._requests += 1
             self._live[request] = work
             self._queue.add(request, wanted * self.layout.page_tokens)
             self._changed.notify_all()
-            return Prefetch(self, request, work)
+            undo.pop_all()
+            return Prefetch(self, request, work, start)
+
+    def release(self, request: PrefetchRequest, work: PrefetchWork) -> None:
+        """Begin no further chunk of it, and end its pins."""
+        with self._manager.lock:
+            self._queue.stop(request, PrefetchEnd.CANCELLED)
+            if work.claim is not None:
+                self._manager.pins.end(work.claim)
+
+    def seconds(self, pages: int) -> float | None:
+        """What loading so many pages of the landing tier should take; None before that was measured."""
+        price = self._manager.costs.load_price(self.landing_name)
+        return None if price is None else price[0] * pages * self.layout.page_bytes + price[1]
+
+    @property
+    def landing_name(self) -> str:
+        """The tier that pages are brought to."""
+        return "" if self._landing is None else self._landing.name
 
     def stop(self, request: PrefetchRequest, why: PrefetchEnd) -> None:
         """Begin no further chunk of it."""
@@ -111,6 +140,7 @@ class Prefetcher:
                 "unused_pages": held.unused,
                 "held_pages": len(held),
                 "quota_pages": held.limit,
+                **self._manager.pins.describe(),
             }
 
     def close(self) -> None:
@@ -142,6 +172,7 @@ class Prefetcher:
 
     def _pump(self) -> None:
         """Begin what may begin. The lock is held."""
+        self._manager.pins.end_due()
         while not self._closed:
             turn = self._queue.next(demand=self._loader.loads > 0)
             if turn is None:
@@ -151,9 +182,13 @@ class Prefetcher:
             plan = self._planner.plan_prefetch(work.pages, work.at, most, work.keep)
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(self._give_up, plan)
+                there = [work.at + i for i, moves in enumerate(plan.found) if not moves]
                 chunk, numbers = plan.chunk, work.take(plan)
-                if chunk.pages:
+                if work.claim is not None:
+                    self._manager.pins.fill(work.claim, there)
+                elif chunk.pages:
                     self._held.begin(page.key for page in chunk.pages)
+                if chunk.pages:
                     self._move(request, plan, numbers)  # which waits for the lock
                 on_failure.pop_all()
             if chunk.pages:
@@ -194,13 +229,17 @@ class Prefetcher:
                 return
             on_failure.callback(self._recount, request)
             on_failure.callback(self._give_up, plan)
+            statuses, claim = [], self._live[request].claim
+            if claim is not None:
+                landed = chunk.loaded(range(len(chunk))).tolist()
+                self._manager.pins.fill(claim, itertools.compress(numbers, landed))
             self._give_up(plan)
-            statuses = []
             for row, (page, status) in enumerate(zip(chunk.pages, chunk.told(range(len(chunk))), strict=True)):
                 target, good = chunk.targets[row], status is PageStatus.LOADED
                 cleared = good and target.dropped
                 statuses.append("cleared" if cleared else status.value)
-                self._held.land(page.key, target.slot if good and not cleared else None)
+                if claim is None:
+                    self._held.land(page.key, target.slot if good and not cleared else None)
             self._pages.update(statuses)
             self._live[request].land(numbers, statuses)
             if "cleared" in statuses:
@@ -222,6 +261,8 @@ class Prefetcher:
         work = self._live.pop(request, None)
         if work is not None:
             self._ends[request.end.value] += 1
+            if work.claim is not None:
+                self._manager.pins.settle(work.claim)
             work.finish(time.monotonic() - request.begun)
             self.calls.ended()
 

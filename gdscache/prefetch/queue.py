@@ -25,11 +25,12 @@ class PrefetchEnd(enum.Enum):
     COMPLETE = "complete"  # all pages that the lookup found are in the CPU tier or faster
     STOPPED = "stopped"  # by the stop policy: `wait` with best_effort, or the time of `timeout` was up
     CANCELLED = "cancelled"
-    DEADLINE = "deadline"  # `wait` with wait_complete gave up after load.deadline
+    DEADLINE = "deadline"  # `wait` with wait_complete gave up after load.deadline, or the time of its pins was up
     QUOTA = "quota"  # prefetched pages that nobody has used hold their share of the CPU tier
     THRESHOLD = "threshold"  # the SSD has fewer tokens than prefetch.threshold
     QUEUE_FULL = "queue_full"  # there were prefetch.queue prefetches already
-    NO_ROOM = "no_room"  # no slot of the CPU tier can be had: what is there is leased, or of this prefix
+    NO_ROOM = "no_room"  # no slot of the CPU tier can be had: what is there is leased, or of this prefix; or pins hold
+    # as much of the tier as they may
     MISSING = "missing"  # the next page left the SSD meanwhile, or I/O that hangs hides it
     ERROR = "error"  # a page could not be read, or was not what was stored
     CLOSED = "closed"  # the engine was
@@ -115,12 +116,17 @@ class PrefetchRequest:
     """A prefetch as the queue sees it. `pages` of it are still to begin; it begins none after `limit`, if it has one.
 
     `end` is why it ends; it is over when no chunk of it is `flying` any more.
+
+    `until`: when its pins end, by the queue's clock; None: it has none. Those with pins are bounded by these, not by
+    the quota. `short`: there are pages for which they had no room.
     """
 
-    __slots__ = ("begun", "end", "flying", "limit", "pages", "parked", "swept")
+    __slots__ = ("begun", "end", "flying", "limit", "pages", "parked", "short", "swept", "until")
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, until: float | None = None, *, short: bool = False) -> None:
         self.pages = pages
+        self.until = until
+        self.short = short
         self.begun = 0.0
         self.limit: float | None = None
         self.parked: float | None = None  # not looked at before this time
@@ -167,7 +173,7 @@ class PrefetchQueue:
             request.limit = request.begun + min(seconds, MAX_SECONDS)
         self._live.add(request)
         if not request.pages:
-            self.stop(request, PrefetchEnd.COMPLETE)
+            self.stop(request, _through(request))
         elif len(self._live) > config.queue:
             self.stop(request, PrefetchEnd.QUEUE_FULL)
         elif tokens < config.threshold:
@@ -186,7 +192,7 @@ class PrefetchQueue:
         while (request := self._ready(now)) is not None:
             if self._waits(now, demand=demand):
                 return None
-            most = min(self._chunk_pages, request.pages, self._pages.room)
+            most = min(self._chunk_pages, request.pages, self._pages.room if request.until is None else request.pages)
             if most:
                 request.swept = 0
                 return request, most
@@ -259,7 +265,7 @@ class PrefetchQueue:
         """In how many seconds `next` may have another answer by the clock alone; None: not before something happens."""
         if self._again:
             return 0.0
-        times = [at for r in self._turns for at in (r.limit, r.parked) if at is not None]
+        times = [at for r in self._turns for at in (r.limit, r.parked, r.until) if at is not None]
         if self._held_back is not None and not self.flying:
             times.append(self._held_back + DEMAND_PAUSE_S)
         return max(0.0, min(times) - self._clock()) if times else None
@@ -269,6 +275,8 @@ class PrefetchQueue:
     def _expire(self, now: float) -> None:
         for request in [r for r in self._turns if r.limit is not None and now >= r.limit]:
             self.stop(request, PrefetchEnd.STOPPED)
+        for request in [r for r in self._turns if r.until is not None and now >= r.until]:
+            self.stop(request, PrefetchEnd.DEADLINE)
 
     def _ready(self, now: float) -> PrefetchRequest | None:
         ready = None
@@ -295,4 +303,9 @@ class PrefetchQueue:
 
     def _complete(self, request: PrefetchRequest) -> None:
         if not request.pages and not request.flying:
-            self.stop(request, PrefetchEnd.COMPLETE)
+            self.stop(request, _through(request))
+
+
+def _through(request: PrefetchRequest) -> PrefetchEnd:
+    """How a request ends of which every page has come."""
+    return PrefetchEnd.NO_ROOM if request.short else PrefetchEnd.COMPLETE

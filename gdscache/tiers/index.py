@@ -50,6 +50,7 @@ class PageIndex(EvictablePages):
     ) -> None:
         super().__init__(slots, LRU() if policy is None else policy)
         self.evictions = 0
+        self.torn = 0  # pages that were dropped while somebody leased them
         self._ahead = min(_AHEAD, slots // 512)
         self._free = FreeSlots(slots)
         self._forget = forget
@@ -156,6 +157,7 @@ class PageIndex(EvictablePages):
         if self._forget is not None and entry.state is not PENDING:
             self._forget(entry.slot)
         if entry.leases:
+            self.torn += 1
             self._leaving.add(entry.slot)
         else:
             self._give_back(entry)

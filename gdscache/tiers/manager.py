@@ -20,7 +20,9 @@ from gdscache.tiers.busy import BusyPeriods
 from gdscache.tiers.clearing import PAUSE_S, Clearing
 from gdscache.tiers.costs import Costs
 from gdscache.tiers.index import PageIndex
-from gdscache.tiers.keeping import Expiry, Pin, Pins
+from gdscache.tiers.keeping import Expiry
+from gdscache.tiers.pinning import Pins
+from gdscache.tiers.pins import Pin
 from gdscache.tiers.quarantine import Quarantine
 from gdscache.tiers.retention import DEFAULT, Retention
 from gdscache.timeline import OFF, Timeline

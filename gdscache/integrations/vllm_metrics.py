@@ -1,0 +1,70 @@
+"""What the vLLM connector counts, in vLLM's own places: its log line of KV transfers, and its Prometheus metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter as CounterMetric
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTED = {
+    "loads": "Loads of cached prefixes that were begun.",
+    "loaded_pages": "Pages of those loads.",
+    "stored_pages": "Pages that were handed over to be stored.",
+    "bad_pages": "Pages that a load between steps did not bring, and that were computed.",
+    "deferred": "Times that a request was told to ask again, since its pages were on their way.",
+    "late": "Requests whose pages did not come in time.",
+    "blocks_awaited": "Stores that a step waited for, since it was to write to their blocks.",
+    "scheduler_seconds": "Seconds that the connector took in the scheduler.",
+    "worker_seconds": "Seconds that the connector took in the worker, waits for layers included.",
+    "steps": "Steps of the scheduler.",
+}
+
+
+class GdsCacheStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts since the last step: plain data, since they go to another process."""
+
+    data: dict[str, Any]
+
+    def aggregate(self, other: KVConnectorStats) -> GdsCacheStats:
+        """The sum of both, in this object."""
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What the log line shows."""
+        return {name: round(value, 6) for name, value in self.data.items() if value}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not any(self.data.values())
+
+    def reset(self) -> None:
+        """Count from 0."""
+        self.data = {}
+
+
+class GdsCacheProm(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same counts as counters of Prometheus, an engine each."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        kind = metric_types[CounterMetric]
+        self._counters = {
+            name: kind(name=f"vllm:gdscache_{name}", documentation=text, labelnames=labelnames)
+            for name, text in COUNTED.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what a step has counted."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if value and name in self._counters:
+                self._counters[name].labels(*labels).inc(value)

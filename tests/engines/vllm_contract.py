@@ -1,0 +1,79 @@
+"""What the installed vLLM has of everything that the connector was written for, as JSON:  vllm_contract.py [FILE]
+
+The tests run it in vLLM's environment. With FILE it records that version as the one that the connector is written for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+CLASSES = [
+    f"{BASE}:KVConnectorBase_V1",
+    f"{BASE}:SupportsHMA",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics",
+]
+FIELDS = {  # what is read of objects that vLLM hands over
+    "vllm.v1.core.sched.output:SchedulerOutput": [
+        "scheduled_cached_reqs",
+        "num_scheduled_tokens",
+        "kv_connector_block_state",
+    ],
+    "vllm.v1.core.sched.output:CachedRequestData": ["req_ids", "resumed_req_ids", "new_block_ids"],
+    "vllm.v1.kv_cache_interface:KVCacheConfig": ["num_blocks", "kv_cache_groups", "kv_cache_layout", "hash_block_size"],
+    "vllm.config:KVTransferConfig": ["engine_id", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config"],
+    "vllm.config:CacheConfig": ["cache_dtype", "prefix_caching_hash_algo"],
+    "vllm.config:ParallelConfig": ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"],
+    "vllm.config:ModelConfig": ["model", "dtype", "quantization", "enable_sleep_mode"],
+    "vllm.config:SchedulerConfig": ["async_scheduling"],
+    "vllm.config:VllmConfig": ["speculative_config", "weight_transfer_config", "load_config"],
+}
+
+
+def found(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def members(kind: type) -> dict[str, str]:
+    """Each public method, `__init__` and property with its parameters: names, kinds and whether they have a default."""
+    told = {}
+    for name, member in inspect.getmembers_static(kind):
+        if name.startswith("_") and name != "__init__":
+            continue
+        if isinstance(member, property):
+            told[name] = "property"
+        elif isinstance(member, (staticmethod, classmethod)) or inspect.isfunction(member):
+            function = member if inspect.isfunction(member) else member.__func__
+            parameters = [_told(parameter) for parameter in inspect.signature(function).parameters.values()]
+            told[name] = f"{type(member).__name__}({', '.join(parameters)})"
+    return told
+
+
+def _told(parameter: inspect.Parameter) -> str:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    return stars + parameter.name + ("" if parameter.default is parameter.empty else "=")
+
+
+def contract() -> dict[str, Any]:
+    import vllm
+
+    fields = {}
+    for name, wanted in FIELDS.items():
+        have = {field.name for field in dataclasses.fields(found(name))}
+        fields[name] = {field: field in have for field in wanted}
+    return {"version": vllm.__version__, "classes": {name: members(found(name)) for name in CLASSES}, "fields": fields}
+
+
+if __name__ == "__main__":
+    text = json.dumps(contract(), indent=1, sort_keys=True) + "\n"
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(text)
+    print(text)

@@ -1,0 +1,127 @@
+"""What the tests against vLLM's real engine share: its environment, its model, and how a run is made and compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CHILD = Path(__file__).with_name("vllm_child.py")
+PYTHON = Path(os.environ.get("GDSCACHE_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+LIMIT_S = 240.0  # of one run; a machine of two cores opens vLLM in 15 to 30 seconds
+DRIFT = 0.15  # of log-probabilities: what bfloat16 rounds away is about 0.03, one wrong block makes 0.5
+MISSING = f"no vLLM at {PYTHON}: `make engines` makes that environment, or set GDSCACHE_VLLM_PYTHON"
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",
+}
+
+# Prompts. All tests ask for these, so that one run without a cache says what each of them is to answer.
+LONG: dict[str, Any] = {"parts": [[0, 1500]]}
+BRANCH: dict[str, Any] = {"parts": [[0, 1000], [1, 400]]}  # begins as LONG does; seeds give the same tokens again
+OTHER: dict[str, Any] = {"parts": [[2, 700]]}
+EXACT: dict[str, Any] = {"parts": [[3, 1024]]}  # whole blocks: the last one is computed for its last token
+PROMPTS = [LONG, BRANCH, OTHER, EXACT]
+
+
+def salted(prompt: dict[str, Any], salt: str) -> dict[str, Any]:
+    return {**prompt, "salt": salt}
+
+
+def cache(directory: Path, **changes: Any) -> dict[str, Any]:
+    """`kv_connector_extra_config` for a small cache in that directory. `options` are those beside `config`."""
+    options = changes.pop("options", {})
+    config = {
+        "cpu": {"capacity": "64MiB", "pin": "off"},
+        "ssd": {"path": str(directory), "capacity": "128MiB", "transport": "posix", "gds": "off", "threads": 2},
+        "host_buffer": "16MiB",
+        "load": {"deadline": 20},
+        "store": {"deadline": 20},
+    }
+    for section, values in changes.items():
+        config[section] = None if values is None else {**config.get(section, {}), **values}
+    return {"config": config, **options}
+
+
+@dataclasses.dataclass
+class Result:
+    """What a run said, step by step, and how it ended."""
+
+    answers: list[Any]
+    status: int
+    log: str
+    seconds: float
+
+
+def run(
+    folder: Path,
+    model: Path,
+    steps: list[tuple[str, dict[str, Any]]],
+    connector: dict[str, Any] | None = None,
+    *,
+    faults: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    fails: bool = False,
+    **orders: Any,
+) -> Result:
+    """Run vLLM in a process of its own. `fails`: it is not to end well."""
+    number = len(list(folder.glob("orders*")))
+    asked, told, log = (folder / f"{name}{number}" for name in ("orders", "answers", "log"))
+    asked.write_text(json.dumps({"model": str(model), "connector": connector, "steps": steps, **orders}))
+    settings = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT), **(environment or {})}
+    if faults is not None:
+        plan = folder / f"faults{number}"
+        plan.write_text(json.dumps(faults))
+        settings["GDSCACHE_FAULTS"] = str(plan)
+    start = time.monotonic()
+    with log.open("w") as out:
+        child = subprocess.Popen(
+            [str(PYTHON), str(CHILD), str(asked), str(told)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=settings,
+            cwd=folder,
+            start_new_session=True,
+        )
+        try:
+            status = child.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, 9)
+            child.wait()
+            raise AssertionError(f"vLLM hangs: after {LIMIT_S:g} s\n{log.read_text()[-4000:]}") from None
+    answers = json.loads(told.read_text()) if told.exists() else []
+    result = Result(answers, status, log.read_text(), time.monotonic() - start)
+    if not fails:
+        assert status == 0, result.log[-6000:]
+    return result
+
+
+def drift(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """How far the probabilities of the first token are apart; infinity where the tokens differ."""
+    both = a["first"].keys() & b["first"].keys()
+    if a["tokens"] != b["tokens"] or not both:
+        return math.inf
+    return max(abs(a["first"][t] - b["first"][t]) for t in both)
+
+
+def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """The tokens are those of a run without a cache, and the first one's probabilities nearly."""
+    assert [answer["why"] for answer in found] == ["length"] * len(wanted)
+    drifts = [drift(a, b) for a, b in zip(found, wanted, strict=True)]
+    assert max(drifts) < DRIFT, (drifts, [a["tokens"] for a in found], [b["tokens"] for b in wanted])
+
+
+def cached(found: list[dict[str, Any]]) -> list[int]:
+    return [answer["cached"] for answer in found]

@@ -1,0 +1,225 @@
+"""What the vLLM connector refuses, by name; its options; its planes; what goes into its namespace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gdscache import errors
+from gdscache.config import Config
+from gdscache.errors import CacheLayoutUnsupportedError, ConfigError, GdsCacheError, InvalidValueError, UnknownKeyError
+from gdscache.integrations.vllm_planes import VllmPlanes, planes_of
+from gdscache.integrations.vllm_setup import Options, model_of, refuse_setup, weights_of
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """By the name of vLLM's."""
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    """By the name of vLLM's."""
+
+
+class MambaSpec(SimpleNamespace):
+    """By the name of vLLM's."""
+
+
+def setup(**changes: Any) -> tuple[Any, Any]:
+    """vLLM's configuration objects as far as they are read; `changes` are paths such as `cache_config__cache_dtype`."""
+    hf_config = SimpleNamespace(to_dict=lambda: {"layers": 4})
+    vllm = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            enable_sleep_mode=False, model="org/model", dtype="torch.bfloat16", quantization=None, hf_config=hf_config
+        ),
+        speculative_config=None,
+        weight_transfer_config=None,
+    )
+    group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(block_size=16))
+    cache = SimpleNamespace(kv_cache_groups=[group], hash_block_size=16, kv_cache_layout="LBNHC")
+    for path, value in changes.items():
+        *names, last = path.split("__")
+        target: Any = {"vllm": vllm, "cache": cache}.get(names[0] if names else "", vllm)
+        for name in names[1:] if names and names[0] in ("vllm", "cache") else names:
+            target = getattr(target, name)
+        setattr(target, last, value)
+    return vllm, cache
+
+
+def group(kind: type, tokens: int = 16) -> Any:
+    return SimpleNamespace(kv_cache_spec=kind(block_size=tokens))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "hint"),
+    [
+        ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "LoadFailurePolicyError", "kv_load_failure_policy"),
+        ({"kv_transfer_config__kv_role": "kv_producer"}, "ConnectorRoleError", "kv_both"),
+        ({"parallel_config__tensor_parallel_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
+        ({"parallel_config__data_parallel_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
+        ({"cache__kv_cache_groups": [group(FullAttentionSpec)] * 2}, "CacheGroupsUnsupportedError", "every layer"),
+        ({"cache__kv_cache_groups": [group(MambaSpec)]}, "CacheGroupsUnsupportedError", "every layer"),
+        ({"cache__hash_block_size": 8}, "CacheGroupsUnsupportedError", "--prefix-match-unit"),
+        ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "HashSeedError", "PYTHONHASHSEED"),
+        ({"cache_config__calculate_kv_scales": True}, "DynamicScalesError", "kv_cache_dtype"),
+        ({"model_config__enable_sleep_mode": True}, "SleepModeUnsupportedError", "leave it off"),
+        ({"weight_transfer_config": object()}, "WeightUpdatesUnsupportedError", "leave it out"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "SpeculationUnsupportedError", "ngram"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], error: str, hint: str) -> None:
+    vllm, cache = setup(**change)
+    with pytest.raises(getattr(errors, error)) as raised:
+        refuse_setup(vllm, cache, {})
+    assert hint in raised.value.hint
+    assert issubclass(type(raised.value), errors.IntegrationError)
+
+
+def test_what_is_not_refused() -> None:
+    refuse_setup(*setup(), {})
+    refuse_setup(*setup(cache_config__prefix_caching_hash_algo="xxhash"), {"PYTHONHASHSEED": "0"})
+    refuse_setup(*setup(cache__kv_cache_groups=[group(MLAAttentionSpec)]), {})
+    refuse_setup(*setup(speculative_config=SimpleNamespace(method="ngram")), {})
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+SECTIONS: dict[str, Any] = {"cpu": {"capacity": "1MiB"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ({}, ConfigError, "gdscache config init vllm"),
+        ({"config": 3}, ConfigError, "gdscache config init vllm"),
+        ({"config": SECTIONS, "wiat_seconds": 1}, UnknownKeyError, "wiat_seconds"),
+        ({"config": SECTIONS, "wait_seconds": -1}, InvalidValueError, "wait_seconds"),
+        ({"config": SECTIONS, "pin_seconds": "long"}, InvalidValueError, "pin_seconds"),
+        ({"config": SECTIONS, "layerwise": "yes"}, InvalidValueError, "layerwise"),
+    ],
+)
+def test_options_that_are_wrong(given: dict[str, Any], error: type[GdsCacheError], told: str) -> None:
+    with pytest.raises(error) as raised:
+        Options.of(given)
+    assert told in str(raised.value)
+
+
+def test_a_configuration_is_a_file_or_its_sections(tmp_path: Path) -> None:
+    model = model_of(*setup(), planes(), "0.32.0")
+    file = tmp_path / "gdscache.yaml"
+    file.write_text("cpu: {capacity: 1MiB}\n")
+    by_file = Options.of({"config": str(file)}).configuration(model, lambda: "w")
+    assert by_file == Options.of({"config": SECTIONS}).configuration(model, lambda: "w")
+    assert (by_file.model.page_tokens, by_file.model.weights) == (16, "w")
+    file.write_text("model: {weights: mine}\n")
+    by_name = Options.of({"config": str(file)}).configuration(model, lambda: pytest.fail("they are named"))
+    assert by_name.model.weights == "mine"
+    with pytest.raises(ConfigError, match="section `model`"):
+        Options.of({"config": {"model": {}}}).configuration(model, lambda: "w")
+
+
+def test_weights_are_known_by_their_files(tmp_path: Path) -> None:
+    vllm, _ = setup(model_config__model=str(tmp_path), model_config__revision=None)
+    vllm.load_config = SimpleNamespace(load_format="auto", download_dir=None)
+    with pytest.raises(errors.WeightsNotFoundError):
+        weights_of(vllm)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1")
+    before = weights_of(vllm)
+    file.write_bytes(b"22")
+    assert weights_of(vllm) != before
+    vllm.load_config.load_format = "dummy"
+    assert weights_of(vllm) == "dummy"
+
+
+# -- planes and identity ---------------------------------------------------------------------------------------------
+
+
+def caches(order: tuple[int, ...], layers: int = 3, ratio: int = 1) -> dict[str, torch.Tensor]:
+    """Tensors of (blocks, heads, tokens, content) whose memory lies in that order of (layer, block, head, token)."""
+    shape = (layers, 8 * ratio, 2, 16 // ratio, 64)
+    memory = torch.zeros([shape[i] for i in (*order, 4)], dtype=torch.bfloat16)
+    back = [(*order, 4).index(i) for i in range(5)]
+    whole = memory.permute(back)
+    return {f"layer.{i}": whole[i] for i in range(layers)}
+
+
+def planes() -> VllmPlanes:
+    return planes_of(caches((0, 1, 3, 2)), 8, 16, "LBNHC")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 3, 2), (1, 0, 2, 3), (1, 0, 3, 2)])
+def test_a_block_is_one_run_of_bytes(order: tuple[int, ...]) -> None:
+    given = caches(order)
+    found = planes_of(given, 8, 16, "x")
+    assert [tuple(tensor.shape) for tensor in found.tensors] == [(8, 16, 2 * 64 * 2)] * 3
+    for tensor, cache in zip(found.tensors, given.values(), strict=True):
+        tensor[5] = 7
+        assert bool((cache[5].contiguous().view(torch.uint8) == 7).all())
+        assert not bool(cache[4].any())
+        assert not bool(cache[6].any())
+    Config.from_dict({"model": model_of(*setup(), found, "0.32.0"), "cpu": {"capacity": "1MiB"}})
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 2, 0, 3)])
+def test_other_layouts_are_refused(order: tuple[int, ...]) -> None:
+    with pytest.raises(CacheLayoutUnsupportedError, match="LHBNC") as raised:
+        planes_of(caches(order), 8, 16, "LHBNC")
+    assert "VLLM_KV_CACHE_LAYOUT" in raised.value.hint
+
+
+def test_kernel_blocks_are_joined() -> None:
+    given = caches((0, 1, 3, 2), ratio=2)
+    found = planes_of(given, 8, 16, "LBNHC")
+    found.tensors[1][3] = 9
+    assert bool((given["layer.1"][6:8].contiguous().view(torch.uint8) == 9).all())
+    assert not bool(given["layer.1"][:6].any())
+    with pytest.raises(CacheLayoutUnsupportedError):
+        planes_of(caches((1, 0, 3, 2), ratio=2), 8, 16, "BLNHC")
+    with pytest.raises(CacheLayoutUnsupportedError):
+        planes_of(given, 5, 16, "LBNHC")
+
+
+def test_layers_that_share_their_cache_are_one_plane() -> None:
+    given = caches((0, 1, 3, 2))
+    found = planes_of({**given, "layer.3": given["layer.0"]}, 8, 16, "LBNHC")
+    assert len(found.tensors) == 3
+    assert found.layers == {"layer.0": 0, "layer.1": 1, "layer.2": 2, "layer.3": 0}
+
+
+def test_layers_of_different_widths() -> None:
+    given = caches((0, 1, 3, 2), layers=2) | {"wide": torch.zeros(8, 1, 16, 576, dtype=torch.bfloat16)}
+    found = planes_of(given, 8, 16, "LBNHC")
+    config = Config.from_dict({"model": model_of(*setup(), found, "0.32.0"), "cpu": {"capacity": "1MiB"}})
+    assert [layer[0].row_bytes for layer in config.model.layout().layers] == [256, 256, 1152]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cache_config__cache_dtype": "fp8"},
+        {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
+        {"model_config__dtype": "torch.float16"},
+        {"model_config__quantization": "awq"},
+        {"model_config__hf_config": SimpleNamespace(to_dict=lambda: {"layers": 5})},
+        {"cache__kv_cache_layout": "BLNHC"},
+        {"cache__kv_cache_groups": [group(MLAAttentionSpec)]},
+    ],
+)
+def test_what_changes_bytes_changes_the_namespace(change: dict[str, Any]) -> None:
+    def namespace(*facts: Any) -> object:
+        return Config.from_dict({"model": model_of(*facts), "cpu": {"capacity": "1MiB"}}).model.namespace_fields()
+
+    before = namespace(*setup(), planes(), "0.32.0")
+    assert namespace(*setup(), planes(), "0.32.0") == before
+    assert namespace(*setup(**change), planes(), "0.32.0") != before
+    assert namespace(*setup(), planes(), "0.33.0") != before
+    assert namespace(*setup(), planes_of(caches((1, 0, 2, 3)), 8, 16, "LBNHC"), "0.32.0") != before
