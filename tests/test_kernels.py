@@ -13,7 +13,7 @@ from helpers import EXTRA, MHA, MLA, SENTINEL, expected, layout_of, new_planes, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.kernels import host, reference
+from gdscache.kernels import reference
 from gdscache.kernels.cuda import ExtentArray, Indices, PageKernels
 from gdscache.layout import DTYPE_BYTES, PageLayout, Plane
 from gdscache.planes import PagedPlanes
@@ -56,14 +56,12 @@ class Cuda:
         assert kernels.skipped() == 0
 
 
-@pytest.fixture(params=["reference", "host", "cuda"])
+@pytest.fixture(params=["reference", "cuda"])
 def kernels(request: pytest.FixtureRequest, device: str) -> Any:
     """Each implementation that can serve the device."""
-    if request.param == "host" and device != "cpu":
-        pytest.skip("numpy moves host memory only")
     if request.param == "cuda" and device != "cuda":
         pytest.skip("CUDA kernels move a GPU's memory only")
-    return {"reference": reference, "host": host, "cuda": Cuda}[request.param]
+    return {"reference": reference, "cuda": Cuda}[request.param]
 
 
 def cases() -> list[object]:
@@ -145,10 +143,9 @@ def test_no_pages_are_no_work(device: str, kernels: ModuleType) -> None:
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=2).map(tuple)
 
 
-@pytest.mark.parametrize("kernels", [host, reference], ids=["host", "reference"])
 @settings(max_examples=40)
 @given(data=st.data())
-def test_any_layout_goes_there_and_back(kernels: ModuleType, data: st.DataObject) -> None:
+def test_any_layout_goes_there_and_back(data: st.DataObject) -> None:
     """Gather equals a loop over tokens and planes written here; scatter puts the same bytes back."""
     draw = data.draw
     planes_of = st.lists(st.tuples(shapes, st.sampled_from(sorted(DTYPE_BYTES))), min_size=1, max_size=3)
@@ -185,12 +182,12 @@ def test_any_layout_goes_there_and_back(kernels: ModuleType, data: st.DataObject
 
     attached, table = PagedPlanes(layout, tensors), torch.tensor(order).view(pages, per_page)
     extents, rows = extents_of(layout, pages, "cpu"), torch.arange(pages - 1, -1, -1)
-    kernels.gather(attached, table, extents, rows, range(layout.n_layers))
+    reference.gather(attached, table, extents, rows, range(layout.n_layers))
     for i in range(pages):
         assert extents[pages - 1 - i, : layout.page_bytes].numpy().tobytes() == naive[i]
 
     fresh = new_planes(layout, blocks, block_tokens)
-    kernels.scatter(PagedPlanes(layout, fresh), table, extents, rows, range(layout.n_layers))
+    reference.scatter(PagedPlanes(layout, fresh), table, extents, rows, range(layout.n_layers))
     for layer, arrays in enumerate(raw):
         for plane, array in enumerate(arrays):
             got = fresh[layer][plane].view(torch.uint8).reshape(array.shape).numpy()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gdscache.checksum import layer_checksums
 from gdscache.errors import NativeCallError
-from gdscache.kernels import host
+from gdscache.kernels import reference
 from gdscache.layout import PageLayout, Plane
 from gdscache.native.library import address
 from gdscache.native.pages import NativePool
@@ -69,7 +69,7 @@ def test_moves_like_the_numpy_mover(
     extents = memory[:, shift : shift + layout.extent_bytes]
     expected = np.full((pages, layout.extent_bytes), 0xA5, np.uint8)
     rows = torch.arange(pages)
-    host.gather(planes, torch.from_numpy(blocks), torch.from_numpy(expected), rows, layers)
+    reference.gather(planes, torch.from_numpy(blocks), torch.from_numpy(expected), rows, layers)
 
     pool = NativePool(planes)
     parts = np.array([address(memory) + n * memory.shape[1] + shift + start for n in range(pages)], np.uint64)
@@ -89,7 +89,7 @@ def test_moves_like_the_numpy_mover(
     for mine, old in zip(planes.tensors, before, strict=True):
         for tensor, saved in zip(mine, old, strict=True):
             tensor.copy_(saved)
-    host.scatter(planes, torch.from_numpy(blocks), torch.from_numpy(expected), rows, layers)
+    reference.scatter(planes, torch.from_numpy(blocks), torch.from_numpy(expected), rows, layers)
     assert ours == raw(planes)
     assert (memory[:, :shift] == 0xA5).all()
     pool.close()
