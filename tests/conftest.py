@@ -33,11 +33,15 @@ for name, examples, steps in (("test", 12, 20), ("soak", 400, 50)):
 settings.load_profile(os.environ.get("GDSCACHE_EXAMPLES", "test"))
 
 
+_LONGEST = {
+    f"test_{name}.py"
+    for name in ("native_library", "examples", "bench_io", "loads_stepped", "power", "soak", "state_machine", "catalog")
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first: of two workers, none is left alone with it at the end."""
-    items.sort(
-        key=lambda item: item.path.name not in ("test_soak.py", "test_state_machine.py", "test_load_schedules.py")
-    )
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
