@@ -236,7 +236,7 @@ def test_other_weights_find_nothing(model: Path, plain: Answers, tmp_path: Path)
         subprocess.run([str(parts.PYTHON), str(parts.CHILD), str(orders), "-"], check=True, timeout=parts.LIMIT_S)
         found = parts.run(tmp_path, model, [ask(parts.LONG)], connector).answers[1]
         assert parts.cached(found) == [0]
-        assert found[0]["tokens"] != plain[0]["tokens"]
+        assert parts.drift(found[0], plain[0]) > parts.DRIFT, "the weights are others"
     finally:
         for name, content in kept.items():
             (model / name).write_bytes(content)
