@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from gdscache.config_errors import COLLECT, Section, explain, reject
-from gdscache.config_file import read_mapping
+from gdscache.config_errors import COLLECT, NOWHERE, Section, explain, reject
+from gdscache.config_file import read_places
 from gdscache.config_model import ModelConfig, PlaneConfig
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
 from gdscache.limits import MAX_COUNT, MAX_DEVICE_INDEX, MAX_SECONDS
@@ -321,10 +321,14 @@ class Config(Section):
         """Check plain data as a file is checked. `source` names it in messages. Raises a `ConfigError` subclass."""
         if not isinstance(data, Mapping):
             raise ConfigFileError(f"{source}: holds {type(data).__name__}, not a mapping", _MAPPING_HINT)
+        return cls._checked(data, source, NOWHERE)
+
+    @classmethod
+    def _checked(cls, data: Mapping[str, object], source: str, places: Mapping[tuple[int | str, ...], int]) -> Self:
         try:
             return cls.model_validate(dict(data), context=COLLECT)
         except ValidationError as error:
-            raise explain(error, cls, source) from None
+            raise explain(error, cls, source, places) from None
 
     def dump(self) -> dict[str, Any]:
         """Plain data, every key included, that `from_dict` reads back as an equal config."""
@@ -399,10 +403,10 @@ def load_config(path: str | os.PathLike[str], model: Mapping[str, object] | None
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise ConfigFileError(f"a configuration was given as {type(path).__name__}", "name a YAML file, or a mapping")
-    data = read_mapping(Path(path))
+    data, places = read_places(Path(path))
     if model is not None:
         data = {**data, "model": {**model, **_labels(data.get("model"), str(path))}}
-    return Config.from_dict(data, source=str(path))
+    return Config._checked(data, str(path), places)
 
 
 def _labels(section: object, source: str) -> Mapping[str, object]:

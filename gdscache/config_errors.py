@@ -22,6 +22,7 @@ from gdscache.errors import CapacityError, ConfigError, GeometryError, InvalidVa
 _PRIORITY: tuple[type[ConfigError], ...] = (UnknownKeyError, InvalidValueError, GeometryError, CapacityError)
 _BY_NAME = {cause.__name__: cause for cause in _PRIORITY}
 
+NOWHERE: Mapping[tuple[int | str, ...], int] = {}
 COLLECT = "gdscache: a caller further out explains the errors"
 
 
@@ -47,6 +48,7 @@ class _Problem:
     cause: type[ConfigError]
     message: str
     hint: str
+    line: int | None = None
 
 
 def reject(cause: type[ConfigError], message: str, hint: str, info: ValidationInfo) -> Exception:
@@ -65,18 +67,29 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
             yield from known_keys(inner, f"{prefix}{name}{many}.")
 
 
-def explain(error: ValidationError, model: type[BaseModel], source: str) -> ConfigError:
-    """The one error to raise for everything that is wrong with `source`."""
-    problems = [_problem(details, model) for details in error.errors(include_url=False)]
+def explain(
+    error: ValidationError, model: type[BaseModel], source: str, places: Mapping[tuple[int | str, ...], int] = NOWHERE
+) -> ConfigError:
+    """The one error to raise for everything that is wrong with `source`. `places`: the lines that its keys are in."""
+    problems = [_placed(details, model, places) for details in error.errors(include_url=False)]
     problems.sort(key=lambda problem: _PRIORITY.index(problem.cause))
     first = problems[0]
     if len(problems) == 1:
-        return first.cause(f"{source}: {first.message}", first.hint)
+        where = source if first.line is None else f"{source}:{first.line}"
+        return first.cause(f"{where}: {first.message}", first.hint)
     lines = [f"{source}: {len(problems)} problems"]
     for problem in problems:
-        lines.append(f"  - {problem.message}")
+        lines.append(f"  - {'' if problem.line is None else f'line {problem.line}: '}{problem.message}")
         lines += [f"      {line}" for line in problem.hint.splitlines()]
     return first.cause("\n".join(lines), "correct them all; the first ones may have caused the others")
+
+
+def _placed(details: ErrorDetails, model: type[BaseModel], places: Mapping[tuple[int | str, ...], int]) -> _Problem:
+    """A problem, and the line of its key, or of the nearest section around it."""
+    problem, loc = _problem(details, model), details["loc"]
+    while loc and loc not in places:
+        loc = loc[:-1]
+    return dataclasses.replace(problem, line=places.get(loc))
 
 
 def _problem(details: ErrorDetails, model: type[BaseModel]) -> _Problem:

@@ -50,6 +50,11 @@ def _read(path: Path) -> bytes:
 
 def read_mapping(path: Path) -> dict[Any, Any]:
     """The one mapping that a YAML file holds. `~` is expanded. Raises `ConfigFileError`, with the line if known."""
+    return read_places(path)[0]
+
+
+def read_places(path: Path) -> tuple[dict[Any, Any], dict[tuple[int | str, ...], int]]:
+    """`read_mapping`, and the lines of its keys, counted from 1: `("cpu", "capacity")`, `("model", "planes", 0)`."""
     try:
         content = _read(path.expanduser())
     except OSError as error:
@@ -57,7 +62,12 @@ def read_mapping(path: Path) -> dict[Any, Any]:
     except (ValueError, RuntimeError) as error:  # a name that no file has; `~` of somebody unknown
         raise ConfigFileError(f"{str(path)!r}: cannot be read: {error}", "name a YAML file") from None
     try:
-        data = yaml.load(content, Loader=_Loader)
+        loader = _Loader(content)
+        try:
+            node = loader.get_single_node()
+            data = None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
@@ -68,4 +78,26 @@ def read_mapping(path: Path) -> dict[Any, Any]:
     if not isinstance(data, dict):
         kind = "nothing" if data is None else f"a {type(data).__name__}"
         raise ConfigFileError(f"{path}: holds {kind}, not a mapping", "a configuration is a mapping of sections")
-    return data
+    return data, _places(node)
+
+
+def _places(root: yaml.Node | None) -> dict[tuple[int | str, ...], int]:
+    """The lines of the keys below a node. What an alias names is looked at once, where it is first met."""
+    places: dict[tuple[int | str, ...], int] = {}
+    todo: list[tuple[tuple[int | str, ...], yaml.Node | None]] = [((), root)]
+    seen: set[int] = set()
+    while todo:
+        loc, node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            below = [(key.value, key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)]
+        elif isinstance(node, yaml.SequenceNode):
+            below = [(number, value, value) for number, value in enumerate(node.value)]
+        else:
+            continue
+        for name, marked, value in below:
+            places[*loc, name] = marked.start_mark.line + 1
+            todo.append(((*loc, name), value))
+    return places

@@ -823,6 +823,39 @@ def test_the_schema_describes_every_key_and_its_default() -> None:
     assert Config.from_dict(filled | {"model": MHA}) == config()
 
 
+# -- where in a file ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("cpu: {}\n\nssd:\n  path: /x\n  capcity: 1GiB\n", "{file}:5: unknown key `ssd.capcity`"),
+        ("cpu:\n  capacity: much\n", "{file}:2: `cpu.capacity` is 'much'"),
+        ("# a\ngpu: {}\nssd: {}\n", "{file}:3: `ssd.path` is missing"),
+        ("cpu:\n  low_watermark: 0.9\n", "{file}:1: cpu.low_watermark is 0.9"),
+        ("cpu: {}\ntiers:\n- tier: a:B\n- tier: 3\n", "{file}:4: `tiers[1].tier` is 3"),
+        ("load: {verify: [&a [1], *a]}\n", "{file}:1: `load.verify`"),
+        ("\nfoo: &x\n  b: *x\n", "{file}:2: unknown key `foo`"),
+        ("cpu:\n  a: 1\nload:\n  b: 1\n", "  - line 2: unknown key `cpu.a`"),
+        ("host_buffer: 1KiB\ncpu: {}\n", "{file}: half of host_buffer"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "cache.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_config(file, model=MHA)
+    assert told.format(file=file) in str(raised.value)
+
+
+def test_aliases_of_aliases_take_no_time(tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    lines = ["a0: &a0 [1, 2]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]" for n in range(1, 40))]
+    file.write_text("\n".join(lines) + "\ncpu: {capcity: 1GiB}\n")
+    with pytest.raises(UnknownKeyError, match=r"line 41: unknown key `cpu\.capcity`"):
+        load_config(file, model=MHA)
+
+
 # -- a file for an inference engine, which describes its model itself --------------------------------------------------
 
 

@@ -47,6 +47,7 @@ MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128, "page_tokens"
 KEY = {"gpu": "H200", "gpu_uuid": "GPU-1", "driver": "13000", "copy_engine": "batch_13", "kernels": "0123456789abcdef"}
 MEASURED = Calibration(UP, DOWN, KEY, 0.5)
 HINT = "install it"
+SECTIONS = ["GPU", "Kernels", "GPU <-> CPU", "SSD", "Inference engines"]
 
 WHOLE = Facts(
     GpuFacts(
@@ -124,13 +125,7 @@ def verdicts(facts: Facts, asked: Asked, verdict: str) -> set[str]:
 def test_a_whole_machine() -> None:
     report = doctor.examine(WHOLE, asks())
     assert report.ok
-    assert [section.title for section in report.sections] == [
-        "GPU",
-        "Kernels",
-        "GPU <-> CPU",
-        "SSD",
-        "Inference engines",
-    ]
+    assert [section.title for section in report.sections] == SECTIONS
     assert {row.verdict for row in rows(report).values()} == {"ok", "info"}
     said = rows(report)
     assert said["torch"].value == "2.11.0, CUDA 13.0"
@@ -472,13 +467,7 @@ def test_the_defaults_work_everywhere(run) -> None:
     status, out, _ = run("--json")
     said = json.loads(out)
     assert (status, said["ok"]) == (0, True)
-    assert [section["title"] for section in said["sections"]] == [
-        "GPU",
-        "Kernels",
-        "GPU <-> CPU",
-        "SSD",
-        "Inference engines",
-    ]
+    assert [section["title"] for section in said["sections"]] == SECTIONS
     assert set(by_name(out)["torch"]) == {"name", "value", "verdict", "next_step", "data"}
     assert by_name(out)["torch"]["data"] == {"version": torch.__version__, "cuda": torch.version.cuda}
     assert "fail" not in {row["verdict"] for row in by_name(out).values()}

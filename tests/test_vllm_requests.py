@@ -117,3 +117,21 @@ def test_requests_that_are_left_alone() -> None:
     assert scheduler.take_fresh() == {1, 2, 3, 4, 5}
     assert len(scheduler) == 0
     assert scheduler.ask(adapter, 0) == (0, False)  # one that was never seen
+
+
+def test_after_a_change_of_weights_nothing_is_stored_of_the_requests_that_are_there() -> None:
+    scheduler, cache = table()
+    running, waiting = request_of(11), request_of(9, "waiting")
+    for request in (running, waiting):
+        scheduler.add(request)
+    scheduler.ask(running, 0)
+    scheduler.place(running, [0, 1, 2, 3, 4], 0)
+    scheduler.leave_alone()
+    assert all(fetch.released for fetch in cache.fetches)
+    assert list(scheduler.stores({"r": 11}, lambda name: [0, 1, 2, 3, 4])) == []
+    stored(cache, waiting, 9)
+    assert scheduler.ask(waiting, 0) == (0, False)
+    scheduler.place(waiting, [5, 6, 7, 8], 0)
+    assert list(scheduler.stores({"waiting": 9}, lambda name: [5, 6, 7, 8])) == []
+    for request in (running, waiting):
+        scheduler.finish(request.request_id)

@@ -150,7 +150,8 @@ def test_a_load_between_steps_names_its_bad_blocks(worker: Worker) -> None:
     assert worker.loads.take_arrived() == set()
 
 
-def test_blocks_that_a_store_reads_are_waited_for() -> None:
+def stub_engine() -> tuple[Any, list[StoreHandle]]:
+    """An engine whose stores read nothing until the test says so, and their handles."""
     handles: list[StoreHandle] = []
 
     def submit(pages: list[Any], blocks: torch.Tensor, epoch: int, salt: str) -> StoreHandle:
@@ -165,6 +166,11 @@ def test_blocks_that_a_store_reads_are_waited_for() -> None:
         submit_store=submit,
         manager=SimpleNamespace(clearing=SimpleNamespace(epoch=lambda namespace: 0)),
     )
+    return engine, handles
+
+
+def test_blocks_that_a_store_reads_are_waited_for() -> None:
+    engine, handles = stub_engine()
     counts: Counter[str] = Counter()
     stores = Stores(engine, counts)
     stores.begin([])
@@ -189,6 +195,37 @@ def test_blocks_that_a_store_reads_are_waited_for() -> None:
     stores.settle({0, 1, 2, 5, 6})  # have been read
     handles[1].read(None)
     stores.settle(range(BLOCKS))
+
+
+def test_single_pages_are_handed_over_together() -> None:
+    engine, handles = stub_engine()
+    stores = Stores(engine, Counter())
+    one = [StoreOrder("a", hashes(1), 0, (7,))]
+    for _ in range(7):
+        stores.begin(one)
+    assert handles == []
+    stores.begin([])  # the eighth step
+    assert [handle._left for handle in handles] == [7]
+    stores.begin(one * 15)
+    stores.begin(one)
+    assert [handle._left for handle in handles] == [7, 16]
+    stores.begin(one)
+    stores.begin([StoreOrder("b", hashes(2), 0, (1, 2))])  # of a prefill
+    assert [handle._left for handle in handles] == [7, 16, 3]
+    stores.begin(one, last=True)
+    stores.begin(one)
+    stores.settle({8})
+    assert [handle._left for handle in handles] == [7, 16, 3, 1]
+    for handle in handles:
+        handle.read(None)
+    waited = threading.Thread(target=stores.settle, args=({7, 8},))
+    waited.start()  # somebody is to write to it: it is handed over, and waited for
+    until(lambda: len(handles) == 5, "the page is handed over")
+    handles[4].read(None)
+    waited.join(WAIT)
+    assert not waited.is_alive()
+    stores.flush()
+    assert len(handles) == 5
 
 
 @pytest.mark.parametrize("overlapping", [False, True])

@@ -42,9 +42,11 @@ _SESSIONS = Sessions()
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     """What the worker is to move in a step. It stays in the process."""
 
-    def __init__(self, loads: list[LoadOrder], stores: list[StoreOrder]) -> None:
+    def __init__(self, loads: list[LoadOrder], stores: list[StoreOrder], *, last: bool) -> None:
+        """`last`: a request has ended, or nothing is computed; there may be no further step."""
         self.loads = loads
         self.stores = stores
+        self.last = last
 
 
 class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -124,7 +126,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     fresh.update(blocks[0])
             state = step.kv_connector_block_state
             stores = list(table.stores(step.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0]))
-            orders = StepOrders(table.take_loads(), stores)
+            last = bool(step.finished_req_ids) or not step.num_scheduled_tokens
+            orders = StepOrders(table.take_loads(), stores, last=last)
         deferred, self._counts["steps"] = table.take_deferred(), self._counts["steps"] + 1
         self._counts["deferred"] += deferred
         self._counts["late"] += table.late
@@ -145,8 +148,13 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool:
-        """Drop every page of this model: what vLLM asks for when its weights have changed."""
+        """Drop every page of this model: what vLLM asks for when its weights have changed.
+
+        Requests that are under way go on from what they have, so nothing of them is stored.
+        """
         engine = self._joined.engine
+        self._table.leave_alone()
+        self._joined.forget()
         engine.invalidate(engine.namespace())
         return True
 
@@ -167,7 +175,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layers = planes.layers
         self._stores = Stores(session.engine, self._counts)
         self._loads = Loads(session.engine, len(planes.tensors), self._counts, overlapping=bool(overlapping))
-        session.attend(self._stores.settle, lambda: self._loads.under_way)
+        session.attend(self._stores, lambda: self._loads.under_way)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing is left to do: the scheduler has waited for stores that read blocks which this step writes to."""
@@ -187,7 +195,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         with self._timed("worker_seconds"):
-            self._stores.begin(self._orders.stores)
+            self._stores.begin(self._orders.stores, last=self._orders.last)
             self._loads.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -213,6 +221,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if session is not None:
             if self.role is KVConnectorRole.SCHEDULER:
                 self._table.clear()
+            else:
+                self._stores.flush()
             _SESSIONS.leave(self._engine_id, session)
 
     @property

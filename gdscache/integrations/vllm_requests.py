@@ -203,6 +203,13 @@ class RequestTable:
         if known is not None and known.fetch is not None:
             known.fetch.release()
 
+    def leave_alone(self) -> None:
+        """Neither load nor store anything of the requests that are there: what they have is of other weights."""
+        for known in self._known.values():
+            if known.fetch is not None:
+                known.fetch.release()
+            known.refused, known.fetch, known.offered = True, None, None
+
     def clear(self) -> None:
         """Let everything go."""
         for request_id in list(self._known):

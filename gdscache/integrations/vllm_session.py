@@ -13,11 +13,12 @@ import select
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from gdscache.engine import CacheEngine
 from gdscache.errors import SeparateWorkerError
 from gdscache.hit import Hit
+from gdscache.integrations.vllm_worker import Stores
 from gdscache.keys import PageHashes
 from gdscache.prefetch.queue import PrefetchEnd
 
@@ -89,20 +90,26 @@ class VllmSession:
         self.engine = engine
         self._pin_seconds = pin_seconds
         self._users = 0
-        self._settle: Callable[[Iterable[int]], object] = _nothing
+        self._stores: Stores | None = None
         self._busy: Callable[[], bool] = bool
 
-    def attend(self, settle: Callable[[Iterable[int]], object], busy: Callable[[], bool]) -> None:
-        """The worker says how to wait for stores that read blocks, and whether loads between steps are under way."""
-        self._settle, self._busy = settle, busy
+    def attend(self, stores: Stores, busy: Callable[[], bool]) -> None:
+        """The worker says what it stores, and whether loads between steps are under way."""
+        self._stores, self._busy = stores, busy
 
-    def settle(self, blocks: Iterable[int]) -> None:
+    def settle(self, blocks: Collection[int]) -> None:
         """Wait until no store reads these blocks: somebody is to write to them.
 
         The scheduler calls it before anything of a step reaches the worker. All stores of earlier steps have begun by
         then, since both are one thread.
         """
-        self._settle(blocks)
+        if self._stores is not None:
+            self._stores.settle(blocks)
+
+    def forget(self) -> None:
+        """Store nothing of what waits to be stored."""
+        if self._stores is not None:
+            self._stores.forget()
 
     def busy(self) -> bool:
         """Whether loads between steps are under way."""
@@ -170,7 +177,3 @@ class Sessions:
                 del self._open[engine_id]
         if last:
             session.engine.close()
-
-
-def _nothing(blocks: Iterable[int]) -> None:
-    pass

@@ -8,7 +8,7 @@ current stream has when it is handed over; until it has read them, whoever is to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,18 +24,43 @@ if TYPE_CHECKING:
     from gdscache.store.handle import StoreHandle
 
 
+_PAGES, _STEPS = 16, 8  # single pages, as decoding fills them, are handed over by so many, or after so many steps
+
+
 class Stores:
-    """Stores that still read blocks of vLLM's."""
+    """What is to be stored, and stores that still read blocks of vLLM's.
+
+    To hand pages over costs a step some 0.1 ms, however few they are. So single pages wait for others: their blocks
+    keep their bytes until somebody is to write to them.
+    """
 
     def __init__(self, engine: CacheEngine, counts: Counter[str]) -> None:
         self._engine = engine
         self._counts = counts
+        self._waiting: list[StoreOrder] = []
+        self._steps = 0  # since the first of them came
         self._reading: dict[int, StoreHandle] = {}  # by block
         self._handles: list[tuple[StoreHandle, tuple[int, ...]]] = []
 
-    def begin(self, orders: Sequence[StoreOrder]) -> None:
-        """Store what the step has computed, all requests at once. Nothing of it waits for a disk."""
+    def begin(self, orders: Sequence[StoreOrder], *, last: bool = False) -> None:
+        """Store what the step has computed, all requests at once. Nothing of it waits for a disk.
+
+        `last`: a request has ended, and there may be no further step.
+        """
+        self._waiting += orders
+        self._steps += bool(self._waiting)
+        many = len(self._waiting) >= _PAGES or any(len(order.blocks) > 1 for order in orders)
+        if many or last or self._steps >= _STEPS:
+            self.flush()
+
+    def forget(self) -> None:
+        """Store nothing of what waits."""
+        self._waiting, self._steps = [], 0
+
+    def flush(self) -> None:
+        """Hand over what waits."""
         self._forget_read()
+        orders, self._waiting, self._steps = self._waiting, [], 0
         if not orders:
             return
         engine, pages, blocks = self._engine, [], list[int]()
@@ -50,8 +75,10 @@ class Stores:
             self._handles.append((handle, tuple(blocks)))
             self._reading.update(dict.fromkeys(blocks, handle))
 
-    def settle(self, blocks: Iterable[int]) -> None:
+    def settle(self, blocks: Collection[int]) -> None:
         """Wait until no store reads one of these blocks."""
+        if self._waiting and not {block for order in self._waiting for block in order.blocks}.isdisjoint(blocks):
+            self.flush()
         if self._reading:
             for handle in {id(h): h for h in map(self._reading.get, blocks) if h is not None}.values():
                 if not handle.release_event.done():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -20,6 +21,7 @@ from gdscache.tiers.pins import Claim, Pin
 from gdscache.tiers.retention import LONGEST_TTL
 
 if TYPE_CHECKING:
+    from gdscache.tiers.index import PageIndex
     from gdscache.tiers.manager import TierManager
 
 PIN_SHARE = 0.5  # of a tier's slots: what pins may hold together
@@ -141,18 +143,18 @@ class Pins:
         self._forgo(claim.promised.values())
         claim.promised = {}
         kept = claim.count()
-        gone = [entry for entries in claim._pages[kept:] for entry in entries]
-        del claim._pages[kept:], claim.pages[kept:]
-        if gone:
-            left = [entry for entries in claim._pages for entry in entries]
+        claim.cut(kept)
+        if not kept:
+            self.end(claim)
+            return
+        left = {entry: None for entry in claim.entries if entry is not None}
+        if len(left) < len(claim._lease):  # what lies behind, and what was dropped and came again
+            gone = [entry for _, entry in claim._lease if entry not in left]
             for entry in left:
                 landing.index.lease(entry)
             claim._lease.end()
-            claim._lease.take(landing.index, left)
-            for entry in gone:
-                self._unhold(entry)
-        if not kept:
-            self.end(claim)
+            claim._lease.take(landing.index, [*left])
+            self._unhold(landing.index, gone)
 
     def _forgo(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -161,15 +163,19 @@ class Pins:
                 del self._promised[key]
                 self._owed.discard(key)
 
-    def _unhold(self, entry: Entry) -> None:
-        for name, held in self._held.items():
-            if held[entry] == 1:
-                del held[entry]
-                landing = self.manager.landing
-                if entry.key in self._promised and landing is not None and name == landing.name:  # others expect it
-                    self._owed.add(entry.key)
-            elif entry in held:
-                held[entry] -= 1
+    def _unhold(self, index: PageIndex, entries: Iterable[Entry]) -> None:
+        """Pages of a tier are pinned once less each."""
+        name = next(name for name, tier in self.manager.tiers.items() if tier.index is index)
+        held, landing = self._held[name], self.manager.landing
+        expected = self._promised if landing is not None and landing.index is index else ()
+        for entry in entries:
+            times = held[entry]
+            if times > 1:
+                held[entry] = times - 1
+                continue
+            del held[entry]
+            if expected and entry.key in expected:  # the room is theirs from now on
+                self._owed.add(entry.key)
 
     # -- their ends ---------------------------------------------------------------------------------------------------
 
@@ -180,8 +186,8 @@ class Pins:
     def end(self, pin: Pin) -> None:
         if self._pins.pop(pin._lease, None) is None:
             return
-        for _, entry in pin._lease:
-            self._unhold(entry)
+        for index, pinned in itertools.groupby(pin._lease, key=operator.itemgetter(0)):
+            self._unhold(index, [entry for _, entry in pinned])
         if isinstance(pin, Claim):
             self._forgo(pin.promised.values())
             pin.gone()

@@ -75,6 +75,7 @@ class Claim(Pin):
         super().__init__(pins, lease, [], page_tokens, until)
         self.pages: list[Page] = []
         self.promised: dict[int, bytes] = {}
+        self.entries: list[Entry | None] = []  # of each page: what it holds, None before it has come
         self._index = index
         self._good = 0  # pages from the first on that are held, when the index had `_torn` pages torn
         self._torn = index.torn
@@ -84,7 +85,7 @@ class Claim(Pin):
         if entries:
             self._lease.take(self._index, entries)
             self.pages += [entry.page for entry in entries]
-            self._pages += [[entry] for entry in entries]
+            self.entries += entries
             self._advance()
 
     def expect(self, pages: Sequence[Page]) -> None:
@@ -92,20 +93,25 @@ class Claim(Pin):
         first = len(self.pages)
         self.promised.update((first + i, page.key) for i, page in enumerate(pages))
         self.pages += pages
-        self._pages += [[] for _ in pages]
+        self.entries += [None] * len(pages)
 
     def holds(self, number: int) -> bool:
         """Whether it has a page that was not dropped."""
-        return not all(entry.dropped for entry in self._pages[number])
+        entry = self.entries[number]
+        return entry is not None and not entry.dropped
 
     def put(self, number: int, entry: Entry) -> None:
         """A page has come."""
-        self._pages[number].append(entry)
+        self.entries[number] = entry
         self._advance()
+
+    def cut(self, pages: int) -> None:
+        """Only the first `pages` are left."""
+        del self.pages[pages:], self.entries[pages:]
 
     def gone(self) -> None:
         """It has ended."""
-        self.promised = {}
+        self.promised, self.entries = {}, []
         self._good = 0
 
     def _advance(self) -> None:
@@ -113,15 +119,24 @@ class Claim(Pin):
 
     def _held_from(self, first: int) -> int:
         """Where the first page behind `first` is that is not held, or dropped."""
-        while first < len(self._pages) and self.holds(first):
-            first += 1
-        return first
+        entries, at = self.entries, first
+        for entry in entries[first:] if first else entries:
+            if entry is None or entry.dropped:
+                break
+            at += 1
+        return at
 
     def count(self) -> int:
         """Pages from the first on that are held, and not dropped."""
-        self._good = self._held_from(0)  # before what says that it is right: it is read without the lock
-        self._torn = self._index.torn
+        if self._torn != self._index.torn:
+            self._good = self._held_from(0)  # before what says that it is right: it is read without the lock
+            self._torn = self._index.torn
         return self._good
+
+    def _count(self) -> int:
+        with self._pins.manager.lock:
+            self._pins.end_due()
+            return self.count() * self._page_tokens
 
     @property
     def good(self) -> int:

@@ -179,6 +179,19 @@ def test_a_disk_that_hangs(model: Path, plain: Answers, tmp_path: Path) -> None:
     assert found[5]["vllm:gdscache_late"] > 0
 
 
+def test_writes_that_hang(model: Path, plain: Answers, tmp_path: Path) -> None:
+    """Stores get stuck behind the SSD, in a CPU tier and a pool of blocks that are soon full; requests do not."""
+    hangs = {"rules": [{"fault": "hang", "op": "write", "skip": 2}], "inner": "posix"}
+    connector = parts.cache(tmp_path / "ssd", cpu={"capacity": "16MiB"}, ssd={"transport": FAULTY})
+    steps = [ask(*parts.PROMPTS), ask(*parts.PROMPTS, together=True), RESET, ask(*parts.PROMPTS), ("release", {}), TELL]
+    llm = {"num_gpu_blocks_override": 66}
+    found = parts.run(tmp_path, model, steps, connector, faults=hangs, llm=llm).answers[1:]
+    for answers in (found[0], found[1], found[3]):
+        parts.same(answers, plain)
+        assert max(answer["seconds"] for answer in answers) < 15
+    assert found[5]["check"] == []
+
+
 def test_abort_while_a_full_tier_is_asked_again(model: Path, plain: Answers, tmp_path: Path) -> None:
     filled(tmp_path, model)
     slow = {"rules": [{"fault": "delay", "op": "read", "seconds": 0.2}], "inner": "posix"}
@@ -223,7 +236,7 @@ def test_other_weights_find_nothing(model: Path, plain: Answers, tmp_path: Path)
         subprocess.run([str(parts.PYTHON), str(parts.CHILD), str(orders), "-"], check=True, timeout=parts.LIMIT_S)
         found = parts.run(tmp_path, model, [ask(parts.LONG)], connector).answers[1]
         assert parts.cached(found) == [0]
-        assert found[0]["tokens"] != plain[0]["tokens"]
+        assert parts.drift(found[0], plain[0]) > parts.DRIFT, "the weights are others"
     finally:
         for name, content in kept.items():
             (model / name).write_bytes(content)
