@@ -96,9 +96,9 @@ class Ssd(ModelSsd):
 @dataclasses.dataclass(frozen=True)
 class Small:
     """How large everything is, and what is done: a `load` or a `prefetch` of so many pages of a prompt, a load that is
-    `checked` of what the CPU tier has of them, a `cancel` of the first load; `replace` drops these pages from there, and
-    puts others into whatever slots are free then. `resident`: pages of the first prompt in the CPU tier. `faults`: how
-    many there may be."""
+    `checked` of what the CPU tier has of them, a `cancel` of the first load; `replace` drops these pages from there,
+    and puts others into whatever slots are free then. `resident`: pages of the first prompt in the CPU tier. `faults`:
+    how many there may be."""
 
     acts: tuple[tuple[str, int, int], ...]
     cpu: int | None = 4
