@@ -159,11 +159,30 @@ def test_ci_runs_lint_the_tests_and_the_suites() -> None:
     lines = script.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert "set -euo pipefail" in lines
-    assert lines[-9:-7] == ["make lint", "make resolve"]
-    installs = ["--only-kvikio 13", "--only-nixl 13", "--only-nvrtc 12", "--only-nvrtc 13"]
-    for line, arguments in zip(lines[-7:-3], installs, strict=True):
-        assert line == f".venv/bin/python tools/install_gpu.py {arguments}"
-    assert lines[-3:] == ["make test", "make engines-smoke", "make suites"]
+    fetched = ["engine_pins.py"]
+    fetched += [f"install_gpu.py --only-{what}" for what in ("kvikio 13", "nixl 13", "nvrtc 12", "nvrtc 13")]
+    begin = lines.index("fetch() {")
+    assert lines[begin + 1 : lines.index("}", begin)] == [f"\t.venv/bin/python tools/{what}" for what in fetched]
+    made = [line for line in lines if line.startswith("make ")]
+    assert made == ["make .venv/.installed-dev", "make lint", "make test", "make engines-smoke", "make suites"]
+
+
+def test_ci_fails_where_a_fetch_fails(tmp_path: Path) -> None:
+    """The real script, with stand-ins for make and for what it runs."""
+    script = tmp_path / ".ci" / "run"
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    script.parent.mkdir()
+    shutil.copy(ROOT / ".ci" / "run", script)
+    for name, text in ((".venv/bin/python", 'echo "fetches $*"; [ "$2" != "$FAILS" ]'), ("make", 'echo "makes $*"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    for fails, status, last in (("nothing", 0, "makes suites"), ("--only-nixl", 1, "--only-nixl 13")):
+        done = subprocess.run(
+            [script], env={**os.environ, "PATH": path, "FAILS": fails}, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (status, "")
+        assert done.stdout.rstrip().endswith(last)
 
 
 # --- GPU libraries -----------------------------------------------------------------------------------------------
