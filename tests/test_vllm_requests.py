@@ -23,7 +23,7 @@ def test_a_scheduler() -> None:
 
 def table(cache: FakeCache | None = None) -> tuple[RequestTable, FakeCache]:
     cache = cache or FakeCache()
-    return RequestTable(cache, SIZE, wait=WAIT, clock=lambda: 0.0), cache
+    return RequestTable(cache, SIZE, wait=WAIT, clock=lambda: cache.now), cache
 
 
 def request_of(tokens: int, name: str = "r") -> Any:
@@ -135,3 +135,19 @@ def test_after_a_change_of_weights_nothing_is_stored_of_the_requests_that_are_th
     assert list(scheduler.stores({"waiting": 9}, lambda name: [5, 6, 7, 8])) == []
     for request in (running, waiting):
         scheduler.finish(request.request_id)
+
+
+def test_a_request_that_waits_finds_what_others_stored_meanwhile() -> None:
+    scheduler, cache = table()
+    request = request_of(11)
+    scheduler.add(request)
+    assert scheduler.ask(request, 0) == (0, False)
+    stored(cache, request, 3)
+    assert scheduler.ask(request, 0) == (0, False)  # looked up a moment ago
+    cache.now = 1.5
+    assert scheduler.ask(request, 0) == (None, False)
+    landed(cache)
+    assert scheduler.ask(request, 0) == (6, False)
+    cache.now = 3.0
+    assert scheduler.ask(request, 0) == (6, False)  # nothing has come since
+    assert [fetch.released for fetch in cache.fetches] == [1, 0]

@@ -74,6 +74,7 @@ class FakeCache:
     def __init__(self) -> None:
         self.stored: set[bytes] = set()
         self.fetches: list[FakeFetch] = []
+        self.now = 0.0
 
     def cached(self, hashes: PageHashes) -> int:
         names = names_of(hashes)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from gdscache.keys import PageHashes
 
+LOOK_AGAIN_S = 1.0  # a request that waits is looked up again after this
 HASH_BYTES = 32  # of a page hash; shorter ones of vLLM's (xxhash has 16) are filled up with zeros
 
 
@@ -89,7 +90,7 @@ class StoreOrder:
 @dataclasses.dataclass(slots=True)
 class _Known:
     """A request. `local`: pages that vLLM's own cache has of it; `offered`: pages before it need no store; `since`:
-    when it was told "not yet" for the first time."""
+    when it was told "not yet" for the first time; `looked`: when its pages were looked up."""
 
     request: Any
     refused: bool
@@ -98,6 +99,7 @@ class _Known:
     between: bool = False
     since: float | None = None
     late: bool = False
+    looked: float = 0.0
     local: int = 0
     offered: int | None = None
     sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -152,14 +154,14 @@ class RequestTable:
         most = (request.num_tokens - 1) // size
         if known.refused or most <= known.local:
             return 0, False
-        if known.fetch is not None and known.fetch.lapsed():
+        now = self._clock()
+        if known.fetch is not None and (known.fetch.lapsed() or self._outgrown(known, known.fetch, most, now)):
             known.fetch.release()
             known.fetch = None
         fetch = known.fetch or self._begin(known)
         if fetch.wanted <= known.local:
             return 0, False
         if not fetch.done():
-            now = self._clock()
             if known.since is None:
                 known.since = now
             if now - known.since < self._wait:
@@ -259,10 +261,17 @@ class RequestTable:
 
     def _begin(self, known: _Known) -> Fetch:
         self._name(known)
-        known.since, known.late = None, False
+        known.since, known.late, known.looked = None, False, self._clock()
         fetch = self._cache.fetch(known.hashes, (known.request.num_tokens - 1) // self._page_tokens)
         known.fetch = fetch
         return fetch
+
+    def _outgrown(self, known: _Known, fetch: Fetch, most: int, now: float) -> bool:
+        """Whether more of a request's pages are cached by now than when its fetch began, by others who waited less."""
+        if fetch.cached >= most or now < known.looked + LOOK_AGAIN_S:
+            return False
+        known.looked = now
+        return self._cache.cached(known.hashes) > fetch.cached
 
     def _missing(self, known: _Known, there: int, cached: int) -> int:
         """The first page that needs a store. `there`: pages that are in their blocks without this step."""
