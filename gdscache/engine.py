@@ -329,6 +329,8 @@ class CacheEngine:
 
         Chunk by chunk and in turn with other prefetches, behind loads. It ends by itself, or when its handle says so:
         cancel it when its request is. The config's section `prefetch` says how much it may hold, and when it stops.
+        Instead of tokens it takes a `Hit` of `lookup`, and brings the pages of that and no more; `start` and `salt` are
+        the hit's own then, and not given.
 
         `pin`: for attached planes. What it brings, or finds in the CPU tier, is kept there for so many seconds at most,
         until the handle lets it go; `handle.verified` says how many tokens that are, and `handle.hit()` is for `load`.
@@ -340,13 +342,19 @@ class CacheEngine:
 
     def _prefetch(self, tokens: Any, start: int, salt: str, pin: float | None) -> Prefetch:
         self._check_open()
-        pages, first = self.pages(tokens, salt), self._first_page(start)
+        if isinstance(tokens, Hit):
+            if start or salt:
+                message = f"a hit is given with start {arguments.shown(start)} and salt {arguments.shown(salt)}"
+                raise InvalidValueError(message, "leave both out: a hit has its own")
+            pages, start = list(tokens.pages), tokens.start
+        else:
+            pages = self.pages(tokens, salt)[self._first_page(start) :]
         if pin is not None:
             self._check_attached()
             pin = arguments.span(pin, "pin", LONGEST_TTL)
             if self.manager.landing is None:
                 raise InvalidValueError("pin is given, and there is no CPU tier", "add a cpu section, or leave pin out")
-        return self._parts.prefetcher.start(pages[first:], first * self.layout.page_tokens, pin)
+        return self._parts.prefetcher.start(pages, int(start), pin)
 
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> Pin:
         """Keep the cached prefix of `tokens` from eviction, on every tier that has pages of it, for `seconds` at most.

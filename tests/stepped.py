@@ -22,6 +22,7 @@ from gdscache.checksum import Checksums
 from gdscache.errors import IOFailedError
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait
 from gdscache.moves.moving import NativeMoving
+from gdscache.native.moves import NEVER
 
 if TYPE_CHECKING:
     import threading
@@ -147,7 +148,8 @@ class SteppedExecutor:
             self._numbers += 1
             load = NativeMoving(self, self._numbers, move, listener)
             self._loads[load.number] = load, listener
-            self.moves.begin(load.number, move, int((self.now() + move.seconds) * NS))
+            until = NEVER if move.seconds == math.inf else int((self.now() + move.seconds) * NS)
+            self.moves.begin(load.number, move, until)
             return load
         self._numbers += 1
         moving = _Moving(self, move, self._numbers)

@@ -95,8 +95,10 @@ class Ssd(ModelSsd):
 
 @dataclasses.dataclass(frozen=True)
 class Small:
-    """How large everything is, and what is done: a `load` or a `prefetch` of so many pages of a prompt, a `cancel` of
-    the first load. `resident`: pages of the first prompt in the CPU tier. `faults`: how many there may be."""
+    """How large everything is, and what is done: a `load` or a `prefetch` of so many pages of a prompt, a load that is
+    `checked` of what the CPU tier has of them, a `cancel` of the first load; `replace` drops these pages from there,
+    and puts others into whatever slots are free then. `resident`: pages of the first prompt in the CPU tier. `faults`:
+    how many there may be."""
 
     acts: tuple[tuple[str, int, int], ...]
     cpu: int | None = 4
@@ -195,6 +197,10 @@ class Run(Order):
                 self.lane.start(self._bring(plan.chunk))
         elif what == "close":
             self.loader.close()
+        elif what == "replace":
+            self._replace(prompt(seed, pages), prompt(seed + 50, pages))
+        elif what == "checked":
+            self._load(prompt(seed, pages), checked=True)
         elif what == "both":
             self._load(prompt(seed, pages), prompt(seed + 1, pages))
         else:
@@ -203,7 +209,19 @@ class Run(Order):
     def _bring(self, plan: LoadPlan) -> Steps[None]:
         assert (yield from failure(self.loader.bring(plan))) is None, "a prefetch broke off"
 
-    def _load(self, *requests: list[Page]) -> None:
+    def _replace(self, old: list[Page], new: list[Page]) -> None:
+        assert self.cpu is not None, "no CPU tier"
+        for page in old:
+            entry = self.cpu.index.get(page.key)
+            if entry is not None:
+                self.cpu.index.drop(entry)
+        for page in new:
+            for slot in self.cpu.index.take_free(1):
+                self.memory.memory(slot)[:] = content(page.key)
+                self.memory.checksums[slot] = sums(page.key)
+                self._put(self.cpu, page, slot)
+
+    def _load(self, *requests: list[Page], checked: bool = False) -> None:
         pages = [page for some in requests for page in some]
         blocks = [next(self._blocks) for _ in pages]
         self._starts = self.machine.now
@@ -211,7 +229,7 @@ class Run(Order):
             table = torch.tensor(blocks).view(-1, 1)
             starts = itertools.accumulate(map(len, requests), initial=0)
             batch = [(some, table[at : at + len(some)], 0) for some, at in zip(requests, starts, strict=False)]
-            load = self.loader.start(batch, "load")
+            load = self.loader.start(batch, "load", checked=checked)
         except (EngineClosedError, BrokenCopyError):
             return
         moved = [
@@ -332,6 +350,8 @@ class Run(Order):
     def _check_causes(self, begun: Begun, statuses: Sequence[PageStatus]) -> None:
         """What is wrong with a page is what happened to it."""
         files, late = self.files, self.machine.now > 0  # perhaps for the load that brings a page
+        if begun.load.checked:
+            assert set(statuses) <= {PageStatus.LOADED, PageStatus.CANCELLED} or self.small.breaks
         for page, status in zip(begun.pages, statuses, strict=True):
             slot = self.ssd_slots[page.key]
             if status is PageStatus.CHECKSUM:
@@ -377,6 +397,14 @@ CASES = {
     **{f"copy {n} breaks, past the CPU tier": Small((("load", 1, 3),), keep=False, breaks=n) for n in (1, 2, 3)},
     "a prefetch before": Small((("prefetch", 1, 2), LOAD)),
     "a prefetch behind": Small((LOAD, ("prefetch", 2, 2))),
+    "checked": Small((("checked", 1, 2),), resident=2, verify="always"),
+    "checked, of which a part is there": Small((("checked", 1, 3),), resident=2),
+    "checked, and its pages are replaced": Small((("checked", 1, 2), ("replace", 1, 2)), resident=2),
+    "checked, replaced, and again": Small((("checked", 1, 2), ("replace", 1, 2), ("checked", 1, 2)), resident=2, cpu=2),
+    "checked, behind a prefetch": Small((("prefetch", 1, 2), ("checked", 1, 2))),
+    "checked, and cancelled": Small((("checked", 1, 2), ("cancel", 0, 0), ("replace", 1, 2)), resident=2),
+    "checked, beside others": Small((("load", 1, 3), ("checked", 1, 3), ("load", 2, 2)), resident=1, threads=1),
+    **{f"checked, copy {n} breaks": Small((("checked", 1, 3), LOAD), resident=3, breaks=n) for n in (1, 2, 3)},
     "closed": Small((LOAD, ("close", 0, 0), ("load", 2, 2))),
     "closed, one of two waiting": Small((LOAD, ("load", 2, 2), ("close", 0, 0)), threads=1),
 }

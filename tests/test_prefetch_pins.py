@@ -462,6 +462,27 @@ def test_a_hit_begins_where_it_is_told_to(open_host: OpenHost) -> None:
                 prefetch.hit(bad)  # type: ignore[arg-type]
 
 
+def test_a_prefetch_of_a_hit_brings_its_pages_and_no_more(open_host: OpenHost) -> None:
+    host = host_of(open_host)
+    tokens = prompt(1, 8)
+    host.store(tokens, salt="x")
+    quiet(host.engine)
+    press(host)
+    found = host.engine.lookup(tokens, start=8, salt="x")
+    some = dataclasses.replace(found, pages=found.pages[:3])
+    with host.engine.prefetch(some, pin=60.0) as prefetch:
+        assert prefetch.result(WAIT).pages == {"loaded": 3}
+        hit = prefetch.hit()
+        assert (hit.start, hit.pages, prefetch.verified) == (8, found.pages[:3], 12)
+        assert load(host, hit) == 12
+        assert prefetch.hit(16).pages == found.pages[2:3]
+    assert host.engine.lookup(tokens, salt="x").tiers == ("ssd",) * 2 + ("cpu",) * 3 + ("ssd",) * 3
+    assert host.engine.prefetch(found).result(WAIT).pages == {"present": 3, "loaded": 3}
+    for wrong in ({"start": 4}, {"salt": "x"}):
+        with pytest.raises(InvalidValueError, match="a hit is given with"):
+            host.engine.prefetch(found, **wrong)  # type: ignore[arg-type]
+
+
 # -- who may ask -----------------------------------------------------------------------------------------------------
 
 

@@ -82,8 +82,9 @@ class Way:
 class Move:
     """Pages that move together: plain data that can be pickled. A page's row is its place in `ways`, counted through.
 
-    `seconds`: how long its I/O may take from its begin. A page that takes longer is late. `groups`: the layers that
-    move together, in their order; all at once where there are none. `number`: what a timeline knows it by.
+    `seconds`: how long its I/O may take from its begin; `math.inf` is for ever. A page that takes longer is late.
+    `groups`: the layers that move together, in their order; all at once where there are none. `number`: what a timeline
+    knows it by.
     """
 
     priority: Priority
