@@ -33,7 +33,8 @@ class PinnedFetch:
         self.cached = (self._found.tokens + self._found.declined) // size
         self.wanted = min(pages, self._found.tokens // size)
         pinned = self.wanted > 0 and engine.config.cpu is not None
-        self._prefetch = engine.prefetch(hashes, pin=seconds) if pinned else None
+        useful = _part(self._found, 0, 0, self.wanted, size)
+        self._prefetch = engine.prefetch(useful, pin=seconds) if pinned else None
         self._until = time.monotonic() + seconds
 
     def done(self) -> bool:

@@ -164,11 +164,14 @@ class Run:
         self.cache.drain(30)
 
     def tell(self) -> dict[str, Any]:
-        """What our engine counts."""
-        stats = self.cache.stats()
-        pins = self.cache.manager.leases() if hasattr(self.cache.manager, "leases") else stats["leases"]
+        """What our engine counts, when nothing is under way any more, or after 10 seconds."""
+        for _ in range(100):
+            stats = self.cache.stats()
+            if not stats["leases"]:
+                break
+            time.sleep(0.1)
         return {
-            "leases": len(pins),
+            "leases": len(stats["leases"]),
             "pages": {name: tier["pages"] for name, tier in stats["tiers"].items()},
             "misses": stats["misses"],
             "hits": stats["hits"],
