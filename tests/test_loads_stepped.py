@@ -432,8 +432,8 @@ def test_a_layer_is_ready_before_the_next_one_is_read() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_some_orders(case: str) -> None:
-    assert every_order(functools.partial(Run, CASES[case]), 30)
-    random_orders(functools.partial(Run, CASES[case]), 40, SEED)
+    assert every_order(functools.partial(Run, CASES[case]), 20)
+    random_orders(functools.partial(Run, CASES[case]), 25, SEED)
 
 
 @pytest.mark.suite
