@@ -169,9 +169,9 @@ def _unflushed(original: Callable[..., sqlite3.Connection]) -> Callable[..., sql
 
 
 def _late_flush(original: Callable[..., list[bool]]) -> Callable[..., list[bool]]:
-    def commit(tier: SsdTier, writes: Any) -> list[bool]:
+    def commit(tier: SsdTier, entries: Any, sums: Any) -> list[bool]:
         with mock.patch.object(tier, "_power", False):
-            visible = original(tier, writes)
+            visible = original(tier, entries, sums)
         tier.io.flush()
         return visible
 
@@ -179,7 +179,7 @@ def _late_flush(original: Callable[..., list[bool]]) -> Callable[..., list[bool]
 
 
 def _idle_without_writes(original: Callable[..., list[bool]]) -> Callable[..., list[bool]]:
-    return lambda tier, writes: original(tier, writes) if writes else []
+    return lambda tier, entries, sums: original(tier, entries, sums) if entries else []
 
 
 # Recording, and cutting.

@@ -31,8 +31,8 @@ _WORD = {"store": "store", "load": "cold load", "cpu": "CPU tier load", "copy": 
 
 
 def stores_and_loads(place: Place, page_bytes: int) -> list[Row]:
-    """Stores until they are on the SSD, and cold loads, against the bare loop on the same slab; and the CPU seconds of
-    either against a loop that copies and sums the same bytes, too."""
+    """Stores until they are on the SSD, and cold loads, against the bare loop on the same slab; both, and the CPU
+    seconds of either, against a loop that copies and sums the same bytes, too."""
     pages = f"{format_size(page_bytes)} pages"
     with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, page_bytes) as engine:
         planes = np.ones(engine.nbytes, np.uint8)
@@ -53,7 +53,7 @@ def _against_bare(
     label, action, op, limit = what
     chosen = bare.scout(op, place.progress)
     layer = engine.layer_bytes
-    whole = Way(2, max(way.io_bytes for way in chosen))
+    whole = Way(max(2, chosen[0].threads), max(way.io_bytes for way in chosen))
     metered = {
         "ours": Metered(action, engine.nbytes, engine.prepare if op is Op.READ else engine.forget_all),
         "loop": Metered(lambda: bare.run(op, whole, planes, layer), engine.nbytes),
@@ -63,9 +63,11 @@ def _against_bare(
     host = place.device.type == "cpu" and place.on_disk
     more = _more(engine, bare)
     figures = found["ours"], f"bare loop, {way.label}", found[way.label]
+    copied = f"bare loop that copies and sums, {whole.label}"
     spent = cpu_figures(metered, "bare loop, one copy and the sums")
     return [
         row(place, label, engine.page_bytes, figures, limit if host else None, **more),
+        row(place, label, engine.page_bytes, (found["ours"], copied, found["loop"]), None, **more),
         row(place, f"CPU, {label}", engine.page_bytes, spent, CPU_TARGET if host else None, cpu=True, **more),
     ]
 
