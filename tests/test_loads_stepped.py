@@ -439,7 +439,7 @@ def test_some_orders(case: str) -> None:
 @pytest.mark.suite
 @pytest.mark.parametrize("case", CASES)
 def test_more_orders(case: str) -> None:
-    random_orders(functools.partial(Run, CASES[case]), 150, SEED + 60)
+    random_orders(functools.partial(Run, CASES[case]), 80, SEED + 60)
 
 
 @pytest.mark.soak
