@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.bench.io_cells import BASE_DEPTH, BASE_THREADS, BY_NAME, OPS, mixed_rate
+from gdscache.bench.io_rows import RATES
 from gdscache.bench.plots import require
 from gdscache.sizes import format_size
 
@@ -63,9 +64,10 @@ def _comparisons(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         spread = [[share - r["ratio_min"] / r["target"]], [r["ratio_max"] / r["target"] - share]]
         spread = [[max(value, 0.0) for value in side] for side in spread]
         axes.barh(place, share, 0.7, xerr=spread, color=_COLOURS[met], capsize=2, ecolor="black")
+    axes.set_xscale("log")  # a median of a call may be many times its target
     axes.axvline(1, color="black", linewidth=2)
     labels = [
-        f"{r['what']} / {r['against']} ({'at most' if r['unit'] != 'GB/s' else 'at least'} {r['target']:g})"
+        f"{r['what']} / {r['against']} ({'at least' if r['unit'] in RATES else 'at most'} {r['target']:g})"
         for r in rows
     ]
     axes.set_yticks(range(len(rows)), labels, fontsize=7)
