@@ -36,7 +36,7 @@ from gdscache.tiers.retention import DEFAULT, Retention
 if TYPE_CHECKING:
     from gdscache.config import StoreConfig
     from gdscache.tiers.admission import Admission
-    from gdscache.tiers.base import Lease, Tier
+    from gdscache.tiers.base import Tier
     from gdscache.tiers.manager import TierManager
 
 # What one gather, and one write batch, takes at once: each costs turns at the locks that a model's thread wants, too.
@@ -310,7 +310,7 @@ class StorePlanner:
         self, job: StoreJob, places: Sequence[int], entries: Sequence[Entry], landing: Tier, to: tuple[Outlet, ...]
     ) -> Parcel:
         """Pages that lie in the landing tier."""
-        lease: Lease = self._manager.lease("store")
+        lease = self._manager.lease("store")
         for entry in entries:
             lease.add(landing.index, entry)
         return Parcel(job, places, [e.slot for e in entries], landing.name, entries, lease, to, copied=True)

@@ -70,6 +70,10 @@ class _Flight:
     sums: Checksums
     moving: Moving
 
+    def pages(self) -> list[tuple[Outgoing, int]]:
+        """Which page of what was handed in each row of the move is."""
+        return [(out, row) for out, rows in self.parts for row in rows]
+
 
 class TierWriter:
     """Writes pages to a durable tier in the background.
@@ -240,16 +244,12 @@ class TierWriter:
         with self._manager.lock:
             for row in late:
                 self._tier.index.drop(flight.entries[row])
-            where = self._rows(flight, late)
+            pages = flight.pages()
+            where = [pages[row] for row in late]
             held = {row: self._late(out, at, flight.entries[row]) for row, (out, at) in zip(late, where, strict=True)}
             self._manager.quarantine.hold(flight.moving, held)
             for out, at in where:
                 self._end(out, (at,), cause)
-
-    def _rows(self, flight: _Flight, rows: Sequence[int]) -> list[tuple[Outgoing, int]]:
-        """Which pages of what was handed in the rows of a flight are."""
-        pages = [(out, at) for out, some in flight.parts for at in some]
-        return [pages[row] for row in rows]
 
     def _complete(self, flight: _Flight) -> Steps[None]:
         causes, failed = yield from self._ended(flight)
@@ -312,16 +312,16 @@ class TierWriter:
     def _drop_unbegun(self, batch: Sequence[_Part]) -> None:
         """An exception ended the begin of a batch: what of it is in no flight goes."""
         with self._manager.lock:
-            flying = {(out, row) for flight in self._flying for out, rows in flight.parts for row in rows}
+            flying = {page for flight in self._flying for page in flight.pages()}
             self._abandon([(out, [row for row in rows if (out, row) not in flying]) for out, rows in batch], {})
 
     def _lose(self, flight: _Flight) -> None:
         """An exception ended a flight, whose I/O may still be under way: its pages end now, what it touches later."""
         with self._manager.lock:
-            pages = [(out, at) for out, rows in flight.parts for at in rows]
-            left = [row for row, (out, at) in enumerate(pages) if at in out.open]
-            if left:
-                self._hold(flight, left, "error")
+            if all(out.open.isdisjoint(rows) for out, rows in flight.parts):
+                return  # nothing did
+            left = [row for row, (out, at) in enumerate(flight.pages()) if at in out.open]
+            self._hold(flight, left, "error")
 
     def _forget(self, flight: _Flight) -> None:
         """Its pages have their ends. Again is fine: steps that were broken off may be closed late."""
