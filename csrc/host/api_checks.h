@@ -10,6 +10,7 @@
 
 #include "api_executor.h"
 #include "executor.h"
+#include "gpu.h"
 #include "pool.h"
 
 namespace gdscache {
@@ -68,6 +69,15 @@ inline const char* unsound(const gdscache_space& planes, const gdscache_pool* ma
     return same ? nullptr : "a pool of other pages";
 }
 
+// Why planes or a memory cannot be those of a GPU whose pages have these layers; or null.
+inline const char* unsound(const gdscache_space& space, const GpuPlanes& planes, const Limits& limits) {
+    if (space.kind == 1) return space.memory ? nullptr : "a memory without an address";
+    if (space.kind == 2) return nullptr;
+    if (space.slots > planes.blocks) return "more blocks than the pool has";
+    const bool same = planes.page_blocks == limits.page_blocks && planes.bounds == limits.bounds;
+    return same ? nullptr : "a pool of other pages";
+}
+
 inline bool within(const int64_t* values, int64_t count, int64_t limit) {
     for (int64_t n = 0; n < count; ++n) {
         if (values[n] < 0 || values[n] >= limit) return false;
@@ -119,6 +129,7 @@ inline bool sound(const gdscache_group* groups, int64_t count, const Limits& lim
         if (group.begin != limits.bounds[group.first] || group.end != limits.bounds[group.last]) return false;
         if (group.start != stop || group.stop < group.start || group.stop < group.end) return false;
         if (group.stop > limits.extent_bytes || group.alone_stop > limits.extent_bytes) return false;
+        if (group.route < 0 || group.route > 2 || group.summed_route < 0 || group.summed_route > 2) return false;
         if (group.alone_start < 0 || group.alone_start > group.begin || group.alone_stop < group.end) return false;
         layer = group.last;
         stop = group.stop;

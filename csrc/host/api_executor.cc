@@ -17,6 +17,8 @@
 
 #include "faulty_disk.h"  // before the global kShort of moves.h, which its own would shadow
 #include "api_checks.h"
+#include "gpu_handle.h"
+#include "gpu_server.h"
 
 using namespace gdscache;
 
@@ -24,6 +26,8 @@ struct gdscache_executor {
     std::string disk;
     FaultyDisk* faulty;  // of the executor, or null
     Executor executor;
+    gdscache_gpu* gpu;                  // or null
+    std::unique_ptr<GpuServer> server;  // which ends before the executor
 };
 
 namespace {
@@ -53,8 +57,9 @@ int32_t code(Waited waited) { return waited == Waited::kHappened ? 1 : waited ==
 
 int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struct gdscache_space* spaces,
                                int64_t n_spaces, int32_t reserve_space, int64_t reserve_first, int64_t reserve_slots,
-                               int64_t fence, const struct gdscache_pool* pool, int32_t workers, int32_t depth,
-                               int32_t threads, struct gdscache_executor** executor, char* why, int64_t why_size) {
+                               int64_t fence, const struct gdscache_pool* pool, struct gdscache_gpu* gpu,
+                               int32_t workers, int32_t depth, int32_t threads, struct gdscache_executor** executor,
+                               char* why, int64_t why_size) {
     if (!limits || !spaces || !executor) return refused("an address is null", EINVAL, why, why_size);
     if (!sound(*limits) || n_spaces < 1 || n_spaces > 1 << 10) return refused("no sound sizes", EINVAL, why, why_size);
     if (workers < 0 || depth < 0 || threads < 0 || threads > 1 << 10) {
@@ -85,8 +90,10 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
                            limits->foreign_copy_bytes};
         if (!ascending(sizes.bounds, sizes.extent_bytes)) return refused("no sound layers", EINVAL, why, why_size);
         for (int64_t n = 0; n < n_spaces; ++n) {
-            if (spaces[n].foreign || spaces[n].kind != 0) continue;
-            if (const char* cause = unsound(spaces[n], pool, sizes)) return refused(cause, EINVAL, why, why_size);
+            const char* cause = nullptr;
+            if (spaces[n].foreign && gpu) cause = unsound(spaces[n], gpu->gpu->planes(), sizes);
+            else if (!spaces[n].foreign && spaces[n].kind == 0) cause = unsound(spaces[n], pool, sizes);
+            if (cause) return refused(cause, EINVAL, why, why_size);
         }
         std::vector<Space> kinds;
         std::vector<Place> places;
@@ -98,6 +105,8 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
             place.memory = reinterpret_cast<uint8_t*>(space.memory);
             place.slots = space.slots;
             place.stretch = space.stretch;
+            place.pinned = space.pinned != 0;
+            place.fence = space.fence;
             if (!space.foreign && space.kind == 2) place.files = copied<int>(space.files, space.n_files);
             place.copied = std::any_of(place.files.begin(), place.files.end(), kernel_copies);
             places.push_back(std::move(place));
@@ -115,11 +124,14 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
             faulty = made.get();
             disk = std::move(made);
         }
-        *executor = new gdscache_executor{
+        auto made = std::unique_ptr<gdscache_executor>(new gdscache_executor{
             name, faulty,
             Executor(sizes, std::move(kinds), std::move(places), reserve_space,
-                           Reserve(reserve_first, reserve_space < 0 ? 0 : reserve_slots, fence),
-                           pool ? &pool->pool : nullptr, std::move(disk), threads)};
+                     Reserve(reserve_first, reserve_space < 0 ? 0 : reserve_slots, fence),
+                     pool ? &pool->pool : nullptr, std::move(disk), threads),
+            gpu, nullptr});
+        if (gpu) made->server = std::make_unique<GpuServer>(made->executor, *gpu->gpu);
+        *executor = made.release();
         return 0;
     } catch (const std::bad_alloc&) {
         return refused("no memory", ENOMEM, why, why_size);
@@ -142,8 +154,8 @@ const char* gdscache_executor_disk(struct gdscache_executor* executor) {
 
 int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, int32_t priority, int64_t until,
                             const struct gdscache_way* ways, int64_t n_ways, const struct gdscache_group* groups,
-                            int64_t n_groups) {
-    if (!executor) return -EINVAL;
+                            int64_t n_groups, const uint64_t* after, int64_t n_after) {
+    if (!executor || n_after < 0 || n_after > 1 << 20 || (n_after && !after)) return -EINVAL;
     Executor& of = executor->executor;
     if (n_ways < 0 || n_ways > 1 << 10 || (n_ways && !ways) || n_groups < 1 || !groups) return -EINVAL;
     if (priority < 0 || priority >= kPriorities || !sound(groups, n_groups, of.limits())) return -EINVAL;
@@ -184,8 +196,9 @@ int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, in
         for (int64_t n = 0; n < n_groups; ++n) {
             const gdscache_group& from = groups[n];
             spec.groups.push_back({from.first, from.last, from.begin, from.end, from.start, from.stop,
-                                   from.alone_start, from.alone_stop});
+                                   from.alone_start, from.alone_stop, from.route, from.summed_route});
         }
+        spec.after.assign(after, after + n_after);
         return of.begin(std::move(spec)) ? 0 : -EEXIST;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
@@ -199,15 +212,17 @@ int32_t gdscache_move_cancel(struct gdscache_executor* executor, int64_t move) {
     return executor->executor.cancel(move) ? 0 : -ENOENT;
 }
 
-int32_t gdscache_move_wait(struct gdscache_executor* executor, int64_t move, int32_t group, int64_t until) {
-    if (!executor) return -EINVAL;
+int32_t gdscache_move_wait(struct gdscache_executor* executor, int64_t move, int32_t group, int64_t until,
+                           int64_t* point) {
+    if (!executor || !point) return -EINVAL;
     Waited waited;
-    if (!executor->executor.wait(move, group, until, &waited)) return -ENOENT;
+    if (!executor->executor.wait(move, group, until, &waited, point)) return -ENOENT;
     return code(waited);
 }
 
 int32_t gdscache_move_outcome(struct gdscache_executor* executor, int64_t move, uint8_t* statuses, int64_t rows,
-                              int32_t* errors, int64_t* n_errors, int32_t* late, int64_t* n_late, int64_t room) {
+                              int32_t* errors, int64_t* n_errors, int32_t* late, int64_t* n_late, int64_t room,
+                              char* why, int64_t why_size) {
     if (!executor) return -EINVAL;
     const Outcome* const outcome = executor->executor.outcome(move);
     if (!outcome) return -EAGAIN;
@@ -222,6 +237,7 @@ int32_t gdscache_move_outcome(struct gdscache_executor* executor, int64_t move, 
     }
     *n_late = static_cast<int64_t>(outcome->late.size());
     std::copy(outcome->late.begin(), outcome->late.end(), late);
+    if (outcome->broken) refused(outcome->why.c_str(), 0, why, why_size);
     return outcome->broken ? 1 : 0;
 }
 
@@ -260,7 +276,7 @@ int32_t gdscache_take_io(struct gdscache_executor* executor, int64_t until, stru
 int32_t gdscache_take_copy(struct gdscache_executor* executor, int64_t until, struct gdscache_copy* job) {
     if (!executor || !job) return -EINVAL;
     Waited waited;
-    if (const CopyJob* const found = executor->executor.take_copy(until, &waited)) {
+    if (const CopyJob* const found = executor->executor.take_copy(Hands::kForeign, until, &waited)) {
         *job = {found->id,
                 static_cast<int32_t>(found->copy),
                 found->memory,
@@ -284,14 +300,15 @@ int32_t gdscache_io_ended(struct gdscache_executor* executor, int64_t job, const
     return executor->executor.io_ended(job, reinterpret_cast<const IoEnd*>(ends), count) ? 0 : -EINVAL;
 }
 
-int32_t gdscache_copy_queued(struct gdscache_executor* executor, int64_t job) {
-    if (!executor) return -EINVAL;
-    return executor->executor.copy_queued(job) ? 0 : -EINVAL;
+int32_t gdscache_copy_queued(struct gdscache_executor* executor, int64_t job, int64_t point) {
+    if (!executor || point < 0) return -EINVAL;
+    return executor->executor.copy_queued(job, point) ? 0 : -EINVAL;
 }
 
-int32_t gdscache_copy_ended(struct gdscache_executor* executor, int64_t job, const uint64_t* sums, int32_t broken) {
+int32_t gdscache_copy_ended(struct gdscache_executor* executor, int64_t job, const uint64_t* sums,
+                            const char* broken) {
     if (!executor) return -EINVAL;
-    return executor->executor.copy_ended(job, sums, broken != 0) ? 0 : -EINVAL;
+    return executor->executor.copy_ended(job, sums, broken) ? 0 : -EINVAL;
 }
 
 int32_t gdscache_expire(struct gdscache_executor* executor, int64_t now) {
@@ -324,6 +341,7 @@ int64_t gdscache_free_slots(struct gdscache_executor* executor) {
 int32_t gdscache_trace(struct gdscache_executor* executor) {
     if (!executor) return -EINVAL;
     executor->executor.trace();
+    if (executor->gpu) executor->gpu->gpu->trace();
     return 0;
 }
 

@@ -5,16 +5,19 @@
 #include "api.h"
 
 struct gdscache_executor;
+struct gdscache_gpu;
 
-// A space of moves, by its number. `kind`: 0 planes, 1 a memory, 2 files.
+// A space of moves, by its number. `kind`: 0 planes, 1 a memory, 2 files. `foreign`: of a GPU, or files of a transport of
+// the caller's.
 struct gdscache_space {
     int32_t kind, foreign;
     int64_t slots;       // of a memory or of files; blocks of planes
-    uint64_t memory;     // address of a memory's first byte; 0 where it is foreign
+    uint64_t memory;     // address of a memory's first byte; 0 where a caller moves what is foreign
     uint64_t sums;       // address of its checksums, uint64 (slots, layers), or 0
     uint64_t files;      // address of `n_files` descriptors, int32
-    int32_t n_files, reserved;
+    int32_t n_files, pinned;  // `pinned`: copy engines of a GPU reach a memory
     int64_t stretch;     // slots of one file that follow each other
+    int64_t fence;       // slots of each page-locked registration of a memory; 0: there is one
 };
 
 struct gdscache_limits {
@@ -33,6 +36,7 @@ struct gdscache_way {
 struct gdscache_group {
     int32_t first, last;
     int64_t begin, end, start, stop, alone_start, alone_stop;
+    int32_t route, summed_route;  // of copies of a GPU, without checksums and with: 0 staged, 1 zero copy, 2 copy engine
 };
 
 // A job of foreign I/O. `pages`: address of `count` structs of int32 row, int64 slot, int64 at.
@@ -45,13 +49,14 @@ struct gdscache_io {
 
 struct gdscache_copy {
     int64_t id;
-    int32_t kind, memory, first, last, sums, reserved;  // kind: 0 scatter, 1 gather, 2 digest, 3 ready (move.h)
+    int32_t kind, memory, first, last, sums, reserved;  // kind: 0 scatter, 1 gather, 2 digest (move.h)
     int64_t move, window, window_slots, count;
     uint64_t pages, blocks;
 };
 
 // What a thread of ours did. `kind`: 0 read, 1 write, 2 scatter, 3 gather, 4 look at what is in memory, 5 the layers
-// were in the planes, which took no time. Nanoseconds of CLOCK_MONOTONIC.
+// were in the planes, or their copies queued, which took no time; of a GPU's streams: 6 copies and 7 kernels of loads,
+// 8 and 9 of stores. Nanoseconds of CLOCK_MONOTONIC.
 struct gdscache_span {
     int32_t kind, first, last, reserved;
     int64_t move, pages, bytes, begin, end;
@@ -59,31 +64,35 @@ struct gdscache_span {
 
 // `reserve_space`: the memory of the bounce reserve, or -1, and the slots of it that loads have. `workers`, `depth`: of
 // the disk, threads of ours with a depth of 0; no workers: all files are foreign. `threads`: that copy; 0: everything
-// is foreign, and `expire` is called.
+// is foreign, and `expire` is called. `gpu`: whose the foreign planes and memories are (api_gpu.h), and which outlives
+// the executor; null: the caller takes their copies.
 GDSCACHE_API int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struct gdscache_space* spaces,
                                             int64_t n_spaces, int32_t reserve_space, int64_t reserve_first,
                                             int64_t reserve_slots, int64_t fence, const struct gdscache_pool* pool,
-                                            int32_t workers, int32_t depth, int32_t threads,
-                                            struct gdscache_executor** executor, char* why, int64_t why_size);
+                                            struct gdscache_gpu* gpu, int32_t workers, int32_t depth,
+                                            int32_t threads, struct gdscache_executor** executor, char* why,
+                                            int64_t why_size);
 // Waits for what is under way.
 GDSCACHE_API void gdscache_executor_close(struct gdscache_executor* executor);
 GDSCACHE_API void gdscache_executor_stop(struct gdscache_executor* executor);
 GDSCACHE_API const char* gdscache_executor_disk(struct gdscache_executor* executor);
 
-// `move`: its number, which is the caller's; -EEXIST where another move has it.
+// `move`: its number, which is the caller's; -EEXIST where another move has it. `after`: CUevents that copies of a GPU
+// come behind.
 GDSCACHE_API int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, int32_t priority,
                                          int64_t until, const struct gdscache_way* ways, int64_t n_ways,
-                                         const struct gdscache_group* groups, int64_t n_groups);
+                                         const struct gdscache_group* groups, int64_t n_groups, const uint64_t* after,
+                                         int64_t n_after);
 GDSCACHE_API int32_t gdscache_move_cancel(struct gdscache_executor* executor, int64_t move);
-// 1: the group is in the planes, or with -1 the move has ended; 0: not until then (ns of CLOCK_MONOTONIC); -ECANCELED
-// behind `stop`; -ENOENT for a move that nobody knows.
+// 1: all copies of the group are done, or queued on a GPU up to `point`, else 0; or with -1 the move has ended. 0: not
+// until then (ns of CLOCK_MONOTONIC); -ECANCELED behind `stop`; -ENOENT for a move that nobody knows.
 GDSCACHE_API int32_t gdscache_move_wait(struct gdscache_executor* executor, int64_t move, int32_t group,
-                                        int64_t until);
+                                        int64_t until, int64_t* point);
 // How a move has ended: `statuses`, uint8 (rows); up to `room` rows each in `errors`, int32 (n, 2), and `late`. 1 where
-// a copy was broken, else 0; -EAGAIN before its end.
+// a copy was broken, as `why` says, else 0; -EAGAIN before its end.
 GDSCACHE_API int32_t gdscache_move_outcome(struct gdscache_executor* executor, int64_t move, uint8_t* statuses,
                                            int64_t rows, int32_t* errors, int64_t* n_errors, int32_t* late,
-                                           int64_t* n_late, int64_t room);
+                                           int64_t* n_late, int64_t room, char* why, int64_t why_size);
 GDSCACHE_API int32_t gdscache_move_forget(struct gdscache_executor* executor, int64_t move);
 // `status`: of move.h, but none that says that bytes are there.
 GDSCACHE_API int32_t gdscache_refuse(struct gdscache_executor* executor, int32_t status);
@@ -95,10 +104,10 @@ GDSCACHE_API int32_t gdscache_take_copy(struct gdscache_executor* executor, int6
 // Pages of a job that have ended: int32 (count, 2), the page's place in the job, and 0, -1 (short) or an errno.
 GDSCACHE_API int32_t gdscache_io_ended(struct gdscache_executor* executor, int64_t job, const int32_t* ends,
                                        int64_t count);
-// A copy is queued on a stream: its group may be said to be ready behind it.
-GDSCACHE_API int32_t gdscache_copy_queued(struct gdscache_executor* executor, int64_t job);
+// A copy is queued on a GPU up to a point. It is done: `broken` says why it is not, or is null.
+GDSCACHE_API int32_t gdscache_copy_queued(struct gdscache_executor* executor, int64_t job, int64_t point);
 GDSCACHE_API int32_t gdscache_copy_ended(struct gdscache_executor* executor, int64_t job, const uint64_t* sums,
-                                         int32_t broken);
+                                         const char* broken);
 GDSCACHE_API int32_t gdscache_expire(struct gdscache_executor* executor, int64_t now);
 // Late pages that have ended at last, int64 (n, 2): move and row. How many, of `room` at most; else as take_io.
 GDSCACHE_API int32_t gdscache_take_late(struct gdscache_executor* executor, int64_t until, int64_t* late,

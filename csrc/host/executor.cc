@@ -15,9 +15,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
 
-Nanoseconds now() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
-}
 
 constexpr Nanoseconds kLongest = 1'000'000'000;  // of one wait: then it looks around
 constexpr size_t kMostSpans = 1 << 16;           // that are kept until somebody takes them
@@ -29,6 +26,10 @@ Span::Kind kind_of(Copy copy) {
 }
 
 }  // namespace
+
+Nanoseconds now() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
+}
 
 // The lock. Those that wait for what its holder has brought about are woken when it is let go, and not before: a thread
 // that is woken while another holds the lock that it needs only costs both a turn.
@@ -72,7 +73,7 @@ Executor::Held::Call Executor::Held::call() {
     return {all || news.ended,
             all || news.late,
             all || news.io || news.room,
-            all || news.copies != 0 || news.queued,
+            all || news.copies != 0,
             executor_.disk_ && !disk_ && (all || news.io || (news.room && moves.crowded())),
             std::min<int64_t>(jobs, executor_.idle_)};
 }
@@ -173,11 +174,12 @@ void Executor::refuse(Status status) {
     moves_.refuse(status);
 }
 
-bool Executor::wait(int64_t move, int32_t group, Nanoseconds until, Waited* waited) {
+bool Executor::wait(int64_t move, int32_t group, Nanoseconds until, Waited* waited, int64_t* point) {
     Held held(*this);
+    *point = 0;
     if (!moves_.knows(move) || group >= moves_.groups(move)) return false;
     *waited = wait_for(held, ended_, until, [&] {
-        return !moves_.knows(move) || (group < 0 ? moves_.ended(move) : moves_.ready(move, group));
+        return !moves_.knows(move) || (group < 0 ? moves_.ended(move) : moves_.ready(move, group, point));
     });
     return true;
 }
@@ -202,16 +204,11 @@ const IoJob* Executor::take_io(Nanoseconds until, Waited* waited) {
     return &ios_.emplace(job.id, std::move(job)).first->second;
 }
 
-const CopyJob* Executor::take_copy(Nanoseconds until, Waited* waited) {
+const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until, Waited* waited) {
     Held held(*this);
     CopyJob job;
-    *waited = wait_for(held, foreign_copies_, until, [&] { return moves_.take_copy(true, &job); });
+    *waited = wait_for(held, foreign_copies_, until, [&] { return moves_.take_copy(hands, &job); });
     if (*waited != Waited::kHappened) return nullptr;
-    if (job.copy == Copy::kReady) {  // whose end nobody says
-        static thread_local CopyJob ready;
-        ready = std::move(job);
-        return &ready;
-    }
     return &copying_.emplace(job.id, std::move(job)).first->second;
 }
 
@@ -227,14 +224,14 @@ bool Executor::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
     return true;
 }
 
-bool Executor::copy_queued(int64_t job) {
+bool Executor::copy_queued(int64_t job, int64_t point) {
     const Held held(*this);
     if (!copying_.contains(job)) return false;
-    moves_.copy_queued(job);
+    moves_.copy_queued(job, point);
     return true;
 }
 
-bool Executor::copy_ended(int64_t job, const uint64_t* found, bool broken) {
+bool Executor::copy_ended(int64_t job, const uint64_t* found, const char* broken) {
     const Held held(*this);
     const auto ended = copying_.find(job);
     if (ended == copying_.end() || (!broken && ended->second.sums && found == nullptr)) return false;
@@ -279,6 +276,11 @@ std::vector<Span> Executor::take_spans(size_t most) {
     return taken;
 }
 
+void Executor::tell(const Span& span) {
+    const Held held(*this);
+    keep(span);
+}
+
 void Executor::keep(const Span& span) {
     if (traced_ && kept_.size() < kMostSpans) kept_.push_back(span);
 }
@@ -316,7 +318,7 @@ void Executor::copy_loop() {
     CopyJob job;
     Held held(*this);
     while (!closing_) {
-        if (moves_.take_copy(false, &job)) {
+        if (moves_.take_copy(Hands::kOurs, &job)) {
             held.let_go();
             const Nanoseconds begin = now();
             copy(job, &found);
@@ -325,7 +327,7 @@ void Executor::copy_loop() {
             const auto pages = static_cast<int64_t>(job.pages.size());
             const int64_t bytes = limits_.bounds[job.last] - limits_.bounds[job.first];
             keep({kind_of(job.copy), job.first, job.last, job.move, pages, pages * bytes, begin, end});
-            moves_.copy_ended(job.id, found.data(), false);
+            moves_.copy_ended(job.id, found.data(), nullptr);
             continue;
         }
         const Nanoseconds time = now(), until = moves_.deadline();

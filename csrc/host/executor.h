@@ -1,6 +1,7 @@
 // The executor of moves: `Moves` behind a lock, with threads of its own that copy and sum, and one that reads and writes.
 //
-// Threads of others take what is foreign: a transport of Python, the copies of a GPU. None of ours calls into Python.
+// Threads of others take what is foreign: a transport of Python, the lanes of a GPU (gpu_server.h). None of ours calls
+// into Python.
 
 #pragma once
 
@@ -27,11 +28,28 @@ struct Place {
     int64_t stretch = 0;  // slots of one file that follow each other
     bool copied = false;  // the kernel copies what is read and written: no O_DIRECT, or a RAM disk
     int64_t slots = 0;    // of a memory, or of files
+    bool pinned = false;  // a memory that a GPU's copy engines reach
+    int64_t fence = 0;    // slots of each of its page-locked registrations, which no copy may leave; 0: there is one
 };
 
-// What a thread of ours did, and when. `kReady` took no time: from then on the layers were in the planes.
+// The monotonic clock.
+Nanoseconds now();
+
+// What a thread of ours did, and when; or streams of a GPU. `kReady` took no time: from then on the layers were in the
+// planes, or their copies were queued.
 struct Span {
-    enum class Kind : int32_t { kRead, kWrite, kScatter, kGather, kDigest, kReady };
+    enum class Kind : int32_t {
+        kRead,
+        kWrite,
+        kScatter,
+        kGather,
+        kDigest,
+        kReady,
+        kLoadCopies,
+        kLoadKernels,
+        kStoreCopies,
+        kStoreKernels,
+    };
     Kind kind;
     int32_t first, last;  // layers
     int64_t move, pages, bytes;
@@ -52,20 +70,19 @@ public:
     bool begin(MoveSpec spec);
     bool cancel(int64_t move);
     void refuse(Status status);
-    // Wait until a group of a load is in the planes (or never will be), or with `group` -1 until the move has ended.
-    // False for a move that nobody knows.
-    bool wait(int64_t move, int32_t group, Nanoseconds until, Waited* waited);
+    // Wait until all copies of a group are done, or queued on a GPU, behind `point` (Moves::ready); or with `group` -1
+    // until the move has ended. False for a move that nobody knows.
+    bool wait(int64_t move, int32_t group, Nanoseconds until, Waited* waited, int64_t* point);
     // The outcome of a move that has ended; null before.
     const Outcome* outcome(int64_t move);
     bool forget(int64_t move);
 
-    // The next foreign job, which is the caller's until its end is said; a `kReady` until its thread takes the next.
-    // Null with `waited` saying why.
+    // The next foreign job, which is the caller's until its end is said. Null with `waited` saying why.
     const IoJob* take_io(Nanoseconds until, Waited* waited);
-    const CopyJob* take_copy(Nanoseconds until, Waited* waited);
+    const CopyJob* take_copy(Hands hands, Nanoseconds until, Waited* waited);
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
-    bool copy_queued(int64_t job);
-    bool copy_ended(int64_t job, const uint64_t* found, bool broken);
+    bool copy_queued(int64_t job, int64_t point);
+    bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
     void expire(Nanoseconds now);
 
     // Late pages that have ended since the last call; waits for one until then, or until `stop`.
@@ -76,6 +93,7 @@ public:
     // Keep spans from now on, until they are taken.
     void trace();
     std::vector<Span> take_spans(size_t most);
+    void tell(const Span& span);
 
     // No thread of others waits here any more, and none will. What is under way goes on.
     void stop();

@@ -27,7 +27,8 @@ enum class Status : uint8_t {
 enum class Priority : uint8_t { kLoad, kPrefetch, kStore, kDemotion };
 constexpr int kPriorities = 4;
 
-// Where bytes lie. `foreign`: a thread of somebody else moves them, and says so (Moves::take_*).
+// Where bytes lie. `foreign`: files of a transport of somebody else's, planes and memory of a GPU. Their bytes are moved
+// by threads that ask for jobs, and say what came of them (Moves::take_*).
 struct Space {
     enum class Kind : uint8_t { kPlanes, kMemory, kFiles };
     Kind kind;
@@ -41,6 +42,7 @@ struct Group {
     int64_t begin, end;  // the layers' bytes in an extent
     int64_t start, stop;
     int64_t alone_start, alone_stop;
+    int32_t route = 0, summed_route = 0;  // which way copies of a GPU take, without checksums and with (gpu.h)
 
     int64_t bytes(bool alone) const { return alone ? alone_stop - alone_start : stop - start; }
 };
@@ -62,6 +64,7 @@ struct MoveSpec {
     Nanoseconds until = 0;
     std::vector<Way> ways;
     std::vector<Group> groups;  // in their order; they have every layer once
+    std::vector<uint64_t> after;  // events that copies of a GPU come behind; they live until the move was forgotten
 };
 
 // Sizes that a job has, in bytes, and what may be in flight.
@@ -94,9 +97,11 @@ struct IoJob {
     std::vector<Transfer> pages;
 };
 
-// What becomes of bytes that are in memory: into the planes, out of them, or only looked at. `kReady` is no copy: all
-// copies of a group into foreign planes are queued.
-enum class Copy : uint8_t { kScatter, kGather, kDigest, kReady };
+// What becomes of bytes that are in memory: into the planes, out of them, or only looked at.
+enum class Copy : uint8_t { kScatter, kGather, kDigest };
+
+// For whom a copy is: threads of ours, or those of what is foreign: all of them, those of loads, those of stores.
+enum class Hands : uint8_t { kOurs, kForeign, kForeignLoads, kForeignStores };
 
 // Layers [first, last) of some pages. `slot`: of the memory, or of the pages that passed through [window, window +
 // window_slots) of it together; `at`: where layer `first` begins. `blocks`: (pages, page_blocks), none to look.
@@ -108,6 +113,9 @@ struct CopyJob {
     bool sums = false;
     bool large = false;  // its move has more bytes than a cache keeps
     int64_t window = 0, window_slots = 0;
+    int64_t stride = 0, origin = 0;  // from slot to slot, and the byte of an extent that a slot begins with
+    int32_t route = 0;
+    std::vector<uint64_t> after;
     std::vector<Transfer> pages;
     std::vector<int64_t> blocks;
 };

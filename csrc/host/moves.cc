@@ -65,7 +65,8 @@ struct Moves::Move {
     std::vector<int32_t> left;       // of each row: groups that are not copied
     std::vector<int32_t> todo;       // of each group: rows that are not done
     std::vector<int32_t> queued;     // of each group: rows whose copies are queued, and not done
-    std::vector<bool> announced;     // of each group: that all its copies are queued
+    std::vector<int64_t> points;     // of each group: the greatest that a copy was queued with
+    std::vector<bool> announced;     // of each group: that it is ready
     std::vector<int32_t> unread;     // of each group: rows that are to be read, or are being read
     std::vector<Copyable> copyable;  // (groups, ways)
     std::vector<int32_t> late;       // of each row: late I/O
@@ -117,6 +118,7 @@ void Moves::begin(MoveSpec spec) {
     move.left.assign(rows, static_cast<int32_t>(groups));
     move.todo.assign(groups, static_cast<int32_t>(rows));
     move.queued.assign(groups, 0);
+    move.points.assign(groups, 0);
     move.announced.assign(groups, false);
     move.late.assign(rows, 0);
     move.copyable.resize(groups * move.ways());
@@ -161,9 +163,10 @@ bool Moves::ended(int64_t move) const { return at(move).over; }
 
 int32_t Moves::groups(int64_t move) const { return at(move).groups(); }
 
-bool Moves::ready(int64_t id, int32_t group) const {
+bool Moves::ready(int64_t id, int32_t group, int64_t* point) const {
     const Move& move = at(id);
-    return move.over || (!move.cancelled && !move.broken && move.todo[group] == 0);
+    *point = move.over || move.todo[group] == 0 ? 0 : move.points[group];
+    return move.over || (!move.cancelled && !move.broken && move.todo[group] == move.queued[group]);
 }
 
 const Outcome& Moves::outcome(int64_t move) const { return at(move).outcome; }
@@ -442,10 +445,12 @@ void Moves::let_go(Reading& reading) {
 
 // --- copies
 
-bool Moves::take_copy(bool foreign, CopyJob* job) {
+bool Moves::take_copy(Hands hands, CopyJob* job) {
     for (auto next = open_.begin(); next != open_.end();) {
         Move& move = *next++->second;
-        if (move.work != Work::kWrite && !move.broken && next_copy(move, foreign, job)) return true;
+        if (move.work == Work::kWrite || move.broken) continue;
+        if (hands == (move.work == Work::kGather ? Hands::kForeignLoads : Hands::kForeignStores)) continue;
+        if (next_copy(move, hands != Hands::kOurs, job)) return true;
     }
     return false;
 }
@@ -456,27 +461,17 @@ bool Moves::next_copy(Move& move, bool foreign, CopyJob* job) {
             if (fill_copy(move, group, way, foreign, job)) return true;
             if (move.over) return false;  // the last verdicts needed no copy
         }
-        if (foreign && announce(move, group, job)) return true;
     }
     return false;
 }
 
-// Say, once, that the last copy of a group into foreign planes is queued.
-bool Moves::announce(Move& move, int32_t group, CopyJob* job) {
-    const bool all = move.queued[group] == move.todo[group];
-    if (move.work != Work::kLoad || move.cancelled || move.announced[group] || !all) return false;
-    const auto foreign = [&](const Way& way) {
-        return spaces_[way.target].kind == Space::Kind::kPlanes && spaces_[way.target].foreign;
-    };
-    if (!std::any_of(move.spec.ways.begin(), move.spec.ways.end(), foreign)) return false;
-    move.announced[group] = true;
-    *job = CopyJob{};
-    job->id = next_job_++;
-    job->move = move.id;
-    job->copy = Copy::kReady;
-    job->first = move.spec.groups[group].first;
-    job->last = move.spec.groups[group].last;
-    return true;
+// Say, once, that a group is ready.
+void Moves::announce(Move& move, int32_t group) {
+    if (move.announced[group] || move.todo[group] != move.queued[group]) return;
+    move.announced[group] = news_.ended = true;
+    if (watched_ && move.work == Work::kLoad) {
+        ready_.push_back({move.id, move.spec.groups[group].first, move.spec.groups[group].last});
+    }
 }
 
 bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool foreign, CopyJob* job) {
@@ -567,12 +562,17 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
     job->memory = memory;
     job->first = gather ? 0 : group.first;
     job->last = gather ? limits_.layers : group.last;
+    const bool part_only = job->window_slots != 0;
+    job->stride = part_only ? group.bytes(true) : limits_.extent_bytes;
+    job->origin = part_only ? group.alone_start : 0;
+    job->route = job->sums ? group.summed_route : group.route;
+    if (foreign) job->after = move.spec.after;
     ++move.copying;
     copies_.emplace(job->id, std::move(copying));
     return true;
 }
 
-void Moves::copy_queued(int64_t job) {
+void Moves::copy_queued(int64_t job, int64_t point) {
     const auto found = copies_.find(job);
     if (found == copies_.end()) return;
     const Copying& copying = *found->second;
@@ -581,12 +581,13 @@ void Moves::copy_queued(int64_t job) {
         Cell& cell = move.cells[move.cell(row, copying.group)];
         if (cell != Cell::kOpen) continue;
         cell = Cell::kQueued;
-        news_.queued = true;
         ++move.queued[copying.group];
     }
+    move.points[copying.group] = std::max(move.points[copying.group], point);
+    announce(move, copying.group);
 }
 
-void Moves::copy_ended(int64_t job, const uint64_t* found, bool broken) {
+void Moves::copy_ended(int64_t job, const uint64_t* found, const char* broken) {
     const auto node = copies_.extract(job);
     if (node.empty()) return;
     Copying& copying = *node.mapped();
@@ -595,7 +596,10 @@ void Moves::copy_ended(int64_t job, const uint64_t* found, bool broken) {
     const Group& group = move.spec.groups[copying.group];
     const int32_t first = copying.gather ? 0 : group.first;
     const int32_t layers = (copying.gather ? limits_.layers : group.last) - first;
-    if (broken) move.broken = news_.io = true;
+    if (broken && !move.broken) {
+        move.broken = news_.io = news_.ended = true;
+        move.outcome.why = broken;
+    }
     for (size_t i = 0; i < copying.rows.size(); ++i) {
         const int32_t row = copying.rows[i];
         const int64_t page = row - move.first_row[copying.way];
@@ -631,12 +635,8 @@ void Moves::end_cell(Move& move, int32_t row, int32_t group) {
     Cell& cell = move.cells[move.cell(row, group)];
     if (cell == Cell::kQueued) --move.queued[group];
     cell = Cell::kDone;
-    news_.queued = true;
-    if (--move.todo[group] != 0) return;
-    news_.ended = true;
-    if (watched_ && move.work == Work::kLoad) {
-        ready_.push_back({move.id, move.spec.groups[group].first, move.spec.groups[group].last});
-    }
+    if (--move.todo[group] == 0) news_.ended = true;
+    announce(move, group);
 }
 
 // The verdict on a page that has none and is not good: none of its layers is waited for any more.

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -32,12 +33,11 @@ struct News {
     bool io = false;      // files: a new move, one that reads no further, or one whose next files are others'
     bool room = false;    // files: fewer bytes are in flight, or more slots of the reserve are free
     int64_t copies = 0;   // bytes that may be copied, about; at least 1 where a thread has to look
-    bool queued = false;  // foreign copies: a group may be announced
-    bool ended = false;   // a group of layers or a move has ended
+    bool ended = false;   // a group of layers is ready, or a move has ended
     bool late = false;    // late I/O has ended
 };
 
-// A group of layers that is in the planes, or never will be.
+// A group of layers that is ready, or never will be.
 struct ReadyGroup {
     int64_t move;
     int32_t first, last;
@@ -49,6 +49,7 @@ struct Outcome {
     std::vector<std::pair<int32_t, int32_t>> errors;  // rows whose I/O failed, and how
     std::vector<int32_t> late;                 // rows whose I/O had not ended
     bool broken = false;                       // a copy failed: pages may have no verdict
+    std::string why;                           // ... what it said
 };
 
 class Moves {
@@ -66,7 +67,9 @@ public:
     bool knows(int64_t move) const { return moves_.contains(move); }
     int32_t groups(int64_t move) const;
     bool ended(int64_t move) const;
-    bool ready(int64_t move, int32_t group) const;
+    // Whether all copies of a group are done, or queued on a GPU: then `point` is what the last of them was queued with,
+    // else 0. Of a move that has ended every group is.
+    bool ready(int64_t move, int32_t group, int64_t* point) const;
     // Groups of loads with nothing left to copy, since the last call: kept where `watch` asked for it.
     void watch() { watched_ = true; }
     std::vector<ReadyGroup> take_ready() { return std::exchange(ready_, {}); }
@@ -89,12 +92,13 @@ public:
     // Some pages of a job have ended. Whether all of them have.
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
     // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory.
-    bool take_copy(bool foreign, CopyJob* job);
-    // A copy is queued where others do what was queued in order: behind it, its group may be `kReady`.
-    void copy_queued(int64_t job);
-    // `found`: (pages, layers) of the job, where it asked for sums. `broken`: nothing is known about the bytes. Of
-    // `kReady` nothing is said.
-    void copy_ended(int64_t job, const uint64_t* found, bool broken);
+    bool take_copy(Hands hands, CopyJob* job);
+    // A copy is queued where a GPU does what was queued in order. `point`: by which it is known when; later ones are
+    // greater.
+    void copy_queued(int64_t job, int64_t point);
+    // `found`: (pages, layers) of the job, where it asked for sums. `broken`: why nothing is known about the bytes, or
+    // null.
+    void copy_ended(int64_t job, const uint64_t* found, const char* broken);
     // Since the last time.
     News take_news() { return std::exchange(news_, {}); }
     // When `expire` has something to do next; the largest number where it never will.
@@ -119,7 +123,7 @@ private:
     bool fits(int64_t bytes, bool foreign);
     void landed(Move& move, Reading& reading, int32_t page);
     bool next_copy(Move& move, bool foreign, CopyJob* job);
-    bool announce(Move& move, int32_t group, CopyJob* job);
+    void announce(Move& move, int32_t group);
     bool fill_copy(Move& move, int32_t group, int32_t way, bool foreign, CopyJob* job);
     void judge(Move& move, int32_t row, Status status);
     void copied(Move& move, int32_t row, int32_t group);

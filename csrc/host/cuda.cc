@@ -1,0 +1,216 @@
+#include "cuda.h"
+
+#include <dlfcn.h>
+
+#include <memory>
+
+namespace gdscache {
+
+namespace {
+
+// Values of cuda.h.
+constexpr int kNotReady = 600;
+constexpr unsigned kNonBlocking = 1, kNoTiming = 2, kPortable = 1;
+constexpr int kSourceInStreamOrder = 1;
+
+struct Location {
+    int type, id;
+};
+struct CopyAttributes {
+    int source_order;
+    Location source, target;
+    unsigned flags;
+};
+
+using Batch13 = int (*)(uint64_t*, uint64_t*, size_t*, size_t, CopyAttributes*, size_t*, size_t, CudaStream);
+using Batch12 = int (*)(uint64_t*, uint64_t*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*, CudaStream);
+
+}  // namespace
+
+struct Cuda::Functions {
+    int (*push)(void*);
+    int (*pop)(void**);
+    int (*priorities)(int*, int*);
+    int (*stream_create)(CudaStream*, unsigned, int);
+    int (*stream_destroy)(CudaStream);
+    int (*stream_synchronize)(CudaStream);
+    int (*stream_wait)(CudaStream, CudaEvent, unsigned);
+    int (*event_create)(CudaEvent*, unsigned);
+    int (*event_destroy)(CudaEvent);
+    int (*event_record)(CudaEvent, CudaStream);
+    int (*event_query)(CudaEvent);
+    int (*event_synchronize)(CudaEvent);
+    int (*event_elapsed)(float*, CudaEvent, CudaEvent);
+    int (*allocate)(uint64_t*, size_t);
+    int (*free)(uint64_t);
+    int (*host_allocate)(void**, size_t, unsigned);
+    int (*host_free)(void*);
+    int (*copy)(uint64_t, uint64_t, size_t, CudaStream);
+    int (*copy_to_host)(void*, uint64_t, size_t);
+    int (*launch)(CudaFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CudaStream, void**,
+                  void**);
+    int (*address)(const char*, void**, int, uint64_t, int*);
+    int (*error_name)(int, const char**);
+};
+
+template <typename Pointer>
+void Cuda::find(Pointer* function, const char* name) {
+    void* const found = dlsym(library_, name);
+    if (found == nullptr) throw CudaError(std::string("the CUDA driver has no function ") + name);
+    *function = reinterpret_cast<Pointer>(found);
+}
+
+Cuda::Cuda(const char* library, void* context) : context_(context) {
+    library_ = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+    if (library_ == nullptr) throw CudaError(std::string("there is no CUDA driver: ") + dlerror());
+    auto made = std::make_unique<Functions>();
+    functions_ = made.get();
+    find(&made->push, "cuCtxPushCurrent_v2");
+    find(&made->pop, "cuCtxPopCurrent_v2");
+    find(&made->priorities, "cuCtxGetStreamPriorityRange");
+    find(&made->stream_create, "cuStreamCreateWithPriority");
+    find(&made->stream_destroy, "cuStreamDestroy_v2");
+    find(&made->stream_synchronize, "cuStreamSynchronize");
+    find(&made->stream_wait, "cuStreamWaitEvent");
+    find(&made->event_create, "cuEventCreate");
+    find(&made->event_destroy, "cuEventDestroy_v2");
+    find(&made->event_record, "cuEventRecord");
+    find(&made->event_query, "cuEventQuery");
+    find(&made->event_synchronize, "cuEventSynchronize");
+    find(&made->event_elapsed, "cuEventElapsedTime");
+    find(&made->allocate, "cuMemAlloc_v2");
+    find(&made->free, "cuMemFree_v2");
+    find(&made->host_allocate, "cuMemHostAlloc");
+    find(&made->host_free, "cuMemFreeHost");
+    find(&made->copy, "cuMemcpyAsync");
+    find(&made->copy_to_host, "cuMemcpyDtoH_v2");
+    find(&made->launch, "cuLaunchKernel");
+    find(&made->error_name, "cuGetErrorName");
+    made->address = reinterpret_cast<decltype(made->address)>(dlsym(library_, "cuGetProcAddress_v2"));  // since CUDA 12
+    const struct {
+        const char* name;
+        int version;
+    } forms[] = {{"batch_13", 13000}, {"batch_12_8", 12080}};  // the newer one lacks an argument
+    for (const auto& form : forms) {
+        void* found = nullptr;
+        int status = 0;
+        if (!made->address || made->address("cuMemcpyBatchAsync", &found, form.version, 0, &status) != 0) continue;
+        if (found == nullptr || status != 0) continue;
+        batch_ = found;
+        api_ = form.name;
+        break;
+    }
+    functions_ = made.release();
+}
+
+Cuda::~Cuda() { delete functions_; }  // the driver stays loaded: it is everybody's
+
+void Cuda::check(const char* name, int code) const {
+    if (code == 0) return;
+    const char* text = nullptr;
+    functions_->error_name(code, &text);
+    throw CudaError(std::string(name) + " answered " + std::to_string(code) + " (" + (text ? text : "unknown") + ")");
+}
+
+Cuda::Entered::Entered(const Cuda& cuda) : cuda_(cuda) {
+    cuda.check("cuCtxPushCurrent", cuda.functions_->push(cuda.context_));
+}
+
+Cuda::Entered::~Entered() {
+    void* popped = nullptr;
+    cuda_.functions_->pop(&popped);
+}
+
+CudaStream Cuda::open_stream(bool urgent) const {
+    int least = 0, greatest = 0;
+    check("cuCtxGetStreamPriorityRange", functions_->priorities(&least, &greatest));
+    CudaStream stream = nullptr;
+    check("cuStreamCreate", functions_->stream_create(&stream, kNonBlocking, urgent ? greatest : least));
+    return stream;
+}
+
+// What a broken context does not give back goes with the process.
+void Cuda::close_stream(CudaStream stream) const noexcept { functions_->stream_destroy(stream); }
+
+void Cuda::synchronize(CudaStream stream) const {
+    check("cuStreamSynchronize", functions_->stream_synchronize(stream));
+}
+
+CudaEvent Cuda::open_event(bool timed) const {
+    CudaEvent event = nullptr;
+    check("cuEventCreate", functions_->event_create(&event, timed ? 0 : kNoTiming));
+    return event;
+}
+
+void Cuda::close_event(CudaEvent event) const noexcept { functions_->event_destroy(event); }
+
+void Cuda::record(CudaEvent event, CudaStream stream) const {
+    check("cuEventRecord", functions_->event_record(event, stream));
+}
+
+void Cuda::follow(CudaStream stream, CudaEvent event) const {
+    check("cuStreamWaitEvent", functions_->stream_wait(stream, event, 0));
+}
+
+bool Cuda::happened(CudaEvent event) const {
+    const int code = functions_->event_query(event);
+    if (code != kNotReady) check("cuEventQuery", code);
+    return code == 0;
+}
+
+void Cuda::await(CudaEvent event) const { check("cuEventSynchronize", functions_->event_synchronize(event)); }
+
+double Cuda::seconds(CudaEvent from, CudaEvent to) const {
+    float milliseconds = 0;
+    check("cuEventElapsedTime", functions_->event_elapsed(&milliseconds, from, to));
+    return static_cast<double>(milliseconds) / 1e3;
+}
+
+uint64_t Cuda::allocate(size_t bytes) const {
+    uint64_t address = 0;
+    check("cuMemAlloc", functions_->allocate(&address, bytes));
+    return address;
+}
+
+void Cuda::free(uint64_t address) const noexcept { functions_->free(address); }
+
+void* Cuda::allocate_host(size_t bytes) const {
+    void* memory = nullptr;
+    check("cuMemHostAlloc", functions_->host_allocate(&memory, bytes, kPortable));
+    return memory;
+}
+
+void Cuda::free_host(void* memory) const noexcept { functions_->host_free(memory); }
+
+void Cuda::copy(const CopyList& list, size_t first, size_t last, CudaStream stream, bool pinned) const {
+    if (first == last) return;
+    if (batch_ == nullptr || !pinned) {
+        for (; first < last; ++first) {
+            check("cuMemcpyAsync", functions_->copy(list.to[first], list.from[first], list.bytes[first], stream));
+        }
+        return;
+    }
+    CopyAttributes attributes{kSourceInStreamOrder, {0, 0}, {0, 0}, 0};
+    size_t zero = 0, failed = 0;
+    auto* const to = const_cast<uint64_t*>(list.to.data()) + first;
+    auto* const from = const_cast<uint64_t*>(list.from.data()) + first;
+    auto* const bytes = const_cast<size_t*>(list.bytes.data()) + first;
+    const size_t count = last - first;
+    const int code =
+        api_[6] == '1' && api_[7] == '3'
+            ? reinterpret_cast<Batch13>(batch_)(to, from, bytes, count, &attributes, &zero, 1, stream)
+            : reinterpret_cast<Batch12>(batch_)(to, from, bytes, count, &attributes, &zero, 1, &failed, stream);
+    check("cuMemcpyBatchAsync", code);
+}
+
+void Cuda::copy_to_host(void* to, uint64_t from, size_t bytes) const {
+    check("cuMemcpyDtoH", functions_->copy_to_host(to, from, bytes));
+}
+
+void Cuda::launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,
+                  CudaStream stream) const {
+    void* extra[] = {reinterpret_cast<void*>(1), const_cast<void*>(arguments), reinterpret_cast<void*>(2), &size, nullptr};
+    check("cuLaunchKernel", functions_->launch(kernel, grid, 1, 1, threads, 1, 1, 0, stream, nullptr, extra));
+}
+
+}  // namespace gdscache

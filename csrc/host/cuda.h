@@ -1,0 +1,105 @@
+// The CUDA driver, loaded at run time: no toolkit is needed to build, and no GPU to load the library.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace gdscache {
+
+// What a function of the driver refused; or that there is none.
+class CudaError : public std::runtime_error {
+public:
+    using std::runtime_error::runtime_error;
+};
+
+using CudaStream = void*;    // CUstream
+using CudaEvent = void*;     // CUevent
+using CudaFunction = void*;  // CUfunction
+
+// A list of copies: entry i goes from `from[i]` to `to[i]`.
+struct CopyList {
+    std::vector<uint64_t> to, from;
+    std::vector<size_t> bytes;
+
+    // `apart`: it is not joined with the entry before, though it may follow that on both sides.
+    void add(uint64_t target, uint64_t source, size_t size, bool apart) {
+        if (!apart && !to.empty() && to.back() + bytes.back() == target && from.back() + bytes.back() == source) {
+            bytes.back() += size;
+            return;
+        }
+        to.push_back(target);
+        from.push_back(source);
+        bytes.push_back(size);
+    }
+    size_t size() const { return to.size(); }
+    void clear() { to.clear(), from.clear(), bytes.clear(); }
+};
+
+// Calls for one device. They throw `CudaError`, but for those that end something, and need its context to be current.
+class Cuda {
+public:
+    // `library`: of the driver; `context`: the device's primary one, which stays the caller's.
+    Cuda(const char* library, void* context);
+    ~Cuda();
+    Cuda(const Cuda&) = delete;
+    Cuda& operator=(const Cuda&) = delete;
+
+    // While this lives the context is the calling thread's current one.
+    class Entered {
+    public:
+        explicit Entered(const Cuda& cuda);
+        ~Entered();
+        Entered(const Entered&) = delete;
+        Entered& operator=(const Entered&) = delete;
+
+    private:
+        const Cuda& cuda_;
+    };
+
+    // That waits for no other stream by itself. `urgent`: its kernels go before others.
+    CudaStream open_stream(bool urgent) const;
+    void close_stream(CudaStream stream) const noexcept;
+    void synchronize(CudaStream stream) const;
+
+    // `timed`: it keeps the time, for `seconds`. One that was never recorded has happened.
+    CudaEvent open_event(bool timed) const;
+    void close_event(CudaEvent event) const noexcept;
+    void record(CudaEvent event, CudaStream stream) const;
+    void follow(CudaStream stream, CudaEvent event) const;
+    bool happened(CudaEvent event) const;
+    void await(CudaEvent event) const;
+    double seconds(CudaEvent from, CudaEvent to) const;
+
+    uint64_t allocate(size_t bytes) const;  // of the device
+    void free(uint64_t address) const noexcept;
+    void* allocate_host(size_t bytes) const;  // page-locked
+    void free_host(void* memory) const noexcept;
+
+    // Entries [first, last) of a list, by one call where the driver has such batches and `pinned` says that it may.
+    void copy(const CopyList& list, size_t first, size_t last, CudaStream stream, bool pinned) const;
+    void copy_to_host(void* to, uint64_t from, size_t bytes) const;  // and wait for it
+    void launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,
+                CudaStream stream) const;
+
+    // How `copy` asks for batches: "batch_13", "batch_12_8" or "single".
+    const char* api() const { return api_; }
+
+private:
+    struct Functions;
+
+    template <typename Pointer>
+    void find(Pointer* function, const char* name);
+    void check(const char* name, int code) const;
+
+    void* library_ = nullptr;
+    void* const context_;
+    Functions* functions_;
+    void* batch_ = nullptr;
+    const char* api_ = "single";
+};
+
+}  // namespace gdscache

@@ -1,0 +1,167 @@
+#include "gpu_lane.h"
+
+#include <algorithm>
+#include <bit>
+
+namespace gdscache {
+
+namespace {
+
+constexpr size_t kAlignment = 4096;
+constexpr size_t kSegments = 3;
+constexpr size_t kSmallest = 4096;  // bytes of a host buffer
+
+}  // namespace
+
+// --- points
+
+Points::~Points() {
+    for (const Mark& mark : marks_) cuda_.close_event(mark.event);
+    for (const CudaEvent event : free_) cuda_.close_event(event);
+}
+
+int64_t Points::record(CudaStream stream) {
+    const std::lock_guard held(lock_);
+    look();
+    if (free_.empty()) free_.push_back(cuda_.open_event(false));
+    cuda_.record(free_.back(), stream);
+    last_ = last_ == 0 ? kStep + which_ : last_ + kStep;
+    marks_.push_back({last_, free_.back(), 0});
+    free_.pop_back();
+    return last_;
+}
+
+int64_t Points::last() const {
+    const std::lock_guard held(lock_);
+    return last_;
+}
+
+void Points::look() {
+    while (!marks_.empty() && marks_.front().waiting == 0 && cuda_.happened(marks_.front().event)) {
+        reached_ = marks_.front().number;
+        free_.push_back(marks_.front().event);
+        marks_.pop_front();
+    }
+}
+
+bool Points::reached(int64_t point) {
+    const std::lock_guard held(lock_);
+    if (point <= reached_) return true;
+    for (const Mark& mark : marks_) {
+        if (mark.number >= point) return cuda_.happened(mark.event);
+    }
+    return true;
+}
+
+void Points::await(int64_t point) {
+    std::unique_lock held(lock_);
+    const auto mark = std::find_if(marks_.begin(), marks_.end(), [&](const Mark& one) { return one.number >= point; });
+    if (point <= reached_ || mark == marks_.end()) return;
+    ++mark->waiting;  // nobody takes its event meanwhile; a deque's ends leave the others where they are
+    Mark& of = *mark;
+    held.unlock();
+    try {
+        cuda_.await(of.event);
+    } catch (...) {
+        held.lock();
+        --of.waiting;
+        throw;
+    }
+    held.lock();
+    --of.waiting;
+}
+
+void Points::follow(CudaStream stream, int64_t point) {
+    const std::lock_guard held(lock_);
+    if (point <= reached_) return;
+    const auto mark = std::find_if(marks_.begin(), marks_.end(), [&](const Mark& one) { return one.number >= point; });
+    if (mark != marks_.end()) cuda_.follow(stream, mark->event);
+}
+
+// --- host memory
+
+HostBuffers::~HostBuffers() {
+    for (const auto& some : free_) {
+        for (void* const memory : some) cuda_.free_host(memory);
+    }
+}
+
+HostBuffers::Buffer HostBuffers::take(size_t bytes) {
+    const size_t size = std::bit_ceil(std::max(bytes, kSmallest));
+    const auto power = static_cast<size_t>(std::countr_zero(size));
+    {
+        const std::lock_guard held(lock_);
+        if (free_.size() <= power) free_.resize(power + 1);
+        if (!free_[power].empty()) {
+            void* const memory = free_[power].back();
+            free_[power].pop_back();
+            return {memory, size};
+        }
+    }
+    return {cuda_.allocate_host(size), size};
+}
+
+void HostBuffers::give(Buffer buffer) {
+    if (buffer.memory == nullptr) return;
+    const std::lock_guard held(lock_);
+    free_[static_cast<size_t>(std::countr_zero(buffer.bytes))].push_back(buffer.memory);
+}
+
+// --- lanes
+
+Lane::Lane(const Cuda& cuda, size_t share, size_t least, size_t table, bool for_loads)
+    : loads(for_loads), done(cuda, for_loads ? 0 : 1), read(cuda, for_loads ? 2 : 3), cuda_(cuda) {
+    try {
+        copies = cuda.open_stream(false);
+        kernels = cuda.open_stream(loads);
+        joint_ = event();
+        const size_t count = std::clamp<size_t>(share / least, 1, kSegments);
+        segment_bytes = share / count / kAlignment * kAlignment;
+        table_bytes = (table + kAlignment - 1) / kAlignment * kAlignment;
+        memory_ = cuda.allocate(count * (segment_bytes + table_bytes));
+        for (size_t n = 0; n < count; ++n) {
+            const uint64_t data = memory_ + n * segment_bytes;
+            const uint64_t at = memory_ + count * segment_bytes + n * table_bytes;
+            segments_.push_back({data, at, event(), event()});
+        }
+    } catch (...) {
+        close();
+        throw;
+    }
+}
+
+Lane::~Lane() { close(); }
+
+CudaEvent Lane::event() {
+    events_.push_back(cuda_.open_event(false));
+    return events_.back();
+}
+
+void Lane::close() {
+    for (const CudaStream stream : {copies, kernels}) {
+        try {
+            if (stream != nullptr) cuda_.synchronize(stream);
+        } catch (const CudaError&) {  // its context is broken: nothing runs there any more
+        }
+    }
+    if (memory_ != 0) cuda_.free(memory_);
+    for (const CudaEvent some : events_) cuda_.close_event(some);
+    for (const CudaStream stream : {copies, kernels}) {
+        if (stream != nullptr) cuda_.close_stream(stream);
+    }
+}
+
+Segment& Lane::take() {
+    Segment& segment = segments_[next_];
+    next_ = (next_ + 1) % segments_.size();
+    return segment;
+}
+
+int64_t Lane::join() {
+    const CudaStream last = loads ? kernels : copies, other = loads ? copies : kernels;
+    cuda_.record(joint_, other);
+    cuda_.follow(last, joint_);
+    return done.record(last);
+}
+
+}  // namespace gdscache

@@ -1,0 +1,120 @@
+// One direction of a GPU's copies: its streams, its share of the staging ring, points in what is queued, host buffers.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cuda.h"
+
+namespace gdscache {
+
+// Points in what a stream is given to do, numbered from 1 in steps of `kStep`. A point that was reached stays so, and
+// nobody has to give it back. Thread-safe; the caller has entered.
+class Points {
+public:
+    // Numbers of several `Points` are apart by `which`, which is below kStep.
+    static constexpr int64_t kStep = 4;
+
+    Points(const Cuda& cuda, int which) : cuda_(cuda), which_(which) {}
+    ~Points();
+    Points(const Points&) = delete;
+    Points& operator=(const Points&) = delete;
+
+    // A point behind everything that the stream was given so far.
+    int64_t record(CudaStream stream);
+    // The last one; 0 where there is none.
+    int64_t last() const;
+    bool reached(int64_t point);
+    void await(int64_t point);
+    // What `stream` is given from now on comes after a point.
+    void follow(CudaStream stream, int64_t point);
+
+private:
+    struct Mark {
+        int64_t number;
+        CudaEvent event;
+        int waiting;  // threads
+    };
+    void look();  // with the lock held
+
+    const Cuda& cuda_;
+    const int which_;
+    mutable std::mutex lock_;
+    std::deque<Mark> marks_;  // that may not be reached yet
+    std::vector<CudaEvent> free_;
+    int64_t last_ = 0, reached_ = 0;
+};
+
+// Page-locked memory that comes and goes, kept for the next who asks. Thread-safe; the caller has entered.
+class HostBuffers {
+public:
+    struct Buffer {
+        void* memory = nullptr;
+        size_t bytes = 0;
+    };
+
+    explicit HostBuffers(const Cuda& cuda) : cuda_(cuda) {}
+    ~HostBuffers();
+    HostBuffers(const HostBuffers&) = delete;
+    HostBuffers& operator=(const HostBuffers&) = delete;
+
+    Buffer take(size_t bytes);
+    void give(Buffer buffer);
+
+private:
+    const Cuda& cuda_;
+    std::mutex lock_;
+    std::vector<std::vector<void*>> free_;  // by the power of two of their size
+};
+
+// A part of the ring that one chunk of a transfer has at a time, and the events behind its last use. `data` and `table`
+// are addresses of the GPU's. `copied` is behind the last copies, `done` behind the last kernel.
+struct Segment {
+    uint64_t data, table;
+    CudaEvent copied, done;
+};
+
+// `copies` runs the copy engine, `kernels` the kernels; events keep them in step, segment by segment. One stream of each:
+// every further stream that waits for an event was measured to cost more than it brings.
+//
+// `share` bytes of GPU memory are the segments' data, of which each has at least `least`: the ring is cut into as many as
+// fit, 3 at most (beside large products, 4 smaller ones left checksums at 0.85 of the speed without, 3 at 0.97). Tables
+// of `table` bytes a segment come on top. A transfer takes segments in turn: what is queued first goes first. The kernels
+// of loads go before the model's. Whoever queues holds `lock`, and has entered.
+class Lane {
+public:
+    Lane(const Cuda& cuda, size_t share, size_t least, size_t table, bool loads);
+    ~Lane();
+    Lane(const Lane&) = delete;
+    Lane& operator=(const Lane&) = delete;
+
+    // The next segment. Work in it waits for the segment's events, and sets them.
+    Segment& take();
+    // A point behind everything that was queued.
+    int64_t join();
+
+    const bool loads;
+    std::mutex lock;
+    CudaStream copies = nullptr, kernels = nullptr;
+    size_t segment_bytes = 0, table_bytes = 0;
+    Points done;  // of the whole lane
+    Points read;  // of its kernels: behind the last look at what a store takes
+
+private:
+    void close();
+    CudaEvent event();
+
+    const Cuda& cuda_;
+    CudaEvent joint_ = nullptr;
+    std::vector<CudaEvent> events_;
+    std::vector<Segment> segments_;
+    size_t next_ = 0;
+    uint64_t memory_ = 0;
+};
+
+}  // namespace gdscache
