@@ -129,7 +129,8 @@ class GpuConfig(Section):
     )
     staging: Size = Field(default=256 * MIB, description="staging ring on the GPU; half for loads, half for stores")
     kernels: Switch = Field(
-        default="auto", description="CUDA kernels for pages: auto (else torch, far slower), on (or refuse to open), off"
+        default="auto",
+        description="CUDA kernels for pages: auto (else the copy engine alone, checksums on the host), on (or refuse to open), off",
     )
     load_path: CopyPath = Field(
         default="auto", description="host to GPU: auto (as calibrated), staged, zero_copy or copy_engine"

@@ -54,6 +54,11 @@ class Driver:
         self.call("cuDriverGetVersion", ctypes.byref(version))
         self.version = version.value
 
+    @property
+    def context(self) -> int:
+        """The device's primary CUcontext."""
+        return self._context.value or 0
+
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function of the driver; an error code becomes a `DeviceError`."""
         self.check(name, getattr(self._library, name)(*arguments))

@@ -222,7 +222,7 @@ FAMILIES = (
         _quarantined,
     ),
     _Family(_GAUGE, "gdscache_concerns", "Warnings about the configuration when it was opened.", "", _concerns),
-    _Family(_GAUGE, "gdscache_copies", "1 for what copies pages: cuda, torch or numpy.", "mover", _mover),
+    _Family(_GAUGE, "gdscache_copies", "1 for what copies pages: cuda, copy_engine or native.", "mover", _mover),
     _Family(_GAUGE, "gdscache_leased_pages", "Pages pinned, by who pins them.", "owner", _leased),
     _Family(_COUNTER, "gdscache_prefetches", "Prefetches.", "", _one("prefetch", "requests")),
     _Family(_COUNTER, "gdscache_prefetches_ended", "Prefetches ended, by why.", "cause", _prefetch("ended")),

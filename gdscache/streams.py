@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, Union
 
 import torch
 
@@ -13,8 +13,17 @@ from gdscache import arguments
 from gdscache.errors import DeadlineError, DeviceError, InvalidValueError
 from gdscache.threads import Flag
 
+if TYPE_CHECKING:
+    from gdscache.native.gpu import Point
+
 _T = TypeVar("_T")
-Event = torch.cuda.Event | None  # None: on a CPU-only engine everything queued is already done
+Event = Union[torch.cuda.Event, "Point", None]  # None: on a CPU-only engine everything queued is already done
+
+
+class Landed(NamedTuple):
+    """Copies that are queued, and done when `event` is (None: they are, or never will be)."""
+
+    event: Event
 
 
 def resolve_device(name: str) -> torch.device:
@@ -86,11 +95,11 @@ class Fence:
     def __init__(self) -> None:
         self.queued = False  # True when the work was signalled, done or not
         self._event: Event = None
-        self._lands: Callable[[float], bool] | None = None
+        self._lands: Callable[[float], Landed | None] | None = None
         self._flag = Flag()
 
-    def watch(self, lands: Callable[[float], bool]) -> None:
-        """From now on who waits asks `lands(seconds)`, which waits until the work is done; False where it is not."""
+    def watch(self, lands: Callable[[float], Landed | None]) -> None:
+        """From now on who waits asks `lands(seconds)`, which waits until the work is queued; None where it is not."""
         self._lands = lands
         self._flag.set()
 
@@ -103,7 +112,9 @@ class Fence:
 
     def done(self) -> bool:
         """True when the work is finished; never waits."""
-        return self.queued and (self._event is None or bool(self._event.query()))  # type: ignore[no-untyped-call]
+        if not self.queued and self._lands is not None:
+            self._ask(self._lands, 0.0)
+        return self.queued and (self._event is None or bool(self._event.query()))
 
     def wait(self, seconds: float | None = None) -> None:
         """Order the current stream after the work: the thread waits until it is queued, the stream until it is done.
@@ -112,7 +123,7 @@ class Fence:
         """
         self._wait_queued(seconds)
         if self._event is not None:
-            torch.cuda.current_stream(self._event.device).wait_event(self._event)
+            self._event.wait(torch.cuda.current_stream(self._event.device))
 
     def synchronize(self, seconds: float | None = None) -> None:
         """The calling thread waits until the work is done. Raises `DeadlineError` when it is not queued in time."""
@@ -128,7 +139,14 @@ class Fence:
         woken = self._flag.wait(limit)
         if woken and not self.queued and self._lands is not None:
             left = threading.TIMEOUT_MAX if limit is None else limit - (time.monotonic() - start)
-            woken = self._lands(left)
+            woken = self._ask(self._lands, left)
         if not woken:
             waited = time.monotonic() - start
             raise DeadlineError(f"not ready after {waited:.1f} s", "raise load.deadline, or see stats() for what hangs")
+
+    def _ask(self, lands: Callable[[float], Landed | None], seconds: float) -> bool:
+        """Whether the work is queued within so many seconds."""
+        landed = lands(seconds)
+        if landed is not None:
+            self.signal(landed.event)
+        return landed is not None

@@ -23,6 +23,7 @@ from gdscache.errors import IOFailedError
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait
 from gdscache.moves.moving import NativeMoving
 from gdscache.native.moves import NEVER
+from gdscache.streams import Landed
 
 if TYPE_CHECKING:
     import threading
@@ -114,7 +115,6 @@ class SteppedExecutor:
         self._loads: dict[int, tuple[NativeMoving, Listener]] = {}
         if machine is not None:
             self.moves = machine.moves
-            machine.ready = self._ready
 
     def choices(self) -> list[Choice]:
         """What may happen now, in a fixed order."""
@@ -172,15 +172,8 @@ class SteppedExecutor:
     def now(self) -> float:
         return 0.0 if self.machine is None else self.machine.now
 
-    def _ready(self, number: int, layers: range, event: SteppedEvent) -> None:
-        self._loads[number][1].ready(layers, cast("Event", event))
-
     def over(self, number: int) -> Wait:
-        return When(lambda: self.moves.wait(number, 0))
-
-    def cause(self, number: int) -> BaseException | None:
-        assert self.machine is not None, "a load without a machine"
-        return self.machine.causes.pop(number, None)
+        return When(lambda: self.moves.wait(number, 0) is not None)
 
     def tell_spans(self) -> None:
         """Nobody keeps times here."""
@@ -188,8 +181,11 @@ class SteppedExecutor:
     def forget(self, moving: NativeMoving) -> None:
         """Its steps may be run again."""
 
-    def await_move(self, number: int, group: int, seconds: float) -> bool:
-        raise AssertionError("a test waited")
+    def await_move(self, number: int, group: int, seconds: float) -> Landed | None:
+        assert seconds == 0, "a test waited"
+        assert self.machine is not None, "a load without a machine"
+        point = self.moves.wait(number, 0, group)
+        return None if point is None else Landed(cast("Event", SteppedEvent(self.machine, point)))
 
     def tell_late(self) -> None:
         """Late pages whose I/O has ended are told."""
@@ -250,10 +246,7 @@ class _Lane:
 class _Moving:
     """A move of which each page lands, fails or is late."""
 
-    read = False
-    read_event: Event = None
-    broken = None
-    lands: Callable[[int, float], bool] | None = None
+    lands: Callable[[int, float], Landed | None] | None = None
 
     def __init__(self, executor: SteppedExecutor, move: Move, number: int) -> None:
         self._executor = executor

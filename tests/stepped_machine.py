@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gdscache.native.moves import DIGEST, READY, CopyJob, IoJob, Limits, NativeMoves, Space
+from gdscache.native.moves import DIGEST, CopyJob, IoJob, Limits, NativeMoves, Space
 from gdscache.tiers.bounce import Bounce, Extents, Window
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ class When:
 
 
 class SteppedEvent:
-    """Behind the copies that were taken so far."""
+    """Behind so many copies."""
 
-    def __init__(self, machine: SteppedMachine) -> None:
+    def __init__(self, machine: SteppedMachine, behind: int) -> None:
         self._machine = machine
-        self._behind = machine.done + len(machine.copies)
+        self._behind = behind
 
     def query(self) -> bool:
         return self._machine.done >= self._behind
@@ -65,13 +65,9 @@ class SteppedEvent:
         assert self.query(), "a step waited in the middle"
 
 
-class BrokenCopyError(Exception):
-    """What a copy raises on order."""
-
-
 class SteppedMachine:
     """`content`: the bytes of the extents in each slot of the files, by space. `breaks`: the copy that cannot be made,
-    counted from 1. `ready`: called with the move's number, layers whose copies were taken, and an event behind them."""
+    counted from 1."""
 
     def __init__(
         self,
@@ -86,9 +82,7 @@ class SteppedMachine:
         self.now = 0.0
         self.memories = memories
         self.files = {name: SteppedFiles(self, name, some) for name, some in content.items()}
-        self.ready: Callable[[int, range, SteppedEvent], None] = lambda number, layers, event: None
         self.done = 0  # copies
-        self.causes: dict[int, BaseException] = {}
         self.copies: deque[tuple[CopyJob, Extents, list[int]]] = deque()  # that are under way
         self._mover = mover
         self._bounce = bounce
@@ -132,19 +126,15 @@ class SteppedMachine:
         return flat
 
     def _take(self, job: CopyJob) -> None:
-        if job.kind == READY:
-            self.ready(job.move, job.layers, SteppedEvent(self))
-            return
         self._asked += 1
         if self._asked == self._breaks:
-            self.causes[job.move] = BrokenCopyError()
-            self.moves.copy_ended(job.number, None, broken=True)
+            self.moves.copy_ended(job.number, None, broken="a copy that was to break")
             return
         extents: Extents = self._bounce.extents if job.memory == "bounce" else self.memories[job.memory]
         if job.window:
             extents = Window(self._bounce.extents, job.window, self._mover.layout.read_span(job.layers, alone=True))
         self.copies.append((job, extents, job.pages["slot"].tolist()))
-        self.moves.copy_queued(job.number)
+        self.moves.copy_queued(job.number, self.done + len(self.copies))
 
     def _copy(self) -> None:
         job, extents, places = self.copies.popleft()

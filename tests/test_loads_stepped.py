@@ -21,7 +21,7 @@ import pytest
 import torch
 from helpers import MHA, SEED, layout_of, read_page, write_page
 from stepped import Order, SteppedExecutor, every_order, random_orders
-from stepped_machine import BrokenCopyError, Choice, SteppedMachine
+from stepped_machine import Choice, SteppedMachine
 
 from gdscache.checksum import Checksums, layer_checksums
 from gdscache.config import LoadConfig
@@ -230,7 +230,7 @@ class Run(Order):
             starts = itertools.accumulate(map(len, requests), initial=0)
             batch = [(some, table[at : at + len(some)], 0) for some, at in zip(requests, starts, strict=False)]
             load = self.loader.start(batch, "load", checked=checked)
-        except (EngineClosedError, BrokenCopyError):
+        except EngineClosedError:
             return
         moved = [
             (some[: part.pages], table[: part.pages]) for part, (some, table, _) in zip(load.parts, batch, strict=True)
@@ -274,7 +274,7 @@ class Run(Order):
         for begun in self.loads:
             for layer, fence in enumerate(begun.load._layers):
                 over = begun.load.release_event.done()  # copies of others may be behind ours, and before the event
-                if layer not in begun.seen and fence.queued and (over or fence.done()):
+                if layer not in begun.seen and (fence.done() or (over and fence.queued)):
                     begun.seen[layer] = [self._layer(block, layer) for block in begun.blocks]
             if not begun.left and begun.load.release_event.done():
                 self._leave(begun)

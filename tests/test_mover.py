@@ -12,17 +12,15 @@ from helpers import EXTRA, MHA, MLA, SENTINEL, expected, layout_of, new_planes, 
 
 from gdscache.checksum import layer_checksums
 from gdscache.errors import CapacityError
-from gdscache.kernels.cuda import Indices, PageKernels
+from gdscache.kernels.cuda import PageKernels
 from gdscache.layout import PageLayout, Plane
+from gdscache.native.gpu import ChunkSizes
 from gdscache.planes import PagedPlanes
 from gdscache.streams import record
-from gdscache.tiers import cuda_mover
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.cuda_mover import CudaMover
 from gdscache.tiers.gpu import DeviceExtents
-from gdscache.tiers.torch_mover import TorchMover
-from gdscache.tiers.transfer import Mover
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +33,7 @@ MANY = PageLayout.uniform([Plane("latent", (16,), "bfloat16")], 2, 32)
 ODD = PageLayout.uniform([Plane("p", (250,), "uint8")], 3, 1)  # a kernel sums such layers only while it moves them
 SHORT = PageLayout.uniform([Plane("p", (40,), "uint8")], 3, 2)  # its checksums are the host's
 LAYOUTS = {"mha": layout_of(MHA), "mla": layout_of(MLA), "extra": layout_of(EXTRA), "row": ROW, "latent": LATENT}
-PATHS = ["staged", "zero_copy", "copy_engine", "auto", "device", "pageable", "torch"]
+PATHS = ["staged", "zero_copy", "copy_engine", "auto", "device", "pageable", "no kernels", "device, no kernels"]
 
 
 def page(number: int) -> bytes:
@@ -46,7 +44,13 @@ class Rig:
     """A mover, planes in shuffled blocks, extents in shuffled slots."""
 
     def __init__(
-        self, layout: PageLayout, path: str, pages: int = 5, block_tokens: int | None = None, staging: int | None = None
+        self,
+        layout: PageLayout,
+        path: str,
+        pages: int = 5,
+        block_tokens: int | None = None,
+        staging: int | None = None,
+        sizes: ChunkSizes | None = None,
     ) -> None:
         tokens = block_tokens or layout.page_tokens
         per_page = layout.page_tokens // tokens
@@ -55,13 +59,12 @@ class Rig:
         planes = PagedPlanes(layout, self.pool)
         choice: Any = path if path in ("staged", "zero_copy", "copy_engine") else "auto"
         nbytes = staging or 64 * (layout.extent_bytes + 4096)
-        self.mover: Mover = (
-            TorchMover(planes, nbytes, "a test") if path == "torch" else CudaMover(planes, nbytes, choice, choice)
-        )
+        kernels = None if "no kernels" in path else PageKernels(planes)
+        self.mover = CudaMover(planes, nbytes, choice, choice, kernels, "a test", sizes)
         capacity = (pages + 2) * layout.extent_bytes
         self.extents: Extents = (
             DeviceExtents(layout, capacity, torch.device("cuda", 0))
-            if path == "device"
+            if "device" in path
             else HostExtents(layout, capacity, "off" if path == "pageable" else "on")
         )
         self.extents.rows.fill_(SENTINEL)
@@ -192,51 +195,28 @@ def test_page_maps(rigs: Any, path: str, order: str) -> None:
     rig.assert_extents()
 
 
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[Indices]:
-    """The indices of every look at the planes so far."""
-    seen: list[Indices] = []
-    look = PageKernels.look
-
-    def looked(kernels: PageKernels, indices: Indices, *rest: Any) -> None:
-        seen.append(indices)
-        look(kernels, indices, *rest)
-
-    monkeypatch.setattr(PageKernels, "look", looked)
-    return seen
-
-
 @pytest.mark.parametrize(
-    ("name", "block_tokens", "pages", "at_once", "tables"),
+    ("name", "block_tokens", "pages", "at_once"),
     [
-        ("mha", 4, 100, 8, False),
-        ("mha", 1, 100, 8, False),
-        ("mla", 4, 61, 6, False),
-        ("row", 1, 50, 1, False),
-        ("row", 1, 4000, 1800, True),  # 880 indices go with a launch
-        ("many", 32, 100, 8, False),
-        ("many", 1, 240, 27, False),  # those of 27 pages
-        ("many", 1, 240, 60, True),
+        ("mha", 4, 100, 8),
+        ("mha", 1, 100, 8),
+        ("mla", 4, 61, 6),
+        ("row", 1, 50, 1),
+        ("row", 1, 4000, 1800),  # 880 indices go with a launch
+        ("many", 32, 100, 8),
+        ("many", 1, 240, 27),  # those of 27 pages
+        ("many", 1, 240, 60),
     ],
 )
 def test_the_copy_engine_alone_leaves_checksums_to_a_look_at_the_planes(
-    rigs: Any,
-    looks: list[Indices],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    block_tokens: int,
-    pages: int,
-    at_once: int,
-    tables: bool,
+    rigs: Any, name: str, block_tokens: int, pages: int, at_once: int
 ) -> None:
     """Every segment is used several times, with indices that go with the launch or lie in its table."""
     layout = (LAYOUTS | {"many": MANY})[name]
     stride = -(-layout.page_bytes // 16) * 16
-    monkeypatch.setattr(cuda_mover, "_LOOK_BYTES", at_once * stride)
-    monkeypatch.setattr(cuda_mover, "_LAST_LOOK_BYTES", max(1, at_once // 3) * stride)
+    sizes = ChunkSizes(looked=at_once * stride, looked_last=max(1, at_once // 3) * stride)
     for load in (False, True):
-        looks.clear()
-        rig = rigs(layout, "copy_engine", pages, block_tokens)
+        rig = rigs(layout, "copy_engine", pages, block_tokens, sizes=sizes)
         (rig.fill_extents if load else rig.fill_planes)()
         move = rig.mover.scatter if load else rig.mover.gather
         after = (record(torch.device("cuda", 0)),)
@@ -244,28 +224,20 @@ def test_the_copy_engine_alone_leaves_checksums_to_a_look_at_the_planes(
         for moved in moves:
             assert np.array_equal(moved.checksums(), rig.sums())
         (rig.assert_planes if load else rig.assert_extents)()
-        assert sum(indices.pages for indices in looks) == 2 * pages
-        assert max(indices.pages for indices in looks) <= at_once
-        assert any(indices.blocks for indices in looks) is tables
-        assert all(bool(indices.blocks) != bool(indices.listed) for indices in looks)
 
 
-def test_some_layers_are_looked_at_alone(rigs: Any, looks: list[Indices], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_mover, "_LOOK_BYTES", 8 * 656)
-    rig = rigs(ROW, "copy_engine", 40)
+def test_some_layers_are_looked_at_alone(rigs: Any) -> None:
+    rig = rigs(ROW, "copy_engine", 40, sizes=ChunkSizes(looked=8 * 656))
     rig.fill_extents()
     layers = [range(layer, layer + 1) for layer in range(ROW.n_layers)]
     moves = [rig.mover.scatter(rig.extents, rig.slots, rig.blocks, layer, sums=True) for layer in layers]
     for layer, moved in zip(layers, moves, strict=True):
         assert np.array_equal(moved.checksums(), rig.sums(layer))
     rig.assert_planes()
-    assert sum(indices.pages for indices in looks) == 40 * ROW.n_layers
 
 
 @pytest.mark.parametrize("layout", [ODD, layout_of(EXTRA), SHORT], ids=["odd", "extra", "short"])
-def test_layers_that_cannot_be_looked_at_are_summed_on_the_host(
-    rigs: Any, looks: list[Indices], layout: PageLayout
-) -> None:
+def test_layers_that_cannot_be_looked_at_are_summed_on_the_host(rigs: Any, layout: PageLayout) -> None:
     for load in (False, True):
         rig = rigs(layout, "copy_engine", 20)
         assert not rig.mover.kernels.can_look
@@ -274,15 +246,6 @@ def test_layers_that_cannot_be_looked_at_are_summed_on_the_host(
         move = rig.mover.scatter if load else rig.mover.gather
         assert np.array_equal(move(rig.extents, rig.slots, rig.blocks, None, after, sums=True).checksums(), rig.sums())
         (rig.assert_planes if load else rig.assert_extents)()
-    assert looks == []
-
-
-def test_without_checksums_nothing_is_looked_at(rigs: Any, looks: list[Indices]) -> None:
-    rig = rigs(LAYOUTS["mha"], "copy_engine", 20)
-    rig.fill_extents()
-    rig.mover.scatter(rig.extents, rig.slots, rig.blocks).synchronize()
-    rig.assert_planes()
-    assert looks == []
 
 
 def test_short_layers_are_summed_on_the_host(rigs: Any) -> None:

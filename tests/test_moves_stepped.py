@@ -28,7 +28,7 @@ from gdscache.replay.tiers import ModelSsd, ModelTier
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter
-from gdscache.streams import Event
+from gdscache.streams import Event, Landed
 from gdscache.tiers.admission import open_admission
 from gdscache.tiers.base import SlotPool
 from gdscache.tiers.manager import TierManager
@@ -62,6 +62,9 @@ class Receipt:
             self.left.remove(page)
         if cause:
             self.causes.update(dict.fromkeys(pages, cause))
+
+    def reading(self, lands: Callable[[float], Landed | None]) -> None:
+        """Its end says so, too."""
 
     def read(self, event: Event) -> None:
         self.is_read = True

@@ -41,6 +41,9 @@ const char* unsound(const gdscache_gpu_spec& spec) {
         return "no sound number of layers or blocks";
     }
     if (!some(spec.extent_bytes, (int64_t{1} << 48) - 1) || !some(spec.staging, kMostBytes)) return "no sound sizes";
+    for (const int64_t bytes : {spec.chunk_bytes, spec.look_bytes, spec.last_look_bytes}) {
+        if (!some(bytes, kMostBytes)) return "no sound sizes of chunks";
+    }
     if (spec.staging / 2 < spec.extent_bytes) return "half of the ring holds no page";
     if (!points<int64_t>(spec.bounds) || !points<int32_t>(spec.first_plane) || !points<int64_t>(spec.planes)) {
         return "a table at no sound address";
@@ -108,7 +111,8 @@ int32_t gdscache_gpu_open(const char* library, const struct gdscache_gpu_spec* s
                                   spec->processors,             spec->sums != 0,        spec->looks != 0};
         auto made = std::make_unique<gdscache_gpu>(library, reinterpret_cast<void*>(spec->context));
         const Cuda::Entered entered(made->cuda);
-        made->gpu.emplace(made->cuda, std::move(planes), kernels, static_cast<size_t>(spec->staging));
+        const ChunkSizes sizes{spec->chunk_bytes, spec->look_bytes, spec->last_look_bytes};
+        made->gpu.emplace(made->cuda, std::move(planes), kernels, sizes, static_cast<size_t>(spec->staging));
         *gpu = made.release();
         return 0;
     });

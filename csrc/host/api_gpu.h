@@ -12,7 +12,7 @@ struct gdscache_gpu;
 struct gdscache_gpu_spec {
     uint64_t context, bounds, first_plane, planes;
     uint64_t gather, scatter, gather_sums, scatter_sums, table;
-    int64_t blocks, extent_bytes, staging;
+    int64_t blocks, extent_bytes, staging, chunk_bytes, look_bytes, last_look_bytes;  // the last three: see gpu.h
     int32_t layers, page_blocks, vector, processors, sums, looks;
 };
 

@@ -12,6 +12,7 @@ namespace {
 constexpr int kNotReady = 600;
 constexpr unsigned kNonBlocking = 1, kNoTiming = 2, kPortable = 1;
 constexpr int kSourceInStreamOrder = 1;
+constexpr int kRelaxedCapture = 2;
 
 struct Location {
     int type, id;
@@ -51,6 +52,7 @@ struct Cuda::Functions {
                   void**);
     int (*address)(const char*, void**, int, uint64_t, int*);
     int (*error_name)(int, const char**);
+    int (*capture_mode)(int*);
 };
 
 template <typename Pointer>
@@ -86,6 +88,7 @@ Cuda::Cuda(const char* library, void* context) : context_(context) {
     find(&made->copy_to_host, "cuMemcpyDtoH_v2");
     find(&made->launch, "cuLaunchKernel");
     find(&made->error_name, "cuGetErrorName");
+    find(&made->capture_mode, "cuThreadExchangeStreamCaptureMode");
     made->address = reinterpret_cast<decltype(made->address)>(dlsym(library_, "cuGetProcAddress_v2"));  // since CUDA 12
     const struct {
         const char* name;
@@ -119,6 +122,11 @@ Cuda::Entered::Entered(const Cuda& cuda) : cuda_(cuda) {
 Cuda::Entered::~Entered() {
     void* popped = nullptr;
     cuda_.functions_->pop(&popped);
+}
+
+void Cuda::leave_captures_alone() const {
+    int mode = kRelaxedCapture;
+    check("cuThreadExchangeStreamCaptureMode", functions_->capture_mode(&mode));
 }
 
 CudaStream Cuda::open_stream(bool urgent) const {

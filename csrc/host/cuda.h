@@ -60,6 +60,9 @@ public:
         const Cuda& cuda_;
     };
 
+    // What the calling thread does is none of the business of graphs that other threads record.
+    void leave_captures_alone() const;
+
     // That waits for no other stream by itself. `urgent`: its kernels go before others.
     CudaStream open_stream(bool urgent) const;
     void close_stream(CudaStream stream) const noexcept;

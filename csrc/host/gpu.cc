@@ -21,9 +21,6 @@ constexpr int64_t kLayerWords = 4;  // of the table
 
 constexpr int64_t kBatch = 256;  // copies of one call: it starts when all are submitted, at some 0.4 us each
 constexpr size_t kFirstPieces = 128;  // of a list: the first are on the bus while the next are made out
-constexpr int64_t kChunkBytes = 512 << 20;  // that one kernel moves over the bus: each start and end costs some 30 us
-constexpr int64_t kLookBytes = 256 << 20;   // that one kernel looks at: each wait for copies costs some 15 us
-constexpr int64_t kLastLookBytes = 32 << 20;  // ... behind a load's last copies, when nothing is copied any more
 constexpr int64_t kFirstStore = 4;  // a store's first chunk is smaller by so much: its copies wait for its kernel
 
 constexpr int32_t kStagedThreads = 256;
@@ -86,16 +83,25 @@ struct Gpu::Chunk {
     uint64_t rows = 0;  // where the GPU has the slots
 };
 
-Gpu::Gpu(const Cuda& cuda, GpuPlanes planes, const PageKernels& kernels, size_t staging)
+Gpu::Gpu(const Cuda& cuda, GpuPlanes planes, const PageKernels& kernels, const ChunkSizes& sizes, size_t staging)
     : cuda_(cuda),
       planes_(std::move(planes)),
       kernels_(kernels),
+      sizes_(sizes),
       buffers_(cuda),
       loads_(cuda, staging / 2, static_cast<size_t>(planes_.extent_bytes),
              std::max<size_t>({64 << 10, staging / 2 / 3 / 64, static_cast<size_t>(8 * (planes_.page_blocks + 1))}), true),
       stores_(cuda, staging / 2, static_cast<size_t>(planes_.extent_bytes),
               std::max<size_t>({64 << 10, staging / 2 / 3 / 64, static_cast<size_t>(8 * (planes_.page_blocks + 1))}),
               false) {}
+
+void Gpu::leave_captures_alone() const noexcept {
+    try {
+        const Cuda::Entered entered(cuda_);
+        cuda_.leave_captures_alone();
+    } catch (const CudaError&) {  // then a copy that meets a graph says so
+    }
+}
 
 QueuedCopies Gpu::queue(const PageCopies& asked) {
     QueuedCopies queued;
@@ -277,13 +283,13 @@ bool Gpu::cut(Lane& lane, Transfer& transfer, Chunk* chunk) {
     if (left == 0) return false;
     const bool staged = copies.route == Route::kStaged, alone = copies.route == Route::kCopyEngine;
     const int64_t row = planes_.page_blocks + 1;
-    const int64_t bytes = staged ? static_cast<int64_t>(lane.segment_bytes) : alone ? kLookBytes : kChunkBytes;
+    const int64_t bytes = staged ? static_cast<int64_t>(lane.segment_bytes) : alone ? sizes_.looked : sizes_.moved;
     int64_t most = std::clamp<int64_t>(bytes / transfer.stride, 1, static_cast<int64_t>(lane.table_bytes) / (8 * row));
     const int64_t listed = kListedBytes / (planes_.page_blocks * transfer.item());
     const bool listable = (staged || alone) && listed > 0;
     if (listable && listed >= std::min(copies.pages, most / 2)) most = std::min(most, listed);
     int64_t pages = std::min(left, !transfer.begun && !copies.load ? up(most, kFirstStore) : most);
-    const int64_t last = std::max<int64_t>(1, kLastLookBytes / transfer.stride);
+    const int64_t last = std::max<int64_t>(1, sizes_.looked_last / transfer.stride);
     if (alone && last < pages && pages == left) pages -= last;
     *chunk = {transfer.at, pages, &lane.take(), nullptr, 0, 0};
     if (!listable || pages > listed) {

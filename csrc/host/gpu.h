@@ -34,6 +34,12 @@ struct PageKernels {
     bool looks = false;       // ... from the planes alone
 };
 
+// In bytes: what one kernel moves over the bus (each start and end costs some 30 us of it); what one looks at behind
+// copies (each wait for them costs some 15 us), and behind a load's last ones, when nothing is copied any more.
+struct ChunkSizes {
+    int64_t moved = 512 << 20, looked = 256 << 20, looked_last = 32 << 20;
+};
+
 // The planes of a pool, and the pages in them.
 struct GpuPlanes {
     int32_t layers = 0, page_blocks = 0;
@@ -88,10 +94,13 @@ class Gpu {
 public:
     // `staging` bytes of GPU memory are the ring: half for loads, half for stores, and neither borrows. Who opens it and
     // who closes it has entered. Throws CudaError.
-    Gpu(const Cuda& cuda, GpuPlanes planes, const PageKernels& kernels, size_t staging);
+    Gpu(const Cuda& cuda, GpuPlanes planes, const PageKernels& kernels, const ChunkSizes& sizes, size_t staging);
     ~Gpu();
 
     const Cuda& cuda() const { return cuda_; }
+    // Of the calling thread, for good: see cuda.h. Nothing is lost where the driver refuses.
+    void leave_captures_alone() const noexcept;
+
     const GpuPlanes& planes() const { return planes_; }
 
     // Queue copies. What cannot be queued as a whole has ended when this throws.
@@ -133,6 +142,7 @@ private:
     const Cuda& cuda_;
     const GpuPlanes planes_;
     const PageKernels kernels_;
+    const ChunkSizes sizes_;
     HostBuffers buffers_;
     Lane loads_, stores_;
     std::atomic<bool> traced_ = false;

@@ -80,6 +80,7 @@ PageCopies GpuServer::copies(const CopyJob& job, std::vector<int64_t>* slots) co
 
 void GpuServer::queue(Hands hands, Direction& direction) {
     std::vector<int64_t> slots;
+    gpu_.leave_captures_alone();
     while (true) {
         Waited waited;
         const CopyJob* const job = executor_.take_copy(hands, std::numeric_limits<Nanoseconds>::max(), &waited);
@@ -106,6 +107,7 @@ void GpuServer::queue(Hands hands, Direction& direction) {
 
 void GpuServer::end(Direction& direction) {
     std::vector<uint64_t> sums;
+    gpu_.leave_captures_alone();
     while (true) {
         std::unique_lock held(direction.lock);
         direction.changed.wait(held, [&] { return direction.over || !direction.queued.empty(); });

@@ -77,9 +77,10 @@ class Gpu:
 
     def open_mover(self, planes: PagedPlanes, path: Any) -> Mover:
         """The mover that an engine has, with one path for both directions."""
+        from gdscache.kernels.cuda import PageKernels
         from gdscache.tiers.cuda_mover import CudaMover
 
-        return CudaMover(planes, STAGING, path, path)
+        return CudaMover(planes, STAGING, path, path, PageKernels(planes))
 
     def route(self, mover: Any, direction: str, extents: Extents, layers: range, *, sums: bool) -> str:
         """The way that a mover takes for these layers of pages."""
@@ -117,7 +118,7 @@ class Gpu:
         """A mark behind `after`; without, of now."""
         for event in after:
             if event is not None:
-                self._marks.wait_event(event)
+                event.wait(self._marks)
         return _timed(self._marks)
 
     def wait(self, mark: Mark) -> None:
@@ -139,7 +140,7 @@ class Gpu:
         stream = self._copies[direction]
         for event in after:
             if event is not None:
-                stream.wait_event(event)
+                event.wait(stream)
         with torch.cuda.stream(stream):
             dst.copy_(src, non_blocking=True)
         return record_on(stream)

@@ -138,7 +138,7 @@ def _path_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     sums: dict[Direction, bool] = {"load": config.load.verify == "always", "store": True}
     for direction, choice in wanted.items():
         key = f"gpu.{direction}_path"
-        if mover.name != "cuda":
+        if mover.name not in ("cuda", "copy_engine"):
             verdict: Verdict = "info" if choice == "auto" else "fail"
             hint = f"set {key} to auto, or see gpu.kernels" if choice != "auto" else ""
             yield Row(key, f"{choice}: not used, pages are copied by {mover.name}", verdict, hint)

@@ -89,6 +89,6 @@ def _implementation(facts: Facts, asked: Asked) -> Row:
         return Row(name, f"{wanted}: {facts.mover.cause}", verdict, hint)
     value = f"{wanted}: pages are copied by {mover.name}" + (f", since {mover.cause}" if mover.cause else "")
     data = {"implementation": mover.name, "cause": mover.cause}
-    if mover.name == "torch" and wanted == "auto":
+    if mover.name == "copy_engine" and wanted == "auto":
         return Row(name, value, "warn", facts.kernels.built.hint, data)
     return Row(name, value, "ok" if mover.name == "cuda" else "info", data=data)

@@ -89,6 +89,22 @@ def can_look(layout: PageLayout) -> bool:
     return all(end - start >= SHORTEST and (end - start) % 16 == 0 for start, end in layout.layer_bounds)
 
 
+def plane_runs(planes: PagedPlanes) -> list[list[PlaneRuns]]:
+    """Where the planes of each layer lie."""
+    result = []
+    for number, pieces in enumerate(planes.layout.pieces):
+        start, records = planes.layout.layer_bounds[number][0], []
+        for piece, tensor in zip(pieces, planes.tensors[number], strict=True):
+            row, tokens = planes.layout.layers[number][piece.plane].row_bytes, planes.block_tokens
+            block_stride, token_stride = (step * tensor.element_size() for step in tensor.stride()[:2])
+            run, count = (row * tokens, 1) if tokens == 1 or token_stride == row else (row, tokens)
+            begin = piece.offset - start
+            where = (begin, begin + piece.nbytes)
+            records.append(PlaneRuns(tensor.data_ptr(), block_stride, token_stride, run, count, *where))
+        result.append(records)
+    return result
+
+
 class PageKernels:
     """The kernels for one set of planes. Raises `KernelUnavailableError` when they cannot be built.
 
@@ -105,13 +121,23 @@ class PageKernels:
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.has_sums = all(end - start >= SHORTEST for start, end in self.layout.layer_bounds)
         self.can_look = can_look(self.layout)
-        self.runs = self._describe()
+        self.runs = plane_runs(planes)
         self._table = self._upload()
         self._vector = self._widest()
         self._skipped = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._built: dict[int, dict[str, jit.Kernel]] = {} if like is None else like._built
         self._fixed: dict[range, tuple[int, ...]] = {}  # what the arguments say about layers
         self.build(self._vector)
+
+    def loaded(self) -> tuple[int, int, int, int, int]:
+        """CUfunctions: gather, scatter, and both with checksums; and the address of their table."""
+        kernels = self.build(self._vector)
+        gather, scatter, gather_sums, scatter_sums = (kernels[name].pointer for name in FORMS)
+        return gather, scatter, gather_sums, scatter_sums, self._table.data_ptr()
+
+    def about(self) -> tuple[int, int, bool, bool]:
+        """Bytes of the widest access, processors of the GPU, whether there are checksums, and from the planes alone."""
+        return self._vector, self.processors, self.has_sums, self.can_look
 
     def zero_copy_blocks(self, layers: range) -> int:
         """Blocks of `ZERO_COPY_THREADS` threads that keep the bus busy: more for layers that leave warps half empty."""
@@ -248,20 +274,6 @@ class PageKernels:
         """The widest access that the planes and these extents allow."""
         start = self.layout.layer_bounds[layers.start][0]
         return math.gcd(self._vector, extents.address, extents.stride, start - extents.origin)
-
-    def _describe(self) -> list[list[PlaneRuns]]:
-        result = []
-        for number, pieces in enumerate(self.layout.pieces):
-            start, records = self.layout.layer_bounds[number][0], []
-            for piece, tensor in zip(pieces, self.planes.tensors[number], strict=True):
-                row, tokens = self.layout.layers[number][piece.plane].row_bytes, self.planes.block_tokens
-                block_stride, token_stride = (step * tensor.element_size() for step in tensor.stride()[:2])
-                run, count = (row * tokens, 1) if tokens == 1 or token_stride == row else (row, tokens)
-                begin = piece.offset - start
-                where = (begin, begin + piece.nbytes)
-                records.append(PlaneRuns(tensor.data_ptr(), block_stride, token_stride, run, count, *where))
-            result.append(records)
-        return result
 
     def _upload(self) -> torch.Tensor:
         """The layers, then the planes, as the kernels read them."""

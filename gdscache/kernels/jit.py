@@ -65,14 +65,15 @@ class Kernel:
 
     def __init__(self, function: Any, driver: Driver, form: str) -> None:
         self._function = function  # keeps the module loaded
-        self._pointer = int(function.kernel.ptr)
+        self.pointer = int(function.kernel.ptr)
+        """The CUfunction."""
         self._driver = driver
         self._form = struct.Struct(f"@{form}")
 
     def launch(self, grid: int, block: int, arguments: Sequence[Any], stream: torch.cuda.Stream) -> None:
         """Queue on `stream`, of the kernel's device. An empty grid is no launch. Arguments are not checked here."""
         if grid > 0:
-            self._driver.launch(self._pointer, grid, block, self._form.pack(*arguments), stream.cuda_stream)
+            self._driver.launch(self.pointer, grid, block, self._form.pack(*arguments), stream.cuda_stream)
 
 
 def build(

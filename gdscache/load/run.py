@@ -155,15 +155,13 @@ class LoadRun:
         return Way(tier.name, PLANES, slots, self._blocks[rows], through, places, sums)
 
     def _move(self, ways: Sequence[Way], rows: Positions) -> None:
-        """Begin a move. Raises what broke it off."""
+        """Begin a move."""
         priority = Priority.PREFETCH if self._blocks is None else Priority.LOAD
         seconds = max(0.0, self._until - self._executor.now())
         self._rows = rows
         move = Move(priority, tuple(ways), seconds, self._groups(ways), self._load.number)
         self._moving = moving = self._executor.begin(move, self._after, self)
         self._load.carried_by(moving, last=self._last)
-        if moving.broken is not None:
-            raise moving.broken
 
     def _groups(self, ways: Sequence[Way]) -> tuple[range, ...]:
         """The layers that move together, when so many pages are there or read."""

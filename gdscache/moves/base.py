@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import threading
 
     from gdscache.errors import StorageError
-    from gdscache.streams import Event
+    from gdscache.streams import Event, Landed
     from gdscache.tiers.base import SlotPool
 
 PLANES = "planes"
@@ -132,20 +132,11 @@ class Listener(Protocol):
 class Moving(Protocol):
     """A move under way.
 
-    `read`: its sources may be written again once `read_event` has happened (None: now), though it goes on. Where that
-    is not known at its begin, `read` is False, and its end says it.
-    `lands(layer, seconds)` waits for a layer's bytes, or that they will never come, and is False when they take longer;
-    None where the listener is told of layers that are ready.
+    `lands(layer, seconds)` waits until a load's copies of a layer are queued, or never will be, and is None when that
+    takes longer; of a store, until what reads its sources is. None where only the listener, or its end, says so.
     """
 
-    read: bool
-    read_event: Event
-    lands: Callable[[int, float], bool] | None
-
-    @property
-    def broken(self) -> BaseException | None:
-        """What ended it at its begin, so that its end is all that is left to do."""
-        ...
+    lands: Callable[[int, float], Landed | None] | None
 
     def cancel(self) -> None:
         """Copy no further; what is being read is still brought to its end. For loads."""
@@ -193,7 +184,7 @@ class Executor(Protocol):
         ...
 
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
-        """Begin a move, whose copies wait for the events `after`; returns at once. Stores raise what ends them here.
+        """Begin a move, whose copies wait for the events `after`; returns at once.
 
         `listener`: for loads and prefetches, which have one.
         """

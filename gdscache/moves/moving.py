@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from gdscache.errors import IOFailedError, ShortIOError, StorageError
+from gdscache.errors import DeviceError, IOFailedError, ShortIOError, StorageError
 from gdscache.moves.base import PLANES, End, Listener, Move, PageStatus, Steps, Wait
 from gdscache.native.moves import SHORT, NativeMoves
-
-if TYPE_CHECKING:
-    from gdscache.streams import Event
+from gdscache.streams import Landed
 
 _STATUSES = tuple(PageStatus)
 
@@ -32,30 +30,22 @@ class Carrier(Protocol):
         """That a move has ended."""
         ...
 
-    def cause(self, number: int) -> BaseException | None:
-        """What broke a copy of it; asked for once."""
-        ...
-
     def forget(self, moving: NativeMoving) -> None:
         """Nothing of a move is under way any more. Before, `moving.ended(row)` is told of each late page that ends."""
         ...
 
-    def await_move(self, number: int, group: int, seconds: float) -> bool:
-        """Wait until a group of layers is in the planes, or never will be; False when that takes longer."""
+    def await_move(self, number: int, group: int, seconds: float) -> Landed | None:
+        """Wait until copies of a group of layers are queued, or never will be; None when that takes longer."""
         ...
 
 
 class NativeMoving:
     """See `Moving`. `listener`: of loads and prefetches."""
 
-    read = False
-    read_event: Event = None
-    broken: BaseException | None = None
-
     def __init__(
-        self, carrier: Carrier, number: int, move: Move, listener: Listener | None, *, tells: bool = True
+        self, carrier: Carrier, number: int, move: Move, listener: Listener | None, *, in_order: bool = False
     ) -> None:
-        """`tells`: the carrier tells the listener of layers that are ready."""
+        """`in_order`: copies are done in the order in which moves begin, so one that has read is behind all before."""
         self.number = number
         self._carrier = carrier
         self.move = move
@@ -65,22 +55,27 @@ class NativeMoving:
         self._late: int | None = None  # rows, once that is known
         self._ended: set[int] = set()  # late rows that have ended by now
         self._callback: Callable[[int], None] | None = None
-        self.into_planes = not tells and any(way.target == PLANES for way in move.ways)
-        self.lands: Callable[[int, float], bool] | None = None if tells else self._wait
+        self.into_planes = any(way.target == PLANES for way in move.ways)
+        known = self.into_planes or (in_order and any(way.source == PLANES for way in move.ways))
+        self.lands: Callable[[int, float], Landed | None] | None = self._wait if known else None
 
     def cancel(self) -> None:
         if self._end is None:
             self._carrier.moves.cancel(self.number)
 
-    def _wait(self, layer: int, seconds: float) -> bool:
+    def _wait(self, layer: int, seconds: float) -> Landed | None:
         """See `Moving.lands`."""
+        if self._end is not None:
+            return Landed(None)
         group = next((n for n, layers in enumerate(self.move.groups) if layer in layers), 0)
-        return self._end is not None or self._carrier.await_move(self.number, group, seconds)
+        return self._carrier.await_move(self.number, group, seconds)
 
     def end(self) -> Steps[End]:
         if self._end is None:
             yield self._carrier.over(self.number)
             self._end = self._finish()
+            if self._end.error is not None and self._listener is None:
+                raise self._end.error
         return self._end
 
     def _finish(self) -> End:
@@ -95,7 +90,8 @@ class NativeMoving:
             if self.into_planes:
                 listener.ready(range(self._carrier.moves.layers), None)
         errors = {row: self._error(code) for row, code in outcome.errors.tolist()}
-        end = End(errors, outcome.late.tolist(), self._carrier.cause(self.number))
+        broken = f"a copy failed: {outcome.broken}" if outcome.broken else ""
+        end = End(errors, outcome.late.tolist(), DeviceError(broken, "see the system log") if broken else None)
         with self._lock:
             self._late = len(end.late)
             over = len(self._ended) == self._late

@@ -1,7 +1,6 @@
 """The executor of an engine: the native library carries moves out, Python's threads drive steps.
 
-What the library does not reach itself is *foreign*, and has threads here (foreign.py): files behind a transport of
-Python's, and planes or a reserve in GPU memory, whose copies the mover queues.
+Files behind a transport of Python's, which the library does not reach itself, have threads here (foreign.py).
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ import numpy as np
 
 from gdscache.checksum import Checksums
 from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait
-from gdscache.moves.foreign import ForeignCopies, ForeignFiles, Gather, serve
+from gdscache.moves.foreign import ForeignFiles, serve
 from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
 from gdscache.moves.machine import Descriptors, Machine, NativeFiles
 from gdscache.moves.moving import NativeMoving
+from gdscache.native.gpu import Point, events_of
 from gdscache.native.moves import NEVER, SPAN_KINDS, Limits, NativeMoves, Space
 from gdscache.native.pages import NativePool
-from gdscache.streams import Event
+from gdscache.streams import Event, Landed
 from gdscache.threads import start
 from gdscache.tiers.base import SlotPool
 from gdscache.timeline import OFF
@@ -43,6 +43,10 @@ TRACKS = {  # of a timeline, that the library's threads have
     "gather": "copies",
     "check": "copies",
     "ready": "copies",
+    "load copies": "loads: copy stream",
+    "load kernel": "loads: kernel stream",
+    "store copies": "stores: copy stream",
+    "store kernel": "stores: kernel stream",
 }
 _COPYING = 4  # threads of the library that copy, at most
 _CODES = {status: code for code, status in enumerate(PageStatus)}
@@ -58,7 +62,8 @@ class NativeExecutor:
         self._numbers = itertools.count(1)
         self._under_way: dict[int, tuple[NativeMoving, Listener | None, Sequence[Event]]] = {}
         self._closed = False
-        on_host = mover.native
+        self._gpu = mover.on_gpu
+        on_host = self._gpu is None
         with contextlib.ExitStack() as undo:
             self._pool = NativePool(mover.planes) if on_host else None
             if self._pool is not None:
@@ -77,6 +82,7 @@ class NativeExecutor:
                 reserve=reserve,
                 fence=fence,
                 pool=None if self._pool is None else self._pool.handle,
+                gpu=None if self._gpu is None else self._gpu.handle,
                 workers=threads,
                 depth=8 * threads if disk is not None and disk.uring else 0,
                 threads=min(_COPYING, os.cpu_count() or 1),
@@ -84,13 +90,10 @@ class NativeExecutor:
             undo.callback(self.moves.close)
             if machine.timeline is not OFF:
                 self.moves.trace()
-            self._copies = ForeignCopies(machine, self.moves, self._listening, self._about)
             self._files = ForeignFiles(machine, self.moves, self._about)
-            self._on_host = on_host
             loops = {"gdscache-late": self._tell_late}
-            for parts, kinds in ((self._files, ("files",)), (self._copies, ("planes", "memory"))):
-                if any(space.foreign for space in spaces.values() if space.kind in kinds):
-                    loops |= parts.loops()
+            if any(space.foreign for space in spaces.values() if space.kind == "files"):
+                loops |= self._files.loops()
             self._threads = [
                 threading.Thread(target=serve, args=(loop,), name=name, daemon=True) for name, loop in loops.items()
             ]
@@ -103,7 +106,13 @@ class NativeExecutor:
         for name, extents in machine.memories.items():
             flat = extents.flat
             memory = np.frombuffer(flat, np.uint8) if isinstance(flat, memoryview) else None
-            spaces[name] = Space("memory", extents.slots, memory is None, memory, extents.checksums)
+            device = 0 if memory is not None else extents.rows.data_ptr()
+            spaces[name] = Space(
+                *("memory", extents.slots, memory is None, memory, extents.checksums),
+                device_memory=device,
+                pinned=extents.pinned,
+                fence=extents.fence_slots,
+            )
         found = None
         for name, files in machine.files.items():
             on_device = any(space.foreign for space in spaces.values() if space.kind == "memory")
@@ -124,23 +133,22 @@ class NativeExecutor:
         return drive(steps)
 
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
-        if move.ways[0].source == PLANES and not self._on_host:
-            return Gather(self.machine, move, after)
         if listener is not None:
             self.look()
             self._expect(move)
-        moving = NativeMoving(self, next(self._numbers), move, listener, tells=not self._on_host)
+        moving = NativeMoving(self, next(self._numbers), move, listener, in_order=self._gpu is not None)
         self._under_way[moving.number] = moving, listener, after
         try:
             store = move.priority is Priority.STORE or move.seconds > _LONGEST_S
             until = NEVER if store else time.monotonic_ns() + int(move.seconds * 1e9)
-            self.moves.begin(moving.number, move, until)
+            if self._gpu is None:
+                self.moves.begin(moving.number, move, until)
+            else:
+                routes = functools.partial(self.machine.mover.routes, "load" if moving.into_planes else "store")
+                self.moves.begin(moving.number, move, until, events_of(after), routes)
         except BaseException:
             del self._under_way[moving.number]
             raise
-        if listener is not None and not self._on_host and self._copies.queues(move):
-            self._copies.queue_now()
-            moving.broken = self._copies.causes.get(moving.number)
         return moving
 
     def look(self) -> None:
@@ -190,23 +198,17 @@ class NativeExecutor:
     def over(self, number: int) -> Wait:
         return Blocking(functools.partial(self.await_move, number))
 
-    def await_move(self, number: int, group: int = -1, seconds: float = math.inf) -> bool:
-        """Wait until a move has ended, or a group of its layers is in the planes; False when that takes longer."""
-        until = NEVER if seconds > _LONGEST_S else time.monotonic_ns() + int(max(0.0, seconds) * 1e9)
+    def await_move(self, number: int, group: int = -1, seconds: float = math.inf) -> Landed | None:
+        """Wait until a move has ended, or copies of a group of its layers are queued; None when that takes longer."""
+        now = time.monotonic_ns()
+        until = NEVER if seconds > _LONGEST_S else now + int(seconds * 1e9) if seconds > 0 else 0
         while True:
             slice_ = min(until, time.monotonic_ns() + _SLICE_NS)
-            if self.moves.wait(number, slice_, group):
-                return True
+            point = self.moves.wait(number, slice_, group)
+            if point is not None:
+                return Landed(Point(self._gpu, point) if point and self._gpu is not None else None)
             if slice_ == until:
-                return False
-
-    def cause(self, number: int) -> BaseException | None:
-        return self._copies.causes.pop(number, None)
-
-    def _listening(self, number: int) -> tuple[Listener, Sequence[Event]]:
-        _, listener, after = self._under_way[number]
-        assert listener is not None, "copies of a store"
-        return listener, after
+                return None
 
     # -- for timelines -------------------------------------------------------------------------------------------------
 
@@ -245,7 +247,6 @@ class NativeExecutor:
 
     def _stop(self) -> None:
         self.moves.stop()
-        self._copies.stop()
         self._files.stop()
 
     def stop(self) -> None:

@@ -16,7 +16,7 @@ from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
 from gdscache.tiers.base import SlotPool
 
 if TYPE_CHECKING:
-    from gdscache.streams import Event
+    from gdscache.streams import Event, Landed
 
 _T = TypeVar("_T")
 PASSED = (PLANES, "bounce")  # spaces that are no tiers
@@ -167,10 +167,7 @@ class VirtualLane:
 class _Moving:
     """A move that ends all at once. Its pages are late when that is too late: nothing hangs for ever here."""
 
-    read = False
-    read_event: Event = None
-    broken = None
-    lands: Callable[[int, float], bool] | None = None
+    lands: Callable[[int, float], Landed | None] | None = None
 
     def __init__(self, executor: VirtualExecutor, move: Move, done: Done) -> None:
         self._executor = executor
@@ -195,10 +192,7 @@ class _Moving:
 class _Load:
     """A load, chunk by chunk; the verdicts come with its last byte."""
 
-    read = False
-    read_event: Event = None
-    broken = None
-    lands: Callable[[int, float], bool] | None = None
+    lands: Callable[[int, float], Landed | None] | None = None
 
     def __init__(self, executor: VirtualExecutor, move: Move, listener: Listener) -> None:
         self._executor = executor

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gdscache.errors import NativeCallError, NativeMissingError, NativeVersionError
 
-ABI = 2  # GDSCACHE_ABI of csrc/host/api.h
+ABI = 3  # GDSCACHE_ABI of csrc/host/api.h
 PATH = Path(__file__).with_name("libgdscache_host.so")
 _HINT = "install the wheel of this machine's architecture, or run make (python tools/native_build.py) in the sources"
 
@@ -50,28 +50,39 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "bare": (_int, (_int, _int, _long, _long, _int, _at, _long, _at, _long, _at)),
     "executor_open": (
         _int,
-        (_at, _at, _long, _int, _long, _long, _long, _at, _int, _int, _int, _at, _at, _long),
+        (_at, _at, _long, _int, _long, _long, _long, _at, _at, _int, _int, _int, _at, _at, _long),
     ),
     "executor_close": (_void, (_at,)),
     "executor_stop": (_void, (_at,)),
     "executor_disk": (_text, (_at,)),
-    "move_begin": (_int, (_at, _long, _int, _long, _at, _long, _at, _long)),
+    "move_begin": (_int, (_at, _long, _int, _long, _at, _long, _at, _long, _at, _long)),
     "move_cancel": (_int, (_at, _long)),
-    "move_wait": (_int, (_at, _long, _int, _long)),
-    "move_outcome": (_int, (_at, _long, _at, _long, _at, _at, _at, _at, _long)),
+    "move_wait": (_int, (_at, _long, _int, _long, _at)),
+    "move_ready": (_int, (_at, _long, _int, _at)),
+    "move_outcome": (_int, (_at, _long, _at, _long, _at, _at, _at, _at, _long, _at, _long)),
     "move_forget": (_int, (_at, _long)),
     "refuse": (_int, (_at, _int)),
     "take_io": (_int, (_at, _long, _at)),
     "take_copy": (_int, (_at, _long, _at)),
     "io_ended": (_int, (_at, _long, _at, _long)),
-    "copy_queued": (_int, (_at, _long)),
-    "copy_ended": (_int, (_at, _long, _at, _int)),
+    "copy_queued": (_int, (_at, _long, _long)),
+    "copy_ended": (_int, (_at, _long, _at, _text)),
     "expire": (_int, (_at, _long)),
     "take_late": (_int, (_at, _long, _at, _long)),
     "held_slots": (_long, (_at,)),
     "free_slots": (_long, (_at,)),
     "trace": (_int, (_at,)),
     "take_spans": (_long, (_at, _at, _long)),
+    "gpu_why": (_text, ()),
+    "gpu_open": (_int, (_text, _at, _at)),
+    "gpu_close": (_void, (_at,)),
+    "gpu_api": (_text, (_at,)),
+    "gpu_queue": (_int, (_at, _at, _at, _at)),
+    "gpu_finish": (_int, (_at, _long, _at)),
+    "gpu_last": (_long, (_at, _int)),
+    "gpu_reached": (_int, (_at, _long)),
+    "gpu_await": (_int, (_at, _long)),
+    "gpu_follow": (_int, (_at, ctypes.c_uint64, _long)),
     "executor_faulty": (_void, (_int,)),
     "executor_fail": (_int, (_at, _at, _long)),
     "executor_release": (_int, (_at,)),
@@ -81,6 +92,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 _QUICK = frozenset({"abi", "best_arm", "has_arm", "pool_open", "pool_close", "disk_name", "disk_pending", "disk_wake"})
 _QUICK |= {"disk_submit", "executor_stop", "executor_disk", "move_begin", "move_cancel", "move_outcome", "refuse"}
 _QUICK |= {"move_forget", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots", "trace", "take_spans"}
+
+
+_QUICK |= {"move_ready", "gpu_why", "gpu_api", "gpu_last", "gpu_reached", "gpu_follow"}
 
 
 class Library:
@@ -142,3 +156,10 @@ def address(array: npt.NDArray[Any]) -> int:
 def integers(values: Any) -> npt.NDArray[np.int64]:
     """Anything as a contiguous int64 array, copied only where it is not one."""
     return np.ascontiguousarray(values, np.int64)
+
+
+def struct(name: str, fields: str) -> type[ctypes.Structure]:
+    """A struct of the C interface. `fields`: a name and a type each: i, an int32; q, an int64; Q, a uint64."""
+    types = {"i": ctypes.c_int32, "q": ctypes.c_int64, "Q": ctypes.c_uint64}
+    named = [field.split(":") for field in fields.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": [(field, types[kind]) for field, kind in named]})

@@ -9,7 +9,7 @@ import ctypes
 import dataclasses
 import errno
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gdscache.errors import NativeCallError
 from gdscache.moves.base import Move
-from gdscache.native.library import address, checked, library
+from gdscache.native.library import address, checked, library, struct
 
 if TYPE_CHECKING:
     from gdscache.checksum import Checksums
@@ -25,33 +25,31 @@ if TYPE_CHECKING:
 
 NEVER = (1 << 63) - 1  # nanoseconds: later than any deadline
 PAGE = np.dtype([("row", "<i4"), ("_", "<i4"), ("slot", "<i8"), ("at", "<i8")])  # of a job
-SCATTER, GATHER, DIGEST, READY = range(4)  # kinds of copies
+SCATTER, GATHER, DIGEST = range(3)  # kinds of copies
 SHORT = -1  # in place of an errno
 SPAN = np.dtype(  # what a thread of the library did, and when: nanoseconds of CLOCK_MONOTONIC
     [(name, "<i4") for name in ("kind", "first", "last", "_")]
     + [(name, "<i8") for name in ("move", "pages", "bytes", "begin", "end")]
 )
-SPAN_KINDS = ("read", "write", "scatter", "gather", "check", "ready")
+SPAN_KINDS = (
+    *("read", "write", "scatter", "gather", "check", "ready"),
+    *("load copies", "load kernel", "store copies", "store kernel"),  # of a GPU's streams
+)
 Pages = npt.NDArray[np.void]
 Spans = npt.NDArray[np.void]
 
 
-def _struct(name: str, fields: str) -> type[ctypes.Structure]:
-    """A struct of csrc/host/api_executor.h. `fields`: a name and a type each: i, an int32; q, an int64; Q, a uint64."""
-    types = {"i": ctypes.c_int32, "q": ctypes.c_int64, "Q": ctypes.c_uint64}
-    named = [field.split(":") for field in fields.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": [(field, types[kind]) for field, kind in named]})
-
-
-_Space = _struct("_Space", "kind:i foreign:i slots:q memory:Q sums:Q files:Q n_files:i reserved:i stretch:q")
-_Limits = _struct(
+_Space = struct("_Space", "kind:i foreign:i slots:q memory:Q sums:Q files:Q n_files:i pinned:i stretch:q fence:q")
+_Limits = struct(
     "_Limits",
     "bounds:Q extent_bytes:q layers:i page_blocks:i flying:q io:q copy:q foreign_io:q foreign_copy:q",
 )
-_Way = _struct("_Way", "source:i target:i through:i reserved:i pages:q sources:Q targets:Q places:Q sums:Q")
-_Group = _struct("_Group", "first:i last:i begin:q end:q start:q stop:q alone_start:q alone_stop:q")
-_Io = _struct("_Io", "id:q move:q write:i files:i memory:i first:i last:i reserved:i start:q stop:q count:q pages:Q")
-_Copy = _struct(
+_Way = struct("_Way", "source:i target:i through:i reserved:i pages:q sources:Q targets:Q places:Q sums:Q")
+_Group = struct(
+    "_Group", "first:i last:i begin:q end:q start:q stop:q alone_start:q alone_stop:q route:i summed_route:i"
+)
+_Io = struct("_Io", "id:q move:q write:i files:i memory:i first:i last:i reserved:i start:q stop:q count:q pages:Q")
+_Copy = struct(
     "_Copy",
     "id:q kind:i memory:i first:i last:i sums:i reserved:i move:q window:q window_slots:q count:q pages:Q blocks:Q",
 )
@@ -59,10 +57,11 @@ _Copy = _struct(
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Space:
-    """A space of moves. `foreign`: others move its bytes.
+    """A space of moves. `foreign`: of a GPU, or files of a transport of Python's.
 
-    `slots`: of a memory or of files, blocks of planes. `memory`: the bytes, uint8. `sums`: uint64 (slots, layers),
-    where stores leave checksums. `files`: descriptors, over which slots go in stretches of `stretch`.
+    `slots`: of a memory or of files, blocks of planes. `memory`: the bytes, uint8, or in `device_memory` their address
+    on a GPU. `sums`: uint64 (slots, layers), where stores leave checksums. `files`: descriptors, over which slots go in
+    stretches of `stretch`. `pinned`: a GPU's copy engines reach the memory, of which no copy leaves `fence` slots.
     """
 
     kind: str  # planes, memory or files
@@ -72,6 +71,9 @@ class Space:
     sums: Checksums | None = None
     files: Sequence[int] = ()
     stretch: int = 1
+    device_memory: int = 0
+    pinned: bool = False
+    fence: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class CopyJob:
 
     `pages`: `PAGE`s; `at` is where layer `layers.start` begins. `slot`: of the memory; or where there is a `window`,
     the slots of the reserve that pages lie in side by side, a part of an extent each, the place in that. `blocks`:
-    int64 (pages, blocks a page), none to look only. `READY`: all copies of these layers are queued, and no end is said.
+    int64 (pages, blocks a page), none to look only.
     """
 
     number: int
@@ -123,12 +125,12 @@ class CopyJob:
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
     """How a move has ended. `statuses`: places in `PageStatus`, uint8 (rows,); `errors`: rows whose I/O failed, int32
-    (n, 2), with `SHORT` or an errno; `late`: int32 rows. `broken`: a copy was."""
+    (n, 2), with `SHORT` or an errno; `late`: int32 rows. `broken`: what broke a copy, or ""."""
 
     statuses: npt.NDArray[np.uint8]
     errors: npt.NDArray[np.int32]
     late: npt.NDArray[np.int32]
-    broken: bool
+    broken: str
 
 
 class NativeMoves:
@@ -137,7 +139,8 @@ class NativeMoves:
     `reserve`: the memory of the bounce reserve, its first slot for loads, and how many; `fence`: no run of them crosses
     a multiple of so many. `pool`: `NativePool.handle` of planes that are not foreign. `workers`, `depth`: of the disk,
     where files are not foreign; with a depth of 0 there is no io_uring. `threads` copy; with none of them everything is
-    foreign, and time passes by `expire`.
+    foreign, and time passes by `expire`. `gpu`: `NativeGpu.handle`, whose the foreign planes and memories are; without,
+    the caller takes their copies, which tests do.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class NativeMoves:
         reserve: tuple[str, int, int] | None = None,
         fence: int = 0,
         pool: int | None = None,
+        gpu: int | None = None,
         workers: int = 0,
         depth: int = 0,
         threads: int = 0,
@@ -180,7 +184,7 @@ class NativeMoves:
         space, first, slots = (-1, 0, 0) if reserve is None else (self._numbers[reserve[0]], *reserve[1:])
         handle, why = ctypes.c_void_p(), ctypes.create_string_buffer(200)
         answer = self._library.executor_open(
-            *(ctypes.addressof(sizes), ctypes.addressof(table), len(spaces), space, first, slots, fence, pool),
+            *(ctypes.addressof(sizes), ctypes.addressof(table), len(spaces), space, first, slots, fence, pool, gpu),
             *(workers, depth, threads, ctypes.addressof(handle), ctypes.addressof(why), len(why)),
         )
         if answer < 0:
@@ -194,9 +198,9 @@ class NativeMoves:
         rows = [
             _Space(
                 *(kinds.index(space.kind), space.foreign, space.slots),
-                0 if space.memory is None or space.foreign else address(space.memory),
+                space.device_memory if space.memory is None else address(space.memory),
                 0 if space.sums is None else address(space.sums),
-                *(address(some) if len(some) else 0, len(some), 0, space.stretch),
+                *(address(some) if len(some) else 0, len(some), space.pinned, space.stretch, space.fence),
             )
             for space, some in zip(spaces.values(), files, strict=True)
         ]
@@ -204,8 +208,19 @@ class NativeMoves:
 
     # -- for who wants bytes moved -------------------------------------------------------------------------------------
 
-    def begin(self, number: int, move: Move, until: int) -> None:
-        """Begin a move that ends by `until`, in nanoseconds. `number`: what it is known by; no other has it."""
+    def begin(
+        self,
+        number: int,
+        move: Move,
+        until: int,
+        after: Sequence[int] = (),
+        routes: Callable[[range], tuple[int, int]] = lambda layers: (0, 0),
+    ) -> None:
+        """Begin a move that ends by `until`, in nanoseconds. `number`: what it is known by; no other has it.
+
+        `after`: CUevents that copies of a GPU come behind, and which live until the move has ended; `routes(layers)`:
+        their ways, without checksums and with.
+        """
         layout, kept = self._layout, []
         ways = (_Way * len(move.ways))()
         for n, way in enumerate(move.ways):
@@ -222,11 +237,12 @@ class NativeMoves:
         for n, some in enumerate(layers):
             begin, end = layout.layer_bounds[some.start][0], layout.layer_bounds[some.stop - 1][1]
             spans = (*layout.read_span(some), *layout.read_span(some, alone=True))
-            groups[n] = _Group(some.start, some.stop, begin, end, *spans)
+            groups[n] = _Group(some.start, some.stop, begin, end, *spans, *routes(some))
+        events = np.array(after, np.uint64)
         checked(
             self._library.move_begin(
                 *(self._open(), number, int(move.priority), until, ctypes.addressof(ways), len(ways)),
-                *(ctypes.addressof(groups), len(groups)),
+                *(ctypes.addressof(groups), len(groups), address(events) if len(events) else None, len(events)),
             ),
             "begin",
         )
@@ -237,28 +253,37 @@ class NativeMoves:
         if answer != -errno.ENOENT:
             checked(answer, "cancel")
 
-    def wait(self, move: int, until: int, group: int = -1) -> bool:
-        """Wait until a group is in the planes or never will be; or with -1, until the move has ended. False at `until`.
+    def wait(self, move: int, until: int, group: int = -1) -> int | None:
+        """Wait until all copies of a group are done, or queued on a GPU, or never will be; or with -1, until the move
+        has ended. The point behind what is queued, or 0; None at `until`, or at once where that is 0.
 
         Whoever waits long asks again every 100 ms, so that signals are heard.
         """
-        answer = self._library.move_wait(self._open(), move, group, until)
-        return answer == -errno.ENOENT or checked(answer, "wait") == 1  # nobody knows it any more: it was over
+        point = ctypes.c_int64()
+        known = self._library.move_ready(self._open(), move, group, ctypes.addressof(point))
+        answer = known
+        if known == 0 and until > 0:
+            answer = self._library.move_wait(self._open(), move, group, until, ctypes.addressof(point))
+        if answer == -errno.ENOENT:
+            return 0  # nobody knows it any more: it was over
+        return point.value if checked(answer, "wait") else None
 
     def outcome(self, move: int, rows: int) -> Outcome:
         """How a move of so many rows has ended; nothing is kept of it but late I/O."""
         statuses, late = np.empty(rows, np.uint8), np.empty(rows, np.int32)
         errors = np.empty((rows, 2), np.int32)
-        counts = (ctypes.c_int64 * 2)()
+        counts, why = (ctypes.c_int64 * 2)(), ctypes.create_string_buffer(200)
         broken = checked(
             self._library.move_outcome(
                 *(self._open(), move, address(statuses), rows, address(errors), ctypes.addressof(counts)),
-                *(address(late), ctypes.addressof(counts) + 8, rows),
+                *(address(late), ctypes.addressof(counts) + 8, rows, ctypes.addressof(why), len(why)),
             ),
             "outcome",
         )
         checked(self._library.move_forget(self._open(), move), "forget")
-        return Outcome(statuses, errors[: counts[0]], late[: counts[1]], bool(broken))
+        return Outcome(
+            statuses, errors[: counts[0]], late[: counts[1]], why.value.decode(errors="replace") if broken else ""
+        )
 
     def refuse(self, status: int) -> None:
         """From now on no read begins: its pages have this verdict, a place in `PageStatus`; 0: reads begin again."""
@@ -327,15 +352,15 @@ class NativeMoves:
         ends[:, 0], ends[:, 1] = pages, error
         checked(self._library.io_ended(self._open(), job, address(ends) if len(ends) else None, len(ends)), "ended")
 
-    def copy_queued(self, job: int) -> None:
-        """A copy is queued: its layers may be said to be `READY` behind it."""
-        checked(self._library.copy_queued(self._open(), job), "queued")
+    def copy_queued(self, job: int, point: int) -> None:
+        """A copy is queued, up to a point."""
+        checked(self._library.copy_queued(self._open(), job, point), "queued")
 
-    def copy_ended(self, job: int, sums: Checksums | None, *, broken: bool = False) -> None:
-        """A copy is done. `sums`: uint64 (pages, layers), where they were asked for."""
+    def copy_ended(self, job: int, sums: Checksums | None, *, broken: str = "") -> None:
+        """A copy is done, or broken by something. `sums`: uint64 (pages, layers), where they were asked for."""
         kept = None if sums is None else np.ascontiguousarray(sums, np.uint64)
         at = None if kept is None or not kept.size else address(kept)
-        checked(self._library.copy_ended(self._open(), job, at, broken), "ended")
+        checked(self._library.copy_ended(self._open(), job, at, broken.encode() or None), "ended")
 
     def expire(self, now: int) -> None:
         """It is `now`, in nanoseconds: what has not ended by its deadline is late."""

@@ -36,7 +36,7 @@ from gdscache.tiers.retention import DEFAULT, Retention
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gdscache.streams import Event
+    from gdscache.streams import Event, Landed
 
 
 class Ledger:
@@ -57,6 +57,9 @@ class Ledger:
         self.finished += len(pages)
         if cause:
             self.dropped[cause] += len(pages)
+
+    def reading(self, lands: Callable[[float], Landed | None]) -> None:
+        """In virtual time a gather has read when it has ended."""
 
     def read(self, event: Event) -> None:
         self._gathered()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gdscache import arguments
 from gdscache.calls import Caller, Direct
 from gdscache.errors import DeadlineError
-from gdscache.streams import Event, Fence
+from gdscache.streams import Event, Fence, Landed
 from gdscache.threads import Flag
 
 
@@ -46,6 +46,10 @@ class StoreHandle:
         if not self._done.wait(arguments.seconds(seconds)):
             raise DeadlineError(f"{self._left} pages are still on their way", "see stats()['store_queue']")
         return StoreReport(tuple(self._tiers), dict(self._dropped))
+
+    def reading(self, lands: Callable[[float], Landed | None]) -> None:
+        """Called by the storer: the blocks may be written again when what `lands(seconds)` waits for has happened."""
+        self.release_event.watch(lands)
 
     def read(self, event: Event) -> None:
         """Called by the storer: the blocks may be written again when this has happened."""

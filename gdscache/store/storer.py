@@ -13,7 +13,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -34,13 +34,17 @@ from gdscache.tiers.retention import DEFAULT, Retention
 
 if TYPE_CHECKING:
     from gdscache.config import StoreConfig
-    from gdscache.streams import Event
+    from gdscache.streams import Event, Landed
 
 _LOOK_S = 0.05  # seconds after which whoever waits for stores looks whether it is to go on
 
 
 class Reader(Receipt, Protocol):
     """A receipt that is told, too, when the blocks of a store may be written again."""
+
+    def reading(self, lands: Callable[[float], Landed | None]) -> None:
+        """When what `lands(seconds)` waits for is queued, and has happened; None: not within that time."""
+        ...
 
     def read(self, event: Event) -> None:
         """When `event` has happened; None: now. May be said again, which changes nothing."""
@@ -285,8 +289,8 @@ class Storer:
             moving = None
             if fresh := [parcel for parcel in parcels if not parcel.copied]:
                 moving = self._executor.begin(self._move(job, fresh), (job.after,))
-                if last and moving.read:
-                    job.receipt.read(moving.read_event)
+                if last and moving.lands is not None:
+                    job.receipt.reading(functools.partial(moving.lands, 0))
             on_failure.pop_all()
         return _Round(parcels, moving)
 

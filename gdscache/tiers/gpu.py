@@ -73,7 +73,7 @@ class GpuTier(Tier):
         look = self._last_use.pop if forget else self._last_use.get
         for event in {look(slot, None) for slot in slots}:
             if event is not None:
-                torch.cuda.current_stream(self.pool.device).wait_event(event)
+                event.wait(torch.cuda.current_stream(self.pool.device))
 
     def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
         with lock:

@@ -22,7 +22,6 @@ class HostMover(Mover):
     """Copies at once, on the calling thread, without the interpreter's lock; takes the checksums on the way."""
 
     name = "native"
-    native = True
 
     def __init__(self, planes: PagedPlanes) -> None:
         self.planes = planes
@@ -47,12 +46,6 @@ class HostMover(Mover):
         move = self._pool.scatter if direction == "load" else self._pool.gather
         found = move(blocks.numpy(), parts, layers, streamed=len(places) * (end - begin) > _STREAMED, sums=sums)
         return Moved(None, None, lambda: found)
-
-    def queues(self, extents: Extents) -> bool:
-        return False
-
-    def mark_loads(self) -> Event:
-        return None
 
     def mark_stores(self) -> Event:
         return None

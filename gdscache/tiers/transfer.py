@@ -1,7 +1,7 @@
 """Movers: what copies pages between extents and planes, on streams of its own. The contract, and the choice of one.
 
-`HostMover` serves planes in host memory, `CudaMover` planes on a GPU; `TorchMover` stands in for the latter where the
-kernels cannot be built. Nothing here synchronises the caller's streams.
+`HostMover` serves planes in host memory, `CudaMover` planes on a GPU. Both copy by the native library, which an
+engine's executor asks itself. Nothing here synchronises the caller's streams.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from gdscache.timeline import OFF, Timeline
 
 if TYPE_CHECKING:
     from gdscache.config import GpuConfig
+    from gdscache.native.gpu import NativeGpu
 
 _log = logging.getLogger("gdscache")
 
@@ -66,8 +67,6 @@ class Mover(abc.ABC):
     planes: PagedPlanes
     layout: PageLayout
     timeline: Timeline = OFF
-    native = False
-    """Whether the native library copies in its place."""
 
     def scatter(
         self,
@@ -96,10 +95,6 @@ class Mover(abc.ABC):
         return self._move("store", extents, slots, blocks, self._layers(layers), after, sums=sums)
 
     @abc.abstractmethod
-    def queues(self, extents: Extents) -> bool:
-        """Whether `scatter` from these returns before the bytes are moved."""
-
-    @abc.abstractmethod
     def _move(
         self,
         direction: Direction,
@@ -113,9 +108,14 @@ class Mover(abc.ABC):
     ) -> Moved:
         """`scatter` (a load) or `gather` (a store), of layers that are named."""
 
-    @abc.abstractmethod
-    def mark_loads(self) -> Event:
-        """An event behind every scatter that was queued so far."""
+    @property
+    def on_gpu(self) -> NativeGpu | None:
+        """What copies on a GPU, where the planes are there."""
+        return None
+
+    def routes(self, direction: Direction, layers: range) -> tuple[int, int]:
+        """The numbers that the native library has for the way of these layers of a page, without checksums and with."""
+        return 0, 0
 
     @abc.abstractmethod
     def mark_stores(self) -> Event:
@@ -133,16 +133,6 @@ class Mover(abc.ABC):
         return range(self.layout.n_layers) if layers is None else layers
 
 
-def host_digests(extents: Extents, slots: Slots, layers: range) -> Callable[[], Checksums]:
-    """Checksums of extents, taken on the host when they are asked for."""
-
-    def digests() -> Checksums:
-        found = [extents.digest(slot, layers) for slot in slots]
-        return np.stack(found) if found else np.empty((0, len(layers)), dtype=np.uint64)
-
-    return digests
-
-
 def open_mover(planes: PagedPlanes, config: GpuConfig) -> Mover:
     """The mover for these planes. Raises `KernelUnavailableError` where `gpu.kernels: on` cannot be had."""
     if planes.device.type == "cpu":
@@ -150,29 +140,22 @@ def open_mover(planes: PagedPlanes, config: GpuConfig) -> Mover:
 
         if config.kernels == "on":
             raise KernelUnavailableError("gpu.kernels is on and the planes are in host memory", "set it to auto")
-        _refuse_paths(config, "the planes are in host memory")
+        for name, path in (("load_path", config.load_path), ("store_path", config.store_path)):
+            if path != "auto":  # a path that was asked for by name is had, or the engine does not open
+                cause = f"gpu.{name} is {path}, but the planes are in host memory"
+                raise KernelUnavailableError(cause, f"set gpu.{name} to auto")
         return HostMover(planes)
-    cause = "gpu.kernels is off"
-    if config.kernels != "off":
-        from gdscache.tiers.cuda_mover import CudaMover
+    from gdscache.kernels.cuda import PageKernels
+    from gdscache.tiers.cuda_mover import CudaMover
 
+    cause, kernels = "gpu.kernels is off", None
+    if config.kernels != "off":
         try:
-            with allocating("gpu.staging", config.staging, planes.device):
-                return CudaMover(planes, config.staging, config.load_path, config.store_path)
+            kernels = PageKernels(planes)
         except KernelUnavailableError as error:
             if config.kernels == "on":
                 raise
             cause = error.message
-            _log.warning("pages are copied by torch, far below the bus's speed: %s", error)
-    _refuse_paths(config, cause)
-    from gdscache.tiers.torch_mover import TorchMover
-
+            _log.warning("pages are copied by the copy engine alone, and summed on the host: %s", error)
     with allocating("gpu.staging", config.staging, planes.device):
-        return TorchMover(planes, config.staging, cause)
-
-
-def _refuse_paths(config: GpuConfig, cause: str) -> None:
-    """A path that was asked for by name is had, or the engine does not open."""
-    for name, path in (("load_path", config.load_path), ("store_path", config.store_path)):
-        if path != "auto":
-            raise KernelUnavailableError(f"gpu.{name} is {path}, but {cause}", f"set gpu.{name} to auto")
+        return CudaMover(planes, config.staging, config.load_path, config.store_path, kernels, cause)
