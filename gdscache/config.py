@@ -130,7 +130,7 @@ class GpuConfig(Section):
     staging: Size = Field(default=256 * MIB, description="staging ring on the GPU; half for loads, half for stores")
     kernels: Switch = Field(
         default="auto",
-        description="CUDA kernels for pages: auto (else the copy engine alone, checksums on the host), on (or refuse to open), off",
+        description="CUDA kernels for pages: auto (else the copy engine alone), on (or refuse to open), off",
     )
     load_path: CopyPath = Field(
         default="auto", description="host to GPU: auto (as calibrated), staged, zero_copy or copy_engine"

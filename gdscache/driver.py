@@ -36,12 +36,14 @@ class Driver:
     Raises `DeviceError` where there is no driver or the driver refuses.
     """
 
+    library = "libcuda.so.1"
+
     def __init__(self, device: torch.device) -> None:
         try:
-            self._library = ctypes.CDLL("libcuda.so.1")
+            self._library = ctypes.CDLL(self.library)
         except OSError as error:
             raise DeviceError(f"there is no CUDA driver: {error}", "install the NVIDIA driver") from error
-        self._quick = ctypes.PyDLL("libcuda.so.1")  # keeps the GIL, which costs more to give up than these calls take
+        self._quick = ctypes.PyDLL(self.library)  # keeps the GIL, which costs more to give up than these calls take
         pointer, number = ctypes.c_void_p, ctypes.c_uint
         self._quick.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
         self.device = device

@@ -122,8 +122,10 @@ class Fence:
         Raises `DeadlineError` when the work is not queued within `seconds`, `InvalidValueError` for no number.
         """
         self._wait_queued(seconds)
-        if self._event is not None:
-            self._event.wait(torch.cuda.current_stream(self._event.device))
+        if isinstance(self._event, torch.cuda.Event):
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
+        elif self._event is not None:
+            self._event.wait()
 
     def synchronize(self, seconds: float | None = None) -> None:
         """The calling thread waits until the work is done. Raises `DeadlineError` when it is not queued in time."""

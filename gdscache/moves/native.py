@@ -23,7 +23,7 @@ from gdscache.moves.foreign import ForeignFiles, serve
 from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
 from gdscache.moves.machine import Descriptors, Machine, NativeFiles
 from gdscache.moves.moving import NativeMoving
-from gdscache.native.gpu import Point, events_of
+from gdscache.native.gpu import events_of
 from gdscache.native.moves import NEVER, SPAN_KINDS, Limits, NativeMoves, Space
 from gdscache.native.pages import NativePool
 from gdscache.streams import Event, Landed
@@ -206,7 +206,7 @@ class NativeExecutor:
             slice_ = min(until, time.monotonic_ns() + _SLICE_NS)
             point = self.moves.wait(number, slice_, group)
             if point is not None:
-                return Landed(Point(self._gpu, point) if point and self._gpu is not None else None)
+                return Landed(self._gpu.point(point) if point and self._gpu is not None else None)
             if slice_ == until:
                 return None
 

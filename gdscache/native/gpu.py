@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 Route = Literal["staged", "zero_copy", "copy_engine", "device"]
 ROUTES: tuple[Route, ...] = ("staged", "zero_copy", "copy_engine", "device")
-_DRIVER = b"libcuda.so.1"
 
 _Spec = struct(
     "_Spec",
@@ -119,7 +118,8 @@ class NativeGpu:
         )
         handle = ctypes.c_void_p()
         self._checked(
-            self._library.gpu_open(_DRIVER, ctypes.addressof(spec), ctypes.addressof(handle)), "copies of a GPU"
+            self._library.gpu_open(driver.library.encode(), ctypes.addressof(spec), ctypes.addressof(handle)),
+            "copies of a GPU",
         )
         self._handle: int | None = handle.value
 
@@ -166,7 +166,7 @@ class NativeGpu:
             ),
             "copies",
         )
-        return Point(self, points[0]), Point(self, points[1]), ticket.value
+        return self.point(points[0]), self.point(points[1]), ticket.value
 
     def finish(self, ticket: int, pages: int, layers: int) -> Checksums:
         """Wait for copies with checksums: uint64 (pages, layers). To be asked once."""
@@ -176,7 +176,11 @@ class NativeGpu:
 
     def last(self, *, loads: bool) -> Point:
         """The point behind all loads, or stores, that were queued so far."""
-        return Point(self, self._library.gpu_last(self.handle, loads))
+        return self.point(self._library.gpu_last(self.handle, loads))
+
+    def point(self, number: int) -> Point:
+        """What a number of the library's stands for."""
+        return Point(self, number)
 
     def reached(self, point: int) -> bool:
         with self._open() as handle:
