@@ -115,8 +115,9 @@ Lane::Lane(const Cuda& cuda, size_t share, size_t least, size_t table, bool for_
         copies = cuda.open_stream(false);
         kernels = cuda.open_stream(loads);
         joint_ = event();
-        const size_t count = std::clamp<size_t>(share / least, 1, kSegments);
-        segment_bytes = share / count / kAlignment * kAlignment;
+        const size_t smallest = (least + kAlignment - 1) / kAlignment * kAlignment;
+        const size_t count = std::clamp<size_t>(share / smallest, 1, kSegments);
+        segment_bytes = std::max(smallest, share / count / kAlignment * kAlignment);
         table_bytes = (table + kAlignment - 1) / kAlignment * kAlignment;
         memory_ = cuda.allocate(count * (segment_bytes + table_bytes));
         for (size_t n = 0; n < count; ++n) {

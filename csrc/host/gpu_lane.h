@@ -82,10 +82,10 @@ struct Segment {
 // `copies` runs the copy engine, `kernels` the kernels; events keep them in step, segment by segment. One stream of each:
 // every further stream that waits for an event was measured to cost more than it brings.
 //
-// `share` bytes of GPU memory are the segments' data, of which each has at least `least`: the ring is cut into as many as
-// fit, 3 at most (beside large products, 4 smaller ones left checksums at 0.85 of the speed without, 3 at 0.97). Tables
-// of `table` bytes a segment come on top. A transfer takes segments in turn: what is queued first goes first. The kernels
-// of loads go before the model's. Whoever queues holds `lock`, and has entered.
+// `share` bytes of GPU memory are the segments' data, of which each has at least `least`, up to whole 4 KiB: the ring is
+// cut into as many as fit, 3 at most (beside large products, 4 smaller ones left checksums at 0.85 of the speed without, 3
+// at 0.97). Tables of `table` bytes a segment come on top. A transfer takes segments in turn: what is queued first goes
+// first. The kernels of loads go before the model's. Whoever queues holds `lock`, and has entered.
 class Lane {
 public:
     Lane(const Cuda& cuda, size_t share, size_t least, size_t table, bool loads);

@@ -36,7 +36,7 @@ struct Moves::Reading {
 struct Moves::Copying {
     Move* move = nullptr;
     int32_t way = 0, group = 0;
-    bool sums = false, gather = false;
+    bool sums = false, gather = false, queued = false;
     std::vector<int32_t> rows;
     std::vector<Reading*> readings;  // that have to be kept until these pages are copied; null: none
 };
@@ -66,6 +66,7 @@ struct Moves::Move {
     std::vector<int32_t> todo;       // of each group: rows that are not done
     std::vector<int32_t> queued;     // of each group: rows whose copies are queued, and not done
     std::vector<int64_t> points;     // of each group: the greatest that a copy was queued with
+    std::vector<int32_t> flying;     // of each group: copies that are queued, and not done
     std::vector<bool> announced;     // of each group: that it is ready
     std::vector<int32_t> unread;     // of each group: rows that are to be read, or are being read
     std::vector<Copyable> copyable;  // (groups, ways)
@@ -119,6 +120,7 @@ void Moves::begin(MoveSpec spec) {
     move.todo.assign(groups, static_cast<int32_t>(rows));
     move.queued.assign(groups, 0);
     move.points.assign(groups, 0);
+    move.flying.assign(groups, 0);
     move.announced.assign(groups, false);
     move.late.assign(rows, 0);
     move.copyable.resize(groups * move.ways());
@@ -165,7 +167,7 @@ int32_t Moves::groups(int64_t move) const { return at(move).groups(); }
 
 bool Moves::ready(int64_t id, int32_t group, int64_t* point) const {
     const Move& move = at(id);
-    *point = move.over || move.todo[group] == 0 ? 0 : move.points[group];
+    *point = move.flying[group] == 0 ? 0 : move.points[group];  // of pages that are given up, too
     return move.over || (!move.cancelled && !move.broken && move.todo[group] == move.queued[group]);
 }
 
@@ -575,8 +577,9 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
 void Moves::copy_queued(int64_t job, int64_t point) {
     const auto found = copies_.find(job);
     if (found == copies_.end()) return;
-    const Copying& copying = *found->second;
+    Copying& copying = *found->second;
     Move& move = *copying.move;
+    if (!std::exchange(copying.queued, true)) ++move.flying[copying.group];
     for (const int32_t row : copying.rows) {
         Cell& cell = move.cells[move.cell(row, copying.group)];
         if (cell != Cell::kOpen) continue;
@@ -619,6 +622,7 @@ void Moves::copy_ended(int64_t job, const uint64_t* found, const char* broken) {
         if (move.pending(row)) copied(move, row, copying.group);
     }
     --move.copying;
+    if (copying.queued) --move.flying[copying.group];
     settle(move);
     drop_forgotten(move);
 }

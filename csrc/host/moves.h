@@ -67,8 +67,8 @@ public:
     bool knows(int64_t move) const { return moves_.contains(move); }
     int32_t groups(int64_t move) const;
     bool ended(int64_t move) const;
-    // Whether all copies of a group are done, or queued on a GPU: then `point` is what the last of them was queued with,
-    // else 0. Of a move that has ended every group is.
+    // Whether all copies of a group are done, or queued on a GPU. `point`: while one of these is under way, what the last
+    // of them was queued with, else 0. Of a move that has ended every group is ready.
     bool ready(int64_t move, int32_t group, int64_t* point) const;
     // Groups of loads with nothing left to copy, since the last call: kept where `watch` asked for it.
     void watch() { watched_ = true; }

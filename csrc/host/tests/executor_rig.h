@@ -19,6 +19,7 @@
 #include "../executor.h"
 #include "../xxh3.h"
 #include "check.h"
+#include "foreign_copies.h"
 
 namespace gdscache::test {
 
@@ -29,7 +30,6 @@ constexpr int64_t kStretch = 3, kReserve = 6;
 constexpr int64_t kRows[] = {700, 1100, 40, 900};             // bytes of a token, of each layer
 constexpr int32_t kLayers = 4;
 constexpr int64_t kSector = 4096;
-constexpr Nanoseconds kForever = std::numeric_limits<Nanoseconds>::max();
 
 inline Nanoseconds after(double seconds) {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -52,7 +52,9 @@ inline std::vector<Group> groups_of(const Limits& limits, const std::vector<int3
 class Rig {
 public:
     // `pages`: of the planes, and slots of each other space; `scale`: of their bytes.
-    explicit Rig(std::unique_ptr<Disk> disk, int64_t io_bytes = 3 << 16, int64_t pages = kPages, int64_t scale = 1) {
+    explicit Rig(std::unique_ptr<Disk> disk, int64_t io_bytes = 3 << 16, int64_t pages = kPages, int64_t scale = 1,
+                 std::unique_ptr<Copier> by = std::make_unique<CopyingThreads>())
+        : copier(std::move(by)) {
         limits.bounds = {0};
         for (const int64_t one : kRows) {
             const int64_t row = one * scale;
@@ -83,17 +85,19 @@ public:
         places[kSsd].files = {files[0], files[1]};
         places[kSsd].stretch = kStretch;
         places[kSsd].copied = true;
+        copier->prepare(*this, places);
         executor = std::make_unique<Executor>(limits, std::move(spaces), std::move(places), kBounce,
                                               Reserve(1, std::min(kReserve, pages - 1), 4), &pool, std::move(disk), 2);
         for (int n = 0; n < 2; n++) {
             threads_.emplace_back([this] { move_io(); });
-            threads_.emplace_back([this] { move_copies(); });
         }
         threads_.emplace_back([this] { hear_late(); });
+        copier->begin(*this);
     }
 
     ~Rig() {
         executor->stop();
+        copier->end();
         for (std::thread& thread : threads_) thread.join();
         executor.reset();
         for (const int file : files) close(file);
@@ -110,14 +114,15 @@ public:
 
     int64_t begin(Priority priority, Nanoseconds until, std::vector<Way> ways, std::vector<Group> groups) {
         const int64_t id = next_++;
-        CHECK(executor->begin({id, priority, until, std::move(ways), std::move(groups)}));
+        CHECK(executor->begin({id, priority, until, std::move(ways), std::move(groups), {}}));
         return id;
     }
 
     // The outcome of a move, when nothing touches its bytes any more.
     Outcome finish(int64_t move) {
         Waited waited;
-        CHECK(executor->wait(move, -1, after(60), &waited) && waited == Waited::kHappened);
+        int64_t point = -1;
+        CHECK(executor->wait(move, -1, after(60), &waited, &point) && waited == Waited::kHappened && point == 0);
         const Outcome outcome = *executor->outcome(move);
         CHECK(executor->forget(move));
         std::unique_lock lock(lock_);
@@ -134,6 +139,7 @@ public:
     std::vector<uint8_t> memory[kSpaces];
     std::vector<uint64_t> sums[kSpaces];
     int files[3];
+    std::unique_ptr<Copier> copier;
     std::unique_ptr<Executor> executor;
 
 private:
@@ -158,31 +164,6 @@ private:
         CHECK(waited == Waited::kClosed);
     }
 
-    void move_copies() {
-        Waited waited;
-        while (const CopyJob* const job = executor->take_copy(kForever, &waited)) {
-            const int32_t layers = job->last - job->first;
-            CHECK(layers > 0);
-            if (job->copy == Copy::kReady) {
-                const std::lock_guard lock(lock_);
-                CHECK(job->pages.empty() && ready_.emplace(job->move, job->first).second);
-                continue;
-            }
-            std::vector<uint64_t> found(job->pages.size() * static_cast<size_t>(layers));
-            CHECK(executor->copy_queued(job->id));
-            for (size_t n = 0; n < job->pages.size(); n++) {
-                uint8_t* const part = memory[job->memory].data() + job->pages[n].at;
-                const int64_t* const blocks = job->blocks.data() + n * kPageBlocks;
-                uint64_t* const to = found.data() + n * static_cast<size_t>(layers);
-                if (job->copy == Copy::kDigest) digest(pool, job->first, job->last, part, to);
-                if (job->copy == Copy::kScatter) scatter(pool, blocks, job->first, job->last, part, to, Store::kCached);
-                if (job->copy == Copy::kGather) gather(pool, blocks, job->first, job->last, part, to, Store::kCached);
-            }
-            CHECK(executor->copy_ended(job->id, job->sums ? found.data() : nullptr, false));
-        }
-        CHECK(waited == Waited::kClosed);
-    }
-
     void hear_late() {
         for (;;) {
             Waited waited;
@@ -199,8 +180,43 @@ private:
     std::mutex lock_;
     std::condition_variable told_;
     std::set<std::pair<int64_t, int32_t>> late_;
-    std::set<std::pair<int64_t, int32_t>> ready_;
     std::vector<std::thread> threads_;
 };
+
+inline void CopyingThreads::begin(Rig& rig) {
+    for (const Hands hands : {Hands::kForeignLoads, Hands::kForeignStores}) {
+        threads_.emplace_back([this, &rig, hands] { copy(rig, hands); });
+    }
+}
+
+inline void CopyingThreads::copy(Rig& rig, Hands hands) {
+    Waited waited;
+    while (const CopyJob* const job = rig.executor->take_copy(hands, kForever, &waited)) {
+        const int32_t layers = job->last - job->first;
+        CHECK(layers > 0 && !job->pages.empty() && (job->copy == Copy::kGather) == (hands == Hands::kForeignStores));
+        std::vector<uint64_t> found(job->pages.size() * static_cast<size_t>(layers));
+        int64_t point;
+        {
+            const std::lock_guard lock(lock_);
+            under_way_.insert(point = ++last_);
+        }
+        CHECK(rig.executor->copy_queued(job->id, point));
+        for (size_t n = 0; n < job->pages.size(); n++) {
+            uint8_t* const part = rig.memory[job->memory].data() + job->pages[n].at;
+            const int64_t* const blocks = job->blocks.data() + n * kPageBlocks;
+            uint64_t* const to = found.data() + n * static_cast<size_t>(layers);
+            if (job->copy == Copy::kDigest) digest(rig.pool, job->first, job->last, part, to);
+            if (job->copy == Copy::kScatter) scatter(rig.pool, blocks, job->first, job->last, part, to, Store::kCached);
+            if (job->copy == Copy::kGather) gather(rig.pool, blocks, job->first, job->last, part, to, Store::kCached);
+        }
+        {
+            const std::lock_guard lock(lock_);
+            under_way_.erase(point);
+        }
+        ended_.notify_all();
+        CHECK(rig.executor->copy_ended(job->id, job->sums ? found.data() : nullptr, nullptr));
+    }
+    CHECK(waited == Waited::kClosed);
+}
 
 }  // namespace gdscache::test

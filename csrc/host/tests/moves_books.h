@@ -6,6 +6,7 @@
 #include <limits>
 #include <map>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "../moves.h"
@@ -49,7 +50,9 @@ struct Booked {
     int64_t order = 0;
     bool store = false, gather = false;
     std::vector<Row> rows;
-    std::set<int32_t> announced;
+    std::map<int32_t, int64_t> points;  // of each group: the greatest that a copy was queued with
+    std::set<int32_t> said;             // groups of which `take_ready` spoke
+    std::string why;
     bool cancelled = false, broken = false, expired = false, over = false, forgotten = false;
     int32_t ios = 0, late_ios = 0, copies = 0;
 
@@ -67,6 +70,7 @@ struct Flying {
 struct CopyUnderWay {
     CopyJob job;
     int32_t group;
+    bool queued = false;
 };
 
 class Books {
@@ -244,7 +248,6 @@ protected:
                 if (!is_there(book, row, group) || unseen(book, row, group)) continue;
                 CHECK(foreign && from_files(of) && book.ios != 0);  // it waits for more: few copies
             }
-            CHECK(!foreign || !can_announce(book, group, false));
         }
     }
 
@@ -274,24 +277,28 @@ protected:
         });
     }
 
+    // Whether nothing of a group is left to be queued or copied.
     static bool group_done(const Booked& book, int32_t group, bool perhaps) {
         return std::all_of(book.rows.begin(), book.rows.end(), [&](const Row& row) {
-            if (row.verdict != Status::kPending || row.cells[group].copy == Copying::kDone) return true;
-            return perhaps && !row.maybe.empty();
-        });
-    }
-
-    bool can_announce(const Booked& book, int32_t group, bool perhaps) const {
-        const bool planes = std::any_of(book.spec.ways.begin(), book.spec.ways.end(), [&](const Way& of) {
-            return into_planes(of) && world.spaces[of.target].foreign;
-        });
-        if (!planes || !book.load() || book.over || book.cancelled || book.broken) return false;
-        if (book.announced.contains(group)) return false;
-        return std::all_of(book.rows.begin(), book.rows.end(), [&](const Row& row) {
+            if (book.store) return row.ended;
             const Cell& cell = row.cells[group];
             if (row.verdict != Status::kPending || cell.queued || cell.copy == Copying::kDone) return true;
             return perhaps && !row.maybe.empty();
         });
+    }
+
+    // The point that a ready group has: of all its copies that were queued, while one of them is under way.
+    int64_t point_of(const Booked& book, int32_t group) const {
+        const bool any = std::any_of(copies.begin(), copies.end(), [&](const auto& entry) {
+            const CopyUnderWay& copy = entry.second;
+            return copy.queued && copy.job.move == book.id && copy.group == group;
+        });
+        return any ? book.points.at(group) : 0;
+    }
+
+    // Whether copies of a move are for those who ask.
+    static bool is_for(Hands hands, const Booked& book) {
+        return hands != (book.gather ? Hands::kForeignLoads : Hands::kForeignStores);
     }
 
     int64_t flying_ = 0;        // bytes of I/O that is not late

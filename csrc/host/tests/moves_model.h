@@ -28,7 +28,9 @@ public:
         book.gather = !spec.ways.empty() && world.spaces[spec.ways[0].source].kind == Kind::kPlanes;
         if (!book.load()) {
             const int64_t extent = world.limits.extent_bytes;
-            book.spec.groups = {{0, world.limits.layers, 0, extent, 0, extent, 0, extent}};
+            const Group& asked = spec.groups.front();
+            book.spec.groups = {
+                {0, world.limits.layers, 0, extent, 0, extent, 0, extent, asked.route, asked.summed_route}};
         }
         for (size_t w = 0; w < spec.ways.size(); w++) {
             for (int64_t page = 0; page < spec.ways[w].pages; page++) {
@@ -188,21 +190,20 @@ public:
 
     // --- copies
 
-    void took_copy(bool foreign, const CopyJob& job) {
+    void took_copy(Hands hands, const CopyJob& job) {
+        const bool foreign = hands != Hands::kOurs;
         Booked& book = books.at(job.move);
-        CHECK(!book.over && !book.broken && !book.store);
+        CHECK(!book.over && !book.broken && !book.store && is_for(hands, book));
         for (auto& [id, other] : books) {
+            if (!is_for(hands, other)) continue;
             if (other.key() < book.key() && !other.over) all_copied(other, foreign);
             settle_quiet(other, foreign, false);
         }
         const int32_t group = book.gather ? 0 : group_of(book, job.first);
         const Group& layers = book.spec.groups[group];
         CHECK(job.first == layers.first && job.last == layers.last);
-        if (job.copy == Copy::kReady) {
-            CHECK(foreign && can_announce(book, group, true));
-            book.announced.insert(group);
-            return;
-        }
+        CHECK(job.route == (job.sums ? book.spec.groups[group].summed_route : book.spec.groups[group].route));
+        CHECK(job.after == (foreign ? book.spec.after : std::vector<uint64_t>()));
         const int64_t part = book.gather ? world.limits.extent_bytes : std::max<int64_t>(1, layers.end - layers.begin);
         const int64_t most = foreign ? world.limits.foreign_copy_bytes : world.limits.copy_bytes;
         CHECK(job.pages.size() == 1 || part * static_cast<int64_t>(job.pages.size()) <= most);
@@ -219,7 +220,10 @@ public:
             if (passes(of)) {
                 CHECK(cell.read == Reading::kThere && page.slot == cell.slot);
                 CHECK(page.at == cell.at + layers.begin - layers.alone_start);
+                CHECK(job.stride == layers.alone_stop - layers.alone_start && job.origin == layers.alone_start);
                 if (foreign) {
+                    CHECK(page.at == job.window * world.limits.extent_bytes + page.slot * job.stride +
+                                         (layers.begin - job.origin));
                     CHECK(cell.io == book.rows[job.pages[0].row].cells[group].io);
                     CHECK(cell.at >= job.window * world.limits.extent_bytes);
                     CHECK(cell.at + layers.alone_stop - layers.alone_start <=
@@ -231,6 +235,7 @@ public:
                 }
                 const int64_t slot = (book.gather ? of.targets : from_files(of) ? lying(of) : of.sources)[row.page];
                 CHECK(page.slot == slot && page.at == slot * world.limits.extent_bytes + layers.begin);
+                CHECK(job.window_slots == 0 && job.stride == world.limits.extent_bytes && job.origin == 0);
             }
             cell.copy = Copying::kFlying;
             const std::vector<int64_t>& all = book.gather ? of.sources : of.targets;
@@ -243,24 +248,29 @@ public:
         copies[job.id] = {job, group};
     }
 
-    void took_no_copy(bool foreign) {
+    void took_no_copy(Hands hands) {
+        const bool foreign = hands != Hands::kOurs;
         for (auto& [id, book] : books) {
+            if (!is_for(hands, book)) continue;
             all_copied(book, foreign);
             settle_quiet(book, foreign, true);
         }
     }
 
-    void copy_queued(int64_t id) {
-        const CopyUnderWay& copy = copies.at(id);
+    void copy_queued(int64_t id, int64_t point) {
+        CopyUnderWay& copy = copies.at(id);
         Booked& book = books.at(copy.job.move);
+        copy.queued = true;
+        book.points[copy.group] = std::max(book.points[copy.group], point);
         for (const Transfer& page : copy.job.pages) book.rows[page.row].cells[copy.group].queued = true;
     }
 
-    void copy_ended(int64_t id, const std::vector<uint64_t>& found, bool broken) {
+    void copy_ended(int64_t id, const std::vector<uint64_t>& found, const char* broken) {
         const CopyUnderWay copy = copies.extract(id).mapped();
         Booked& book = books.at(copy.job.move);
         const int32_t layers = copy.job.last - copy.job.first;
         --book.copies;
+        if (broken && !book.broken) book.why = broken;
         book.broken = book.broken || broken;
         for (size_t n = 0; n < copy.job.pages.size(); n++) {
             Row& row = book.rows[copy.job.pages[n].row];
@@ -295,11 +305,20 @@ public:
                 if (ended) check_outcome(book);
             }
             if (!book.over && !book.expired && !book.gather) first = std::min(first, book.spec.until);
-            for (int32_t group = 0; book.load() && group < groups(book); group++) {
-                const bool never = !book.over && (book.cancelled || book.broken), ready = moves.ready(id, group);
+            for (int32_t group = 0; group < groups(book); group++) {
+                int64_t point = -1;
+                const bool never = !book.over && (book.cancelled || book.broken);
+                const bool ready = moves.ready(id, group, &point);
                 CHECK(!ready || book.over || (!never && group_done(book, group, true)));
                 CHECK(ready || !(book.over || (!never && group_done(book, group, false))));
+                CHECK(!ready || point == (book.over ? 0 : point_of(book, group)));
             }
+        }
+        for (const ReadyGroup& ready : moves.take_ready()) {
+            Booked& book = books.at(ready.move);
+            const int32_t group = group_of(book, ready.first);
+            CHECK(book.load() && book.spec.groups[group].last == ready.last && book.said.insert(group).second);
+            CHECK(group_done(book, group, true));
         }
         CHECK(moves.deadline() == first);
         CHECK(moves.free_slots() <= world.slots - static_cast<int64_t>(needed_slots().size()));
@@ -313,9 +332,8 @@ public:
         for (const auto& [id, book] : books) {
             CHECK(book.over && book.forgotten && !moves.knows(id));
             for (const Row& row : book.rows) CHECK(row.told == row.was_late);
-            for (int32_t group = 0; group < groups(book); group++) {
-                CHECK(!can_announce(book, group, false));
-            }
+            const bool all = book.load() && !book.rows.empty();
+            CHECK(book.broken || book.said.size() == (all ? book.spec.groups.size() : 0));
         }
     }
 
@@ -323,6 +341,7 @@ private:
     void check_outcome(const Booked& book) const {
         const Outcome& outcome = moves.outcome(book.id);
         CHECK(outcome.statuses.size() == book.rows.size() && outcome.broken == book.broken);
+        CHECK(outcome.why == book.why);
         std::vector<std::pair<int32_t, int32_t>> errors;
         std::vector<int32_t> late, told = outcome.late;
         for (size_t n = 0; n < book.rows.size(); n++) {

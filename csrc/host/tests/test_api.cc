@@ -40,12 +40,12 @@ struct Opening {
         CHECK(!gdscache_pool_open(planes.data(), kLayers, first_plane, kLayers, kSlots, kTokens, kPageBlocks, &pool,
                                   nullptr, 0));
         limits = {at(bounds), kExtent, kLayers, kPageBlocks, 1 << 20, 1 << 16, 1 << 16, 1 << 16, 1 << 16};
-        spaces[kPlanes] = {0, 0, kSlots, 0, 0, 0, 0, 0, 0};
-        spaces[kCpu] = {1, 0, kSlots, at(memory.data()), at(sums.data()), 0, 0, 0, 0};
-        spaces[kSsd] = {2, 0, kSlots, 0, 0, at(&file), 1, 0, 1};
-        spaces[kForeignCpu] = {1, 1, kSlots, 0, at(sums.data()), 0, 0, 0, 0};
-        spaces[kForeignSsd] = {2, 1, kSlots, 0, 0, 0, 0, 0, 0};
-        spaces[kForeignPlanes] = {0, 1, kSlots, 0, 0, 0, 0, 0, 0};
+        spaces[kPlanes] = {0, 0, kSlots, 0, 0, 0, 0, 0, 0, 0};
+        spaces[kCpu] = {1, 0, kSlots, at(memory.data()), at(sums.data()), 0, 0, 0, 0, 0};
+        spaces[kSsd] = {2, 0, kSlots, 0, 0, at(&file), 1, 0, 1, 0};
+        spaces[kForeignCpu] = {1, 1, kSlots, 0, at(sums.data()), 0, 0, 0, 0, 0};
+        spaces[kForeignSsd] = {2, 1, kSlots, 0, 0, 0, 0, 0, 0, 0};
+        spaces[kForeignPlanes] = {0, 1, kSlots, 0, 0, 0, 0, 0, 0, 0};
     }
     ~Opening() {
         gdscache_pool_close(pool);
@@ -56,7 +56,7 @@ struct Opening {
 
     int32_t open() {
         return gdscache_executor_open(&limits, spaces, n_spaces, reserve_space, reserve_first, reserve_slots, fence,
-                                      pool, workers, depth, threads, &executor, why, sizeof why);
+                                      pool, nullptr, workers, depth, threads, &executor, why, sizeof why);
     }
 
     std::vector<uint8_t> memory;
@@ -140,7 +140,7 @@ void hostile_openings() {
         CHECK(one.open() == -EINVAL && !one.executor);
         one.pool = pool;
         const auto open = [&](const gdscache_limits* sizes, const gdscache_space* spaces, gdscache_executor** made) {
-            return gdscache_executor_open(sizes, spaces, kSpaces, -1, 0, 0, 0, pool, 1, 0, 1, made, one.why, -1);
+            return gdscache_executor_open(sizes, spaces, kSpaces, -1, 0, 0, 0, pool, nullptr, 1, 0, 1, made, one.why, -1);
         };
         CHECK(open(nullptr, one.spaces, &one.executor) == -EINVAL);
         CHECK(open(&one.limits, nullptr, &one.executor) == -EINVAL);
@@ -155,12 +155,12 @@ struct Asking {
         for (int64_t n = 0; n < 16; n++) blocks[n] = n;
         ways[0] = {kSsd, kPlanes, kCpu, 0, 4, at(slots), at(blocks), at(places), at(sums)};
         ways[1] = {kCpu, kPlanes, -1, 0, 4, at(slots), at(blocks), 0, 0};
-        groups[0] = {0, 1, 0, kLayer, 0, kLayer, 0, kLayer};
-        groups[1] = {1, 2, kLayer, 2 * kLayer, kLayer, 2 * kLayer, kLayer, 2 * kLayer};
+        groups[0] = {0, 1, 0, kLayer, 0, kLayer, 0, kLayer, 0, 2};
+        groups[1] = {1, 2, kLayer, 2 * kLayer, kLayer, 2 * kLayer, kLayer, 2 * kLayer, 1, 0};
     }
 
     int32_t begin(gdscache_executor* executor) {
-        return gdscache_move_begin(executor, move, priority, 0, ways_at, n_ways, groups_at, n_groups);
+        return gdscache_move_begin(executor, move, priority, 0, ways_at, n_ways, groups_at, n_groups, after, n_after);
     }
 
     int64_t slots[8], blocks[16], places[8];
@@ -169,7 +169,9 @@ struct Asking {
     gdscache_group groups[2];
     const gdscache_way* ways_at = ways;
     const gdscache_group* groups_at = groups;
-    int64_t move = 1, n_ways = 2, n_groups = 2;
+    const uint64_t events[2] = {8, 16};
+    const uint64_t* after = events;
+    int64_t move = 1, n_ways = 2, n_groups = 2, n_after = 2;
     int32_t priority = 0;
 };
 
@@ -178,7 +180,8 @@ void hostile_moves(gdscache_executor* executor) {
         Asking one;
         spoil(one);
         CHECK(one.begin(executor) == -EINVAL);
-        CHECK(gdscache_move_wait(executor, one.move, -1, 0) == -ENOENT);
+        int64_t point;
+        CHECK(gdscache_move_wait(executor, one.move, -1, 0, &point) == -ENOENT);
     };
     for (const int64_t value : kHuge) {
         const auto narrow = static_cast<int32_t>(value);
@@ -199,6 +202,10 @@ void hostile_moves(gdscache_executor* executor) {
         refused([&](Asking& one) { one.n_ways = value; });
         refused([&](Asking& one) { one.n_groups = value < 2 ? value : 1; });
         refused([&](Asking& one) { one.priority = narrow ? narrow : 4; });
+        if (value < 0 || value > 1 << 20) refused([&](Asking& one) { one.n_after = value; });
+        for (int32_t gdscache_group::* field : {&gdscache_group::route, &gdscache_group::summed_route}) {
+            for (int group : {0, 1}) refused([&](Asking& one) { one.groups[group].*field = narrow ? narrow : 3; });
+        }
         for (int32_t gdscache_group::* field : {&gdscache_group::first, &gdscache_group::last}) {
             for (int group : {0, 1}) refused([&](Asking& one) { one.groups[group].*field = narrow ? narrow : 7; });
         }
@@ -211,6 +218,8 @@ void hostile_moves(gdscache_executor* executor) {
     refused([&](Asking& one) { one.ways[0].sums |= 1; });
     refused([](Asking& one) { one.ways_at = nullptr; });
     refused([](Asking& one) { one.groups_at = nullptr; });
+    refused([](Asking& one) { one.after = nullptr; });
+    refused([](Asking& one) { one.groups[0].route = 3; });
     refused([](Asking& one) { one.n_groups = 0; });
     refused([](Asking& one) { one.slots[0] = kSlots; });
     refused([](Asking& one) { one.blocks[0] = kSlots; });
@@ -230,7 +239,7 @@ void hostile_moves(gdscache_executor* executor) {
         one.ways[0] = {kForeignCpu, kSsd, -1, 0, 2, at(one.slots), at(one.slots), 0, 0};
         one.n_ways = 1;
     });
-    CHECK(gdscache_move_begin(nullptr, 1, 0, 0, nullptr, 0, nullptr, 0) == -EINVAL);
+    CHECK(gdscache_move_begin(nullptr, 1, 0, 0, nullptr, 0, nullptr, 0, nullptr, 0) == -EINVAL);
 }
 
 // The other calls, about moves and jobs that nobody knows.
@@ -238,10 +247,11 @@ void hostile_calls(gdscache_executor* executor) {
     for (gdscache_executor* const of : {executor, static_cast<gdscache_executor*>(nullptr)}) {
         for (const int64_t value : kHuge) {
             CHECK(gdscache_move_cancel(of, value) < 0 && gdscache_move_forget(of, value) < 0);
-            CHECK(gdscache_move_wait(of, value, static_cast<int32_t>(value), value) < 0);
             int64_t n = 0;
-            CHECK(gdscache_move_outcome(of, value, nullptr, value, nullptr, &n, nullptr, &n, value) < 0);
-            CHECK(gdscache_copy_queued(of, value) < 0 && gdscache_copy_ended(of, value, nullptr, 1) < 0);
+            CHECK(gdscache_move_wait(of, value, static_cast<int32_t>(value), value, &n) < 0);
+            CHECK(gdscache_move_wait(of, value, static_cast<int32_t>(value), value, nullptr) == -EINVAL);
+            CHECK(gdscache_move_outcome(of, value, nullptr, value, nullptr, &n, nullptr, &n, value, nullptr, value) < 0);
+            CHECK(gdscache_copy_queued(of, value, value) < 0 && gdscache_copy_ended(of, value, nullptr, "why") < 0);
             CHECK(gdscache_io_ended(of, value, nullptr, value) < 0);
             CHECK(gdscache_take_late(of, 0, nullptr, value) < 0 && gdscache_take_spans(of, nullptr, value) < 0);
             if (value != INT32_MAX) CHECK(gdscache_take_late(of, 0, &n, std::min<int64_t>(value, 0)) < 0);
@@ -264,9 +274,12 @@ void refused_ends(gdscache_executor* executor) {
     one.ways[0].target = kForeignPlanes;
     one.ways[0].through = kForeignCpu;
     one.n_ways = 1;
-    CHECK(gdscache_move_begin(executor, 5, 0, INT64_MAX, one.ways, 1, one.groups, 2) == 0);
-    CHECK(gdscache_move_begin(executor, 5, 0, INT64_MAX, one.ways, 1, one.groups, 2) == -EEXIST);
-    CHECK(gdscache_move_wait(executor, 5, 2, 0) == -ENOENT && gdscache_move_wait(executor, 5, 1, INT64_MIN) == 0);
+    CHECK(gdscache_move_begin(executor, 5, 0, INT64_MAX, one.ways, 1, one.groups, 2, one.events, 2) == 0);
+    CHECK(gdscache_move_begin(executor, 5, 0, INT64_MAX, one.ways, 1, one.groups, 2, nullptr, 0) == -EEXIST);
+    int64_t point = -1;
+    CHECK(gdscache_move_wait(executor, 5, 2, 0, &point) == -ENOENT);
+    CHECK(gdscache_move_wait(executor, 5, 1, INT64_MIN, &point) == 0);
+    CHECK(gdscache_move_wait(executor, 5, 1, 0, nullptr) == -EINVAL);
     CHECK(gdscache_move_forget(executor, 5) == -EBUSY);
     gdscache_io job;
     gdscache_copy copy;
@@ -283,20 +296,46 @@ void refused_ends(gdscache_executor* executor) {
     }
     for (int32_t group = 0; group < 2; group++) {
         CHECK(gdscache_take_copy(executor, 0, &copy) == 1 && copy.sums && copy.first == group);
-        CHECK(gdscache_copy_ended(executor, copy.id, nullptr, 0) == -EINVAL);
-        CHECK(gdscache_copy_ended(executor, copy.id, one.sums, 0) == 0);
-        CHECK(gdscache_copy_ended(executor, copy.id, one.sums, 0) == -EINVAL);
-        if (group == 0) CHECK(gdscache_take_copy(executor, 0, &copy) == 1 && copy.kind == 3 && copy.last == 1);
+        for (const int64_t value : kHuge) {
+            if (value < 0) CHECK(gdscache_copy_queued(executor, copy.id, value) == -EINVAL);
+        }
+        CHECK(gdscache_move_wait(executor, 5, group, 0, &point) == 0);
+        CHECK(gdscache_copy_queued(executor, copy.id, INT64_MAX - group) == 0);
+        CHECK(gdscache_move_wait(executor, 5, group, 0, &point) == 1 && point == INT64_MAX - group);
+        CHECK(gdscache_copy_ended(executor, copy.id, nullptr, nullptr) == -EINVAL);
+        CHECK(gdscache_copy_ended(executor, copy.id, one.sums, nullptr) == 0);
+        CHECK(gdscache_copy_ended(executor, copy.id, one.sums, nullptr) == -EINVAL);
+        CHECK(gdscache_copy_queued(executor, copy.id, 1) == -EINVAL);
+        CHECK(gdscache_move_wait(executor, 5, group, 0, &point) == 1 && point == 0);
     }
-    CHECK(gdscache_move_wait(executor, 5, -1, 0) == 1);
+    CHECK(gdscache_move_wait(executor, 5, -1, 0, &point) == 1 && point == 0);
     uint8_t statuses[4];
     int32_t errors[8], late[4];
     int64_t n_errors = 0, n_late = 0;
-    CHECK(gdscache_move_outcome(executor, 5, statuses, 3, errors, &n_errors, late, &n_late, 4) == -EINVAL);
-    CHECK(gdscache_move_outcome(executor, 5, statuses, 4, errors, &n_errors, late, &n_late, 3) == -EINVAL);
-    CHECK(gdscache_move_outcome(executor, 5, statuses, 4, errors, &n_errors, late, &n_late, 4) == 0);
+    char why[8] = "as ever";
+    const auto outcome = [&](int64_t rows, int64_t room, int64_t move, int64_t why_size) {
+        return gdscache_move_outcome(executor, move, statuses, rows, errors, &n_errors, late, &n_late, room, why, why_size);
+    };
+    CHECK(outcome(3, 4, 5, 8) == -EINVAL && outcome(4, 3, 5, 8) == -EINVAL && outcome(4, 4, 5, 8) == 0);
+    CHECK(std::equal(why, why + 8, "as ever"));  // nothing was broken
     for (const uint8_t status : statuses) CHECK(status == 1);
     CHECK(n_errors == 0 && n_late == 0 && gdscache_move_forget(executor, 5) == 0);
+    // A broken copy says why, as far as there is room.
+    one.ways[0] = {kForeignCpu, kForeignPlanes, -1, 0, 4, at(one.slots), at(one.blocks), 0, 0};
+    CHECK(gdscache_move_begin(executor, 6, 0, INT64_MAX, one.ways, 1, one.groups, 2, nullptr, 0) == 0);
+    CHECK(gdscache_take_copy(executor, 0, &copy) == 1 && !copy.sums);
+    CHECK(gdscache_copy_ended(executor, copy.id, nullptr, "the cable is out") == 0);
+    CHECK(gdscache_move_wait(executor, 6, 1, 0, &point) == 1 && point == 0 && gdscache_take_copy(executor, 0, &copy) == 0);
+    for (const int64_t size : {INT64_MIN, int64_t{-1}, int64_t{0}, int64_t{1}, int64_t{4}, int64_t{8}}) {
+        std::fill_n(why, 8, '-');
+        CHECK(outcome(4, 4, 6, size) == 1);
+        const std::string told = "the cable is out";
+        const auto kept = static_cast<size_t>(std::max<int64_t>(size, 1) - 1);
+        if (size > 0) CHECK(why == told.substr(0, kept));
+        for (int64_t n = std::max<int64_t>(size, 0); n < 8; n++) CHECK(why[n] == '-');
+    }
+    CHECK(gdscache_move_outcome(executor, 6, statuses, 4, errors, &n_errors, late, &n_late, 4, nullptr, 100) == 1);
+    CHECK(gdscache_move_forget(executor, 6) == 0);
 }
 
 }  // namespace

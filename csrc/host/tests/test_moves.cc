@@ -14,6 +14,8 @@ constexpr int64_t kSlots = 40;   // of each space
 constexpr int64_t kSector = 16;  // what reads are rounded to
 enum : int32_t { kPlanes, kForeignPlanes, kCpu, kForeignCpu, kBounce, kSsd, kForeignSsd, kSpaces };
 
+constexpr Hands kHands[] = {Hands::kOurs, Hands::kForeignLoads, Hands::kForeignStores, Hands::kForeign};
+
 int64_t between(Random& random, int64_t least, int64_t most) {
     return least + static_cast<int64_t>(random.below(static_cast<uint64_t>(most - least + 1)));
 }
@@ -56,7 +58,9 @@ public:
         : random_(seed),
           world_(drawn_world(random_)),
           moves_(world_.limits, world_.spaces, world_.reserve_space, Reserve(world_.first, world_.slots, world_.fence)),
-          model_(world_, moves_) {}
+          model_(world_, moves_) {
+        moves_.watch();
+    }
 
     void run() {
         const uint64_t most = 1 + random_.below(14);
@@ -126,11 +130,14 @@ private:
             Way way = drawn_way(std::max(work, 0));
             spec.ways.push_back(std::move(way));
         }
+        for (uint64_t n = random_.below(3); n-- > 0;) spec.after.push_back(random_.next());
         for (int32_t first = 0; first < limits.layers;) {
             const int32_t last = static_cast<int32_t>(between(random_, first + 1, limits.layers));
             const int64_t at = limits.bounds[first], end = limits.bounds[last];
             const int64_t stop = rounded_up(end);
-            spec.groups.push_back({first, last, at, end, rounded_up(at), stop, at / kSector * kSector, stop});
+            const auto route = [&] { return static_cast<int32_t>(random_.below(3)); };
+            spec.groups.push_back(
+                {first, last, at, end, rounded_up(at), stop, at / kSector * kSector, stop, route(), route()});
             first = last;
         }
         model_.begin(spec);
@@ -143,14 +150,14 @@ private:
         const News news = moves_.take_news();
         if (news.io || (news.room && moves_.crowded())) asleep_io_[false] = false;
         if (news.io || news.room) asleep_io_[true] = false;
-        if (news.copies != 0) asleep_copies_[false] = false;
-        if (news.copies != 0 || news.queued) asleep_copies_[true] = false;
+        if (news.copies != 0) std::fill(std::begin(asleep_copies_), std::end(asleep_copies_), false);
         std::set<std::pair<int64_t, int32_t>> ends;
         for (const auto& [id, book] : model_.books) {
             if (!moves_.knows(id)) continue;
             if (moves_.ended(id)) ends.emplace(id, -1);
             for (int32_t group = 0; group < moves_.groups(id); group++) {
-                if (moves_.ready(id, group)) ends.emplace(id, group);
+                int64_t point = 0;
+                if (moves_.ready(id, group, &point)) ends.emplace(id, group);
             }
         }
         CHECK(news.ended || std::includes(ends_.begin(), ends_.end(), ends.begin(), ends.end()));
@@ -175,16 +182,17 @@ private:
         return false;
     }
 
-    bool take_copy(bool foreign) {
+    bool take_copy(Hands hands) {
         hear();
         CopyJob job;
-        if (!moves_.take_copy(foreign, &job)) {
-            asleep_copies_[foreign] = true;
-            model_.took_no_copy(foreign);
+        bool& asleep = asleep_copies_[static_cast<size_t>(hands)];
+        if (!moves_.take_copy(hands, &job)) {
+            asleep = true;
+            model_.took_no_copy(hands);
             return false;
         }
-        CHECK(!asleep_copies_[foreign]);
-        model_.took_copy(foreign, job);
+        CHECK(!asleep);
+        model_.took_copy(hands, job);
         return true;
     }
 
@@ -208,9 +216,10 @@ private:
     void end_copy(bool calm) {
         const auto found = any(model_.copies);
         const CopyJob job = found->second.job;
-        if (job.copy != Copy::kGather && coin(3)) {
-            moves_.copy_queued(job.id);
-            model_.copy_queued(job.id);
+        if (!found->second.queued && coin(2)) {
+            point_ += between(random_, 1, 4);
+            moves_.copy_queued(job.id, point_);
+            model_.copy_queued(job.id, point_);
             return;
         }
         std::vector<uint64_t> sums;
@@ -224,7 +233,8 @@ private:
                 if (!calm && coin(30)) sums.back() ^= uint64_t{1} << random_.below(64);
             }
         }
-        const bool broken = !calm && coin(25);
+        constexpr const char* kCauses[] = {"a broken copy", "another cause"};
+        const char* const broken = !calm && coin(25) ? random_.pick(kCauses) : nullptr;
         moves_.copy_ended(job.id, broken ? nullptr : sums.data(), broken);
         model_.copy_ended(job.id, sums, broken);
     }
@@ -250,7 +260,7 @@ private:
             case 0: case 1: if (model_.books.size() < most) begin(); break;
             case 2: case 3: case 4: take_io(coin(2)); break;
             case 5: case 6: if (!model_.ios.empty()) end_io(calm); break;
-            case 7: case 8: take_copy(coin(2)); break;
+            case 7: case 8: take_copy(random_.pick(kHands)); break;
             case 9: case 10: if (!model_.copies.empty()) end_copy(calm); break;
             case 11: if (!model_.books.empty()) forget(any(model_.books)->second); break;
             case 12:
@@ -274,7 +284,8 @@ private:
 
     // Whatever may happen, until nothing may.
     bool progress() {
-        const bool some = take_io(false) | take_io(true) | take_copy(false) | take_copy(true);
+        bool some = take_io(false) | take_io(true);
+        for (const Hands hands : kHands) some = take_copy(hands) || some;
         if (!model_.ios.empty()) end_io(true);
         else if (!model_.copies.empty()) end_copy(true);
         else return some;
@@ -286,7 +297,8 @@ private:
     Moves moves_;
     Model model_;
     Nanoseconds now_ = 0;
-    bool asleep_io_[2] = {}, asleep_copies_[2] = {}, late_ = false;
+    int64_t point_ = 0;
+    bool asleep_io_[2] = {}, asleep_copies_[4] = {}, late_ = false;
     std::set<std::pair<int64_t, int32_t>> ends_;  // moves, and groups of moves, that who waits for them has found
 };
 

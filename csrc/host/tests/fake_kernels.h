@@ -1,0 +1,118 @@
+// The kernels of csrc/pages.cu on the host, for the fake driver.
+
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include "../xxh3.h"
+#include "fake_cuda.h"
+#include "fake_memory.h"
+
+namespace gdscache::test {
+
+// As a launch has them; the last two only where a kernel takes checksums.
+struct Arguments {
+    uint64_t layers, planes, blocks, rows, extents;
+    int64_t stride, origin, slots, pool_blocks;
+    uint32_t pages, n_layers, first_plane, n_planes, tiles, page_blocks, wide;
+    uint64_t skipped;
+    uint8_t listed[3520];
+    uint32_t team;
+    uint64_t digests;
+};
+
+struct LayerWords {
+    int64_t first_plane, planes, start, bytes;
+};
+struct PlaneWords {
+    int64_t base, block_stride, run_stride, run_bytes, runs_per_block, end;
+};
+
+class KernelRun {
+public:
+    KernelRun(int32_t which, const Arguments& arguments, uint32_t threads, int64_t vector)
+        : a_(arguments), gather_(which == kGather || which == kGatherSums), sums_(which >= kGatherSums), vector_(vector) {
+        MUST(a_.pages > 0 && a_.n_layers > 0 && a_.skipped == 0);
+        MUST(threads % 32 == 0 && threads >= 32 && threads <= 1024);
+        if (sums_) MUST(a_.team >= 1 && threads / 32 % a_.team == 0);
+        if (sums_) digests_ = within<uint64_t>(a_.digests, int64_t{a_.pages} * a_.n_layers);
+        MUST(a_.extents != 0 || (gather_ && sums_));
+        layers_ = within<LayerWords>(a_.layers, a_.n_layers);
+        planes_ = within<PlaneWords>(a_.planes, a_.first_plane + a_.n_planes);
+    }
+
+    void run() {
+        for (uint32_t page = 0; page < a_.pages; ++page) {
+            for (uint32_t n = 0; n < a_.n_layers; ++n) move(page, n);
+        }
+    }
+
+private:
+    template <typename T>
+    static T* within(uint64_t address, int64_t count) {
+        MUST(address % alignof(T) == 0);
+        return reinterpret_cast<T*>(memory().mapped(address, static_cast<size_t>(count) * sizeof(T)));
+    }
+
+    int64_t index(const void* table, int64_t at) const {
+        return a_.wide ? static_cast<const int64_t*>(table)[at] : static_cast<const int32_t*>(table)[at];
+    }
+
+    // Index `at` of a table in GPU memory.
+    int64_t looked_up(uint64_t table, int64_t at) const {
+        const int64_t item = a_.wide ? 8 : 4;
+        return index(within<uint8_t>(table + static_cast<uint64_t>(at * item), item), 0);
+    }
+
+    int64_t block(int64_t at) const {
+        if (a_.blocks) return looked_up(a_.blocks, at);
+        MUST((at + 1) * (a_.wide ? 8 : 4) <= static_cast<int64_t>(sizeof a_.listed));
+        return index(a_.listed, at);
+    }
+
+    void move(uint32_t page, uint32_t number) {
+        const LayerWords& layer = layers_[number];
+        const int64_t row = a_.rows ? looked_up(a_.rows, page) : page;
+        MUST(row >= 0 && row < a_.slots && int64_t{a_.tiles} * 1024 >= layer.bytes);
+        MUST(layer.first_plane >= a_.first_plane);
+        MUST(layer.first_plane + layer.planes <= int64_t{a_.first_plane} + a_.n_planes);
+        if (sums_) MUST(layer.bytes > 240);
+        if (!a_.extents) MUST(layer.bytes % 16 == 0);
+        const uint64_t extent = a_.extents + static_cast<uint64_t>(row * a_.stride + layer.start - a_.origin);
+        uint8_t* const there = a_.extents ? memory().mapped(extent, static_cast<size_t>(layer.bytes)) : nullptr;
+        passed_.resize(static_cast<size_t>(layer.bytes));
+        int64_t at = 0;
+        for (int64_t n = layer.first_plane; n < layer.first_plane + layer.planes; ++n) {
+            const PlaneWords& plane = planes_[n];
+            for (int64_t run = 0; at < plane.end; ++run, at += plane.run_bytes) {
+                const int64_t number_of = block(int64_t{page} * a_.page_blocks + run / plane.runs_per_block);
+                MUST(number_of >= 0 && number_of < a_.pool_blocks);
+                const auto address = static_cast<uint64_t>(plane.base + number_of * plane.block_stride +
+                                                           run % plane.runs_per_block * plane.run_stride);
+                const auto size = static_cast<size_t>(plane.run_bytes);
+                for (const uint64_t step : {address, a_.extents ? extent + static_cast<uint64_t>(at) : 0, uint64_t{size}}) {
+                    MUST(step % static_cast<uint64_t>(vector_) == 0);
+                }
+                MUST(address & kDeviceBit);
+                uint8_t* const in_planes = memory().mapped(address, size);
+                std::memcpy(passed_.data() + at, gather_ ? in_planes : there + at, size);
+                if (!gather_) std::memcpy(in_planes, passed_.data() + at, size);
+            }
+            MUST(at == plane.end);
+        }
+        MUST(at == layer.bytes);
+        if (gather_ && there) std::memcpy(there, passed_.data(), passed_.size());
+        if (sums_) digests_[int64_t{page} * a_.n_layers + number] = xxh3(passed_.data(), passed_.size());
+    }
+
+    const Arguments& a_;
+    const bool gather_, sums_;
+    const int64_t vector_;
+    uint64_t* digests_ = nullptr;
+    const LayerWords* layers_;
+    const PlaneWords* planes_;
+    std::vector<uint8_t> passed_;
+};
+
+}  // namespace gdscache::test

@@ -1,0 +1,122 @@
+// What the fake driver knows of memory: that of the GPU, and page-locked memory of the host.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "fake_cuda.h"
+
+#define MUST(what)                                                                             \
+    do {                                                                                       \
+        if (!(what)) {                                                                         \
+            std::fprintf(stderr, "%s:%d: the driver: not %s\n", __FILE__, __LINE__, #what);    \
+            std::abort();                                                                      \
+        }                                                                                      \
+    } while (0)
+
+namespace gdscache::test {
+
+// Streams look at what is there without a lock: one would put in order for ThreadSanitizer what is not.
+class Memory {
+public:
+    // `address`: of the GPU's or the host's; `own`: it is an allocation of the driver's, with a margin at both ends.
+    void add(uint64_t address, size_t bytes, uint8_t* own) {
+        const std::lock_guard held(lock_);
+        auto next = std::make_unique<std::vector<Region>>(now());
+        for (const Region& region : *next) {
+            MUST(address + bytes <= region.begin || region.end <= address);
+        }
+        next->push_back({address, address + bytes, own});
+        publish(std::move(next));
+    }
+
+    // Its margin; null where nothing of the driver's lies there.
+    bool remove(uint64_t address, uint8_t** own) {
+        const std::lock_guard held(lock_);
+        auto next = std::make_unique<std::vector<Region>>(now());
+        const auto found = std::find_if(next->begin(), next->end(), [&](const Region& r) { return r.begin == address; });
+        if (found == next->end()) return false;
+        *own = found->own;
+        if (found->own) check_margins(*found);
+        next->erase(found);
+        publish(std::move(next));
+        return true;
+    }
+
+    // Where the host finds bytes that the GPU reaches; they lie in one allocation or registration.
+    uint8_t* mapped(uint64_t address, size_t bytes) const {
+        MUST(one(address, bytes));
+        return real(address);
+    }
+
+    // The same, of memory that may be the host's alone.
+    uint8_t* any(uint64_t address, size_t bytes) const {
+        const std::vector<Region>& all = now();
+        const bool touched = std::any_of(all.begin(), all.end(), [&](const Region& r) {
+            return address < r.end && r.begin < address + bytes;
+        });
+        MUST(touched || !(address & kDeviceBit));
+        MUST(!touched || one(address, bytes));
+        return real(address);
+    }
+
+    static uint8_t* real(uint64_t address) { return reinterpret_cast<uint8_t*>(address & ~kDeviceBit); }
+
+    // Memory with a margin of kMargin bytes at both ends.
+    static constexpr size_t kMargin = 256;
+    static uint8_t* allocate(size_t bytes) {
+        auto* const own = static_cast<uint8_t*>(std::aligned_alloc(4096, (bytes + 2 * 4096 + 4095) / 4096 * 4096));
+        MUST(own != nullptr);
+        std::memset(own, 0xA5, bytes + 4096 + kMargin);
+        return own;
+    }
+
+private:
+    struct Region {
+        uint64_t begin, end;
+        uint8_t* own;
+    };
+
+    const std::vector<Region>& now() const {
+        static const std::vector<Region> none;
+        const std::vector<Region>* const all = now_.load(std::memory_order_acquire);
+        return all ? *all : none;
+    }
+
+    bool one(uint64_t address, size_t bytes) const {
+        const std::vector<Region>& all = now();
+        return std::any_of(all.begin(), all.end(), [&](const Region& r) {
+            return r.begin <= address && address + bytes <= r.end;
+        });
+    }
+
+    void publish(std::unique_ptr<std::vector<Region>> next) {
+        now_.store(next.get(), std::memory_order_release);
+        all_.push_back(std::move(next));  // streams may still read the others
+    }
+
+    static void check_margins(const Region& region) {
+        const uint8_t* const begin = real(region.begin);
+        const uint8_t* const end = real(region.end);
+        for (size_t n = 0; n < kMargin; ++n) MUST(begin[-1 - static_cast<ptrdiff_t>(n)] == 0xA5 && end[n] == 0xA5);
+    }
+
+    std::mutex lock_;
+    std::atomic<const std::vector<Region>*> now_ = nullptr;
+    std::vector<std::unique_ptr<std::vector<Region>>> all_;
+};
+
+inline Memory& memory() {
+    static Memory* const made = new Memory;  // streams may outlive what is static
+    return *made;
+}
+
+}  // namespace gdscache::test

@@ -1,0 +1,250 @@
+// Copies of a GPU against those of pages.h: pools, extents and routes at random, many at once, through small rings.
+
+#include <optional>
+#include <thread>
+
+#include "gpu_transfer.h"
+
+using namespace gdscache;
+using namespace gdscache::test;
+
+namespace {
+
+// A stream of the test's, beside those of the GPU's lanes: a model that works in the planes.
+class Model {
+public:
+    explicit Model(const Cuda& cuda) : cuda_(cuda) {
+        const Cuda::Entered entered(cuda_);
+        stream = cuda_.open_stream(false);
+    }
+    ~Model() {
+        const Cuda::Entered entered(cuda_);
+        for (const CudaEvent event : events_) cuda_.close_event(event);
+        cuda_.close_stream(stream);
+    }
+    CudaEvent record() {
+        const Cuda::Entered entered(cuda_);
+        events_.push_back(cuda_.open_event(false));
+        cuda_.record(events_.back(), stream);
+        return events_.back();
+    }
+    bool happened(CudaEvent event) {
+        const Cuda::Entered entered(cuda_);
+        return cuda_.happened(event);
+    }
+    void await(CudaEvent event) {
+        const Cuda::Entered entered(cuda_);
+        cuda_.await(event);
+    }
+
+    CudaStream stream;
+
+private:
+    const Cuda& cuda_;
+    std::vector<CudaEvent> events_;
+};
+
+// Who copies pages of its own, one transfer after the other or several at once.
+class Caller {
+public:
+    Caller(const Driver& driver, GpuPool& pool, Gpu& gpu, std::vector<int64_t> pages, uint64_t seed)
+        : driver_(driver), pool_(pool), gpu_(gpu), model_(gpu.cuda()), pages_(std::move(pages)), random_(seed) {}
+
+    void transfers(uint64_t n, bool traced) {
+        while (n-- > 0) {
+            if (random_.below(3)) one(traced);
+            else several();
+        }
+    }
+
+private:
+    using Made = std::unique_ptr<OneTransfer>;
+
+    Made made(const std::vector<int64_t>& pages) {
+        return std::make_unique<OneTransfer>(driver_, pool_, random_, pages, random_.below(4) == 0);
+    }
+
+    // The model fills the planes, and `after` says when; the transfer is queued long before.
+    void fill(OneTransfer& transfer) {
+        transfer.fill_mirror();
+        transfer.foresee();
+        if (random_.below(2)) {
+            const auto fill = [](void* of) { static_cast<OneTransfer*>(of)->fill_planes(); };
+            for (uint64_t n = random_.below(3); n-- > 0;) transfer.after.push_back(address(model_.record()));
+            driver_.call(model_.stream, fill, &transfer);
+            transfer.after.push_back(address(model_.record()));
+        } else {
+            transfer.fill_planes();
+        }
+    }
+
+    static uint64_t address(CudaEvent event) { return reinterpret_cast<uint64_t>(event); }
+
+    void check(OneTransfer& transfer, QueuedCopies& queued, bool traced) {
+        std::vector<uint64_t> found(transfer.n_sums(), 1);
+        StreamTime times[2];
+        const bool wanted = transfer.sums && random_.below(8) != 0, some = queued.point != 0;
+        gpu_.finish(queued, wanted ? found.data() : nullptr, times);
+        CHECK(gpu_.reached(queued.point) && gpu_.reached(queued.read));
+        for (const StreamTime& time : times) CHECK(time.begin <= time.end && (time.begin != 0) == (traced && some));
+        if (wanted) transfer.check_sums(found);
+        transfer.check_extents();
+    }
+
+    void one(bool traced) {
+        const Made transfer = made(pages_);
+        fill(*transfer);
+        QueuedCopies queued = gpu_.queue(transfer->copies());
+        CHECK((queued.point != 0) == (transfer->count != 0 && transfer->first != transfer->last));
+        if (queued.point) CHECK(gpu_.last(transfer->load) >= queued.point && queued.read != 0);
+        const bool spoils = !transfer->load && random_.below(2);
+        if (spoils && random_.below(2)) {
+            gpu_.await(queued.read);  // a store has seen all that it takes
+        } else if (spoils) {
+            gpu_.follow(model_.stream, queued.read);
+            model_.await(model_.record());
+        }
+        const bool awaited = !queued.point && !transfer->after.empty();
+        if (awaited) model_.await(reinterpret_cast<CudaEvent>(transfer->after.back()));  // nothing was queued
+        if (spoils && queued.point) transfer->spoil();
+        if (random_.below(3) == 0) {
+            gpu_.follow(model_.stream, queued.point);
+            model_.await(model_.record());
+            CHECK(gpu_.reached(queued.point));
+            if (!spoils) transfer->check_planes();
+        }
+        check(*transfer, queued, traced);
+        transfer->check_planes();
+    }
+
+    // Several under way, which share nothing: each page is one's.
+    void several() {
+        std::vector<std::vector<int64_t>> parts(1 + random_.below(4));
+        for (const int64_t page : pages_) parts[random_.below(parts.size())].push_back(page);
+        std::vector<Made> transfers;
+        std::vector<QueuedCopies> queued;
+        for (const std::vector<int64_t>& part : parts) {
+            if (part.empty()) continue;
+            transfers.push_back(made(part));
+            fill(*transfers.back());
+            queued.push_back(gpu_.queue(transfers.back()->copies()));
+            CHECK(queued.size() < 2 || !queued.back().point || transfers[queued.size() - 2]->load != transfers.back()->load ||
+                  queued.back().point > queued[queued.size() - 2].point);
+        }
+        for (const size_t backwards : {random_.below(2)}) {
+            for (size_t n = 0; n < queued.size(); n++) {
+                const size_t at = backwards ? queued.size() - 1 - n : n;
+                std::vector<uint64_t> found(transfers[at]->n_sums());
+                StreamTime times[2];
+                gpu_.finish(queued[at], found.data(), times);
+                if (!queued[at].point && !transfers[at]->after.empty()) model_.await(model_.record());
+                if (transfers[at]->sums) transfers[at]->check_sums(found);
+                transfers[at]->check_extents();
+                transfers[at]->check_planes();
+            }
+        }
+    }
+
+    const Driver& driver_;
+    GpuPool& pool_;
+    Gpu& gpu_;
+    Model model_;
+    const std::vector<int64_t> pages_;
+    Random random_;
+};
+
+void check_pool(const Driver& driver, uint64_t seed) {
+    Random random(seed);
+    constexpr int32_t kForms[] = {0, 12, 13};
+    constexpr const char* kNames[] = {"single", "batch_12_8", "batch_13"};
+    const uint64_t form = random.below(3);
+    driver.batches(kForms[form]);
+    driver.delay(random.below(3) == 0 ? 60 : 0);
+    GpuPool pool(driver, random);
+    {
+        const Cuda cuda(driver.path.c_str(), driver.context());
+        CHECK(std::string(cuda.api()) == kNames[form]);
+        const auto kernels = static_cast<Kernels>(random.below(4));
+        std::optional<Gpu> gpu;
+        {
+            const Cuda::Entered entered(cuda);
+            const size_t staging = pool.staging(random);
+            gpu.emplace(cuda, pool.planes, pool.kernels(driver, kernels, static_cast<int32_t>(between(random, 1, 8))),
+                        staging);
+        }
+        const bool traced = random.below(3) == 0;
+        if (traced) gpu->trace();
+        std::vector<std::vector<int64_t>> parts(1 + random.below(3));
+        for (int64_t page = 0; page < pool.pages; page++) parts[random.below(parts.size())].push_back(page);
+        std::vector<std::thread> threads;
+        for (size_t n = 0; n < parts.size(); n++) {
+            if (parts[n].empty()) continue;
+            threads.emplace_back([&, n] {
+                Caller(driver, pool, *gpu, parts[n], seed * 7 + n).transfers(6, traced);
+            });
+        }
+        for (std::thread& thread : threads) thread.join();
+        CHECK(pool.matches());
+        CHECK(driver.living(kEvents) < 60 + 16 * static_cast<int64_t>(parts.size()));  // points give theirs back
+        const Cuda::Entered entered(cuda);
+        gpu.reset();
+    }
+    driver.check_empty();
+}
+
+// Points are in order, and who waits for one waits no longer.
+void check_points(const Driver& driver) {
+    Random random(3);
+    driver.batches(13);
+    driver.delay(0);
+    GpuPool pool(driver, random);
+    const Cuda cuda(driver.path.c_str(), driver.context());
+    const Cuda::Entered entered(cuda);
+    {
+        Points points(cuda, 2);
+        const CudaStream stream = cuda.open_stream(false), other = cuda.open_stream(true);
+        const CudaEvent event = cuda.open_event(false);
+        CHECK(points.last() == 0 && points.reached(0));
+        points.await(0);
+        std::vector<int64_t> given;
+        driver.hold(1);
+        for (int n = 0; n < 5; n++) given.push_back(points.record(stream));
+        for (size_t n = 0; n < given.size(); n++) {
+            CHECK(given[n] % Points::kStep == 2 && (n == 0 || given[n] > given[n - 1]) && !points.reached(given[n]));
+        }
+        CHECK(points.last() == given.back());
+        points.follow(other, given[2]);
+        cuda.record(event, other);
+        CHECK(!cuda.happened(event));
+        std::vector<std::thread> waiting;
+        for (const int64_t point : given) {
+            waiting.emplace_back([&, point] {
+                const Cuda::Entered inside(cuda);
+                points.await(point);
+                CHECK(points.reached(point));
+            });
+        }
+        driver.hold(0);
+        for (std::thread& thread : waiting) thread.join();
+        cuda.await(event);
+        CHECK(points.reached(given.back()));
+        for (int n = 0; n < 100; n++) points.await(points.record(stream));
+        CHECK(driver.living(kEvents) <= 8);
+        points.follow(other, given[0]);
+        cuda.close_event(event);
+        cuda.close_stream(stream);
+        cuda.close_stream(other);
+    }
+    driver.check_empty(1);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const Driver driver;
+    const uint64_t count = rounds(argc, argv, 300);
+    const uint64_t from = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;  // the seed of one round that failed
+    check_points(driver);
+    for (uint64_t seed = from; seed < from + count; seed++) check_pool(driver, seed);
+    std::printf(" good\n");
+}
