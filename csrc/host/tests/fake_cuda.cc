@@ -52,7 +52,7 @@ Counter& counter(const std::string& name) {
 
 std::atomic<int64_t> living[kLiving];
 std::atomic<int64_t> delay_us = 0;
-std::atomic<bool> held_all = false;
+std::atomic<bool> held_all = false, held_copies = false;
 std::atomic<int32_t> batches = 13, widest = 16;
 int context = 0;
 thread_local std::vector<void*> contexts;
@@ -152,6 +152,10 @@ Event* event_at(void* handle) {
     return event;
 }
 
+void await_copies() {
+    while (held_copies.load(std::memory_order_relaxed)) std::this_thread::sleep_for(std::chrono::microseconds(50));
+}
+
 struct Attributes {
     int source_order, source_type, source_id, target_type, target_id;
     unsigned flags;
@@ -173,6 +177,7 @@ int batch(uint64_t* to, uint64_t* from, size_t* bytes, size_t count, Attributes*
         pieces.insert(pieces.begin() + static_cast<ptrdiff_t>(to[n] / 64 % (n + 1)), {to[n], from[n], bytes[n]});
     }
     stream_at(handle)->push([pieces = std::move(pieces)] {  // in no order
+        await_copies();
         for (const Piece& one : pieces) {
             std::memcpy(memory().mapped(one.to, one.bytes), memory().mapped(one.from, one.bytes), one.bytes);
         }
@@ -196,6 +201,7 @@ DRIVER int64_t fake_calls(const char* function) { return counter(function).calls
 DRIVER void fake_delay(int64_t microseconds) { delay_us = microseconds; }
 DRIVER void fake_hold(int32_t held) { held_all = held != 0; }
 DRIVER int64_t fake_living(int32_t what) { return living[what]; }
+DRIVER void fake_hold_copies(int32_t held) { held_copies = held != 0; }
 DRIVER void* fake_context() { return &context; }
 DRIVER void fake_vector(int32_t bytes) { widest = bytes; }
 DRIVER void fake_pin(void* address, size_t bytes) { memory().add(reinterpret_cast<uint64_t>(address), bytes, nullptr); }
@@ -365,7 +371,10 @@ DRIVER int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void* stream)
     CALLED_WITHIN("cuMemcpyAsync");
     memory().any(to, bytes);
     memory().any(from, bytes);
-    stream_at(stream)->push([=] { std::memcpy(memory().any(to, bytes), memory().any(from, bytes), bytes); });
+    stream_at(stream)->push([=] {
+        await_copies();
+        std::memcpy(memory().any(to, bytes), memory().any(from, bytes), bytes);
+    });
     return 0;
 }
 
@@ -398,6 +407,12 @@ DRIVER int cuGetProcAddress_v2(const char* name, void** found, int version, uint
     if (form == 0) return 0;
     *found = version > 12999 ? reinterpret_cast<void*>(&batch) : reinterpret_cast<void*>(&batch_12_8);
     *status = 0;
+    return 0;
+}
+
+DRIVER int cuThreadExchangeStreamCaptureMode(int* mode) {
+    CALLED_WITHIN("cuThreadExchangeStreamCaptureMode");
+    *mode = 0;
     return 0;
 }
 

@@ -25,9 +25,11 @@ void fake_batches(int32_t form);
 // The `nth` call of a function from now on, from 0, fails once; none with -1. And how many calls there were in all.
 void fake_fail(const char* function, int64_t nth);
 int64_t fake_calls(const char* function);
-// Streams wait up to so many microseconds before each of the things that they do. `hold`: they begin nothing.
+// Streams wait up to so many microseconds before each of the things that they do. `hold`: they begin nothing, or no
+// copies.
 void fake_delay(int64_t microseconds);
 void fake_hold(int32_t held);
+void fake_hold_copies(int32_t held);
 // How many of these there are.
 int64_t fake_living(int32_t what);
 // Bytes of the caller's are memory of the GPU from now on: the address that they have there. Or they are page-locked.
