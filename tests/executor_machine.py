@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 from executor_cases import STRETCH, Case, Spaces
+from fake_gpu import FakeGpuMover
 from faulty import PLAN, FaultyTransport
 from faulty import Fault as Injected
 from reference_executor import Bytes, Fault
@@ -35,8 +36,9 @@ from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.host_mover import HostMover
 from gdscache.tiers.quarantine import Quarantine
 from gdscache.tiers.slab_io import SlabIO
+from gdscache.tiers.transfer import Mover
 
-Mode = Literal["threads", "uring", "foreign copies", "python", "all foreign"]
+Mode = Literal["threads", "uring", "GPU", "python", "GPU and python"]
 LATE_MS = 10
 _NATIVE = {"error": 1, "short": 2, "torn": 3, "flip": 4, "late": 5, "hang": 6}
 _PYTHON = {"short": Injected.SHORT, "torn": Injected.TORN, "flip": Injected.FLIP, "hang": Injected.HANG}
@@ -81,7 +83,7 @@ class Real:
 @contextlib.contextmanager
 def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
     """An executor over a copy of the spaces of `case`."""
-    layout, python = case.layout, mode in ("python", "all foreign")
+    layout, python = case.layout, "python" in mode
     with contextlib.ExitStack() as undo:
         undo.callback(PLAN.reset)
         planes = [[torch.from_numpy(plane.copy()) for plane in some] for some in case.spaces.planes]
@@ -89,7 +91,8 @@ def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
             [tensor.view(getattr(torch, p.dtype)).view(len(tensor), case.block_tokens, *p.shape) for tensor, p in pairs]
             for pairs in (zip(some, shapes, strict=True) for some, shapes in zip(planes, layout.layers, strict=True))
         ]
-        mover = HostMover(PagedPlanes(layout, tensors))
+        pool = PagedPlanes(layout, tensors)
+        mover: Mover = FakeGpuMover(pool) if "GPU" in mode else HostMover(pool)
         undo.callback(mover.close)
         extents = {name: _memory(layout, some, undo) for name, some in case.spaces.memories.items()}
         memories = {name: np.frombuffer(some.flat, np.uint8).reshape(some.slots, -1) for name, some in extents.items()}
@@ -108,7 +111,7 @@ def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
             undo.callback(io.close)
         counts = {name: slab.slots for name, slab in slabs.items()}
         machine = Machine(mover, extents, files, counts, bounce, lambda: case.refusal)
-        executor = undo.enter_context(_executor(machine, case, foreign=mode in ("foreign copies", "all foreign")))
+        executor = undo.enter_context(_executor(machine, case))
         if python:
             for fault in case.faults:
                 _add_rule(fault, slabs[fault.files])
@@ -125,12 +128,12 @@ def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
 
 
 @contextlib.contextmanager
-def _executor(machine: Machine, case: Case, *, foreign: bool) -> Iterator[NativeExecutor]:
+def _executor(machine: Machine, case: Case) -> Iterator[NativeExecutor]:
     limits = Limits()
     if case.tight:
         extent = case.layout.extent_bytes
         limits = Limits(4 * extent, 2 * extent, extent, 3 * extent, 2 * extent)
-    with mock.patch.object(native_module, "LIMITS", limits), mock.patch.object(HostMover, "native", not foreign):
+    with mock.patch.object(native_module, "LIMITS", limits):
         library().executor_faulty(1)
         try:
             executor = NativeExecutor(machine)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import fake_gpu
 import numpy as np
 import pytest
 from faulty import PLAN, Fault
@@ -45,7 +46,6 @@ from gdscache.prefetch.handle import Prefetch
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
 from gdscache.testing.faults import FaultRule
-from gdscache.tiers.host_mover import HostMover
 
 ACTIONS = ("none", "cancel", "close", "raise")
 PAGES = 4
@@ -89,9 +89,9 @@ class Player:
             transport=draw.choice(["faulty:FaultyTransport", "faulty:FaultyMerging"]),
             load={"verify": draw.choice(["once", "always"]), "threads": draw.choice([1, 2, 4])},
         )
-        with pytest.MonkeyPatch.context() as patch:  # as with a mover for a GPU, or the library copies
-            patch.setattr(HostMover, "native", draw.random() < 0.5)
-            patch.setattr(HostMover, "queues", lambda mover, extents: not mover.native)
+        with pytest.MonkeyPatch.context() as patch:  # on the host, or as on a GPU
+            if draw.random() < 0.5 and device == "cpu":
+                fake_gpu.use(patch, draw.choice(["staged", "zero_copy", "copy_engine"]), kernels=draw.random() < 0.7)
             self.host = Host(self.config, BLOCKS)
         self.action, self.at = draw.choice(ACTIONS), draw.randrange(12)
         self.steps = 0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_gpu
 import numpy as np
 import pytest
 from faulty import PLAN, Fault
@@ -35,12 +36,11 @@ from helpers import (
 )
 
 from gdscache import CacheEngine, PageStatus
-from gdscache.errors import DeadlineError, DirectoryInUseError, GdsCacheError, IOFailedError
+from gdscache.errors import DeadlineError, DeviceError, DirectoryInUseError, GdsCacheError, IOFailedError
 from gdscache.load.report import LoadReport
 from gdscache.storage.base import Op, Span, Submission
 from gdscache.tiers import manager as manager_module
 from gdscache.tiers import ssd as ssd_module
-from gdscache.tiers.host_mover import HostMover
 from gdscache.tiers.quarantine import Late, Quarantine
 
 Open = Callable[..., CacheEngine]
@@ -246,18 +246,13 @@ def test_a_sequence_goes_on_without_what_hangs(open_engine: Open) -> None:
 def test_a_load_that_breaks_off_gives_its_bounce_slots_back(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None
 ) -> None:
-    monkeypatch.setattr(HostMover, "native", False)
+    fake_gpu.use(monkeypatch)
     host = open_host(cpu=cpu, bounce=8, transport=FAULTY)
     tokens = stored(host, 1, 6)
     drop_from(host.engine, *(["cpu"] if cpu else []))
-
-    def broken(*args: object, **options: object) -> None:
-        raise ArithmeticError("injected")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(host.engine._parts.mover, "scatter", broken)
+    with fake_gpu.failing("cuLaunchKernel"):
         load, blocks, _ = host.begin(tokens)
-        with pytest.raises(ArithmeticError):
+        with pytest.raises(DeviceError, match="FAKE_ERROR"):
             load.result(WAIT)
     until(load.release_event.done, "the load lets go of its slots")
     host.give(blocks)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import fake_gpu
 import numpy as np
 import pytest
 import torch
@@ -34,7 +35,7 @@ from hypothesis import strategies as st
 from test_layout import layouts
 
 from gdscache import CacheEngine, PageStatus
-from gdscache.errors import DeadlineError
+from gdscache.errors import DeadlineError, DeviceError
 from gdscache.layout import EXTENT_ALIGNMENT, GROUP_BYTES, GroupSizes, PageLayout, Plane, read_groups
 from gdscache.load import run as load_run
 from gdscache.load.handle import LayerwiseLoad
@@ -42,7 +43,6 @@ from gdscache.moves import native
 from gdscache.native.moves import Limits
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart, FaultRule
-from gdscache.tiers.host_mover import HostMover
 
 OpenHost = Callable[..., Host]
 FAULTY = "faulty:FaultyTransport"
@@ -469,21 +469,12 @@ def test_who_waits_for_another_loads_page_waits_for_all_of_its_groups(
 def test_a_mover_that_raises_in_any_group_leaves_nothing_behind(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    monkeypatch.setattr(HostMover, "native", False)
+    fake_gpu.use(monkeypatch)
     host = open_host(model=EVEN, transport=FAULTY, cpu=8)
     tokens = stored(host, resident=1)
-    mover, calls = host.engine._parts.mover, iter(range(1000))
-    scatter = mover.scatter
-
-    def broken(*args: Any, **options: Any) -> Any:
-        if next(calls) == call:
-            raise RuntimeError("injected")
-        return scatter(*args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mover, "scatter", broken)
+    with fake_gpu.failing("cuLaunchKernel", call):
         load, blocks, _ = host.begin(tokens)
-        with pytest.raises(RuntimeError, match="injected"):
+        with pytest.raises(DeviceError, match="FAKE_ERROR"):
             load.result(WAIT)
     for layer in range(host.layout.n_layers):
         load.wait(layer, WAIT)

@@ -1,4 +1,4 @@
-"""Where a load begins: the first copies (where they are queued, not made) or the first reads in the caller's thread."""
+"""Where a load begins: its first copies and reads are under way without a thread of the loads'."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import fake_gpu
 import pytest
 from faulty import PLAN, Fault
 from helpers import MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
@@ -16,7 +17,6 @@ from gdscache.load import run as load_run
 from gdscache.moves import native
 from gdscache.native.moves import Limits
 from gdscache.storage.base import Op
-from gdscache.tiers.host_mover import HostMover
 
 OpenHost = Callable[..., Host]
 EVEN = MHA | {"layers": 6, "head_dim": 72}
@@ -25,15 +25,13 @@ PAGES = 4
 
 
 class InjectedError(Exception):
-    """What a copy raises on order."""
+    """What a load raises on order."""
 
 
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sizes = GroupSizes(least=4096, first=1)
     monkeypatch.setattr(load_run, "copy_groups", lambda layout, pages: read_groups(layout, pages, sizes))
-    monkeypatch.setattr(HostMover, "queues", lambda self, extents: True)
-    monkeypatch.setattr(HostMover, "native", False)
     PLAN.reset()
     yield
     PLAN.reset()
@@ -46,39 +44,39 @@ def stored(host: Host, seed: int) -> list[int]:
     return tokens
 
 
-def watched(host: Host, before: Callable[[int], None] = lambda number: None) -> list[str]:
-    """Call `before(number)` in front of each copy of a load; the names of the threads that made one."""
-    mover, names = host.engine._parts.mover, list[str]()
-    scatter = mover.scatter
+def begins(host: Host, monkeypatch: pytest.MonkeyPatch, before: Callable[[], None]) -> None:
+    """Call `before()` where a load hands its move over."""
+    moves = host.engine._parts.executor.moves
+    begin = moves.begin
 
     def call(*args: Any, **options: Any) -> Any:
-        names.append(threading.current_thread().name)
-        before(len(names) - 1)
-        return scatter(*args, **options)
+        before()
+        return begin(*args, **options)
 
-    mover.scatter = call  # type: ignore[method-assign]
-    return names
+    monkeypatch.setattr(moves, "begin", call)
 
 
 @pytest.mark.parametrize("verify", ["once", "always"])
-def test_the_first_layers_of_a_hit_are_there_when_load_returns(open_host: OpenHost, verify: str) -> None:
-    """Whatever the threads of loads are busy with: here the only one waits for a read."""
+@pytest.mark.parametrize("gpu", [False, True], ids=["host", "GPU"])
+def test_the_layers_of_a_hit_need_no_thread_of_the_loads(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, gpu: bool, verify: str
+) -> None:
+    """Whatever these are busy with: here the only one waits for a read."""
+    if gpu:
+        fake_gpu.use(monkeypatch)
     host = open_host(model=EVEN, transport=FAULTY, cpu=16, load={"threads": 1, "verify": verify})
     away = stored(host, 1)
     drop_from(host.engine, "cpu")
     here = stored(host, 2)
-    names = watched(host)
     with PLAN.rule(Op.READ, Fault.HANG) as rule:
         slow = host.begin(away)
         until(lambda: rule.met > 0, "a read begins")
         load, blocks, keys = host.begin(here)
-        assert names, "nothing was copied"
-        assert not [name for name in names if name.startswith("gdscache-load")]
-        load.wait(0, 0.0)
+        for layer in range(host.layout.n_layers):
+            load.wait(layer, WAIT)
         assert not load.done()
     assert host.finish(load, blocks, keys).pages == (PageStatus.LOADED,) * PAGES
     assert host.finish(*slow).pages == (PageStatus.LOADED,) * PAGES
-    assert "gdscache-copies" in names
     settle(host.engine)
 
 
@@ -99,33 +97,18 @@ def test_the_first_reads_are_under_way_when_load_returns(open_host: OpenHost, mo
     settle(host.engine)
 
 
-@pytest.mark.parametrize("tier", ["ssd", "cpu and ssd", "a mover that copies at once"])
-def test_what_would_wait_is_left_to_a_thread_of_the_pool(open_host: OpenHost, tier: str) -> None:
-    host = open_host(model=EVEN, cpu=16)
-    tokens = stored(host, 1)
-    if tier == "a mover that copies at once":
-        host.engine._parts.mover.queues = lambda extents: False  # type: ignore[method-assign]
-    else:
-        drop_from(host.engine, "cpu")
-    if tier == "cpu and ssd":
-        host.load(tokens[:8])
-    names = watched(host)
-    assert host.load(tokens).tokens == 4 * PAGES
-    assert names
-    assert threading.current_thread().name not in names
-    settle(host.engine)
-
-
-def test_a_load_that_breaks_off_while_it_begins_leaves_nothing(open_host: OpenHost) -> None:
+def test_a_load_that_breaks_off_while_it_begins_leaves_nothing(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host = open_host(model=EVEN, cpu=16)
     tokens = stored(host, 1)
     broken = True
 
-    def fail(number: int) -> None:
+    def fail() -> None:
         if broken:
             raise InjectedError
 
-    watched(host, fail)
+    begins(host, monkeypatch, fail)
     hit = host.engine.lookup(tokens)
     blocks = host.take(PAGES)
     with pytest.raises(InjectedError):
@@ -158,17 +141,16 @@ def test_reads_that_were_begun_when_the_call_breaks_off_have_ended(
     settle(host.engine)
 
 
-def test_close_waits_for_a_load_that_begins(open_host: OpenHost) -> None:
+def test_close_waits_for_a_load_that_begins(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     host = open_host(model=EVEN, cpu=16)
     tokens = stored(host, 1)
     begun, gate, found = threading.Event(), threading.Event(), []
 
-    def hold(number: int) -> None:
-        if number == 0:
-            begun.set()
-            assert gate.wait(WAIT)
+    def hold() -> None:
+        begun.set()
+        assert gate.wait(WAIT)
 
-    watched(host, hold)
+    begins(host, monkeypatch, hold)
     caller = threading.Thread(target=lambda: found.append(host.begin(tokens)))
     caller.start()
     assert begun.wait(WAIT)

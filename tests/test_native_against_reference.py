@@ -28,9 +28,9 @@ from gdscache.moves import PLANES, Move, Priority, Way
 MODES = [
     "threads",
     pytest.param("uring", marks=pytest.mark.skipif(not has_ring(), reason="io_uring is not allowed here")),
-    "foreign copies",
+    "GPU",
 ]
-FOREIGN: list[Mode] = ["python", "all foreign"]
+FOREIGN: list[Mode] = ["python", "GPU and python"]
 SHORT_FORM = settings(max_examples=max(40, settings.default.max_examples))
 LONG_FORM = settings(max_examples=max(60, settings.default.max_examples))
 

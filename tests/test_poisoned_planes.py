@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import fake_gpu
 import numpy as np
 import pytest
 import torch
@@ -26,7 +27,6 @@ from gdscache.load import run as load_run
 from gdscache.load.handle import Gap, LayerwiseLoad
 from gdscache.storage.base import Op
 from gdscache.testing.faults import FaultRule
-from gdscache.tiers.host_mover import HostMover
 
 OpenHost = Callable[..., Host]
 LOADED = PageStatus.LOADED
@@ -53,13 +53,13 @@ BAD = {
 }
 
 
-@pytest.fixture(autouse=True, params=["the library copies", "the pool begins", "the caller begins"])
+@pytest.fixture(autouse=True, params=["host", "GPU"])
 def _small_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """And pages are copied by the library, or by a mover: in a thread, or as on a GPU the first in the caller's."""
-    monkeypatch.setattr(HostMover, "native", request.param == "the library copies")
+    """And the planes are the host's, or as on a GPU."""
+    if request.param == "GPU":
+        fake_gpu.use(monkeypatch)
     monkeypatch.setattr(load_run, "GROUP_SIZES", GroupSizes(least=4096, first=1))
     monkeypatch.setattr(load_run, "copy_groups", lambda layout, pages: read_groups(layout, pages, load_run.GROUP_SIZES))
-    monkeypatch.setattr(HostMover, "queues", lambda self, extents: request.param == "the caller begins")
     PLAN.reset()
     yield
     PLAN.reset()

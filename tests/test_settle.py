@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
+import fake_gpu
 import numpy as np
 import pytest
 from faulty import PLAN, Fault
 from helpers import WAIT, Host, drop_from, prompt, quiet, read_page, run, settle, tokens_of, until, write_page
 
 from gdscache import CacheEngine, PageStatus
-from gdscache.errors import DeadlineError
+from gdscache.errors import DeadlineError, DeviceError
 from gdscache.load.handle import Gap
 from gdscache.storage.base import Op
 from gdscache.testing.faults import FaultRule
-from gdscache.tiers.host_mover import HostMover
 
 OpenHost = Callable[..., Host]
 FAULTY = "faulty:FaultyTransport"
 
 
-@pytest.fixture(autouse=True, params=["the library copies", "the pool begins", "the caller begins"])
+@pytest.fixture(autouse=True, params=["host", "GPU"])
 def _no_faults_left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """And pages are copied by the library, or by a mover: in a thread, or as on a GPU the first in the caller's."""
-    monkeypatch.setattr(HostMover, "native", request.param == "the library copies")
-    monkeypatch.setattr(HostMover, "queues", lambda self, extents: request.param == "the caller begins")
+    """And the planes are the host's, or as on a GPU."""
+    if request.param == "GPU":
+        fake_gpu.use(monkeypatch)
     PLAN.reset()
     yield
     PLAN.reset()
@@ -171,19 +169,14 @@ def test_what_recompute_raises_comes_through(open_host: OpenHost) -> None:
 
 
 def test_a_load_that_broke_off_is_no_verdict(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostMover, "native", False)
+    fake_gpu.use(monkeypatch)
     host = open_host()
     tokens = prompt(1, 3)
     stored(host, tokens)
-
-    def broken(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("injected")
-
     gaps: list[Gap] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(host.engine._parts.mover, "scatter", broken)
+    with fake_gpu.failing("cuLaunchKernel"):
         load, blocks, _ = host.begin(tokens)
-        with pytest.raises(RuntimeError, match="injected"):
+        with pytest.raises(DeviceError, match="FAKE_ERROR"):
             load.settle(gaps.append)
     assert gaps == []
     host.give(blocks)
@@ -220,28 +213,17 @@ def test_an_empty_load_is_settled_at_once(open_host: OpenHost, batch: int) -> No
 def test_a_cancelled_load_has_its_slots_until_the_copy_under_way_is_over(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HostMover, "native", False)
+    fake_gpu.use(monkeypatch)
     host = open_host()
     tokens = prompt(1, 3)
     stored(host, tokens)
-    mover, begun, gate = host.engine._parts.mover, threading.Event(), threading.Event()
-    mover.queues = lambda extents: False  # type: ignore[method-assign]
-    scatter = mover.scatter
-
-    def slow(*args: Any, **options: Any) -> Any:
-        begun.set()
-        assert gate.wait(2 * WAIT)
-        return scatter(*args, **options)
-
-    mover.scatter = slow  # type: ignore[method-assign]
-    try:
+    before = fake_gpu.calls("cuLaunchKernel")
+    with fake_gpu.held():
         load, blocks, _ = host.begin(tokens)
-        assert begun.wait(WAIT), "a copy begins"
+        until(lambda: fake_gpu.calls("cuLaunchKernel") > before, "a copy begins")
         load.cancel()
         with pytest.raises(DeadlineError):
             load.release_event.synchronize(0.05)
-    finally:
-        gate.set()
     load.release_event.synchronize(WAIT)
     host.give(blocks)
     assert load.result(WAIT).first_bad == 0

@@ -6,12 +6,10 @@ test_engine.py: here the copy out of the planes hangs, its checksums do, and pag
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
+import fake_gpu
 import pytest
 import torch
 from faulty import PLAN, Fault
@@ -19,7 +17,6 @@ from helpers import WAIT, Host, drop_from, prompt, quiet, settle, tokens_of, unt
 
 from gdscache.errors import DeadlineError
 from gdscache.storage.base import Op
-from gdscache.tiers.host_mover import HostMover
 
 OpenHost = Callable[..., Host]
 FAULTY = "faulty:FaultyTransport"
@@ -27,69 +24,29 @@ FAULTY = "faulty:FaultyTransport"
 
 @pytest.fixture(autouse=True)
 def _no_faults_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(HostMover, "native", False)  # what holds up a mover's copies
+    fake_gpu.use(monkeypatch)  # for planes of the host's, too
     PLAN.reset()
     yield
     PLAN.reset()
 
 
-class Gate:
-    """Holds whoever comes through it until it opens."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.held: list[str] = []  # names of threads
-
-    def through(self) -> None:
-        self.held.append(threading.current_thread().name)
-        assert self.open.wait(2 * WAIT), "the gate was not opened"
-
-
-@contextmanager
-def held(host: Host, *, sums: bool = False) -> Iterator[Gate]:
-    """Gathers are held up in the block; with `sums`, only their checksums are."""
-    gate, mover = Gate(), host.engine._parts.mover
-    gather = mover.gather
-
-    def slow(*args: Any, **options: Any) -> Any:
-        if not sums:
-            gate.through()
-        moved = gather(*args, **options)
-        digests = moved._digests
-
-        def asked() -> Any:
-            if sums:
-                gate.through()
-            return digests()
-
-        moved._digests = asked
-        return moved
-
-    mover.gather = slow  # type: ignore[method-assign]
-    try:
-        yield gate
-    finally:
-        gate.open.set()
-        mover.gather = gather  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("cpu", [None, 8])
-def test_a_store_returns_while_the_mover_is_stalled(open_host: OpenHost, device: str, cpu: int | None) -> None:
+def test_a_store_returns_while_the_copies_are_stalled(open_host: OpenHost, cpu: int | None) -> None:
     """Stores, lookups and loads of the next request go on; the slots that were handed over stay the engine's."""
-    host = open_host(device=device, cpu=cpu, ssd=24, bounce=16)
+    host = open_host(cpu=cpu, ssd=24, bounce=16)
     before, later = prompt(1, 3), [prompt(n, 2) for n in range(2, 5)]
     host.store(before)
     quiet(host.engine)
-    caller = threading.current_thread().name
-    with held(host) as gate:
+    begun = fake_gpu.calls("cuLaunchKernel")
+    with fake_gpu.held():
         stores = []
         for tokens in later:
             blocks = host.compute(tokens)
             stores.append((host.engine.store(tokens, blocks), blocks))
-        until(lambda: bool(gate.held), "the mover is stalled")
-        assert caller not in gate.held
+        until(lambda: fake_gpu.calls("cuLaunchKernel") > begun, "a copy is queued")
         assert [tokens_of(host.engine, tokens) for tokens in later] == [0, 0, 0]
-        assert host.load(before).tokens == 12, "a load waits for no store"
+        hit = host.engine.lookup(before)
+        assert hit.tokens == 12
         for handle, _ in stores:
             assert not handle.done()
             assert not handle.release_event.done()
@@ -104,15 +61,14 @@ def test_a_store_returns_while_the_mover_is_stalled(open_host: OpenHost, device:
 
 
 @pytest.mark.parametrize("cpu", [None, 8])
-def test_slots_come_back_right_after_the_gather(open_host: OpenHost, device: str, cpu: int | None) -> None:
-    """Not after the checksums, and not after the write, which hangs. What is stored is what was in the slots."""
-    host = open_host(device=device, transport=FAULTY, cpu=cpu, bounce=16)
+def test_slots_come_back_right_after_the_gather(open_host: OpenHost, cpu: int | None) -> None:
+    """Not after the copies to the host, nor after the write, which hangs. What is stored is what was in the slots."""
+    host = open_host(transport=FAULTY, cpu=cpu, bounce=16)
     tokens = prompt(1, 4)
     with PLAN.rule(Op.WRITE, Fault.HANG) as rule:
-        with held(host, sums=True) as gate:
+        with fake_gpu.held(copies_only=True):
             blocks = host.compute(tokens)
             handle = host.engine.store(tokens, blocks)
-            until(lambda: bool(gate.held), "checksums are asked for")
             handle.release_event.synchronize(WAIT / 4)
             host.give(blocks)  # overwrites them
             assert tokens_of(host.engine, tokens) == 0
@@ -127,36 +83,16 @@ def test_slots_come_back_right_after_the_gather(open_host: OpenHost, device: str
 
 
 def test_slots_in_two_places_come_back_after_the_last_gather(open_host: OpenHost) -> None:
-    """Some pages of a store find a CPU slot, the others a bounce slot: two gathers, and the checksums of the second
+    """Some pages of a store find a CPU slot, the others a bounce slot: two gathers, and their copies to the host
     are nobody's wait."""
     host = open_host(transport=FAULTY, cpu=2, bounce=8, ssd=24)
     tokens = prompt(1, 4)
-    with PLAN.rule(Op.WRITE, Fault.HANG):
-        mover, asked, gate = host.engine._parts.mover, [], threading.Event()
-        gather = mover.gather
-
-        def slow(*args: Any, **options: Any) -> Any:
-            moved = gather(*args, **options)
-            digests, number = moved._digests, len(asked)
-            asked.append(number)
-
-            def sums() -> Any:
-                if number == 1:
-                    assert gate.wait(2 * WAIT)
-                return digests()
-
-            moved._digests = sums
-            return moved
-
-        mover.gather = slow  # type: ignore[method-assign]
+    with PLAN.rule(Op.WRITE, Fault.HANG), fake_gpu.held(copies_only=True):
         blocks = host.compute(tokens)
         handle = host.engine.store(tokens, blocks)
-        until(lambda: len(asked) == 2, "both places are gathered to")
-        try:
-            handle.release_event.synchronize(WAIT / 4)
-            host.give(blocks)
-        finally:
-            gate.set()
+        handle.release_event.synchronize(WAIT / 4)
+        host.give(blocks)
+        assert not handle.done()
     assert handle.result(WAIT).dropped == {}
     drop_from(host.engine, "cpu")
     assert host.load(tokens).tokens == 16
@@ -165,9 +101,12 @@ def test_slots_in_two_places_come_back_after_the_last_gather(open_host: OpenHost
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("cpu", [None, 8])
-def test_a_store_is_ordered_by_events_on_a_gpu(open_host: OpenHost, cpu: int | None) -> None:
+def test_a_store_is_ordered_by_events_on_a_gpu(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None
+) -> None:
     """The forward that fills the slots is still running when they are stored, and the next one that overwrites them is
     queued behind `release_event`: the thread waits for neither, and the pages have the first one's rows."""
+    monkeypatch.undo()
     host = open_host(device="cuda", cpu=cpu, bounce=16)
     tokens = prompt(1, 4)
     stream = torch.cuda.Stream()

@@ -26,7 +26,6 @@ from gdscache.errors import InvalidValueError
 from gdscache.layout import GroupSizes
 from gdscache.load import run as load_run
 from gdscache.storage.base import Op
-from gdscache.tiers.host_mover import HostMover
 from gdscache.timeline import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment
 from gdscache.timeline.summary import MODEL_STREAM, both, computing, length, read_trace_file, summary, union, without
 from gdscache.timeline.tracks import lanes
@@ -295,11 +294,10 @@ def test_a_load_that_is_cancelled_ends(traced: Callable[..., Host]) -> None:
     assert sum(e["args"]["bytes"] for e in found if e["cat"] == "read") <= PAGES * host.layout.extent_bytes
 
 
-@pytest.mark.parametrize("broken", ["scatter", "read", "plan"])
+@pytest.mark.parametrize("broken", ["read", "plan"])
 def test_exceptions_are_passed_on_and_said(
     traced: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    monkeypatch.setattr(HostMover, "native", False)
     timeline = TraceTimeline()
     host = traced(timeline)
     tokens = prompt(3, PAGES)
@@ -311,7 +309,6 @@ def test_exceptions_are_passed_on_and_said(
     manager = host.engine.manager
     assert manager.ssd is not None, "no SSD tier"
     owner, name = {
-        "scatter": (host.engine._parts.mover, "scatter"),
         "read": (manager.ssd.io, "transfer"),
         "plan": (host.engine.loader.planner, "_lease"),
     }[broken]
@@ -320,18 +317,12 @@ def test_exceptions_are_passed_on_and_said(
         if broken == "plan":
             with pytest.raises(ZeroDivisionError):
                 host.begin(tokens)
-        elif broken == "read":
-            assert set(host.load(tokens).pages) == {PageStatus.IO_ERROR}
         else:
-            load, blocks, _ = host.begin(tokens)
-            with pytest.raises(ZeroDivisionError):
-                load.result(WAIT)
-            load.release_event.synchronize(WAIT)
-            host.give(blocks)
+            assert set(host.load(tokens).pages) == {PageStatus.IO_ERROR}
     settle(host.engine)
     found = finished(timeline)
     said = {e["cat"] for e in found if e["args"].get("error") == "ZeroDivisionError"}
-    assert said == {"plan": {"plan"}, "read": {"read"}, "scatter": {"scatter", "load"}}[broken]
+    assert said == {"plan": {"plan"}, "read": {"read"}}[broken]
 
 
 # -- off ---------------------------------------------------------------------------------------------------------------
@@ -563,10 +554,7 @@ class FakeNvtx:
 
 
 @pytest.mark.parametrize("fault", [None, Fault.EIO, Fault.FLIP])
-def test_nvtx_ranges_are_balanced(
-    traced: Callable[..., Host], fault: Fault | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HostMover, "native", False)
+def test_nvtx_ranges_are_balanced(traced: Callable[..., Host], fault: Fault | None) -> None:
     nvtx = FakeNvtx()
     host = traced(NvtxTimeline(nvtx))
     tokens = prompt(1, PAGES)
