@@ -135,7 +135,9 @@ class FakeGpuMover(Mover):
 
     name = "cuda"
 
-    def __init__(self, planes: PagedPlanes, route: Route = "staged", *, kernels: bool = True) -> None:
+    def __init__(
+        self, planes: PagedPlanes, route: Route = "staged", *, kernels: bool = True, staging: int = _STAGING
+    ) -> None:
         self.planes = planes
         self.layout = planes.layout
         self._route = route
@@ -146,7 +148,7 @@ class FakeGpuMover(Mover):
         ]
         built: Any = _Kernels(planes, runs, self._kept) if kernels else None
         fake: Any = _Driver()
-        self.gpu = _Gpu(planes, fake, runs, built, max(_STAGING, 6 * self.layout.extent_bytes))
+        self.gpu = _Gpu(planes, fake, runs, built, max(staging, 6 * self.layout.extent_bytes))
 
     def _on_gpu(self, runs: PlaneRuns, tensor: torch.Tensor) -> PlaneRuns:
         storage = tensor.untyped_storage()
@@ -179,7 +181,13 @@ class FakeGpuMover(Mover):
         self._kept.clear()
 
 
-def use(monkeypatch: pytest.MonkeyPatch, route: Route = "staged", *, kernels: bool = True) -> None:
+def use(
+    monkeypatch: pytest.MonkeyPatch, route: Route = "staged", *, kernels: bool = True, staging: int = _STAGING
+) -> None:
     """Engines that are opened from now on, with planes in host memory, copy as on a GPU."""
     driver()
-    monkeypatch.setattr(build, "open_mover", lambda planes, config: FakeGpuMover(planes, route, kernels=kernels))
+
+    def opened(planes: PagedPlanes, config: object) -> Mover:
+        return FakeGpuMover(planes, route, kernels=kernels, staging=staging)
+
+    monkeypatch.setattr(build, "open_mover", opened)

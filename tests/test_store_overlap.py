@@ -15,7 +15,6 @@ import torch
 from faulty import PLAN, Fault
 from helpers import WAIT, Host, drop_from, prompt, quiet, settle, tokens_of, until
 
-from gdscache.errors import DeadlineError
 from gdscache.storage.base import Op
 
 OpenHost = Callable[..., Host]
@@ -24,7 +23,7 @@ FAULTY = "faulty:FaultyTransport"
 
 @pytest.fixture(autouse=True)
 def _no_faults_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    fake_gpu.use(monkeypatch)  # for planes of the host's, too
+    fake_gpu.use(monkeypatch, staging=4 << 20)  # for planes of the host's, too; no kernel waits for room
     PLAN.reset()
     yield
     PLAN.reset()
@@ -50,8 +49,6 @@ def test_a_store_returns_while_the_copies_are_stalled(open_host: OpenHost, cpu: 
         for handle, _ in stores:
             assert not handle.done()
             assert not handle.release_event.done()
-        with pytest.raises(DeadlineError):
-            stores[0][0].release_event.synchronize(0.05)
     for (handle, blocks), tokens in zip(stores, later, strict=True):
         handle.release_event.synchronize(WAIT)
         host.give(blocks)
@@ -83,11 +80,11 @@ def test_slots_come_back_right_after_the_gather(open_host: OpenHost, cpu: int | 
 
 
 def test_slots_in_two_places_come_back_after_the_last_gather(open_host: OpenHost) -> None:
-    """Some pages of a store find a CPU slot, the others a bounce slot: two gathers, and their copies to the host
+    """Some pages of a store find a CPU slot, the others a bounce slot: two gathers, and their writes
     are nobody's wait."""
     host = open_host(transport=FAULTY, cpu=2, bounce=8, ssd=24)
     tokens = prompt(1, 4)
-    with PLAN.rule(Op.WRITE, Fault.HANG), fake_gpu.held(copies_only=True):
+    with PLAN.rule(Op.WRITE, Fault.HANG):
         blocks = host.compute(tokens)
         handle = host.engine.store(tokens, blocks)
         handle.release_event.synchronize(WAIT / 4)

@@ -44,8 +44,9 @@ GDSCACHE_API int32_t gdscache_gpu_queue(struct gdscache_gpu* gpu, const struct g
 // Waits for the copies. `sums`: uint64 (pages, last - first), or null.
 GDSCACHE_API int32_t gdscache_gpu_finish(struct gdscache_gpu* gpu, int64_t ticket, uint64_t* sums);
 
-// The last point of loads (1) or stores (0); whether one was reached (1, 0); to wait for one; to have a CUstream do so.
+// The last point of loads (1) or stores (0); whether one was reached (1, 0); the same, at the latest at `until` (ns of
+// CLOCK_MONOTONIC); to have a CUstream wait for one.
 GDSCACHE_API int64_t gdscache_gpu_last(struct gdscache_gpu* gpu, int32_t loads);
 GDSCACHE_API int32_t gdscache_gpu_reached(struct gdscache_gpu* gpu, int64_t point);
-GDSCACHE_API int32_t gdscache_gpu_await(struct gdscache_gpu* gpu, int64_t point);
+GDSCACHE_API int32_t gdscache_gpu_await(struct gdscache_gpu* gpu, int64_t point, int64_t until);
 GDSCACHE_API int32_t gdscache_gpu_follow(struct gdscache_gpu* gpu, uint64_t stream, int64_t point);

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import errno
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from gdscache.tiers.bounce import Extents
 
 Route = Literal["staged", "zero_copy", "copy_engine", "device"]
+_SLICE_NS = 100_000_000
 ROUTES: tuple[Route, ...] = ("staged", "zero_copy", "copy_engine", "device")
 
 _Spec = struct(
@@ -187,9 +189,12 @@ class NativeGpu:
             return handle is None or self._checked(self._library.gpu_reached(handle, point), "copies") == 1
 
     def wait(self, point: int) -> None:
-        with self._open() as handle:
-            if handle is not None:
-                self._checked(self._library.gpu_await(handle, point), "copies")
+        """Signals are heard every 100 ms."""
+        over = False
+        while not over:
+            with self._open() as handle:
+                until = time.monotonic_ns() + _SLICE_NS
+                over = handle is None or self._checked(self._library.gpu_await(handle, point, until), "copies") == 1
 
     def follow(self, stream: int, point: int) -> None:
         with self._open() as handle:

@@ -81,7 +81,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gpu_finish": (_int, (_at, _long, _at)),
     "gpu_last": (_long, (_at, _int)),
     "gpu_reached": (_int, (_at, _long)),
-    "gpu_await": (_int, (_at, _long)),
+    "gpu_await": (_int, (_at, _long, _long)),
     "gpu_follow": (_int, (_at, ctypes.c_uint64, _long)),
     "executor_faulty": (_void, (_int,)),
     "executor_fail": (_int, (_at, _at, _long)),
