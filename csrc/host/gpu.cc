@@ -6,6 +6,7 @@
 #include <cstring>
 #include <iterator>
 #include <numeric>
+#include <utility>
 
 #include "xxh3.h"
 
@@ -121,6 +122,8 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
                       copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks)};
     Lane& lane = copies.load ? loads_ : stores_;
     const std::lock_guard held(lane.lock);
+    const bool traced = traced_;
+    ++lane.turn;
     try {
         const size_t layers = static_cast<size_t>(copies.last - copies.first);
         if (transfer.on_gpu) queued.digests = buffers_.take(static_cast<size_t>(copies.pages) * layers * 8);
@@ -129,10 +132,13 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
             if (!alone || transfer.on_gpu) cuda_.follow(lane.kernels, event);
             if (alone) cuda_.follow(lane.copies, event);
         }
-        if (traced_) mark(queued, lane, 0);
+        if (copies.sums && !transfer.on_gpu) {
+            for (int64_t page = 0; page < copies.pages; ++page) queued.parts.push_back(transfer.part(page));
+        }
+        if (traced) mark(queued, lane, 0);
         run(lane, transfer);
-        if (traced_) mark(queued, lane, 1);
-        if (!alone) queued.read = lane.read.record(lane.kernels);
+        if (traced) mark(queued, lane, 1);
+        if (!alone) queued.read = lane.read.record(lane.kernels, lane.turn);
         queued.point = lane.join();
         if (alone) queued.read = queued.point;
     } catch (...) {
@@ -141,29 +147,36 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
             lane.done.await(queued.point);
         } catch (const CudaError&) {  // nothing runs in a broken context
         }
-        for (const HostBuffers::Buffer& table : queued.tables) buffers_.give(table);
-        buffers_.give(queued.digests);
+        give_back(queued);
         throw;
     }
-    if (copies.sums && !transfer.on_gpu) {
-        for (int64_t page = 0; page < copies.pages; ++page) queued.parts.push_back(transfer.part(page));
-    }
     return queued;
+}
+
+void Gpu::give_back(QueuedCopies& queued) {
+    for (const HostBuffers::Buffer& table : std::exchange(queued.tables, {})) buffers_.give(table);
+    buffers_.give(std::exchange(queued.digests, {}));
+    const std::lock_guard held(times_lock_);
+    for (CudaEvent& event : queued.times) {
+        if (event != nullptr) timed_.push_back(std::exchange(event, nullptr));
+    }
 }
 
 void Gpu::finish(QueuedCopies& queued, uint64_t* sums, StreamTime times[2]) {
     if (queued.point == 0) return;
     const Cuda::Entered entered(cuda_);
     await(queued.point);
-    tell_times(queued, times);
     const size_t layers = static_cast<size_t>(queued.last - queued.first);
     if (sums != nullptr && queued.digests.memory != nullptr) {
         std::memcpy(sums, queued.digests.memory, static_cast<size_t>(queued.pages) * layers * 8);
     }
-    for (const HostBuffers::Buffer& table : queued.tables) buffers_.give(table);
-    buffers_.give(queued.digests);
-    queued.tables.clear();
-    queued.digests = {};
+    try {
+        tell_times(queued, times);
+    } catch (...) {
+        give_back(queued);
+        throw;
+    }
+    give_back(queued);
     if (sums == nullptr) return;
     const int64_t origin = planes_.bounds[queued.first], span = planes_.bounds[queued.last] - origin;
     std::vector<uint8_t> fetched(queued.device && !queued.parts.empty() ? static_cast<size_t>(span) : 0);
@@ -184,14 +197,17 @@ void Gpu::finish(QueuedCopies& queued, uint64_t* sums, StreamTime times[2]) {
 // --- times
 
 Gpu::~Gpu() {
-    for (const CudaEvent event : timed_) cuda_.close_event(event);
+    for (const CudaEvent event : all_timed_) cuda_.close_event(event);
     if (anchor_ != nullptr) cuda_.close_event(anchor_);
     if (anchors_ != nullptr) cuda_.close_stream(anchors_);
 }
 
 CudaEvent Gpu::timed_event() {
     const std::lock_guard held(times_lock_);
-    if (timed_.empty()) return cuda_.open_event(true);
+    if (timed_.empty()) {
+        all_timed_.push_back(cuda_.open_event(true));
+        return all_timed_.back();
+    }
     const CudaEvent event = timed_.back();
     timed_.pop_back();
     return event;
@@ -226,8 +242,6 @@ void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
         };
         times[stream] = {at(0), std::max(at(0), at(1))};
     }
-    timed_.insert(timed_.end(), std::begin(queued.times), std::end(queued.times));
-    std::fill(std::begin(queued.times), std::end(queued.times), nullptr);
 }
 
 // --- points
