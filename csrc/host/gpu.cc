@@ -135,9 +135,9 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
         if (copies.sums && !transfer.on_gpu) {
             for (int64_t page = 0; page < copies.pages; ++page) queued.parts.push_back(transfer.part(page));
         }
-        if (traced) mark(queued, lane, 0);
+        if (traced) mark(transfer, lane, 0);
         run(lane, transfer);
-        if (traced) mark(queued, lane, 1);
+        if (traced) mark(transfer, lane, 1);
         if (!alone) queued.read = lane.read.record(lane.kernels, lane.turn);
         queued.point = lane.join();
         if (alone) queued.read = queued.point;
@@ -213,16 +213,22 @@ CudaEvent Gpu::timed_event() {
     return event;
 }
 
-// Before (`which` 0) and behind (1) what a transfer queues.
-void Gpu::mark(QueuedCopies& queued, const Lane& lane, int which) {
+// Before (`which` 0) and behind (1) what a transfer queues on the streams that it needs.
+void Gpu::mark(const Transfer& transfer, const Lane& lane, int which) {
+    const Route route = transfer.copies.route;
+    const bool alone = route == Route::kCopyEngine;
+    const bool needed[] = {transfer.copies.load || alone || route == Route::kStaged, !alone || transfer.on_gpu};
     for (const int stream : {0, 1}) {
-        queued.times[2 * stream + which] = timed_event();
-        cuda_.record(queued.times[2 * stream + which], stream == 0 ? lane.copies : lane.kernels);
+        if (!needed[stream]) continue;
+        CudaEvent& event = transfer.queued.times[2 * stream + which];
+        event = timed_event();
+        cuda_.record(event, stream == 0 ? lane.copies : lane.kernels);
     }
 }
 
 void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
-    if (queued.times[3] == nullptr) return;
+    times[0] = times[1] = {};
+    if (queued.times[1] == nullptr && queued.times[3] == nullptr) return;
     const std::lock_guard held(times_lock_);
     const auto clock = [] {
         const auto time = std::chrono::steady_clock::now().time_since_epoch();
@@ -237,6 +243,7 @@ void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
         anchored_ = (before + clock()) / 2;
     }
     for (const int stream : {0, 1}) {
+        if (queued.times[2 * stream] == nullptr) continue;
         const auto at = [&](int which) {
             return anchored_ + static_cast<int64_t>(cuda_.seconds(anchor_, queued.times[2 * stream + which]) * 1e9);
         };

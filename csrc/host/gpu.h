@@ -128,7 +128,7 @@ private:
 
     void give_back(QueuedCopies& queued);
     CudaEvent timed_event();
-    void mark(QueuedCopies& queued, const Lane& lane, int which);
+    void mark(const Transfer& transfer, const Lane& lane, int which);
     void tell_times(QueuedCopies& queued, StreamTime times[2]);
 
     const Cuda& cuda_;
