@@ -102,9 +102,10 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
         for (int64_t n = 0; n < n_spaces; ++n) {
             const char* cause = nullptr;
             const auto bytes = static_cast<uint64_t>(spaces[n].kind == 1 ? spaces[n].slots * sizes.extent_bytes : 0);
+            const bool of_gpu = spaces[n].foreign && gpu;
             if (spaces[n].fence < 0) cause = "a fence of no sound number of slots";
-            else if (spaces[n].foreign && gpu && spaces[n].memory > UINT64_MAX - bytes) cause = "a memory that leaves the address space";
-            else if (spaces[n].foreign && gpu) cause = unsound(spaces[n], gpu->gpu->planes(), sizes);
+            else if (of_gpu && spaces[n].memory > UINT64_MAX - bytes) cause = "a memory that leaves the address space";
+            else if (of_gpu) cause = unsound(spaces[n], gpu->gpu->planes(), sizes);
             else if (!spaces[n].foreign && spaces[n].kind == 0) cause = unsound(spaces[n], pool, sizes);
             if (cause) return refused(cause, EINVAL, why, why_size);
         }

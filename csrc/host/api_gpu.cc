@@ -67,7 +67,8 @@ const char* read(const gdscache_gpu_spec& spec, GpuPlanes* planes) {
         for (int32_t n = first; n < last; ++n) {
             const int64_t* const row = at<int64_t>(spec.planes) + 7 * n;
             const PlaneRuns plane{row[0], row[1], row[2], row[3], row[4], row[5], row[6]};
-            const bool part = plane.start == end && plane.end > end && plane.end <= spec.extent_bytes && plane.run_bytes > 0;
+            const bool part = plane.start == end && plane.end > end && plane.end <= spec.extent_bytes &&
+                              plane.run_bytes > 0;
             const int64_t runs = part ? (plane.end - plane.start) / plane.run_bytes : 0;
             const bool whole = part && runs > 0 && runs * plane.run_bytes == plane.end - plane.start &&
                                runs % spec.page_blocks == 0 && runs / spec.page_blocks == plane.runs_per_block;

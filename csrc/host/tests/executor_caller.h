@@ -146,7 +146,8 @@ private:
         std::vector<Route> routes;
         std::vector<Way> ways;
         std::vector<std::vector<int64_t>> by_route(kRoutes);
-        for (int64_t page = 0; page < pages_; page++) by_route[random_.below(all_ ? kRoutes : kPrefetched)].push_back(page);
+        const uint64_t possible = all_ ? kRoutes : kPrefetched;
+        for (int64_t page = 0; page < pages_; page++) by_route[random_.below(possible)].push_back(page);
         for (int32_t route = 0; route < kRoutes; route++) {
             if (by_route[route].empty()) continue;
             ways.push_back(way_of(static_cast<Route>(route), by_route[route]));

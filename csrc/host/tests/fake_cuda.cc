@@ -31,7 +31,8 @@ struct Counter {
 
     int called() {
         calls.fetch_add(1, std::memory_order_relaxed);
-        return left.load(std::memory_order_relaxed) >= 0 && left.fetch_sub(1, std::memory_order_relaxed) == 0 ? kBroken : 0;
+        if (left.load(std::memory_order_relaxed) < 0) return 0;
+        return left.fetch_sub(1, std::memory_order_relaxed) == 0 ? kBroken : 0;
     }
 };
 

@@ -29,7 +29,8 @@ struct GpuPool {
             int64_t at = 0;
             const int64_t begin = static_cast<int64_t>(planes.planes.size());
             for (uint64_t n = 1 + random.below(3); n-- > 0;) {
-                const int64_t row = (wide_pages ? 1 : random.pick(kRowBytes)) * vector, gap = random.below(2) ? 0 : vector * between(random, 0, 3);
+                const int64_t row = (wide_pages ? 1 : random.pick(kRowBytes)) * vector;
+                const int64_t gap = random.below(2) ? 0 : vector * between(random, 0, 3);
                 const bool swapped = random.below(3) == 0, backwards = random.below(4) == 0;
                 const int64_t token = (row + gap) * (swapped ? blocks : 1);
                 int64_t block = (row + gap) * (swapped ? 1 : tokens), first = 0;

@@ -5,8 +5,8 @@
 #include <limits>
 
 #include "../api_executor.h"
-#include "../api_gpu.h"
 #include "../api.h"
+#include "../api_gpu.h"
 #include "gpu_pool.h"
 
 using namespace gdscache;
@@ -217,10 +217,12 @@ void executors(const Driver& driver, GpuPool& pool, gdscache_gpu* gpu) {
     gdscache_pool* host = nullptr;
     std::vector<int64_t> rows;
     for (const PlaneMemory& plane : pool.there) {
-        rows.insert(rows.end(), {static_cast<int64_t>(at(plane.base)), plane.block_stride, plane.token_stride, plane.row_bytes});
+        const auto base = static_cast<int64_t>(at(plane.base));
+        rows.insert(rows.end(), {base, plane.block_stride, plane.token_stride, plane.row_bytes});
     }
     CHECK(!gdscache_pool_open(rows.data(), static_cast<int64_t>(pool.there.size()), planes.first_plane.data(),
-                              planes.layers, pool.pool.blocks, pool.pool.block_tokens, planes.page_blocks, &host, nullptr, 0));
+                              planes.layers, pool.pool.blocks, pool.pool.block_tokens, planes.page_blocks, &host,
+                              nullptr, 0));
     gdscache_executor* executor = nullptr;
     char why[80];
     const auto open = [&](const std::function<void(gdscache_limits&, gdscache_space*)>& spoil) {
@@ -250,7 +252,8 @@ void executors(const Driver& driver, GpuPool& pool, gdscache_gpu* gpu) {
         refused([&](gdscache_limits& limits, gdscache_space*) { limits.bounds = at(others.data()); });
     }
     CHECK(open([](gdscache_limits&, gdscache_space*) {}) == 0);
-    const gdscache_group group{0, planes.layers, 0, planes.bounds.back(), 0, planes.extent_bytes, 0, planes.extent_bytes, 0, 0};
+    const int64_t end = planes.bounds.back(), extent = planes.extent_bytes;
+    const gdscache_group group{0, planes.layers, 0, end, 0, extent, 0, extent, 0, 0};
     const int64_t slot = 0;
     std::vector<int64_t> blocks(static_cast<size_t>(planes.page_blocks));
     std::iota(blocks.begin(), blocks.end(), 0);

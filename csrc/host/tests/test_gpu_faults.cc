@@ -1,5 +1,5 @@
-// Calls of the driver fail, one at a time and wherever that is: what was asked for throws, nothing is left behind, and what
-// comes later is right.
+// Calls of the driver fail, one at a time and wherever that is: what was asked for throws, nothing is left behind, and
+// what comes later is right.
 
 #include <optional>
 
