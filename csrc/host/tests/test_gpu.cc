@@ -196,6 +196,46 @@ void check_pool(const Driver& driver, uint64_t seed) {
     driver.check_empty();
 }
 
+// Tables of block indices too long for a launch, while segments are used again before the kernels have looked: looks at
+// what the copy engine brought into the planes, one page a transfer.
+void check_looks(const Driver& driver, uint64_t count) {
+    driver.batches(13);
+    for (uint64_t seed = 0; count > 0; seed++) {
+        Random random(seed);
+        GpuPool pool(driver, random);
+        if (!pool.can_look || pool.planes.page_blocks <= 440) continue;
+        count--;
+        const Cuda cuda(driver.path.c_str(), driver.context());
+        const Cuda::Entered entered(cuda);
+        Gpu gpu(cuda, pool.planes, pool.kernels(driver, Kernels::kLooks, 4), pool.staging(random));
+        std::vector<std::unique_ptr<OneTransfer>> transfers;
+        std::vector<QueuedCopies> queued;
+        driver.hold(1);
+        for (int64_t page = 0; page < pool.pages;) {
+            auto made = std::make_unique<OneTransfer>(driver, pool, random, std::vector{page}, true);
+            if (made->kind != Extents::kPinned || made->count != 1 || made->first == made->last) continue;
+            made->load = made->sums = true;
+            made->route = Route::kCopyEngine;
+            made->fill_planes();
+            made->fill_mirror();
+            made->foresee();
+            queued.push_back(gpu.queue(made->copies()));
+            transfers.push_back(std::move(made));
+            page++;
+        }
+        driver.delay(200);
+        driver.hold(0);
+        for (size_t n = 0; n < queued.size(); n++) {
+            std::vector<uint64_t> found(transfers[n]->n_sums());
+            StreamTime times[2];
+            gpu.finish(queued[n], found.data(), times);
+            transfers[n]->check_sums(found);
+            transfers[n]->check_planes();
+        }
+        driver.delay(0);
+    }
+}
+
 // Points are in order, and who waits for one waits no longer.
 void check_points(const Driver& driver) {
     Random random(3);
@@ -249,6 +289,7 @@ int main(int argc, char** argv) {
     const uint64_t count = rounds(argc, argv, 300);
     const uint64_t from = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;  // the seed of one round that failed
     check_points(driver);
+    check_looks(driver, 1 + count / 50);
     for (uint64_t seed = from; seed < from + count; seed++) check_pool(driver, seed);
     std::printf(" good\n");
 }
