@@ -198,4 +198,4 @@ def test_no_layer_is_seen_early_and_no_bad_page_is_used(
         assert all(bool(t[others].isnan().all()) for planes in host.planes for t in planes), "another slot was written"
         host.give(blocks + [host.free.pop() for _ in range(len(host.free))])  # no NaN left
         settle(host.engine)
-    assert copies or host.engine._parts.mover.native, "nothing was copied late"
+XX

@@ -51,6 +51,16 @@ std::vector<T> copied(uint64_t address, int64_t count) {
     return address ? std::vector<T>(at<T>(address), at<T>(address) + count) : std::vector<T>();
 }
 
+// Whether a way's copies are between memory of a GPU and planes that are not its own.
+bool crosses(const gdscache_way& way, const Executor& executor) {
+    const auto& spaces = executor.spaces();
+    const Space &source = spaces[way.source], &target = spaces[way.target];
+    if (source.kind == Kind::kPlanes) return !source.foreign && target.foreign;
+    if (target.kind != Kind::kPlanes || target.foreign) return false;
+    const int32_t memory = source.kind == Kind::kMemory ? way.source : way.places ? way.through : executor.reserve_space();
+    return memory >= 0 && spaces[memory].foreign;
+}
+
 int32_t code(Waited waited) { return waited == Waited::kHappened ? 1 : waited == Waited::kTimeout ? 0 : -ECANCELED; }
 
 }  // namespace
@@ -91,7 +101,11 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
         if (!ascending(sizes.bounds, sizes.extent_bytes)) return refused("no sound layers", EINVAL, why, why_size);
         for (int64_t n = 0; n < n_spaces; ++n) {
             const char* cause = nullptr;
-            if (spaces[n].foreign && gpu) cause = unsound(spaces[n], gpu->gpu->planes(), sizes);
+            const auto bytes = static_cast<uint64_t>(spaces[n].kind == 1 ? spaces[n].slots * sizes.extent_bytes : 0);
+            const bool of_gpu = spaces[n].foreign && gpu;
+            if (spaces[n].fence < 0) cause = "a fence of no sound number of slots";
+            else if (of_gpu && spaces[n].memory > UINT64_MAX - bytes) cause = "a memory that leaves the address space";
+            else if (of_gpu) cause = unsound(spaces[n], gpu->gpu->planes(), sizes);
             else if (!spaces[n].foreign && spaces[n].kind == 0) cause = unsound(spaces[n], pool, sizes);
             if (cause) return refused(cause, EINVAL, why, why_size);
         }
@@ -161,7 +175,7 @@ int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, in
     if (priority < 0 || priority >= kPriorities || !sound(groups, n_groups, of.limits())) return -EINVAL;
     int64_t rows = 0;
     for (int64_t n = 0; n < n_ways; ++n) {
-        if (!sound(ways[n], of)) return -EINVAL;
+        if (!sound(ways[n], of) || (executor->gpu && crosses(ways[n], of))) return -EINVAL;
         const bool alike = (of.spaces()[ways[n].source].kind == of.spaces()[ways[0].source].kind) &&
                            (of.spaces()[ways[n].target].kind == of.spaces()[ways[0].target].kind);
         const bool load = of.spaces()[ways[0].target].kind != Kind::kFiles &&
@@ -278,7 +292,7 @@ int32_t gdscache_take_io(struct gdscache_executor* executor, int64_t until, stru
 }
 
 int32_t gdscache_take_copy(struct gdscache_executor* executor, int64_t until, struct gdscache_copy* job) {
-    if (!executor || !job) return -EINVAL;
+    if (!executor || !job || executor->gpu) return -EINVAL;  // a GPU's copies are its threads'
     Waited waited;
     if (const CopyJob* const found = executor->executor.take_copy(Hands::kForeign, until, &waited)) {
         *job = {found->id,
@@ -305,13 +319,13 @@ int32_t gdscache_io_ended(struct gdscache_executor* executor, int64_t job, const
 }
 
 int32_t gdscache_copy_queued(struct gdscache_executor* executor, int64_t job, int64_t point) {
-    if (!executor || point < 0) return -EINVAL;
+    if (!executor || point < 0 || executor->gpu) return -EINVAL;
     return executor->executor.copy_queued(job, point) ? 0 : -EINVAL;
 }
 
 int32_t gdscache_copy_ended(struct gdscache_executor* executor, int64_t job, const uint64_t* sums,
                             const char* broken) {
-    if (!executor) return -EINVAL;
+    if (!executor || executor->gpu) return -EINVAL;
     return executor->executor.copy_ended(job, sums, broken) ? 0 : -EINVAL;
 }
 

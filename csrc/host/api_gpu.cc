@@ -73,9 +73,19 @@ const char* read(const gdscache_gpu_spec& spec, GpuPlanes* planes) {
         for (int32_t n = first; n < last; ++n) {
             const int64_t* const row = at<int64_t>(spec.planes) + 7 * n;
             const PlaneRuns plane{row[0], row[1], row[2], row[3], row[4], row[5], row[6]};
-            const bool whole = plane.run_bytes > 0 && plane.runs_per_block > 0 && plane.start == end &&
-                               plane.end - plane.start == plane.run_bytes * plane.runs_per_block * spec.page_blocks;
+            const bool part = plane.start == end && plane.end > end && plane.end <= spec.extent_bytes &&
+                              plane.run_bytes > 0;
+            const int64_t runs = part ? (plane.end - plane.start) / plane.run_bytes : 0;
+            const bool whole = part && runs > 0 && runs * plane.run_bytes == plane.end - plane.start &&
+                               runs % spec.page_blocks == 0 && runs / spec.page_blocks == plane.runs_per_block;
             if (!whole) return "a plane that does not fill its part of a layer";
+            const auto far = [](int64_t stride, int64_t count) {
+                return stride > kMostBytes / count || stride < -kMostBytes / count;
+            };
+            if (plane.base < 1 || plane.base > kMostBytes || far(plane.block_stride, spec.blocks) ||
+                (plane.runs_per_block > 1 && far(plane.run_stride, plane.runs_per_block))) {
+                return "a plane that leaves the address space";
+            }
             end = plane.end;
             planes->planes.push_back(plane);
         }
@@ -90,6 +100,13 @@ const char* unsound(const gdscache_gpu_copies& copies, const GpuPlanes& planes) 
     if (copies.pages < 0 || copies.pages >= kMost || copies.extents < 0 || copies.extents >= kMost) return "no sound counts";
     if (copies.pages && (!points<int64_t>(copies.slots) || !points<int64_t>(copies.blocks))) return "no indices";
     if (!copies.address || copies.stride < 1 || copies.fence < 0) return "no sound extents";
+    if (copies.stride > kMostBytes / std::max<int64_t>(copies.extents, 1) || copies.origin < -kMostBytes ||
+        copies.address > UINT64_MAX - static_cast<uint64_t>(copies.extents * copies.stride)) {
+        return "extents that leave the address space";
+    }
+    if (copies.origin > planes.bounds[copies.first] || copies.stride < planes.bounds[copies.last] - copies.origin) {
+        return "layers that leave their slot";
+    }
     if (!within(at<int64_t>(copies.slots), copies.pages, copies.extents)) return "a slot that is not there";
     if (!within(at<int64_t>(copies.blocks), copies.pages * planes.page_blocks, planes.blocks)) return "a block that is not there";
     if (copies.n_after < 0 || copies.n_after > 1 << 20 || (copies.n_after && !points<uint64_t>(copies.after))) {
@@ -130,6 +147,14 @@ int32_t gdscache_gpu_queue(struct gdscache_gpu* gpu, const struct gdscache_gpu_c
     if (!gpu || !copies || !points || !ticket) return refused("an address is null", EINVAL);
     return guarded([&] {
         if (const char* cause = unsound(*copies, gpu->gpu->planes())) return refused(cause, EINVAL);
+        {  // before anything is queued: what this throws is not about it
+            const std::lock_guard held(gpu->lock);
+            StreamTime times[2];
+            while (!gpu->unasked.empty() && gpu->gpu->reached(gpu->unasked.front().point)) {
+                gpu->gpu->finish(gpu->unasked.front(), nullptr, times);
+                gpu->unasked.pop_front();
+            }
+        }
         const ExtentSlots extents{copies->address, copies->stride, copies->origin, copies->extents,
                                   copies->device != 0, copies->pinned != 0, copies->fence};
         QueuedCopies queued = gpu->gpu->queue({copies->load != 0, static_cast<Route>(copies->route), copies->sums != 0,
@@ -142,11 +167,6 @@ int32_t gdscache_gpu_queue(struct gdscache_gpu* gpu, const struct gdscache_gpu_c
         *ticket = ++gpu->tickets;
         if (copies->sums) gpu->asked.emplace(*ticket, std::move(queued));
         else gpu->unasked.push_back(std::move(queued));
-        StreamTime times[2];
-        while (!gpu->unasked.empty() && gpu->gpu->reached(gpu->unasked.front().point)) {
-            gpu->gpu->finish(gpu->unasked.front(), nullptr, times);
-            gpu->unasked.pop_front();
-        }
         return 0;
     });
 }

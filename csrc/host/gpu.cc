@@ -6,6 +6,7 @@
 #include <cstring>
 #include <iterator>
 #include <numeric>
+#include <utility>
 
 #include "xxh3.h"
 
@@ -127,6 +128,8 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
                       copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks)};
     Lane& lane = copies.load ? loads_ : stores_;
     const std::lock_guard held(lane.lock);
+    const bool traced = traced_;
+    ++lane.turn;
     try {
         const size_t layers = static_cast<size_t>(copies.last - copies.first);
         if (transfer.on_gpu) queued.digests = buffers_.take(static_cast<size_t>(copies.pages) * layers * 8);
@@ -135,10 +138,13 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
             if (!alone || transfer.on_gpu) cuda_.follow(lane.kernels, event);
             if (alone) cuda_.follow(lane.copies, event);
         }
-        if (traced_) mark(queued, lane, 0);
+        if (copies.sums && !transfer.on_gpu) {
+            for (int64_t page = 0; page < copies.pages; ++page) queued.parts.push_back(transfer.part(page));
+        }
+        if (traced) mark(transfer, lane, 0);
         run(lane, transfer);
-        if (traced_) mark(queued, lane, 1);
-        if (!alone) queued.read = lane.read.record(lane.kernels);
+        if (traced) mark(transfer, lane, 1);
+        if (!alone) queued.read = lane.read.record(lane.kernels, lane.turn);
         queued.point = lane.join();
         if (alone) queued.read = queued.point;
     } catch (...) {
@@ -147,29 +153,36 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
             lane.done.await(queued.point);
         } catch (const CudaError&) {  // nothing runs in a broken context
         }
-        for (const HostBuffers::Buffer& table : queued.tables) buffers_.give(table);
-        buffers_.give(queued.digests);
+        give_back(queued);
         throw;
     }
-    if (copies.sums && !transfer.on_gpu) {
-        for (int64_t page = 0; page < copies.pages; ++page) queued.parts.push_back(transfer.part(page));
-    }
     return queued;
+}
+
+void Gpu::give_back(QueuedCopies& queued) {
+    for (const HostBuffers::Buffer& table : std::exchange(queued.tables, {})) buffers_.give(table);
+    buffers_.give(std::exchange(queued.digests, {}));
+    const std::lock_guard held(times_lock_);
+    for (CudaEvent& event : queued.times) {
+        if (event != nullptr) timed_.push_back(std::exchange(event, nullptr));
+    }
 }
 
 void Gpu::finish(QueuedCopies& queued, uint64_t* sums, StreamTime times[2]) {
     if (queued.point == 0) return;
     const Cuda::Entered entered(cuda_);
     await(queued.point);
-    tell_times(queued, times);
     const size_t layers = static_cast<size_t>(queued.last - queued.first);
     if (sums != nullptr && queued.digests.memory != nullptr) {
         std::memcpy(sums, queued.digests.memory, static_cast<size_t>(queued.pages) * layers * 8);
     }
-    for (const HostBuffers::Buffer& table : queued.tables) buffers_.give(table);
-    buffers_.give(queued.digests);
-    queued.tables.clear();
-    queued.digests = {};
+    try {
+        tell_times(queued, times);
+    } catch (...) {
+        give_back(queued);
+        throw;
+    }
+    give_back(queued);
     if (sums == nullptr) return;
     const int64_t origin = planes_.bounds[queued.first], span = planes_.bounds[queued.last] - origin;
     std::vector<uint8_t> fetched(queued.device && !queued.parts.empty() ? static_cast<size_t>(span) : 0);
@@ -190,29 +203,38 @@ void Gpu::finish(QueuedCopies& queued, uint64_t* sums, StreamTime times[2]) {
 // --- times
 
 Gpu::~Gpu() {
-    for (const CudaEvent event : timed_) cuda_.close_event(event);
+    for (const CudaEvent event : all_timed_) cuda_.close_event(event);
     if (anchor_ != nullptr) cuda_.close_event(anchor_);
     if (anchors_ != nullptr) cuda_.close_stream(anchors_);
 }
 
 CudaEvent Gpu::timed_event() {
     const std::lock_guard held(times_lock_);
-    if (timed_.empty()) return cuda_.open_event(true);
+    if (timed_.empty()) {
+        all_timed_.push_back(cuda_.open_event(true));
+        return all_timed_.back();
+    }
     const CudaEvent event = timed_.back();
     timed_.pop_back();
     return event;
 }
 
-// Before (`which` 0) and behind (1) what a transfer queues.
-void Gpu::mark(QueuedCopies& queued, const Lane& lane, int which) {
+// Before (`which` 0) and behind (1) what a transfer queues on the streams that it needs.
+void Gpu::mark(const Transfer& transfer, const Lane& lane, int which) {
+    const Route route = transfer.copies.route;
+    const bool alone = route == Route::kCopyEngine;
+    const bool needed[] = {transfer.copies.load || alone || route == Route::kStaged, !alone || transfer.on_gpu};
     for (const int stream : {0, 1}) {
-        queued.times[2 * stream + which] = timed_event();
-        cuda_.record(queued.times[2 * stream + which], stream == 0 ? lane.copies : lane.kernels);
+        if (!needed[stream]) continue;
+        CudaEvent& event = transfer.queued.times[2 * stream + which];
+        event = timed_event();
+        cuda_.record(event, stream == 0 ? lane.copies : lane.kernels);
     }
 }
 
 void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
-    if (queued.times[3] == nullptr) return;
+    times[0] = times[1] = {};
+    if (queued.times[1] == nullptr && queued.times[3] == nullptr) return;
     const std::lock_guard held(times_lock_);
     const auto clock = [] {
         const auto time = std::chrono::steady_clock::now().time_since_epoch();
@@ -227,13 +249,12 @@ void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
         anchored_ = (before + clock()) / 2;
     }
     for (const int stream : {0, 1}) {
+        if (queued.times[2 * stream] == nullptr) continue;
         const auto at = [&](int which) {
             return anchored_ + static_cast<int64_t>(cuda_.seconds(anchor_, queued.times[2 * stream + which]) * 1e9);
         };
         times[stream] = {at(0), std::max(at(0), at(1))};
     }
-    timed_.insert(timed_.end(), std::begin(queued.times), std::end(queued.times));
-    std::fill(std::begin(queued.times), std::end(queued.times), nullptr);
 }
 
 // --- points

@@ -135,8 +135,9 @@ private:
     void submit(Lane& lane, const Transfer& transfer, const CopyList& list) const;
     void launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
 
+    void give_back(QueuedCopies& queued);
     CudaEvent timed_event();
-    void mark(QueuedCopies& queued, const Lane& lane, int which);
+    void mark(const Transfer& transfer, const Lane& lane, int which);
     void tell_times(QueuedCopies& queued, StreamTime times[2]);
 
     const Cuda& cuda_;
@@ -147,7 +148,7 @@ private:
     Lane loads_, stores_;
     std::atomic<bool> traced_ = false;
     std::mutex times_lock_;
-    std::vector<CudaEvent> timed_;  // that nobody has
+    std::vector<CudaEvent> all_timed_, timed_;  // and those that nobody has
     CudaStream anchors_ = nullptr;  // where the clocks are compared
     CudaEvent anchor_ = nullptr;
     int64_t anchored_ = 0;  // when `anchor_` happened

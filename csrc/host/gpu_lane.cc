@@ -20,12 +20,12 @@ Points::~Points() {
     for (const CudaEvent event : free_) cuda_.close_event(event);
 }
 
-int64_t Points::record(CudaStream stream) {
+int64_t Points::record(CudaStream stream, int64_t turn) {
     const std::lock_guard held(lock_);
     look();
     if (free_.empty()) free_.push_back(cuda_.open_event(false));
     cuda_.record(free_.back(), stream);
-    last_ = last_ == 0 ? kStep + which_ : last_ + kStep;
+    last_ = turn * kStep + which_;
     marks_.push_back({last_, free_.back(), 0});
     free_.pop_back();
     return last_;
@@ -81,9 +81,7 @@ void Points::follow(CudaStream stream, int64_t point) {
 // --- host memory
 
 HostBuffers::~HostBuffers() {
-    for (const auto& some : free_) {
-        for (void* const memory : some) cuda_.free_host(memory);
-    }
+    for (void* const memory : all_) cuda_.free_host(memory);
 }
 
 HostBuffers::Buffer HostBuffers::take(size_t bytes) {
@@ -98,7 +96,10 @@ HostBuffers::Buffer HostBuffers::take(size_t bytes) {
             return {memory, size};
         }
     }
-    return {cuda_.allocate_host(size), size};
+    void* const memory = cuda_.allocate_host(size);
+    const std::lock_guard held(lock_);
+    all_.push_back(memory);
+    return {memory, size};
 }
 
 void HostBuffers::give(Buffer buffer) {
@@ -162,7 +163,7 @@ int64_t Lane::join() {
     const CudaStream last = loads ? kernels : copies, other = loads ? copies : kernels;
     cuda_.record(joint_, other);
     cuda_.follow(last, joint_);
-    return done.record(last);
+    return done.record(last, turn);
 }
 
 }  // namespace gdscache

@@ -13,7 +13,7 @@
 
 namespace gdscache {
 
-// Points in what a stream is given to do, numbered from 1 in steps of `kStep`. A point that was reached stays so, and
+// Points in what a stream is given to do, numbered by turns in steps of `kStep`. A point that was reached stays so, and
 // nobody has to give it back. Thread-safe; the caller has entered.
 class Points {
 public:
@@ -25,8 +25,9 @@ public:
     Points(const Points&) = delete;
     Points& operator=(const Points&) = delete;
 
-    // A point behind everything that the stream was given so far.
-    int64_t record(CudaStream stream);
+    // A point behind everything that the stream was given so far, of a turn that comes after those before it: what was
+    // queued later has the greater point, in all `Points` that count the same turns.
+    int64_t record(CudaStream stream, int64_t turn);
     // The last one; 0 where there is none.
     int64_t last() const;
     bool reached(int64_t point);
@@ -69,6 +70,7 @@ public:
 private:
     const Cuda& cuda_;
     std::mutex lock_;
+    std::vector<void*> all_;                // those that nobody gave back, too
     std::vector<std::vector<void*>> free_;  // by the power of two of their size
 };
 
@@ -95,13 +97,14 @@ public:
 
     // The next segment. Work in it waits for the segment's events, and sets them.
     Segment& take();
-    // A point behind everything that was queued.
+    // A point behind everything that was queued in this turn, and before.
     int64_t join();
 
     const bool loads;
     std::mutex lock;
     CudaStream copies = nullptr, kernels = nullptr;
     size_t segment_bytes = 0, table_bytes = 0;
+    int64_t turn = 0;  // of who queues
     Points done;  // of the whole lane
     Points read;  // of its kernels: behind the last look at what a store takes
 

@@ -34,6 +34,15 @@ private:
 
     int32_t any_planes() { return all_ && random_.below(2) ? kPlanes : kForeignPlanes; }
 
+    // With any routes, which a GPU's copies take.
+    std::vector<Group> routed(std::vector<Group> groups) {
+        for (Group& group : groups) {
+            group.route = static_cast<int32_t>(random_.below(3));
+            group.summed_route = static_cast<int32_t>(random_.below(3));
+        }
+        return groups;
+    }
+
     std::vector<int64_t> shuffled(int64_t first, int64_t count) {
         std::vector<int64_t> all;
         for (int64_t n = 0; n < count; n++) all.push_back(first + n);
@@ -70,7 +79,7 @@ private:
     }
 
     void store() {
-        const std::vector<Group> whole = groups_of(rig_.limits, {0});
+        const std::vector<Group> whole = routed(groups_of(rig_.limits, {0}));
         Way out;
         out.source = any_planes();
         out.target = memory_;
@@ -137,7 +146,8 @@ private:
         std::vector<Route> routes;
         std::vector<Way> ways;
         std::vector<std::vector<int64_t>> by_route(kRoutes);
-        for (int64_t page = 0; page < pages_; page++) by_route[random_.below(all_ ? kRoutes : kPrefetched)].push_back(page);
+        const uint64_t possible = all_ ? kRoutes : kPrefetched;
+        for (int64_t page = 0; page < pages_; page++) by_route[random_.below(possible)].push_back(page);
         for (int32_t route = 0; route < kRoutes; route++) {
             if (by_route[route].empty()) continue;
             ways.push_back(way_of(static_cast<Route>(route), by_route[route]));
@@ -148,7 +158,7 @@ private:
         for (int32_t layer = 1; layer < kLayers; layer++) {
             if (random_.below(2)) firsts.push_back(layer);
         }
-        const std::vector<Group> groups = groups_of(rig_.limits, firsts);
+        const std::vector<Group> groups = routed(groups_of(rig_.limits, firsts));
         const uint64_t what = random_.below(4);
         const bool cancels = what == 0 && all_, hurries = what == 1, waits = what == 2;
         const Nanoseconds until = hurries ? after(static_cast<double>(random_.below(400)) * 1e-6) : after(60);

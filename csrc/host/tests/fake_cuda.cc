@@ -2,17 +2,13 @@
 
 #include "fake_cuda.h"
 
-#include <array>
-#include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <deque>
-#include <functional>
 #include <string>
-#include <thread>
 
 #include "fake_kernels.h"
 #include "fake_memory.h"
+#include "fake_streams.h"
 
 #define DRIVER extern "C" __attribute__((visibility("default")))
 // The call is counted, and may be one that fails. Most need a context.
@@ -28,7 +24,6 @@ using namespace gdscache::test;
 namespace {
 
 constexpr int kInvalid = 1, kNoContext = 201, kNoHandle = 400, kNotFound = 500, kNotReady = 600, kBroken = 719;
-constexpr int kMagic = 0x67647363;
 
 struct Counter {
     std::string name;
@@ -36,7 +31,8 @@ struct Counter {
 
     int called() {
         calls.fetch_add(1, std::memory_order_relaxed);
-        return left.load(std::memory_order_relaxed) >= 0 && left.fetch_sub(1, std::memory_order_relaxed) == 0 ? kBroken : 0;
+        if (left.load(std::memory_order_relaxed) < 0) return 0;
+        return left.fetch_sub(1, std::memory_order_relaxed) == 0 ? kBroken : 0;
     }
 };
 
@@ -51,106 +47,10 @@ Counter& counter(const std::string& name) {
 }
 
 std::atomic<int64_t> living[kLiving];
-std::atomic<int64_t> delay_us = 0;
-std::atomic<bool> held_all = false, held_copies = false;
+std::atomic<bool> held_copies = false;
 std::atomic<int32_t> batches = 13, widest = 16;
 int context = 0;
 thread_local std::vector<void*> contexts;
-
-using Clock = std::chrono::steady_clock;
-
-// One record of an event: what waits for it waits for this, whatever the event is used for meanwhile.
-struct Mark {
-    std::mutex lock;
-    std::condition_variable changed;
-    bool done = false;
-    Clock::time_point time;
-
-    void set() {
-        const std::lock_guard held(lock);
-        done = true;
-        time = Clock::now();
-        changed.notify_all();
-    }
-    void wait() {
-        std::unique_lock held(lock);
-        changed.wait(held, [&] { return done; });
-    }
-    bool is_done() {
-        const std::lock_guard held(lock);
-        return done;
-    }
-};
-
-struct Event {
-    int magic = kMagic;
-    bool timed;
-    std::mutex lock;
-    std::shared_ptr<Mark> mark;
-
-    explicit Event(bool keeps_time) : timed(keeps_time) {}
-    std::shared_ptr<Mark> now() {
-        const std::lock_guard held(lock);
-        return mark;
-    }
-};
-
-struct Stream {
-    int magic = kMagic;
-    std::mutex lock;
-    std::condition_variable changed;
-    std::deque<std::function<void()>> queue;
-    bool over = false;
-    uint64_t random;
-    std::thread thread;
-
-    explicit Stream(uint64_t seed) : random(seed * 2 + 1), thread([this] { run(); }) {}
-    ~Stream() {
-        {
-            const std::lock_guard held(lock);
-            over = true;
-            changed.notify_all();
-        }
-        thread.join();
-    }
-
-    void push(std::function<void()> work) {
-        const std::lock_guard held(lock);
-        queue.push_back(std::move(work));
-        changed.notify_all();
-    }
-
-    void run() {
-        while (true) {
-            std::function<void()> work;
-            {
-                std::unique_lock held(lock);
-                changed.wait(held, [&] { return over || !queue.empty(); });
-                if (queue.empty()) return;
-                work = std::move(queue.front());
-                queue.pop_front();
-            }
-            while (held_all.load(std::memory_order_relaxed)) std::this_thread::sleep_for(std::chrono::microseconds(50));
-            if (const int64_t most = delay_us.load(std::memory_order_relaxed)) {
-                random = random * 6364136223846793005u + 1442695040888963407u;
-                std::this_thread::sleep_for(std::chrono::microseconds((random >> 33) % static_cast<uint64_t>(most)));
-            }
-            work();
-        }
-    }
-};
-
-Stream* stream_at(void* handle) {
-    auto* const stream = static_cast<Stream*>(handle);
-    MUST(stream && stream->magic == kMagic);
-    return stream;
-}
-
-Event* event_at(void* handle) {
-    auto* const event = static_cast<Event*>(handle);
-    MUST(event && event->magic == kMagic);
-    return event;
-}
 
 void await_copies() {
     while (held_copies.load(std::memory_order_relaxed)) std::this_thread::sleep_for(std::chrono::microseconds(50));

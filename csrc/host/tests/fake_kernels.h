@@ -91,7 +91,8 @@ private:
                 const auto address = static_cast<uint64_t>(plane.base + number_of * plane.block_stride +
                                                            run % plane.runs_per_block * plane.run_stride);
                 const auto size = static_cast<size_t>(plane.run_bytes);
-                for (const uint64_t step : {address, a_.extents ? extent + static_cast<uint64_t>(at) : 0, uint64_t{size}}) {
+                const uint64_t in_extent = a_.extents ? extent + static_cast<uint64_t>(at) : 0;
+                for (const uint64_t step : {address, in_extent, uint64_t{size}}) {
                     MUST(step % static_cast<uint64_t>(vector_) == 0);
                 }
                 MUST(address & kDeviceBit);

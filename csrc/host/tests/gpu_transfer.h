@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "gpu_rig.h"
+#include "gpu_pool.h"
 
 namespace gdscache::test {
 
@@ -33,7 +33,7 @@ public:
             blocks.insert(blocks.end(), some.begin(), some.end());
         }
         count = static_cast<int64_t>(chosen.size());
-        const auto step = [&](int64_t most) { return pool_.vector * between(random_, 0, most); };
+        const auto step = [&](int64_t most) { return random_.below(2) ? 0 : pool_.vector * between(random_, 0, most); };
         const bool window = random_.below(2) == 0;
         origin = window ? planes.bounds[first] - step(5) : 0;
         stride = window ? planes.bounds[last] - origin + step(5) : planes.extent_bytes;

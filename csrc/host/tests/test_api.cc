@@ -314,7 +314,8 @@ void refused_ends(gdscache_executor* executor) {
     int64_t n_errors = 0, n_late = 0;
     char why[8] = "as ever";
     const auto outcome = [&](int64_t rows, int64_t room, int64_t move, int64_t why_size) {
-        return gdscache_move_outcome(executor, move, statuses, rows, errors, &n_errors, late, &n_late, room, why, why_size);
+        return gdscache_move_outcome(executor, move, statuses, rows, errors, &n_errors, late, &n_late, room, why,
+                                     why_size);
     };
     CHECK(outcome(3, 4, 5, 8) == -EINVAL && outcome(4, 3, 5, 8) == -EINVAL && outcome(4, 4, 5, 8) == 0);
     CHECK(std::equal(why, why + 8, "as ever"));  // nothing was broken

@@ -1,0 +1,152 @@
+// Calls of the driver fail, one at a time and wherever that is: what was asked for throws, nothing is left behind, and
+// what comes later is right.
+
+#include <optional>
+
+#include "gpu_transfer.h"
+
+using namespace gdscache;
+using namespace gdscache::test;
+
+namespace {
+
+// Those that end something have nobody to tell, and what they keep goes with the process.
+constexpr const char* kFunctions[] = {
+    "cuCtxPushCurrent_v2", "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority", "cuStreamSynchronize",
+    "cuStreamWaitEvent",   "cuEventCreate",               "cuEventRecord",              "cuEventQuery",
+    "cuEventSynchronize",  "cuEventElapsedTime",          "cuMemAlloc_v2",              "cuMemHostAlloc",
+    "cuMemcpyBatchAsync",  "cuMemcpyAsync",               "cuMemcpyDtoH_v2",            "cuLaunchKernel",
+};
+
+struct Shape {
+    uint64_t seed;
+    Kernels kernels;
+    int32_t batches;
+};
+
+class Scenario {
+public:
+    Scenario(const Driver& driver, const Shape& shape) : driver_(driver), random_(shape.seed), pool_(driver, random_) {
+        const Cuda cuda(driver.path.c_str(), driver.context());
+        std::optional<Gpu> gpu;
+        const PageKernels kernels = pool_.kernels(driver, shape.kernels, 2);
+        again([&] {
+            const Cuda::Entered entered(cuda);
+            const int64_t before = driver.living(kEvents) + driver.living(kStreams) + driver.living(kDeviceMemory);
+            try {
+                gpu.emplace(cuda, pool_.planes, kernels, 2 * static_cast<size_t>(pool_.planes.extent_bytes));
+            } catch (const CudaError&) {
+                CHECK(driver.living(kEvents) + driver.living(kStreams) + driver.living(kDeviceMemory) == before);
+                throw;
+            }
+        });
+        std::vector<int64_t> pages(static_cast<size_t>(pool_.pages));
+        std::iota(pages.begin(), pages.end(), 0);
+        gpu->trace();
+        CudaStream stream = nullptr;
+        again([&] {
+            const Cuda::Entered entered(cuda);
+            stream = cuda.open_stream(false);
+        });
+        for (int n = 0; n < 4; n++) copy(*gpu, stream, pages, n);
+        CHECK(pool_.matches());
+        again([&] {
+            const Cuda::Entered entered(cuda);
+            cuda.close_stream(stream);
+            gpu.reset();
+        });
+        CHECK(failed_ <= 1);
+    }
+
+    int failed() const { return failed_; }
+
+private:
+    // What failed once does not fail again.
+    template <typename Work>
+    bool again(Work work) {
+        try {
+            work();
+            return true;
+        } catch (const CudaError& error) {
+            CHECK(std::string(error.what()).find("719 (FAKE_ERROR)") != std::string::npos && failed_++ == 0);
+        }
+        work();
+        return false;
+    }
+
+    void copy(Gpu& gpu, CudaStream stream, const std::vector<int64_t>& pages, int number) {
+        OneTransfer transfer(driver_, pool_, random_, pages, false);
+        transfer.load = number % 2 == 0;
+        transfer.sums = number != 3;
+        transfer.fill_planes();
+        transfer.fill_mirror();
+        transfer.foresee();
+        QueuedCopies queued;
+        again([&] { queued = gpu.queue(transfer.copies()); });
+        again([&] { gpu.follow(stream, queued.read); });
+        again([&] { gpu.reached(queued.point); });
+        std::vector<uint64_t> found(transfer.n_sums());
+        StreamTime times[2];
+        bool finished = true;
+        try {
+            gpu.finish(queued, found.data(), times);
+        } catch (const CudaError&) {
+            CHECK(failed_++ == 0);
+            finished = false;
+            gpu.await(queued.point);
+        }
+        again([&] { CHECK(gpu.reached(queued.point)); });
+        if (finished && transfer.sums) transfer.check_sums(found);
+        transfer.check_extents();
+        transfer.check_planes();
+    }
+
+    const Driver& driver_;
+    Random random_;
+    GpuPool pool_;
+    int failed_ = 0;
+};
+
+// `most`: calls of each function that fail, about.
+int64_t fail_each(const Driver& driver, const Shape& shape, Random& random, uint64_t most) {
+    driver.batches(shape.batches);
+    int64_t all = 0;
+    for (const char* const function : kFunctions) {
+        driver.fail(function, -1);
+        const int64_t before = driver.calls(function);
+        Scenario(driver, shape);
+        driver.check_empty();
+        const int64_t calls = driver.calls(function) - before;
+        const auto step = [&] { return static_cast<int64_t>(random.below(static_cast<uint64_t>(calls) * 2 / most + 1)); };
+        for (int64_t nth = step() / 2; nth < calls; nth += 1 + step()) {
+            driver.fail(function, nth);
+            const int failed = Scenario(driver, shape).failed();
+            driver.fail(function, -1);
+            for (int32_t what = 0; what < kLiving; what++) {
+                if (driver.living(what) == 0) continue;
+                std::fprintf(stderr, "%s, call %lld: %lld of kind %d are left\n", function, static_cast<long long>(nth),
+                             static_cast<long long>(driver.living(what)), what);
+                std::abort();
+            }
+            all += failed;
+        }
+    }
+    return all;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const Driver driver;
+    Random random(9);
+    const uint64_t most = std::max<uint64_t>(1, rounds(argc, argv, 10));
+    int64_t failed = 0;
+    for (int n = 0; n < 2; n++) {
+        for (const Kernels kernels : {Kernels::kNone, Kernels::kPlain, Kernels::kSums, Kernels::kLooks}) {
+            constexpr int32_t kForms[] = {0, 12, 13};
+            failed += fail_each(driver, {random.next(), kernels, random.pick(kForms)}, random, most);
+        }
+    }
+    CHECK(failed > 20);
+    std::printf(" %lld calls failed: good\n", static_cast<long long>(failed));
+}

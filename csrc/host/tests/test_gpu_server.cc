@@ -1,0 +1,211 @@
+// The executor whose foreign copies a GPU does: round trips by all routes, copies that fail, moves that are cancelled or
+// abandoned while their copies are under way.
+
+#include "../faulty_disk.h"
+#include "gpu_copier.h"
+
+using namespace gdscache;
+using namespace gdscache::test;
+
+namespace {
+
+std::unique_ptr<Disk> disk() {
+    Refusal refusal;
+    return open_threads_disk(3, refusal);
+}
+
+struct GpuRig {
+    GpuRig(const Driver& driver, Kernels kernels, bool pinned, std::unique_ptr<Disk> by = disk(),
+           int64_t io_bytes = 3 << 16)
+        : copier(new GpuCopier(driver, kernels, pinned)),
+          rig(std::move(by), io_bytes, kPages, 1, std::unique_ptr<Copier>(copier)) {}
+
+    GpuCopier* copier;
+    Rig rig;
+};
+
+void round_trips_each(const Driver& driver, uint64_t count) {
+    for (const Kernels kernels : {Kernels::kNone, Kernels::kPlain, Kernels::kSums, Kernels::kLooks}) {
+        for (const bool pinned : {false, true}) {
+            driver.batches(pinned ? 13 : 12);
+            GpuRig of(driver, kernels, pinned);
+            of.copier->gpu().trace();
+            const size_t kinds = round_trips(of.rig, 5 + 10 * static_cast<uint64_t>(kernels), count);
+            CHECK(kinds == (kernels == Kernels::kNone ? 8 : 10) || count < 20);
+        }
+        driver.check_empty();
+    }
+}
+
+// Pages of the rig's own memory into the GPU's planes, of which nobody knows the checksums.
+Way out_of_memory(Rig& rig, int64_t pages) {
+    Way way;
+    way.source = kCpu;
+    way.target = kForeignPlanes;
+    way.pages = pages;
+    Random random(11);
+    for (int64_t page = 0; page < pages; page++) {
+        const std::vector<uint8_t> content = random.bytes(static_cast<size_t>(rig.limits.extent_bytes));
+        std::copy(content.begin(), content.end(), rig.at(kCpu, page));
+        way.sources.push_back(page);
+        for (int64_t n = 0; n < kPageBlocks; n++) way.targets.push_back(page * kPageBlocks + n);
+    }
+    return way;
+}
+
+// Pages of other blocks than those of a way into the planes, which nothing else keeps in order with it.
+Way into_memory(int64_t pages) {
+    Way way;
+    way.source = kForeignPlanes;
+    way.target = kCpu;
+    way.pages = pages;
+    for (int64_t page = kPages - pages; page < kPages; page++) {
+        way.targets.push_back(page);
+        for (int64_t n = 0; n < kPageBlocks; n++) way.sources.push_back(page * kPageBlocks + n);
+    }
+    return way;
+}
+
+bool is_in_planes(Rig& rig, const Way& way, int64_t page) {
+    std::vector<uint8_t> found(static_cast<size_t>(rig.limits.bounds.back()));
+    gather(rig.pool, way.targets.data() + page * kPageBlocks, 0, kLayers, found.data(), nullptr, Store::kCached);
+    return std::equal(found.begin(), found.end(), rig.at(kCpu, way.sources[page]));
+}
+
+// What the driver refuses breaks its move, which says so, and no other.
+void broken(const Driver& driver) {
+    constexpr const char* kRefused[] = {"cuLaunchKernel", "cuEventSynchronize", "cuStreamWaitEvent", "cuMemcpyBatchAsync",
+                                        "cuEventRecord"};
+    driver.batches(13);
+    GpuRig of(driver, Kernels::kSums, true);
+    const Way way = out_of_memory(of.rig, 8);
+    const std::vector<Group> groups = groups_of(of.rig.limits, {0, 2});
+    for (const char* const function : kRefused) {
+        for (const bool load : {true, false}) {
+            driver.fail(function, 0);
+            const Outcome outcome =
+                of.rig.finish(of.rig.begin(Priority::kLoad, after(60), {load ? way : into_memory(8)}, groups));
+            driver.fail(function, -1);
+            CHECK(outcome.broken && outcome.why == std::string(function) + " answered 719 (FAKE_ERROR)");
+            const Outcome next = of.rig.finish(of.rig.begin(Priority::kLoad, after(60), {way}, groups));
+            CHECK(!next.broken && next.why.empty());
+            for (int64_t page = 0; page < way.pages; page++) {
+                CHECK(next.statuses[page] == Status::kLoaded && is_in_planes(of.rig, way, page));
+            }
+        }
+    }
+    // A look at memory of the GPU.
+    Way prefetch;
+    prefetch.source = kForeignSsd;
+    prefetch.target = kForeignCpu;
+    prefetch.pages = 1;
+    prefetch.sources = prefetch.targets = {0};
+    prefetch.sums.resize(kLayers);
+    const std::vector<uint8_t> content(static_cast<size_t>(of.rig.limits.extent_bytes));
+    CHECK(pwrite(of.rig.files[2], content.data(), content.size(), 0) == static_cast<ssize_t>(content.size()));
+    const Outcome looked = of.rig.finish(of.rig.begin(Priority::kPrefetch, after(60), {prefetch}, groups));
+    CHECK(looked.broken && looked.why.find("look") != std::string::npos);
+}
+
+// While nothing has begun, groups are ready behind their points, and the move has not ended. Then it is called off.
+void held(const Driver& driver, bool cancels) {
+    driver.batches(13);
+    GpuRig of(driver, Kernels::kLooks, true);
+    Rig& rig = of.rig;
+    const Way way = out_of_memory(rig, 12);
+    const std::vector<Group> groups = groups_of(rig.limits, {0, 1, 2, 3});
+    driver.hold(1);
+    const int64_t move = rig.begin(Priority::kLoad, after(60), {way}, groups);
+    Waited waited;
+    int64_t point = -1, before = 0;
+    for (int32_t group = 0; group < 4; group++) {
+        CHECK(rig.executor->wait(move, group, after(60), &waited, &point) && waited == Waited::kHappened);
+        CHECK(point > before && !of.copier->gpu().reached(point));
+        before = point;
+    }
+    CHECK(rig.executor->wait(move, -1, after(0.02), &waited, &point) && waited == Waited::kTimeout);
+    if (cancels) CHECK(rig.executor->cancel(move));
+    const int64_t store = rig.begin(Priority::kStore, 0, {into_memory(12)}, groups);
+    CHECK(rig.executor->wait(store, 0, after(60), &waited, &point) && waited == Waited::kHappened && point > 0);
+    CHECK(!of.copier->gpu().reached(point));
+    driver.hold(0);
+    of.copier->await(before);
+    for (int64_t page = 0; page < way.pages; page++) CHECK(is_in_planes(rig, way, page));
+    CHECK(!rig.finish(move).broken && !rig.finish(store).broken);
+}
+
+// Copies come behind the events of their move, whenever these happen.
+void events(const Driver& driver) {
+    driver.batches(12);
+    GpuRig of(driver, Kernels::kPlain, true);
+    Rig& rig = of.rig;
+    const Cuda& cuda = of.copier->gpu().cuda();
+    const Cuda::Entered entered(cuda);
+    const CudaStream stream = cuda.open_stream(false);
+    const CudaEvent event = cuda.open_event(false);
+    const Way way = out_of_memory(rig, 6);
+    const auto spoil = [](void* of_rig) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        Rig& spoilt = *static_cast<Rig*>(of_rig);
+        for (int32_t layer = 0; layer < kLayers; layer++) std::memset(spoilt.planes[layer].base, 9, 5000);
+    };
+    driver.call(stream, spoil, &rig);
+    cuda.record(event, stream);
+    CHECK(rig.executor->begin({1000, Priority::kLoad, kForever, {way}, groups_of(rig.limits, {0, 2}),
+                               {reinterpret_cast<uint64_t>(event)}}));
+    CHECK(!rig.finish(1000).broken);
+    for (int64_t page = 0; page < way.pages; page++) CHECK(is_in_planes(rig, way, page));
+    cuda.close_event(event);
+    cuda.close_stream(stream);
+}
+
+// Pages that a disk fails cost themselves alone.
+void faults(const Driver& driver) {
+    GpuRig of(driver, Kernels::kSums, true,
+              open_faulty_disk(disk(), {{0, Failing::kError, EIO}, {1, Failing::kFlip, 5}, {3, Failing::kLate, 5}}), 1);
+    Way way = reads(of.rig, 6);
+    way.target = kForeignPlanes;
+    const Outcome outcome =
+        of.rig.finish(of.rig.begin(Priority::kLoad, after(60), {way}, groups_of(of.rig.limits, {0})));
+    const Status expected[] = {Status::kIoError, Status::kChecksum, Status::kLoaded,
+                               Status::kLoaded,  Status::kLoaded,   Status::kLoaded};
+    CHECK(std::equal(expected, expected + 6, outcome.statuses.begin()) && !outcome.broken);
+    CHECK(of.rig.executor->free_slots() == kReserve);
+}
+
+// An executor that goes while copies are under way: nothing touches the memory behind it.
+void abandon(const Driver& driver, uint64_t seed) {
+    Random random(seed);
+    driver.delay(random.below(2) ? 200 : 0);
+    {
+        GpuRig of(driver, static_cast<Kernels>(random.below(4)), random.below(2) == 0);
+        const Way way = out_of_memory(of.rig, 16);
+        const Way back = into_memory(16);
+        Way read = reads(of.rig, 16);
+        read.target = kForeignPlanes;
+        for (int64_t& block : read.targets) block += 16 * kPageBlocks;
+        for (uint64_t n = 1 + random.below(6); n-- > 0;) {
+            const Way& one = n % 3 == 0 ? way : n % 3 == 1 ? read : back;
+            const int64_t move = of.rig.begin(Priority::kLoad, after(60), {one}, groups_of(of.rig.limits, {0, 2}));
+            if (random.below(3) == 0) of.rig.executor->cancel(move);
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(random.below(800)));
+    }
+    driver.delay(0);
+    driver.check_empty();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const Driver driver;
+    round_trips_each(driver, rounds(argc, argv, 25));
+    broken(driver);
+    held(driver, false);
+    held(driver, true);
+    events(driver);
+    faults(driver);
+    for (uint64_t seed = 0; seed < 12; seed++) abandon(driver, seed);
+    driver.check_empty();
+    std::printf(" good\n");
+}
