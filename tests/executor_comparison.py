@@ -67,7 +67,7 @@ def check(case: Case, mode: Mode, damage: Callable[[Real], AbstractContextManage
             answers = [answer_of(end, listener) for end, listener in zip(ends, heard, strict=True)]
             for number, answer in enumerate(answers):
                 check_answer(case.moves[number], answer, expected.in_time[number], expected.early[number])
-                check_listener(case, number, heard[number], mode)
+                check_listener(case, number, heard[number])
             check_late(real, case.moves, begun, answers, expected.in_time)
         moves = real.executor.moves
         until(lambda: (moves.free_slots(), moves.held_slots()) == (case.reserve, 0), "the reserve has its slots again")
@@ -109,7 +109,10 @@ def check_layers(case: Case, real: Real, expected: Expected, number: int, moving
         return
     answer, row = expected.in_time[number], 0
     for layer in range(case.layout.n_layers):
-        assert moving.lands(layer, WAIT)
+        landed = moving.lands(layer, WAIT)
+        assert landed is not None, "a layer is never there"
+        if landed.event is not None:
+            landed.event.synchronize()
         row = 0
         for way in planned.move.ways:
             for page in range(len(way)):
@@ -119,10 +122,10 @@ def check_layers(case: Case, real: Real, expected: Expected, number: int, moving
                 row += 1
 
 
-def check_listener(case: Case, number: int, heard: Heard, mode: Mode) -> None:
-    """Whoever waits for the layers of a load is told of them, by the end at the latest where the library copies."""
+def check_listener(case: Case, number: int, heard: Heard) -> None:
+    """Whoever waits for the layers of a load is told of them, by the end at the latest."""
     move = case.moves[number].move
-    if mode not in ("foreign copies", "all foreign") and any(way.target == PLANES for way in move.ways):
+    if any(way.target == PLANES for way in move.ways):
         assert heard.layers == set(range(case.layout.n_layers))
 
 

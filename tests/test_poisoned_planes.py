@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,12 +56,15 @@ BAD = {
 def _small_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And the planes are the host's, or as on a GPU."""
     if request.param == "GPU":
-        fake_gpu.use(monkeypatch)
+        fake_gpu.use(monkeypatch, "staged")
+        fake_gpu.driver().fake_delay(int(LATE * 1e6 / 4))  # before each thing that a stream does
     monkeypatch.setattr(load_run, "GROUP_SIZES", GroupSizes(least=4096, first=1))
     monkeypatch.setattr(load_run, "copy_groups", lambda layout, pages: read_groups(layout, pages, load_run.GROUP_SIZES))
     PLAN.reset()
     yield
     PLAN.reset()
+    if request.param == "GPU":
+        fake_gpu.driver().fake_delay(0)
 
 
 def numbers(host: Host, key: bytes) -> Bytes:
@@ -142,23 +144,6 @@ def begin_again(host: Host, tokens: list[int], resident: int) -> None:
         assert host.load(tokens[: 4 * resident]).tokens == 4 * resident
 
 
-def late_copies(host: Host, draw: random.Random) -> list[float]:
-    """Every other copy of a load is late, and whoever asked for it hears of it late; by how many seconds each."""
-    mover, late = host.engine._parts.mover, list[float]()
-    scatter = mover.scatter
-
-    def call(*args: Any, **options: Any) -> Any:
-        before, behind = (draw.choice([0.0, draw.uniform(0.0, LATE)]) for _ in range(2))
-        late.extend((before, behind))
-        time.sleep(before)
-        moved = scatter(*args, **options)
-        time.sleep(behind)
-        return moved
-
-    mover.scatter = call  # type: ignore[method-assign]
-    return late
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_layer_is_seen_early_and_no_bad_page_is_used(
@@ -169,7 +154,6 @@ def test_no_layer_is_seen_early_and_no_bad_page_is_used(
     host.data = lambda key: numbers(host, key)
     tokens = prompt(1, PAGES)
     draw = random.Random(f"{model} {place}")
-    copies = late_copies(host, draw)
     for bad in (None, *range(PAGES)):
         begin_again(host, tokens, resident)
         tiers = host.engine.lookup(tokens).tiers
@@ -198,4 +182,3 @@ def test_no_layer_is_seen_early_and_no_bad_page_is_used(
         assert all(bool(t[others].isnan().all()) for planes in host.planes for t in planes), "another slot was written"
         host.give(blocks + [host.free.pop() for _ in range(len(host.free))])  # no NaN left
         settle(host.engine)
-XX
