@@ -14,7 +14,6 @@ from gdscache.errors import DeviceError
 _NON_BLOCKING = 1
 _CAPTURE_NONE = 0
 _PORTABLE = 1
-_NO_TIMING = 2
 _BUFFER_POINTER, _BUFFER_SIZE = 1, 2
 
 
@@ -112,31 +111,6 @@ class Driver:
             self.call("cuStreamCreateWithPriority", ctypes.byref(pointer), _NON_BLOCKING, priority)
         return torch.cuda.ExternalStream(pointer.value, device=self.device)  # type: ignore[no-untyped-call]
 
-    def create_event(self) -> int:
-        """An event without timing, as a handle for `record` and `wait`. One that was never recorded is done."""
-        pointer = ctypes.c_void_p()
-        with self.entered():
-            self.call("cuEventCreate", ctypes.byref(pointer), _NO_TIMING)
-        assert pointer.value is not None
-        return pointer.value
-
-    def destroy_event(self, event: int) -> None:
-        """End an event of `create_event`."""
-        with self.entered():
-            self.call("cuEventDestroy_v2", ctypes.c_void_p(event))
-
-    def record(self, event: int, stream: int) -> None:
-        """`event` is behind what `stream` (its pointer) has queued so far. The caller has entered."""
-        code = self._quick.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream))
-        if code:
-            self.check("cuEventRecord", code)
-
-    def wait(self, stream: int, event: int) -> None:
-        """What `stream` queues from now on comes after `event` as it was recorded last. The caller has entered."""
-        code = self._quick.cuStreamWaitEvent(ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
-        if code:
-            self.check("cuStreamWaitEvent", code)
-
     def launch(self, function: int, grid: int, block: int, arguments: bytes, stream: int) -> None:
         """Queue a kernel (its CUfunction) of `grid` blocks of `block` threads on `stream` (its pointer).
 
@@ -163,26 +137,3 @@ class Driver:
         """Undo one `page_lock`, by its address."""
         with self.entered():
             self.call("cuMemHostUnregister", ctypes.c_void_p(address))
-
-    def allocate(self, nbytes: int) -> DeviceMemory:
-        """GPU memory past torch's allocator, so that it can be registered for I/O."""
-        pointer = ctypes.c_uint64()
-        with self.entered():
-            self.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
-        return DeviceMemory(self, pointer.value, nbytes)
-
-
-class DeviceMemory:
-    """`nbytes` of GPU memory of our own, from `address` on. Close it when nothing on the GPU uses it."""
-
-    def __init__(self, driver: Driver, address: int, nbytes: int) -> None:
-        self._driver = driver
-        self.address = address
-        self.nbytes = nbytes
-
-    def close(self) -> None:
-        """Free it; again is fine."""
-        address, self.address = self.address, 0
-        if address:
-            with self._driver.entered():
-                self._driver.call("cuMemFree_v2", ctypes.c_uint64(address))

@@ -98,7 +98,7 @@ NO_CUPY = changed(
     nvrtc=lacking("not tried: no cupy", ""),
     built=lacking("cannot build pages.cu"),
     calibration=lacking("not tried: no kernels", ""),
-    mover=Found(MoverFacts("torch", "cannot build pages.cu")),
+    mover=Found(MoverFacts("copy_engine", "cannot build pages.cu")),
 )
 NOT_PINNED = changed(WHOLE, pinned=lacking("cudaHostRegister answered 2"))
 NO_SUCH_GPU = changed(WHOLE, device=lacking("there are 1 devices"), mover=lacking("not tried", ""))
@@ -202,7 +202,7 @@ def test_what_auto_makes_up_for_is_a_warning(facts: Facts, asked: Asked, warns: 
 
 
 def test_what_is_switched_off_is_no_warning() -> None:
-    off = changed(WHOLE, mover=Found(MoverFacts("torch", "gpu.kernels is off")))
+    off = changed(WHOLE, mover=Found(MoverFacts("copy_engine", "gpu.kernels is off")))
     assert verdicts(off, asks(gpu={"kernels": "off"}), "warn") == set()
     assert "since gpu.kernels is off" in rows(doctor.examine(off, asks(gpu={"kernels": "off"})))["gpu.kernels"].value
 

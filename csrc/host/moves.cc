@@ -8,7 +8,7 @@ namespace gdscache {
 namespace {
 
 constexpr int32_t kReadsPerWrite = 8;  // in a row, while writes wait
-constexpr int64_t kCopies = 16;        // a foreign load is copied with about so many
+constexpr int64_t kCopies = 64;        // a load into a GPU is copied with about so many, of reads that land
 constexpr int64_t kLarge = 8 << 20;    // bytes of a move that nobody finds in a cache again
 constexpr int64_t kRounds = 4;         // that share the reserve: while one is copied, the others are read
 

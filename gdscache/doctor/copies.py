@@ -138,9 +138,10 @@ def _path_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     sums: dict[Direction, bool] = {"load": config.load.verify == "always", "store": True}
     for direction, choice in wanted.items():
         key = f"gpu.{direction}_path"
-        if mover.name not in ("cuda", "copy_engine"):
-            verdict: Verdict = "info" if choice == "auto" else "fail"
-            hint = f"set {key} to auto, or see gpu.kernels" if choice != "auto" else ""
+        if mover.name != "cuda":
+            had = choice in ("auto", mover.name)
+            verdict: Verdict = "info" if had else "fail"
+            hint = "" if had else f"set {key} to auto, or see gpu.kernels"
             yield Row(key, f"{choice}: not used, pages are copied by {mover.name}", verdict, hint)
         elif not pinned:
             verdict = "info" if choice in ("auto", "staged") else "fail"

@@ -21,7 +21,6 @@ Addresses = npt.NDArray[np.uint64]
 Api = Literal["batch_13", "batch_12_8", "single"]
 
 APIS: tuple[Api, ...] = ("batch_13", "batch_12_8", "single")
-BATCH = 256  # copies of one call: it starts when all of them are submitted, at some 0.4 us each
 _VERSIONS = {"batch_13": 13000, "batch_12_8": 12080}
 _LEGACY_STREAM = 0
 _SOURCE_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
@@ -55,14 +54,6 @@ def merge(
         joined &= ~fences[1:]
     starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
     return dst[starts], src[starts], np.add.reduceat(nbytes, starts)
-
-
-def joined(
-    first: tuple[Addresses, Addresses, Addresses], then: tuple[Addresses, Addresses, Addresses]
-) -> tuple[Addresses, Addresses, Addresses]:
-    """The entries of two lists of copies, as one."""
-    dst, src, nbytes = (np.concatenate(pair) for pair in zip(first, then, strict=True))
-    return dst, src, nbytes
 
 
 class CopyEngine:
