@@ -96,19 +96,11 @@ class Driver:
             self.call("cuStreamIsCapturing", ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status))
         return status.value != _CAPTURE_NONE
 
-    def priorities(self) -> tuple[int, int]:
-        """The least and the greatest stream priority; greater ones are smaller numbers."""
-        least, greatest = ctypes.c_int(), ctypes.c_int()
-        with self.entered():
-            self.call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
-        return least.value, greatest.value
-
-    def create_stream(self, *, urgent: bool = False) -> torch.cuda.ExternalStream:
+    def create_stream(self) -> torch.cuda.ExternalStream:
         """A non-blocking stream of our own (torch hands out the same few to everybody); see `destroy_stream`."""
-        priority = self.priorities()[1 if urgent else 0]
         pointer = ctypes.c_void_p()
         with self.entered():
-            self.call("cuStreamCreateWithPriority", ctypes.byref(pointer), _NON_BLOCKING, priority)
+            self.call("cuStreamCreate", ctypes.byref(pointer), _NON_BLOCKING)
         return torch.cuda.ExternalStream(pointer.value, device=self.device)  # type: ignore[no-untyped-call]
 
     def launch(self, function: int, grid: int, block: int, arguments: bytes, stream: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_gpu
 import pytest
 import torch
 from faulty import PLAN, Fault
@@ -25,6 +26,7 @@ from gdscache.bench.serving import EngineOptions, InferenceEngine, KVPool, Model
 from gdscache.errors import InvalidValueError
 from gdscache.layout import GroupSizes
 from gdscache.load import run as load_run
+from gdscache.native.gpu import Route
 from gdscache.storage.base import Op
 from gdscache.timeline import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment
 from gdscache.timeline.summary import MODEL_STREAM, both, computing, length, read_trace_file, summary, union, without
@@ -238,6 +240,30 @@ def finished(timeline: TraceTimeline) -> list[dict[str, Any]]:
     assert not [e for e in found if "unfinished" in e["args"]]
     assert not timeline.stack
     return found
+
+
+@pytest.mark.parametrize("route", ["staged", "copy_engine"])
+def test_what_the_streams_of_a_gpu_did(
+    traced: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: Route
+) -> None:
+    """Copies and kernels of both directions, on tracks of their own, within the load that they are of."""
+    fake_gpu.use(monkeypatch, route)
+    timeline = TraceTimeline()
+    host = traced(timeline, load={"verify": "always"})
+    stored(host, prompt(1, PAGES))
+    host.load(prompt(1, PAGES))
+    settle(host.engine)
+    spans = read_trace_file(timeline.write(tmp_path / "t.json")).spans
+    tracks = {span.kind: span.track for span in spans}
+    for way in ("load", "store"):
+        assert tracks[f"{way} copies"] == f"{way}s: copy stream"
+        assert tracks[f"{way} kernel"] == f"{way}s: kernel stream"
+    found = finished(timeline)
+    (load,) = [e for e in found if e["cat"] == "load"]
+    for event in found:
+        if event["cat"] in ("load copies", "load kernel"):
+            assert load["ts"] <= event["ts"]
+            assert event["ts"] + event["dur"] <= load["ts"] + load["dur"]
 
 
 @pytest.mark.parametrize("fault", [Fault.EIO, Fault.SHORT, Fault.FLIP])
