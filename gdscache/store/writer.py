@@ -122,14 +122,17 @@ class TierWriter:
     def _step(self) -> Steps[bool]:
         """Begin a batch, or else complete one; False when there is nothing to do for this thread any more."""
         batch, flight = self._next()
-        with contextlib.ExitStack() as ends:
-            if batch:
-                ends.callback(self._started)
+        if batch:
+            try:
                 with contextlib.ExitStack() as on_failure:
                     on_failure.callback(self._drop_unbegun, batch)
                     self._start(batch)
                     on_failure.pop_all()
-            elif flight is not None:
+            finally:
+                with self._manager.lock:
+                    self._starting = False
+        elif flight is not None:
+            with contextlib.ExitStack() as ends:
                 ends.callback(self._forget, flight)
                 ends.callback(self._lose, flight)  # nothing, unless what follows is broken off
                 yield from self._complete(flight)
@@ -158,10 +161,6 @@ class TierWriter:
                 self._ready.appendleft((out, rows[room:]))
             room -= len(batch[-1][1])
         return batch
-
-    def _started(self) -> None:
-        with self._manager.lock:
-            self._starting = False
 
     def _start(self, batch: Sequence[_Part]) -> None:
         entries: dict[bytes, Entry] = {}
