@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from gdscache.errors import ForkedProcessError
+from gdscache.native.signals import signals
 from gdscache.threads import Flag, failure_of, log_failure, start
 
 _TAKEN_BACK_S = 5.0  # seconds that an interrupted caller waits until what its call took is given back
@@ -39,6 +40,10 @@ class Caller(Protocol):
         self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None, stop: Flag | None = None
     ) -> _T: ...
 
+    def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
+        """`run`, for work that waits for nothing."""
+        ...
+
 
 class Direct:
     """Carries calls out at once in the caller's thread, whichever it is: for managers without an engine."""
@@ -50,6 +55,9 @@ class Direct:
         """There is nobody to tell."""
 
     def run(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None, stop: Flag | None = None) -> _T:
+        return work()
+
+    def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
         return work()
 
 
@@ -77,7 +85,7 @@ class Calls:
     @property
     def in_caller(self) -> bool:
         """Whether a call of this thread is carried out in it: nothing interrupts it, or the engine is closed."""
-        return threading.current_thread() is not threading.main_thread() or self._over.is_set()
+        return threading.current_thread() is not threading.main_thread() or signals().held or self._over.is_set()
 
     def check(self) -> None:
         """Raises `ForkedProcessError` in a forked child."""
@@ -111,6 +119,27 @@ class Calls:
                 self._break_off(call, undo, stop)
             raise
 
+    def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
+        """`run`, for work that waits for nothing. It is carried out in the caller's thread, whichever it is.
+
+        In the main thread signals are held meanwhile, and heard behind it.
+        """
+        self.check()
+        if threading.current_thread() is not threading.main_thread() or (held := signals()).held:
+            return work()
+        call = _Call(work)
+        try:
+            held.hold()
+            try:  # nothing interrupts before this, and nothing within it
+                call.carry_out()
+            finally:
+                held.release()
+            return call.answer()
+        except BaseException:
+            if not call.failed:
+                self._break_off(call, undo, None)
+            raise
+
     def _break_off(self, call: _Call[_T], undo: Callable[[_T], object] | None, stop: Flag | None) -> None:
         """Nobody waits for a call any more."""
         call.left = True
@@ -119,6 +148,8 @@ class Calls:
         if undo is not None:
             taken_back = _Call(functools.partial(call.take_back, undo))
             self._asked.put(taken_back)
+            if self._over.is_set():
+                _refuse(self._asked)
             taken_back.over.wait(_TAKEN_BACK_S)
 
     def fileno(self) -> int:

@@ -126,6 +126,10 @@ class CacheEngine:
             work = on_stream_of_caller(self._parts.planes.device, work)
         return self._calls.run(work, undo, stop)
 
+    def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
+        """`call`, for what waits for nothing; see `Calls.brief`."""
+        return self._calls.brief(work, undo)
+
     def watch(self, handle: object, dead: Callable[[], object]) -> Callable[[], None]:
         """Have `dead()` done when nobody has `handle` any more; what takes that back."""
         return functools.partial(self._calls.unwatch, self._calls.watch(handle, dead))
@@ -186,7 +190,7 @@ class CacheEngine:
 
     def sequence(self, tokens: Any, salt: str = "") -> TokenSequence:
         """Find the longest cached prefix, allocate slots, begin loading. Raises `PoolFullError` and holds nothing."""
-        return self.call(lambda: TokenSequence(self, self.gpu, tokens, salt), TokenSequence.leave)
+        return self.brief(lambda: TokenSequence(self, self.gpu, tokens, salt), TokenSequence.leave)
 
     # -- an engine with planes of its own --------------------------------------------------------------------------
 
@@ -196,7 +200,7 @@ class CacheEngine:
         Takes no lease and changes nothing but recency. With `load.gate: enforcing`, what is slower to load than to
         compute is left out; `tokens` is then the whole request, since computing its end has its price too.
         """
-        return self.call(lambda: self._lookup(tokens, start, salt))
+        return self.brief(lambda: self._lookup(tokens, start, salt))
 
     def _lookup(self, tokens: Any, start: int, salt: str) -> Hit:
         pages, length = self._named(tokens, salt)
@@ -221,7 +225,7 @@ class CacheEngine:
         `InvalidValueError` for numbers that cannot be.
         """
         costs = self.manager.costs
-        self.call(lambda: costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds))
+        self.brief(lambda: costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds))
 
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.
@@ -238,7 +242,7 @@ class CacheEngine:
 
         Raises `InvalidValueError` for hits of `lookup` and of `Prefetch.hit` together: a batch has a deadline or none.
         """
-        return self.call(lambda: self._load_many(requests, after), _end_load)
+        return self.brief(lambda: self._load_many(requests, after), _end_load)
 
     def _load_many(self, requests: Sequence[tuple[Hit, Any]], after: Event) -> LayerwiseLoad:
         self._check_attached()
@@ -280,7 +284,7 @@ class CacheEngine:
         on every tier and after a restart too; None: until they are evicted. Where a page is cached already, the
         greater priority and the later end count. Raises `InvalidValueError`.
         """
-        return self.call(lambda: self._store(tokens, slots, start, salt, after, priority, ttl), _end_store)
+        return self.brief(lambda: self._store(tokens, slots, start, salt, after, priority, ttl), _end_store)
 
     def _store(
         self, tokens: Any, slots: Any, start: int, salt: str, after: Event, priority: int, ttl: float | None
@@ -338,7 +342,7 @@ class CacheEngine:
         finds no room is left out, and the prefetch ends with `no_room`. Such a prefetch does not count to
         `prefetch.quota`. Raises `InvalidValueError` for no number of seconds, and without a CPU tier.
         """
-        return self.call(lambda: self._prefetch(tokens, start, salt, pin), Prefetch.cancel)
+        return self.brief(lambda: self._prefetch(tokens, start, salt, pin), Prefetch.cancel)
 
     def _prefetch(self, tokens: Any, start: int, salt: str, pin: float | None) -> Prefetch:
         self._check_open()
@@ -362,7 +366,7 @@ class CacheEngine:
         Use it in a `with` block, or call `release`; `pin.tokens` says how many tokens it holds, which is fewer where
         pages are not cached, or where pins hold half of a tier already. Raises `InvalidValueError`.
         """
-        return self.call(
+        return self.brief(
             lambda: self.manager.pin(self.pages(tokens, salt), seconds, self.layout.page_tokens), Pin.release
         )
 

@@ -140,7 +140,7 @@ class Sequence:
     def append(self, tokens: Any) -> None:
         """Add tokens that are to be computed. Raises `PoolFullError`, and changes nothing, when no slot is left."""
         self._check_open()
-        self._engine.call(lambda: self._append(tokens), self._shrink)
+        self._engine.brief(lambda: self._append(tokens), self._shrink)
 
     def _append(self, tokens: Any) -> tuple[Any, list[Page], int]:
         """Grow; what to go back to, and how many slots there were."""
@@ -171,7 +171,7 @@ class Sequence:
         self._check_open()
         retention = Retention.of(priority, ttl, self._manager.expiry.clock)
         bad = self._first_bad()
-        return self._engine.call(lambda: self._commit(bad, retention))
+        return self._engine.brief(lambda: self._commit(bad, retention))
 
     def _commit(self, bad: int | None, retention: Retention) -> StoreHandle:
         pages, sources = self._publish(len(self._pages) if bad is None else bad, retention)

@@ -69,7 +69,7 @@ class Stores:
             blocks += order.blocks
         epoch = engine.manager.clearing.epoch(engine.namespace())
         table = torch.tensor(blocks, dtype=torch.int64).view(-1, 1)
-        handle = engine.call(lambda: engine.submit_store(pages, table, epoch, ""))
+        handle = engine.brief(lambda: engine.submit_store(pages, table, epoch, ""))
         self._counts["stored_pages"] += len(pages)
         if not handle.release_event.done():
             self._handles.append((handle, tuple(blocks)))

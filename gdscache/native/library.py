@@ -18,12 +18,13 @@ import numpy.typing as npt
 
 from gdscache.errors import NativeCallError, NativeMissingError, NativeVersionError
 
-ABI = 2  # GDSCACHE_ABI of csrc/host/api.h
+ABI = 3  # GDSCACHE_ABI of csrc/host/api.h
 PATH = Path(__file__).with_name("libgdscache_host.so")
 _HINT = "install the wheel of this machine's architecture, or run make (python tools/native_build.py) in the sources"
 
 _void, _int, _long, _double = None, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 _at, _text = ctypes.c_void_p, ctypes.c_char_p  # an address or null; a string
+_object = ctypes.py_object
 
 # Every function: its result and its arguments. See csrc/host/api.h.
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -72,6 +73,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "free_slots": (_long, (_at,)),
     "trace": (_int, (_at,)),
     "take_spans": (_long, (_at, _at, _long)),
+    "signals_open": (_int, (_at, _object, _object, _at, _at, _long, _at)),
+    "signals_hold": (_int, (_at, _object)),
+    "signals_note": (_int, (_at, _int, _object)),
+    "signals_release": (_int, (_at,)),
     "executor_faulty": (_void, (_int,)),
     "executor_fail": (_int, (_at, _at, _long)),
     "executor_release": (_int, (_at,)),
@@ -81,6 +86,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 _QUICK = frozenset({"abi", "best_arm", "has_arm", "pool_open", "pool_close", "disk_name", "disk_pending", "disk_wake"})
 _QUICK |= {"disk_submit", "executor_stop", "executor_disk", "move_begin", "move_cancel", "move_outcome", "refuse"}
 _QUICK |= {"move_forget", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots", "trace", "take_spans"}
+_QUICK |= {"signals_open", "signals_hold", "signals_note", "signals_release"}
 
 
 class Library:
