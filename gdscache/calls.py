@@ -44,6 +44,9 @@ class Caller(Protocol):
         """`run`, for work that waits for nothing."""
         ...
 
+    def post(self, work: Callable[[], object]) -> None:
+        """Have something done; nobody waits for it."""
+
 
 class Direct:
     """Carries calls out at once in the caller's thread, whichever it is: for managers without an engine."""
@@ -59,6 +62,9 @@ class Direct:
 
     def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
         return work()
+
+    def post(self, work: Callable[[], object]) -> None:
+        work()
 
 
 class Calls:

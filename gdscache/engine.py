@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 
 from gdscache import arguments
@@ -32,6 +33,7 @@ from gdscache.layout import PageLayout
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.moves.native import NativeExecutor
+from gdscache.planes import Blocks
 from gdscache.prefetch.handle import Prefetch
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.store.handle import StoreHandle
@@ -206,7 +208,7 @@ class CacheEngine:
         pages, length = self._named(tokens, salt)
         first = min(self._first_page(start), len(pages))
         manager, page_tokens = self.manager, self.layout.page_tokens
-        manager.watch()
+        manager.have_watched()
         with self.timeline.span("lookup", pages=len(pages) - first):
             found = manager.lookup(pages, first)
         keep, worth, seconds, computing = self.gate.decide(found, start, length, self.loader.planner.under_way)
@@ -242,7 +244,9 @@ class CacheEngine:
 
         Raises `InvalidValueError` for hits of `lookup` and of `Prefetch.hit` together: a batch has a deadline or none.
         """
-        return self.brief(lambda: self._load_many(requests, after), _end_load)
+        load = self.brief(lambda: self._load_many(requests, after), _end_load)
+        load.begun()
+        return load
 
     def _load_many(self, requests: Sequence[tuple[Hit, Any]], after: Event) -> LayerwiseLoad:
         self._check_attached()
@@ -256,7 +260,7 @@ class CacheEngine:
                 )
             batch.append((hit.pages[: len(blocks)], blocks, hit.start))
         if len(batch) > 1:
-            planes.block_table(torch.cat([blocks.view(-1) for _, blocks, _ in batch]))  # no slot twice across requests
+            planes.check_blocks(np.concatenate([blocks for _, blocks, _ in batch]))  # no slot twice across requests
         checked = bool(pairs) and pairs[0][0].checked
         if any(hit.checked is not checked for hit, _ in pairs):
             raise InvalidValueError(
@@ -306,7 +310,7 @@ class CacheEngine:
     def submit_store(
         self,
         pages: Sequence[Page],
-        blocks: torch.Tensor,
+        blocks: Blocks,
         epoch: int,
         salt: str,
         after: Event = None,
@@ -322,7 +326,7 @@ class CacheEngine:
         event = given(after, self._parts.planes.device)
         handle = StoreHandle(len(pages), self._calls)
         storer = self._parts.storer
-        if not storer.store(pages, handle, blocks.numpy(), epoch, event, sources, retention):
+        if not storer.store(pages, handle, blocks, epoch, event, sources, retention):
             handle.read(None)
         return handle
 

@@ -28,6 +28,7 @@ from gdscache.limits import MAX_COUNT
 KEY_BYTES = 32
 FORMAT = 1
 SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # sequences whose names are remembered, and names in all: about 13 MiB
+_AT_ONCE = 2044  # bytes: from 2,048 on hashlib gives the interpreter's lock up
 _COMPARED = 8  # of those that begin with the same page, the last
 _NAMESPACES_KEPT = 8  # of one `PageHashes`: the last in which its pages were named
 
@@ -84,11 +85,28 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
         return np.empty(0, dtype="<u4")
     if values.dtype.kind not in "iu":
         raise TokensError(f"token ids have dtype {values.dtype}", "pass integers")
+    if (found := _narrowed(values)) is not None:
+        return found
     if values.dtype.itemsize > 4 or values.dtype.kind == "i":
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= 1 << 32:
             raise TokensError(f"token ids span {low} ... {high}", "ids must fit in [0, 2**32)")
     return np.ascontiguousarray(values, dtype="<u4")
+
+
+def _narrowed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32] | None:
+    """int32 or int64, as they come from tokenizers, where all of them fit; None: look closer.
+
+    By bytes, since numpy gives the interpreter's lock up for arrays of more than 500 elements, and these do not.
+    """
+    if values.dtype == np.dtype("<i4"):
+        data = values.tobytes()
+        return np.frombuffer(data, "<u4") if data[3::4].isascii() else None
+    if values.dtype == np.dtype("<i8"):
+        words = memoryview(values.tobytes()).cast("I")
+        high = words[1::2].tobytes()
+        return np.frombuffer(words[::2].tobytes(), "<u4") if high.count(0) == len(high) else None
+    return None
 
 
 def _kind(tokens: Any) -> str:
@@ -115,7 +133,8 @@ def page_keys(
     for at in range(0, len(data) - step + 1, step):
         page = keyed.copy()
         page.update(parent)
-        page.update(data[at : at + step])
+        for part in range(at, at + step, _AT_ONCE):
+            page.update(data[part : min(part + _AT_ONCE, at + step)])
         parent = page.digest()
         keys.append(parent)
     return keys
@@ -126,7 +145,7 @@ class _Named:
     """Tokens whose pages have names. `first`: the namespace, and the bytes of the first page."""
 
     first: tuple[bytes, bytes]
-    tokens: npt.NDArray[np.uint32]
+    tokens: bytes  # uint32
     pages: list[Page]
 
 
@@ -151,8 +170,9 @@ class PageNames:
         tokens = tokens[: len(tokens) // size * size]
         if not len(tokens):
             return []
-        first = namespace, tokens[:size].tobytes()
-        known, equal = self._nearest(first, tokens)
+        data = tokens.tobytes()  # and all that follows by bytes: numpy gives the interpreter's lock up
+        first = namespace, data[: 4 * size]
+        known, equal = self._nearest(first, data)
         pages = [] if known is None else known.pages[: equal // size]
         if known is not None and equal == len(tokens):
             used = known
@@ -161,10 +181,10 @@ class PageNames:
             keys = page_keys(namespace, tokens[len(pages) * size :], size, parent)
             rows = zip(keys, itertools.chain((parent,), keys), itertools.repeat(namespace), strict=False)
             pages += map(tuple.__new__, itertools.repeat(Page), rows)  # Page._make takes twice as long
-            used = _Named(first, tokens.copy(), pages[:])
+            used = _Named(first, data, pages[:])
         with self._lock:
             # One that `used` goes on from is not needed any more; one with an end of its own may go on, too.
-            if known is not None and known in self._known and (used is known or equal == len(known.tokens)):
+            if known is not None and known in self._known and (used is known or 4 * equal == len(known.tokens)):
                 self._known.remove(known)
             self._known.append(used)
             del self._known[: -self._kept]
@@ -172,7 +192,7 @@ class PageNames:
                 del self._known[0]
         return pages
 
-    def _nearest(self, first: tuple[bytes, bytes], tokens: npt.NDArray[np.uint32]) -> tuple[_Named | None, int]:
+    def _nearest(self, first: tuple[bytes, bytes], tokens: bytes) -> tuple[_Named | None, int]:
         """The remembered sequence that has the most first tokens in common with these, and how many these are."""
         with self._lock:
             alike = [some for some in self._known if some.first == first][-_COMPARED:]
@@ -186,14 +206,18 @@ class PageNames:
             self._known.clear()
 
 
-def _equal(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> int:
-    """How many of the first elements of both are equal."""
-    most = min(len(a), len(b))
-    if not most:
-        return 0
-    differs = a[:most] != b[:most]
-    first = int(differs.argmax())
-    return first if differs[first] else most
+def _equal(a: bytes, b: bytes) -> int:
+    """How many of the first tokens of both are equal."""
+    same, most = 0, min(len(a), len(b)) // 4
+    if a[: 4 * most] == b[: 4 * most]:
+        return most
+    while same < most:  # the first `same` are equal, and no more than `most`
+        middle = (same + most + 1) // 2
+        if a[4 * same : 4 * middle] == b[4 * same : 4 * middle]:
+            same = middle
+        else:
+            most = middle - 1
+    return same
 
 
 class PageHashes:

@@ -184,7 +184,7 @@ class Sequence:
                 bad,
                 cause,
             )
-        blocks = torch.tensor([e.slot for _, e in sources], dtype=torch.int64).view(-1, 1)
+        blocks = np.array([e.slot for _, e in sources], np.int64).reshape(-1, 1)
         return self._engine.submit_store(pages, blocks, self._epoch, self._salt, sources=sources, retention=retention)
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class Sequence:
         layout, gpu = self._engine.layout, self._gpu
         most = max(0, len(self._tokens) - 1) // layout.page_tokens
         candidates = self._pages[:most]
-        self._manager.watch()
+        self._manager.have_watched()
         with self._manager.lock, contextlib.ExitStack() as undo:
             self._epoch = self._manager.clearing.epoch(self._engine.namespace(self._salt))
             with self._manager.timeline.span("lookup", pages=len(candidates)):
@@ -241,7 +241,7 @@ class Sequence:
     def _start_load(self, candidates: list[Page]) -> None:
         rest = candidates[self._shared :]
         if rest:
-            blocks = self.slots[self._shared : self._shared + len(rest)].view(-1, 1)
+            blocks = np.array(self._held.slots[self._shared : self._shared + len(rest)], np.int64).reshape(-1, 1)
             start = self._shared * self._engine.layout.page_tokens
             after = [record(self._gpu.pool.device)]
             load = self._engine.loader.start([(rest, blocks, start)], "sequence", after, here=False)

@@ -95,6 +95,18 @@ GDSCACHE_API int32_t gdscache_bare(int32_t fd, int32_t write, int64_t bytes, int
                                    void* memory, int64_t memory_bytes, void* planes, int64_t sum_bytes,
                                    double* seconds);
 
+// --- tables (tables.h)
+
+// What is wrong with block numbers: 0 nothing, 1 not all are within [0, limit), 2 one is there twice.
+GDSCACHE_API int32_t gdscache_blocks_fault(const int64_t* blocks, int64_t count, int64_t limit);
+
+// Copy `count` rows of `row_bytes` each out of a table, or into it. -EINVAL before the first byte where it has no such
+// row.
+GDSCACHE_API int32_t gdscache_take_rows(const void* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows,
+                                        int64_t count, void* out);
+GDSCACHE_API int32_t gdscache_put_rows(void* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows,
+                                       int64_t count, const void* in);
+
 // --- signals (signals.h): in Python's main thread alone, with the interpreter's lock
 
 struct gdscache_signals;

@@ -26,6 +26,7 @@ from gdscache.moves.machine import Descriptors, Machine, NativeFiles
 from gdscache.moves.moving import NativeMoving
 from gdscache.native.moves import NEVER, SPAN_KINDS, Limits, NativeMoves, Space
 from gdscache.native.pages import NativePool
+from gdscache.native.tables import put_rows, take_rows
 from gdscache.streams import Event
 from gdscache.threads import start
 from gdscache.tiers.base import SlotPool
@@ -157,7 +158,7 @@ class NativeExecutor:
                 continue
             space, places = (way.through, way.places) if way.target == PLANES else (way.target, way.targets)
             if places is not None:
-                self.machine.memories[space].checksums[places] = way.sums
+                put_rows(self.machine.memories[space].checksums, places, way.sums)
 
     def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
         return Blocking(functools.partial(pool.wait, max(0.0, min(seconds, _LOOK_S))))
@@ -182,8 +183,7 @@ class NativeExecutor:
         changed.wait(seconds)
 
     def checksums(self, space: str, slots: Sequence[int]) -> Checksums:
-        found: Checksums = self.machine.memories[space].checksums[list(slots)]
-        return found
+        return take_rows(self.machine.memories[space].checksums, slots)
 
     # -- for moves under way -------------------------------------------------------------------------------------------
 

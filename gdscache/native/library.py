@@ -73,6 +73,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "free_slots": (_long, (_at,)),
     "trace": (_int, (_at,)),
     "take_spans": (_long, (_at, _at, _long)),
+    "blocks_fault": (_int, (_at, _long, _long)),
+    "take_rows": (_int, (_at, _long, _long, _at, _long, _at)),
+    "put_rows": (_int, (_at, _long, _long, _at, _long, _at)),
     "signals_open": (_int, (_at, _object, _object, _at, _at, _long, _at)),
     "signals_hold": (_int, (_at, _object)),
     "signals_note": (_int, (_at, _int, _object)),
@@ -86,7 +89,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 _QUICK = frozenset({"abi", "best_arm", "has_arm", "pool_open", "pool_close", "disk_name", "disk_pending", "disk_wake"})
 _QUICK |= {"disk_submit", "executor_stop", "executor_disk", "move_begin", "move_cancel", "move_outcome", "refuse"}
 _QUICK |= {"move_forget", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots", "trace", "take_spans"}
-_QUICK |= {"signals_open", "signals_hold", "signals_note", "signals_release"}
+_QUICK |= {"blocks_fault", "take_rows", "put_rows", "signals_open", "signals_hold", "signals_note", "signals_release"}
 
 
 class Library:
