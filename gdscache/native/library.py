@@ -90,6 +90,8 @@ _QUICK = frozenset({"abi", "best_arm", "has_arm", "pool_open", "pool_close", "di
 _QUICK |= {"disk_submit", "executor_stop", "executor_disk", "move_begin", "move_cancel", "move_outcome", "refuse"}
 _QUICK |= {"move_forget", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots", "trace", "take_spans"}
 _QUICK |= {"blocks_fault", "take_rows", "put_rows", "signals_open", "signals_hold", "signals_note", "signals_release"}
+# The same that may wait, for waits that are so short that the lock is better kept.
+_KEPT = {"move_wait": "move_wait_kept"}
 
 
 class Library:
@@ -111,14 +113,16 @@ class Library:
             raise NativeVersionError(f"{path} has the interface {found}, and this gdscache needs {ABI}", _HINT)
         for name in _FUNCTIONS:
             self._declare(quick if name in _QUICK else slow, name)
+        for name, kept in _KEPT.items():
+            self._declare(quick, name, kept)
 
-    def _declare(self, library: ctypes.CDLL, name: str) -> None:
+    def _declare(self, library: ctypes.CDLL, name: str, as_: str = "") -> None:
         try:
             function = library[f"gdscache_{name}"]
         except AttributeError:
             raise NativeVersionError(f"{self.path} has no function gdscache_{name}", _HINT) from None
         function.restype, function.argtypes = _FUNCTIONS[name]
-        self._functions[name] = function
+        self._functions[as_ or name] = function
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         try:

@@ -237,12 +237,13 @@ class NativeMoves:
         if answer != -errno.ENOENT:
             checked(answer, "cancel")
 
-    def wait(self, move: int, until: int, group: int = -1) -> bool:
+    def wait(self, move: int, until: int, group: int = -1, *, kept: bool = False) -> bool:
         """Wait until a group is in the planes or never will be; or with -1, until the move has ended. False at `until`.
 
-        Whoever waits long asks again every 100 ms, so that signals are heard.
+        Whoever waits long asks again every 100 ms, so that signals are heard. `kept`: the interpreter's lock is.
         """
-        answer = self._library.move_wait(self._open(), move, group, until)
+        wait = self._library.move_wait_kept if kept else self._library.move_wait
+        answer = wait(self._open(), move, group, until)
         return answer == -errno.ENOENT or checked(answer, "wait") == 1  # nobody knows it any more: it was over
 
     def outcome(self, move: int, rows: int) -> Outcome:
