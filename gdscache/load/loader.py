@@ -106,13 +106,11 @@ class Loader:
         """Begin in this thread, and leave the rest to one of the lane: its end too, where that breaks off."""
         try:
             run.begin()
+            with self.manager.lock:
+                self._submit(load, run)
         except BaseException as error:  # noqa: BLE001 - `LayerwiseLoad.begun` raises it
             load.broken = error
-        with self.manager.lock:
-            if load.broken is None:
-                self._submit(load, run)
-            else:
-                self._lane.start(self._lost(load, run))
+            self._lane.start(self._lost(load, run))
 
     def bring(self, plan: LoadPlan) -> Steps[LoadReport]:
         """Read pages into the slots of the landing tier that the plan has for them, and no further. Ends the plan.
