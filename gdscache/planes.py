@@ -152,7 +152,9 @@ def _values(tensor: torch.Tensor) -> Any:
     if not tensor.is_contiguous():
         return np.array(tensor.reshape(-1).tolist(), np.int64)
     size = tensor.numel() * tensor.element_size()
-    return np.frombuffer(ctypes.string_at(tensor.data_ptr(), size), np.int64 if tensor.dtype == torch.int64 else np.int32)
+    return np.frombuffer(
+        ctypes.string_at(tensor.data_ptr(), size), np.int64 if tensor.dtype == torch.int64 else np.int32
+    )
 
 
 def _host_indices(slots: Any) -> Blocks:

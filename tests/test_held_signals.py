@@ -71,9 +71,14 @@ def calls() -> Iterator[Calls]:
 
 def test_what_comes_meanwhile_is_heard_behind() -> None:
     done = []
-    with handlers(SIGINT=signal.default_int_handler), pytest.raises(KeyboardInterrupt), held():
-        signal.raise_signal(INT)
-        done.append(1)
+
+    def act() -> None:
+        with held():
+            signal.raise_signal(INT)
+            done.append(1)
+
+    with handlers(SIGINT=signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        act()
     assert done
 
 
@@ -84,17 +89,18 @@ def test_what_came_before_is_heard_first_and_nothing_begins(calls: Calls) -> Non
     def work() -> None:
         done.append(1)
 
-    def interrupted() -> None:
-        calls.brief(work)
-
     tell = getattr(ctypes.PyDLL(None), "raise")
-    with handlers(SIGTERM=raise_term), pytest.raises(TermError):
-        tell(int(TERM))
-        interrupted()
-    assert not done
-    with handlers(SIGTERM=raise_term), pytest.raises(TermError):
+
+    def interrupted(act: Callable[[], object]) -> None:
+        list(map(operator.call, [functools.partial(tell, int(TERM)), act]))
+
+    with handlers(SIGTERM=raise_term):
+        with pytest.raises(TermError):
+            interrupted(functools.partial(calls.brief, work))
         here = signals()
-        list(map(operator.call, [functools.partial(tell, int(TERM)), here.hold]))
+        with pytest.raises(TermError):
+            interrupted(here.hold)
+    assert not done
     assert not here.held
 
 

@@ -83,7 +83,9 @@ class Loader:
                 undo.callback(self.planner.abandon, plan)
                 found = list(zip(plan.requests, requests, strict=True))
                 tables = [blocks[: len(rows)] for rows, (_, blocks, _) in found]
-                table = tables[0] if len(tables) == 1 else np.concatenate(tables) if tables else np.empty((0, 1), np.int64)
+                table = (
+                    tables[0] if len(tables) == 1 else np.concatenate(tables) if tables else np.empty((0, 1), np.int64)
+                )
                 load = LayerwiseLoad(
                     [LoadPart(len(rows), start) for rows, (_, _, start) in found],
                     self.layout,

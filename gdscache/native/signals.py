@@ -31,7 +31,9 @@ class Signals:
         functions = (ctypes.c_uint64 * len(_PYTHON))()
         for n, name in enumerate(_PYTHON):
             functions[n] = ctypes.cast(ctypes.pythonapi[name], ctypes.c_void_p).value or 0
-        plain, names = (ctypes.c_int32 * len(numbers))(*numbers), (ctypes.py_object * len(numbers))(*numbers)
+        plain, names = (ctypes.c_int32 * len(numbers))(*numbers), (ctypes.py_object * len(numbers))()
+        for n, number in enumerate(numbers):
+            names[n] = number  # type: ignore[assignment]
         handle = ctypes.c_void_p()
         answer = self._library.signals_open(
             *(ctypes.addressof(functions), of_c.getsignal, of_c.signal),

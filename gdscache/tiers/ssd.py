@@ -28,10 +28,10 @@ from gdscache.directory import CacheDirectories
 from gdscache.errors import IOFailedError, LockLostError, StorageError
 from gdscache.keys import Page
 from gdscache.layout import PageLayout
+from gdscache.native.tables import put_rows, take_rows
 from gdscache.policies import new_policy
 from gdscache.slab import Slab
 from gdscache.storage import open_transport
-from gdscache.native.tables import put_rows, take_rows
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.pages import Entry, PageState
