@@ -1,15 +1,17 @@
-"""Who carries a public call out: the engine's own thread, where the caller is the one that Python interrupts.
+"""Who carries a public call out, since Python interrupts one of the callers.
 
 Ctrl-C raises `KeyboardInterrupt` in the main thread, at any line. A call that is broken off in the middle of an index
-leaves it torn, and what it took has no owner. So the main thread only asks, and waits; a thread of the engine carries
-the call out from its begin to its end, and when the caller is gone by then, takes back what the call took. Other
-threads are never interrupted and carry their calls out themselves.
+leaves it torn, and what it took has no owner. So the main thread holds signals back while it carries out what waits for
+nothing (`brief`): they are heard behind it, and what it took is given back where one raises. Of what may wait it only
+asks a thread of the engine (`run`), which carries the call out from its begin to its end, and when the caller is gone
+by then, takes back what the call took. Other threads are never interrupted and carry their calls out themselves.
 
 An engine belongs to the process that opened it: a forked child has its memory, and none of its threads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import os
@@ -81,6 +83,9 @@ class Calls:
         self._numbers = itertools.count()
         self._bell = -1  # an eventfd, once somebody asked for it
         self._bell_lock = threading.Lock()
+        # As `os.eventfd_write`, with the interpreter's lock: it never waits, and who rings may hold the manager's lock.
+        self._ring: Any = ctypes.PyDLL(None).eventfd_write
+        self._ring.argtypes = ctypes.c_int, ctypes.c_uint64
         start([self._thread], self.end)
 
     @property
@@ -170,7 +175,7 @@ class Calls:
         """A handle's work has ended."""
         with self._bell_lock:
             if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+                self._ring(self._bell, 1)
 
     def close_bell(self) -> None:
         """Nothing ends any more: give the descriptor back."""

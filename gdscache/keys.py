@@ -24,6 +24,7 @@ import numpy.typing as npt
 from gdscache import arguments
 from gdscache.errors import InvalidValueError, TokensError
 from gdscache.limits import MAX_COUNT
+from gdscache.token_bytes import equal_tokens, narrowed
 
 KEY_BYTES = 32
 FORMAT = 1
@@ -85,28 +86,13 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
         return np.empty(0, dtype="<u4")
     if values.dtype.kind not in "iu":
         raise TokensError(f"token ids have dtype {values.dtype}", "pass integers")
-    if (found := _narrowed(values)) is not None:
+    if (found := narrowed(values)) is not None:
         return found
     if values.dtype.itemsize > 4 or values.dtype.kind == "i":
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= 1 << 32:
             raise TokensError(f"token ids span {low} ... {high}", "ids must fit in [0, 2**32)")
     return np.ascontiguousarray(values, dtype="<u4")
-
-
-def _narrowed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32] | None:
-    """int32 or int64, as they come from tokenizers, where all of them fit; None: look closer.
-
-    By bytes, since numpy gives the interpreter's lock up for arrays of more than 500 elements, and these do not.
-    """
-    if values.dtype == np.dtype("<i4"):
-        data = values.tobytes()
-        return np.frombuffer(data, "<u4") if data[3::4].isascii() else None
-    if values.dtype == np.dtype("<i8"):
-        words = memoryview(values.tobytes()).cast("I")
-        high = words[1::2].tobytes()
-        return np.frombuffer(words[::2].tobytes(), "<u4") if high.count(0) == len(high) else None
-    return None
 
 
 def _kind(tokens: Any) -> str:
@@ -196,7 +182,7 @@ class PageNames:
         """The remembered sequence that has the most first tokens in common with these, and how many these are."""
         with self._lock:
             alike = [some for some in self._known if some.first == first][-_COMPARED:]
-        equal = [_equal(some.tokens, tokens) for some in alike]
+        equal = [equal_tokens(some.tokens, tokens) for some in alike]
         most = max(equal, default=0)
         return (alike[equal.index(most)], most) if most else (None, 0)
 
@@ -204,20 +190,6 @@ class PageNames:
         """Remember nothing."""
         with self._lock:
             self._known.clear()
-
-
-def _equal(a: bytes, b: bytes) -> int:
-    """How many of the first tokens of both are equal."""
-    same, most = 0, min(len(a), len(b)) // 4
-    if a[: 4 * most] == b[: 4 * most]:
-        return most
-    while same < most:  # the first `same` are equal, and no more than `most`
-        middle = (same + most + 1) // 2
-        if a[4 * same : 4 * middle] == b[4 * same : 4 * middle]:
-            same = middle
-        else:
-            most = middle - 1
-    return same
 
 
 class PageHashes:
