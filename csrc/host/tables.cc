@@ -39,6 +39,7 @@ Fault fault(const int64_t* blocks, int64_t count, int64_t limit) {
 bool take_rows(const uint8_t* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows, int64_t count,
                uint8_t* out) {
     if (!within(rows, count, table_rows)) return false;
+    if (row_bytes == 0) return true;  // and perhaps no memory
     for (int64_t n = 0; n < count; ++n) {
         std::memcpy(out + n * row_bytes, table + rows[n] * row_bytes, static_cast<size_t>(row_bytes));
     }
@@ -48,6 +49,7 @@ bool take_rows(const uint8_t* table, int64_t table_rows, int64_t row_bytes, cons
 bool put_rows(uint8_t* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows, int64_t count,
               const uint8_t* in) {
     if (!within(rows, count, table_rows)) return false;
+    if (row_bytes == 0) return true;  // and perhaps no memory
     for (int64_t n = 0; n < count; ++n) {
         std::memcpy(table + rows[n] * row_bytes, in + n * row_bytes, static_cast<size_t>(row_bytes));
     }
