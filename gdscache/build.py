@@ -183,7 +183,7 @@ def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> Nati
         memories["bounce"] = bounce.extents
 
     def refusal() -> PageStatus | None:
-        manager.watch()
+        manager.have_watched()
         return PageStatus(manager.quarantine.cause) if manager.quarantine.off else None
 
     files = {tier.name: tier.io for tier in manager.files}

@@ -1,15 +1,17 @@
-"""Who carries a public call out: the engine's own thread, where the caller is the one that Python interrupts.
+"""Who carries a public call out, since Python interrupts one of the callers.
 
 Ctrl-C raises `KeyboardInterrupt` in the main thread, at any line. A call that is broken off in the middle of an index
-leaves it torn, and what it took has no owner. So the main thread only asks, and waits; a thread of the engine carries
-the call out from its begin to its end, and when the caller is gone by then, takes back what the call took. Other
-threads are never interrupted and carry their calls out themselves.
+leaves it torn, and what it took has no owner. So the main thread holds signals back while it carries out what waits for
+nothing (`brief`): they are heard behind it, and what it took is given back where one raises. Of what may wait it only
+asks a thread of the engine (`run`), which carries the call out from its begin to its end, and when the caller is gone
+by then, takes back what the call took. Other threads are never interrupted and carry their calls out themselves.
 
 An engine belongs to the process that opened it: a forked child has its memory, and none of its threads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import os
@@ -20,6 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from gdscache.errors import ForkedProcessError
+from gdscache.native.signals import signals
 from gdscache.threads import Flag, failure_of, log_failure, start
 
 _TAKEN_BACK_S = 5.0  # seconds that an interrupted caller waits until what its call took is given back
@@ -39,6 +42,13 @@ class Caller(Protocol):
         self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None, stop: Flag | None = None
     ) -> _T: ...
 
+    def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
+        """`run`, for work that waits for nothing."""
+        ...
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Have something done; nobody waits for it."""
+
 
 class Direct:
     """Carries calls out at once in the caller's thread, whichever it is: for managers without an engine."""
@@ -51,6 +61,12 @@ class Direct:
 
     def run(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None, stop: Flag | None = None) -> _T:
         return work()
+
+    def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
+        return work()
+
+    def post(self, work: Callable[[], object]) -> None:
+        work()
 
 
 class Calls:
@@ -67,6 +83,9 @@ class Calls:
         self._numbers = itertools.count()
         self._bell = -1  # an eventfd, once somebody asked for it
         self._bell_lock = threading.Lock()
+        # As `os.eventfd_write`, with the interpreter's lock: it never waits, and who rings may hold the manager's lock.
+        self._ring: Any = ctypes.PyDLL(None).eventfd_write
+        self._ring.argtypes = ctypes.c_int, ctypes.c_uint64
         start([self._thread], self.end)
 
     @property
@@ -77,7 +96,7 @@ class Calls:
     @property
     def in_caller(self) -> bool:
         """Whether a call of this thread is carried out in it: nothing interrupts it, or the engine is closed."""
-        return threading.current_thread() is not threading.main_thread() or self._over.is_set()
+        return threading.current_thread() is not threading.main_thread() or signals().held or self._over.is_set()
 
     def check(self) -> None:
         """Raises `ForkedProcessError` in a forked child."""
@@ -111,6 +130,27 @@ class Calls:
                 self._break_off(call, undo, stop)
             raise
 
+    def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
+        """`run`, for work that waits for nothing. It is carried out in the caller's thread, whichever it is.
+
+        In the main thread signals are held meanwhile, and heard behind it.
+        """
+        self.check()
+        if threading.current_thread() is not threading.main_thread() or (held := signals()).held:
+            return work()
+        call = _Call(work)
+        try:
+            held.hold()
+            try:  # nothing interrupts before this, and nothing within it
+                call.carry_out()
+            finally:
+                held.release()
+            return call.answer()
+        except BaseException:
+            if not call.failed:
+                self._break_off(call, undo, None)
+            raise
+
     def _break_off(self, call: _Call[_T], undo: Callable[[_T], object] | None, stop: Flag | None) -> None:
         """Nobody waits for a call any more."""
         call.left = True
@@ -119,6 +159,8 @@ class Calls:
         if undo is not None:
             taken_back = _Call(functools.partial(call.take_back, undo))
             self._asked.put(taken_back)
+            if self._over.is_set():
+                _refuse(self._asked)
             taken_back.over.wait(_TAKEN_BACK_S)
 
     def fileno(self) -> int:
@@ -133,7 +175,7 @@ class Calls:
         """A handle's work has ended."""
         with self._bell_lock:
             if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+                self._ring(self._bell, 1)
 
     def close_bell(self) -> None:
         """Nothing ends any more: give the descriptor back."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 
 from gdscache import arguments
@@ -32,6 +33,7 @@ from gdscache.layout import PageLayout
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.moves.native import NativeExecutor
+from gdscache.planes import Blocks
 from gdscache.prefetch.handle import Prefetch
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.store.handle import StoreHandle
@@ -126,6 +128,10 @@ class CacheEngine:
             work = on_stream_of_caller(self._parts.planes.device, work)
         return self._calls.run(work, undo, stop)
 
+    def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
+        """`call`, for what waits for nothing; see `Calls.brief`."""
+        return self._calls.brief(work, undo)
+
     def watch(self, handle: object, dead: Callable[[], object]) -> Callable[[], None]:
         """Have `dead()` done when nobody has `handle` any more; what takes that back."""
         return functools.partial(self._calls.unwatch, self._calls.watch(handle, dead))
@@ -186,7 +192,7 @@ class CacheEngine:
 
     def sequence(self, tokens: Any, salt: str = "") -> TokenSequence:
         """Find the longest cached prefix, allocate slots, begin loading. Raises `PoolFullError` and holds nothing."""
-        return self.call(lambda: TokenSequence(self, self.gpu, tokens, salt), TokenSequence.leave)
+        return self.brief(lambda: TokenSequence(self, self.gpu, tokens, salt), TokenSequence.leave)
 
     # -- an engine with planes of its own --------------------------------------------------------------------------
 
@@ -196,13 +202,13 @@ class CacheEngine:
         Takes no lease and changes nothing but recency. With `load.gate: enforcing`, what is slower to load than to
         compute is left out; `tokens` is then the whole request, since computing its end has its price too.
         """
-        return self.call(lambda: self._lookup(tokens, start, salt))
+        return self.brief(lambda: self._lookup(tokens, start, salt))
 
     def _lookup(self, tokens: Any, start: int, salt: str) -> Hit:
         pages, length = self._named(tokens, salt)
         first = min(self._first_page(start), len(pages))
         manager, page_tokens = self.manager, self.layout.page_tokens
-        manager.watch()
+        manager.have_watched()
         with self.timeline.span("lookup", pages=len(pages) - first):
             found = manager.lookup(pages, first)
         keep, worth, seconds, computing = self.gate.decide(found, start, length, self.loader.planner.under_way)
@@ -221,7 +227,7 @@ class CacheEngine:
         `InvalidValueError` for numbers that cannot be.
         """
         costs = self.manager.costs
-        self.call(lambda: costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds))
+        self.brief(lambda: costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds))
 
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.
@@ -238,7 +244,9 @@ class CacheEngine:
 
         Raises `InvalidValueError` for hits of `lookup` and of `Prefetch.hit` together: a batch has a deadline or none.
         """
-        return self.call(lambda: self._load_many(requests, after), _end_load)
+        load = self.brief(lambda: self._load_many(requests, after), _end_load)
+        load.begun()
+        return load
 
     def _load_many(self, requests: Sequence[tuple[Hit, Any]], after: Event) -> LayerwiseLoad:
         self._check_attached()
@@ -252,7 +260,7 @@ class CacheEngine:
                 )
             batch.append((hit.pages[: len(blocks)], blocks, hit.start))
         if len(batch) > 1:
-            planes.block_table(torch.cat([blocks.view(-1) for _, blocks, _ in batch]))  # no slot twice across requests
+            planes.check_blocks(np.concatenate([blocks for _, blocks, _ in batch]))  # no slot twice across requests
         checked = bool(pairs) and pairs[0][0].checked
         if any(hit.checked is not checked for hit, _ in pairs):
             raise InvalidValueError(
@@ -280,7 +288,7 @@ class CacheEngine:
         on every tier and after a restart too; None: until they are evicted. Where a page is cached already, the
         greater priority and the later end count. Raises `InvalidValueError`.
         """
-        return self.call(lambda: self._store(tokens, slots, start, salt, after, priority, ttl), _end_store)
+        return self.brief(lambda: self._store(tokens, slots, start, salt, after, priority, ttl), _end_store)
 
     def _store(
         self, tokens: Any, slots: Any, start: int, salt: str, after: Event, priority: int, ttl: float | None
@@ -302,7 +310,7 @@ class CacheEngine:
     def submit_store(
         self,
         pages: Sequence[Page],
-        blocks: torch.Tensor,
+        blocks: Blocks,
         epoch: int,
         salt: str,
         after: Event = None,
@@ -318,7 +326,7 @@ class CacheEngine:
         event = given(after, self._parts.planes.device)
         handle = StoreHandle(len(pages), self._calls)
         storer = self._parts.storer
-        if not storer.store(pages, handle, blocks.numpy(), epoch, event, sources, retention):
+        if not storer.store(pages, handle, blocks, epoch, event, sources, retention):
             handle.read(None)
         return handle
 
@@ -338,7 +346,7 @@ class CacheEngine:
         finds no room is left out, and the prefetch ends with `no_room`. Such a prefetch does not count to
         `prefetch.quota`. Raises `InvalidValueError` for no number of seconds, and without a CPU tier.
         """
-        return self.call(lambda: self._prefetch(tokens, start, salt, pin), Prefetch.cancel)
+        return self.brief(lambda: self._prefetch(tokens, start, salt, pin), Prefetch.cancel)
 
     def _prefetch(self, tokens: Any, start: int, salt: str, pin: float | None) -> Prefetch:
         self._check_open()
@@ -362,7 +370,7 @@ class CacheEngine:
         Use it in a `with` block, or call `release`; `pin.tokens` says how many tokens it holds, which is fewer where
         pages are not cached, or where pins hold half of a tier already. Raises `InvalidValueError`.
         """
-        return self.call(
+        return self.brief(
             lambda: self.manager.pin(self.pages(tokens, salt), seconds, self.layout.page_tokens), Pin.release
         )
 

@@ -24,10 +24,12 @@ import numpy.typing as npt
 from gdscache import arguments
 from gdscache.errors import InvalidValueError, TokensError
 from gdscache.limits import MAX_COUNT
+from gdscache.token_bytes import equal_tokens, narrowed
 
 KEY_BYTES = 32
 FORMAT = 1
 SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # sequences whose names are remembered, and names in all: about 13 MiB
+_AT_ONCE = 2044  # bytes: from 2,048 on hashlib gives the interpreter's lock up
 _COMPARED = 8  # of those that begin with the same page, the last
 _NAMESPACES_KEPT = 8  # of one `PageHashes`: the last in which its pages were named
 
@@ -84,6 +86,8 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
         return np.empty(0, dtype="<u4")
     if values.dtype.kind not in "iu":
         raise TokensError(f"token ids have dtype {values.dtype}", "pass integers")
+    if (found := narrowed(values)) is not None:
+        return found
     if values.dtype.itemsize > 4 or values.dtype.kind == "i":
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= 1 << 32:
@@ -115,7 +119,8 @@ def page_keys(
     for at in range(0, len(data) - step + 1, step):
         page = keyed.copy()
         page.update(parent)
-        page.update(data[at : at + step])
+        for part in range(at, at + step, _AT_ONCE):
+            page.update(data[part : min(part + _AT_ONCE, at + step)])
         parent = page.digest()
         keys.append(parent)
     return keys
@@ -126,7 +131,7 @@ class _Named:
     """Tokens whose pages have names. `first`: the namespace, and the bytes of the first page."""
 
     first: tuple[bytes, bytes]
-    tokens: npt.NDArray[np.uint32]
+    tokens: bytes  # uint32
     pages: list[Page]
 
 
@@ -151,8 +156,9 @@ class PageNames:
         tokens = tokens[: len(tokens) // size * size]
         if not len(tokens):
             return []
-        first = namespace, tokens[:size].tobytes()
-        known, equal = self._nearest(first, tokens)
+        data = tokens.tobytes()  # and all that follows by bytes: numpy gives the interpreter's lock up
+        first = namespace, data[: 4 * size]
+        known, equal = self._nearest(first, data)
         pages = [] if known is None else known.pages[: equal // size]
         if known is not None and equal == len(tokens):
             used = known
@@ -161,10 +167,10 @@ class PageNames:
             keys = page_keys(namespace, tokens[len(pages) * size :], size, parent)
             rows = zip(keys, itertools.chain((parent,), keys), itertools.repeat(namespace), strict=False)
             pages += map(tuple.__new__, itertools.repeat(Page), rows)  # Page._make takes twice as long
-            used = _Named(first, tokens.copy(), pages[:])
+            used = _Named(first, data, pages[:])
         with self._lock:
             # One that `used` goes on from is not needed any more; one with an end of its own may go on, too.
-            if known is not None and known in self._known and (used is known or equal == len(known.tokens)):
+            if known is not None and known in self._known and (used is known or 4 * equal == len(known.tokens)):
                 self._known.remove(known)
             self._known.append(used)
             del self._known[: -self._kept]
@@ -172,11 +178,11 @@ class PageNames:
                 del self._known[0]
         return pages
 
-    def _nearest(self, first: tuple[bytes, bytes], tokens: npt.NDArray[np.uint32]) -> tuple[_Named | None, int]:
+    def _nearest(self, first: tuple[bytes, bytes], tokens: bytes) -> tuple[_Named | None, int]:
         """The remembered sequence that has the most first tokens in common with these, and how many these are."""
         with self._lock:
             alike = [some for some in self._known if some.first == first][-_COMPARED:]
-        equal = [_equal(some.tokens, tokens) for some in alike]
+        equal = [equal_tokens(some.tokens, tokens) for some in alike]
         most = max(equal, default=0)
         return (alike[equal.index(most)], most) if most else (None, 0)
 
@@ -184,16 +190,6 @@ class PageNames:
         """Remember nothing."""
         with self._lock:
             self._known.clear()
-
-
-def _equal(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> int:
-    """How many of the first elements of both are equal."""
-    most = min(len(a), len(b))
-    if not most:
-        return 0
-    differs = a[:most] != b[:most]
-    first = int(differs.argmax())
-    return first if differs[first] else most
 
 
 class PageHashes:

@@ -1,7 +1,8 @@
 """Locks on files of a cache directory, and how one that is lost is noticed.
 
 A `flock` is on a file, and whoever looks for it goes by a name: a lock whose name is gone, or names another file, keeps
-nobody out any more. Names are looked up again before anything is written, and before loads, which costs an `os.stat`.
+nobody out any more. Names are looked up again before anything is written, and at times while pages are read, which
+costs an `os.stat`.
 """
 
 from __future__ import annotations

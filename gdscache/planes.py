@@ -6,17 +6,21 @@ contiguous. `block_tokens` divides `page_tokens`; a page is `page_tokens // bloc
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gdscache.errors import PlanesError, SlotCountError, SlotRangeError
 from gdscache.layout import DTYPE_BYTES, PageLayout, Plane
+from gdscache.native.tables import blocks_fault
 
+Blocks = npt.NDArray[np.int64]
 _SHAPE = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][plane]"
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -113,34 +117,48 @@ class PagedPlanes:
         words = tensor.as_strided((*shape[:2], math.prod(plane.shape)), (block_stride, token_stride, 1))
         return PlaneView(words.view(_WORDS[word_bytes]), word_bytes)
 
-    def block_table(self, slots: Any) -> torch.Tensor:
-        """Block indices as a host int64 tensor of shape (pages, blocks_per_page).
+    def block_table(self, slots: Any) -> Blocks:
+        """Block indices as an int64 array of shape (pages, blocks_per_page).
 
         `slots`: a list, numpy array or host tensor of int32 or int64, page after page. Raises `SlotRangeError` for
         values that are not block numbers of this pool or named twice, `SlotCountError` for a broken page.
         """
         table = _host_indices(slots)
-        if not table.numel():
-            return table.view(0, self.blocks_per_page)
-        ordered = np.sort(table.numpy())
-        low, high = int(ordered[0]), int(ordered[-1])
-        if low < 0 or high >= self.blocks:
-            raise SlotRangeError(
-                f"slots span {low} ... {high}, the pool has blocks 0 ... {self.blocks - 1}",
-                "pass block indices of the planes that the engine was opened with",
-            )
-        if (ordered[1:] == ordered[:-1]).any():
-            raise SlotRangeError("a slot is named twice", "every page needs blocks of its own")
-        if table.numel() % self.blocks_per_page:
+        self.check_blocks(table)
+        if table.size % self.blocks_per_page:
             raise SlotCountError(
-                f"{table.numel()} blocks are no whole number of pages of {self.blocks_per_page} blocks",
+                f"{table.size} blocks are no whole number of pages of {self.blocks_per_page} blocks",
                 f"pass all {self.blocks_per_page} blocks of each page, page after page",
             )
-        return table.view(-1, self.blocks_per_page)
+        return table.reshape(-1, self.blocks_per_page)
+
+    def check_blocks(self, blocks: Blocks) -> None:
+        """Raises `SlotRangeError` where some are not block numbers of this pool, or named twice."""
+        fault = blocks_fault(blocks, self.blocks)
+        if fault == "outside":
+            raise SlotRangeError(
+                f"slots span {blocks.min()} ... {blocks.max()}, the pool has blocks 0 ... {self.blocks - 1}",
+                "pass block indices of the planes that the engine was opened with",
+            )
+        if fault:
+            raise SlotRangeError("a slot is named twice", "every page needs blocks of its own")
 
 
-def _host_indices(slots: Any) -> torch.Tensor:
-    """Integers on the host as a flat int64 tensor. Raises `SlotRangeError` for anything else."""
+def _values(tensor: torch.Tensor) -> Any:
+    """Those of a host tensor of int32 or int64, by nothing that gives the interpreter's lock up, as torch does for each
+    step, and for the end of an array that `numpy()` made."""
+    if not tensor.numel():
+        return ()
+    if not tensor.is_contiguous():
+        return np.array(tensor.reshape(-1).tolist(), np.int64)
+    size = tensor.numel() * tensor.element_size()
+    return np.frombuffer(
+        ctypes.string_at(tensor.data_ptr(), size), np.int64 if tensor.dtype == torch.int64 else np.int32
+    )
+
+
+def _host_indices(slots: Any) -> Blocks:
+    """Integers on the host as a flat, contiguous int64 array. Raises `SlotRangeError` for anything else."""
     hint = "pass a flat list, numpy array or host tensor of int32 or int64 block indices"
     if isinstance(slots, torch.Tensor):
         if slots.device.type != "cpu":
@@ -149,7 +167,7 @@ def _host_indices(slots: Any) -> torch.Tensor:
             raise SlotRangeError(f"slots are a tensor of layout {slots.layout}", hint)
         if slots.numel() and slots.dtype not in (torch.int32, torch.int64):
             raise SlotRangeError(f"slots have dtype {slots.dtype}", hint)
-        return slots.reshape(-1).to(torch.int64)
+        slots = _values(slots)
     if isinstance(slots, np.ma.MaskedArray):
         raise SlotRangeError("slots are a masked array", hint)
     try:
@@ -158,4 +176,6 @@ def _host_indices(slots: Any) -> torch.Tensor:
         raise SlotRangeError(f"slots are no array: {error}", hint) from None
     if array.size and array.dtype not in (np.int32, np.int64):
         raise SlotRangeError(f"slots have dtype {array.dtype}", hint)
-    return torch.from_numpy(array.reshape(-1).astype(np.int64))
+    # A copy, since stores look at it later, and one by which numpy gives no lock up, however long it is.
+    flat = np.ascontiguousarray(array.reshape(-1), np.int64)
+    return np.frombuffer(flat.tobytes(), np.int64) if flat.size else flat

@@ -140,7 +140,7 @@ class Sequence:
     def append(self, tokens: Any) -> None:
         """Add tokens that are to be computed. Raises `PoolFullError`, and changes nothing, when no slot is left."""
         self._check_open()
-        self._engine.call(lambda: self._append(tokens), self._shrink)
+        self._engine.brief(lambda: self._append(tokens), self._shrink)
 
     def _append(self, tokens: Any) -> tuple[Any, list[Page], int]:
         """Grow; what to go back to, and how many slots there were."""
@@ -171,7 +171,7 @@ class Sequence:
         self._check_open()
         retention = Retention.of(priority, ttl, self._manager.expiry.clock)
         bad = self._first_bad()
-        return self._engine.call(lambda: self._commit(bad, retention))
+        return self._engine.brief(lambda: self._commit(bad, retention))
 
     def _commit(self, bad: int | None, retention: Retention) -> StoreHandle:
         pages, sources = self._publish(len(self._pages) if bad is None else bad, retention)
@@ -184,7 +184,7 @@ class Sequence:
                 bad,
                 cause,
             )
-        blocks = torch.tensor([e.slot for _, e in sources], dtype=torch.int64).view(-1, 1)
+        blocks = np.array([e.slot for _, e in sources], np.int64).reshape(-1, 1)
         return self._engine.submit_store(pages, blocks, self._epoch, self._salt, sources=sources, retention=retention)
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class Sequence:
         layout, gpu = self._engine.layout, self._gpu
         most = max(0, len(self._tokens) - 1) // layout.page_tokens
         candidates = self._pages[:most]
-        self._manager.watch()
+        self._manager.have_watched()
         with self._manager.lock, contextlib.ExitStack() as undo:
             self._epoch = self._manager.clearing.epoch(self._engine.namespace(self._salt))
             with self._manager.timeline.span("lookup", pages=len(candidates)):
@@ -241,7 +241,7 @@ class Sequence:
     def _start_load(self, candidates: list[Page]) -> None:
         rest = candidates[self._shared :]
         if rest:
-            blocks = self.slots[self._shared : self._shared + len(rest)].view(-1, 1)
+            blocks = np.array(self._held.slots[self._shared : self._shared + len(rest)], np.int64).reshape(-1, 1)
             start = self._shared * self._engine.layout.page_tokens
             after = [record(self._gpu.pool.device)]
             load = self._engine.loader.start([(rest, blocks, start)], "sequence", after, here=False)

@@ -37,7 +37,7 @@ def _few_objects() -> Iterator[None]:
 
 
 class Lines:
-    """Counts the lines of gdscache that this thread comes to, and interrupts it at line number `at`."""
+    """Counts the lines of gdscache that this thread comes to, and interrupts it at line number `at`, by a signal."""
 
     def __init__(self, at: int | None = None) -> None:
         self.at = at
@@ -52,18 +52,21 @@ class Lines:
             self.seen += 1
             if self.seen == self.at:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return self._line
 
     def run(self, call: Call) -> None:
-        before = sys.gettrace()
+        before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.settrace(self)
         try:
             call()
+            assert not self.where, f"an interrupt at {self.where} was lost"
         except KeyboardInterrupt:
             assert self.where, "interrupted by somebody else"
         finally:
             sys.settrace(before)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "signals are held for good"
+            signal.signal(signal.SIGINT, handler)
 
 
 class Rig:

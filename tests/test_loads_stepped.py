@@ -226,7 +226,7 @@ class Run(Order):
         blocks = [next(self._blocks) for _ in pages]
         self._starts = self.machine.now
         try:
-            table = torch.tensor(blocks).view(-1, 1)
+            table = np.array(blocks).reshape(-1, 1)
             starts = itertools.accumulate(map(len, requests), initial=0)
             batch = [(some, table[at : at + len(some)], 0) for some, at in zip(requests, starts, strict=False)]
             load = self.loader.start(batch, "load", checked=checked)
@@ -237,7 +237,7 @@ class Run(Order):
         ]
         pages = [page for some, _ in moved for page in some]  # without those behind one that failed before
         self.loads.append(
-            Begun(load, pages, torch.cat([table for _, table in moved]).view(-1).tolist(), self.machine.now)
+            Begun(load, pages, np.concatenate([table for _, table in moved]).reshape(-1).tolist(), self.machine.now)
         )
 
     def _read_begins(self) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import WAIT, Host, make_config, prompt, quiet
+from helpers import WAIT, Host, make_config, prompt, quiet, until
 
 from gdscache import PageStatus
 from gdscache.errors import DirectoryInUseError, DirectoryPermissionsError, IOFailedError, NotARegularFileError
@@ -136,6 +136,7 @@ def first(tmp_path: Path) -> Iterator[Host]:
 
 def has_stopped(host: Host, hit: Any) -> None:
     """Loads are misses with a cause, stores are dropped and counted, and all of `stats`, `check` and the log say so."""
+    until(lambda: host.engine.lookup(TOKENS).tokens == 0, "calls have it looked at, and go by what was found")
     blocks = host.take(len(hit.pages))
     report = host.engine.load(hit, blocks).result()  # of a hit from before
     assert report.tokens == 0

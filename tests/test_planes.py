@@ -111,10 +111,25 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("make", [lambda t: t, lambda t: t.numpy(), lambda t: t.view(2, 2), lambda t: t.tolist()])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda t: t, lambda t: t.numpy(), lambda t: t.view(2, 2), lambda t: t.tolist()),
+        *(lambda t: t.repeat_interleave(2)[::2], lambda t: t.numpy().repeat(2)[::2], lambda t: t.numpy().reshape(2, 2)),
+    ],
+)
 def test_a_block_table_is_pages_of_blocks(dtype: torch.dtype, make: Callable[[torch.Tensor], Any]) -> None:
     table = PagedPlanes(LAYOUT, planes()).block_table(make(torch.tensor([5, 0, 2, 1], dtype=dtype)))
-    assert table.dtype == torch.int64
+    assert table.dtype == np.int64
+    assert table.tolist() == [[5, 0], [2, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("of_numpy", [False, True])
+def test_a_block_table_is_the_callers_no_more(dtype: torch.dtype, of_numpy: bool) -> None:
+    slots = torch.tensor([5, 0, 2, 1], dtype=dtype)
+    table = PagedPlanes(LAYOUT, planes()).block_table(slots.numpy() if of_numpy else slots)
+    slots[:] = 7
     assert table.tolist() == [[5, 0], [2, 1]]
 
 

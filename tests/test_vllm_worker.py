@@ -162,7 +162,7 @@ def stub_engine() -> tuple[Any, list[StoreHandle]]:
     engine: Any = SimpleNamespace(
         pages=lambda given: list(range(len(given))),
         namespace=lambda: b"",
-        call=lambda work: work(),
+        brief=lambda work: work(),
         submit_store=submit,
         manager=SimpleNamespace(clearing=SimpleNamespace(epoch=lambda namespace: 0)),
     )

@@ -1,7 +1,8 @@
 // The plain C interface of the native library, which Python loads by ctypes (gdscache/native/library.py).
 //
 // Addresses and counts are the caller's word; what can be checked of them is, and a call that refuses changes nothing.
-// Functions answer 0 or a count, or a negative errno: -EINVAL for what makes no sense, -ENOMEM. None calls into Python.
+// Functions answer 0 or a count, or a negative errno: -EINVAL for what makes no sense, -ENOMEM. None calls into
+// Python but those of signals.
 
 #pragma once
 
@@ -93,3 +94,29 @@ GDSCACHE_API int32_t gdscache_cut_and_merge(const int64_t* requests, int64_t n_r
 GDSCACHE_API int32_t gdscache_bare(int32_t fd, int32_t write, int64_t bytes, int64_t piece_bytes, int32_t threads,
                                    void* memory, int64_t memory_bytes, void* planes, int64_t sum_bytes,
                                    double* seconds);
+
+// --- tables (tables.h)
+
+// What is wrong with block numbers: 0 nothing, 1 not all are within [0, limit), 2 one is there twice.
+GDSCACHE_API int32_t gdscache_blocks_fault(const int64_t* blocks, int64_t count, int64_t limit);
+
+// Copy `count` rows of `row_bytes` each out of a table, or into it. -EINVAL before the first byte where it has no such
+// row.
+GDSCACHE_API int32_t gdscache_take_rows(const void* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows,
+                                        int64_t count, void* out);
+GDSCACHE_API int32_t gdscache_put_rows(void* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows,
+                                       int64_t count, const void* in);
+
+// --- signals (signals.h): in Python's main thread alone, with the interpreter's lock
+
+struct gdscache_signals;
+
+// `python`: eight addresses of functions, as `Python` in signals.h has them; `get`, `set`: signal.getsignal and
+// signal.signal; `names`: `count` objects, the same numbers in Python. They are kept for as long as the process lives.
+GDSCACHE_API int32_t gdscache_signals_open(const uint64_t* python, void* get, void* set, const int32_t* numbers,
+                                           void* const* names, int64_t count, struct gdscache_signals** signals);
+
+// Answers other than 0 come with an error of Python's.
+GDSCACHE_API int32_t gdscache_signals_hold(struct gdscache_signals* signals, void* note);
+GDSCACHE_API int32_t gdscache_signals_note(struct gdscache_signals* signals, int32_t number, void* frame);
+GDSCACHE_API int32_t gdscache_signals_release(struct gdscache_signals* signals);

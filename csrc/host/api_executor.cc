@@ -234,10 +234,6 @@ int32_t gdscache_move_wait(struct gdscache_executor* executor, int64_t move, int
     return code(waited);
 }
 
-int32_t gdscache_move_ready(struct gdscache_executor* executor, int64_t move, int32_t group, int64_t* point) {
-    return gdscache_move_wait(executor, move, group, INT64_MIN, point);
-}
-
 int32_t gdscache_move_outcome(struct gdscache_executor* executor, int64_t move, uint8_t* statuses, int64_t rows,
                               int32_t* errors, int64_t* n_errors, int32_t* late, int64_t* n_late, int64_t room,
                               char* why, int64_t why_size) {

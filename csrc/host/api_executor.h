@@ -88,9 +88,6 @@ GDSCACHE_API int32_t gdscache_move_cancel(struct gdscache_executor* executor, in
 // until then (ns of CLOCK_MONOTONIC); -ECANCELED behind `stop`; -ENOENT for a move that nobody knows.
 GDSCACHE_API int32_t gdscache_move_wait(struct gdscache_executor* executor, int64_t move, int32_t group,
                                         int64_t until, int64_t* point);
-// Whether that is so now. Never waits.
-GDSCACHE_API int32_t gdscache_move_ready(struct gdscache_executor* executor, int64_t move, int32_t group,
-                                         int64_t* point);
 // How a move has ended: `statuses`, uint8 (rows); up to `room` rows each in `errors`, int32 (n, 2), and `late`. 1 where
 // a copy was broken, as `why` says, else 0; -EAGAIN before its end.
 GDSCACHE_API int32_t gdscache_move_outcome(struct gdscache_executor* executor, int64_t move, uint8_t* statuses,

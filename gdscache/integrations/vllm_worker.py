@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
 from gdscache.integrations.vllm_requests import LoadOrder, StoreOrder
@@ -68,8 +68,8 @@ class Stores:
             pages += engine.pages(order.hashes)[order.first : order.first + len(order.blocks)]
             blocks += order.blocks
         epoch = engine.manager.clearing.epoch(engine.namespace())
-        table = torch.tensor(blocks, dtype=torch.int64).view(-1, 1)
-        handle = engine.call(lambda: engine.submit_store(pages, table, epoch, ""))
+        table = np.array(blocks, np.int64).reshape(-1, 1)
+        handle = engine.brief(lambda: engine.submit_store(pages, table, epoch, ""))
         self._counts["stored_pages"] += len(pages)
         if not handle.release_event.done():
             self._handles.append((handle, tuple(blocks)))

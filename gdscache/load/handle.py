@@ -65,6 +65,7 @@ class LayerwiseLoad:
         self._calls: Caller = Direct() if calls is None else calls
         self._over = Flag()
         self._error: BaseException | None = None  # what broke the run off
+        self.broken: BaseException | None = None  # what broke its begin off, in the caller's thread
 
     @property
     def tokens(self) -> int:
@@ -167,6 +168,12 @@ class LayerwiseLoad:
         self.cancelled = True
         if self._moving is not None:
             self._moving.cancel()
+
+    def begun(self) -> None:
+        """Raises what broke the begin off, when nothing is under way any more."""
+        if self.broken is not None:
+            self._over.wait()
+            raise self.broken
 
     def carried_by(self, moving: Moving, *, last: bool) -> None:
         """Called by the worker: what `cancel` is passed on to. `last`: with this move the layers are there."""

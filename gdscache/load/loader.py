@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from gdscache.config import LoadConfig
@@ -18,6 +19,7 @@ from gdscache.load.plan import LoadPlan, LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.load.run import LoadRun
 from gdscache.moves import Executor, Priority, Steps, failure
+from gdscache.planes import Blocks
 from gdscache.streams import Event
 from gdscache.threads import log_failure
 from gdscache.tiers.page_io import Positions
@@ -59,7 +61,7 @@ class Loader:
 
     def start(
         self,
-        requests: Sequence[tuple[Sequence[Page], torch.Tensor, int]],
+        requests: Sequence[tuple[Sequence[Page], Blocks, int]],
         owner: str,
         after: Iterable[Event] = (),
         *,
@@ -71,6 +73,7 @@ class Loader:
         A request is its pages, their blocks, int64 (pages, blocks_per_page), and the token that its first page begins
         with. `here`: the first copies or reads are begun in this thread; not for who holds the manager's lock.
         `checked`: only pages that are complete in the landing tier, without a second look and without a deadline.
+        What is begun waits for nothing; ask the load whether it has `begun`, which may.
         """
         # Plans and the order of execution agree, so that waiting for another load ends.
         with self._order if here else contextlib.nullcontext():
@@ -80,7 +83,9 @@ class Loader:
                 undo.callback(self.planner.abandon, plan)
                 found = list(zip(plan.requests, requests, strict=True))
                 tables = [blocks[: len(rows)] for rows, (_, blocks, _) in found]
-                table = torch.cat(tables) if tables else torch.empty((0, 1), dtype=torch.int64)
+                table = (
+                    tables[0] if len(tables) == 1 else np.concatenate(tables) if tables else np.empty((0, 1), np.int64)
+                )
                 load = LayerwiseLoad(
                     [LoadPart(len(rows), start) for rows, (_, _, start) in found],
                     self.layout,
@@ -90,23 +95,24 @@ class Loader:
                     calls=self.manager.calls,
                     checked=checked,
                 )
-                run = self._run(load, plan, table.numpy(), tuple(after), checked=checked)
-                if not here:
+                run = self._run(load, plan, table, tuple(after), checked=checked)
+                begins = here and run.brief
+                if not begins:
                     self._submit(load, run)
                 undo.pop_all()
-            if here:
+            if begins:
                 self._begin(load, run)
         return load
 
     def _begin(self, load: LayerwiseLoad, run: LoadRun) -> None:
-        """Begin in this thread, and leave the rest to one of the lane."""
+        """Begin in this thread, and leave the rest to one of the lane: its end too, where that breaks off."""
         try:
             run.begin()
             with self.manager.lock:
                 self._submit(load, run)
-        except BaseException:
-            self.executor.finish(run.abort())
-            raise
+        except BaseException as error:  # noqa: BLE001 - `LayerwiseLoad.begun` raises it
+            load.broken = error
+            self._lane.start(self._lost(load, run))
 
     def bring(self, plan: LoadPlan) -> Steps[LoadReport]:
         """Read pages into the slots of the landing tier that the plan has for them, and no further. Ends the plan.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +19,7 @@ from gdscache.layout import GroupSizes, PageLayout, copy_groups, read_groups
 from gdscache.load.plan import LoadPlan, LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Steps, Way, failure
+from gdscache.native.tables import take_rows
 from gdscache.tiers.base import DurableTier, Tier
 from gdscache.tiers.page_io import Positions
 from gdscache.tiers.quarantine import Late
@@ -96,6 +98,13 @@ class LoadRun:
 
     # -- the moves -----------------------------------------------------------------------------------------------------
 
+    @property
+    def brief(self) -> bool:
+        """Whether `begin` waits for nothing: no checksum has to be read first."""
+        plan = self._plan
+        durable = [(run.tier, run.rows) for run in plan.runs if isinstance(run.tier, DurableTier)]
+        return all(tier.at_hand(plan.sources[rows.start : rows.stop]) for tier, rows in durable)
+
     def begin(self) -> None:
         """Begin the move, perhaps in the caller's thread. Raises what breaks it off, which `abort` then ends."""
         self._begun = True
@@ -112,7 +121,7 @@ class LoadRun:
                 if self._blocks is not None:
                     self._busy = slowest
                     self._manager.busy.begin(slowest, self._start)
-                self._move(ways, np.concatenate(order))
+                self._move(ways, order[0] if len(order) == 1 else np.concatenate(order))
 
     def _ways(self, tier: Tier, rows: Positions) -> list[tuple[Positions, Way]]:
         """Pages of a tier: those in memory; those that get a place in the landing tier, and those that get none."""
@@ -121,23 +130,24 @@ class LoadRun:
             return [(rows, self._out_of_memory(tier, rows, slots))]
         sums = tier.checksums([self._plan.sources[row] for row in rows.tolist()])
         targets = self._plan.targets
-        staying = np.fromiter((row in targets for row in rows.tolist()), np.bool_, len(rows))
+        staying = [n for n, row in enumerate(rows.tolist()) if row in targets]
+        passing = [n for n, row in enumerate(rows.tolist()) if row not in targets] if len(staying) < len(rows) else []
         found = []
-        if staying.any():
+        if staying:
             landing = self._planner.landing
             assert landing is not None, "a slot of no tier"
-            part = rows[staying]
+            part, of_part, sums_of_part = take_rows(rows, staying), take_rows(slots, staying), take_rows(sums, staying)
             places = np.array([targets[row].slot for row in part.tolist()], dtype=np.int64)
-            found.append((part, self._read(tier, slots[staying], part, sums[staying], landing.name, places)))
-        if not staying.all():
-            part = rows[~staying]
-            found.append((part, self._read(tier, slots[~staying], part, sums[~staying])))
+            found.append((part, self._read(tier, of_part, part, sums_of_part, landing.name, places)))
+        if passing:
+            part = take_rows(rows, passing)
+            found.append((part, self._read(tier, take_rows(slots, passing), part, take_rows(sums, passing))))
         return found
 
     def _out_of_memory(self, tier: Tier, rows: Positions, slots: Positions) -> Way:
         assert self._blocks is not None, "a prefetch of a page that is in memory"
         sums = self._executor.checksums(tier.name, slots.tolist()) if self._always else None
-        return Way(tier.name, PLANES, slots, self._blocks[rows], sums=sums)
+        return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
 
     def _read(
         self,
@@ -151,8 +161,8 @@ class LoadRun:
         if self._blocks is None:
             return Way(tier.name, through, slots, places, sums=sums)
         if not through:
-            return Way(tier.name, PLANES, slots, self._blocks[rows], sums=sums)
-        return Way(tier.name, PLANES, slots, self._blocks[rows], through, places, sums)
+            return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
+        return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), through, places, sums)
 
     def _move(self, ways: Sequence[Way], rows: Positions) -> None:
         """Begin a move."""
@@ -301,4 +311,4 @@ def _known(planner: LoadPlanner, plan: LoadPlan, row: int) -> bool:
 
 def _joined(ranges: Sequence[range]) -> Positions:
     """All numbers of some ranges, int64."""
-    return np.concatenate([np.arange(some.start, some.stop, dtype=np.int64) for some in ranges])
+    return np.fromiter(itertools.chain.from_iterable(ranges), np.int64, sum(map(len, ranges)))

@@ -26,6 +26,7 @@ from gdscache.moves.moving import NativeMoving
 from gdscache.native.gpu import events_of
 from gdscache.native.moves import NEVER, SPAN_KINDS, Limits, NativeMoves, Space
 from gdscache.native.pages import NativePool
+from gdscache.native.tables import put_rows, take_rows
 from gdscache.streams import Event, Landed
 from gdscache.threads import start
 from gdscache.tiers.base import SlotPool
@@ -34,6 +35,7 @@ from gdscache.timeline import OFF
 _T = TypeVar("_T")
 _LONGEST_S = 1e8  # as a deadline: three years
 _LOOK_S = 1.0  # seconds after which steps that wait for room look around
+_KEPT_NS = 1_000_000  # of a wait for layers, with the interpreter's lock: a fifth of what others have it at a time
 _SLICE_NS = 100_000_000  # of a native wait: then signals are heard
 LIMITS = Limits()
 TRACKS = {  # of a timeline, that the library's threads have
@@ -165,7 +167,7 @@ class NativeExecutor:
                 continue
             space, places = (way.through, way.places) if way.target == PLANES else (way.target, way.targets)
             if places is not None:
-                self.machine.memories[space].checksums[places] = way.sums
+                put_rows(self.machine.memories[space].checksums, places, way.sums)
 
     def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
         return Blocking(functools.partial(pool.wait, max(0.0, min(seconds, _LOOK_S))))
@@ -190,8 +192,7 @@ class NativeExecutor:
         changed.wait(seconds)
 
     def checksums(self, space: str, slots: Sequence[int]) -> Checksums:
-        found: Checksums = self.machine.memories[space].checksums[list(slots)]
-        return found
+        return take_rows(self.machine.memories[space].checksums, slots)
 
     # -- for moves under way -------------------------------------------------------------------------------------------
 
@@ -202,13 +203,16 @@ class NativeExecutor:
         """Wait until a move has ended, or copies of a group of its layers are queued; None when that takes longer."""
         now = time.monotonic_ns()
         until = NEVER if seconds > _LONGEST_S else now + int(seconds * 1e9) if seconds > 0 else 0
+        # A caller's layer is often there within less than it takes to have the interpreter's lock again.
+        kept = group >= 0
         while True:
-            slice_ = min(until, time.monotonic_ns() + _SLICE_NS)
-            point = self.moves.wait(number, slice_, group)
+            slice_ = min(until, time.monotonic_ns() + (_KEPT_NS if kept else _SLICE_NS))
+            point = self.moves.wait(number, slice_, group, kept=kept)
             if point is not None:
                 return Landed(self._gpu.point(point) if point and self._gpu is not None else None)
             if slice_ == until:
                 return None
+            kept = False
 
     # -- for timelines -------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ _HINT = "install the wheel of this machine's architecture, or run make (python t
 
 _void, _int, _long, _double = None, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 _at, _text = ctypes.c_void_p, ctypes.c_char_p  # an address or null; a string
+_object = ctypes.py_object
 
 # Every function: its result and its arguments. See csrc/host/api.h.
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -58,7 +59,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "move_begin": (_int, (_at, _long, _int, _long, _at, _long, _at, _long, _at, _long)),
     "move_cancel": (_int, (_at, _long)),
     "move_wait": (_int, (_at, _long, _int, _long, _at)),
-    "move_ready": (_int, (_at, _long, _int, _at)),
     "move_outcome": (_int, (_at, _long, _at, _long, _at, _at, _at, _at, _long, _at, _long)),
     "move_forget": (_int, (_at, _long)),
     "refuse": (_int, (_at, _int)),
@@ -83,6 +83,13 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gpu_reached": (_int, (_at, _long)),
     "gpu_await": (_int, (_at, _long, _long)),
     "gpu_follow": (_int, (_at, ctypes.c_uint64, _long)),
+    "blocks_fault": (_int, (_at, _long, _long)),
+    "take_rows": (_int, (_at, _long, _long, _at, _long, _at)),
+    "put_rows": (_int, (_at, _long, _long, _at, _long, _at)),
+    "signals_open": (_int, (_at, _object, _object, _at, _at, _long, _at)),
+    "signals_hold": (_int, (_at, _object)),
+    "signals_note": (_int, (_at, _int, _object)),
+    "signals_release": (_int, (_at,)),
     "executor_faulty": (_void, (_int,)),
     "executor_fail": (_int, (_at, _at, _long)),
     "executor_release": (_int, (_at,)),
@@ -92,9 +99,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 _QUICK = frozenset({"abi", "best_arm", "has_arm", "pool_open", "pool_close", "disk_name", "disk_pending", "disk_wake"})
 _QUICK |= {"disk_submit", "executor_stop", "executor_disk", "move_begin", "move_cancel", "move_outcome", "refuse"}
 _QUICK |= {"move_forget", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots", "trace", "take_spans"}
-
-
-_QUICK |= {"move_ready", "gpu_why", "gpu_api", "gpu_last", "gpu_reached", "gpu_follow"}
+_QUICK |= {"gpu_why", "gpu_api", "gpu_last", "gpu_reached", "gpu_follow"}
+_QUICK |= {"blocks_fault", "take_rows", "put_rows", "signals_open", "signals_hold", "signals_note", "signals_release"}
+# The same that may wait, for waits that are so short that the lock is better kept.
+_KEPT = {"move_wait": "move_wait_kept"}
 
 
 class Library:
@@ -116,14 +124,16 @@ class Library:
             raise NativeVersionError(f"{path} has the interface {found}, and this gdscache needs {ABI}", _HINT)
         for name in _FUNCTIONS:
             self._declare(quick if name in _QUICK else slow, name)
+        for name, kept in _KEPT.items():
+            self._declare(quick, name, kept)
 
-    def _declare(self, library: ctypes.CDLL, name: str) -> None:
+    def _declare(self, library: ctypes.CDLL, name: str, as_: str = "") -> None:
         try:
             function = library[f"gdscache_{name}"]
         except AttributeError:
             raise NativeVersionError(f"{self.path} has no function gdscache_{name}", _HINT) from None
         function.restype, function.argtypes = _FUNCTIONS[name]
-        self._functions[name] = function
+        self._functions[as_ or name] = function
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         try:

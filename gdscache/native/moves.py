@@ -253,17 +253,15 @@ class NativeMoves:
         if answer != -errno.ENOENT:
             checked(answer, "cancel")
 
-    def wait(self, move: int, until: int, group: int = -1) -> int | None:
+    def wait(self, move: int, until: int, group: int = -1, *, kept: bool = False) -> int | None:
         """Wait until all copies of a group are done, or queued on a GPU, or never will be; or with -1, until the move
         has ended. The point behind what is queued, or 0; None at `until`, or at once where that is 0.
 
-        Whoever waits long asks again every 100 ms, so that signals are heard.
+        Whoever waits long asks again every 100 ms, so that signals are heard. `kept`: the interpreter's lock is.
         """
         point = ctypes.c_int64()
-        known = self._library.move_ready(self._open(), move, group, ctypes.addressof(point))
-        answer = known
-        if known == 0 and until > 0:
-            answer = self._library.move_wait(self._open(), move, group, until, ctypes.addressof(point))
+        wait = self._library.move_wait_kept if kept or not until else self._library.move_wait
+        answer = wait(self._open(), move, group, until, ctypes.addressof(point))
         if answer == -errno.ENOENT:
             return 0  # nobody knows it any more: it was over
         return point.value if checked(answer, "wait") else None

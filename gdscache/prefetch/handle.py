@@ -106,9 +106,9 @@ class Prefetch:
         load that needs its pages waits for them.
         """
         calls = self._owner.calls
-        seconds, why = calls.run(lambda: self._owner.patience(self._request))
+        seconds, why = calls.brief(lambda: self._owner.patience(self._request))
         if not self._work.over.wait(seconds):
-            calls.run(lambda: self._owner.stop(self._request, why))
+            calls.brief(lambda: self._owner.stop(self._request, why))
         return self.tokens
 
     def cancel(self) -> None:
@@ -116,7 +116,7 @@ class Prefetch:
 
         Never waits; again, and later, is fine.
         """
-        self._owner.calls.run(lambda: self._owner.release(self._request, self._work))
+        self._owner.calls.brief(lambda: self._owner.release(self._request, self._work))
 
     def release(self) -> None:
         """Let its pins go, as `cancel` does: what is still under way comes to nobody's use."""

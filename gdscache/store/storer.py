@@ -22,6 +22,7 @@ from gdscache.errors import EngineClosedError
 from gdscache.keys import Page
 from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
+from gdscache.native.tables import take_rows
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel, Receipt, StoreJob
 from gdscache.store.plan import StorePlanner, round_pages
@@ -131,7 +132,7 @@ class Storer:
             wanted = self._planner.accept(pages, receipt, retention)
             if wanted:
                 plan = StoreJob(receipt, wanted, [pages[n] for n in wanted], epoch, retention)
-                job = _Job(plan, receipt, blocks[wanted], after, sources)
+                job = _Job(plan, receipt, take_rows(blocks, wanted), after, sources)
                 self._jobs.add(job)
                 self._lane.start(self._gather(job), functools.partial(self._end, job))
                 return True
@@ -317,7 +318,7 @@ class Storer:
     def _move(self, job: _Job, fresh: Sequence[Parcel]) -> Move:
         """Pages out of the planes, into the slots that they have."""
         ways = [
-            Way(PLANES, parcel.space, job.blocks[np.array(parcel.places)], np.array(parcel.slots, dtype=np.int64))
+            Way(PLANES, parcel.space, take_rows(job.blocks, parcel.places), np.array(parcel.slots, dtype=np.int64))
             for parcel in fresh
         ]
         return Move(Priority.STORE, tuple(ways), self._deadline)

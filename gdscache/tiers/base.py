@@ -109,6 +109,10 @@ class DurableTier(Tier):
     def checksums(self, entries: Sequence[Entry]) -> Checksums:
         """What the bytes of leased pages have to give, uint64 of shape (pages, layers); zeros where that is unknown."""
 
+    def at_hand(self, entries: Sequence[Entry]) -> bool:
+        """Whether `checksums` of these needs no I/O."""
+        return True
+
     def commit_deletions(self) -> None:
         """Pages were dropped: let go of what waits for that, if anything does."""
 

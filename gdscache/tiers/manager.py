@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _LOOKED = 256  # pages that are looked for at a time
 _UNSETTLED = 1024  # changes of an eviction order that may wait for whoever looks at it: some milliseconds
 _SETTLED = 128  # changes that are brought in while the lock is held once
+WATCH_S = 0.05  # seconds after which calls ask again whose the directories are
 _CLOSE_S = 5.0  # seconds that close() waits for I/O which has missed its deadline already
 _log = logging.getLogger("gdscache")
 
@@ -70,6 +72,8 @@ class TierManager:
         self.pins = Pins(self, clock)
         self.quarantine = Quarantine(lock) if quarantine is None else quarantine
         self.timeline = timeline
+        self._clock = clock
+        self._watched, self._watching = -math.inf, False  # the last look at whose the directories are, and the next
         if self.landing is not None:
             self.quarantine.add_pool(self.landing.name, self.landing.index.slots)
 
@@ -132,11 +136,18 @@ class TierManager:
         return len(found)
 
     def watch(self) -> None:
-        """Stop the tiers of files if one of them is not ours alone any more. Costs an `os.stat`: without the lock,
-        where that is not needed for something else."""
+        """Stop the tiers of files if one of them is not ours alone any more. Costs an `os.stat` or more, each of which
+        gives the interpreter's lock up: without our lock, and not for who is waited for."""
+        self._watched, self._watching = self._clock(), False
         for tier in self.files:
             if not self.quarantine.stopped and (why := tier.lock_lost()):
                 self.quarantine.stop(why)
+
+    def have_watched(self) -> None:
+        """Have `watch` done soon, where the last time was more than 50 ms ago: for calls, which go by what is known."""
+        if not self._watching and self.files and self._clock() - self._watched >= WATCH_S:
+            self._watching = True
+            self.calls.post(self.watch)
 
     def peek(self, pages: Sequence[Page]) -> list[str]:
         """What `lookup` would answer; counts nothing, not even a use."""

@@ -38,7 +38,7 @@ class Pin:
         Fewer than asked for where pages were not cached, or where every tier that has the next page has as many pinned
         as it may (`PIN_SHARE` of its slots); 0 once it has ended.
         """
-        return self._pins.manager.calls.run(self._count)
+        return self._pins.manager.calls.brief(self._count)
 
     def _count(self) -> int:
         with self._pins.manager.lock:
@@ -48,7 +48,7 @@ class Pin:
 
     def release(self) -> None:
         """Let the pages go; twice is fine."""
-        self._pins.manager.calls.run(self._end)
+        self._pins.manager.calls.brief(self._end)
 
     def _end(self) -> None:
         with self._pins.manager.lock:
@@ -144,7 +144,7 @@ class Claim(Pin):
         pins = self._pins
         if pins.clock() >= self.until:
             return 0
-        return self._good if self._torn == self._index.torn else pins.manager.calls.run(self._recounted)
+        return self._good if self._torn == self._index.torn else pins.manager.calls.brief(self._recounted)
 
     def _recounted(self) -> int:
         with self._pins.manager.lock:

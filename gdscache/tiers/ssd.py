@@ -28,6 +28,7 @@ from gdscache.directory import CacheDirectories
 from gdscache.errors import IOFailedError, LockLostError, StorageError
 from gdscache.keys import Page
 from gdscache.layout import PageLayout
+from gdscache.native.tables import put_rows, take_rows
 from gdscache.policies import new_policy
 from gdscache.slab import Slab
 from gdscache.storage import open_transport
@@ -148,12 +149,12 @@ class SsdTier(DurableTier):
         It follows from the key that is asked for: what is stored for another page, or by another owner, matches no
         bytes. A page whose row says another namespace has zeros: to drop that namespace, or its own, would not find it.
         """
-        slots = np.array([e.slot for e in entries], dtype=np.int64)
-        known = np.frombuffer(self._known, dtype=np.bool_)
-        self._learn_checksums(slots[~known[slots]].tolist())
-        sums = unbound(self._checksums[slots], [e.key for e in entries])
-        sums[~known[slots]] = 0
-        wanted, found = [e.page.namespace for e in entries], self.index.namespaces_at(slots.tolist())
+        slots, known = [e.slot for e in entries], self._known
+        self._learn_checksums([slot for slot in slots if not known[slot]])
+        sums = unbound(take_rows(self._checksums, slots), [e.key for e in entries])
+        if not all(known[slot] for slot in slots):
+            sums[[n for n, slot in enumerate(slots) if not known[slot]]] = 0
+        wanted, found = [e.page.namespace for e in entries], self.index.namespaces_at(slots)
         if wanted != found:
             sums[[i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if a != b]] = 0
         return sums
@@ -199,7 +200,7 @@ class SsdTier(DurableTier):
             stored = bound(sums, [entry.key for entry in entries])
             with self.lock:
                 alive = [i for i, entry in enumerate(entries) if not entry.dropped]
-                live, stored = [entries[i] for i in alive], stored[alive]
+                live, stored = [entries[i] for i in alive], take_rows(stored, alive)
                 self._deleting = set(itertools.islice(self._doomed, _DELETIONS))
                 for slot in self._deleting:
                     del self._doomed[slot]
@@ -222,7 +223,7 @@ class SsdTier(DurableTier):
                 self._catalog.commit(records, sorted(self._deleting), touched, wanted)
                 on_failure.pop_all()
             with self.lock:
-                self._checksums[[entry.slot for entry in live]] = stored
+                put_rows(self._checksums, [entry.slot for entry in live], stored)
                 for entry in live:
                     self._known[entry.slot] = 1
                     if not self.index.commit(entry):  # dropped meanwhile: its row must go again
@@ -276,6 +277,9 @@ class SsdTier(DurableTier):
                 self.commit_waiting()
             except IOFailedError as error:
                 _log.warning("%s: deletions wait for a later commit: %s", self.path, error)
+
+    def at_hand(self, entries: Sequence[Entry]) -> bool:
+        return all(self._known[entry.slot] for entry in entries)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

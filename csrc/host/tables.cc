@@ -1,0 +1,59 @@
+#include "tables.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace gdscache {
+
+namespace {
+
+constexpr int64_t kSpread = 64;  // numbers that lie further apart than so many for each are sorted
+
+bool within(const int64_t* numbers, int64_t count, int64_t limit) {
+    return std::all_of(numbers, numbers + count, [&](int64_t one) { return one >= 0 && one < limit; });
+}
+
+}  // namespace
+
+Fault fault(const int64_t* blocks, int64_t count, int64_t limit) {
+    if (!within(blocks, count, limit)) return Fault::kOutside;
+    if (count < 2) return Fault::kNone;
+    const auto [low, high] = std::minmax_element(blocks, blocks + count);
+    const int64_t first = *low, span = *high - first + 1;
+    if (span < count) return Fault::kTwice;
+    if (span <= kSpread * count) {
+        std::vector<bool> seen(static_cast<size_t>(span));
+        for (int64_t n = 0; n < count; ++n) {
+            const size_t at = static_cast<size_t>(blocks[n] - first);
+            if (seen[at]) return Fault::kTwice;
+            seen[at] = true;
+        }
+        return Fault::kNone;
+    }
+    std::vector<int64_t> sorted(blocks, blocks + count);
+    std::sort(sorted.begin(), sorted.end());
+    return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end() ? Fault::kNone : Fault::kTwice;
+}
+
+bool take_rows(const uint8_t* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows, int64_t count,
+               uint8_t* out) {
+    if (!within(rows, count, table_rows)) return false;
+    if (row_bytes == 0) return true;  // and perhaps no memory
+    for (int64_t n = 0; n < count; ++n) {
+        std::memcpy(out + n * row_bytes, table + rows[n] * row_bytes, static_cast<size_t>(row_bytes));
+    }
+    return true;
+}
+
+bool put_rows(uint8_t* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows, int64_t count,
+              const uint8_t* in) {
+    if (!within(rows, count, table_rows)) return false;
+    if (row_bytes == 0) return true;  // and perhaps no memory
+    for (int64_t n = 0; n < count; ++n) {
+        std::memcpy(table + rows[n] * row_bytes, in + n * row_bytes, static_cast<size_t>(row_bytes));
+    }
+    return true;
+}
+
+}  // namespace gdscache

@@ -1,0 +1,46 @@
+"""Rows of tables by the native library, which keeps the interpreter's lock.
+
+numpy gives the lock up for each of these, however small, and whoever gives it up may wait 5 ms to have it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.native.library import address, checked, integers, library
+
+_FAULTS: tuple[Literal["", "outside", "twice"], ...] = ("", "outside", "twice")
+_T = TypeVar("_T", bound=np.generic)
+
+
+def blocks_fault(blocks: npt.NDArray[np.int64], limit: int) -> Literal["", "outside", "twice"]:
+    """What is wrong with block numbers, contiguous, which are to be different and within [0, limit)."""
+    return _FAULTS[checked(library().blocks_fault(address(blocks), blocks.size, limit), "blocks_fault")]
+
+
+def take_rows(table: npt.NDArray[_T], rows: Any) -> npt.NDArray[_T]:
+    """`table[rows]` for a contiguous table and an int64 array or a list of numbers. Raises `NativeCallError`."""
+    numbers = integers(rows)
+    found = np.empty((len(numbers), *table.shape[1:]), table.dtype)
+    if found.size:
+        answer = library().take_rows(
+            *(address(table), len(table), found.nbytes // len(numbers), address(numbers), len(numbers)),
+            address(found),
+        )
+        checked(answer, "take_rows")
+    return found
+
+
+def put_rows(table: npt.NDArray[_T], rows: Any, values: npt.NDArray[_T]) -> None:
+    """`table[rows] = values` for contiguous arrays of one dtype, of which `values` has a row for each. Raises
+    `NativeCallError`."""
+    numbers = integers(rows)
+    if values.size:
+        answer = library().put_rows(
+            *(address(table), len(table), values.nbytes // len(numbers), address(numbers), len(numbers)),
+            address(values),
+        )
+        checked(answer, "put_rows")

@@ -1,0 +1,34 @@
+"""Token ids as bytes: numpy gives the interpreter's lock up for arrays of more than 500 elements, and bytes do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32] | None:
+    """int32 or int64, as they come from tokenizers, where all of them fit in uint32; None: look closer."""
+    if values.dtype == np.dtype("<i4"):
+        data = values.tobytes()
+        return np.frombuffer(data, "<u4") if data[3::4].isascii() else None
+    if values.dtype == np.dtype("<i8"):
+        words = memoryview(values.tobytes()).cast("I")
+        high = words[1::2].tobytes()
+        return np.frombuffer(words[::2].tobytes(), "<u4") if high.count(0) == len(high) else None
+    return None
+
+
+def equal_tokens(a: bytes, b: bytes) -> int:
+    """How many of the first tokens of both are equal."""
+    same, most = 0, min(len(a), len(b)) // 4
+    if a[: 4 * most] == b[: 4 * most]:
+        return most
+    while same < most:  # the first `same` are equal, and no more than `most`
+        middle = (same + most + 1) // 2
+        if a[4 * same : 4 * middle] == b[4 * same : 4 * middle]:
+            same = middle
+        else:
+            most = middle - 1
+    return same
