@@ -133,6 +133,7 @@ class TierWriter:
                     self._starting = False
         elif flight is not None:
             with contextlib.ExitStack() as ends:
+                ends.callback(self._forget, flight)  # once more, where the first is broken off itself
                 ends.callback(self._forget, flight)
                 ends.callback(self._lose, flight)  # nothing, unless what follows is broken off
                 yield from self._complete(flight)
