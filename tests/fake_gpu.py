@@ -187,7 +187,11 @@ def use(
     """Engines that are opened from now on, with planes in host memory, copy as on a GPU."""
     driver()
 
-    def opened(planes: PagedPlanes, config: object) -> Mover:
+    real = build.open_mover
+
+    def opened(planes: PagedPlanes, config: Any) -> Mover:
+        if planes.device.type != "cpu":
+            return real(planes, config)
         return FakeGpuMover(planes, route, kernels=kernels, staging=staging)
 
     monkeypatch.setattr(build, "open_mover", opened)

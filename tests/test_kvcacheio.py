@@ -474,7 +474,7 @@ class TestOnAGpu:
         kvcacheio.transfer_kv_per_layer_mla(small, big, rows, where, item)
         view = big.view(tokens, item)
         assert torch.equal(view[where], small[:3])
-        assert int(view.count_nonzero()) == int(small[:3].count_nonzero())
+        assert view.any(1).nonzero().flatten().tolist() == sorted(where.tolist())  # counting would take 40 GiB
         back = torch.zeros_like(small)
         kvcacheio.transfer_kv_per_layer_mla(big, back, where, rows, item)
         assert torch.equal(back[:3], small[:3])
