@@ -186,7 +186,7 @@ def test_tracks_have_the_names_of_what_they_do(traced: Callable[..., Host], tmp_
     trace = read_trace_file(timeline.write(tmp_path / "t.json"))
     by_kind = {span.kind: span.track for span in trace.spans}
     assert by_kind["wait"] == trace.tracks[0] == "model thread"
-    assert by_kind["lookup"] == by_kind["plan"] == "calls"
+    assert by_kind["lookup"] == by_kind["plan"] == "model thread"  # who calls carries it out
     assert by_kind["load"].startswith("load thread ")
     assert by_kind["read"].startswith("SSD reads")
     assert (by_kind["gather"], by_kind["commit"], by_kind["write"]) == ("copies", "writer", "SSD writes")
