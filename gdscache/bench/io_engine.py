@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,23 +132,29 @@ class ColdEngine:
         return rate(self.nbytes, self._face.load("cpu"))
 
     def timed_calls(self, count: int) -> dict[str, list[float]]:
-        """Seconds of `load`, `wait` and `store` for the first page, which is in the CPU tier: so many of each."""
+        """Seconds of `load`, `wait` and `store` for the first page, which is in the CPU tier: so many of each.
+
+        A switch interval goes by before each, as between the steps of a model: a loop of nothing but calls finds its
+        code in the processor's caches, and beside another thread does not.
+        """
         tokens, slots = self._face.tokens[: self._page_tokens + 1], self._face.slots[:1]
         found: dict[str, list[float]] = {"load": [], "wait": [], "store": []}
         for _ in range(count):
             hit = self.engine.lookup(tokens)
-            times = [time.perf_counter()]
+            time.sleep(sys.getswitchinterval())
+            begin = time.perf_counter()
             load = self.engine.load(hit, slots)
-            times.append(time.perf_counter())
+            begun = time.perf_counter()
             load.wait(0)
-            times.append(time.perf_counter())
+            there = time.perf_counter()
             load.result()
-            times.append(time.perf_counter())
+            time.sleep(sys.getswitchinterval())
+            storing = time.perf_counter()
             stored = self.engine.store(tokens, slots)
-            times.append(time.perf_counter())
+            taken = time.perf_counter()
             stored.result(600.0)
-            for name, at in (("load", 0), ("wait", 1), ("store", 3)):
-                found[name].append(times[at + 1] - times[at])
+            for name, seconds in (("load", begun - begin), ("wait", there - begun), ("store", taken - storing)):
+                found[name].append(seconds)
         return found
 
     def load_passing(self) -> float:
