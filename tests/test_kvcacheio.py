@@ -467,6 +467,9 @@ class TestOnAGpu:
     def test_beyond_four_gib(self) -> None:
         """Tokens of a layer, bytes of a page-first and of a page-head pool, layers of a table."""
         kvcacheio.build(0)
+        free = torch.cuda.mem_get_info()[0]
+        if free < 12 << 30:  # other tests' pools
+            pytest.skip(f"needs 12 GiB of GPU memory, and {free >> 30} are free")
         item, tokens = 4096, 5 << 18
         big = torch.zeros(tokens * item, dtype=torch.int8, device="cuda")
         small = torch.randint(-128, 128, (4, item), dtype=torch.int8, device="cuda")

@@ -151,7 +151,7 @@ def open_mover(planes: PagedPlanes, config: GpuConfig) -> Mover:
     cause, kernels = "gpu.kernels is off", None
     if config.kernels != "off":
         try:
-            kernels = PageKernels(planes)
+            kernels, cause = PageKernels(planes), ""
         except KernelUnavailableError as error:
             if config.kernels == "on":
                 raise
