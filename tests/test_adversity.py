@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from faulty import PLAN, Fault
-from helpers import WAIT, Host, drop_from, prompt, quiet, settle, tokens_of
+from helpers import WAIT, Host, drop_from, prompt, quiet, settle, tokens_of, until
 
 from gdscache import catalog_file
 from gdscache import slab as slab_module
@@ -103,6 +103,7 @@ def test_another_caches_slab_under_the_name_of_ours(
     ours = slab / "slab-0.bin"
     kept = ours.rename(tmp_path / "ours.bin")
     shutil.copy(tmp_path / "other" / "slab-0.bin", ours)
+    until(lambda: tokens_of(host.engine, tokens) == 0, "the tier stops")
     assert host.load(tokens).tokens == 0
     assert "slab-0.bin is another file" in host.engine.check().problems[0]
     host.engine.close()

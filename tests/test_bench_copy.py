@@ -410,12 +410,12 @@ class Recorded:
                 assert priority == 0
                 self.number = record.next()
 
-            def wait_event(self, event: Any) -> None:
-                record.log.append(("wait", self.number, event))
-
         class Event:
             def __init__(self, enable_timing: bool = False) -> None:
                 self.timing = enable_timing
+
+            def wait(self, stream: Any) -> None:
+                record.log.append(("wait", stream.number, self))
 
             def record(self, stream: Any) -> None:
                 record.log.append(("record", stream.number, self.timing))
@@ -445,14 +445,15 @@ class Recorded:
 def test_marks_copies_and_work_are_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(monkeypatch)
     gpu = Gpu()
-    gpu.mark(("a", None, "b"))  # type: ignore[arg-type]
+    first, second = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    gpu.mark((first, None, second))
     waits = recorded.taken()
     marks = waits[-1][1]
-    assert waits == [("wait", marks, "a"), ("wait", marks, "b"), ("record", marks, True)]
+    assert waits == [("wait", marks, first), ("wait", marks, second), ("record", marks, True)]
     streams = {marks}
     for direction in ("load", "store"):
         dst, src = torch.zeros(8, dtype=torch.uint8), torch.arange(8, dtype=torch.uint8)
-        gpu.copy(direction, dst, src, ("a", None))  # type: ignore[arg-type]
+        gpu.copy(direction, dst, src, (first, None))
         assert torch.equal(dst, src)
         (_, stream, _), (kind, behind, _) = recorded.taken()
         assert (kind, behind) == ("record", stream)

@@ -62,7 +62,8 @@ public:
             reinterpret_cast<uint8_t*>(reinterpret_cast<uint64_t>(rig.memory[kForeignCpu].data()) | kDeviceBit);
         cuda_.emplace(driver_.path.c_str(), driver_.context());
         const Cuda::Entered entered(*cuda_);
-        gpu_.emplace(*cuda_, std::move(planes), kernels, static_cast<size_t>(6 * rig.limits.extent_bytes));
+        gpu_.emplace(*cuda_, std::move(planes), kernels, ChunkSizes{},
+                     static_cast<size_t>(6 * rig.limits.extent_bytes));
     }
 
     void begin(Rig& rig) override { server_.emplace(*rig.executor, *gpu_); }

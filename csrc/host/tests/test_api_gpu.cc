@@ -34,7 +34,7 @@ struct Opening {
         const PageKernels kernels = pool.kernels(driver, Kernels::kLooks, 4);
         spec = {at(driver.context()), at(bounds.data()), at(first_plane.data()), at(rows.data()), at(kernels.gather),
                 at(kernels.scatter), at(kernels.gather_sums), at(kernels.scatter_sums), kernels.table, planes.blocks,
-                planes.extent_bytes, 4 * planes.extent_bytes, planes.layers, planes.page_blocks, kernels.vector,
+                planes.extent_bytes, 4 * planes.extent_bytes, 1 << 20, 1 << 20, 1 << 20, planes.layers, planes.page_blocks, kernels.vector,
                 kernels.processors, kernels.sums, kernels.looks};
     }
     int32_t open() { return gdscache_gpu_open(path.c_str(), &spec, &gpu); }
@@ -81,6 +81,9 @@ void hostile_openings(const Driver& driver, GpuPool& pool) {
     }
     refused([](Opening& one) { one.rows[0] = 0; });
     refused([](Opening& one) { one.spec.staging = 2 * one.spec.extent_bytes - 1; });
+    refused([](Opening& one) { one.spec.chunk_bytes = 0; });
+    refused([](Opening& one) { one.spec.look_bytes = -1; });
+    refused([](Opening& one) { one.spec.last_look_bytes = INT64_MAX; });
     refused([](Opening& one) { one.spec.vector = 17; });
     refused([](Opening& one) { one.spec.scatter = 0; });
     refused([](Opening& one) { one.spec.table = 0; });
@@ -160,10 +163,10 @@ void hostile_copies(const Driver& driver, GpuPool& pool, gdscache_gpu* gpu) {
         CHECK(gdscache_gpu_finish(gpu, value, nullptr) == -ENOENT && gdscache_gpu_finish(nullptr, value, nullptr) < 0);
         for (gdscache_gpu* const of : {gpu, static_cast<gdscache_gpu*>(nullptr)}) {
             if (value >= 0 && of) continue;
-            CHECK(gdscache_gpu_reached(of, value) == -EINVAL && gdscache_gpu_await(of, value) == -EINVAL);
+            CHECK(gdscache_gpu_reached(of, value) == -EINVAL && gdscache_gpu_await(of, value, INT64_MAX) == -EINVAL);
             CHECK(gdscache_gpu_follow(of, 0, value) == -EINVAL);
         }
-        if (value >= 0) CHECK(gdscache_gpu_reached(gpu, value) == 1 && gdscache_gpu_await(gpu, value) == 0);
+        if (value >= 0) CHECK(gdscache_gpu_reached(gpu, value) == 1 && gdscache_gpu_await(gpu, value, INT64_MAX) == 1);
     }
     CHECK(gdscache_gpu_last(nullptr, 1) == 0 && gdscache_gpu_api(nullptr)[0] == 0);
     gdscache_gpu_close(nullptr);
@@ -185,7 +188,7 @@ void sound_copies(const Driver& driver, GpuPool& pool, gdscache_gpu* gpu) {
         one.copies.route = route;
         one.copies.load = 1;
         CHECK(gdscache_gpu_queue(gpu, &one.copies, points, &tickets[0]) == 0 && points[0] > 0);
-        CHECK(gdscache_gpu_last(gpu, 1) == points[0] && gdscache_gpu_await(gpu, points[0]) == 0);
+        CHECK(gdscache_gpu_last(gpu, 1) == points[0] && gdscache_gpu_await(gpu, points[0], INT64_MAX) == 1);
         CHECK(gdscache_gpu_reached(gpu, points[0]) == 1);
         one.copies.load = 0;
         CHECK(gdscache_gpu_queue(gpu, &one.copies, points, &tickets[1]) == 0 && tickets[1] > tickets[0]);
@@ -196,7 +199,7 @@ void sound_copies(const Driver& driver, GpuPool& pool, gdscache_gpu* gpu) {
         // A refusal while others' copies are put away is not that of new ones.
         one.copies.sums = 0;
         CHECK(gdscache_gpu_queue(gpu, &one.copies, points, &tickets[0]) == 0);
-        CHECK(gdscache_gpu_await(gpu, points[0]) == 0);
+        CHECK(gdscache_gpu_await(gpu, points[0], INT64_MAX) == 1);
         const int64_t last = gdscache_gpu_last(gpu, 0);
         driver.fail("cuEventQuery", 0);
         const int32_t answer = gdscache_gpu_queue(gpu, &one.copies, points, &tickets[0]);
@@ -204,7 +207,7 @@ void sound_copies(const Driver& driver, GpuPool& pool, gdscache_gpu* gpu) {
         CHECK(answer == (gdscache_gpu_last(gpu, 0) == last ? -EIO : 0));
         one.copies.sums = 1;
         CHECK(gdscache_gpu_queue(gpu, &one.copies, points, &tickets[0]) == 0);  // which nobody finishes
-        CHECK(gdscache_gpu_await(gpu, points[0]) == 0);
+        CHECK(gdscache_gpu_await(gpu, points[0], INT64_MAX) == 1);
     }
 }
 
@@ -271,7 +274,7 @@ void executors(const Driver& driver, GpuPool& pool, gdscache_gpu* gpu) {
         int64_t point = -1;
         CHECK(begin(move, source, target) == 0);
         CHECK(gdscache_move_wait(executor, move, 0, INT64_MAX, &point) == 1 && point >= 0);
-        CHECK(gdscache_gpu_await(gpu, point) == 0 && gdscache_move_wait(executor, move, -1, INT64_MAX, &point) == 1);
+        CHECK(gdscache_gpu_await(gpu, point, INT64_MAX) == 1 && gdscache_move_wait(executor, move, -1, INT64_MAX, &point) == 1);
     }
     gdscache_executor_close(executor);
     gdscache_pool_close(host);

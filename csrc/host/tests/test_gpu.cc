@@ -209,7 +209,7 @@ void check_looks(const Driver& driver, uint64_t count) {
         count--;
         const Cuda cuda(driver.path.c_str(), driver.context());
         const Cuda::Entered entered(cuda);
-        Gpu gpu(cuda, pool.planes, pool.kernels(driver, Kernels::kLooks, 4), pool.staging(random));
+        Gpu gpu(cuda, pool.planes, pool.kernels(driver, Kernels::kLooks, 4), ChunkSizes{}, pool.staging(random));
         std::vector<std::unique_ptr<OneTransfer>> transfers;
         std::vector<QueuedCopies> queued;
         driver.hold(1);

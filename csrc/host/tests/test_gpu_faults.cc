@@ -34,7 +34,8 @@ public:
             const Cuda::Entered entered(cuda);
             const int64_t before = driver.living(kEvents) + driver.living(kStreams) + driver.living(kDeviceMemory);
             try {
-                gpu.emplace(cuda, pool_.planes, kernels, 2 * static_cast<size_t>(pool_.planes.extent_bytes));
+                gpu.emplace(cuda, pool_.planes, kernels, ChunkSizes{},
+                            2 * static_cast<size_t>(pool_.planes.extent_bytes));
             } catch (const CudaError&) {
                 CHECK(driver.living(kEvents) + driver.living(kStreams) + driver.living(kDeviceMemory) == before);
                 throw;
