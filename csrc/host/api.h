@@ -12,7 +12,7 @@
 #define GDSCACHE_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a function below changes. The Python side compares it with its own (library.ABI).
-#define GDSCACHE_ABI 3
+#define GDSCACHE_ABI 4
 
 GDSCACHE_API int32_t gdscache_abi();
 
@@ -90,10 +90,14 @@ GDSCACHE_API int32_t gdscache_cut_and_merge(const int64_t* requests, int64_t n_r
                                             int64_t most_a_run, int64_t* fragments, int64_t most_fragments,
                                             int64_t* runs, int64_t most_runs, int64_t counts[2]);
 
-// The bare loop (bare.h). `write`: 0 reads, 1 writes. `planes` may be null.
-GDSCACHE_API int32_t gdscache_bare(int32_t fd, int32_t write, int64_t bytes, int64_t piece_bytes, int32_t threads,
-                                   void* memory, int64_t memory_bytes, void* planes, int64_t sum_bytes,
-                                   double* seconds);
+// The bare loop (bare.h). `write`: 0 reads, 1 writes. `planes` may be null. `driver`: the name of CUDA's, and `context`
+// its primary context, where what is read goes on to `device`; else null. What the driver refuses is -EIO, said in `why`.
+struct gdscache_bare_loop {
+    uint64_t memory, planes, driver, context, device;
+    int64_t bytes, piece_bytes, memory_bytes, sum_bytes;
+    int32_t fd, write, threads, reserved;
+};
+GDSCACHE_API int32_t gdscache_bare(const struct gdscache_bare_loop* loop, double* seconds, char* why, int64_t why_size);
 
 // --- tables (tables.h)
 

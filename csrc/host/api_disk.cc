@@ -4,10 +4,12 @@
 #include <cstdio>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <stdexcept>
 
 #include "api.h"
 #include "bare.h"
+#include "cuda.h"
 #include "disk.h"
 #include "faulty_disk.h"
 
@@ -181,10 +183,19 @@ int32_t gdscache_cut_and_merge(const int64_t* requests, int64_t n_requests, int6
     });
 }
 
-int32_t gdscache_bare(int32_t fd, int32_t write, int64_t bytes, int64_t piece_bytes, int32_t threads, void* memory,
-                      int64_t memory_bytes, void* planes, int64_t sum_bytes, double* seconds) {
-    if (!seconds) return -EINVAL;
-    const BareLoop loop{fd, write ? Op::kWrite : Op::kRead, bytes, piece_bytes, threads, static_cast<uint8_t*>(memory),
-                        memory_bytes, static_cast<uint8_t*>(planes), sum_bytes};
-    return guarded([&]() -> int32_t { return run(loop, *seconds); });
+int32_t gdscache_bare(const struct gdscache_bare_loop* loop, double* seconds, char* why, int64_t why_size) {
+    if (!loop || !seconds) return -EINVAL;
+    return guarded([&]() -> int32_t {
+        try {
+            std::optional<Cuda> cuda;
+            if (loop->driver) cuda.emplace(reinterpret_cast<const char*>(loop->driver), reinterpret_cast<void*>(loop->context));
+            return run({loop->fd, loop->write ? Op::kWrite : Op::kRead, loop->bytes, loop->piece_bytes, loop->threads,
+                        reinterpret_cast<uint8_t*>(loop->memory), loop->memory_bytes, reinterpret_cast<uint8_t*>(loop->planes), loop->sum_bytes,
+                        cuda ? &*cuda : nullptr, loop->device},
+                       *seconds);
+        } catch (const CudaError& error) {
+            if (why && why_size > 0) std::snprintf(why, static_cast<size_t>(why_size), "%s", error.what());
+            return -EIO;
+        }
+    });
 }

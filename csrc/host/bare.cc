@@ -9,10 +9,15 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <semaphore>
 #include <system_error>
 #include <thread>
 #include <vector>
 
+#include "cuda.h"
 #include "xxh3.h"
 
 namespace gdscache {
@@ -32,56 +37,145 @@ void sum(const BareLoop& loop, const uint8_t* part, int64_t bytes) {
     sink.fetch_xor(all, std::memory_order_relaxed);
 }
 
-int move(const BareLoop& loop, int64_t piece, int thread) {
-    const int64_t at = piece * loop.piece_bytes, bytes = std::min(loop.piece_bytes, loop.bytes - at);
-    uint8_t* const part = loop.memory + (loop.memory_bytes < loop.bytes ? thread * loop.piece_bytes : at);
-    if (loop.op == Op::kWrite) {
-        if (loop.planes) std::memcpy(part, loop.planes + at, static_cast<size_t>(bytes));
-        sum(loop, part, bytes);
+// A thread's copies to GPU memory, and which parts of its memory they still read.
+class Onward {
+public:
+    Onward(const BareLoop& loop, int64_t slots) : loop_(loop), entered_(*loop.cuda), stream_(loop.cuda->open_stream(false)) {
+        try {
+            for (int64_t n = 0; n < slots; ++n) events_.push_back(loop.cuda->open_event(false));
+        } catch (const CudaError&) {
+            close();
+            throw;
+        }
     }
-    const auto size = static_cast<size_t>(bytes);
-    const ssize_t moved = loop.op == Op::kRead ? pread(loop.fd, part, size, at) : pwrite(loop.fd, part, size, at);
-    if (moved != bytes) return moved < 0 ? -errno : -ENODATA;
-    if (loop.op == Op::kRead) {
-        sum(loop, part, bytes);
-        if (loop.planes) std::memcpy(loop.planes + at, part, static_cast<size_t>(bytes));
+    ~Onward() { close(); }
+    Onward(const Onward&) = delete;
+    Onward& operator=(const Onward&) = delete;
+
+    // Until a slot may be read into again.
+    void await(int64_t slot) const { loop_.cuda->await(events_[static_cast<size_t>(slot)]); }
+
+    void copy(int64_t slot, int64_t at, const uint8_t* part, int64_t bytes) {
+        list_.clear();
+        list_.add(loop_.device + static_cast<uint64_t>(at), reinterpret_cast<uint64_t>(part),
+                  static_cast<size_t>(bytes), false);
+        loop_.cuda->copy(list_, 0, 1, stream_, true);
+        if (!events_.empty()) loop_.cuda->record(events_[static_cast<size_t>(slot)], stream_);
     }
-    return 0;
+
+    void finish() const { loop_.cuda->synchronize(stream_); }
+
+private:
+    void close() noexcept {
+        for (const CudaEvent event : events_) loop_.cuda->close_event(event);
+        loop_.cuda->close_stream(stream_);
+    }
+
+    const BareLoop& loop_;
+    const Cuda::Entered entered_;
+    const CudaStream stream_;
+    std::vector<CudaEvent> events_;
+    CopyList list_;
+};
+
+// One thread of the loop. Its memory is the loop's, or a share of `slots` pieces where that is less than the bytes.
+class Worker {
+public:
+    Worker(const BareLoop& loop, int number)
+        : loop_(loop), shared_(loop.memory_bytes < loop.bytes), slots_(shared_ ? slots(loop) : 0),
+          own_(loop.memory + (shared_ ? number * slots_ * loop.piece_bytes : 0)) {
+        if (loop.cuda) onward_.emplace(loop, slots_);
+    }
+
+    int move(int64_t piece) {
+        const int64_t at = piece * loop_.piece_bytes, bytes = std::min(loop_.piece_bytes, loop_.bytes - at);
+        const int64_t slot = shared_ ? turn_++ % slots_ : 0;
+        uint8_t* const part = own_ + (shared_ ? slot * loop_.piece_bytes : at);
+        if (loop_.op == Op::kWrite) {
+            if (loop_.planes) std::memcpy(part, loop_.planes + at, static_cast<size_t>(bytes));
+            sum(loop_, part, bytes);
+        }
+        if (onward_ && shared_) onward_->await(slot);
+        const auto size = static_cast<size_t>(bytes);
+        const ssize_t moved = loop_.op == Op::kRead ? pread(loop_.fd, part, size, at) : pwrite(loop_.fd, part, size, at);
+        if (moved != bytes) return moved < 0 ? -errno : -ENODATA;
+        if (loop_.op == Op::kRead) {
+            sum(loop_, part, bytes);
+            if (loop_.planes) std::memcpy(loop_.planes + at, part, static_cast<size_t>(bytes));
+            if (onward_) onward_->copy(slot, at, part, bytes);
+        }
+        return 0;
+    }
+
+    void finish() const {
+        if (onward_) onward_->finish();
+    }
+
+private:
+    // Without copies that go on by themselves one slot is enough, and stays in the processor's cache.
+    static int64_t slots(const BareLoop& loop) {
+        return loop.cuda ? loop.memory_bytes / loop.threads / loop.piece_bytes : 1;
+    }
+
+    const BareLoop& loop_;
+    const bool shared_;
+    const int64_t slots_;
+    uint8_t* const own_;
+    int64_t turn_ = 0;
+    std::optional<Onward> onward_;
+};
+
+bool is_sound(const BareLoop& loop) {
+    constexpr int64_t kMost = int64_t{1} << 40;
+    constexpr int kMostThreads = 1024;
+    const auto some = [](int64_t count, int64_t most) { return count > 0 && count <= most; };
+    if (loop.fd < 0 || !loop.memory || loop.sum_bytes < 0 || !some(loop.threads, kMostThreads)) return false;
+    if (!some(loop.bytes, kMost) || !some(loop.piece_bytes, kMost)) return false;
+    if (loop.memory_bytes < loop.bytes && loop.memory_bytes / loop.threads < loop.piece_bytes) return false;
+    return !loop.cuda || (loop.op == Op::kRead && loop.device);
 }
 
 }  // namespace
 
 int run(const BareLoop& loop, double& seconds) {
-    constexpr int64_t kMost = int64_t{1} << 40;
-    constexpr int kMostThreads = 1024;
-    if (loop.fd < 0 || !loop.memory || loop.sum_bytes < 0 || loop.threads < 1 || loop.threads > kMostThreads) {
-        return -EINVAL;
-    }
-    if (loop.bytes < 1 || loop.bytes > kMost || loop.piece_bytes < 1 || loop.piece_bytes > kMost) return -EINVAL;
-    if (loop.memory_bytes < loop.bytes && loop.memory_bytes / loop.threads < loop.piece_bytes) return -EINVAL;
+    if (!is_sound(loop)) return -EINVAL;
     const int64_t pieces = (loop.bytes + loop.piece_bytes - 1) / loop.piece_bytes;
     std::atomic<int64_t> next{0};
     std::atomic<int> error{0};
-    std::atomic<bool> go{false};
+    std::counting_semaphore ready{0}, go{0};
+    std::mutex lock;
+    std::exception_ptr refused;
+    const auto work = [&](int number) {
+        bool waited = false;
+        try {
+            Worker worker(loop, number);
+            ready.release();
+            go.acquire();
+            waited = true;
+            for (int64_t piece; !error && (piece = next++) < pieces;) {
+                if (const int answer = worker.move(piece)) error = answer;
+            }
+            worker.finish();
+        } catch (const std::exception&) {  // CudaError, or no memory
+            error = -EIO;
+            const std::lock_guard held(lock);
+            if (!refused) refused = std::current_exception();
+            if (!waited) ready.release();
+        }
+    };
     std::vector<std::thread> threads;
     threads.reserve(static_cast<size_t>(loop.threads));
     try {
-        for (int n = 0; n < loop.threads; ++n) {
-            threads.emplace_back([&, n] {
-                go.wait(false);
-                for (int64_t piece; !error && (piece = next++) < pieces;) {
-                    if (const int answer = move(loop, piece, n)) error = answer;
-                }
-            });
-        }
+        for (int n = 0; n < loop.threads; ++n) threads.emplace_back(work, n);
     } catch (const std::system_error&) {
         error = -EAGAIN;
     }
+    for (size_t n = 0; n < threads.size(); ++n) ready.acquire();
     const Clock::time_point begin = Clock::now();
-    go = true;
-    go.notify_all();
+    go.release(static_cast<ptrdiff_t>(threads.size()));
     for (std::thread& thread : threads) thread.join();
     seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    if (refused) std::rethrow_exception(refused);
     return error;
 }
 

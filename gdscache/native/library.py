@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gdscache.errors import NativeCallError, NativeMissingError, NativeVersionError
 
-ABI = 3  # GDSCACHE_ABI of csrc/host/api.h
+ABI = 4  # GDSCACHE_ABI of csrc/host/api.h
 PATH = Path(__file__).with_name("libgdscache_host.so")
 _HINT = "install the wheel of this machine's architecture, or run make (python tools/native_build.py) in the sources"
 
@@ -48,7 +48,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "disk_fail": (_int, (_at, _at, _long)),
     "disk_release": (_int, (_at,)),
     "cut_and_merge": (_int, (_at, _long, _long, _long, _at, _long, _at, _long, _at)),
-    "bare": (_int, (_int, _int, _long, _long, _int, _at, _long, _at, _long, _at)),
+    "bare": (_int, (_at, _at, _at, _long)),
     "executor_open": (
         _int,
         (_at, _at, _long, _int, _long, _long, _long, _at, _at, _int, _int, _int, _at, _at, _long),
