@@ -55,6 +55,7 @@ def driver() -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.fake_device.restype = ctypes.c_uint64
     library.fake_device.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.fake_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.fake_forget.argtypes = [ctypes.c_void_p]
     library.fake_context.restype = library.fake_kernel.restype = ctypes.c_void_p
     library.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int64]

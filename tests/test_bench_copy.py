@@ -653,6 +653,15 @@ def test_a_load_runs_beside_both_kinds_of_work(found: dict[str, Any]) -> None:
         assert row["copy"]["ratio"] == pytest.approx(0.99 if row["sums"] else 0.98, abs=0.01)
 
 
+def test_copies_run_beside_threads_of_python(found: dict[str, Any]) -> None:
+    rows = [(r["path"], r["beside"], r["against"]) for r in found["python"]]
+    kinds = ("3 ms of Python in 8 to 18", "Python without pause")
+    assert rows == [(path, kind, "alone") for kind in kinds for path in ("auto", "cudaMemcpyAsync")]
+    for row in found["python"]:
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert row["gb_per_second"]["median"] > 0
+
+
 def test_the_full_profile_has_other_paths_beside_work_too(gpu: Stand) -> None:
     bench = copy._Bench(settings(profile="full"), gpu, measure.silent)
     bench.pool(GQA, 64, [cell_of("all", "load", path, page_tokens=64) for path in copy_cells.PATHS])
@@ -689,7 +698,10 @@ def test_what_was_measured_survives_an_interruption() -> None:
     assert found["beside"]
     assert kept == [False, False]
     tables = copy_report.copy_tables(found)
-    assert [table.title for table in tables][-1] == "Beside a model's work"
+    assert [table.title for table in tables][-2:] == [
+        "Beside a model's work",
+        "Beside threads of Python, against alone",
+    ]
 
 
 def test_what_was_measured_is_kept_when_something_breaks() -> None:
@@ -818,7 +830,8 @@ def test_the_command_writes_what_was_measured(
 
     def run(settings: copy.Settings, gpu: Any, progress: Any, keep: Any) -> dict[str, Any]:
         asked.append(settings)
-        measured = {key: report[key] for key in ("mover", "copies", "checksums", "beside", "kernel_build", "pinning")}
+        sections = ("mover", "copies", "checksums", "beside", "python", "kernel_build", "pinning")
+        measured = {key: report[key] for key in sections}
         keep({"complete": False, "copies": []})
         kept = json.loads((tmp_path / "r.json").read_text())
         assert (kept["schema"], kept["copies"]) == ("gdscache.bench.copy/1", [])
@@ -830,7 +843,7 @@ def test_the_command_writes_what_was_measured(
     assert gdscache(monkeypatch, "--full", "--total", "256MiB", "--pairs", "40", *files) == (0 if complete else 130)
     assert (asked[0].profile, asked[0].total, asked[0].pairs, asked[0].pin) == ("full", 256 * MIB, 40, 16 << 30)
     written = json.loads((tmp_path / "r.json").read_text())
-    sections = ["mover", "copies", "checksums", "beside", "kernel_build", "pinning"]
+    sections = ["mover", "copies", "checksums", "beside", "python", "kernel_build", "pinning"]
     assert list(written) == ["schema", "machine", "settings", "complete", *sections]
     assert written["settings"]["total"] == 256 * MIB
     assert written["copies"] == report["copies"]
@@ -866,7 +879,7 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     assert len(report["copies"]) == len(copy_cells.selected("quick"))
     assert len(report["checksums"]) == 42
     assert len(report["beside"]) == 4
-    for section in ("copies", "checksums", "beside", "kernel_build", "pinning"):
+    for section in ("copies", "checksums", "beside", "python", "kernel_build", "pinning"):
         for path, number in numbers(report[section], section):
             free = path.endswith((".coverage", ".thread_blocks.load", ".thread_blocks.store"))
             assert np.isfinite(number), path

@@ -19,6 +19,7 @@ from gdscache.bench import commands, ttft, ttft_cells, ttft_plot
 from gdscache.bench.ttft_answers import Answer, compare, worst
 from gdscache.bench.ttft_cells import CACHED, NOWHERE, Cell, Settings, cell_of, cells, chosen, transfer_seconds
 from gdscache.bench.ttft_client import EngineClient
+from gdscache.bench.ttft_python import PLACES
 from gdscache.bench.ttft_report import TTFT_SCHEMA, verdicts
 from gdscache.errors import InvalidValueError, IOFailedError
 
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.suite
 
 SMALL = dataclasses.replace(Settings.of("quick", "cpu"), prompts=(96,), page_tokens=8, block_tokens=8, repeat=1)
 KEYS = [
-    "schema", "machine", "settings", "complete", "interrupted", "left", "model", "cells", "waits", "cannot", "failed",
-    "not_run", "verdicts",
+    "schema", "machine", "settings", "complete", "interrupted", "left", "model", "cells", "waits", "python",
+    "cannot", "failed", "not_run", "verdicts",
 ]  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def test_the_figures_are_what_they_say(quick: tuple[Path, dict[str, Any], str]) 
         page_bytes = 16 * 2 * 4 * 4 * 64 * 4  # tokens, planes, layers, heads, head_dim, bytes
         assert sum(row["bytes"].values()) == (0 if row["where"] == "gpu" else cached // 16 * page_bytes)
         rates = {name: series["median"] for name, series in row["gb_per_second"].items()}
-        assert row["transfer_seconds"] == transfer_seconds(row["where"], row["bytes"], rates["copy"], rates["read"])
+        assert row["transfer_seconds"] == transfer_seconds(row["where"], row["bytes"], rates)
         assert row["ideal_seconds"] == max(row["resident_seconds"]["median"], row["transfer_seconds"])
         assert row["ideal_ratio"] == row["ideal_seconds"] / row["ttft_seconds"]["median"]
         if not row["gate"]:
@@ -329,12 +330,13 @@ def test_what_the_profiles_measure() -> None:
 
 def test_the_ceiling_of_a_transfer() -> None:
     nbytes = {"cpu": 30 * 10**9, "ssd": 10 * 10**9}
-    assert transfer_seconds("mixed", nbytes, 50.0, 5.0) == 2.0  # the disk
-    assert transfer_seconds("mixed", nbytes, 10.0, 5.0) == 4.0  # the bus, by which all of it goes
-    assert transfer_seconds("ssd_direct", {"ssd": 10**10}, 0.1, 5.0) == 2.0
-    assert transfer_seconds("cpu", {"cpu": 10**10}, 50.0, None) == 0.2
-    assert transfer_seconds("gpu", {}, 50.0, 5.0) == 0.0
-    assert transfer_seconds("mixed", nbytes, 50.0, None) is None
+    rates = {"copy": 50.0, "read": 9.0, "onward": 5.0}
+    assert transfer_seconds("mixed", nbytes, rates) == 2.0  # the disk, and the copies behind it
+    assert transfer_seconds("mixed", nbytes, rates | {"copy": 10.0}) == 4.0  # the bus, by which all of it goes
+    assert transfer_seconds("ssd_direct", {"ssd": 9 * 10**9}, rates | {"copy": 0.1}) == 1.0
+    assert transfer_seconds("cpu", {"cpu": 10**10}, {"copy": 50.0}) == 0.2
+    assert transfer_seconds("gpu", {}, rates) == 0.0
+    assert transfer_seconds("mixed", nbytes, {"copy": 50.0}) is None
     assert ttft_cells.bytes_at("mixed", 5, 10) == {"cpu": 20, "ssd": 30}
     assert ttft_cells.bytes_at("gpu", 5, 10) == {}
     assert ttft_cells.expected_tiers("mixed", 5) == ["cpu", "cpu", "ssd", "ssd", "ssd"]
@@ -434,6 +436,19 @@ def test_a_plot_of_what_there_is(tmp_path: Path, quick: tuple[Path, dict[str, An
     for name, some in (("none", []), ("one", report["cells"][2:3])):
         ttft_plot.ttft_plot({**report, "cells": some, "model": None}, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_hits_beside_threads_of_python(quick: tuple[Path, dict[str, Any], str]) -> None:
+    _, report, said = quick
+    rows = report["python"]
+    expected = [(kind, where) for kind in ("3 ms of Python in 8 to 18", "Python without pause") for where in PLACES]
+    assert [(row["beside"], row["where"]) for row in rows] == expected
+    for row in rows:
+        assert (row["cached_percent"], row["overlap"], row["gate"]) == (90, True, False)
+        c, t, mine = row["resident_seconds"]["median"], row["transfer_seconds"], row["ttft_seconds"]["median"]
+        assert row["ideal_ratio"] == max(c, t) / mine
+        assert min(c, t, mine) > 0
+    assert "Beside threads of Python" in said
 
 
 def test_settings_that_measure_nothing() -> None:

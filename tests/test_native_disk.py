@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fake_gpu
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -37,9 +39,14 @@ from native_parts import (
 )
 
 from gdscache.errors import NativeCallError
-from gdscache.native.library import address, checked, integers, library
+from gdscache.native.library import address, checked, integers, library, struct
 
 KINDS = ("ring", "threads")
+BARE = struct(
+    "BARE",
+    "memory:Q planes:Q driver:Q context:Q device:Q bytes:q piece_bytes:q memory_bytes:q sum_bytes:q "
+    "fd:i write:i threads:i reserved:i",
+)
 DATA = random.Random(5).randbytes(300_001)
 
 
@@ -436,6 +443,14 @@ def test_requests_that_make_no_sense_are_refused() -> None:
         cut_and_merge([(3, 0, 4096, 1 << 62)], 4096, 8)  # as many parts as no memory has
 
 
+def bare_loop(**fields: int) -> tuple[int, str, float]:
+    """A pass of the bare loop: its answer, why the driver refused, and its seconds."""
+    loop = BARE(**fields)
+    seconds, why = ctypes.c_double(), ctypes.create_string_buffer(200)
+    answer = library().bare(ctypes.addressof(loop), ctypes.addressof(seconds), ctypes.addressof(why), 200)
+    return answer, why.value.decode(), seconds.value
+
+
 @pytest.mark.parametrize("small", [False, True])
 def test_the_bare_loop_moves_all_and_says_how_fast(tmp_path: Path, small: bool) -> None:
     nbytes, piece, threads = (1 << 20) - 100, 65536, 3
@@ -445,22 +460,58 @@ def test_the_bare_loop_moves_all_and_says_how_fast(tmp_path: Path, small: bool) 
     path = tmp_path / "bare"
     path.write_bytes(bytes(1 << 20))
     file = os.open(path, os.O_RDWR)
-    seconds = ctypes.c_double()
-    rest = (piece, threads, address(memory), len(memory))
+    loop = {"fd": file, "bytes": nbytes, "piece_bytes": piece, "threads": threads}
+    loop |= {"memory": address(memory), "memory_bytes": len(memory)}
     for write, planes in ((1, source), (0, target)):
-        end = (address(planes), 1000, ctypes.addressof(seconds))
-        checked(library().bare(file, write, nbytes, *rest, *end), "bare")
-        assert seconds.value > 0
+        answer, _, seconds = bare_loop(**loop, write=write, planes=address(planes), sum_bytes=1000)
+        assert answer == 0
+        assert seconds > 0
     assert path.read_bytes() == source.tobytes() + bytes(100)
     assert np.array_equal(target, source)
-    checked(library().bare(file, 0, nbytes, *rest, None, 0, ctypes.addressof(seconds)), "bare")
+    assert bare_loop(**loop)[0] == 0
     assert small or np.array_equal(memory, source)
     more = np.zeros(nbytes + 200, np.uint8)
-    beyond = (nbytes + 200, *rest[:2], address(more), len(more), None, 0, end[2])
-    assert library().bare(file, 0, *beyond) == -errno.ENODATA
-    good = [file, 0, nbytes, *rest, None, 0, end[2]]
-    for place, value in ((0, -1), (2, 0), (2, 1 << 62), (3, 0), (4, 0), (4, 2000), (5, None), (6, piece), (8, -1)):
-        bad = [*good[:place], value, *good[place + 1 :]]
-        assert library().bare(*bad) == -errno.EINVAL, bad
-    assert library().bare(1_000_000, *good[1:]) == -errno.EBADF
+    beyond = loop | {"bytes": nbytes + 200, "memory": address(more), "memory_bytes": len(more)}
+    assert bare_loop(**beyond)[0] == -errno.ENODATA
+    bad = [("fd", -1), ("bytes", 0), ("bytes", 1 << 62), ("piece_bytes", 0), ("threads", 0), ("threads", 2000)]
+    bad += [("memory", 0), ("memory_bytes", piece), ("sum_bytes", -1)]
+    for name, value in bad:
+        assert bare_loop(**(loop | {name: value}))[0] == -errno.EINVAL, name
+    assert bare_loop(**(loop | {"fd": 1_000_000}))[0] == -errno.EBADF
     os.close(file)
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_the_bare_loop_copies_on_to_a_gpu(tmp_path: Path, small: bool) -> None:
+    nbytes, piece, threads = (1 << 20) - 4096, 65536, 3
+    source = np.random.default_rng(2).integers(0, 255, nbytes, np.uint8)
+    path = tmp_path / "bare"
+    path.write_bytes(source.tobytes())
+    file = os.open(path, os.O_RDONLY)
+    gpu = fake_gpu.driver()
+    memory, target = np.zeros(2 * threads * piece if small else nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    name = ctypes.create_string_buffer(str(gpu._name).encode())
+    loop = {"fd": file, "bytes": nbytes, "piece_bytes": piece, "threads": threads}
+    loop |= {"memory": address(memory), "memory_bytes": len(memory)}
+    loop |= {"driver": ctypes.addressof(name), "context": gpu.fake_context()}
+    loop |= {"device": gpu.fake_device(target.ctypes.data, nbytes)}
+    gpu.fake_pin(memory.ctypes.data, len(memory))
+    try:
+        for _ in range(5):
+            target[:] = 0
+            assert bare_loop(**loop)[:2] == (0, "")
+            assert np.array_equal(target, source)
+        for bad in ({"device": 0}, {"write": 1}):
+            assert bare_loop(**(loop | bad))[0] == -errno.EINVAL
+        for function, nth in (("cuStreamCreateWithPriority", 1), ("cuMemcpyBatchAsync", 3), ("cuStreamSynchronize", 0)):
+            with fake_gpu.failing(function, nth):
+                answer, why, _ = bare_loop(**loop)
+            assert answer == -errno.EIO
+            assert re.match(r"cu\w+ answered 719", why)
+        lost = ctypes.create_string_buffer(b"libnone.so")
+        answer, why, _ = bare_loop(**(loop | {"driver": ctypes.addressof(lost)}))
+        assert (answer, "no CUDA driver" in why) == (-errno.EIO, True)
+    finally:
+        gpu.fake_forget(target.ctypes.data)
+        gpu.fake_forget(memory.ctypes.data)
+        os.close(file)

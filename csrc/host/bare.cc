@@ -48,7 +48,13 @@ public:
             throw;
         }
     }
-    ~Onward() { close(); }
+    ~Onward() {
+        try {
+            finish();  // where the loop broke off
+        } catch (const CudaError&) {  // nothing runs any more
+        }
+        close();
+    }
     Onward(const Onward&) = delete;
     Onward& operator=(const Onward&) = delete;
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from gdscache.bench.copy_cells import Cell, Geometry, selected
 from gdscache.bench.copy_gpu import Gpu, Timing, Way, timed
 from gdscache.bench.copy_pool import Copies, Pool
 from gdscache.bench.measure import Progress, Series, frozen_heap, paired, rate, silent, target, turns
+from gdscache.bench.neighbours import LABELS, Kind, Neighbour
 from gdscache.sizes import GIB, MIB
 from gdscache.tiers.transfer import Mover
 
@@ -100,6 +102,7 @@ class _Bench:
             "copies": [],
             "checksums": [],
             "beside": [],
+            "python": [],
             "kernel_build": None,
             "pinning": None,
         }
@@ -132,6 +135,8 @@ class _Bench:
             limit is not None or self.settings.profile == "full"
         ):
             self._beside(mover, cell, copies)
+            if limit is not None:
+                self._beside_python(mover, cell, copies)
 
     def _row(
         self,
@@ -200,6 +205,33 @@ class _Bench:
                         **found,
                     }
                 )
+
+    def _beside_python(self, mover: Mover, cell: Cell, copies: Copies) -> None:
+        """A load, and a plain copy, beside threads of Python, against the same alone. Both are asked for by a thread of
+        Python, which waits for the interpreter's lock too."""
+        for kind, (name, way) in itertools.product(
+            LABELS, {"auto": copies.ours(mover), MEMCPY: copies.plain()}.items()
+        ):
+            self._progress(self._done, len(self.cells), f"{name}, beside {LABELS[kind]}")
+            beside = functools.partial(self._timed_beside, kind, way)
+            mine, alone = turns(beside, functools.partial(timed, self.gpu, way), self.settings.matrix_pairs)
+            nbytes = copies.moved_bytes
+            self.found["python"].append(
+                {
+                    **cell.describe(),
+                    "path": name,
+                    "beside": LABELS[kind],
+                    "bytes": nbytes,
+                    "gb_per_second": _rates(nbytes, mine).describe(),
+                    "against": "alone",
+                    "against_gb_per_second": _rates(nbytes, alone).describe(),
+                    **paired([run.seconds for run in alone], [run.seconds for run in mine]),
+                }
+            )
+
+    def _timed_beside(self, kind: Kind, way: Way) -> Timing:
+        with Neighbour(kind):
+            return timed(self.gpu, way)
 
 
 def label(cell: Cell) -> str:

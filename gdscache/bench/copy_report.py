@@ -17,7 +17,7 @@ PATHS = ("auto", "staged", "zero_copy", "copy_engine")
 def copy_tables(report: Mapping[str, Any]) -> list[Table]:
     """What was measured: also part of it, when the measurement was ended early."""
     tables = [_targets(report["copies"]), _matrix(report["copies"]), _checksums(report["checksums"])]
-    tables += [_beside(report["beside"]), _startup(report)]
+    tables += [_beside(report["beside"]), _python(report["python"]), _startup(report)]
     return [table for table in tables if table.row_count]
 
 
@@ -80,6 +80,14 @@ def _beside(rows: Sequence[Row]) -> Table:
         table.add_row(*own, "copy, GB/s", *rates, interval(copy), _judged(copy, "at least"))
         times = (f"{work[key]['median'] * 1e3:.3f}" for key in ("seconds", "against_seconds"))
         table.add_row("", "", "", "work, ms", *times, interval(work), _judged(work, "at most"))
+    return table
+
+
+def _python(rows: Sequence[Row]) -> Table:
+    table = new_table("Beside threads of Python, against alone", "pages", "path", "beside", "GB/s", "alone", "ratio")
+    for r in rows:
+        rates = (f"{r[key]['median']:.1f}" for key in ("gb_per_second", "against_gb_per_second"))
+        table.add_row(what(r), r["path"], r["beside"], *rates, interval(r))
     return table
 
 

@@ -185,7 +185,7 @@ class _Bench:
         elif gpu and shutil.disk_usage(ram).free < 2 * self.settings.ram_total:
             cause = f"{ram} has less than {about(2 * self.settings.ram_total)} free"
         parts = [Part("host reads", io_rows.host_reads), Part("cold loads", io_rows_engine.cold_loads)]
-        for size in io_rows_engine.COPY_TARGETS:
+        for size in io_rows_engine.ONWARD_TARGETS:
             action = functools.partial(io_rows_engine.loads_from_memory, page_bytes=size)
             parts.append(Part(f"loads from a RAM disk, {format_size(size)} pages", action, ram=True, cause=cause))
         for size in self.settings.pages:

@@ -87,6 +87,13 @@ class ColdEngine:
         """Whether the transport bypasses the page cache."""
         return bool(self.transport["direct"])
 
+    @property
+    def reserve_bytes(self) -> int:
+        """What the bounce reserve has for loads."""
+        bounce = self.engine.executor.machine.bounce
+        assert bounce is not None, "no bounce reserve"
+        return len(bounce.loads) * bounce.extents.layout.extent_bytes
+
     def prepare(self) -> Hit:
         """What a load needs: nothing in the CPU tier, and a lookup."""
         forget(self.engine.manager, self._cpu)

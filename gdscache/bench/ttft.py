@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gdscache.bench import io_cache, ttft_waits
+from gdscache.bench import io_cache, ttft_python, ttft_waits
 from gdscache.bench.io import resumed as resumed_io
 from gdscache.bench.io_trial import cause_of
 from gdscache.bench.measure import Progress, Series, frozen_heap, silent
@@ -94,6 +94,7 @@ class _Bench:
             "model": done.get("model"),
             "cells": cells,
             "waits": list(done.get("waits", ())),
+            "python": list(done.get("python", ())),
             "cannot": [],
             "failed": [],
             "not_run": [{**c.describe(), "cause": cause} for c, cause in others.items() if c not in measured],
@@ -227,7 +228,13 @@ class _Bench:
             if cause:
                 self._list("failed", [cell], cause, count=False)
             if cell not in broken:
-                self.found["cells"].append(self._row(client, cell, answers, counted, ceilings.read_way))
+                self.found["cells"].append(self._row(client, cell, answers, counted, ceilings.loops))
+        if self.settings.client == "engine" and (some := ttft_python.chosen(cells)):
+            self._say(first, "beside threads of Python")
+            gb = {name: series.median for name, series in counted.items()}
+            transfers = [transfer_seconds(cell.where, self._bytes(client, cell), gb) for cell in some]
+            others = [row for row in self.found["python"] if cell_of(row) not in some]
+            self.found["python"] = [*others, *ttft_python.measure(client, some, transfers, repeat)]
         if first.route == "via_cpu" and self.settings.client == "engine" and first.cached == 50:
             others = [row for row in self.found["waits"] if row["prompt_tokens"] != first.prompt]
             self.found["waits"] = [*others, {"prompt_tokens": first.prompt, **ttft_waits.measure(client, first)}]
@@ -238,12 +245,12 @@ class _Bench:
         cell: Cell,
         answers: Mapping[Any, Sequence[Answer]],
         rates: Mapping[str, Series],
-        read_way: str,
+        loops: Mapping[str, str],
     ) -> dict[str, Any]:
         mine, plain, resident = (Series(tuple(a.ttft for a in answers[key][1:])) for key in (cell, "plain", "resident"))
         nbytes = self._bytes(client, cell)
         gb = {name: series.median for name, series in rates.items()}
-        transfer = transfer_seconds(cell.where, nbytes, gb.get("copy"), gb.get("read"))
+        transfer = transfer_seconds(cell.where, nbytes, gb)
         ideal = None if transfer is None else max(resident.median, transfer)
         waits = [seconds for answer in answers[cell][1:] for seconds in answer.waits]
         return {
@@ -261,7 +268,7 @@ class _Bench:
             "sources": answers[cell][-1].sources,
             "tokens": self._tokens(cell, answers),
             "gb_per_second": {name: series.describe() for name, series in rates.items()},
-            "read_way": read_way,
+            "loops": dict(loops),
         }
 
     def _wrong(self, client: EngineClient, cell: Cell, answers: Mapping[Any, Sequence[Answer]]) -> str:

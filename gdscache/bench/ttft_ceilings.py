@@ -1,4 +1,4 @@
-"""The least that bytes could take, for `gdscache bench ttft`: a plain copy of host memory, and a bare O_DIRECT loop."""
+"""The least that bytes could take, for `gdscache bench ttft`: a plain copy of host memory, and bare O_DIRECT loops."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Self
 
 import torch
 
-from gdscache.bench.bare import IO_BYTES, BareLoop
+from gdscache.bench.bare import IO_BYTES, BareLoop, Onward
 from gdscache.bench.measure import rate
 from gdscache.memory import HostBuffer
 from gdscache.storage.base import Op
 
 
 class Ceilings:
-    """Ways to measure the ceilings on one slab, each called once a round: GB/s by name (`copy`, `read`).
+    """Ways to measure the ceilings on one slab, each called once a round: GB/s by name (`copy`, `read`, `onward`).
 
     `copy`: one copy of `nbytes` of page-locked host memory to the device, on a CPU-only machine from one part of memory
-    to another. `read`: the best of the bare loops on the slab's first `nbytes`, which hold pages.
+    to another. `read`: the best of the bare loops on the slab's first `nbytes`, which hold pages; `onward`: the best of
+    those that copy on to the device what they have read. `loops` says which they are.
     """
 
     def __init__(self, device: torch.device, slab: Path, nbytes: int) -> None:
@@ -33,12 +34,13 @@ class Ceilings:
             self._source.fill_(1)
             self._target = torch.ones(nbytes, dtype=torch.uint8, device=device)
             self.ways: dict[str, Callable[[], float]] = {"copy": self._copy}
-            self.read_way = ""
+            self.loops: dict[str, str] = {}
             if nbytes >= min(IO_BYTES):
                 loop = undo.enter_context(BareLoop(slab, nbytes))
-                best = loop.scout(Op.READ)[0]
-                self.read_way = f"{best.label}, {'O_DIRECT' if loop.direct else 'through the page cache'}"
-                self.ways["read"] = lambda: loop.run(Op.READ, best)
+                for name, onward in (("read", None), ("onward", Onward(self._target))):
+                    best = loop.scout(Op.READ, onward=onward)[0]
+                    self.loops[name] = f"{best.label}, {'O_DIRECT' if loop.direct else 'through the page cache'}"
+                    self.ways |= loop.runs(Op.READ, {name: best}, onward)
             undo.callback(self._forget)
             self._undo = undo.pop_all()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from gdscache.errors import InvalidValueError
@@ -167,22 +167,17 @@ def cached_tokens(prompt: int, percent: int, page_tokens: int) -> int:
     return min(prompt * percent // 100, prompt - 1) // page_tokens * page_tokens
 
 
-def transfer_seconds(
-    where: str, bytes_by_tier: dict[str, int], copy_gb: float | None, read_gb: float | None
-) -> float | None:
-    """The least that a load can take: its bytes over the bare ceilings, both at work at once. None without a ceiling.
+def transfer_seconds(where: str, bytes_by_tier: Mapping[str, int], rates: Mapping[str, float]) -> float | None:
+    """The least that a load can take: its bytes over the bare ceilings (GB/s by name), all at work at once. None
+    without a ceiling.
 
-    What goes straight between SSD and GPU is not held against the copy from host memory.
+    What the SSD has is held against a loop that reads it and copies it on; on the straight way, that reads it.
     """
-    parts = []
-    if where == "ssd_direct":
-        parts.append((bytes_by_tier.get("ssd", 0), read_gb))
-    else:
-        parts.append((sum(bytes_by_tier.values()), copy_gb))
-        parts.append((bytes_by_tier.get("ssd", 0), read_gb))
-    if any(nbytes and not rate for nbytes, rate in parts):
+    ssd = bytes_by_tier.get("ssd", 0)
+    parts = [(ssd, "read")] if where == "ssd_direct" else [(sum(bytes_by_tier.values()), "copy"), (ssd, "onward")]
+    if any(nbytes and not rates.get(name) for nbytes, name in parts):
         return None
-    return max((nbytes / rate / 1e9 for nbytes, rate in parts if rate), default=0.0)
+    return max((nbytes / rates[name] / 1e9 for nbytes, name in parts if nbytes), default=0.0)
 
 
 def expected_tiers(where: str, pages: int) -> list[str]:

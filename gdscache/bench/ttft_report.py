@@ -12,7 +12,7 @@ from gdscache.bench.report import left_table, new_table, verdict
 from gdscache.bench.ttft_cells import NOWHERE, cell_of
 
 Row = Mapping[str, Any]
-TTFT_SCHEMA = "gdscache.bench.ttft/1"
+TTFT_SCHEMA = "gdscache.bench.ttft/2"
 
 LONG = 32 << 10  # tokens: from here on hits are held against the ideal
 LEAST_CACHED = 50  # percent
@@ -99,7 +99,12 @@ def _label(row: Row) -> str:
 
 def ttft_tables(report: Row) -> list[Table]:
     """What was measured: also part of it, when the measurement was ended early."""
-    tables = [_hits(report["cells"]), _misses(report["cells"]), _verdicts(report["verdicts"])]
+    tables = [
+        _hits(report["cells"]),
+        _misses(report["cells"]),
+        _python(report["python"]),
+        _verdicts(report["verdicts"]),
+    ]
     tables += [_causes("Not measured here", report["cannot"]), _causes("Failed", report["failed"])]
     tables += [_causes("Left out", report["not_run"]), left_table(report)]
     return [table for table in tables if table.row_count]
@@ -135,6 +140,16 @@ def _misses(cells: Sequence[Row]) -> Table:
     for r in (r for r in cells if r["where"] == NOWHERE):
         times = (_ms(r[key]["median"]) for key in ("ttft_seconds", "recompute_seconds"))
         table.add_row(_label(r), *times, f"{r['added']:+.1%}")
+    return table
+
+
+def _python(rows: Sequence[Row]) -> Table:
+    table = new_table("Beside threads of Python", "cell", "beside", "TTFT ms", "c", "t", "of ideal")
+    for r in rows:
+        times = (r[key]["median"] for key in ("ttft_seconds", "resident_seconds"))
+        transfer = "" if r["transfer_seconds"] is None else _ms(r["transfer_seconds"])
+        ideal = "" if r["ideal_ratio"] is None else f"{r['ideal_ratio']:.2f}"
+        table.add_row(_label(r), r["beside"], *map(_ms, times), transfer, ideal)
     return table
 
 

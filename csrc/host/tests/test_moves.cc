@@ -284,7 +284,8 @@ private:
 
     // Whatever may happen, until nothing may.
     bool progress() {
-        bool some = take_io(false) | take_io(true);
+        bool some = take_io(false);
+        some = take_io(true) || some;
         for (const Hands hands : kHands) some = take_copy(hands) || some;
         if (!model_.ios.empty()) end_io(true);
         else if (!model_.copies.empty()) end_copy(true);

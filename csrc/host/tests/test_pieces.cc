@@ -57,11 +57,9 @@ void check(const Script& script, Random& random) {
     std::vector<uint8_t> file = random.bytes(200 * kAlignment);
     std::vector<std::vector<uint8_t>> memory(1 + random.below(5));
     std::vector<iovec> fragments;
-    int64_t total = 0;
     for (auto& some : memory) {
         some.assign((1 + random.below(8)) * kAlignment, 0);
         fragments.push_back({some.data(), some.size()});
-        total += static_cast<int64_t>(some.size());
     }
     const int64_t offset = static_cast<int64_t>(random.below(100)) * kAlignment;
     const Piece piece{7, fragments.data(), static_cast<uint32_t>(fragments.size()), 3, offset, Op::kRead, true};
