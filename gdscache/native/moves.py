@@ -81,7 +81,7 @@ class Limits:
     """In bytes: what is in flight over all moves, and what a job has. See move.h."""
 
     flying: int = 64 << 20
-    io: int = 8 << 20
+    io: int = 4 << 20
     copy: int = 2 << 20
     foreign_io: int = 64 << 20
     foreign_copy: int = 64 << 20
