@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,7 @@ import vllm_parts as parts
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the model."""
-    if not parts.PYTHON.exists():
-        pytest.skip(parts.MISSING)
-    folder = tmp_path_factory.mktemp("model")
-    orders = folder / "make.json"
-    orders.write_text(json.dumps({"make": str(folder / "tiny")}))
-    subprocess.run([str(parts.PYTHON), str(parts.CHILD), str(orders), "-"], check=True, timeout=parts.LIMIT_S)
-    return folder / "tiny"
+    return parts.made(tmp_path_factory.mktemp("model"), parts.KIND)
 
 
 @pytest.fixture(scope="session")

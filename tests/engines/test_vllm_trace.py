@@ -1,0 +1,56 @@
+"""Conversations that come back while others run, in a pool so small that requests are preempted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm_parts as parts
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+REQUESTS = 2000 if torch.cuda.is_available() else 40
+TURNS, MOST_TOKENS = 5, 1900
+ALIKE = 0.995  # of the requests have the same tokens: the sums of a batch are made in another order each time
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    """Conversations of `TURNS` requests each, several at a time, whose prompts begin with one of four instructions."""
+    draw = random.Random(0)
+    open_: list[list[list[int]]] = []
+    found: list[dict[str, Any]] = []
+    seeds = iter(range(100, 1 << 30))
+    while len(found) < count:
+        if len(open_) < max(4, count // 40):
+            open_.append([[draw.randrange(4), draw.choice((300, 500))]])
+        talk = draw.choice(open_)
+        talk.append([next(seeds), draw.randrange(20, 300)])
+        if sum(number for _, number in talk) <= MOST_TOKENS:
+            found.append({"parts": [list(part) for part in talk], "most": draw.choice((8, 24))})
+        if len(talk) > TURNS:
+            open_.remove(talk)
+    return found
+
+
+def test_a_trace_at_a_rate_that_preempts(model: Path, tmp_path: Path) -> None:
+    """Every request ends as it does without a cache. What began on wrong bytes would show by its first token."""
+    prompts = requests(REQUESTS)
+    many = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    small = {**many, "num_gpu_blocks_override": 20 * min(64, REQUESTS // 2)}
+    steps = [("ask", {"prompts": prompts, "together": True})]
+    alone = parts.run(tmp_path, model, steps, llm={**many, "enable_prefix_caching": False}, limit=1200).answers[1]
+    connector = parts.cache(tmp_path / "ssd", cpu={"capacity": "256MiB"}, ssd={"capacity": "2GiB"})
+    for _ in range(2):  # the second run finds the first one's pages on the SSD
+        ended = parts.run(tmp_path, model, [*steps, ("drain", {}), ("tell", {})], connector, llm=small, limit=1200)
+        found, told = ended.answers[1], ended.answers[3]
+        assert [answer["why"] for answer in found] == ["length"] * len(prompts)
+        drifts = [parts.first_drift(a, b) for a, b in zip(found, alone, strict=True)]
+        assert max(drifts) < parts.DRIFT, sorted(drifts)[-5:]
+        alike = sum(a["tokens"] == b["tokens"] for a, b in zip(found, alone, strict=True)) / len(prompts)
+        print(f"{len(prompts)} requests, {alike:.2%} the same tokens, {sum(parts.cached(found))} tokens cached, {told}")
+        assert alike >= ALIKE
+        assert sum(parts.cached(found)) > 0
+        assert (told["leases"], told["check"]) == (0, [])
