@@ -74,6 +74,16 @@ def nothing_held(engine: CacheEngine) -> None:
     assert engine.check().problems == ()
 
 
+def test_the_gate_learns_from_a_prefetch_what_the_ssd_takes(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 6)
+    costs = host.engine.manager.costs
+    assert "ssd" not in costs.bandwidths()
+    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02):
+        assert ended(host.engine.prefetch(tokens)) == (6, "complete")
+    assert 0 < costs.bandwidths()["ssd"] <= host.layout.page_bytes / 0.02
+
+
 def test_it_finishes_by_itself_and_its_tokens_grow(open_host: OpenHost, device: str) -> None:
     host = slow_host(open_host, device=device)
     tokens = stored(host, 1, 6)

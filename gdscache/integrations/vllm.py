@@ -30,6 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from gdscache.engine import CacheEngine
 from gdscache.integrations.vllm_metrics import GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm_planes import planes_of
+from gdscache.integrations.vllm_prefills import Prefills, prefill_of
 from gdscache.integrations.vllm_requests import LoadOrder, RequestTable, StoreOrder
 from gdscache.integrations.vllm_session import Sessions, VllmSession
 from gdscache.integrations.vllm_setup import Options, model_of, refuse_setup, weights_of
@@ -42,10 +43,14 @@ _SESSIONS = Sessions()
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     """What the worker is to move in a step. It stays in the process."""
 
-    def __init__(self, loads: list[LoadOrder], stores: list[StoreOrder], *, last: bool) -> None:
-        """`last`: a request has ended, or nothing is computed; there may be no further step."""
+    def __init__(
+        self, loads: list[LoadOrder], stores: list[StoreOrder], prefill: tuple[int, int] | None, *, last: bool
+    ) -> None:
+        """`prefill`: what the step's time is about (`prefill_of`). `last`: a request has ended, or nothing is computed;
+        there may be no further step."""
         self.loads = loads
         self.stores = stores
+        self.prefill = prefill
         self.last = last
 
 
@@ -127,7 +132,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             state = step.kv_connector_block_state
             stores = list(table.stores(step.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0]))
             last = bool(step.finished_req_ids) or not step.num_scheduled_tokens
-            orders = StepOrders(table.take_loads(), stores, last=last)
+            loads = table.take_loads()
+            orders = StepOrders(loads, stores, None if loads else prefill_of(step), last=last)
         deferred, self._counts["steps"] = table.take_deferred(), self._counts["steps"] + 1
         self._counts["deferred"] += deferred
         self._counts["late"] += table.late
@@ -175,10 +181,17 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layers = planes.layers
         self._stores = Stores(session.engine, self._counts)
         self._loads = Loads(session.engine, len(planes.tensors), self._counts, overlapping=bool(overlapping))
+        self._prefills = Prefills(session.engine, planes.tensors[0].device)
         session.attend(self._stores, lambda: self._loads.under_way)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing is left to do: the scheduler has waited for stores that read blocks which this step writes to."""
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins; vLLM calls it before the forward pass, and `wait_for_save` behind it."""
+        super().bind_connector_metadata(connector_metadata)
+        with self._timed("worker_seconds"):
+            self._prefills.begin(self._orders.prefill)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         with self._timed("worker_seconds"):
@@ -197,6 +210,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         with self._timed("worker_seconds"):
             self._stores.begin(self._orders.stores, last=self._orders.last)
             self._loads.end_step()
+            self._prefills.end()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self._loads.take_arrived() or None

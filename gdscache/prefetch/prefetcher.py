@@ -58,6 +58,7 @@ class Prefetcher:
         self._pages: Counter[str] = Counter()
         self._changed = loader.changed
         self._moving: dict[int, PrefetchRequest] = {}  # chunks under way, by the ids of their plans
+        self._timed: dict[PrefetchRequest, tuple[str, int]] = {}  # whose tier is measured, and the bytes that have come
         self._closed = False
         self._landing = landing = self._planner.landing
         both = landing is not None and any(tier.kind == "files" for tier in manager.tiers.values())  # or it is idle
@@ -203,6 +204,7 @@ class Prefetcher:
                 on_failure.pop_all()
             if chunk.pages:
                 self._moving[id(plan)] = request
+                self._time(request, chunk.runs[-1].tier.name)
                 self._queue.begin(request, chunk=True, left=work.left)
             elif plan.then == "busy":
                 self._queue.park(request)
@@ -210,6 +212,12 @@ class Prefetcher:
                 self._queue.begin(request, chunk=False, left=work.left)
             if plan.then in _ENDS:
                 self._queue.stop(request, _ENDS[plan.then])
+
+    def _time(self, request: PrefetchRequest, tier: str) -> None:
+        """What a tier's pages take counts from a prefetch's first chunk to its last: one chunk says little."""
+        if request not in self._timed:
+            self._timed[request] = tier, 0
+            self._manager.busy.begin(tier, time.monotonic())
 
     def _move(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
         self._lane.start(
@@ -251,6 +259,8 @@ class Prefetcher:
                 if claim is None:
                     self._held.land(page.key, target.slot if good and not cleared else None)
             self._pages.update(statuses)
+            tier, nbytes = self._timed[request]
+            self._timed[request] = tier, nbytes + statuses.count(PageStatus.LOADED.value) * self.layout.page_bytes
             self._live[request].land(numbers, statuses)
             if "cleared" in statuses:
                 self._queue.stop(request, PrefetchEnd.MISSING)
@@ -269,6 +279,10 @@ class Prefetcher:
         """The queue's last word on a request."""
         assert request.end is not None, "over without a cause"
         work = self._live.pop(request, None)
+        timed = self._timed.pop(request, None)
+        if timed is not None:
+            good = request.end in (PrefetchEnd.COMPLETE, PrefetchEnd.STOPPED, PrefetchEnd.CANCELLED)
+            self._manager.busy.end(timed[0], timed[1] if good and timed[1] else None, time.monotonic())
         if work is not None:
             self._ends[request.end.value] += 1
             if work.claim is not None:

@@ -1,0 +1,68 @@
+"""What prefills take in vLLM, for the gate of the engine: measured around steps, so that nothing waits for the figures.
+
+Nothing of vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from gdscache.engine import CacheEngine
+
+LEAST_TOKENS = 16  # of a step that says what a prefill takes
+
+
+def prefill_of(step: Any) -> tuple[int, int] | None:
+    """(tokens, tokens before them) of a step that computes a part of one request's prompt and nothing else; or None.
+
+    `step`: vLLM's `SchedulerOutput`.
+    """
+    scheduled: Mapping[str, int] = step.num_scheduled_tokens
+    if len(scheduled) != 1:
+        return None
+    ((request, tokens),) = scheduled.items()
+    if tokens < LEAST_TOKENS:
+        return None
+    cached = step.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed.update((new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs)
+    return (tokens, computed[request]) if request in computed else None
+
+
+class Prefills:
+    """Times the steps that are about one prompt. On a GPU two events stand around the forward pass, and are read once
+    the second is done; on a CPU it is the host's clock."""
+
+    def __init__(self, engine: CacheEngine, device: torch.device) -> None:
+        self._engine = engine
+        self._device = device
+        self._now: tuple[tuple[int, int], Any] | None = None
+        self._ended: deque[tuple[tuple[int, int], Any, Any]] = deque()
+
+    def begin(self, prefill: tuple[int, int] | None) -> None:
+        """Before the forward pass of a step; None for one that says nothing."""
+        self._now = None if prefill is None else (prefill, self._mark())
+
+    def end(self) -> None:
+        """Behind the forward pass, whose kernels may be still to run. Tells the engine of those that are over."""
+        if self._now is not None:
+            self._ended.append((*self._now, self._mark()))
+            self._now = None
+        while self._ended and (isinstance(last := self._ended[0][2], float) or last.query()):
+            (tokens, before), start, last = self._ended.popleft()
+            seconds = last - start if isinstance(last, float) else float(start.elapsed_time(last)) / 1e3
+            if seconds > 0:
+                self._engine.observe_prefill(tokens, before, seconds)
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
