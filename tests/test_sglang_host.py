@@ -184,6 +184,17 @@ def test_a_disk_that_takes_nothing(faulty: HostPages, fault: Fault) -> None:
         assert faulty.exists(KEYS[:3]) == 0
 
 
+def test_more_than_the_queue_takes_at_once(tmp_path: Path) -> None:
+    tensors = pool()
+    found = HostPages(engine_over(tmp_path, tensors, None, store={"queue": 3 * 4096 * 4}))
+    for number in range(12):
+        fill(tensors, number, 10 + number)
+    assert found.set(KEYS, slots(*range(12))) == [True] * 12
+    assert found.exists(KEYS) == 12
+    assert found.engine.pages(found._links.named(KEYS))[5].parent == found.engine.pages(found._links.named(KEYS))[4].key
+    found.close()
+
+
 def test_nothing_is_raised_into_hicaches_threads(tmp_path: Path) -> None:
     found = HostPages(engine_over(tmp_path, pool(), None))
     assert found.exists(["no key"]) == 0

@@ -41,6 +41,8 @@ class HostPages:
         self._salt = ""
         self._barred: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._patience = engine.config.store.deadline + engine.config.load.deadline
+        # As many pages at once as are taken in, whatever else is on its way: what is beyond the queue is dropped.
+        self._at_once = max(1, engine.config.store.queue // 2 // engine.layout.extent_bytes)
 
     def exists(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
         """How many of the first pages are stored. `before`: the keys of the pages in front of them, if known."""
@@ -69,18 +71,13 @@ class HostPages:
 
         When it returns nothing reads the pool any more.
         """
-        kept, salt = [False] * len(keys), self._salt
+        kept, salt = list[bool](), self._salt  # first the salt, then the look: see `weights_changed`
         if threading.current_thread() in self._barred:
             self._count(barred=len(keys))
-            return kept
-        with self._told():
-            hashes = self._links.named(keys, before)
-            handle = self.engine.store(hashes, self._blocks(slots), salt=salt)
-            try:
-                report = handle.result(self._patience)
-                kept = [number not in report.dropped for number in range(len(keys))]
-            finally:
-                handle.release_event.synchronize()
+            return [False] * len(keys)
+        for first in range(0, len(keys), self._at_once):
+            part = slice(first, first + self._at_once)
+            kept += self._set(keys[part], slots[part], [*before, *keys[:first]][-1:], salt)
         self._count(offered=len(keys), stored=sum(kept))
         return kept
 
@@ -91,8 +88,8 @@ class HostPages:
 
     def weights_changed(self) -> None:
         """Find no page of the weights of before, and store none. Called before and behind each change."""
-        self._salt = fresh_salt()  # before the threads: a store that comes between has the new salt, and is barred
         self._barred = weakref.WeakSet(threading.enumerate())
+        self._salt = fresh_salt()  # behind the threads: whoever has this one, and looks then, finds itself barred
 
     def take_counts(self) -> Counter[str]:
         """What was counted since the last call."""
@@ -105,6 +102,17 @@ class HostPages:
         self.engine.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str], salt: str) -> list[bool]:
+        kept = [False] * len(keys)
+        with self._told():
+            handle = self.engine.store(self._links.named(keys, before), self._blocks(slots), salt=salt)
+            try:
+                report = handle.result(self._patience)
+                kept = [number not in report.dropped for number in range(len(keys))]
+            finally:
+                handle.release_event.synchronize()
+        return kept
 
     def _load(self, load: LayerwiseLoad, pages: int) -> list[bool]:
         """The verdict on each page. After the deadline, or an interrupt, the pool is left alone first."""

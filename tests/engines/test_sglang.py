@@ -79,7 +79,7 @@ def test_killed_in_the_middle_of_stores(tmp_path: Path) -> None:
     time.sleep(1.5)
     assert child.poll() is None
     child.kill()
-    child.wait(LIMIT_S)
+    child.communicate(timeout=LIMIT_S)
     run("after_the_kill", tmp_path)
 
 
