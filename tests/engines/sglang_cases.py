@@ -19,6 +19,7 @@ import sglang_host_rig as host
 import sglang_rig as rig
 import torch
 from faulty import PLAN
+from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
@@ -187,6 +188,20 @@ def others_run(folder: Path) -> None:
     assert again.linker.counts["late"] == 0
     again.rows.free_slots += rows
     again.close()
+
+
+@case
+def who_is_looked_up(folder: Path) -> None:
+    """SGLang's own policies: with lpm all that wait are looked up in each pass, with fcfs none before its turn."""
+    found = rig.Rig(folder)
+    waiting = [rig.waiting_request(f"w{number}", rig.prompt(number, 41)) for number in range(5)]
+    for name, lookups in (("lpm", 5), ("fcfs", 0)):
+        policy = SchedulePolicy(name, found.tree, False, False, False)
+        for _ in range(3):
+            before = found.linker.counts["lookups"]
+            policy.calc_priority(list(waiting))
+            assert found.linker.counts["lookups"] - before == lookups, name
+    found.close()
 
 
 @case

@@ -28,6 +28,8 @@ SOURCES = [  # whose order of calls the integrations rest on
     "sglang.srt.managers.cache_controller:HiCacheController._page_get_zero_copy",
     "sglang.srt.managers.cache_controller:HiCacheController._page_set_zero_copy",
     "sglang.srt.managers.cache_controller:HiCacheController.reset",
+    "sglang.srt.managers.schedule_policy:SchedulePolicy.calc_priority",  # when requests are looked up
+    "sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
 ]
 FIELDS = {  # what is read of objects that SGLang hands over
     f"{_CACHE}.hicache_storage:HiCacheStorageConfig": [

@@ -113,6 +113,16 @@ class Request(SimpleNamespace):
         )
 
 
+def waiting_request(rid: str, tokens: Sequence[int]) -> Request:
+    """One as the scheduler's policies read it."""
+    request = Request(rid)
+    request.origin_input_ids, request.output_ids = array("q", tokens), array("q")
+    request.prefix_len, request.host_hit_length, request.num_matched_prefix_tokens = 0, 0, 0
+    request._compute_max_prefix_len = lambda length: length - 1
+    request.kv = SimpleNamespace(cache_protected_len=0)
+    return request
+
+
 class Rig:
     """A tree over a device pool, and our linker below it."""
 
