@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from gdscache.integrations.sglang_loads import LoadTable
 from gdscache.integrations.sglang_moves import LayerLoads, Offloads
 from gdscache.integrations.sglang_pages import PageLinks
 from gdscache.storage.base import Op
+from gdscache.store.handle import StoreHandle
 from gdscache.testing.faults import Fault
 
 PAGE, PAGES, WIDTH = 4, 24, 512
@@ -356,6 +358,30 @@ def test_another_salt_is_other_weights(linked: Linked) -> None:
     index = linked.begin(KEYS[:2], [8, 9])
     assert linked.loads.finish(index)
     assert [mark_of(linked.tensors, page) for page in (8, 9)] == [77, 78]
+
+
+def test_offloads_are_over_in_their_order() -> None:
+    handles = [StoreHandle(1) for _ in range(3)]
+    waiting = iter(handles)
+    engine: Any = SimpleNamespace(store=lambda *args, **kwargs: next(waiting))
+    offloads = Offloads(engine, Counter())
+    for block in range(3):
+        assert offloads.start(PageLinks().named(KEYS[:1]), [block], "", None)
+    assert offloads.completed() == 0
+    handles[1].read(None)
+    assert offloads.completed() == 0, "the oldest is still read"
+    handles[0].read(None)
+    assert offloads.completed() == 2
+    assert offloads.pop()
+    assert offloads.pop()
+    assert offloads.completed() == 0
+    reading = threading.Thread(target=offloads.reset)
+    reading.start()
+    reading.join(0.2)
+    assert reading.is_alive(), "somebody may write to the page before it was read"
+    handles[2].read(None)
+    reading.join(WAIT)
+    assert not reading.is_alive()
 
 
 def test_an_engine_that_is_closed_takes_nothing(tmp_path: Path) -> None:

@@ -25,11 +25,19 @@ def keys_of(tokens: tuple[int, ...]) -> list[str]:
     return [hashlib.sha256(repr(tokens[: end + 1]).encode()).hexdigest() for end in range(len(tokens))]
 
 
+def names_of(hashes: PageHashes) -> list[bytes]:
+    return [page.key for page in hashes.pages(bytes(32))]
+
+
+def named(keys: list[str]) -> list[bytes]:
+    return names_of(PageLinks().named(keys))
+
+
 class FakeFetch:
     """A fetch whose pages come when the test says so."""
 
-    def __init__(self, cached: int, wanted: int, clock: Any) -> None:
-        self.cached, self.wanted = cached, wanted
+    def __init__(self, names: list[bytes], cached: int, wanted: int, clock: Any) -> None:
+        self.names, self.cached, self.wanted = names, cached, wanted
         self.there, self.ended, self.released = 0, wanted == 0, 0
         self._clock, self.until = clock, clock() + PIN
 
@@ -54,7 +62,7 @@ class FakeFetch:
     def checked(self, first: int, pages: int) -> Any:
         assert not self.released
         assert first + pages <= self.verified(), "a load of pages that are not checked"
-        return range(first, first + pages)
+        return self.names[first : first + pages]
 
     unchecked = checked
 
@@ -71,17 +79,17 @@ class FakeCache:
         return self.now
 
     def cached(self, hashes: PageHashes) -> int:
-        names = [page.key for page in hashes.pages(bytes(32))]
+        names = names_of(hashes)
         return next((i for i, name in enumerate(names) if name not in self.stored), len(names))
 
     def fetch(self, hashes: PageHashes, pages: int) -> FakeFetch:
         cached = self.cached(hashes)
-        self.fetches.append(FakeFetch(cached, min(pages, cached), self.clock))
+        self.fetches.append(FakeFetch(names_of(hashes), cached, min(pages, cached), self.clock))
         return self.fetches[-1]
 
 
 def store(cache: FakeCache, keys: list[str]) -> None:
-    cache.stored |= {page.key for page in PageLinks().named(keys).pages(bytes(32))}
+    cache.stored |= set(names_of(PageLinks().named(keys)))
 
 
 class Table:
@@ -122,7 +130,7 @@ def test_what_is_there_is_promised_and_loaded() -> None:
     asked: list[str] = []
     assert world.table.load("a", KEYS[:4], lambda: asked.append("blocks") or [5, 6, 7, 8])
     (queued,) = world.table.take()
-    assert (queued.rid, queued.blocks, list(queued.hit())) == ("a", [5, 6, 7, 8], [0, 1, 2, 3])
+    assert (queued.rid, queued.blocks, list(queued.hit())) == ("a", [5, 6, 7, 8], named(KEYS[:4]))
     assert asked == ["blocks"]
     assert world.table.take() == []
 
@@ -199,7 +207,7 @@ def test_a_tail_of_what_was_looked_up_needs_no_new_fetch() -> None:
     assert world.table.lookup("a", KEYS[2:]) == 4
     assert len(world.cache.fetches) == 1
     assert world.table.load("a", KEYS[2:5], lambda: [1, 2, 3])
-    assert list(world.table.take()[0].hit()) == [2, 3, 4]
+    assert list(world.table.take()[0].hit()) == named(KEYS[2:5])
 
 
 def test_other_pages_are_fetched_anew() -> None:
@@ -210,6 +218,17 @@ def test_other_pages_are_fetched_anew() -> None:
     assert [fetch.released for fetch in world.cache.fetches] == [1, 0]
     assert not world.table.load("a", KEYS, lambda: []), "that is not what was looked up last"
     assert [fetch.released for fetch in world.cache.fetches] == [1, 1]
+
+
+def test_pages_that_branch_off_are_others() -> None:
+    """The request's tokens have changed behind a common beginning."""
+    world = Table(wait=0.0)
+    other = keys_of(PROMPTS[1])
+    store(world.cache, other)
+    world.table.lookup("a", other)
+    world.cache.fetches[0].there = 7
+    assert world.table.lookup("a", KEYS) == 0, "of these none has come"
+    assert [fetch.wanted for fetch in world.cache.fetches] == [7, 3]
 
 
 def test_more_that_others_have_stored_is_found() -> None:
@@ -272,7 +291,7 @@ class Traffic(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.world = Table()
-        self.held: list[Any] = []
+        self.loading: dict[str, list[str]] = {}
         self.promised: dict[str, list[str]] = {}
 
     @rule(prompt=prompts, pages=st.integers(1, 7))
@@ -290,7 +309,7 @@ class Traffic(RuleBasedStateMachine):
     def load(self, number: int, blocks: int) -> None:
         keys = self.promised.pop(str(number), [])
         if keys and self.world.table.load(str(number), keys, lambda: range(blocks, blocks + len(keys))):
-            assert str(number) in self.world.table._queued
+            self.loading[str(number)] = keys
 
     @rule(number=requests)
     def cancel(self, number: int) -> None:
@@ -299,6 +318,7 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def start(self) -> None:
         for queued in self.world.table.take():
+            assert queued.hit() == named(self.loading[queued.rid]), "other pages than were asked for"
             assert len(queued.hit()) == len(queued.blocks)
             queued.fetch.release()
 
