@@ -90,7 +90,7 @@ $(SGLANG_VENV)/bin/python:
 	@echo "== $(SGLANG_VENV): SGLang's Python (some GB, minutes)"
 	@$(PY) -m venv $(SGLANG_VENV)
 	@{ $(SGLANG_VENV)/bin/python -m pip install -q -c tools/constraints.txt torch transformers numpy pydantic pyyaml xxhash \
-			typer rich pillow jinja2 anyio h11 idna && \
+			triton typer rich pillow jinja2 anyio h11 idna && \
 		$(SGLANG_VENV)/bin/python -m pip install -q --no-deps -r tools/requirements_sglang.txt; \
 	} || { rm -rf $(SGLANG_VENV); exit 1; }
 
