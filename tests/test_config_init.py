@@ -1,4 +1,4 @@
-"""`gdscache config init vllm`: a file that a connector reads, whole or not at all; and what doctor says of vLLM."""
+"""`gdscache config init ENGINE`: a file that the engine reads, whole or not at all; and what doctor says of engines."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from helpers import MHA
 from gdscache import cli, load_config
 from gdscache.config import Config
 from gdscache.doctor import defaults, engines
+from gdscache.integrations.sglang_setup import LinkerOptions, storage_config_of
 from gdscache.sizes import GIB, MIB
 
 Run = Callable[..., tuple[int, str, str]]
@@ -72,6 +73,43 @@ def test_each_line_fits_and_each_key_says_what_it_is_for(gdscache: Run) -> None:
     for line in text.splitlines():
         if line.startswith("  ") and ":" in line.split("#")[0] and not line.startswith("  path"):
             assert "  # " in line or " # " in line, line
+
+
+def test_the_file_for_sglangs_linker(gdscache: Run) -> None:
+    status, out, err = gdscache("sglang", "--cpu", "3GiB", "--ssd", "20GiB", "--dir", "/mnt/{rank}")
+    assert (status, err) == (0, "")
+    file = Path("gdscache.yaml").resolve()
+    assert "vLLM" not in file.read_text()
+    *_, command = out.strip().splitlines()
+    arguments = shlex.split(command)
+    assert arguments[:3] == ["python", "-m", "sglang.launch_server"]
+    assert arguments[-2] == "--unified-cache-external-linker-config"
+    given = json.loads(arguments[-1])
+    assert given["linker_module_path"] == "gdscache.integrations.sglang_linker"
+    options = LinkerOptions.of(given["linker_extra_config"])
+    assert options.config == str(file)
+    config = load_config(file, model=MHA)
+    assert config.cpu is not None
+    assert config.ssd is not None
+    assert (config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)) == (3 * GIB, 20 * GIB, "/mnt/0")
+
+
+def test_the_file_for_hicaches_storage(gdscache: Run) -> None:
+    assert gdscache("sglang-hicache", "--cpu", "3GiB")[0] == 2, "HiCache has host memory of its own"
+    status, out, err = gdscache("sglang-hicache", "--ssd", "20GiB", "--dir", "/mnt/{rank}")
+    assert (status, err) == (0, "")
+    file = Path("gdscache.yaml").resolve()
+    config = load_config(file, model=MHA)
+    assert config.cpu is None
+    assert config.ssd is not None
+    assert config.ssd.capacity == 20 * GIB
+    assert "take the section out" not in file.read_text()
+    given = json.loads(shlex.split(out.strip().splitlines()[-1])[-1])
+    del given["hicache_storage_pass_prefix_keys"]  # which SGLang takes for itself
+    assert storage_config_of(given) == str(file)
+    said = json.loads(gdscache("sglang-hicache", "b.yaml", "--json")[1])
+    assert "cpu_bytes" not in said
+    assert said["storage_config"]["class_name"] == "GdsCacheStorage"
 
 
 def test_the_weights_may_be_named_in_it(gdscache: Run) -> None:
@@ -188,15 +226,31 @@ def test_doctor_says_which_vllm_there_is(
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     facts: Any = SimpleNamespace(engines=engines.find_engines())
-    [row] = engines.engine_rows(facts, defaults())
+    row, other = engines.engine_rows(facts, defaults())
+    assert (other.name, other.verdict) == ("SGLang", "info")
     assert (row.name, row.verdict) == ("vLLM", verdict)
     assert told in row.value
     assert ("0.32.0" in row.next_step) == (verdict == "warn")
     assert (row.data is None) == (not installed)
 
 
+@pytest.mark.parametrize(("version", "verdict"), [("0.5.23", "ok"), ("0.5.99", "warn")])
+def test_doctor_says_which_sglang_there_is(monkeypatch: pytest.MonkeyPatch, version: str, verdict: str) -> None:
+    def found(name: str) -> str:
+        if name != "sglang":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    facts: Any = SimpleNamespace(engines=engines.find_engines())
+    _, row = engines.engine_rows(facts, defaults())
+    assert (row.name, row.verdict) == ("SGLang", verdict)
+    assert f"sglang {version}" in row.value
+
+
 def test_doctor_imports_no_engine() -> None:
     code = (
-        "import sys; from gdscache.doctor.engines import find_engines; find_engines(); assert 'vllm' not in sys.modules"
+        "import sys; from gdscache.doctor.engines import find_engines; find_engines();"
+        "assert not {'vllm', 'sglang'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -47,7 +47,7 @@ def example(device: str, directory: Path, name: str, *arguments: str) -> str:
 
 def test_every_example_is_tested() -> None:
     here = ["attach_engine", "demo", "engine", "gds_throughput", "quickstart", "transformers_generate"]
-    assert sorted([*here, "vllm_offline"]) == EXAMPLES  # that one in tests/engines
+    assert sorted([*here, "sglang_offline", "vllm_offline"]) == EXAMPLES  # vLLM's in tests/engines; SGLang's: on a GPU
 
 
 def test_quickstart(device: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from gdscache.errors import CacheLayoutUnsupportedError
+from gdscache.integrations.settings import planes_section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,18 +25,8 @@ class VllmPlanes:
 
     def model(self) -> dict[str, object]:
         """The keys of a configuration's section `model` that say what a page is made of."""
-        widths: dict[int, list[int]] = {}
-        for layer, tensor in enumerate(self.tensors):
-            widths.setdefault(int(tensor.shape[2]), []).append(layer)
-        planes = [{"name": "kv", "shape": [width], "layers": layers} for width, layers in widths.items()]
         tokens = int(self.tensors[0].shape[1])
-        return {
-            "kind": "planes",
-            "dtype": "uint8",
-            "layers": len(self.tensors),
-            "page_tokens": tokens,
-            "planes": planes,
-        }
+        return planes_section([{"kv": int(tensor.shape[2])} for tensor in self.tensors], tokens)
 
 
 def planes_of(caches: Mapping[str, torch.Tensor], blocks: int, block_tokens: int, layout: str) -> VllmPlanes:

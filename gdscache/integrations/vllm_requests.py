@@ -13,53 +13,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from gdscache.integrations.fetching import Cache, Fetch
 from gdscache.keys import PageHashes
 
 LOOK_AGAIN_S = 1.0  # a request that waits is looked up again after this
 HASH_BYTES = 32  # of a page hash; shorter ones of vLLM's (xxhash has 16) are filled up with zeros
-
-
-class Fetch(Protocol):
-    """Pages of one request on their way to the CPU tier, and those that are there, pinned. See `vllm_session`."""
-
-    cached: int  # of the first pages, how many were cached when it began
-    wanted: int  # of them, how many are worth loading
-
-    def done(self) -> bool:
-        """Whether no more pages come, or all that are wanted have come."""
-
-    def verified(self) -> int:
-        """How many of the first pages are checked and pinned."""
-
-    def crowded(self) -> bool:
-        """Whether it ended because the CPU tier has no room for its pages."""
-
-    def lapsed(self) -> bool:
-        """Whether its pins have ended."""
-
-    def release(self) -> None:
-        """Bring no more, and let go of what is pinned. Twice is fine."""
-
-    def sources(self, first: int, pages: int) -> Mapping[str, int]:
-        """How many of `pages` pages from page `first` on each tier had when it began."""
-
-    def checked(self, first: int, pages: int) -> Any:
-        """Those pages, which `verified` counts: what a load takes that cannot fail."""
-
-    def unchecked(self, first: int, pages: int) -> Any:
-        """Those pages from wherever they are: what a load takes that has a verdict."""
-
-
-class Cache(Protocol):
-    """What the table needs of the engine."""
-
-    def fetch(self, hashes: PageHashes, pages: int) -> Fetch:
-        """Begin to bring the first `pages` pages, as far as they are cached."""
-
-    def cached(self, hashes: PageHashes) -> int:
-        """How many of the first pages are cached, on any tier."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ Reads vLLM's configuration objects by their attributes; nothing of vLLM is impor
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gdscache import arguments
-from gdscache.config import Config, load_config
+from gdscache.config import Config
 from gdscache.errors import (
     CacheGroupsUnsupportedError,
     ConfigError,
@@ -29,6 +28,7 @@ from gdscache.errors import (
     UnknownKeyError,
     WeightUpdatesUnsupportedError,
 )
+from gdscache.integrations.settings import digest_of, engine_configuration
 from gdscache.integrations.vllm_planes import VllmPlanes
 from gdscache.integrations.weights import model_directory, weights_identity
 
@@ -74,17 +74,7 @@ class Options:
 
     def configuration(self, model: Mapping[str, object], weights: Callable[[], str]) -> Config:
         """The engine's, for that model. `weights`: asked for their identity unless the file has `model.weights`."""
-        named = self._configuration(model)
-        return named if named.model.weights else self._configuration({**model, "weights": weights()})
-
-    def _configuration(self, model: Mapping[str, object]) -> Config:
-        if isinstance(self.config, str):
-            return load_config(self.config, model=model)
-        if "model" in self.config:
-            raise ConfigError(
-                "kv_connector_extra_config.config has a section `model`", "leave it out: vLLM says what the model is"
-            )
-        return Config.from_dict({**self.config, "model": dict(model)}, source="kv_connector_extra_config.config")
+        return engine_configuration(self.config, model, weights, "kv_connector_extra_config.config")
 
 
 def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.environ) -> None:
@@ -184,12 +174,6 @@ def model_of(vllm: Any, cache: Any, planes: VllmPlanes, version: str) -> dict[st
         facts["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
     salt = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return {"name": str(model.model), **planes.model(), "salt": salt}
-
-
-def digest_of(data: Any) -> str:
-    """A digest of plain data; what JSON does not know counts by its text."""
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def weights_of(vllm: Any) -> str:

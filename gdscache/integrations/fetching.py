@@ -1,0 +1,152 @@
+"""How the pages of a waiting request are fetched: brought to the CPU tier, checked there, and pinned.
+
+Nothing of an inference engine is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gdscache.hit import Hit
+from gdscache.keys import PageHashes
+from gdscache.prefetch.queue import PrefetchEnd
+
+if TYPE_CHECKING:
+    from gdscache.engine import CacheEngine
+
+
+class Fetch(Protocol):
+    """Pages of one request on their way to the CPU tier, and those that are there, pinned."""
+
+    cached: int  # of the first pages, how many were cached when it began
+    wanted: int  # of them, how many are worth loading
+
+    def done(self) -> bool:
+        """Whether no more pages come, or all that are wanted have come."""
+
+    def verified(self) -> int:
+        """How many of the first pages are checked and pinned."""
+
+    def crowded(self) -> bool:
+        """Whether it ended because the CPU tier has no room for its pages."""
+
+    def lapsed(self, within: float = 0.0) -> bool:
+        """Whether its pins have ended, or end within so many seconds."""
+
+    def release(self) -> None:
+        """Bring no more, and let go of what is pinned. Twice is fine."""
+
+    def sources(self, first: int, pages: int) -> Mapping[str, int]:
+        """How many of `pages` pages from page `first` on each tier had when it began."""
+
+    def checked(self, first: int, pages: int) -> Any:
+        """Those pages, which `verified` counts: what a load takes that cannot fail."""
+
+    def unchecked(self, first: int, pages: int) -> Any:
+        """Those pages from wherever they are: what a load takes that has a verdict."""
+
+
+class Cache(Protocol):
+    """What tables of requests need of an engine: `PinningCache`, or a test's."""
+
+    def fetch(self, hashes: PageHashes, pages: int) -> Fetch:
+        """Begin to bring the first `pages` pages, as far as they are cached."""
+
+    def cached(self, hashes: PageHashes) -> int:
+        """How many of the first pages are cached, on any tier."""
+
+
+class PinnedFetch:
+    """The pages of one request: brought to the CPU tier, checked as they land, and pinned for `seconds` at most."""
+
+    def __init__(self, engine: CacheEngine, hashes: PageHashes, pages: int, seconds: float, salt: str = "") -> None:
+        """`pages`: how many of the first pages can be of use. Without a CPU tier, none is brought."""
+        self._page_tokens = size = engine.layout.page_tokens
+        self._found: Hit = engine.lookup(hashes, salt=salt)
+        self.cached = (self._found.tokens + self._found.declined) // size
+        self.wanted = min(pages, self._found.tokens // size)
+        pinned = self.wanted > 0 and engine.config.cpu is not None
+        useful = _part(self._found, 0, 0, self.wanted, size)
+        self._prefetch = engine.prefetch(useful, pin=seconds) if pinned else None
+        self._until = time.monotonic() + seconds
+
+    def done(self) -> bool:
+        """Whether no more pages come, or all that are wanted have come."""
+        return self._prefetch is None or self._prefetch.done() or self.verified() == self.wanted
+
+    def verified(self) -> int:
+        """How many of the first pages are checked and pinned."""
+        return 0 if self._prefetch is None else min(self.wanted, self._prefetch.verified // self._page_tokens)
+
+    def crowded(self) -> bool:
+        """Whether the CPU tier has no room for its pages."""
+        if self._prefetch is None:
+            return self.wanted > 0
+        if not self._prefetch.done() or self.verified() == self.wanted:
+            return False
+        return self._prefetch.result(0).end is PrefetchEnd.NO_ROOM
+
+    def lapsed(self, within: float = 0.0) -> bool:
+        """Whether its pins have ended, or end within so many seconds."""
+        return self._prefetch is not None and time.monotonic() + within >= self._until
+
+    def release(self) -> None:
+        """Bring no more, and let go of what is pinned. Twice is fine."""
+        if self._prefetch is not None:
+            self._prefetch.release()
+
+    def sources(self, first: int, pages: int) -> Mapping[str, int]:
+        """How many of `pages` pages from page `first` on each tier had when it began."""
+        return Counter(self._found.tiers[first : first + pages])
+
+    def checked(self, first: int, pages: int) -> Hit:
+        """Pages that `verified` counts, for a load that cannot fail."""
+        assert self._prefetch is not None, "nothing was verified"
+        hit = self._prefetch.hit(first * self._page_tokens)
+        return _part(hit, first, 0, pages, self._page_tokens)
+
+    def unchecked(self, first: int, pages: int) -> Hit:
+        """Pages from wherever they are, for a load with a verdict."""
+        return _part(self._found, first, first, pages, self._page_tokens)
+
+
+def _part(hit: Hit, first: int, at: int, pages: int, page_tokens: int) -> Hit:
+    """`pages` pages of a hit from its page number `at` on; they begin with page `first` of the request."""
+    names, tiers = hit.pages[at : at + pages], hit.tiers[at : at + pages]
+    tokens = len(names) * page_tokens
+    return dataclasses.replace(hit, start=first * page_tokens, tokens=tokens, pages=names, tiers=tiers, pays=tokens)
+
+
+class PinningCache:
+    """An engine as the `Cache` of a table of requests. `pin_seconds`: how long what was brought is kept at most.
+
+    `salt` is that of the weights which the inference engine has now: another one begins with no pages.
+    """
+
+    def __init__(self, engine: CacheEngine, pin_seconds: float) -> None:
+        self.engine = engine
+        self.salt = ""
+        self._pin_seconds = pin_seconds
+
+    def fetch(self, hashes: PageHashes, pages: int) -> PinnedFetch:
+        """Begin to bring the first `pages` pages, as far as they are cached and worth loading."""
+        return PinnedFetch(self.engine, hashes, pages, self._pin_seconds, self.salt)
+
+    def cached(self, hashes: PageHashes) -> int:
+        """How many of the first pages are cached, on any tier. Counts as no use of them."""
+        return len(self.engine.manager.peek(self.engine.pages(hashes, self.salt)))
+
+    def rest(self, seconds: float) -> None:
+        """Wait until a load, a store or a prefetch has ended, for so many seconds at most."""
+        ready = select.poll()
+        ready.register(self.engine.fileno(), select.POLLIN)
+        if ready.poll(max(1.0, seconds * 1e3)):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self.engine.fileno())

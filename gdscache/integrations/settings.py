@@ -1,0 +1,60 @@
+"""What the settings of all integrations have in common: the engine's configuration, and digests of an engine's own.
+
+Nothing of an inference engine is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gdscache.config import Config, load_config
+from gdscache.errors import ConfigError
+
+
+def engine_configuration(
+    config: str | Mapping[str, Any], model: Mapping[str, object], weights: Callable[[], str], source: str
+) -> Config:
+    """The configuration of a YAML file, or of its sections, for a model that the inference engine describes.
+
+    `weights`: asked for the weights' identity unless the file has `model.weights`. `source`: what messages call the
+    sections. Raises `ConfigError` subclasses.
+    """
+    named = _read(config, model, source)
+    return named if named.model.weights else _read(config, {**model, "weights": weights()}, source)
+
+
+def _read(config: str | Mapping[str, Any], model: Mapping[str, object], source: str) -> Config:
+    if isinstance(config, str):
+        return load_config(config, model=model)
+    if "model" in config:
+        raise ConfigError(
+            f"{source} has a section `model`", "leave it out: the inference engine says what the model is"
+        )
+    return Config.from_dict({**config, "model": dict(model)}, source=source)
+
+
+def digest_of(data: Any) -> str:
+    """A digest of plain data; what JSON does not know counts by its text."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def planes_section(layers: Sequence[Mapping[str, int]], page_tokens: int) -> dict[str, object]:
+    """The keys of a configuration's section `model` for planes of opaque bytes.
+
+    `layers[i]`: the planes of layer `i` by name, with the bytes of a token in each.
+    """
+    where: dict[tuple[str, int], list[int]] = {}
+    for layer, planes in enumerate(layers):
+        for name, width in planes.items():
+            where.setdefault((name, width), []).append(layer)
+    return {
+        "kind": "planes",
+        "dtype": "uint8",
+        "layers": len(layers),
+        "page_tokens": page_tokens,
+        "planes": [{"name": name, "shape": [width], "layers": some} for (name, width), some in where.items()],
+    }

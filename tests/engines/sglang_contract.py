@@ -1,0 +1,104 @@
+"""What the installed SGLang has of what the integrations were written for, as JSON:  sglang_contract.py [FILE]
+
+The tests run it in SGLang's environment. With FILE it records that version as the one that they are written for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_contract import found, members
+
+_CACHE = "sglang.srt.mem_cache"
+CLASSES = [
+    f"{_CACHE}.hicache_storage:HiCacheStorage",
+    f"{_CACHE}.unified_cache.unified_cache_linker:UnifiedCacheLinker",
+    f"{_CACHE}.unified_cache.unified_cache_linker:LayerWiseLoadCounter",
+    "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater",
+]
+SOURCES = [  # whose order of calls the integrations rest on
+    f"{_CACHE}.unified_cache.unified_cache_linker:UnifiedCacheLinkerWrapper",
+    f"{_CACHE}.unified_cache.linker_factory:create_unified_cache_linker",
+    "sglang.srt.managers.cache_controller:HiCacheController._page_get_zero_copy",
+    "sglang.srt.managers.cache_controller:HiCacheController._page_set_zero_copy",
+    "sglang.srt.managers.cache_controller:HiCacheController.reset",
+    "sglang.srt.managers.schedule_policy:SchedulePolicy.calc_priority",  # when requests are looked up
+    "sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
+]
+FIELDS = {  # what is read of objects that SGLang hands over
+    f"{_CACHE}.hicache_storage:HiCacheStorageConfig": [
+        "tp_size",
+        "pp_size",
+        "attn_cp_size",
+        "dcp_size",
+        "extra_config",
+    ],
+    f"{_CACHE}.hicache_storage:HiCacheStorageExtraInfo": ["prefix_keys"],
+    f"{_CACHE}.hicache_storage:PoolTransfer": ["name", "keys", "host_indices", "device_indices"],
+    f"{_CACHE}.hicache_storage:PoolTransferResult": ["kv_hit_pages", "extra_pool_hit_pages", "restorable_prefix_pages"],
+    f"{_CACHE}.cache_init_params:CacheInitParams": [
+        "page_size",
+        "req_to_token_pool",
+        "token_to_kv_pool_allocator",
+    ],
+    "sglang.srt.server_args:ServerArgs": [
+        "model_path",
+        "revision",
+        "download_dir",
+        "load_format",
+        "dtype",
+        "quantization",
+        "quantization_param_path",
+        "kv_cache_dtype",
+        "json_model_override_args",
+        "tp_size",
+        "pp_size",
+        "dp_size",
+        "attn_cp_size",
+        "dcp_size",
+        "ep_size",
+        "speculative_algorithm",
+        "enable_lora",
+        "lora_paths",
+        "enable_memory_saver",
+        "disaggregation_mode",
+    ],
+}
+
+
+def _fields(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(dir(kind))
+
+
+def _source(name: str) -> str:
+    module, _, path = name.partition(":")
+    first, *rest = path.split(".")
+    target: Any = found(f"{module}:{first}")
+    for part in rest:
+        target = getattr(target, part)
+    return hashlib.sha256(inspect.getsource(target).encode()).hexdigest()[:16]
+
+
+def contract() -> dict[str, Any]:
+    import sglang
+
+    fields = {name: {field: field in _fields(found(name)) for field in wanted} for name, wanted in FIELDS.items()}
+    return {
+        "version": sglang.__version__,
+        "classes": {name: members(found(name)) for name in CLASSES},
+        "sources": {name: _source(name) for name in SOURCES},
+        "fields": fields,
+    }
+
+
+if __name__ == "__main__":
+    text = json.dumps(contract(), indent=1, sort_keys=True) + "\n"
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(text)
+    print("CONTRACT", text)

@@ -1,0 +1,102 @@
+"""Our linker under SGLang's own radix tree, and our storage under its own host pools, on a CPU; and its contract.
+
+Each case is a process in SGLang's environment (`sglang_cases.py`). No kernel and no model runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_vllm_contract import changes
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PYTHON = Path(os.environ.get("GDSCACHE_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
+MISSING = f"no SGLang at {PYTHON}: `make engines` makes that environment, or set GDSCACHE_SGLANG_PYTHON"
+LIMIT_S = 120.0
+WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "sglang_contract.json").read_text())
+CASES = [
+    node.name
+    for node in ast.parse((HERE / "sglang_cases.py").read_text()).body
+    if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "case" for d in node.decorator_list)
+]
+PAIRED = {"killed", "after_the_kill"}
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    if not PYTHON.exists():
+        pytest.skip(MISSING)
+    paths = [ROOT, ROOT / "tests", ROOT / "tests/stand_ins/sglang"]
+    settings = {
+        **os.environ,
+        "PYTHONPATH": ":".join(map(str, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",  # the other one is built for one version of torch
+    }
+    return subprocess.Popen(
+        [str(PYTHON), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        env=settings,
+        text=True,
+    )
+
+
+def run(case: str, folder: Path) -> str:
+    child = start(HERE / "sglang_cases.py", case, folder)
+    try:
+        output, _ = child.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        raise AssertionError(f"{case} hangs:\n{child.communicate()[0][-4000:]}") from None
+    assert child.returncode == 0, output[-6000:]
+    assert output.rstrip().endswith("done")
+    return output
+
+
+@pytest.mark.parametrize("case", sorted(set(CASES) - PAIRED))
+def test_case(case: str, tmp_path: Path) -> None:
+    run(case, tmp_path)
+
+
+def test_killed_in_the_middle_of_stores(tmp_path: Path) -> None:
+    child = start(HERE / "sglang_cases.py", "killed", tmp_path)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith("begun"):
+            break
+    else:
+        raise AssertionError("it did not begin")
+    time.sleep(1.5)
+    assert child.poll() is None
+    child.kill()
+    child.communicate(timeout=LIMIT_S)
+    run("after_the_kill", tmp_path)
+
+
+def test_the_installed_sglang_is_the_one_that_this_was_written_for() -> None:
+    child = start(HERE / "sglang_contract.py")
+    output, _ = child.communicate(timeout=LIMIT_S)
+    assert child.returncode == 0, output[-6000:]
+    now = json.loads(output[output.index("CONTRACT") + len("CONTRACT") :])
+    found = [
+        f"{name}: {change}"
+        for name, before in WRITTEN_FOR["classes"].items()
+        for change in changes(before, now["classes"][name])
+    ]
+    found += [
+        f"{name}: {now['sources'][name]}, was {was}"
+        for name, was in WRITTEN_FOR["sources"].items()
+        if now["sources"][name] != was
+    ]
+    found += [f"{name} has no {field}" for name, has in now["fields"].items() for field in has if not has[field]]
+    assert not found, f"SGLang {now['version']}, written for {WRITTEN_FOR['version']}:\n" + "\n".join(found)

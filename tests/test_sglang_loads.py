@@ -1,0 +1,355 @@
+"""What the SGLang linker knows of requests, against a plain model: pages are in the CPU tier, or it is refused."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from gdscache import PageHashes
+from gdscache.errors import InvalidValueError
+from gdscache.integrations.sglang_loads import ENDING_S, LOOK_AGAIN_S, LoadTable
+from gdscache.integrations.sglang_pages import PageLinks, digest
+
+WAIT, PIN = 0.5, 60.0
+PROMPTS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 9, 9, 9, 9), (7, 7, 7)]
+
+
+def keys_of(tokens: tuple[int, ...]) -> list[str]:
+    """A page a token here: each key names all tokens up to it."""
+    return [hashlib.sha256(repr(tokens[: end + 1]).encode()).hexdigest() for end in range(len(tokens))]
+
+
+def names_of(hashes: PageHashes) -> list[bytes]:
+    return [page.key for page in hashes.pages(bytes(32))]
+
+
+def named(keys: list[str]) -> list[bytes]:
+    return names_of(PageLinks().named(keys))
+
+
+class FakeFetch:
+    """A fetch whose pages come when the test says so."""
+
+    def __init__(self, names: list[bytes], cached: int, wanted: int, clock: Any) -> None:
+        self.names, self.cached, self.wanted = names, cached, wanted
+        self.there, self.ended, self.released = 0, wanted == 0, 0
+        self._clock, self.until = clock, clock() + PIN
+
+    def done(self) -> bool:
+        return self.ended or self.there >= self.wanted
+
+    def verified(self) -> int:
+        return 0 if self._clock() >= self.until else self.there
+
+    def crowded(self) -> bool:
+        return False
+
+    def lapsed(self, within: float = 0.0) -> bool:
+        return bool(self._clock() + within >= self.until)
+
+    def release(self) -> None:
+        self.released += 1
+
+    def sources(self, first: int, pages: int) -> Mapping[str, int]:
+        return Counter()
+
+    def checked(self, first: int, pages: int) -> Any:
+        assert not self.released
+        assert first + pages <= self.verified(), "a load of pages that are not checked"
+        return self.names[first : first + pages]
+
+    unchecked = checked
+
+
+class FakeCache:
+    """Pages that are stored, by their names in some namespace."""
+
+    def __init__(self) -> None:
+        self.stored: set[bytes] = set()
+        self.fetches: list[FakeFetch] = []
+        self.now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def cached(self, hashes: PageHashes) -> int:
+        names = names_of(hashes)
+        return next((i for i, name in enumerate(names) if name not in self.stored), len(names))
+
+    def fetch(self, hashes: PageHashes, pages: int) -> FakeFetch:
+        cached = self.cached(hashes)
+        self.fetches.append(FakeFetch(names_of(hashes), cached, min(pages, cached), self.clock))
+        return self.fetches[-1]
+
+
+def store(cache: FakeCache, keys: list[str]) -> None:
+    cache.stored |= set(names_of(PageLinks().named(keys)))
+
+
+class Table:
+    """A table, and what of the world around it a test sets."""
+
+    def __init__(self, wait: float = WAIT) -> None:
+        self.cache = FakeCache()
+        self.alone, self.coming = True, 0
+        self.speed: float | None = None
+        self.table = LoadTable(
+            self.cache,
+            PageLinks(),
+            wait=wait,
+            alone=lambda: self.alone,
+            rest=self.rest,
+            seconds=lambda pages: None if self.speed is None else pages * self.speed,
+            clock=self.cache.clock,
+        )
+
+    def rest(self, seconds: float) -> None:
+        assert seconds > 0
+        self.cache.now += seconds
+        if self.coming and self.cache.fetches:
+            self.cache.fetches[-1].there += 1
+            self.coming -= 1
+
+
+KEYS = keys_of(PROMPTS[0])
+
+
+def test_what_is_there_is_promised_and_loaded() -> None:
+    world = Table()
+    store(world.cache, KEYS[:4])
+    assert world.table.lookup("a", KEYS) == 4, "nothing was measured: it may come in time"
+    world.cache.fetches[0].there = 4
+    assert world.table.lookup("a", KEYS) == 4
+    assert len(world.cache.fetches) == 1, "a lookup that repeats begins nothing"
+    asked: list[str] = []
+    assert world.table.load("a", KEYS[:4], lambda: asked.append("blocks") or [5, 6, 7, 8])
+    (queued,) = world.table.take()
+    assert (queued.rid, queued.blocks, list(queued.hit())) == ("a", [5, 6, 7, 8], named(KEYS[:4]))
+    assert asked == ["blocks"]
+    assert world.table.take() == []
+
+
+def test_a_load_waits_for_pages_on_their_way() -> None:
+    world = Table()
+    store(world.cache, KEYS)
+    assert world.table.lookup("a", KEYS) == 6
+    world.coming = 6
+    assert world.table.load("a", KEYS, lambda: range(6))
+    assert 0 < world.cache.now < WAIT
+
+
+def test_a_load_waits_no_longer_than_that() -> None:
+    world = Table()
+    store(world.cache, KEYS)
+    world.table.lookup("a", KEYS)
+    assert not world.table.load("a", KEYS, lambda: pytest.fail("there is nothing to load"))
+    assert world.cache.now == pytest.approx(WAIT, abs=0.01)
+    assert world.cache.fetches[0].released == 1
+    assert len(world.table) == 0
+
+
+def test_all_loads_of_a_batch_wait_so_long_together() -> None:
+    world = Table()
+    for tokens in PROMPTS:
+        store(world.cache, keys_of(tokens))
+        world.table.lookup(repr(tokens), keys_of(tokens))
+    for tokens in PROMPTS:
+        assert not world.table.load(repr(tokens), keys_of(tokens), lambda: [])
+    assert world.cache.now == pytest.approx(WAIT, abs=0.01)
+    world.table.take()
+    world.table.lookup("later", KEYS)
+    assert not world.table.load("later", KEYS, lambda: [])
+    assert world.cache.now == pytest.approx(2 * WAIT, abs=0.01)
+
+
+def test_nobody_waits_while_others_run() -> None:
+    world = Table()
+    store(world.cache, KEYS)
+    assert world.table.lookup("a", KEYS) == 6
+    world.alone = False
+    assert not world.table.load("a", KEYS, lambda: [])
+    assert world.table.lookup("a", KEYS) == 0
+    world.cache.fetches[-1].there = 2
+    assert world.table.lookup("a", KEYS) == 2
+    assert world.cache.now == 0
+
+
+@pytest.mark.parametrize(("speed", "promised"), [(WAIT / 6, 6), (WAIT / 5, 1)])
+def test_what_would_come_too_late_is_not_promised(speed: float, promised: int) -> None:
+    world = Table()
+    world.speed = speed * 1.01 if promised == 1 else speed
+    store(world.cache, KEYS)
+    world.table.lookup("a", KEYS)
+    if promised == 1:
+        world.cache.fetches[0].there = 1
+        world.speed = WAIT
+    assert world.table.lookup("a", KEYS) == promised
+
+
+def test_without_a_wait_only_what_is_there_is_promised() -> None:
+    world = Table(wait=0.0)
+    store(world.cache, KEYS)
+    assert world.table.lookup("a", KEYS) == 0
+
+
+def test_a_tail_of_what_was_looked_up_needs_no_new_fetch() -> None:
+    """Others have computed its head meanwhile."""
+    world = Table()
+    store(world.cache, KEYS)
+    world.table.lookup("a", KEYS)
+    world.cache.fetches[0].there = 6
+    assert world.table.lookup("a", KEYS[2:]) == 4
+    assert len(world.cache.fetches) == 1
+    assert world.table.load("a", KEYS[2:5], lambda: [1, 2, 3])
+    assert list(world.table.take()[0].hit()) == named(KEYS[2:5])
+
+
+def test_other_pages_are_fetched_anew() -> None:
+    world = Table()
+    store(world.cache, KEYS)
+    world.table.lookup("a", KEYS)
+    world.table.lookup("a", keys_of(PROMPTS[1]))
+    assert [fetch.released for fetch in world.cache.fetches] == [1, 0]
+    assert not world.table.load("a", KEYS, lambda: []), "that is not what was looked up last"
+    assert [fetch.released for fetch in world.cache.fetches] == [1, 1]
+
+
+def test_pages_that_branch_off_are_others() -> None:
+    """The request's tokens have changed behind a common beginning."""
+    world = Table(wait=0.0)
+    other = keys_of(PROMPTS[1])
+    store(world.cache, other)
+    world.table.lookup("a", other)
+    world.cache.fetches[0].there = 7
+    assert world.table.lookup("a", KEYS) == 0, "of these none has come"
+    assert [fetch.wanted for fetch in world.cache.fetches] == [7, 3]
+
+
+def test_more_that_others_have_stored_is_found() -> None:
+    world = Table()
+    store(world.cache, KEYS[:2])
+    world.table.lookup("a", KEYS)
+    store(world.cache, KEYS)
+    world.table.lookup("a", KEYS)
+    assert len(world.cache.fetches) == 1
+    world.cache.now += LOOK_AGAIN_S
+    world.table.lookup("a", KEYS)
+    assert [fetch.wanted for fetch in world.cache.fetches] == [2, 6]
+    assert world.cache.fetches[0].released == 1
+
+
+def test_pins_that_end_soon_are_too_old() -> None:
+    world = Table()
+    store(world.cache, KEYS)
+    world.table.lookup("a", KEYS)
+    world.cache.fetches[0].there = 6
+    world.cache.now += PIN - ENDING_S / 2
+    assert not world.table.load("a", KEYS, lambda: [])
+    world.table.lookup("b", KEYS)
+    world.cache.now += PIN
+    world.table.lookup("c", KEYS)
+    assert [fetch.released for fetch in world.cache.fetches] == [1, 1, 0], "nobody asked for b again"
+
+
+def test_computed_pages_are_let_go() -> None:
+    world = Table()
+    store(world.cache, KEYS[:3])
+    world.table.lookup("a", KEYS)
+    world.table.lookup("b", keys_of(PROMPTS[2]))
+    world.table.computed(KEYS[:2])
+    assert [fetch.released for fetch in world.cache.fetches] == [1, 0]
+
+
+def test_keys_and_links() -> None:
+    links = PageLinks(kept=4)
+    namespace = bytes(range(32))
+    whole = links.named(KEYS).pages(namespace)
+    assert len(links) == 4
+    assert links.named(KEYS[3:]).pages(namespace) == whole[3:], "it is remembered which page is before the fourth"
+    alone = PageLinks().named(KEYS[3:]).pages(namespace)
+    assert [page.key for page in alone] == [page.key for page in whole[3:]]
+    assert alone[0].parent == namespace
+    assert PageLinks().named(KEYS[3:], KEYS[:3]).pages(namespace) == whole[3:]
+    assert len(PageLinks().named([])) == 0
+    for wrong in ("", "ab", "x" * 64, None, KEYS[0] + "00"):
+        with pytest.raises(InvalidValueError, match="no key of a page"):
+            digest(wrong)  # type: ignore[arg-type]
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come, wait, load, are aborted and never heard of again; pages come, go and are stored."""
+
+    requests = st.integers(0, 4)
+    prompts = st.sampled_from(PROMPTS)
+
+    @initialize()
+    def begin(self) -> None:
+        self.world = Table()
+        self.loading: dict[str, list[str]] = {}
+        self.promised: dict[str, list[str]] = {}
+
+    @rule(prompt=prompts, pages=st.integers(1, 7))
+    def stored(self, prompt: tuple[int, ...], pages: int) -> None:
+        store(self.world.cache, keys_of(prompt)[:pages])
+
+    @rule(number=requests, prompt=prompts, skip=st.integers(0, 3))
+    def lookup(self, number: int, prompt: tuple[int, ...], skip: int) -> None:
+        keys = keys_of(prompt)[skip:]
+        found = self.world.table.lookup(str(number), keys)
+        assert 0 <= found <= len(keys)
+        self.promised[str(number)] = keys[:found]
+
+    @rule(number=requests, blocks=st.integers(0, 100))
+    def load(self, number: int, blocks: int) -> None:
+        keys = self.promised.pop(str(number), [])
+        if keys and self.world.table.load(str(number), keys, lambda: range(blocks, blocks + len(keys))):
+            self.loading[str(number)] = keys
+
+    @rule(number=requests)
+    def cancel(self, number: int) -> None:
+        self.world.table.cancel(str(number))
+
+    @rule()
+    def start(self) -> None:
+        for queued in self.world.table.take():
+            assert queued.hit() == named(self.loading[queued.rid]), "other pages than were asked for"
+            assert len(queued.hit()) == len(queued.blocks)
+            queued.fetch.release()
+
+    @rule(data=st.data(), pages=st.integers(0, 7))
+    def come(self, data: st.DataObject, pages: int) -> None:
+        if self.world.cache.fetches:
+            fetch = data.draw(st.sampled_from(self.world.cache.fetches))
+            fetch.there = max(fetch.there, min(fetch.wanted, pages))
+            fetch.ended = fetch.ended or pages == 7
+
+    @rule(seconds=st.sampled_from([0.01, 1.0, PIN / 3]), alone=st.booleans(), coming=st.integers(0, 3))
+    def wait(self, seconds: float, alone: bool, coming: int) -> None:
+        if not self.world.table._queued:  # SGLang begins what it queued in the same pass
+            self.world.cache.now += seconds
+        self.world.alone, self.world.coming = alone, coming
+
+    @rule(prompt=prompts)
+    def computed(self, prompt: tuple[int, ...]) -> None:
+        self.world.table.computed(keys_of(prompt))
+
+    @rule()
+    def reset(self) -> None:
+        self.world.table.reset()
+        self.promised.clear()
+        assert all(fetch.released for fetch in self.world.cache.fetches)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if hasattr(self, "world"):
+            held = [fetch for fetch in self.world.cache.fetches if not fetch.released]
+            assert len(held) == len(self.world.table)
+
+
+TestTraffic = Traffic.TestCase

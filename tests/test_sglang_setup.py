@@ -1,0 +1,341 @@
+"""What the SGLang integrations refuse, by name; their options; pools as planes; when weights change."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gdscache import errors
+from gdscache.errors import (
+    CacheGroupsUnsupportedError,
+    CacheLayoutUnsupportedError,
+    ConfigError,
+    GdsCacheError,
+    InterfaceUnsupportedError,
+    InvalidValueError,
+    UnknownKeyError,
+    WeightsNotFoundError,
+    WeightUpdatesUnsupportedError,
+)
+from gdscache.integrations.sglang_planes import PoolPlanes, device_planes, host_planes
+from gdscache.integrations.sglang_setup import (
+    LinkerOptions,
+    configuration,
+    model_of,
+    refuse_components,
+    refuse_setup,
+    storage_config_of,
+    weights_of,
+)
+from gdscache.integrations.sglang_weights import METHODS, WeightWatch
+
+PAGE, PAGES, LAYERS = 4, 5, 3
+
+
+def server(**changes: Any) -> Any:
+    given = {
+        "model_path": "org/model",
+        "load_format": "auto",
+        "tp_size": 1,
+        "speculative_algorithm": None,
+        "enable_lora": None,
+        "disaggregation_mode": "null",
+    }
+    return SimpleNamespace(**{**given, **changes})
+
+
+class MHATokenToKVPool(SimpleNamespace):
+    """By the name of SGLang's."""
+
+
+class MLATokenToKVPool(SimpleNamespace):
+    """By the name of SGLang's."""
+
+
+class MHATokenToKVPoolFP4(SimpleNamespace):
+    """By the name of SGLang's."""
+
+
+class MHATokenToKVPoolHost(SimpleNamespace):
+    """By the name of SGLang's."""
+
+
+class MLATokenToKVPoolHost(SimpleNamespace):
+    """By the name of SGLang's."""
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def mha(**changes: Any) -> Any:
+    rows = (PAGES * PAGE, 2, 8)
+    given: dict[str, Any] = {
+        "k_buffer": [zeros(*rows) for _ in range(LAYERS)],
+        "v_buffer": [zeros(*rows) for _ in range(LAYERS)],
+        "kv_cache_layout": "nhd",
+        "dtype": torch.bfloat16,
+    }
+    return MHATokenToKVPool(**{**given, **changes})
+
+
+def host(kind: str, layout: str, **changes: Any) -> Any:
+    size, rows = PAGES * PAGE, (LAYERS, 2, 8)
+    shapes = {
+        "page_first": (size, *rows),
+        "page_first_direct": (PAGES, LAYERS, PAGE, 2, 8),
+        "layer_first": (LAYERS, size, 2, 8),
+    }
+    shape = shapes[layout] if kind == "mla" else (2, *shapes[layout])
+    make = MLATokenToKVPoolHost if kind == "mla" else MHATokenToKVPoolHost
+    given = {"kv_buffer": zeros(*shape), "layout": layout, "size": size, "page_size": PAGE, "dtype": torch.bfloat16}
+    return make(**{**given, **changes})
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "hint"),
+    [
+        ({"tp_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
+        ({"pp_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
+        ({"dp_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
+        ({"attn_cp_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
+        ({"dcp_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
+        ({"ep_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
+        ({"speculative_algorithm": "EAGLE"}, "SpeculationUnsupportedError", "NGRAM"),
+        ({"enable_lora": True}, "AdaptersUnsupportedError", "--enable-lora"),
+        ({"lora_paths": ["a=b"]}, "AdaptersUnsupportedError", "--enable-lora"),
+        ({"enable_memory_saver": True}, "SleepModeUnsupportedError", "leave it out"),
+        ({"disaggregation_mode": "prefill"}, "ConnectorRoleError", "leave it out"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], error: str, hint: str) -> None:
+    with pytest.raises(getattr(errors, error)) as raised:
+        refuse_setup(server(**change))
+    assert hint in raised.value.hint
+    assert isinstance(raised.value, errors.IntegrationError)
+    assert next(iter(change)).split("_")[0] in str(raised.value).lower()
+
+
+def test_what_is_not_refused() -> None:
+    refuse_setup(server())
+    refuse_setup(server(speculative_algorithm="NGRAM", tp_size=1, dcp_size=None))
+    refuse_components(["FULL"])
+    for names in (["FULL", "SWA"], ["FULL", "MAMBA"], ["SWA"], []):
+        with pytest.raises(CacheGroupsUnsupportedError):
+            refuse_components(names)
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+SECTIONS: dict[str, Any] = {"cpu": {"capacity": "1MiB"}, "ssd": {"path": "/tmp/x", "capacity": "1MiB"}}
+ONLY_SSD: dict[str, Any] = {"ssd": SECTIONS["ssd"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ({}, ConfigError, "gdscache config init sglang"),
+        ({"config": 3}, ConfigError, "gdscache config init sglang"),
+        ({"config": SECTIONS, "ssd_wiat": 1}, UnknownKeyError, "ssd_wiat"),
+        ({"config": SECTIONS, "ssd_wait": -1}, InvalidValueError, "ssd_wait"),
+        ({"config": SECTIONS, "pin_seconds": "long"}, InvalidValueError, "pin_seconds"),
+    ],
+)
+def test_options_that_are_wrong(given: dict[str, Any], error: type[GdsCacheError], told: str) -> None:
+    with pytest.raises(error) as raised:
+        LinkerOptions.of(given)
+    assert told in str(raised.value)
+
+
+def test_options() -> None:
+    assert LinkerOptions.of({"config": "a.yaml"}) == LinkerOptions("a.yaml", 0.02, 60.0)
+    assert LinkerOptions.of({"config": "a.yaml", "ssd_wait": 0}).ssd_wait == 0
+
+
+def test_options_of_the_storage() -> None:
+    own = {"backend_name": "x", "module_path": "y", "class_name": "z", "interface_v1": 1}
+    assert storage_config_of({**own, "config": "a.yaml"}) == "a.yaml"
+    with pytest.raises(UnknownKeyError, match="gone"):
+        storage_config_of({**own, "config": "a.yaml", "gone": 1})
+    with pytest.raises(InterfaceUnsupportedError) as raised:
+        storage_config_of({"config": "a.yaml", "interface_v1": 0})
+    assert "interface_v1" in raised.value.hint
+    with pytest.raises(ConfigError) as missing:
+        storage_config_of(own)
+    assert "sglang-hicache" in missing.value.hint
+
+
+def opened(sections: dict[str, Any], *, cpu: bool, **changes: Any) -> Any:
+    planes = device_planes(mha(), PAGE)
+    return configuration(sections, server(load_format="dummy", **changes), planes, "0.5.23", "it", cpu=cpu)
+
+
+def test_tiers_that_each_of_them_needs() -> None:
+    assert opened(SECTIONS, cpu=True).model.weights == "dummy"
+    assert opened(ONLY_SSD, cpu=False).cpu is None
+    for sections, cpu in ((ONLY_SSD, True), (SECTIONS, False), ({}, False)):
+        with pytest.raises(ConfigError, match=r"section `(cpu|ssd)`"):
+            opened(sections, cpu=cpu)
+
+
+# -- the namespace ---------------------------------------------------------------------------------------------------
+
+
+def test_what_makes_bytes_differ_makes_other_namespaces(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    base = server(load_format="dummy", model_path=str(tmp_path))
+    first = model_of(base, device_planes(mha(), PAGE), "0.5.23")
+    assert first == model_of(base, device_planes(mha(), PAGE), "0.5.23")
+    others = [
+        model_of(base, device_planes(mha(), PAGE), "0.5.24"),
+        model_of(base, device_planes(mha(dtype=torch.float16), PAGE), "0.5.23"),
+        model_of(base, host_planes(host("mha", "page_first")), "0.5.23"),
+        model_of(base, host_planes(host("mha", "page_first_direct")), "0.5.23"),
+        *(
+            model_of(server(**{**vars(base), name: "x"}), device_planes(mha(), PAGE), "0.5.23")
+            for name in ("quantization", "kv_cache_dtype", "json_model_override_args", "dtype", "model_path")
+        ),
+    ]
+    (tmp_path / "config.json").write_text('{"rope_theta": 1}')
+    others.append(model_of(base, device_planes(mha(), PAGE), "0.5.23"))
+    told = [str(model) for model in [first, *others]]
+    assert len(set(told)) == len(told)
+
+
+def test_the_weights_are_those_of_the_files(tmp_path: Path) -> None:
+    assert weights_of(server(load_format="dummy")) == "dummy"
+    assert weights_of(server(load_format=SimpleNamespace(value="dummy"))) == "dummy"
+    with pytest.raises(WeightsNotFoundError):
+        weights_of(server(model_path=str(tmp_path)))
+    (tmp_path / "a.safetensors").write_bytes(b"1")
+    first = weights_of(server(model_path=str(tmp_path)))
+    (tmp_path / "a.safetensors").write_bytes(b"22")
+    assert weights_of(server(model_path=str(tmp_path))) != first
+
+
+# -- planes ----------------------------------------------------------------------------------------------------------
+
+
+def test_device_pools_are_planes_without_a_copy() -> None:
+    pool = mha()
+    planes = device_planes(pool, PAGE)
+    assert [[tuple(t.shape) for t in layer] for layer in planes.tensors] == [[(PAGES, PAGE, 32)] * 2] * LAYERS
+    planes.tensors[1][1][3, 2] = 7
+    assert pool.v_buffer[1].view(torch.uint8)[3 * PAGE + 2].unique().tolist() == [7]
+    assert planes.model()["planes"] == [
+        {"name": "k", "shape": [32], "layers": [0, 1, 2]},
+        {"name": "v", "shape": [32], "layers": [0, 1, 2]},
+    ]
+    latent = MLATokenToKVPool(kv_buffer=[zeros(PAGES * PAGE, 1, 9)] * LAYERS, dtype=torch.bfloat16)
+    assert device_planes(latent, PAGE).model()["planes"] == [{"name": "latent", "shape": [18], "layers": [0, 1, 2]}]
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_host_pools_are_planes_without_a_copy(kind: str, layout: str) -> None:
+    pool = host(kind, layout)
+    planes = host_planes(pool)
+    (layer,) = planes.tensors
+    assert [tuple(t.shape) for t in layer] == [(PAGES, PAGE, LAYERS * 32)] * (1 if kind == "mla" else 2)
+    layer[-1][3] = 9
+    part = pool.kv_buffer if kind == "mla" else pool.kv_buffer[1]
+    page = part[3] if layout == "page_first_direct" else part[3 * PAGE : 4 * PAGE]
+    assert page.view(torch.uint8).unique().tolist() == [9]
+    assert int((pool.kv_buffer.view(torch.uint8) == 9).sum()) >= page.numel()
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        mha(kv_cache_layout="hnd"),
+        mha(k_scale_buffer=[1]),
+        mha(post_capture_active=True),
+        mha(k_buffer=[zeros(18, 2, 8)] * LAYERS),
+        mha(k_buffer=[zeros(2, 20, 8).transpose(0, 1)] * LAYERS),
+        MHATokenToKVPoolFP4(),
+    ],
+    ids=["hnd", "scales", "late memory", "part of a page", "strided", "fp4"],
+)
+def test_device_pools_that_are_none(pool: Any) -> None:
+    with pytest.raises(CacheLayoutUnsupportedError):
+        device_planes(pool, PAGE)
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        host("mha", "layer_first"),
+        host("mha", "page_first", dcp_size=2),
+        host("mha", "page_first", kv_buffer=zeros(2, PAGES * PAGE + 1, LAYERS, 2, 8)),
+        SimpleNamespace(layout="page_first"),
+    ],
+    ids=["layer_first", "dcp", "other sizes", "another pool"],
+)
+def test_host_pools_that_are_none(pool: Any) -> None:
+    with pytest.raises(CacheLayoutUnsupportedError):
+        host_planes(pool)
+
+
+def test_planes_say_what_they_are() -> None:
+    assert isinstance(device_planes(mha(), PAGE), PoolPlanes)
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+def updater() -> type[Any]:
+    def write(self: Any, fails: bool = False) -> str:
+        self.written.append(1)
+        if fails:
+            raise RuntimeError("half of them are written")
+        return "done"
+
+    return type("WeightUpdater", (), dict.fromkeys(METHODS, write))
+
+
+def test_each_way_to_write_weights_is_told_before_and_behind() -> None:
+    kind = updater()
+    plain = {name: inspect.getattr_static(kind, name) for name in METHODS}
+    told: list[int] = []
+    target = SimpleNamespace(written=[])
+    watch = WeightWatch(kind, lambda: told.append(len(target.written)))
+    for number, name in enumerate(METHODS):
+        assert getattr(kind, name)(target) == "done"
+        assert told[-2:] == [number, number + 1]
+    with pytest.raises(RuntimeError, match="half"):
+        kind.update_weights_from_disk(target, fails=True)
+    assert told[-2:] == [len(METHODS), len(METHODS) + 1]
+    watch.close()
+    watch.close()
+    before = len(told)
+    kind.update_weights_from_disk(target)
+    assert len(told) == before
+    assert {name: inspect.getattr_static(kind, name) for name in METHODS} == plain, "SGLang's are its own again"
+
+
+def test_two_listen() -> None:
+    kind = updater()
+    told: list[str] = []
+    first, second = WeightWatch(kind, lambda: told.append("a")), WeightWatch(kind, lambda: told.append("b"))
+    kind.update_weights_from_ipc(SimpleNamespace(written=[]))
+    assert told == ["a", "b", "a", "b"]
+    first.close()
+    kind.update_weights_from_ipc(SimpleNamespace(written=[]))
+    assert told[4:] == ["b", "b"]
+    second.close()
+
+
+def test_an_updater_that_cannot_be_watched_is_refused() -> None:
+    kind = updater()
+    del kind.update_weights_from_tensor
+    with pytest.raises(WeightUpdatesUnsupportedError, match="update_weights_from_tensor"):
+        WeightWatch(kind, lambda: None)
+    assert not hasattr(kind.update_weights_from_disk, "_gdscache_listeners")
