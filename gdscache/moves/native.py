@@ -85,6 +85,7 @@ class NativeExecutor:
                 fence=fence,
                 pool=None if self._pool is None else self._pool.handle,
                 gpu=None if self._gpu is None else self._gpu.handle,
+                cufile=None if disk is None or disk.cufile is None else disk.cufile.handle,
                 workers=threads,
                 depth=8 * threads if disk is not None and disk.uring else 0,
                 threads=min(_COPYING, os.cpu_count() or 1),
@@ -115,10 +116,14 @@ class NativeExecutor:
                 pinned=extents.pinned,
                 fence=extents.fence_slots,
             )
-        found = None
+        found: Descriptors | None = None
+        on_gpu = any(space.foreign for space in spaces.values() if space.kind == "memory")
+
+        def reached(files: NativeFiles) -> bool:  # its disk has all of its files from one transport
+            return files.cufile is not None and (found is None or found.cufile is files.cufile)
+
         for name, files in machine.files.items():
-            on_device = any(space.foreign for space in spaces.values() if space.kind == "memory")
-            own = files.hand_over() if isinstance(files, NativeFiles) and not on_device else None
+            own = files.hand_over() if isinstance(files, NativeFiles) and (not on_gpu or reached(files)) else None
             if own is None:
                 spaces[name] = Space("files", machine.slots[name])
             else:
