@@ -3,6 +3,7 @@ fake_cufile.py), without a call of Python on their way."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import fake_cufile
 import fake_gpu
 import pytest
 from cufile_parts import Fault
-from helpers import EXTRA, MHA, MLA, Host, drop_from, flip_file, prompt, quiet, settle, tokens_of, until
+from helpers import EXTRA, MHA, MLA, Host, drop_from, flip_file, prompt, quiet, run, settle, tokens_of, until
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.storage import IORequest, Op, Submission
@@ -24,7 +25,10 @@ SOON = 0.5  # seconds of a deadline that is to pass
 
 
 @pytest.fixture(autouse=True)
-def _well(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _well(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.node.get_closest_marker("gpu"):
+        yield
+        return
     fake_cufile.use(monkeypatch)
     before = fake_cufile.living()
     yield
@@ -226,3 +230,34 @@ def test_a_subclass_is_asked_itself(open_host: OpenHost, monkeypatch: pytest.Mon
     assert host.load(tokens).tokens == 12
     assert sum(asked) >= 2
     settle(host.engine)
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("real_cufile")
+@pytest.mark.parametrize("cpu", [None, 8])
+@pytest.mark.parametrize("model", [MHA, MLA], ids=["mha", "mla"])
+@pytest.mark.parametrize("batched", [0, 1 << 20], ids=["calls", "batches"])
+def test_the_real_one(
+    open_engine: Callable[..., CacheEngine], monkeypatch: pytest.MonkeyPatch, model: Any, batched: int, cpu: int | None
+) -> None:
+    """Straight between SSD and GPU; and a flipped byte is a miss."""
+    opened = functools.partial(CufileTransport, batched=batched)
+    monkeypatch.setattr("gdscache.storage.cufile.CufileTransport", opened)
+    monkeypatch.setattr(CufileTransport, "is_own", True)
+    options: dict[str, Any] = {"ssd_options": {"route": "direct"}, "transport": "cufile", "model": model}
+    engine = open_engine(device="cuda", gpu=12, cpu=cpu, ssd=24, bounce=16, **options)
+    assert engine.stats()["tiers"]["ssd"]["transport"]["gds"]
+    assert "gdscache-io" not in {thread.name for thread in threading.enumerate()}, "Python has a part in the I/O"
+    tokens = prompt(1, 5, extra=1)
+    assert run(engine, tokens) == 0
+    quiet(engine)
+    for _ in range(2):
+        drop_from(engine, "gpu", *(["cpu"] if cpu else []))
+        assert run(engine, tokens) == 20  # which compares every byte
+    slab = next(engine.manager.tiers["ssd"].path.glob("slab*"))
+    drop_from(engine, "gpu", *(["cpu"] if cpu else []))
+    flip_file(slab, place(engine, tokens, 2) + 7)
+    assert run(engine, tokens) == 8

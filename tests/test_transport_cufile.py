@@ -16,8 +16,14 @@ from cufile_parts import HANG, NOT_ON_THIS_FILE, TOO_MUCH_MEMORY, Call, Fault
 from fake_cufile import DeviceBytes
 from helpers import until
 
-from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, TransportUnavailableError
-from gdscache.storage import IORequest, Op, Transport, cufile, cufile_library, probe
+from gdscache.errors import (
+    DeadlineError,
+    EngineClosedError,
+    IOFailedError,
+    NativeCallError,
+    TransportUnavailableError,
+)
+from gdscache.storage import IORequest, Op, Transport, cufile
 from gdscache.storage.cufile import CufileTransport
 from gdscache.testing.suite_base import FILE_BYTES, SECTOR, Make, Remember, soon
 from gdscache.testing.transport_suite import TransportSuite
@@ -221,6 +227,25 @@ def test_a_call_that_hangs_is_an_error(path: Path, monkeypatch: pytest.MonkeyPat
     fake_cufile.free(gpu)
 
 
+def test_a_loop_in_cpp_of_the_same_calls(path: Path) -> None:
+    gpu = fake_cufile.allocate(16 * SECTOR)
+    with fake_cufile.opened(1) as transport:
+        file = transport.open(path)
+        transport.register(gpu)  # type: ignore[arg-type]
+        assert transport.cufile is not None
+        given = gpu.data_ptr(), gpu.nbytes, 3 * SECTOR, 2
+        assert transport.cufile.run_bare(file, *given, write=False) > 0
+        assert bytes(gpu.host) == path.read_bytes()
+        gpu.host[:] = bytes(gpu.nbytes)
+        assert transport.cufile.run_bare(file, *given, write=True) > 0
+        assert path.read_bytes() == bytes(gpu.nbytes)
+        fake_cufile.fault(False, Fault.SHORT, 0, 5 * SECTOR)
+        with pytest.raises(NativeCallError, match="No data"):
+            transport.cufile.run_bare(file, *given, write=False)
+        transport.deregister(gpu)  # type: ignore[arg-type]
+    fake_cufile.free(gpu)
+
+
 def test_without_proc_modules_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fake_gpu
 
@@ -244,19 +269,6 @@ def test_the_log_goes_where_somebody_said(tmp_path: Path, monkeypatch: pytest.Mo
 # Through the real cuFile.
 
 
-@pytest.fixture(scope="module")
-def _real(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A probe takes seconds, so there is one."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    try:
-        cufile_library.find_cufile()
-    except TransportUnavailableError as error:
-        pytest.skip(error.message)
-    if not (found := probe.probe_cufile(tmp_path_factory.mktemp("probe"), 0, 60)).ok:
-        pytest.skip(f"cuFile does not work here: {found.reason}")
-
-
 class Real(TransportSuite):
     memory_kinds = ("cuda",)
     batched = 0
@@ -268,12 +280,12 @@ class Real(TransportSuite):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_real")
+@pytest.mark.usefixtures("real_cufile")
 class TestRealByCalls(Real):
     pass
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_real")
+@pytest.mark.usefixtures("real_cufile")
 class TestRealByBatches(Real):
     batched = 1 << 20
