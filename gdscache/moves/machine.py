@@ -86,13 +86,18 @@ class Descriptors:
 class NativeFiles(Protocol):
     """Files that may be the library's own to read and write."""
 
-    @property
-    def cufile(self) -> CuFiles | None:
-        """What reaches memory of a GPU; None where nothing of the library's does."""
-        ...
-
     def hand_over(self) -> Descriptors | None:
         """What it needs for that, and nobody else moves them any more; None where a transport of Python's has to."""
+        ...
+
+
+@runtime_checkable
+class GpuFiles(NativeFiles, Protocol):
+    """Such files, perhaps to and from memory of a GPU, too."""
+
+    @property
+    def cufile(self) -> CuFiles | None:
+        """What reaches that; None where nothing of the library's does."""
         ...
 
 

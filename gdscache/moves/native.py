@@ -21,7 +21,7 @@ from gdscache.checksum import Checksums
 from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait
 from gdscache.moves.foreign import ForeignFiles, serve
 from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
-from gdscache.moves.machine import Descriptors, Machine, NativeFiles
+from gdscache.moves.machine import Descriptors, GpuFiles, Machine, NativeFiles
 from gdscache.moves.moving import NativeMoving
 from gdscache.native.gpu import events_of
 from gdscache.native.moves import NEVER, SPAN_KINDS, Limits, NativeMoves, Space
@@ -120,7 +120,8 @@ class NativeExecutor:
         on_gpu = any(space.foreign for space in spaces.values() if space.kind == "memory")
 
         def reached(files: NativeFiles) -> bool:  # its disk has all of its files from one transport
-            return files.cufile is not None and (found is None or found.cufile is files.cufile)
+            cufile = files.cufile if isinstance(files, GpuFiles) else None
+            return cufile is not None and (found is None or found.cufile is cufile)
 
         for name, files in machine.files.items():
             own = files.hand_over() if isinstance(files, NativeFiles) and (not on_gpu or reached(files)) else None

@@ -37,7 +37,7 @@ namespace {
 
 constexpr uint64_t kDeviceBit = uint64_t{1} << 56;  // fake_cuda.h
 constexpr int kSuccess = 0, kNotInitialized = 5001, kNotSupported = 5002, kInvalid = 5022, kRegistered = 5023;
-enum : int { kComplete = 16, kFailed = 64 };
+enum : int { kPending = 2, kComplete = 16, kFailed = 64 };
 
 struct Status {
     int cufile, cuda;
@@ -194,6 +194,7 @@ struct Batch {
 
     // The caller's entries stay until they have ended.
     void run(const Entry* entries, unsigned count) {
+        ended.push_back({entries->cookie, kPending, 0});  // which says nothing
         while (count-- > 0) threads.emplace_back(&Batch::carry_out, this, std::cref(entries[count]));
     }
 
@@ -360,9 +361,9 @@ CUFILE Status cuFileBatchIOGetStatus(void* of, unsigned least, unsigned* count_,
     for (size_t n = 0; n < some; n++) {
         events[n] = batch->ended.front();
         batch->ended.pop_front();
+        if (events[n].status != kPending) batch->under_way--;
     }
     *count_ = static_cast<unsigned>(some);
-    batch->under_way -= *count_;
     return answer(kSuccess);
 }
 
