@@ -98,7 +98,7 @@ def main() -> None:
         path = Path(directory, "data.bin")
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, options.mib << 20)  # transports take files that have their size
-        names = {"cpu": ["posix", "uring", "nixl"], "cuda:0": ["kvikio", "nixl"]}
+        names = {"cpu": ["posix", "uring", "nixl"], "cuda:0": ["cufile", "kvikio", "nixl"]}
         found = [try_one(name, device, path, options) for device in devices for name in names[device]]
     print(f"GPUDirect Storage: {'yes' if any(found) else 'no'}")
     if options.require_gds and not any(found):

@@ -63,7 +63,7 @@ GateMode = Annotated[
 
 _DEVICE = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
 _CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
-_TRANSPORT = rf"auto|posix|uring|kvikio|nixl|{_CLASS}"
+_TRANSPORT = rf"auto|posix|uring|cufile|kvikio|nixl|{_CLASS}"
 
 
 def _device(value: str) -> str:
@@ -74,7 +74,7 @@ def _device(value: str) -> str:
 
 def _transport(value: str) -> str:
     if not re.fullmatch(_TRANSPORT, value):
-        raise ValueError("must be auto, posix, uring, kvikio, nixl or package.module:Class")
+        raise ValueError("must be auto, posix, uring, cufile, kvikio, nixl or package.module:Class")
     return value
 
 
@@ -178,7 +178,8 @@ class SsdConfig(Section):
         default="lifetime", description="which pages go when it is full: lru, slru, s3fifo, lfu, credit_lru or lifetime"
     )
     transport: Transport = Field(
-        default="auto", description="what moves the bytes: auto, posix, uring, kvikio, nixl or package.module:Class"
+        default="auto",
+        description="what moves the bytes: auto, posix, uring, cufile, kvikio, nixl or package.module:Class",
     )
     route: Literal["auto", "direct", "via_cpu"] = Field(
         default="auto",

@@ -13,7 +13,8 @@ from helpers import Host, make_config, settle
 from hypothesis import HealthCheck, settings
 
 from gdscache import CacheEngine
-from gdscache.storage import probe_nixl
+from gdscache.errors import TransportUnavailableError
+from gdscache.storage import cufile_library, probe, probe_nixl
 
 # Tests run beside each other, and threads of torch that have no core to themselves spin. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,6 +60,19 @@ def gds_mt(tmp_path_factory: pytest.TempPathFactory) -> None:
         pytest.skip("no CUDA device")
     if not (found := probe_nixl.probe_nixl(tmp_path_factory.mktemp("probe"), 0, 60)).ok:
         pytest.skip(f"GDS_MT does not work here: {found.reason}")
+
+
+@pytest.fixture(scope="session")
+def real_cufile(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The transport cufile moves GPU memory here, by whatever path. A probe takes seconds, so there is one."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    try:
+        cufile_library.find_cufile()
+    except TransportUnavailableError as error:
+        pytest.skip(error.message)
+    if not (found := probe.probe_cufile(tmp_path_factory.mktemp("probe"), 0, 60)).ok:
+        pytest.skip(f"cuFile does not work here: {found.reason}")
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from transport_parts import FILE_BYTES, SECTOR, odd_extents
 from gdscache import CacheEngine
 from gdscache.errors import DeadlineError, IOFailedError, ShortIOError, StorageError, TransportUnavailableError
 from gdscache.storage import IORequest, Op, Submission, Transport
+from gdscache.storage.cufile import CufileTransport
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.nixl import NixlTransport
 
@@ -40,12 +41,22 @@ def serve(pipe: Connection, libraries: Path, name: str, scenario: str, folder: P
     with (
         mock.patch("gdscache.storage.kvikio.PROC_MODULES", there),
         mock.patch("gdscache.storage.nixl.PROC_MODULES", there),
+        mock.patch("gdscache.storage.cufile.PROC_MODULES", there),
+        mock.patch("gdscache.storage.cufile.find_cufile", return_value=str(libraries / "libcufile.so.0")),
     ):
         globals()[scenario](MADE[0], name, folder)
     pipe.send("done")
 
 
+class OneGpu:
+    """The stand-in's, as `CufileTransport` asks for it."""
+
+    library, context = "libcuda.so.1", 1
+
+
 def opened(name: str, threads: int = 4) -> Transport:
+    if name == "cufile":
+        return CufileTransport(threads, gpu=OneGpu())
     return KvikioTransport(threads, compat="off") if name == "kvikio" else NixlTransport(threads, gds=True)
 
 
@@ -83,7 +94,7 @@ def bytes_arrive(there: StandIns, name: str, folder: Path) -> None:
             assert not any(transport.submit(op, batch).wait(soon()))
             transport.deregister(memory)
         assert there.calls(Call.BUFFER) == 2
-    assert there.moves >= 2 * len(extents)
+    assert there.moves >= (2 if name == "cufile" else 2 * len(extents))  # which joins neighbours
     assert target.memory == source.memory
     assert path.read_bytes() == source.memory
 
@@ -102,13 +113,17 @@ def a_fault_is_its_own_request_s(there: StandIns, name: str, folder: Path) -> No
             for op in (Op.READ, Op.WRITE):
                 what = f"{op.value}, {kind.name} {value}"
                 gpu.memory[:] = bytes(gpu.nbytes) if op is Op.READ else content[: gpu.nbytes]
-                there.fault(op is Op.WRITE, kind, value, BAD * PAGE)
+                there.fault(op is Op.WRITE, kind, value, BAD * PAGE, ALWAYS if name == "cufile" else 1)
                 errors = move(transport, op, file, gpu)
-                assert [n for n, error in enumerate(errors) if error] == [BAD], f"{what}: {errors}"
-                error = errors[BAD]
-                assert isinstance(error, IOFailedError if (kind, value) in faults else (IOFailedError, ShortIOError))
-                assert str(path) in str(error), what
-                assert str(BAD * PAGE) in str(error), what
+                there.release()
+                goes_on = kind is Fault.FEWER or (kind, value) == (Fault.SHORT, PAGE // 2)
+                bad = [] if name == "cufile" and goes_on else [BAD]
+                assert [n for n, error in enumerate(errors) if error] == bad, f"{what}: {errors}"
+                for error in filter(None, errors):
+                    wanted = IOFailedError if (kind, value) in faults else (IOFailedError, ShortIOError)
+                    assert isinstance(error, wanted)
+                    assert str(path) in str(error), what
+                    assert str(BAD * PAGE) in str(error), what
                 for n in set(range(REQUESTS)) - {BAD}:
                     part = slice(n * PAGE, (n + 1) * PAGE)
                     assert gpu.memory[part] == content[part], f"{what}: the fault spilled"
@@ -149,10 +164,10 @@ def a_refusal_has_its_cause(there: StandIns, name: str, folder: Path) -> None:
         file = transport.open(path)
         gpu = there.gpu_memory(REQUESTS * PAGE)
         there.refuse(Call.BUFFER, TOO_MUCH_MEMORY)
-        if name == "kvikio":  # NIXL takes no notice: cuFile then copies through buffers of its own
-            with pytest.raises(TransportUnavailableError) as caught:
+        if name != "nixl":  # which takes no notice: cuFile then copies through buffers of its own
+            with pytest.raises(TransportUnavailableError, match=str(gpu.nbytes)) as caught:
                 transport.register(gpu)
-            assert "staging ring" in caught.value.hint
+            assert "BAR1" in caught.value.hint
             there.release()
         transport.register(gpu)
         assert not any(move(transport, Op.READ, file, gpu))
@@ -206,7 +221,7 @@ def a_hang_is_its_own_request_s(there: StandIns, name: str, folder: Path) -> Non
 
 @mock.patch("gdscache.storage.nixl.HANG_S", HANG_S)
 def close_beside_a_hang(there: StandIns, name: str, folder: Path) -> None:
-    """What hangs keeps its memory and its file, and ends if it ever can. NIXL's close returns, kvikio's waits."""
+    """What hangs keeps its memory and its file, and ends if it ever can. NIXL's close returns, the others' waits."""
     path, content = slab(folder)
     gpu = there.gpu_memory(REQUESTS * PAGE)
     transport = opened(name)
@@ -219,7 +234,7 @@ def close_beside_a_hang(there: StandIns, name: str, folder: Path) -> None:
         until(lambda: there.waiting == 1, "a call hangs")
         closing.start()
         closing.join(HANG_S + 5 if name == "nixl" else 0.3)
-        assert closing.is_alive() == (name == "kvikio")
+        assert closing.is_alive() == (name != "nixl")
         assert stuck.pending == 1
         os.fstat(file)
     assert stuck.wait(soon()) == [None]
@@ -257,14 +272,22 @@ class HostNixl(OnHostMemory, NixlTransport):
         NixlTransport.__init__(self, threads, direct_io, True)
 
 
+class HostCufile(OnHostMemory, CufileTransport):
+    def __init__(self, threads: int, direct_io: Any) -> None:
+        CufileTransport.__init__(self, threads, direct_io, gpu=OneGpu())
+
+
 LOCK, KNOWN = threading.Lock(), set[int]()
 
 
 def an_engine_serves_nothing_wrong(there: StandIns, name: str, folder: Path) -> None:
     """Where cuFile fails, or says that it did what it did not, pages are misses, and are stored anew."""
-    transport = "cufile_child:HostKvikio" if name == "kvikio" else "cufile_child:HostNixl"
+    transport = f"cufile_child:Host{name.title()}"
     pages, other, page_tokens = prompt(1, 5, extra=1), prompt(2, 6), 4
     faults = [(Fault.LIE, 0), (Fault.LIE, SECTOR), (Fault.SHORT, SECTOR), (Fault.ERROR, IO_FAILED)]
+    counts = [(Fault.FEWER, 1)]
+    if name == "cufile":  # which goes on where a call came not far enough
+        faults, counts = [fault for fault in faults if fault[0] is not Fault.SHORT], []
     config = make_config(folder / "cache", gpu=8, cpu=6, ssd=24, transport=transport)
     with running(CacheEngine.from_config(config)) as engine:
 
@@ -274,7 +297,7 @@ def an_engine_serves_nothing_wrong(there: StandIns, name: str, folder: Path) -> 
             drop_from(engine, "gpu", "cpu")
 
         assert run(engine, pages) == 0
-        for kind, value in [*faults, (Fault.ERRNO, errno.EIO), (Fault.MORE, SECTOR), (Fault.FEWER, 1)]:
+        for kind, value in [*faults, (Fault.ERRNO, errno.EIO), (Fault.MORE, SECTOR), *counts]:
             cold()
             there.fault(False, kind, value, place(engine, pages), ALWAYS)
             assert run(engine, pages) < 5 * page_tokens, f"{kind.name} {value}: nothing was found out"
@@ -292,7 +315,7 @@ def an_engine_serves_nothing_wrong(there: StandIns, name: str, folder: Path) -> 
             assert run(engine, pages) < 5 * page_tokens, f"{kind.name} {value} of a write: nothing was found out"
         misses = engine.stats()["misses"]
         assert misses["checksum"] >= 4, misses
-        assert misses.get("io_error", 0) + misses.get("short_read", 0) >= 4, misses
+        assert misses.get("io_error", 0) + misses.get("short_read", 0) >= 3, misses
 
 
 def place(engine: CacheEngine, tokens: list[int]) -> int:
@@ -304,7 +327,7 @@ def place(engine: CacheEngine, tokens: list[int]) -> int:
 
 def an_engine_outlives_a_hang(there: StandIns, name: str, folder: Path) -> None:
     """A read that does not end is a miss at the deadline; when it has ended, the page is served again."""
-    transport = "cufile_child:HostKvikio" if name == "kvikio" else "cufile_child:HostNixl"
+    transport = f"cufile_child:Host{name.title()}"
     pages, page_tokens = prompt(1, 5, extra=1), 4
     config = make_config(folder / "cache", gpu=8, cpu=24, ssd=24, transport=transport, load={"deadline": 0.5})
     with running(CacheEngine.from_config(config)) as engine, there.well_after():

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA's and cuFile's libraries, built from `stand_ins/`, and a GPU's memory that is the host's.
+"""Stand-ins for CUDA's and cuFile's libraries, built from sources, and a GPU's memory that is the host's.
 
 Processes import this that must be quick to start: no torch here.
 """
@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 SOURCES = Path(__file__).parent / "stand_ins"
+CUFILE = Path(__file__).parent.parent / "csrc" / "host" / "tests" / "fake_cufile.cc"
 ANY = -1  # offset
 
 
 class Fault(enum.IntEnum):
-    """As in libcufile.c."""
+    """As in fake_cufile.h."""
 
     ERROR = 1
     ERRNO = 2
@@ -31,14 +32,18 @@ class Fault(enum.IntEnum):
     LIE = 5
     WAIT = 6
     FEWER = 7
+    SAYS_DONE = 8
 
 
 class Call(enum.IntEnum):
-    """What may be refused, as in libcufile.c."""
+    """What may be refused, as in fake_cufile.h."""
 
     DRIVER = 0
     HANDLE = 1
     BUFFER = 2
+    BATCH_SET_UP = 3
+    BATCH_SUBMIT = 4
+    BATCH_STATUS = 5
 
 
 HANG = -1  # in place of an error's code: the call does not return
@@ -56,24 +61,24 @@ def missing(*modules: str) -> str:
         pass
     else:
         return "a real libcuda.so.1 is here, which the stand-in would hide"
-    return "" if _compiler() else "no C compiler for the stand-ins"
+    return "" if _compiler("cc") and _compiler("c++") else "no compiler for the stand-ins"
 
 
 def build(folder: Path) -> None:
     """libcuda, libcudart and libcufile into `folder`."""
-    compiler = _compiler()
-    assert compiler is not None
     for name, source, options in (
-        ("libcuda.so.1", "libcuda.c", ["-DSTAND_IN_GPU"]),
-        ("libcudart.so.13", "libcudart.c", [f"-Wl,--version-script={SOURCES / 'libcudart.map'}"]),
-        ("libcufile.so.0", "libcufile.c", ["-pthread"]),
+        ("libcuda.so.1", SOURCES / "libcuda.c", ["-DSTAND_IN_GPU"]),
+        ("libcudart.so.13", SOURCES / "libcudart.c", [f"-Wl,--version-script={SOURCES / 'libcudart.map'}"]),
+        ("libcufile.so.0", CUFILE, ["-std=c++20", "-pthread"]),
     ):
+        compiler = _compiler("c++" if source.suffix == ".cc" else "cc")
+        assert compiler is not None
         command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", *options]
-        subprocess.run([*command, "-o", folder / name, SOURCES / source], check=True, timeout=60)
+        subprocess.run([*command, "-o", folder / name, source], check=True, timeout=60)
 
 
-def _compiler() -> str | None:
-    return shutil.which("cc") or shutil.which("gcc")
+def _compiler(name: str) -> str | None:
+    return shutil.which(name) or shutil.which({"cc": "gcc", "c++": "g++"}[name])
 
 
 class GpuBytes:
@@ -131,15 +136,15 @@ class StandIns:
     def fault(self, write: bool, kind: Fault, value: int = 0, offset: int = ANY, times: int = 1) -> None:
         """What happens to the next `times` reads (or writes) at that offset."""
         long = ctypes.c_long
-        assert self._cufile.stand_in_fault(int(write), int(kind), long(value), long(offset), times) == 0
+        assert self._cufile.fake_cufile_fault(int(write), int(kind), long(value), long(offset), times) == 0
 
     def refuse(self, call: Call, code: int) -> None:
         """These calls fail with that code, or hang."""
-        self._cufile.stand_in_refuse(int(call), code)
+        self._cufile.fake_cufile_refuse(int(call), code)
 
     def release(self) -> None:
         """All is well again, and what hangs goes on."""
-        self._cufile.stand_in_release()
+        self._cufile.fake_cufile_release()
 
     @contextlib.contextmanager
     def well_after(self) -> Iterator[None]:
@@ -150,17 +155,22 @@ class StandIns:
 
     def count_in(self, path: Path) -> None:
         """Count reads and writes in that file as the nvidia-fs driver does."""
-        self._cufile.stand_in_stats(str(path).encode())
+        self._cufile.fake_cufile_stats(str(path).encode())
 
     @property
     def moves(self) -> int:
         """Reads and writes that cuFile was asked for."""
-        return int(self._cufile.stand_in_moves(0) + self._cufile.stand_in_moves(1))
+        return sum(int(self._cufile.fake_cufile_moves(op)) for op in (0, 1))
 
     @property
     def waiting(self) -> int:
         """Calls that hang."""
-        return int(self._cufile.stand_in_waiting())
+        return int(self._cufile.fake_cufile_waiting())
+
+    @property
+    def living(self) -> int:
+        """Handles, registrations and batches that there are."""
+        return int(self._cufile.fake_cufile_living())
 
     def calls(self, call: Call) -> int:
-        return int(self._cufile.stand_in_calls(int(call)))
+        return int(self._cufile.fake_cufile_calls(int(call)))

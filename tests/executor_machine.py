@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
+import fake_cufile
 import numpy as np
 import torch
 from executor_cases import STRETCH, Case, Spaces
+from fake_cufile import FakeDeviceExtents
 from fake_gpu import FakeGpuMover
 from faulty import PLAN, FaultyTransport
 from faulty import Fault as Injected
@@ -28,17 +30,17 @@ from gdscache.native.library import address, checked, integers, library
 from gdscache.native.moves import Limits
 from gdscache.planes import PagedPlanes
 from gdscache.slab import Slab
-from gdscache.storage.base import Op
+from gdscache.storage.base import Op, Transport
 from gdscache.storage.native import NativeTransport
 from gdscache.testing.faults import ExtentPart, FaultRule
-from gdscache.tiers.bounce import Bounce
+from gdscache.tiers.bounce import Bounce, Reserved
 from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.host_mover import HostMover
 from gdscache.tiers.quarantine import Quarantine
 from gdscache.tiers.slab_io import SlabIO
 from gdscache.tiers.transfer import Mover
 
-Mode = Literal["threads", "uring", "GPU", "python", "GPU and python"]
+Mode = Literal["threads", "uring", "GPU", "direct", "python", "GPU and python"]
 LATE_MS = 10
 _NATIVE = {"error": 1, "short": 2, "torn": 3, "flip": 4, "late": 5, "hang": 6}
 _PYTHON = {"short": Injected.SHORT, "torn": Injected.TORN, "flip": Injected.FLIP, "hang": Injected.HANG}
@@ -92,23 +94,30 @@ def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
             for pairs in (zip(some, shapes, strict=True) for some, shapes in zip(planes, layout.layers, strict=True))
         ]
         pool = PagedPlanes(layout, tensors)
-        mover: Mover = FakeGpuMover(pool) if "GPU" in mode else HostMover(pool)
+        mover: Mover = FakeGpuMover(pool) if "GPU" in mode or mode == "direct" else HostMover(pool)
         undo.callback(mover.close)
-        extents = {name: _memory(layout, some, undo) for name, some in case.spaces.memories.items()}
-        memories = {name: np.frombuffer(some.flat, np.uint8).reshape(some.slots, -1) for name, some in extents.items()}
+        on_gpu = {"bounce"} if mode == "direct" else set()
+        extents = {name: _memory(layout, some, undo, name in on_gpu) for name, some in case.spaces.memories.items()}
+        memories = {name: _bytes(some).reshape(some.slots, -1) for name, some in extents.items()}
         for name, some in extents.items():
             some.checksums[:] = case.spaces.sums[name]
         bounce = Bounce(extents["bounce"], Quarantine(threading.RLock()))
         slots = extents["bounce"].slots
         bounce.loads = range(slots - case.reserve, slots)
         slabs, files = {}, {}
+        shared: Transport | None = None
         for name, found in case.spaces.files.items():
             slabs[name] = _slab(directory, name, found, 2 if name == "ssd" else 1)
             direct: Any = "auto" if case.direct else "off"
-            transport = FaultyTransport(2, direct) if python else NativeTransport(3, direct, uring=mode == "uring")
+            if mode == "direct":
+                transport = shared = shared or fake_cufile.opened(3, direct)
+            else:
+                transport = FaultyTransport(2, direct) if python else NativeTransport(3, direct, uring=mode == "uring")
             files[name] = io = SlabIO(slabs[name], transport)
             io._period = slabs[name].stretch
             undo.callback(io.close)
+        if shared is not None:
+            shared.register(extents["bounce"].rows)
         counts = {name: slab.slots for name, slab in slabs.items()}
         machine = Machine(mover, extents, files, counts, bounce, lambda: case.refusal)
         executor = undo.enter_context(_executor(machine, case))
@@ -145,11 +154,15 @@ def _executor(machine: Machine, case: Case) -> Iterator[NativeExecutor]:
         executor.close()
 
 
-def _memory(layout: PageLayout, found: Bytes, undo: contextlib.ExitStack) -> HostExtents:
-    extents = HostExtents(layout, found.size, "off")
+def _memory(layout: PageLayout, found: Bytes, undo: contextlib.ExitStack, on_gpu: bool) -> Reserved:
+    extents: Any = FakeDeviceExtents(layout, found.size) if on_gpu else HostExtents(layout, found.size, "off")
     undo.callback(extents.close)
-    np.frombuffer(extents.flat, np.uint8)[:] = found.reshape(-1)
-    return extents
+    _bytes(extents)[:] = found.reshape(-1)
+    return extents  # type: ignore[no-any-return]
+
+
+def _bytes(extents: Any) -> Bytes:
+    return np.frombuffer(extents.rows.host if isinstance(extents, FakeDeviceExtents) else extents.flat, np.uint8)
 
 
 def _slab(directory: Path, name: str, found: Bytes, count: int) -> Slab:

@@ -34,12 +34,11 @@ _TESTS = _SOURCES / "tests"
 _STAGING = 64 << 10  # so that segments are used again
 
 
-@functools.cache
-def driver() -> ctypes.CDLL:
-    """The driver, built once for these sources."""
+def built(name: str) -> ctypes.CDLL:
+    """A library of csrc/host/tests, built once for these sources."""
     files = [*sorted(_TESTS.glob("fake_*")), *sorted(_SOURCES.glob("*.h")), *sorted(_SOURCES.glob("xxh3*.cc"))]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-    path = ROOT / "build" / "tests" / f"fake_cuda-{digest}.so"
+    path = ROOT / "build" / "tests" / f"{name}-{digest}.so"
     if not path.exists():
         spec = importlib.util.spec_from_file_location("native_build", ROOT / "tools" / "native_build.py")
         assert spec is not None
@@ -48,11 +47,17 @@ def driver() -> ctypes.CDLL:
         spec.loader.exec_module(tool)
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
-        sources = [str(_TESTS / "fake_cuda.cc"), *map(str, sorted(_SOURCES.glob("xxh3*.cc")))]
+        sources = [str(_TESTS / f"{name}.cc"), *map(str, sorted(_SOURCES.glob("xxh3*.cc")))]
         flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", f"-I{_SOURCES}"]
         subprocess.run([*tool.compiler(), *flags, *sources, "-o", str(fresh)], check=True)
         fresh.replace(path)
-    library = ctypes.CDLL(str(path))
+    return ctypes.CDLL(str(path))
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """The driver."""
+    library = built("fake_cuda")
     library.fake_device.restype = ctypes.c_uint64
     library.fake_device.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.fake_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -90,8 +95,8 @@ def calls(function: str) -> int:
     return int(driver().fake_calls(function.encode()))
 
 
-class _Driver:
-    """What `NativeGpu` asks of a driver."""
+class FakeDriver:
+    """What `NativeGpu` and `CuFiles` ask of a driver."""
 
     def __init__(self) -> None:
         self.library = str(driver()._name)
@@ -148,7 +153,7 @@ class FakeGpuMover(Mover):
             for pair in zip(plane_runs(planes), planes.tensors, strict=True)
         ]
         built: Any = _Kernels(planes, runs, self._kept) if kernels else None
-        fake: Any = _Driver()
+        fake: Any = FakeDriver()
         self.gpu = _Gpu(planes, fake, runs, built, max(staging, 6 * self.layout.extent_bytes))
 
     def _on_gpu(self, runs: PlaneRuns, tensor: torch.Tensor) -> PlaneRuns:

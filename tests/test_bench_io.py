@@ -100,7 +100,7 @@ def test_every_way_is_measured_or_listed_with_its_cause(report: dict[str, Any]) 
         assert (way["way"] in measured) == (not way["cause"])
         assert way["cause"] == listed.get(way["label"], "")
     assert "host" in measured
-    assert listed["direct GPU"] == "torch sees no CUDA device"
+    assert listed["direct GPU, native"] == "torch sees no CUDA device"
     for cell in report["cells"]:
         assert len(cell["gb_per_second"]["values"]) == report["settings"]["cell_rounds"]
         assert cell["ratio"] == pytest.approx(cell["gb_per_second"]["median"] / cell["ceiling_gb_per_second"]["median"])
@@ -155,7 +155,7 @@ def test_people_get_tables_and_the_directory_back(quick: tuple[Path, Any], repor
         (("--dir", "{}", "--resume", "{}/none.json"), "cannot be read"),
         (("--dir", "{}", "--json", "{}/none/r.json"), "--json"),
         (("--dir", "{}", "--plot", "{}/r.doc"), "r.doc"),
-        (("--dir", "{}", "--require-gds", "--way", "host"), "add --way direct"),
+        (("--dir", "{}", "--require-gds", "--way", "host"), "add --way cufile"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_runs(
@@ -348,7 +348,7 @@ class NoRead(PosixTransport):
 def test_the_byte_check_finds_what_is_wrong(
     kind: type[PosixTransport], where: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(io_ways, "open_transport", lambda name, threads: kind(threads))
+    monkeypatch.setattr(io_ways, "open_transport", lambda name, threads, device: kind(threads))
     with OpenWay("host", file, 2, io_ways.CHECK_BYTES, CPU) as way, pytest.raises(StorageError, match=where):
         io_ways.check(way)
 
@@ -411,7 +411,7 @@ def test_a_transport_that_is_missing_is_a_cause(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "t.bin"
     path.write_bytes(bytes(io_ways.CHECK_BYTES))
 
-    def missing(name: str, threads: int) -> NoReturn:
+    def missing(name: str, threads: int, device: object) -> NoReturn:
         raise TransportUnavailableError("nixl cannot be\nimported", "install it")
 
     monkeypatch.setattr(io_ways, "open_transport", missing)

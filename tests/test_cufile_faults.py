@@ -25,8 +25,8 @@ pytestmark = pytest.mark.suite
 SECONDS = 60.0  # that a child may take
 
 TRANSPORTS = [
-    pytest.param(name, marks=pytest.mark.skipif(bool(missing(name)), reason=missing(name) or "-"))
-    for name in ("kvikio", "nixl")
+    pytest.param(name, marks=pytest.mark.skipif(bool(missing(*needs)), reason=missing(*needs) or "-"))
+    for name, needs in {"kvikio": ["kvikio"], "nixl": ["nixl"], "cufile": list[str]()}.items()
 ]
 SCENARIOS = [
     cufile_child.bytes_arrive,
@@ -58,7 +58,7 @@ def test_cufile(libraries: Path, tmp_path: Path, name: str, scenario: str) -> No
 
 # The probe, whose children have the stand-ins from their start.
 
-DEADLINE_S = {"kvikio": 4.0, "nixl": 6.0}  # in which a child has begun and come to what hangs
+DEADLINE_S = {"kvikio": 4.0, "nixl": 6.0, "cufile": 6.0}  # in which a child has begun and come to what hangs
 ENOUGH_S = 60.0
 OPEN_HANGS = [["refuse", Call.DRIVER, HANG]]
 READ_HANGS = [["fault", False, Fault.WAIT]]
@@ -84,8 +84,7 @@ class Machine:
             file.touch()
         patch.setattr(probe, "_missing", lambda: "")
         patch.setattr(probe, "NVIDIA_FS_STATS", stats)
-        for module in (probe, probe_nixl):
-            patch.setattr(module, "PROC_MODULES", modules)
+        patch.setattr(probe, "PROC_MODULES", modules)
         patch.setenv("PYTHONPATH", str(SOURCES / "gpu"))
         patch.setenv("STAND_INS", str(libraries))
         patch.setenv("STAND_IN_PIDS", str(self.pids))
@@ -102,9 +101,8 @@ class Machine:
 
     def ask(self, name: str, deadline_s: float) -> ProbeResult:
         self.has_a_torch_for(name)
-        if name == "kvikio":
-            return probe.probe_kvikio(self.directory, 0, deadline_s)
-        return probe_nixl.probe_nixl(self.directory, 0, deadline_s)
+        asked = {"kvikio": probe.probe_kvikio, "nixl": probe_nixl.probe_nixl, "cufile": probe.probe_cufile}
+        return asked[name](self.directory, 0, deadline_s)
 
     def is_left_alone(self) -> None:
         """No child lives, and no file of theirs is left."""
@@ -132,7 +130,7 @@ def test_the_probe_proves_what_works(machine: Machine, name: str) -> None:
     assert (result.ok, result.mode) == (True, "compat"), result
 
 
-DECEIVED = [  # fewer of NIXL's: its child imports torch, and is slow to begin
+DECEIVED = [  # fewer of the others': their children import torch, and are slow to begin
     pytest.param(*transport.values, lie, marks=transport.marks)
     for transport in TRANSPORTS
     for lie in (LIES if transport.values == ("kvikio",) else ("a read that was not done", "a refusal"))
@@ -157,21 +155,21 @@ def test_the_probe_s_child_is_killed_when_a_read_hangs(machine: Machine, name: s
     assert f"no answer within {seconds:g} s" in result.reason, result
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", TRANSPORTS[1:])  # kvikio, which is opened by its name alone, then does without cuFile
 def test_when_cufile_never_opens_auto_goes_on_and_on_does_not(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """`auto` says in one line what it chose and why not GDS; `on` fails with the cause and what to change."""
     machine.goes_wrong(OPEN_HANGS)
     machine.has_a_torch_for(name)
-    for module, function in ((probe, "probe_kvikio"), (probe_nixl, "probe_nixl")):
+    for module, function in ((probe, "probe_kvikio"), (probe, "probe_cufile"), (probe_nixl, "probe_nixl")):
         quick = functools.partial(getattr(module, function), deadline_s=DEADLINE_S[name])
         monkeypatch.setattr(module, function, quick)
     options: dict[str, Any] = {"directory": machine.directory, "device": "cuda:0", "threads": 1, "direct_io": "auto"}
-    wanted = "auto" if name == "kvikio" else name
+    wanted = "auto" if name == "cufile" else name
     with caplog.at_level(logging.INFO, "gdscache.storage"), open_transport(wanted, gds="auto", **options) as transport:
         assert transport.memory_kinds == {"host"}
-        assert transport.name in (("uring", "posix") if name == "kvikio" else (name,))
+        assert transport.name in (("uring", "posix") if name == "cufile" else (name,))
     [line] = [record.getMessage() for record in caplog.records]
     assert "no answer within" in line
     assert "\n" not in line

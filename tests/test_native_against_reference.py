@@ -29,6 +29,7 @@ MODES = [
     "threads",
     pytest.param("uring", marks=pytest.mark.skipif(not has_ring(), reason="io_uring is not allowed here")),
     "GPU",
+    "direct",
 ]
 FOREIGN: list[Mode] = ["python", "GPU and python"]
 SHORT_FORM = settings(max_examples=max(40, settings.default.max_examples))

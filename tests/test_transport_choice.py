@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from transport_parts import Gated, has_libcuda, refuse_ring
 
+from gdscache import storage
 from gdscache.errors import (
     IOFailedError,
     TransportUnavailableError,
 )
 from gdscache.storage import Transport, open_transport, probe
+from gdscache.storage.cufile import CufileTransport
 from gdscache.storage.files import DirectFiles
 
 # The factory.
@@ -50,7 +52,7 @@ def test_auto_takes_threads_where_io_uring_is_refused(
     assert "posix" in caught.value.hint
 
 
-@pytest.mark.parametrize("transport", ["auto", "posix", "kvikio", "nixl", "some.module:Class"])
+@pytest.mark.parametrize("transport", ["auto", "posix", "cufile", "kvikio", "nixl", "some.module:Class"])
 def test_gds_on_without_gds_is_refused(tmp_path: Path, transport: str) -> None:
     with pytest.raises(TransportUnavailableError) as caught:
         opened(tmp_path, transport, gds="on")
@@ -58,42 +60,45 @@ def test_gds_on_without_gds_is_refused(tmp_path: Path, transport: str) -> None:
 
 
 @pytest.mark.parametrize(("mode", "ok"), [("compat", True), ("posix", False)])
-def test_auto_takes_kvikio_for_proven_gds_only(
+def test_auto_takes_cufile_for_proven_gds_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, ok: bool
 ) -> None:
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "")
-    monkeypatch.setattr(probe, "probe_kvikio", lambda *_: probe.ProbeResult(ok, mode, "because"))
+    for name in ("cufile", "kvikio"):
+        monkeypatch.setattr(probe, f"probe_{name}", lambda *_: probe.ProbeResult(ok, mode, "because"))
     with opened(tmp_path, device="cuda:0") as chosen:
         assert chosen.name in ("uring", "posix")
-    with pytest.raises(TransportUnavailableError, match="because"):
-        opened(tmp_path, device="cuda:0", gds="on")
-    if not ok:
+    for transport in ("auto", "cufile", "kvikio"):
         with pytest.raises(TransportUnavailableError, match="because"):
-            opened(tmp_path, "kvikio", device="cuda:0")
-    monkeypatch.setattr(probe, "probe_kvikio", lambda *_: pytest.fail("gds is off: nothing to probe"))
+            opened(tmp_path, transport, device="cuda:0", gds="on")
+    if not ok:
+        for transport in ("cufile", "kvikio"):
+            with pytest.raises(TransportUnavailableError, match=f"{transport} does not work.*because"):
+                opened(tmp_path, transport, device="cuda:0")
+    for name in ("cufile", "kvikio"):
+        monkeypatch.setattr(probe, f"probe_{name}", lambda *_: pytest.fail("gds is off: nothing to probe"))
     with opened(tmp_path, device="cuda:0", gds="off") as chosen:
         assert chosen.name in ("uring", "posix")
 
 
 def test_without_the_driver_nothing_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "no driver")
-    monkeypatch.setattr(probe, "probe_kvikio", lambda *_: pytest.fail("nothing could prove it"))
+    monkeypatch.setattr(probe, "probe_cufile", lambda *_: pytest.fail("nothing could prove it"))
     with opened(tmp_path, device="cuda:0") as chosen:
         assert chosen.name in ("uring", "posix")
-    with pytest.raises(TransportUnavailableError, match="no driver"):
-        opened(tmp_path, device="cuda:0", gds="on")
+    for transport in ("auto", "cufile"):
+        with pytest.raises(TransportUnavailableError, match="no driver"):
+            opened(tmp_path, transport, device="cuda:0", gds="on")
 
 
-def test_auto_opens_kvikio_where_gds_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transport", ["auto", "cufile"])
+def test_cufile_is_opened_where_gds_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "")
-    made: list[dict[str, object]] = []
+    made: list[tuple[int, str, str]] = []
 
-    class Recorded(Gated):
-        name = "kvikio"
-
-        def __init__(self, **settings: object) -> None:
-            made.append(settings)
-            super().__init__(1)
+    def recorded(threads: int, direct_io: str, device: str) -> Transport:
+        made.append((threads, direct_io, device))
+        return CufileTransport(1)
 
     seen: list[tuple[Path, int]] = []
 
@@ -101,13 +106,39 @@ def test_auto_opens_kvikio_where_gds_is_proven(tmp_path: Path, monkeypatch: pyte
         seen.append((directory, index))
         return probe.ProbeResult(True, "gds", "counted")
 
-    monkeypatch.setattr(probe, "probe_kvikio", proven)
-    monkeypatch.setattr("gdscache.storage.kvikio.KvikioTransport", Recorded)
+    monkeypatch.setattr(probe, "probe_cufile", proven)
+    monkeypatch.setattr(storage, "_open_cufile", recorded)
     for gds in ("auto", "on"):
-        with opened(tmp_path, device="cuda:3", gds=gds) as chosen:
-            assert chosen.name == "kvikio"
+        with opened(tmp_path, transport, device="cuda:3", gds=gds) as chosen:
+            assert chosen.name == "cufile"
     assert seen == [(tmp_path, 3)] * 2
-    assert made == [{"threads": 1, "direct_io": "auto", "compat": "off"}] * 2
+    assert made == [(1, "auto", "cuda:3")] * 2
+
+
+def test_cufile_by_name_takes_any_path_that_brings_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own compat mode, or P2PDMA, whose I/O nothing counts; and memory of the host alone where GDS is off."""
+    made: list[str] = []
+    monkeypatch.setattr(storage, "_open_cufile", lambda *given: made.append(given[2]) or CufileTransport(1))
+    monkeypatch.setattr(probe, "no_gds_driver", lambda: "no driver")
+    monkeypatch.setattr(probe, "probe_cufile", lambda *_: probe.ProbeResult(True, "compat", "not counted"))
+    with caplog.at_level(logging.INFO, "gdscache.storage"):
+        for device, gds in (("cuda:1", "auto"), ("cuda:1", "off"), ("cpu", "auto"), ("cpu", "off")):
+            opened(tmp_path, "cufile", device, gds).close()
+    assert made == ["cuda:1", "", "", ""]
+    causes = ["no GPUDirect Storage: not counted", "gds is off", "the device is cpu", "the device is cpu"]
+    assert [cause in record.getMessage() for cause, record in zip(causes, caplog.records, strict=True)] == [True] * 4
+
+
+@pytest.mark.skipif(has_libcuda(), reason="needs a machine without a CUDA driver")
+def test_cufile_without_a_driver_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "probe_cufile", lambda *_: probe.ProbeResult(True, "compat", "not counted"))
+    before = threading.active_count()
+    with pytest.raises(TransportUnavailableError, match="CUDA driver") as caught:
+        opened(tmp_path, "cufile", "cuda:0")
+    assert "posix" in caught.value.hint
+    assert threading.active_count() == before
 
 
 @pytest.mark.skipif(has_libcuda(), reason="needs a machine without a CUDA driver")
@@ -158,7 +189,7 @@ def test_a_class_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_imports_take_in_what_is_chosen_only() -> None:
     code = """if True:
         import sys, gdscache.storage
-        names = ("kvikio", "native", "nixl", "probe", "probe_nixl")
+        names = ("cufile", "kvikio", "native", "nixl", "probe", "probe_nixl")
         chosen = {"kvikio", "nixl", *(f"gdscache.storage.{name}" for name in names)}
         assert not chosen & set(sys.modules)
         import gdscache.memory, torch

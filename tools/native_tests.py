@@ -24,7 +24,8 @@ from pathlib import Path
 from native_build import SOURCES, system_compiler
 
 TESTS = sorted((SOURCES / "tests").glob("test_*.cc"))
-DRIVER = SOURCES / "tests" / "fake_cuda.cc"  # a CUDA driver, which tests of a GPU open where they lie
+# A CUDA driver and a cuFile, which tests of a GPU open where they lie.
+LIBRARIES = tuple(SOURCES / "tests" / name for name in ("fake_cuda.cc", "fake_cufile.cc"))
 WARNINGS = ("-std=c++20", "-g", "-pthread", "-fPIC", "-Wall", "-Wextra", "-Wshadow", "-Werror")
 # GCC warns that its sanitizer does not know fences; ours orders stores that it does not see either.
 KINDS = {
@@ -66,7 +67,7 @@ def runner(kind: str) -> list[str]:
 
 
 def build(kind: str, work: Path) -> list[Path]:
-    """The test binaries of a kind, and the driver beside them."""
+    """The test binaries of a kind, and the libraries that they open beside them."""
     command = [*compiler(kind), *WARNINGS, *KINDS[kind]]
     if kind in ("thread", "address"):
         (work / "probe.cc").write_text("int main() {}\n", encoding="utf-8")
@@ -86,7 +87,7 @@ def build(kind: str, work: Path) -> list[Path]:
     if tests is TESTS:
         sums = [str(work / f"{source.stem}.o") for source in SOURCES.glob("xxh3*.cc")]
         own = ("-shared", "-Wl,-Bsymbolic")
-        links.append([*command, *own, str(DRIVER), *sums, "-o", str(work / "libfake_cuda.so")])
+        links += [[*command, *own, str(one), *sums, "-o", str(work / f"lib{one.stem}.so")] for one in LIBRARIES]
     for commands in (jobs, links):
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             for _ in pool.map(run, commands):

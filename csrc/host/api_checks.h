@@ -115,8 +115,7 @@ inline bool sound(const gdscache_way& way, const Executor& executor) {
                            : way.places              ? way.through
                                                      : executor.reserve_space();
     if (memory < 0) return !passes;
-    // Our disk reaches only memory that is ours, too.
-    return spaces[target == Kind::kFiles ? way.target : way.source].foreign || !spaces[memory].foreign;
+    return spaces[target == Kind::kFiles ? way.target : way.source].foreign || executor.places()[memory].reached;
 }
 
 // Whether groups have every layer once, in order, and what is read of them lies in an extent and has their bytes.

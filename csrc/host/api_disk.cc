@@ -7,9 +7,10 @@
 #include <optional>
 #include <stdexcept>
 
-#include "api.h"
+#include "api_cufile.h"
 #include "bare.h"
 #include "cuda.h"
+#include "cufile_handle.h"
 #include "disk.h"
 #include "faulty_disk.h"
 
@@ -53,13 +54,14 @@ std::unique_ptr<Disk> opened(const char* kind, int workers, int depth, Refusal& 
 
 }  // namespace
 
-int32_t gdscache_disk_open(const char* kind, int32_t workers, int32_t depth, struct gdscache_disk** disk, char* why,
-                           int64_t why_size) {
-    if (!disk) return -EINVAL;
+namespace {
+
+template <typename Open>
+int32_t give_out(Open open, struct gdscache_disk** disk, char* why, int64_t why_size) {
     return guarded([&]() -> int32_t {
         Refusal refusal;
         auto made = std::make_unique<gdscache_disk>();
-        made->disk = opened(kind, workers, depth, refusal);
+        made->disk = open(refusal);
         if (made->disk) {
             *disk = made.release();
             return 0;
@@ -67,6 +69,23 @@ int32_t gdscache_disk_open(const char* kind, int32_t workers, int32_t depth, str
         if (why && why_size > 0) std::snprintf(why, static_cast<size_t>(why_size), "%s", refusal.why.c_str());
         return refusal.error ? -refusal.error : -EIO;
     });
+}
+
+}  // namespace
+
+int32_t gdscache_disk_open(const char* kind, int32_t workers, int32_t depth, struct gdscache_disk** disk, char* why,
+                           int64_t why_size) {
+    if (!disk) return -EINVAL;
+    return give_out([&](Refusal& refusal) { return opened(kind, workers, depth, refusal); }, disk, why, why_size);
+}
+
+int32_t gdscache_cufile_disk(struct gdscache_cufile* cufile, int32_t workers, struct gdscache_disk** disk, char* why,
+                             int64_t why_size) {
+    if (!cufile || !disk) return -EINVAL;
+    const auto open = [&](Refusal& refusal) {
+        return open_cufile_disk(workers, cufile->files, cufile->batched, refusal);
+    };
+    return give_out(open, disk, why, why_size);
 }
 
 void gdscache_disk_close(struct gdscache_disk* disk) { delete disk; }

@@ -17,6 +17,7 @@
 
 #include "faulty_disk.h"  // before the global kShort of moves.h, which its own would shadow
 #include "api_checks.h"
+#include "cufile_handle.h"
 #include "gpu_handle.h"
 #include "gpu_server.h"
 
@@ -61,6 +62,11 @@ bool crosses(const gdscache_way& way, const Executor& executor) {
     return memory >= 0 && spaces[memory].foreign;
 }
 
+// Whether cuFile knows all of a GPU's memory.
+bool is_reached(const gdscache_cufile* cufile, const gdscache_space& space, int64_t extent_bytes) {
+    return cufile && cufile->files->memory(space.memory, static_cast<size_t>(space.slots * extent_bytes));
+}
+
 int32_t code(Waited waited) { return waited == Waited::kHappened ? 1 : waited == Waited::kTimeout ? 0 : -ECANCELED; }
 
 }  // namespace
@@ -68,8 +74,8 @@ int32_t code(Waited waited) { return waited == Waited::kHappened ? 1 : waited ==
 int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struct gdscache_space* spaces,
                                int64_t n_spaces, int32_t reserve_space, int64_t reserve_first, int64_t reserve_slots,
                                int64_t fence, const struct gdscache_pool* pool, struct gdscache_gpu* gpu,
-                               int32_t workers, int32_t depth, int32_t threads, struct gdscache_executor** executor,
-                               char* why, int64_t why_size) {
+                               struct gdscache_cufile* cufile, int32_t workers, int32_t depth, int32_t threads,
+                               struct gdscache_executor** executor, char* why, int64_t why_size) {
     if (!limits || !spaces || !executor) return refused("an address is null", EINVAL, why, why_size);
     if (!sound(*limits) || n_spaces < 1 || n_spaces > 1 << 10) return refused("no sound sizes", EINVAL, why, why_size);
     if (workers < 0 || depth < 0 || threads < 0 || threads > 1 << 10) {
@@ -121,6 +127,7 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
             place.stretch = space.stretch;
             place.pinned = space.pinned != 0;
             place.fence = space.fence;
+            place.reached = space.kind == 1 && (!space.foreign || is_reached(cufile, space, sizes.extent_bytes));
             if (!space.foreign && space.kind == 2) place.files = copied<int>(space.files, space.n_files);
             place.copied = std::any_of(place.files.begin(), place.files.end(), kernel_copies);
             places.push_back(std::move(place));
@@ -128,7 +135,9 @@ int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struc
         std::unique_ptr<Disk> disk;
         if (files) {
             Refusal refusal;
-            disk = depth ? open_disk(workers, depth, refusal) : open_threads_disk(workers, refusal);
+            disk = cufile  ? open_cufile_disk(workers, cufile->files, cufile->batched, refusal)
+                   : depth ? open_disk(workers, depth, refusal)
+                           : open_threads_disk(workers, refusal);
             if (!disk) return refused(refusal.why.c_str(), refusal.error, why, why_size);
         }
         const std::string name = disk ? disk->name() : "";

@@ -4,6 +4,7 @@
 
 #include "api.h"
 
+struct gdscache_cufile;
 struct gdscache_executor;
 struct gdscache_gpu;
 
@@ -65,13 +66,14 @@ struct gdscache_span {
 // `reserve_space`: the memory of the bounce reserve, or -1, and the slots of it that loads have. `workers`, `depth`: of
 // the disk, threads of ours with a depth of 0; no workers: all files are foreign. `threads`: that copy; 0: everything
 // is foreign, and `expire` is called. `gpu`: whose the foreign planes and memories are (api_gpu.h), and which outlives
-// the executor; null: the caller takes their copies.
+// the executor; null: the caller takes their copies. `cufile`: what files that are not foreign are read and written by
+// (api_cufile.h), in memory of the GPU, too, that it has; null: memory of the host alone. Then `depth` counts for nothing.
 GDSCACHE_API int32_t gdscache_executor_open(const struct gdscache_limits* limits, const struct gdscache_space* spaces,
                                             int64_t n_spaces, int32_t reserve_space, int64_t reserve_first,
                                             int64_t reserve_slots, int64_t fence, const struct gdscache_pool* pool,
-                                            struct gdscache_gpu* gpu, int32_t workers, int32_t depth,
-                                            int32_t threads, struct gdscache_executor** executor, char* why,
-                                            int64_t why_size);
+                                            struct gdscache_gpu* gpu, struct gdscache_cufile* cufile,
+                                            int32_t workers, int32_t depth, int32_t threads,
+                                            struct gdscache_executor** executor, char* why, int64_t why_size);
 // Waits for what is under way.
 GDSCACHE_API void gdscache_executor_close(struct gdscache_executor* executor);
 GDSCACHE_API void gdscache_executor_stop(struct gdscache_executor* executor);

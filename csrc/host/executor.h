@@ -20,7 +20,7 @@
 
 namespace gdscache {
 
-// Where the bytes of a space are that our threads reach: an address, or open files over which the slots go in stretches.
+// Where the bytes of a space are: an address, or open files over which the slots go in stretches.
 struct Place {
     uint8_t* memory = nullptr;
     int64_t bytes = 0;   // of a memory
@@ -30,6 +30,7 @@ struct Place {
     int64_t slots = 0;    // of a memory, or of files
     bool pinned = false;  // a memory that a GPU's copy engines reach
     int64_t fence = 0;    // slots of each of its page-locked registrations, which no copy may leave; 0: there is one
+    bool reached = false; // a memory that our disk reads into and writes from
 };
 
 // The monotonic clock.

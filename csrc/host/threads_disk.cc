@@ -1,4 +1,4 @@
-// The disk by threads: preadv and pwritev, where io_uring is refused. See disk.h.
+// The disk by threads: preadv and pwritev where io_uring is refused, or what a `Caller` does. See disk.h.
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -14,8 +14,8 @@
 #include <system_error>
 #include <thread>
 
-#include "disk.h"
 #include "quiet.h"
+#include "threads_disk.h"
 
 namespace gdscache {
 
@@ -25,15 +25,21 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kMostThreads = 1024;
 
-int64_t transfer(const Piece& piece, const Call& call) {
-    const auto system = piece.op == Op::kRead ? preadv : pwritev;
-    const ssize_t moved = system(piece.fd, call.vectors, static_cast<int>(call.count), call.offset);
-    return moved < 0 ? -errno : moved;
-}
+class SystemCaller final : public Caller {
+public:
+    int64_t transfer(const Piece& piece, const Call& call) override { return system_call(piece, call); }
+};
+
+// A part of one of some pieces that is to be tried again.
+struct Again {
+    size_t piece;
+    Part part;
+};
 
 class ThreadsDisk final : public Disk {
 public:
-    ThreadsDisk(int threads, int event) : event_(event), wanted_(static_cast<size_t>(threads)) {
+    ThreadsDisk(int threads, const char* name, MakeCaller make, int event)
+        : event_(event), wanted_(static_cast<size_t>(threads)), name_(name), make_(std::move(make)) {
         threads_.reserve(wanted_);
     }
 
@@ -100,7 +106,7 @@ public:
 
     size_t pending() const override { return pending_; }
     size_t depth() const override { return wanted_; }
-    const char* name() const override { return "threads"; }
+    const char* name() const override { return name_; }
 
 private:
     void signal() {
@@ -132,26 +138,61 @@ private:
     }
 
     void serve() {
+        const std::unique_ptr<Caller> caller = make_();
+        std::vector<Piece> pieces;
         std::vector<Part> parts;
         std::vector<Ended> ended;
+        std::vector<Again> again;
         std::unique_lock lock(mutex_);
         for (;;) {
             work_.wait(lock, [this] { return closing_ || !queue_.empty(); });
             if (queue_.empty()) return;
-            const Piece piece = queue_.front();
-            queue_.pop_front();
+            take_next(*caller, pieces);
             lock.unlock();
-            begin(piece, parts);
-            while (!parts.empty()) {
-                const Part part = parts.back();
-                parts.pop_back();
-                iovec one;
-                advance(piece, part, transfer(piece, next_call(piece, part, one)), ended, parts);
-                if (!parts.empty() && !ended.empty()) tell(ended, 0);
+            if (pieces.size() == 1) {
+                begin(pieces[0], parts);
+                finish(*caller, pieces[0], parts, ended);
+            } else {
+                caller->transfer_all(pieces, [&](size_t n, int64_t answer) {
+                    begin(pieces[n], parts);
+                    const Part part = parts.back();
+                    parts.pop_back();
+                    advance(pieces[n], part, answer, ended, parts);
+                    for (const Part& one : parts) again.push_back({n, one});
+                    tell(ended, parts.empty() ? 1 : 0);
+                    parts.clear();
+                });
+                for (size_t n = 0; n < again.size(); n++) {  // those of a piece follow each other
+                    parts.push_back(again[n].part);
+                    if (n + 1 < again.size() && again[n + 1].piece == again[n].piece) continue;
+                    finish(*caller, pieces[again[n].piece], parts, ended);
+                }
+                again.clear();
             }
-            tell(ended, 1);
             lock.lock();
         }
+    }
+
+    // The next piece, and behind it this thread's share of those that may go together with it.
+    void take_next(const Caller& caller, std::vector<Piece>& pieces) {
+        pieces.clear();
+        const size_t share = 1 + (queue_.size() - 1) / wanted_;
+        do {
+            pieces.push_back(queue_.front());
+            queue_.pop_front();
+        } while (!queue_.empty() && pieces.size() < share && caller.small(pieces[0]) && caller.small(queue_.front()));
+    }
+
+    // Everything that is left of a piece.
+    void finish(Caller& caller, const Piece& piece, std::vector<Part>& parts, std::vector<Ended>& ended) {
+        while (!parts.empty()) {
+            const Part part = parts.back();
+            parts.pop_back();
+            iovec one;
+            advance(piece, part, caller.transfer(piece, next_call(piece, part, one)), ended, parts);
+            if (!parts.empty() && !ended.empty()) tell(ended, 0);
+        }
+        tell(ended, 1);
     }
 
     // Answers of a piece, and whether it is over.
@@ -169,6 +210,8 @@ private:
 
     const int event_;  // that there may be something to take
     const size_t wanted_;
+    const char* const name_;
+    const MakeCaller make_;
     std::atomic<bool> woken_{false};
     size_t pending_ = 0;  // the owner's
     std::mutex mutex_;    // guards what follows
@@ -182,7 +225,17 @@ private:
 
 }  // namespace
 
+int64_t system_call(const Piece& piece, const Call& call) {
+    const auto system = piece.op == Op::kRead ? preadv : pwritev;
+    const ssize_t moved = system(piece.fd, call.vectors, static_cast<int>(call.count), call.offset);
+    return moved < 0 ? -errno : moved;
+}
+
 std::unique_ptr<Disk> open_threads_disk(int threads, Refusal& refusal) {
+    return open_threads_disk(threads, "threads", [] { return std::make_unique<SystemCaller>(); }, refusal);
+}
+
+std::unique_ptr<Disk> open_threads_disk(int threads, const char* name, MakeCaller make, Refusal& refusal) {
     if (threads < 1 || threads > kMostThreads) {
         refusal = {EINVAL, "no sound number of threads"};
         return nullptr;
@@ -192,7 +245,7 @@ std::unique_ptr<Disk> open_threads_disk(int threads, Refusal& refusal) {
         refusal = {errno, "eventfd cannot be had"};
         return nullptr;
     }
-    auto disk = std::make_unique<ThreadsDisk>(threads, event);
+    auto disk = std::make_unique<ThreadsDisk>(threads, name, std::move(make), event);
     try {
         disk->start();
     } catch (const std::system_error& error) {

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from gdscache.bench import io_cache, io_rows, io_rows_beside, io_rows_engine, io_trial, machine
+from gdscache.bench import io_cache, io_rows, io_rows_beside, io_rows_direct, io_rows_engine, io_trial, machine
 from gdscache.bench.bare import BareLoop
 from gdscache.bench.io_cells import BY_NAME, Settings, cells, key_of
 from gdscache.bench.io_measure import Matrix
@@ -76,7 +76,7 @@ def check(settings: Settings) -> None:
     if settings.total < LEAST:
         raise InvalidValueError(f"a total of {about(settings.total)}", f"use at least {format_size(LEAST)}")
     if settings.require_gds and not any(BY_NAME[name].cufile for name in settings.ways):
-        raise InvalidValueError("GDS is required of ways that do not use it", "add --way direct")
+        raise InvalidValueError("GDS is required of ways that do not use it", "add --way cufile")
 
 
 class Described(Protocol):
@@ -184,7 +184,13 @@ class _Bench:
             cause = f"{ram} is no RAM disk that may be written"
         elif gpu and shutil.disk_usage(ram).free < 2 * self.settings.ram_total:
             cause = f"{ram} has less than {about(2 * self.settings.ram_total)} free"
-        parts = [Part("host reads", io_rows.host_reads), Part("cold loads", io_rows_engine.cold_loads)]
+        unasked = {"cause": "the way cufile is not asked for"}
+        way = next((way for way in self.found["ways"] if way["way"] == "cufile"), unasked)
+        parts = [
+            Part("host reads", io_rows.host_reads),
+            Part("cold loads", io_rows_engine.cold_loads),
+            Part("direct reads", io_rows_direct.direct_reads, cause=way["cause"]),
+        ]
         for size in io_rows_engine.ONWARD_TARGETS:
             action = functools.partial(io_rows_engine.loads_from_memory, page_bytes=size)
             parts.append(Part(f"loads from a RAM disk, {format_size(size)} pages", action, ram=True, cause=cause))

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,7 +34,16 @@ class ColdEngine:
     memory and twice as much on the device.
     """
 
-    def __init__(self, directory: Path, page_bytes: int, total: int, threads: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        page_bytes: int,
+        total: int,
+        threads: int,
+        device: torch.device,
+        ssd: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`ssd`: keys of its section that are to be others."""
         self.pages = max(1, total // page_bytes)
         self.nbytes = self.pages * page_bytes
         self.device = device
@@ -48,6 +57,7 @@ class ColdEngine:
                     "capacity": (self.pages + self.pages // 4 + 64) * page_bytes,
                     "threads": threads,
                     "gds": "off",
+                    **(ssd or {}),
                 },
                 "host_buffer": max(256 << 20, 2 * page_bytes),
                 "store": {"queue": self.nbytes},

@@ -100,11 +100,11 @@ def host_reads(place: Place) -> list[Row]:
         for number, threads in enumerate(HOST_THREADS):
             place.progress(number, len(HOST_THREADS), f"{label}: {threads} threads")
             with OpenWay(name, place.file, threads, place.nbytes, place.device) as way:
-                read = _extents(place, way)
+                read = extents(place, way)
                 scouted[threads] = max(read() for _ in range(3))
         threads = max(scouted, key=lambda threads: scouted[threads])
         with OpenWay(name, place.file, threads, place.nbytes, place.device) as way:
-            ways = {"ours": _extents(place, way), **bare.runs(Op.READ, bare_ways)}
+            ways = {"ours": extents(place, way), **bare.runs(Op.READ, bare_ways)}
             found = interleave(ways, place.repeat, place.progress, label)
             direct, transport = way.transport.direct, way.transport.name
         chosen = best(bare_ways, found)
@@ -114,7 +114,7 @@ def host_reads(place: Place) -> list[Row]:
     return [row(place, label, MIB, figures, limit, transport=transport, threads=threads, cache=state)]
 
 
-def _extents(place: Place, way: OpenWay) -> Callable[[], float]:
+def extents(place: Place, way: OpenWay) -> Callable[[], float]:
     """Every extent of the file once, in random order; all submits are made before the first is waited for."""
     order = np.random.default_rng(3).permutation(place.nbytes // MIB).tolist()
     submits = [order[at : at + SUBMIT_PAGES] for at in range(0, len(order), SUBMIT_PAGES)]

@@ -20,7 +20,7 @@ from gdscache.bench.measure import Progress, silent
 from gdscache.directory import PROBE_PREFIX
 from gdscache.doctor.trial import run_child
 from gdscache.errors import GdsCacheError, TransportUnavailableError
-from gdscache.storage.probe import gds_operations, no_gds_driver, probe_kvikio
+from gdscache.storage.probe import gds_operations, no_gds_driver, probe_cufile
 
 DEADLINE_S = 60.0
 
@@ -108,7 +108,7 @@ def require_gds(directory: Path) -> str:
     device = device_or_cpu()
     cause = "torch sees no CUDA device" if device.type == "cpu" else no_gds_driver()
     if not cause:
-        probe = probe_kvikio(directory, device.index)
+        probe = probe_cufile(directory, device.index)
         if probe.mode == "gds":
             return probe.reason
         cause = probe.reason

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from gdscache.bench.io_cells import BY_NAME, Way
-from gdscache.errors import StorageError
+from gdscache.bench.measure import rate
+from gdscache.errors import IOFailedError, NativeCallError, StorageError
 from gdscache.memory import HostBuffer
 from gdscache.sizes import KIB, MIB
 from gdscache.storage import open_transport as open_as_configured
@@ -45,7 +46,7 @@ class OpenWay:
             if name == "host_gpu" or self.way.memory == "host":
                 self.host = undo.enter_context(HostBuffer(nbytes, "on" if name == "host_gpu" else "auto", unit=MIB))
             _idle(self.gpu)
-            self.transport = undo.enter_context(open_transport(name, threads))
+            self.transport = undo.enter_context(open_transport(name, threads, device))
             self._file = self.transport.open(path)
             buffer = self._io_memory
             self.transport.register(buffer)
@@ -59,6 +60,17 @@ class OpenWay:
             return self.host.view
         assert self.gpu is not None
         return self.gpu
+
+    def run_bare(self, op: Op, io_bytes: int, threads: int) -> float:
+        """GB/s of a loop in C++ of the same calls of cuFile, over as much of the file as there is memory."""
+        assert isinstance(self.transport, NativeTransport), "kvikio and NIXL have no such loop"
+        assert self.transport.cufile is not None, "cuFile has no part in it"
+        assert self.gpu is not None, "cuFile reads into memory of a GPU"
+        given = self.gpu.data_ptr(), self.gpu.numel(), io_bytes, threads
+        try:
+            return rate(self.gpu.numel(), self.transport.cufile.run_bare(self._file, *given, write=op is Op.WRITE))
+        except NativeCallError as error:
+            raise IOFailedError(f"the bare {op.value} loop failed: {error.message}", "see cuFile's log") from error
 
     def lane(self) -> Lane:
         """What one thread moves batches with."""
@@ -163,10 +175,15 @@ class CopyingLane(Lane):
         return event
 
 
-def open_transport(name: str, threads: int) -> Transport:
+def open_transport(name: str, threads: int, device: torch.device) -> Transport:
     """The transport of a way. Raises `TransportUnavailableError` where it cannot work."""
     if name in ("host", "host_gpu", "uring"):
         return NativeTransport(threads, uring=name == "uring")
+    if name == "cufile":
+        from gdscache.driver import Driver
+        from gdscache.storage.cufile import CufileTransport
+
+        return CufileTransport(threads, gpu=Driver(device))
     if name in ("direct", "kvikio_compat"):
         from gdscache.storage.kvikio import KvikioTransport
 

@@ -13,7 +13,6 @@ import pwd
 import shutil
 import stat
 import struct
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,11 +37,12 @@ from gdscache.doctor.trial import DEADLINE_S, Trial, run_child, try_transport
 from gdscache.errors import DirectoryNotWritableError, TransportUnavailableError
 from gdscache.inspection.owner import find_owner
 from gdscache.slab import slab_name
+from gdscache.storage.cufile_library import find_cufile
 from gdscache.storage.files import probe_direct_io
 from gdscache.tiers import routes
 
 SCRATCH_PREFIX = ".gdscache-doctor-"
-TRANSPORTS = ("posix", "uring", "kvikio", "nixl")
+TRANSPORTS = ("posix", "uring", "cufile", "kvikio", "nixl")
 IMPORT_DEADLINE_S = 30.0
 THREADS = 8
 
@@ -50,13 +50,6 @@ _STATX_DIOALIGN = 0x2000
 _AT_FDCWD = -100
 _STATX_BYTES = 256
 _MASK_AT, _DIO_AT = 0, 152  # in struct statx: stx_mask; stx_dio_mem_align and stx_dio_offset_align
-_LIBRARIES = (
-    "usr/lib/x86_64-linux-gnu",
-    "usr/lib/aarch64-linux-gnu",
-    "usr/lib64",
-    "usr/local/cuda*/lib64",
-    "usr/local/cuda*/targets/*/lib",
-)
 
 
 def find_ssd(asked: Asked, directory: Path, device: str, deadline_s: float = DEADLINE_S) -> SsdFacts:
@@ -66,7 +59,12 @@ def find_ssd(asked: Asked, directory: Path, device: str, deadline_s: float = DEA
     a directory does not exist, its nearest parent is looked at and written to instead.
     """
     kvikio, nixl = (find_package(name) for name in ("kvikio", "nixl"))
-    ready = {"kvikio": kvikio.value is not None, "nixl": nixl.value is not None}
+    cufile = attempt(find_cufile)
+    ready = {
+        "cufile": cufile.value is not None and device.startswith("cuda"),
+        "kvikio": kvikio.value is not None,
+        "nixl": nixl.value is not None,
+    }
     wanted = [name for name in TRANSPORTS if ready.get(name, True)]
     found, trials = find_stripe(asked, directory, 0, wanted, device, deadline_s)
     used = _decided(asked, found.chosen)  # an engine chooses in ssd.path, for all directories
@@ -81,7 +79,7 @@ def find_ssd(asked: Asked, directory: Path, device: str, deadline_s: float = DEA
         chosen=found.chosen,
         gpu_numa_node=attempt(lambda: find_gpu_node(device)).value,
         kernel=disk.find_kernel_side(_device_number(found.mount)),
-        cufile=attempt(find_cufile),
+        cufile=cufile,
         kvikio=kvikio,
         nixl=nixl,
         trials=trials,
@@ -239,23 +237,6 @@ def _smallest_offset(path: str) -> int:
     finally:
         os.close(file)
     raise OSError("no read with O_DIRECT at an offset below 8192 works")
-
-
-def find_cufile(root: Path = disk.ROOT, paths: Sequence[str] | None = None) -> str:
-    """The path of libcufile, in the system or in the wheels below `paths` (the import path). It is not loaded.
-
-    Raises `TransportUnavailableError` where it is not found.
-    """
-    places = [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p] if root == disk.ROOT else []
-    places += [place for pattern in _LIBRARIES for place in sorted(root.glob(pattern))]
-    for path in sys.path if paths is None else paths:
-        places += [Path(path, "libcufile_cu12.libs"), *sorted(Path(path).glob("nvidia/*/lib"))]
-    for place in places:
-        if found := sorted(place.glob("libcufile.so*")):
-            return str(found[0])
-    raise TransportUnavailableError(
-        "libcufile.so is not found", "install the CUDA toolkit's libcufile, or the wheel nvidia-cufile"
-    )
 
 
 def find_package(name: str) -> Found[str]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from gdscache.errors import StorageError
+    from gdscache.native.cufile import CuFiles
     from gdscache.storage.base import Op
     from gdscache.tiers.bounce import Bounce, Extents
     from gdscache.tiers.page_io import Positions
@@ -70,13 +71,15 @@ class Files(Protocol):
 class Descriptors:
     """Files that the library reads and writes itself. Slots go over `files` in stretches of `stretch` of them.
 
-    `threads`: of the kernel with `uring`, else of the library.
+    `threads`: of the kernel with `uring`, else of the library. `cufile`: what they reach a GPU's memory by, and by what
+    they read and write then; None: memory of the host alone.
     """
 
     files: Sequence[int]
     stretch: int
     threads: int
     uring: bool
+    cufile: CuFiles | None = None
 
 
 @runtime_checkable
@@ -85,6 +88,16 @@ class NativeFiles(Protocol):
 
     def hand_over(self) -> Descriptors | None:
         """What it needs for that, and nobody else moves them any more; None where a transport of Python's has to."""
+        ...
+
+
+@runtime_checkable
+class GpuFiles(NativeFiles, Protocol):
+    """Such files, perhaps to and from memory of a GPU, too."""
+
+    @property
+    def cufile(self) -> CuFiles | None:
+        """What reaches that; None where nothing of the library's does."""
         ...
 
 

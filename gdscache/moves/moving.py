@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -11,6 +10,7 @@ import numpy as np
 
 from gdscache.errors import DeviceError, IOFailedError, ShortIOError, StorageError
 from gdscache.moves.base import PLANES, End, Listener, Move, PageStatus, Steps, Wait
+from gdscache.native.disk import error_of
 from gdscache.native.moves import SHORT, NativeMoves
 from gdscache.streams import Landed
 
@@ -104,7 +104,8 @@ class NativeMoving:
         files = self.move.ways[0].target
         if code == SHORT:
             return ShortIOError(f"a write to {files} moved too few bytes", "the file system is full or limited")
-        return IOFailedError(f"a write to {files} failed: {os.strerror(code)}", "see the system log", code)
+        error = error_of(code)
+        return IOFailedError(f"a write to {files} failed: {error.strerror}", "see the system log", error.errno)
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         late = set() if self._end is None else set(self._end.late)

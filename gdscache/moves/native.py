@@ -21,7 +21,7 @@ from gdscache.checksum import Checksums
 from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait
 from gdscache.moves.foreign import ForeignFiles, serve
 from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
-from gdscache.moves.machine import Descriptors, Machine, NativeFiles
+from gdscache.moves.machine import Descriptors, GpuFiles, Machine, NativeFiles
 from gdscache.moves.moving import NativeMoving
 from gdscache.native.gpu import events_of
 from gdscache.native.moves import NEVER, SPAN_KINDS, Limits, NativeMoves, Space
@@ -85,6 +85,7 @@ class NativeExecutor:
                 fence=fence,
                 pool=None if self._pool is None else self._pool.handle,
                 gpu=None if self._gpu is None else self._gpu.handle,
+                cufile=None if disk is None or disk.cufile is None else disk.cufile.handle,
                 workers=threads,
                 depth=8 * threads if disk is not None and disk.uring else 0,
                 threads=min(_COPYING, os.cpu_count() or 1),
@@ -115,10 +116,15 @@ class NativeExecutor:
                 pinned=extents.pinned,
                 fence=extents.fence_slots,
             )
-        found = None
+        found: Descriptors | None = None
+        on_gpu = any(space.foreign for space in spaces.values() if space.kind == "memory")
+
+        def reached(files: NativeFiles) -> bool:  # its disk has all of its files from one transport
+            cufile = files.cufile if isinstance(files, GpuFiles) else None
+            return cufile is not None and (found is None or found.cufile is cufile)
+
         for name, files in machine.files.items():
-            on_device = any(space.foreign for space in spaces.values() if space.kind == "memory")
-            own = files.hand_over() if isinstance(files, NativeFiles) and not on_device else None
+            own = files.hand_over() if isinstance(files, NativeFiles) and (not on_gpu or reached(files)) else None
             if own is None:
                 spaces[name] = Space("files", machine.slots[name])
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 from typing import Literal
 
 import numpy as np
@@ -16,24 +17,28 @@ Table = npt.NDArray[np.int64]
 
 MOST_FRAGMENTS = 1024  # of a run: kMostFragments of csrc/host/disk.h
 MOST_WORKERS = 1024
+CUFILE_ERRORS = 5000
 _ROOM = 1024  # answers taken at once; there may be more
 
 
 class Disk:
-    """io_uring (`ring`), done by at most `workers` threads of the kernel, or `workers` threads of the library.
+    """io_uring (`ring`), done by at most `workers` threads of the kernel, or `workers` threads of the library, which
+    with `cufile` (`CuFiles.handle`) move memory of a GPU, too: what was added there.
 
     One thread submits, reaps and closes, and lives as long as anything is under way. Any thread may `wake`.
     Raises `RefusedDiskError`, with the errno of the system's answer.
     """
 
-    def __init__(self, kind: Kind, workers: int, depth: int) -> None:
+    def __init__(self, kind: Kind, workers: int, depth: int, cufile: int | None = None) -> None:
         """`depth`: pieces under way; what is more waits in the order of its submission. A disk of threads has as many
         under way as it has threads."""
         handle, why = ctypes.c_void_p(), ctypes.create_string_buffer(200)
         self.library = library()
-        answer = self.library.disk_open(
-            kind.encode(), workers, depth, ctypes.addressof(handle), ctypes.addressof(why), len(why)
-        )
+        out = ctypes.addressof(handle), ctypes.addressof(why), len(why)
+        if cufile is None:
+            answer = self.library.disk_open(kind.encode(), workers, depth, *out)
+        else:
+            answer = self.library.cufile_disk(cufile, workers, *out)
         if answer < 0:
             raise RefusedDiskError(why.value.decode(), "allow io_uring, or raise ulimit -n and ulimit -u", -answer)
         self.handle = handle.value
@@ -58,8 +63,9 @@ class Disk:
     def reap(self, seconds: float = -1) -> Table:
         """What has ended, waiting at most so many seconds for the first (below 0: for ever); none after a `wake`.
 
-        int64 (answers, 5): tag, first fragment of the piece, fragments, an errno or 0, bytes. It is overwritten by the
-        next. Raises `NativeCallError` when the disk is broken: what the kernel has then keeps its memory for good.
+        int64 (answers, 5): tag, first fragment of the piece, fragments, 0 or an error (`error_of`), bytes. It is
+        overwritten by the next. Raises `NativeCallError` when the disk is broken: what the kernel has then keeps its
+        memory for good.
         """
         ended = self._ended
         return ended[: checked(self.library.disk_reap(self.handle, address(ended), len(ended), seconds), "disk_reap")]
@@ -72,6 +78,11 @@ class Disk:
         """Wait for what is under way; again is fine."""
         handle, self.handle = self.handle, None
         self.library.disk_close(handle)
+
+
+def error_of(code: int) -> OSError:
+    """What the error of an answer means: an errno, or one of cuFile's own, which are above 5000."""
+    return OSError(code if code < CUFILE_ERRORS else errno.EIO, library().cufile_text(code).decode())
 
 
 def cut_and_merge(requests: Table, limit: int, most: int = MOST_FRAGMENTS) -> tuple[Table, Table]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gdscache.errors import NativeCallError, NativeMissingError, NativeVersionError
 
-ABI = 4  # GDSCACHE_ABI of csrc/host/api.h
+ABI = 5  # GDSCACHE_ABI of csrc/host/api.h
 PATH = Path(__file__).with_name("libgdscache_host.so")
 _HINT = "install the wheel of this machine's architecture, or run make (python tools/native_build.py) in the sources"
 
@@ -51,7 +51,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "bare": (_int, (_at, _at, _at, _long)),
     "executor_open": (
         _int,
-        (_at, _at, _long, _int, _long, _long, _long, _at, _at, _int, _int, _int, _at, _at, _long),
+        (_at, _at, _long, _int, _long, _long, _long, _at, _at, _at, _int, _int, _int, _at, _at, _long),
     ),
     "executor_close": (_void, (_at,)),
     "executor_stop": (_void, (_at,)),
@@ -83,6 +83,16 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gpu_reached": (_int, (_at, _long)),
     "gpu_await": (_int, (_at, _long, _long)),
     "gpu_follow": (_int, (_at, ctypes.c_uint64, _long)),
+    "cufile_why": (_text, ()),
+    "cufile_text": (_text, (_int,)),
+    "cufile_open": (_int, (_text, ctypes.c_uint64, _text, _text, _long, _at)),
+    "cufile_close": (_void, (_at,)),
+    "cufile_add_file": (_int, (_at, _int)),
+    "cufile_remove_file": (_int, (_at, _int)),
+    "cufile_add_memory": (_int, (_at, ctypes.c_uint64, _long)),
+    "cufile_remove_memory": (_int, (_at, ctypes.c_uint64)),
+    "cufile_disk": (_int, (_at, _int, _at, _at, _long)),
+    "cufile_bare": (_int, (_at, _int, _int, _long, _long, _int, ctypes.c_uint64, _at)),
     "blocks_fault": (_int, (_at, _long, _long)),
     "take_rows": (_int, (_at, _long, _long, _at, _long, _at)),
     "put_rows": (_int, (_at, _long, _long, _at, _long, _at)),
@@ -100,6 +110,7 @@ _QUICK = frozenset({"abi", "best_arm", "has_arm", "pool_open", "pool_close", "di
 _QUICK |= {"disk_submit", "executor_stop", "executor_disk", "move_begin", "move_cancel", "move_outcome", "refuse"}
 _QUICK |= {"move_forget", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots", "trace", "take_spans"}
 _QUICK |= {"gpu_why", "gpu_api", "gpu_last", "gpu_reached", "gpu_follow"}
+_QUICK |= {"cufile_why", "cufile_text"}
 _QUICK |= {"blocks_fault", "take_rows", "put_rows", "signals_open", "signals_hold", "signals_note", "signals_release"}
 # The same that may wait, for waits that are so short that the lock is better kept.
 _KEPT = {"move_wait": "move_wait_kept"}

@@ -140,7 +140,8 @@ class NativeMoves:
     a multiple of so many. `pool`: `NativePool.handle` of planes that are not foreign. `workers`, `depth`: of the disk,
     where files are not foreign; with a depth of 0 there is no io_uring. `threads` copy; with none of them everything is
     foreign, and time passes by `expire`. `gpu`: `NativeGpu.handle`, whose the foreign planes and memories are; without,
-    the caller takes their copies, which tests do.
+    the caller takes their copies, which tests do. `cufile`: `CuFiles.handle` of what moves the bytes of files that are
+    not foreign, to and from foreign memory that it knows, too.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class NativeMoves:
         fence: int = 0,
         pool: int | None = None,
         gpu: int | None = None,
+        cufile: int | None = None,
         workers: int = 0,
         depth: int = 0,
         threads: int = 0,
@@ -184,8 +186,8 @@ class NativeMoves:
         space, first, slots = (-1, 0, 0) if reserve is None else (self._numbers[reserve[0]], *reserve[1:])
         handle, why = ctypes.c_void_p(), ctypes.create_string_buffer(200)
         answer = self._library.executor_open(
-            *(ctypes.addressof(sizes), ctypes.addressof(table), len(spaces), space, first, slots, fence, pool, gpu),
-            *(workers, depth, threads, ctypes.addressof(handle), ctypes.addressof(why), len(why)),
+            *(ctypes.addressof(sizes), ctypes.addressof(table), len(spaces), space, first, slots, fence, pool),
+            *(gpu, cufile, workers, depth, threads, ctypes.addressof(handle), ctypes.addressof(why), len(why)),
         )
         if answer < 0:
             raise NativeCallError(f"no executor: {why.value.decode()}", "see what it says", -answer)

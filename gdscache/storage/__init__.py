@@ -7,13 +7,18 @@ import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gdscache.errors import TransportUnavailableError
+from gdscache.errors import DeviceError, TransportUnavailableError
 from gdscache.storage.base import IORequest, Op, Submission, Switch, Transport
+
+if TYPE_CHECKING:
+    from gdscache.storage.probe import ProbeResult
 
 __all__ = ["IORequest", "Op", "Submission", "Transport", "open_transport"]
 
 _log = logging.getLogger("gdscache.storage")
+_GDS = ("cufile", "kvikio", "nixl")  # that may use it
 
 
 def open_transport(
@@ -21,18 +26,19 @@ def open_transport(
 ) -> Transport:
     """The transport for the files in `directory`, with one log line that says which and why.
 
-    `transport` is `posix`, `uring`, `kvikio`, `nixl`, `package.module:Class`, or `auto`: kvikio where `device` (`cpu`
-    or `cuda:N`) is a GPU and a byte-checked probe in `directory` proves that GPUDirect Storage works, else uring, or
-    posix where the kernel has no io_uring.
+    `transport` is `posix`, `uring`, `cufile`, `kvikio`, `nixl`, `package.module:Class`, or `auto`: cufile where
+    `device` (`cpu` or `cuda:N`) is a GPU and a byte-checked probe in `directory` proves that GPUDirect Storage works,
+    else uring, or posix where the kernel has no io_uring.
     `direct_io` and `gds` are `auto`, `on` or `off`; with `gds="on"` anything but proven GPUDirect Storage is refused.
-    `nixl` moves GPU memory where such a probe proves it, and only host memory elsewhere.
+    `nixl` moves GPU memory where such a probe proves it, and only host memory elsewhere; `cufile` where a probe moves
+    the right bytes, by whatever path.
 
     Raises `TransportUnavailableError` with the reason and what to change.
     """
-    if transport not in ("auto", "posix", "uring", "kvikio", "nixl") and ":" not in transport:
+    if transport not in ("auto", "posix", "uring", "cufile", "kvikio", "nixl") and ":" not in transport:
         raise TransportUnavailableError(
             f"unknown transport {transport!r}",
-            "set transport to auto, posix, uring, kvikio, nixl or package.module:Class",
+            "set transport to auto, posix, uring, cufile, kvikio, nixl or package.module:Class",
         )
     choice, compat, reason = _choose(transport, directory, device, gds)
     opened: Transport
@@ -42,6 +48,8 @@ def open_transport(
         from gdscache.storage.native import NativeTransport
 
         opened = NativeTransport(threads=threads, direct_io=direct_io, uring=choice == "uring")
+    elif choice == "cufile":
+        opened = _open_cufile(threads, direct_io, device if compat == "off" else "")
     elif choice == "kvikio":
         from gdscache.storage.kvikio import KvikioTransport
 
@@ -67,10 +75,10 @@ def _without_gds(threads: int, direct_io: Switch, reason: str) -> tuple[Transpor
 
 
 def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[str, Switch, str]:
-    """(what to open, kvikio's compat mode or `off` where nixl moves GPU memory, the reason)."""
-    if gds == "on" and transport not in ("auto", "kvikio", "nixl"):
+    """(what to open, kvikio's compat mode or `off` where cuFile or nixl move GPU memory, the reason)."""
+    if gds == "on" and transport not in ("auto", *_GDS):
         raise _no_gds(f"transport {transport} does not use it")
-    if transport not in ("auto", "kvikio", "nixl"):
+    if transport not in ("auto", *_GDS):
         return transport, "auto", "configured"
     if not device.startswith("cuda"):
         if gds == "on":
@@ -81,7 +89,7 @@ def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[
     if gds == "off":
         return ("posix", "auto", "gds is off") if transport == "auto" else (transport, "on", "configured; gds is off")
 
-    from gdscache.storage.probe import no_gds_driver, probe_kvikio
+    from gdscache.storage.probe import no_gds_driver
 
     missing = no_gds_driver()
     if missing and gds == "on":
@@ -90,18 +98,45 @@ def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[
         return "posix", "auto", f"no GPUDirect Storage: {missing}"
     if transport == "nixl":
         return _choose_nixl(missing, directory, device, gds)
-    probe = probe_kvikio(directory, int(device.partition(":")[2] or 0))
+    name = "cufile" if transport == "auto" else transport
+    probe = _probe(name, directory, int(device.partition(":")[2] or 0))
     if probe.mode == "gds":
-        return "kvikio", "off", f"GPUDirect Storage works: {probe.reason}"
+        return name, "off", f"GPUDirect Storage works: {probe.reason}"
     if gds == "on":
         raise _no_gds(probe.reason)
     if transport == "auto":
         return "posix", "auto", f"no GPUDirect Storage: {probe.reason}"
     if not probe.ok:
         raise TransportUnavailableError(
-            f"kvikio does not work in {directory}: {probe.reason}", "set transport to posix"
+            f"{name} does not work in {directory}: {probe.reason}", "set transport to posix"
         )
-    return "kvikio", "on", f"configured, but no GPUDirect Storage: {probe.reason}"
+    # kvikio does without cuFile where that proves nothing; cuFile's own compat mode, or P2PDMA, is what was asked for.
+    return name, "off" if name == "cufile" else "on", f"configured, but no GPUDirect Storage: {probe.reason}"
+
+
+def _probe(name: str, directory: Path, index: int) -> ProbeResult:
+    from gdscache.storage import probe
+
+    return (probe.probe_cufile if name == "cufile" else probe.probe_kvikio)(directory, index)
+
+
+def _open_cufile(threads: int, direct_io: Switch, device: str) -> Transport:
+    """`device`: whose memory is moved; empty: only the host's is, and cuFile is not touched."""
+    from gdscache.storage.cufile import CufileTransport
+
+    if not device:
+        return CufileTransport(threads, direct_io)
+    import torch
+
+    from gdscache.driver import Driver
+
+    try:
+        gpu = Driver(torch.device("cuda", int(device.partition(":")[2] or 0)))
+    except DeviceError as error:
+        raise TransportUnavailableError(
+            f"cuFile needs the CUDA driver: {error.message}", "set transport to posix or auto"
+        ) from error
+    return CufileTransport(threads, direct_io, gpu=gpu)
 
 
 def _choose_nixl(missing: str, directory: Path, device: str, gds: Switch) -> tuple[str, Switch, str]:

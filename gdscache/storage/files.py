@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdscache.directory import PROBE_PREFIX
-from gdscache.errors import InvalidValueError, IOFailedError, TransportUnavailableError
+from gdscache.errors import DeadlineError, InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import Switch, failed
 from gdscache.storage.workers import WorkerTransport
@@ -54,10 +54,20 @@ class DirectFiles(WorkerTransport):
                 file = os.open(path, flags | os.O_DIRECT if direct else flags)
             except OSError as error:
                 raise failed("open", str(path), 0, error) from error
+            try:
+                self._adopt(file, path)
+            except DeadlineError:
+                raise  # somebody may still use it
+            except BaseException:
+                os.close(file)
+                raise
             if not direct:
                 self._buffered.add(file)
             self.add_file(file, path)
             return file
+
+    def _adopt(self, file: int, path: Path) -> None:
+        """For subclasses: what a file needs besides. Where it raises, the file is closed, but after `DeadlineError`."""
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
         """Nothing to do: the system takes any memory."""

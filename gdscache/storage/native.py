@@ -12,6 +12,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from gdscache.errors import (
     ThreadStartError,
     TransportUnavailableError,
 )
+from gdscache.native.cufile import CuFiles
 from gdscache.native.disk import MOST_WORKERS, Disk, Table
 from gdscache.storage.base import IORequest, Op, Span, Submission, Switch, address_of, host_memory
 from gdscache.storage.batch import IOBatch, Numbers, Spans
@@ -31,6 +33,9 @@ from gdscache.storage.files import DirectFiles
 from gdscache.storage.run_batch import TAG_BITS, RunBatch
 from gdscache.storage.workers import READS_PER_WRITE, Result
 from gdscache.threads import failure_of, log_failure
+
+if TYPE_CHECKING:
+    import torch
 
 # Runs that the disk has for each of its threads, which must not run dry while a round of answers and new requests waits
 # for the interpreter's lock. Fewer of them are writes, which no read overtakes any more.
@@ -47,11 +52,13 @@ class NativeTransport(DirectFiles):
     """
 
     memory_kinds = frozenset({"host"})
+    cufile: CuFiles | None = None  # what GPU memory is moved by
 
-    def __init__(self, threads: int, direct_io: Switch = "auto", *, uring: bool = True) -> None:
+    def __init__(self, threads: int, direct_io: Switch = "auto", *, uring: bool = True, name: str = "") -> None:
+        """`name`: of a transport that is made of this one."""
         if not 1 <= threads <= MOST_WORKERS:
             raise InvalidValueError(f"a transport with {threads} threads", f"set threads from 1 to {MOST_WORKERS}")
-        self.name = "uring" if uring else "posix"
+        self.name = name or ("uring" if uring else "posix")
         self.threads = threads
         self.uring = uring
         self._queues: dict[Op, deque[RunBatch]] = {op: deque() for op in Op}
@@ -70,15 +77,16 @@ class NativeTransport(DirectFiles):
         spans: Sequence[Span]
         errors: list[Result] = []
         if isinstance(requests, IOBatch) and requests.is_sound(op) and self._knows(requests.files):
-            memory = [host_memory(requests.memory)]
+            whole = host_memory(requests.memory)
+            memory: list[object] = [whole]
             spans, sizes = Spans(requests, self._paths), requests.sizes.tolist()
-            places = address_of(memory[0]) + requests.starts
+            places = address_of(whole) + requests.starts
             columns = (np.arange(len(requests)), requests.files, requests.offsets, places, requests.sizes)
             rows = np.stack(columns, axis=1)
         else:
             spans, good, errors = self.checked(op, requests)
-            sizes, memory = [span.nbytes for span in spans], [host_memory(entry[3]) for entry in good]
-            found = [(n, file, at, address_of(m), m.nbytes) for (file, at, n, _), m in zip(good, memory, strict=True)]
+            sizes, memory = [span.nbytes for span in spans], [entry[3] for entry in good]
+            found = [(n, file, at, _address(m), m.nbytes) for file, at, n, m in good]
             rows = np.array(found, dtype=np.int64).reshape(-1, 5)
         batch = RunBatch(op, spans, sizes, memory, rows, self.threads)
         with self._work:
@@ -91,6 +99,11 @@ class NativeTransport(DirectFiles):
         if errors:
             batch.submission.finish(errors)
         return batch.submission
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it does no more than this class says, so that the library can do it alone."""
+        return type(self) is NativeTransport
 
     def hand_over(self) -> None:
         """Somebody else moves the bytes of the open files from now on: our thread and the disk end. Again is fine."""
@@ -218,3 +231,7 @@ class NativeTransport(DirectFiles):
         batch.answer(ended, self._path)
         if not batch.pending:
             del self._live[batch.number]
+
+
+def _address(memory: memoryview | torch.Tensor) -> int:
+    return address_of(memory) if isinstance(memory, memoryview) else memory.data_ptr()

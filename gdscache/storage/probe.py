@@ -1,8 +1,9 @@
-"""What kvikio can do on this machine, found out in a child process, because cuFile can hang or crash the process that
-asks it."""
+"""What cuFile and kvikio can do on this machine, found out in a child process, because cuFile can hang or crash the
+process that asks it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import importlib.util
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +27,7 @@ NVIDIA_FS_STATS = Path("/proc/driver/nvidia-fs/stats")
 _KILL_WAIT_S = 5.0
 _log = logging.getLogger("gdscache.storage")
 
-_CHILD = """
+_KVIKIO_CHILD = """
 import os, sys
 import torch, kvikio, kvikio.defaults
 
@@ -45,6 +47,40 @@ with open(path, "rb") as plain:
     if plain.read() != source.cpu().numpy().tobytes():
         sys.exit("the file does not hold the bytes written")
 file.close()
+"""
+
+# What a child does with a transport of ours, which was opened before.
+_TRANSPORT_CHILD = """
+import sys, time
+from pathlib import Path
+import torch
+from gdscache.storage import IORequest, Op
+
+path, device, nbytes, seconds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+torch.cuda.set_device(device)
+memory = torch.randint(0, 256, (2 * nbytes,), dtype=torch.uint8, device="cuda")
+source, target = memory[:nbytes], memory[nbytes:]
+torch.cuda.synchronize()
+with transport(device) as opened:
+    file = opened.open(path)
+    opened.register(memory)
+    for op, part in ((Op.WRITE, source), (Op.READ, target)):
+        [error] = opened.submit(op, [IORequest(file, 0, part)]).wait(time.monotonic() + seconds)
+        if error:
+            sys.exit(str(error))
+    opened.deregister(memory)
+if not torch.equal(source, target):
+    sys.exit("the bytes read into GPU memory are not those written")
+if path.read_bytes() != source.cpu().numpy().tobytes():
+    sys.exit("the file does not hold the bytes written")
+"""
+
+_CUFILE = """
+def transport(device):
+    import torch
+    from gdscache.driver import Driver
+    from gdscache.storage.cufile import CufileTransport
+    return CufileTransport(threads=2, gpu=Driver(torch.device("cuda", device)))
 """
 
 
@@ -72,13 +108,46 @@ def probe_kvikio(directory: Path, device_index: int, deadline_s: float = 20.0) -
     cause = _missing()
     if cause:
         return ProbeResult(False, "posix", cause)
+    with _file(directory) as name:
+        return _probe_file(name, device_index, deadline_s)
+
+
+def probe_cufile(directory: Path, device_index: int, deadline_s: float = 20.0) -> ProbeResult:
+    """The same with the transport `cufile`. One child, and `posix` where it fails."""
+    return probe_transport(_CUFILE, "cuFile", directory, device_index, deadline_s)
+
+
+def probe_transport(opened: str, what: str, directory: Path, device_index: int, deadline_s: float) -> ProbeResult:
+    """Write and read a few MiB between GPU memory and a temporary file in `directory` with a transport of ours.
+
+    `opened`: Python that imports it and leaves in `transport` what opens it for `device`; `what` it is called. One
+    child, killed after `deadline_s` seconds. `gds` is answered only if the nvidia-fs driver counted the I/O, else
+    `compat` (the bytes are right) or `posix`. Raises `IOFailedError` when the directory takes no file.
+    """
+    if not PROC_MODULES.exists():
+        return ProbeResult(False, "posix", f"the kernel has no {PROC_MODULES}, without which cuFile never answers")
+    with _file(directory) as name:
+        before = gds_operations()
+        arguments = [name, str(device_index), str(PROBE_BYTES), str(deadline_s)]
+        refusal = run_child(opened + _TRANSPORT_CHILD, arguments, deadline_s)
+        after = gds_operations()
+    if refusal:
+        return ProbeResult(False, "posix", f"{what}: {refusal}")
+    if min(new - old for old, new in zip(before, after, strict=True)) > 0:
+        return ProbeResult(True, "gds", f"nvidia-fs counted {after[0] - before[0]} reads of the probe")
+    return ProbeResult(True, "compat", f"{what} works, but nvidia-fs counted no I/O of the probe")
+
+
+@contextlib.contextmanager
+def _file(directory: Path) -> Iterator[str]:
+    """The path of an allocated file there, for a probe. Raises `IOFailedError`."""
     try:
         file, name = tempfile.mkstemp(prefix=PROBE_PREFIX, dir=directory)
     except OSError as error:
         raise failed("probe", str(directory), 0, error) from error
     try:
         os.posix_fallocate(file, 0, PROBE_BYTES)
-        return _probe_file(name, device_index, deadline_s)
+        yield name
     except OSError as error:
         raise failed("probe", name, 0, error) from error
     finally:
@@ -88,7 +157,7 @@ def probe_kvikio(directory: Path, device_index: int, deadline_s: float = 20.0) -
 
 def _probe_file(name: str, device_index: int, deadline_s: float) -> ProbeResult:
     def child(mode: str) -> str:
-        return run_child(_CHILD, [name, str(device_index), mode, str(PROBE_BYTES)], deadline_s)
+        return run_child(_KVIKIO_CHILD, [name, str(device_index), mode, str(PROBE_BYTES)], deadline_s)
 
     if PROC_MODULES.exists():
         before = gds_operations()
@@ -112,6 +181,8 @@ def run_child(code: str, arguments: list[str], deadline_s: float) -> str:
     `deadline_s`, even for a child that the kernel does not let die."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
     environment["CUFILE_LOGFILE_PATH"] = os.devnull
+    found = [*filter(None, [environment.get("PYTHONPATH")]), *(os.path.abspath(path) for path in sys.path)]
+    environment["PYTHONPATH"] = os.pathsep.join(found)  # it imports what we do
     command = [sys.executable, "-P", "-c", code, *arguments]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(

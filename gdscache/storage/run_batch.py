@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from gdscache.errors import IOFailedError
-from gdscache.native.disk import Table, cut_and_merge
+from gdscache.native.disk import Table, cut_and_merge, error_of
 from gdscache.storage.base import Op, Span, Submission, failed
 from gdscache.storage.batch import Numbers
 from gdscache.storage.workers import Result, run_bytes
@@ -26,7 +25,7 @@ class RunBatch:
     """
 
     def __init__(
-        self, op: Op, spans: Sequence[Span], sizes: Sequence[int], memory: list[memoryview], rows: Table, ways: int
+        self, op: Op, spans: Sequence[Span], sizes: Sequence[int], memory: Sequence[object], rows: Table, ways: int
     ) -> None:
         """`spans`, `sizes`: of all requests. `rows`: int64 (requests that can be done, 5): index, descriptor, offset,
         address, bytes."""
@@ -110,7 +109,7 @@ class RunBatch:
             if error:
                 offset = int(self._offsets[run] + self._starts[piece] - self._starts[self._firsts[run]])
                 path = path_of(int(self._files[run]))
-                cause = failed(self.op.value, path, offset, OSError(error, os.strerror(error)))
+                cause = failed(self.op.value, path, offset, error_of(error))
             results.append((int(self._index[piece]), nbytes, cause))
         return results
 

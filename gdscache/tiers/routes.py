@@ -66,7 +66,7 @@ def decided(asked: Asked, kinds: Collection[str], device: torch.device, *, keep:
     if asked == "direct" and not direct:
         cause = f"the planes are on {device}" if device.type != "cuda" else "the transport moves no GPU memory"
         raise TransportUnavailableError(
-            f"ssd.route is direct, but {cause}", "set ssd.transport to kvikio or nixl, or ssd.route to auto"
+            f"ssd.route is direct, but {cause}", "set ssd.transport to cufile, kvikio or nixl, or ssd.route to auto"
         )
     if asked != "auto":
         return Choice(asked, "configured")

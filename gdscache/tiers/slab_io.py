@@ -18,6 +18,8 @@ from gdscache.tiers.page_io import PageIO, Positions, stretches
 if TYPE_CHECKING:
     import torch
 
+    from gdscache.native.cufile import CuFiles
+
 
 class SlabIO:
     """The files of a slab, open in a transport, which is closed with it, or when they cannot be opened."""
@@ -90,16 +92,22 @@ class SlabIO:
         sizes = (counts - 1) * self._slab.extent_bytes + stop - start
         return IOBatch(self._handles[files], offsets + start, extents.where(places, start), sizes, extents.flat)
 
+    @property
+    def cufile(self) -> CuFiles | None:
+        """What the native library reaches memory of a GPU by."""
+        transport = self.transport
+        return transport.cufile if isinstance(transport, NativeTransport) and transport.is_own else None
+
     def hand_over(self) -> Descriptors | None:
         """What the native library needs to move these bytes itself; None where the transport has to.
 
-        The transport moves nothing any more then, but flushes and closes the files.
+        The transport moves nothing any more then, but flushes and closes the files, and keeps what it has registered.
         """
         transport = self.transport
-        if type(transport) is not NativeTransport:
+        if not isinstance(transport, NativeTransport) or not transport.is_own:
             return None
         transport.hand_over()
-        return Descriptors(tuple(self._files), self._period, transport.threads, transport.uring)
+        return Descriptors(tuple(self._files), self._period, transport.threads, transport.uring, transport.cufile)
 
     def describe(self) -> str:
         """The transport's name."""

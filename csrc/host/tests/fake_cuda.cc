@@ -101,6 +101,7 @@ DRIVER int64_t fake_calls(const char* function) { return counter(function).calls
 DRIVER void fake_delay(int64_t microseconds) { delay_us = microseconds; }
 DRIVER void fake_hold(int32_t held) { held_all = held != 0; }
 DRIVER int64_t fake_living(int32_t what) { return living[what]; }
+DRIVER int64_t fake_entered_here() { return static_cast<int64_t>(contexts.size()); }
 DRIVER void fake_hold_copies(int32_t held) { held_copies = held != 0; }
 DRIVER void* fake_context() { return &context; }
 DRIVER void fake_vector(int32_t bytes) { widest = bytes; }

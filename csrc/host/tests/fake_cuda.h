@@ -32,6 +32,8 @@ void fake_hold(int32_t held);
 void fake_hold_copies(int32_t held);
 // How many of these there are.
 int64_t fake_living(int32_t what);
+// Contexts that the calling thread has entered.
+int64_t fake_entered_here();
 // Bytes of the caller's are memory of the GPU from now on: the address that they have there. Or they are page-locked.
 uint64_t fake_device(void* address, size_t bytes);
 void fake_pin(void* address, size_t bytes);

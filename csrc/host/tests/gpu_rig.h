@@ -16,27 +16,41 @@
 
 namespace gdscache::test {
 
-// The library lies beside the test's binary. `Cuda` opens it by its path, too, and gets the same.
-struct Driver {
-    Driver() {
+// A library that lies beside the test's binary. Who opens it by its path, too, gets the same.
+class Beside {
+public:
+    explicit Beside(const char* name) {
         char self[4096];
         const ssize_t size = readlink("/proc/self/exe", self, sizeof self);
         CHECK(size > 0 && size < static_cast<ssize_t>(sizeof self));
         path = std::string(self, static_cast<size_t>(size));
-        path = path.substr(0, path.rfind('/')) + "/libfake_cuda.so";
-        void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-        if (!library) std::fprintf(stderr, "%s\n", dlerror());
-        CHECK(library);
-        const auto find = [&](auto* function, const char* name) {
-            *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(dlsym(library, name));
-            CHECK(*function);
-        };
+        path = path.substr(0, path.rfind('/') + 1) + name;
+        library_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+        if (!library_) std::fprintf(stderr, "%s\n", dlerror());
+        CHECK(library_);
+    }
+
+    template <typename Pointer>
+    void find(Pointer* function, const char* name) const {
+        *function = reinterpret_cast<Pointer>(dlsym(library_, name));
+        CHECK(*function);
+    }
+
+    std::string path;
+
+private:
+    void* library_;
+};
+
+struct Driver : Beside {
+    Driver() : Beside("libfake_cuda.so") {
         find(&batches, "fake_batches");
         find(&fail, "fake_fail");
         find(&calls, "fake_calls");
         find(&delay, "fake_delay");
         find(&hold, "fake_hold");
         find(&living, "fake_living");
+        find(&entered_here, "fake_entered_here");
         find(&device, "fake_device");
         find(&pin, "fake_pin");
         find(&forget, "fake_forget");
@@ -46,13 +60,13 @@ struct Driver {
         find(&call, "fake_call");
     }
 
-    std::string path;
     decltype(&fake_batches) batches;
     decltype(&fake_fail) fail;
     decltype(&fake_calls) calls;
     decltype(&fake_delay) delay;
     decltype(&fake_hold) hold;
     decltype(&fake_living) living;
+    decltype(&fake_entered_here) entered_here;
     decltype(&fake_device) device;
     decltype(&fake_pin) pin;
     decltype(&fake_forget) forget;

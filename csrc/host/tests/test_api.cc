@@ -56,7 +56,7 @@ struct Opening {
 
     int32_t open() {
         return gdscache_executor_open(&limits, spaces, n_spaces, reserve_space, reserve_first, reserve_slots, fence,
-                                      pool, nullptr, workers, depth, threads, &executor, why, sizeof why);
+                                      pool, nullptr, nullptr, workers, depth, threads, &executor, why, sizeof why);
     }
 
     std::vector<uint8_t> memory;
@@ -140,7 +140,8 @@ void hostile_openings() {
         CHECK(one.open() == -EINVAL && !one.executor);
         one.pool = pool;
         const auto open = [&](const gdscache_limits* sizes, const gdscache_space* spaces, gdscache_executor** made) {
-            return gdscache_executor_open(sizes, spaces, kSpaces, -1, 0, 0, 0, pool, nullptr, 1, 0, 1, made, one.why, -1);
+            return gdscache_executor_open(sizes, spaces, kSpaces, -1, 0, 0, 0, pool, nullptr, nullptr, 1, 0, 1, made,
+                                          one.why, -1);
         };
         CHECK(open(nullptr, one.spaces, &one.executor) == -EINVAL);
         CHECK(open(&one.limits, nullptr, &one.executor) == -EINVAL);

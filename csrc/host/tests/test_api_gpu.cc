@@ -237,7 +237,8 @@ void executors(const Driver& driver, GpuPool& pool, gdscache_gpu* gpu) {
                                    {0, 0, planes.blocks, 0, 0, 0, 0, 0, 0, 0}};
         spoil(limits, spaces);
         why[0] = 0;
-        return gdscache_executor_open(&limits, spaces, 4, -1, 0, 0, 0, host, gpu, 1, 0, 1, &executor, why, sizeof why);
+        return gdscache_executor_open(&limits, spaces, 4, -1, 0, 0, 0, host, gpu, nullptr, 1, 0, 1, &executor, why,
+                                      sizeof why);
     };
     const auto refused = [&](const std::function<void(gdscache_limits&, gdscache_space*)>& spoil) {
         CHECK(open(spoil) == -EINVAL && !executor && why[0]);

@@ -47,7 +47,10 @@ def randint(low: int, high: int, size: tuple[int], **options: Any) -> Tensor:
 
 if os.environ.get("STAND_IN_TORCH") == "real":
     torch: Any = importlib.import_module("torch")
-    importlib.import_module("gdscache.storage.nixl").PROC_MODULES = os.devnull  # type: ignore[attr-defined]
+    for module in ("nixl", "cufile"):
+        importlib.import_module(f"gdscache.storage.{module}").PROC_MODULES = os.devnull  # type: ignore[attr-defined]
+    library = os.environ["STAND_INS"] + "/libcufile.so.0"
+    importlib.import_module("gdscache.storage.cufile").find_cufile = lambda: library  # type: ignore[attr-defined]
 else:
     torch = sys.modules["torch"] = types.ModuleType("torch")
     torch.cuda = types.SimpleNamespace()

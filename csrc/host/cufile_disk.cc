@@ -1,0 +1,236 @@
+#include "cufile_disk.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "threads_disk.h"
+
+namespace gdscache {
+
+namespace {
+
+// Entries of batches under way, over all threads of a disk. In compat mode each holds one of 64 buffers until it was
+// reaped (cufile.json: posix_pool_slab_count), and a submit that finds none waits for ever; threads need some, too.
+constexpr int kMostEntries = 32;
+constexpr int kLeastEntries = 2;
+
+// Fragments of a call that follow each other in one memory: `base` is where that begins, none is the host's.
+struct Stretch {
+    std::optional<uint64_t> base;
+    uint64_t address;
+    uint32_t count;
+    int64_t bytes;
+};
+
+Stretch next_stretch(const CuFiles& files, const iovec* vectors, uint32_t count) {
+    const auto at = [&](uint32_t n) { return reinterpret_cast<uint64_t>(vectors[n].iov_base); };
+    Stretch found{files.memory(at(0), vectors[0].iov_len), at(0), 1, static_cast<int64_t>(vectors[0].iov_len)};
+    for (; found.count < count; ++found.count) {
+        const iovec& next = vectors[found.count];
+        const auto base = files.memory(at(found.count), next.iov_len);
+        const bool follows = at(found.count) == found.address + static_cast<uint64_t>(found.bytes);
+        if (base != found.base || (base && !follows)) break;
+        found.bytes += static_cast<int64_t>(next.iov_len);
+    }
+    return found;
+}
+
+class CuFileCaller final : public Caller {
+public:
+    CuFileCaller(std::shared_ptr<const CuFiles> files, int64_t batched, std::shared_ptr<std::atomic<int>> free)
+        : files_(std::move(files)), batched_(batched), free_(std::move(free)) {}
+    ~CuFileCaller() override {
+        if (batch_) files_->cufile().close_batch(batch_);
+    }
+
+    int64_t transfer(const Piece& piece, const Call& call) override;
+    bool small(const Piece& piece) const override;
+    void transfer_all(std::span<const Piece> pieces, const Told& told) override;
+
+private:
+    struct Batch {
+        std::vector<CuFileEntry> entries;
+        std::vector<size_t> pieces;    // of each entry
+        std::vector<int64_t> results;  // ... and what became of it
+        std::vector<uint32_t> left;    // of each piece: entries that have not ended
+    };
+
+    bool enter();
+    int64_t move(const Piece& piece, const Stretch& stretch, int64_t offset);
+    bool add(Batch& batch, std::span<const Piece> pieces, size_t piece, size_t room) const;
+    bool submit(Batch& batch);
+    void reap(Batch& batch, const Told& told);
+    static int64_t answer(const Batch& batch, size_t piece);
+
+    const std::shared_ptr<const CuFiles> files_;
+    int64_t batched_;
+    const std::shared_ptr<std::atomic<int>> free_;  // entries
+    std::optional<Cuda::Entered> entered_;
+    CuFileBatch batch_ = nullptr;
+};
+
+// The context, for as long as the thread lives. False where the driver refuses; it is asked again.
+bool CuFileCaller::enter() {
+    if (entered_) return true;
+    try {
+        entered_.emplace(files_->cuda());
+        files_->cuda().leave_captures_alone();
+    } catch (const CudaError&) {  // nothing is lost where only the second is refused
+    }
+    return entered_.has_value();
+}
+
+int64_t CuFileCaller::move(const Piece& piece, const Stretch& stretch, int64_t offset) {
+    const CuFileHandle file = files_->file(piece.fd);
+    if (!file) return -EBADF;
+    if (!enter()) return -EIO;
+    return files_->cufile().move(piece.op == Op::kWrite, file, *stretch.base, static_cast<size_t>(stretch.bytes), offset,
+                                 static_cast<int64_t>(stretch.address - *stretch.base));
+}
+
+int64_t CuFileCaller::transfer(const Piece& piece, const Call& call) {
+    int64_t moved = 0;
+    for (uint32_t n = 0; n < call.count;) {
+        const Stretch stretch = next_stretch(*files_, call.vectors + n, call.count - n);
+        const int64_t offset = call.offset + moved;
+        const int64_t answer =
+            stretch.base ? move(piece, stretch, offset)
+                         : system_call(piece, {call.vectors + n, stretch.count, offset, stretch.bytes});
+        if (answer < 0) return moved ? moved : answer;  // what is left is tried again, and has the error
+        moved += answer;
+        if (answer < stretch.bytes) break;
+        n += stretch.count;
+    }
+    return moved;
+}
+
+// --- batches
+
+bool CuFileCaller::small(const Piece& piece) const {
+    if (!batched_ || piece.count > kMostEntries) return false;
+    int64_t bytes = 0;
+    for (uint32_t n = 0; n < piece.count; ++n) bytes += static_cast<int64_t>(piece.fragments[n].iov_len);
+    if (bytes > batched_) return false;
+    const auto of_gpu = [&](const iovec& one) {
+        return files_->memory(reinterpret_cast<uint64_t>(one.iov_base), one.iov_len).has_value();
+    };
+    return std::all_of(piece.fragments, piece.fragments + piece.count, of_gpu);
+}
+
+// A piece's stretches, where there is room for all of them.
+bool CuFileCaller::add(Batch& batch, std::span<const Piece> pieces, size_t number, size_t room) const {
+    const Piece& piece = pieces[number];
+    const CuFileHandle file = files_->file(piece.fd);
+    const size_t before = batch.entries.size();
+    int64_t offset = piece.offset;
+    for (uint32_t n = 0; file && n < piece.count;) {
+        const Stretch stretch = next_stretch(*files_, piece.fragments + n, piece.count - n);
+        if (batch.entries.size() == room || !stretch.base) break;
+        batch.entries.push_back({1, reinterpret_cast<void*>(*stretch.base), offset,
+                                 static_cast<int64_t>(stretch.address - *stretch.base),
+                                 static_cast<size_t>(stretch.bytes), file, piece.op == Op::kWrite ? 1 : 0, nullptr});
+        batch.pieces.push_back(number);
+        offset += stretch.bytes;
+        n += stretch.count;
+        if (n == piece.count) {
+            batch.left[number] = static_cast<uint32_t>(batch.entries.size() - before);
+            return true;
+        }
+    }
+    batch.entries.resize(before);
+    batch.pieces.resize(before);
+    return false;
+}
+
+void CuFileCaller::transfer_all(std::span<const Piece> pieces, const Told& told) {
+    int room = free_->load();
+    while (room > 0 && !free_->compare_exchange_weak(room, 0)) {
+    }
+    room = std::max(room, 0);
+    Batch batch;
+    batch.left.assign(pieces.size(), 0);
+    size_t batched = 0;
+    while (batched < pieces.size() && add(batch, pieces, batched, static_cast<size_t>(room))) ++batched;
+    const int used = static_cast<int>(batch.entries.size());
+    free_->fetch_add(room - used);
+    if (used < kLeastEntries || !enter() || !submit(batch)) batched = 0;
+    else reap(batch, told);
+    free_->fetch_add(used);
+    for (size_t n = batched; n < pieces.size(); ++n) {
+        const Call whole{pieces[n].fragments, pieces[n].count, pieces[n].offset, 0};
+        told(n, transfer(pieces[n], whole));
+    }
+}
+
+// False where nothing of it is under way; then this thread makes no more batches.
+bool CuFileCaller::submit(Batch& batch) {
+    const CuFile& cufile = files_->cufile();
+    const auto count = static_cast<unsigned>(batch.entries.size());
+    for (size_t n = 0; n < count; ++n) batch.entries[n].cookie = reinterpret_cast<void*>(n + 1);
+    try {
+        if (!batch_) batch_ = cufile.open_batch(kMostEntries);
+        if (cufile.submit(batch_, batch.entries.data(), count)) {
+            batch.results.assign(count, 0);
+            return true;
+        }
+        cufile.cancel(batch_);
+        cufile.close_batch(std::exchange(batch_, nullptr));
+    } catch (const CuFileError&) {
+    }
+    batched_ = 0;
+    return false;
+}
+
+// Each entry's own end decides. Where the library says nothing of them they may still be under way, and are waited for.
+void CuFileCaller::reap(Batch& batch, const Told& told) {
+    std::vector<CuFileEvent> events(batch.entries.size());
+    std::vector<bool> over(batch.entries.size(), false);
+    for (size_t left = batch.entries.size(); left != 0;) {
+        const size_t before = left;
+        const int found = files_->cufile().reap(batch_, events.data(), static_cast<unsigned>(left));
+        for (int n = 0; n < found; ++n) {
+            const CuFileEvent& event = events[static_cast<size_t>(n)];
+            const size_t entry = reinterpret_cast<size_t>(event.cookie) - 1;
+            if (event.status == CuFileEvent::kWaiting || event.status == CuFileEvent::kPending) continue;
+            if (entry >= over.size() || over[entry]) continue;
+            over[entry] = true;
+            batch.results[entry] = CuFile::result(event);
+            --left;
+            const size_t piece = batch.pieces[entry];
+            if (--batch.left[piece] == 0) told(piece, answer(batch, piece));
+        }
+        if (left == before) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
+// What was moved of a piece from its beginning on; or why nothing was.
+int64_t CuFileCaller::answer(const Batch& batch, size_t piece) {
+    int64_t moved = 0;
+    for (size_t n = 0; n < batch.entries.size(); ++n) {
+        if (batch.pieces[n] != piece) continue;
+        const auto bytes = static_cast<int64_t>(batch.entries[n].bytes);
+        const int64_t result = batch.results[n] > bytes ? -EIO : batch.results[n];
+        if (result < 0) return moved ? moved : result;
+        moved += result;
+        if (result < bytes) break;
+    }
+    return moved;
+}
+
+}  // namespace
+
+std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched,
+                                       Refusal& refusal) {
+    const int64_t most = files->cufile().has_batches() ? batched : 0;
+    const auto free = std::make_shared<std::atomic<int>>(kMostEntries);
+    const MakeCaller make = [=] { return std::make_unique<CuFileCaller>(files, most, free); };
+    return open_threads_disk(threads, "cufile", make, refusal);
+}
+
+}  // namespace gdscache

@@ -1,0 +1,117 @@
+// The fake cuFile (fake_cufile.h) as a test has it, with a file, and memory of the fake GPU and the host.
+
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <map>
+#include <utility>
+
+#include "../cufile_disk.h"
+#include "fake_cufile.h"
+#include "gpu_rig.h"
+
+namespace gdscache::test {
+
+struct FakeCuFile : Beside {
+    FakeCuFile() : Beside("libfake_cufile.so") {
+        find(&fault, "fake_cufile_fault");
+        find(&refuse, "fake_cufile_refuse");
+        find(&release, "fake_cufile_release");
+        find(&contexts, "fake_cufile_contexts");
+        find(&calls, "fake_cufile_calls");
+        find(&moves, "fake_cufile_moves");
+        find(&waiting, "fake_cufile_waiting");
+        find(&living, "fake_cufile_living");
+    }
+
+    decltype(&fake_cufile_fault) fault;
+    decltype(&fake_cufile_refuse) refuse;
+    decltype(&fake_cufile_release) release;
+    decltype(&fake_cufile_contexts) contexts;
+    decltype(&fake_cufile_calls) calls;
+    decltype(&fake_cufile_moves) moves;
+    decltype(&fake_cufile_waiting) waiting;
+    decltype(&fake_cufile_living) living;
+};
+
+// A file of `bytes`, and as much memory of the GPU and of the host, all with bytes of their own.
+class CuFileRig {
+public:
+    CuFileRig(const Driver& driver, const FakeCuFile& fake, int threads, int64_t batched, size_t size, uint64_t seed)
+        : gpu(size), host(size), library(fake) {
+        fake.contexts(driver.entered_here);
+        address = gpu.give_to_device(driver);
+        Random random(seed);
+        CHECK((file = memfd_create("gdscache-test", 0)) >= 0);
+        for (uint8_t* const to : {gpu.data(), host.data()}) {
+            const std::vector<uint8_t> content = random.bytes(size);
+            std::copy(content.begin(), content.end(), to);
+        }
+        const std::vector<uint8_t> content = random.bytes(size);
+        CHECK(pwrite(file, content.data(), size, 0) == static_cast<ssize_t>(size));
+        files = std::make_shared<CuFiles>(driver.path.c_str(), driver.context(), fake.path.c_str());
+        files->open(nullptr);
+        files->add_file(file);
+        files->add_memory(address, size);
+        Refusal refusal;
+        disk = open_cufile_disk(threads, files, batched, refusal);
+        CHECK(disk && !std::strcmp(disk->name(), "cufile") && disk->depth() == static_cast<size_t>(threads));
+    }
+
+    ~CuFileRig() {
+        disk.reset();
+        CHECK(library.living() == 2);  // no batch
+        files->remove_memory(address);
+        files->remove_file(file);
+        CHECK(library.living() == 0);
+        close(file);
+    }
+
+    std::vector<uint8_t> content() const {
+        std::vector<uint8_t> found(gpu.size());
+        CHECK(pread(file, found.data(), found.size(), 0) == static_cast<ssize_t>(found.size()));
+        return found;
+    }
+
+    // A fragment: bytes at the same place of the GPU's memory, or of the host's.
+    iovec at(size_t place, size_t bytes, bool of_gpu) const {
+        uint8_t* const there = host.data() + place;
+        return {of_gpu ? reinterpret_cast<void*>(address + place) : there, bytes};
+    }
+
+    // Of all pieces under way, by tag and fragment: error and bytes moved.
+    using Answers = std::map<std::pair<uint64_t, uint32_t>, std::pair<int32_t, int64_t>>;
+    Answers finish(const std::vector<Piece>& pieces) {
+        std::map<uint64_t, const Piece*> by_tag;
+        for (const Piece& piece : pieces) by_tag[piece.tag] = &piece;
+        Answers answers;
+        std::vector<Ended> ended;
+        while (disk->pending()) {
+            ended.clear();
+            disk->reap(ended, 60);
+            CHECK(!ended.empty());
+            for (const Ended& some : ended) {
+                int64_t moved = some.moved;
+                for (uint32_t n = some.first; n < some.first + some.count; ++n) {
+                    const auto size = static_cast<int64_t>(by_tag.at(some.tag)->fragments[n].iov_len);
+                    const std::pair answer{some.error, std::min(moved, size)};
+                    CHECK(answers.emplace(std::pair{some.tag, n}, answer).second);
+                    moved -= answer.second;
+                }
+                CHECK(moved == 0);
+            }
+        }
+        return answers;
+    }
+
+    Bytes gpu, host;
+    uint64_t address;
+    int file;
+    std::shared_ptr<CuFiles> files;
+    std::unique_ptr<Disk> disk;
+    const FakeCuFile& library;
+};
+
+}  // namespace gdscache::test

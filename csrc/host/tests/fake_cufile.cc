@@ -1,0 +1,385 @@
+// A libcufile for tests, which is opened in place of the real one. See fake_cufile.h.
+
+#include "fake_cufile.h"
+
+#include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define CUFILE extern "C" __attribute__((visibility("default")))
+#define MUST(what)                                                                         \
+    do {                                                                                   \
+        if (!(what)) {                                                                     \
+            std::fprintf(stderr, "%s:%d: cuFile: not %s\n", __FILE__, __LINE__, #what);    \
+            std::abort();                                                                  \
+        }                                                                                  \
+    } while (0)
+
+using namespace gdscache::test;
+
+namespace {
+
+constexpr uint64_t kDeviceBit = uint64_t{1} << 56;  // fake_cuda.h
+constexpr int kSuccess = 0, kNotInitialized = 5001, kNotSupported = 5002, kInvalid = 5022, kRegistered = 5023;
+enum : int { kPending = 2, kComplete = 16, kFailed = 64 };
+
+struct Status {
+    int cufile, cuda;
+};
+struct Description {
+    int type;
+    union {
+        int fd;
+        void* other;
+    } file;
+    const void* operations;
+};
+struct Entry {
+    int mode;
+    char* base;
+    off_t offset, base_offset;
+    size_t bytes;
+    void* file;
+    int op;
+    void* cookie;
+};
+struct Event {
+    void* cookie;
+    int status;
+    ssize_t result;
+};
+struct Fault {
+    int op, kind;
+    long value, offset;
+    int times;
+};
+
+// Never destroyed: threads of batches may outlive what is static.
+struct State {
+    std::mutex lock;
+    std::condition_variable changed;
+    std::vector<Fault> faults;
+    int refusals[kCuFileCalls] = {};
+    long calls[kCuFileCalls] = {}, moves[2] = {};
+    int waiting = 0;
+    uint64_t releases = 0;
+    std::string stats;
+    std::multiset<int> files;
+    std::map<uint64_t, size_t> memories;
+    long batches = 0;
+    int64_t (*entered)() = nullptr;
+
+    void wait(std::unique_lock<std::mutex>& held) {
+        waiting++;
+        changed.wait(held, [this, before = releases] { return releases != before; });
+        waiting--;
+    }
+};
+
+State& state() {
+    static State* const made = new State;
+    return *made;
+}
+
+Status answer(int code) { return {code, 0}; }
+
+void check_context() { MUST(!state().entered || state().entered() > 0); }
+
+Status called(int call) {
+    State& all = state();
+    std::unique_lock held(all.lock);
+    // cuFile opens its driver with the first call that needs it.
+    const bool opens = call != kDriver && call <= kBuffer && !all.calls[kDriver];
+    for (const int one : {opens ? int{kDriver} : call, call}) {
+        all.calls[one]++;
+        const int code = all.refusals[one];
+        if (code == kHang) {
+            all.wait(held);
+        } else if (code != kSuccess) {
+            if (one == kDriver) all.calls[kDriver] = 0;
+            return answer(code);
+        }
+        if (one == call) break;
+    }
+    return answer(kSuccess);
+}
+
+void count(int op) {
+    State& all = state();
+    const std::lock_guard held(all.lock);
+    all.moves[op]++;
+    std::FILE* const file = all.stats.empty() ? nullptr : std::fopen(all.stats.c_str(), "w");
+    if (!file) return;
+    std::fprintf(file, "Reads\t\t: n=%ld ok=%ld err=0\n", all.moves[0], all.moves[0]);
+    std::fprintf(file, "Writes\t\t: n=%ld ok=%ld err=0\n", all.moves[1], all.moves[1]);
+    std::fclose(file);
+}
+
+ssize_t everything(int op, int fd, char* memory, size_t bytes, off_t offset) {
+    size_t done = 0;
+    while (done < bytes) {
+        const off_t at = offset + static_cast<off_t>(done);
+        const ssize_t moved = op == 0 ? pread(fd, memory + done, bytes - done, at) : pwrite(fd, memory + done, bytes - done, at);
+        if (moved < 0) return -1;
+        if (moved == 0) break;
+        done += static_cast<size_t>(moved);
+    }
+    return static_cast<ssize_t>(done);
+}
+
+// Where the host has the bytes of a call. Memory of the fake GPU is registered, and named by where that begins.
+char* real(char* base, size_t bytes, off_t at) {
+    const auto address = reinterpret_cast<uint64_t>(base);
+    if (address & kDeviceBit) {
+        const std::lock_guard held(state().lock);
+        const auto found = state().memories.find(address);
+        MUST(found != state().memories.end() && at >= 0 && static_cast<size_t>(at) + bytes <= found->second);
+    }
+    return reinterpret_cast<char*>(address & ~kDeviceBit) + at;
+}
+
+ssize_t move(int op, void* file, char* base, size_t bytes, off_t offset, off_t at) {
+    const int fd = static_cast<int>(reinterpret_cast<intptr_t>(file)) - 1;
+    char* const memory = real(base, bytes, at);
+    State& all = state();
+    Fault fault{};
+    {
+        std::unique_lock held(all.lock);
+        MUST(all.files.contains(fd));
+        for (Fault& one : all.faults) {
+            const bool meets = one.offset < 0 || (offset <= one.offset && one.offset < offset + static_cast<off_t>(bytes));
+            if (!one.times || one.op != op || !meets) continue;
+            one.times--;
+            fault = one;
+            if (one.kind == kShort || one.kind == kLie) fault.value += std::max<long>(one.offset - offset, 0);
+            break;
+        }
+        if (fault.kind == kWait) all.wait(held);
+    }
+    count(op);
+    const auto some = static_cast<size_t>(fault.value);
+    if (fault.kind == kError) return -fault.value;
+    if (fault.kind == kErrno || fault.kind == kSaysDone) return errno = static_cast<int>(fault.value), -1;
+    if (fault.kind == kShort) return everything(op, fd, memory, some, offset);
+    if (fault.kind == kLie) return everything(op, fd, memory, some, offset) < 0 ? -1 : static_cast<ssize_t>(bytes);
+    const ssize_t moved = everything(op, fd, memory, bytes, offset);
+    return fault.kind == kMore ? moved + fault.value : fault.kind == kFewer ? moved - fault.value : moved;
+}
+
+struct Batch {
+    const unsigned most;
+    std::mutex lock;
+    std::condition_variable changed;
+    std::deque<Event> ended;
+    std::vector<std::thread> threads;
+    unsigned under_way = 0;
+
+    explicit Batch(unsigned entries) : most(entries) {}
+
+    // The caller's entries stay until they have ended.
+    void run(const Entry* entries, unsigned count) {
+        ended.push_back({entries->cookie, kPending, 0});  // which says nothing
+        while (count-- > 0) threads.emplace_back(&Batch::carry_out, this, std::cref(entries[count]));
+    }
+
+    void carry_out(const Entry& one) {
+        const ssize_t moved = move(one.op, one.file, one.base, one.bytes, one.offset, one.base_offset);
+        const ssize_t result = moved == -1 ? -errno : moved;
+        const bool done = moved >= 0 || says_done(one);
+        const std::lock_guard held(lock);
+        ended.push_back({one.cookie, done ? kComplete : kFailed, result});
+        changed.notify_all();
+    }
+
+    // Whether the fault that the entry met was that one.
+    static bool says_done(const Entry& one) {
+        const std::lock_guard held(state().lock);
+        return std::any_of(state().faults.begin(), state().faults.end(), [&](const Fault& fault) {
+            return fault.kind == kSaysDone && fault.op == one.op && fault.offset == one.offset;
+        });
+    }
+};
+
+}  // namespace
+
+// --- orders
+
+CUFILE int fake_cufile_fault(int op, int kind, long value, long offset, int times) {
+    const std::lock_guard held(state().lock);
+    state().faults.push_back({op, kind, value, offset, times});
+    return 0;
+}
+
+CUFILE void fake_cufile_release() {
+    State& all = state();
+    const std::lock_guard held(all.lock);
+    all.faults.clear();
+    std::fill(std::begin(all.refusals), std::end(all.refusals), kSuccess);
+    all.releases++;
+    all.changed.notify_all();
+}
+
+CUFILE void fake_cufile_refuse(int call, int code) {
+    const std::lock_guard held(state().lock);
+    state().refusals[call] = code;
+}
+
+CUFILE void fake_cufile_stats(const char* path) {
+    const std::lock_guard held(state().lock);
+    state().stats = path;
+}
+
+CUFILE void fake_cufile_forget() {
+    const std::lock_guard held(state().lock);
+    state().files.clear();
+    state().memories.clear();
+}
+
+CUFILE void fake_cufile_contexts(int64_t (*entered)()) { state().entered = entered; }
+
+CUFILE long fake_cufile_calls(int call) {
+    const std::lock_guard held(state().lock);
+    return state().calls[call];
+}
+
+CUFILE long fake_cufile_moves(int op) {
+    const std::lock_guard held(state().lock);
+    return state().moves[op];
+}
+
+CUFILE int fake_cufile_waiting() {
+    const std::lock_guard held(state().lock);
+    return state().waiting;
+}
+
+CUFILE long fake_cufile_living() {
+    const std::lock_guard held(state().lock);
+    return static_cast<long>(state().files.size() + state().memories.size()) + state().batches;
+}
+
+// --- the library
+
+CUFILE Status cuFileDriverOpen() {
+    check_context();
+    return called(kDriver);
+}
+CUFILE Status cuFileDriverClose() { return answer(kSuccess); }
+CUFILE Status cuFileDriverClose_v2() { return answer(kSuccess); }
+CUFILE long cuFileUseCount() { return 1; }
+CUFILE Status cuFileGetVersion(int* version) { return *version = 1190, answer(kSuccess); }
+CUFILE Status cuFileSetParameterString(int, const char*) { return answer(kSuccess); }
+CUFILE Status cuFileDriverGetProperties(void*) { return answer(kNotInitialized); }
+CUFILE Status cuFileDriverSetPollMode(bool, size_t) { return answer(kSuccess); }
+CUFILE Status cuFileDriverSetMaxCacheSize(size_t) { return answer(kSuccess); }
+CUFILE Status cuFileDriverSetMaxPinnedMemSize(size_t) { return answer(kSuccess); }
+CUFILE Status cuFileDriverSetMaxDirectIOSize(size_t) { return answer(kSuccess); }
+
+CUFILE Status cuFileHandleRegister(void** handle, Description* description) {
+    check_context();
+    if (const Status status = called(kHandle); status.cufile) return status;
+    if (description->type != 1) return answer(kInvalid);
+    const std::lock_guard held(state().lock);
+    state().files.insert(description->file.fd);
+    *handle = reinterpret_cast<void*>(static_cast<intptr_t>(description->file.fd) + 1);
+    return answer(kSuccess);
+}
+
+CUFILE void cuFileHandleDeregister(void* handle) {
+    const std::lock_guard held(state().lock);
+    const auto found = state().files.find(static_cast<int>(reinterpret_cast<intptr_t>(handle)) - 1);
+    MUST(found != state().files.end());
+    state().files.erase(found);
+}
+
+CUFILE Status cuFileBufRegister(const void* memory, size_t bytes, int) {
+    check_context();
+    if (!memory || !bytes) return answer(kInvalid);
+    if (const Status status = called(kBuffer); status.cufile) return status;
+    const std::lock_guard held(state().lock);
+    const bool first = state().memories.emplace(reinterpret_cast<uint64_t>(memory), bytes).second;
+    return answer(first ? kSuccess : kRegistered);
+}
+
+CUFILE Status cuFileBufDeregister(const void* memory) {
+    const std::lock_guard held(state().lock);
+    return answer(state().memories.erase(reinterpret_cast<uint64_t>(memory)) ? kSuccess : kInvalid);
+}
+
+CUFILE ssize_t cuFileRead(void* handle, void* base, size_t bytes, off_t offset, off_t at) {
+    check_context();
+    return move(0, handle, static_cast<char*>(base), bytes, offset, at);
+}
+
+CUFILE ssize_t cuFileWrite(void* handle, const void* base, size_t bytes, off_t offset, off_t at) {
+    check_context();
+    return move(1, handle, static_cast<char*>(const_cast<void*>(base)), bytes, offset, at);
+}
+
+CUFILE Status cuFileBatchIOSetUp(void** batch, unsigned entries) {
+    if (const Status status = called(kBatchSetUp); status.cufile) return status;
+    if (!entries || entries > 128) return answer(kInvalid);
+    *batch = new Batch(entries);
+    const std::lock_guard held(state().lock);
+    state().batches++;
+    return answer(kSuccess);
+}
+
+CUFILE Status cuFileBatchIOSubmit(void* to, unsigned entries, Entry* first, unsigned) {
+    check_context();
+    if (const Status status = called(kBatchSubmit); status.cufile) return status;
+    auto* const batch = static_cast<Batch*>(to);
+    MUST(entries && entries + batch->under_way <= batch->most);
+    for (unsigned n = 0; n < entries; n++) MUST(first[n].mode == 1 && (first[n].op == 0 || first[n].op == 1));
+    batch->under_way += entries;
+    batch->run(first, entries);
+    return answer(kSuccess);
+}
+
+CUFILE Status cuFileBatchIOGetStatus(void* of, unsigned least, unsigned* count_, Event* events, timespec* timeout) {
+    if (const Status status = called(kBatchStatus); status.cufile) return status;
+    auto* const batch = static_cast<Batch*>(of);
+    MUST(!timeout && least <= *count_);
+    std::unique_lock held(batch->lock);
+    batch->changed.wait(held, [&] { return batch->ended.size() >= std::min(least, batch->under_way); });
+    const auto some = std::min<size_t>(*count_, batch->ended.size());
+    for (size_t n = 0; n < some; n++) {
+        events[n] = batch->ended.front();
+        batch->ended.pop_front();
+        if (events[n].status != kPending) batch->under_way--;
+    }
+    *count_ = static_cast<unsigned>(some);
+    return answer(kSuccess);
+}
+
+CUFILE Status cuFileBatchIOCancel(void*) { return answer(kSuccess); }
+
+CUFILE void cuFileBatchIODestroy(void* of) {
+    auto* const batch = static_cast<Batch*>(of);
+    MUST(batch->under_way == 0);
+    for (std::thread& thread : batch->threads) thread.join();
+    delete batch;
+    const std::lock_guard held(state().lock);
+    state().batches--;
+}
+
+// Looked up, and not used by anything here.
+CUFILE Status cuFileReadAsync() { return answer(kNotSupported); }
+CUFILE Status cuFileWriteAsync() { return answer(kNotSupported); }
+CUFILE Status cuFileStreamRegister() { return answer(kNotSupported); }
+CUFILE Status cuFileStreamDeregister() { return answer(kNotSupported); }

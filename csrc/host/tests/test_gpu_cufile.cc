@@ -1,0 +1,314 @@
+// The disk by cuFile: bytes between a file, memory of a GPU and of the host; every fault that the library can tell of, by
+// a call each and in batches.
+
+#include <cerrno>
+#include <chrono>
+#include <thread>
+
+#include "../api_cufile.h"
+#include "cufile_rig.h"
+
+using namespace gdscache;
+using namespace gdscache::test;
+
+namespace {
+
+constexpr size_t kUnit = 4096;
+
+// Pieces over the whole file, each place of which is in one of them, in fragments at random places of both memories.
+struct Drawn {
+    std::vector<std::vector<iovec>> fragments;
+    std::vector<Piece> pieces;
+    std::vector<std::pair<bool, size_t>> where;  // of each unit of the file: whether of the GPU, and the place
+
+    Drawn(const CuFileRig& rig, Random& random, Op op) {
+        const size_t units = rig.gpu.size() / kUnit;
+        std::vector<size_t> places(units);
+        for (size_t n = 0; n < units; ++n) places[n] = n;
+        if (random.below(2)) shuffle(random, places);
+        for (size_t unit = 0; unit < units;) {
+            std::vector<iovec> own;
+            const size_t first = unit, count = 1 + random.below(6);
+            const bool mixed = random.below(4) == 0;
+            for (; unit < units && own.size() < count; ++unit) {
+                const bool of_gpu = !mixed || random.below(2);
+                own.push_back(rig.at(places[unit] * kUnit, kUnit, of_gpu));
+                where.emplace_back(of_gpu, places[unit]);
+            }
+            fragments.push_back(std::move(own));
+            pieces.push_back({pieces.size(), nullptr, 0, rig.file, static_cast<int64_t>(first * kUnit), op, false});
+        }
+        for (size_t n = 0; n < pieces.size(); ++n) {
+            pieces[n].fragments = fragments[n].data();
+            pieces[n].count = static_cast<uint32_t>(fragments[n].size());
+        }
+        shuffle(random, pieces);
+    }
+};
+
+void bytes_arrive(const Driver& driver, const FakeCuFile& fake, uint64_t count) {
+    Random random(1);
+    for (uint64_t n = 0; n < count; ++n) {
+        const int threads = static_cast<int>(1 + random.below(5));
+        CuFileRig rig(driver, fake, threads, random.below(2) ? 4 * kUnit : 0, kUnit * (1 + random.below(120)), n);
+        for (const Op op : {Op::kWrite, Op::kRead, Op::kWrite}) {
+            const std::vector<uint8_t> before = rig.content();
+            const Drawn drawn(rig, random, op);
+            rig.disk->submit(drawn.pieces);
+            for (const auto& [which, answer] : rig.finish(drawn.pieces)) {
+                CHECK(answer == std::pair(0, int64_t{kUnit}));
+            }
+            const std::vector<uint8_t> now = rig.content();
+            for (size_t unit = 0; unit < drawn.where.size(); ++unit) {
+                const auto& [of_gpu, place] = drawn.where[unit];
+                const uint8_t* const memory = (of_gpu ? rig.gpu : rig.host).data() + place * kUnit;
+                CHECK(std::equal(memory, memory + kUnit, now.begin() + static_cast<ptrdiff_t>(unit * kUnit)));
+            }
+            if (op == Op::kRead) CHECK(now == before);
+        }
+    }
+}
+
+std::vector<Piece> each(const CuFileRig& rig, const std::vector<iovec>& fragments, Op op, uint32_t a_piece = 1) {
+    std::vector<Piece> pieces;
+    for (uint32_t n = 0; n < fragments.size(); n += a_piece) {
+        const auto some = std::min(a_piece, static_cast<uint32_t>(fragments.size()) - n);
+        pieces.push_back({n, fragments.data() + n, some, rig.file, static_cast<int64_t>(n * kUnit), op, false});
+    }
+    return pieces;
+}
+
+std::vector<iovec> units(const CuFileRig& rig, size_t first = 0) {
+    std::vector<iovec> made;
+    for (size_t at = first * kUnit; at < rig.gpu.size(); at += kUnit) made.push_back(rig.at(at, kUnit, true));
+    return made;
+}
+
+// Neighbours in the file and in memory are one call.
+void neighbours(const Driver& driver, const FakeCuFile& fake) {
+    CuFileRig rig(driver, fake, 2, 0, 16 * kUnit, 5);
+    const std::vector<iovec> all = units(rig);
+    const std::vector<Piece> pieces = each(rig, all, Op::kRead, 8);
+    const long before = fake.moves(0);
+    rig.disk->submit(pieces);
+    CHECK(rig.finish(pieces).size() == 16);
+    CHECK(fake.moves(0) == before + 2);
+}
+
+// The file has what the GPU's memory has, unit by unit, but for one of them.
+void check_same(const CuFileRig& rig, const std::vector<iovec>& all, size_t except = SIZE_MAX) {
+    const std::vector<uint8_t> now = rig.content();
+    for (size_t unit = 0; unit < all.size(); ++unit) {
+        const size_t place = reinterpret_cast<uint64_t>(all[unit].iov_base) - rig.address;
+        const auto there = now.begin() + static_cast<ptrdiff_t>(unit * kUnit);
+        CHECK(unit == except || std::equal(there, there + kUnit, rig.gpu.data() + place));
+    }
+}
+
+// A fault is an error of its own fragment, whether its calls go through batches or not; afterwards all is well.
+void faults(const Driver& driver, const FakeCuFile& fake) {
+    struct {
+        int kind;
+        long value;
+        int32_t error;
+        int64_t moved;
+    } const kinds[] = {
+        {kError, 5011, 5011, 0},       {kErrno, EIO, EIO, 0},      {kErrno, ENOSPC, ENOSPC, 0}, {kErrno, 0, EIO, 0},
+        {kShort, 0, 0, 0},             {kShort, 100, 0, 100},      {kMore, 1, EIO, 0},          {kMore, kUnit, EIO, 0},
+        {kSaysDone, ENOMEM, ENOMEM, 0},
+    };
+    constexpr size_t kBad = 7;
+    for (const int64_t batched : {int64_t{0}, int64_t{2 * kUnit}}) {
+        for (const uint32_t a_piece : {1u, 2u, 3u}) {
+            CuFileRig rig(driver, fake, 1, batched, 24 * kUnit, 3);
+            std::vector<iovec> all = units(rig);
+            if (a_piece == 3) std::reverse(all.begin(), all.end());  // so that none are one call
+            for (const Op op : {Op::kRead, Op::kWrite}) {
+                for (const auto& kind : kinds) {
+                    const std::vector<Piece> pieces = each(rig, all, op, a_piece);
+                    const int write = op == Op::kWrite;
+                    const auto offset = static_cast<long>(kBad * kUnit);
+                    fake.fault(write, kind.kind, kind.value, offset, 100);  // of the call, and again of it alone
+                    if (op == Op::kRead) std::fill_n(rig.gpu.data(), rig.gpu.size(), uint8_t{0});
+                    rig.disk->submit(pieces);
+                    const CuFileRig::Answers answers = rig.finish(pieces);
+                    CHECK(answers.size() == 24);
+                    for (const auto& [which, answer] : answers) {
+                        const bool bad = which.first + which.second == kBad;
+                        CHECK(answer == (bad ? std::pair(kind.error, kind.moved) : std::pair(0, int64_t{kUnit})));
+                    }
+                    fake.release();
+                    if (op == Op::kRead) check_same(rig, all, kBad);
+                    rig.disk->submit(pieces);
+                    for (const auto& [which, answer] : rig.finish(pieces)) CHECK(answer == std::pair(0, int64_t{kUnit}));
+                }
+            }
+            check_same(rig, all);
+        }
+    }
+}
+
+// Batches are used where pieces are small, and where the library has none the calls go one by one.
+void batches(const Driver& driver, const FakeCuFile& fake) {
+    for (const int32_t refused : {int32_t{kCuFileCalls}, int32_t{kBatchSetUp}, int32_t{kBatchSubmit}}) {
+        CuFileRig rig(driver, fake, 1, kUnit, 40 * kUnit, 4);
+        if (refused != kCuFileCalls) fake.refuse(refused, 5035);
+        const std::vector<iovec> all = units(rig);
+        const std::vector<Piece> pieces = each(rig, all, Op::kRead);
+        for (int round = 0; round < 3; ++round) {
+            const long submits = fake.calls(kBatchSubmit), moves = fake.moves(0);
+            rig.disk->submit(pieces);
+            CHECK(rig.finish(pieces).size() == 40);
+            const bool tried = refused == kCuFileCalls || (refused == kBatchSubmit && round == 0);
+            CHECK((fake.calls(kBatchSubmit) > submits) == tried);
+            CHECK(fake.moves(0) == moves + 40);
+        }
+        const std::vector<uint8_t> now = rig.content();
+        CHECK(std::equal(now.begin(), now.end(), rig.gpu.data()));
+        fake.release();
+    }
+    // Where nothing is known of a batch, its memory is still touched: it is asked again.
+    CuFileRig rig(driver, fake, 1, kUnit, 8 * kUnit, 4);
+    const std::vector<iovec> all = units(rig);
+    const std::vector<Piece> pieces = each(rig, all, Op::kRead);
+    fake.fault(0, kWait, 0, -1, 8);
+    fake.refuse(kBatchStatus, 5041);
+    rig.disk->submit(pieces);
+    std::vector<Ended> ended;
+    while (fake.waiting() == 0) std::this_thread::yield();
+    CHECK(rig.disk->reap(ended, 0.05) == 0 && rig.disk->pending() == 8);
+    fake.release();
+    CHECK(rig.finish(pieces).size() == 8);
+}
+
+// What hangs is pending and keeps nobody else; it ends when it can.
+void hangs(const Driver& driver, const FakeCuFile& fake) {
+    for (const int64_t batched : {int64_t{0}, int64_t{kUnit}}) {
+        CuFileRig rig(driver, fake, 2, batched, 24 * kUnit, 6);
+        const std::vector<iovec> all = units(rig);
+        const std::vector<Piece> pieces = each(rig, all, Op::kRead);
+        fake.fault(0, kWait, 0, static_cast<long>(3 * kUnit), 1);
+        rig.disk->submit(pieces);
+        std::vector<Ended> ended;
+        while (rig.disk->pending() > 1) rig.disk->reap(ended, 60);
+        CHECK(ended.size() == 23 && fake.waiting() == 1);
+        CHECK(rig.disk->reap(ended, 0.01) == 0);
+        const std::vector<iovec> one{rig.at(9 * kUnit, kUnit, true)};
+        const Piece other{99, one.data(), 1, rig.file, 0, Op::kRead, false};
+        rig.disk->submit({&other, 1});
+        CHECK(rig.disk->reap(ended, 60) == 1 && ended.back().tag == 99 && ended.back().error == 0);
+        fake.release();
+        CHECK(rig.disk->reap(ended, 60) == 1 && ended.back().tag == 3 && ended.back().moved == kUnit);
+    }
+}
+
+// What cuFile was not told of, and what it refuses.
+void strangers(const Driver& driver, const FakeCuFile& fake) {
+    CuFileRig rig(driver, fake, 2, 0, 4 * kUnit, 7);
+    const std::vector<iovec> known{rig.at(0, kUnit, true)};
+    const std::vector<iovec> unknown{{reinterpret_cast<void*>(rig.address + 4 * kUnit), kUnit}};
+    const std::vector<iovec> beyond{{reinterpret_cast<void*>(rig.address + 3 * kUnit + 1), kUnit}};
+    const int other = memfd_create("gdscache-test", 0);
+    const std::vector<Piece> pieces{{1, known.data(), 1, other, 0, Op::kRead, false},
+                                    {2, unknown.data(), 1, rig.file, 0, Op::kRead, false},
+                                    {3, beyond.data(), 1, rig.file, 0, Op::kRead, false}};
+    rig.disk->submit(pieces);
+    const CuFileRig::Answers answers = rig.finish(pieces);
+    CHECK((answers.at({1, 0}).first == EBADF && answers.at({2, 0}).first == EFAULT && answers.at({3, 0}).first == EFAULT));
+    const auto refused = [](auto call, const char* said) {
+        try {
+            call();
+            return false;
+        } catch (const CuFileError& error) {
+            return std::string(error.what()).find(said) != std::string::npos;
+        }
+    };
+    for (const int64_t at : {-1, 0, 1}) {  // some of it is known
+        CHECK(refused([&] { rig.files->add_memory(rig.address + static_cast<uint64_t>(at), kUnit); }, "before"));
+    }
+    fake.refuse(kHandle, 5027);
+    CHECK(refused([&] { rig.files->add_file(other); }, "5027"));
+    CHECK(!rig.files->file(other));
+    fake.refuse(kBuffer, 5016);
+    CHECK(refused([&] { rig.files->add_memory(rig.address + (1 << 20), kUnit); }, "5016"));
+    CHECK(!rig.files->memory(rig.address + (1 << 20), kUnit));
+    fake.release();
+    CHECK(refused([&] { CuFile("/nowhere/libcufile.so.0"); }, "cannot be loaded"));
+    CHECK(refused([&] { CuFile(driver.path.c_str()); }, "no function"));
+    close(other);
+    // A context that the driver refuses is an error of the calls that need it.
+    driver.fail("cuCtxPushCurrent_v2", 0);
+    const Piece good{4, known.data(), 1, rig.file, 0, Op::kRead, false};
+    Refusal refusal;
+    rig.disk = open_cufile_disk(1, rig.files, 0, refusal);
+    for (const int32_t error : {EIO, 0}) {
+        rig.disk->submit({&good, 1});
+        CHECK(rig.finish({good}).at({4, 0}).first == error);
+    }
+}
+
+// The plain C interface: what makes no sense is refused, with its cause.
+void interface(const Driver& driver, const FakeCuFile& fake) {
+    const auto context = reinterpret_cast<uint64_t>(driver.context());
+    gdscache_cufile* made = nullptr;
+    const auto open = [&](const char* library, uint64_t of) {
+        return gdscache_cufile_open(driver.path.c_str(), of, library, "/tmp", -1, &made);
+    };
+    CHECK(open(nullptr, context) == -EINVAL && open(fake.path.c_str(), 0) == -EINVAL);
+    CHECK(open("/nowhere", context) == -EIO && std::strstr(gdscache_cufile_why(), "cannot be loaded"));
+    fake.refuse(kDriver, 5001);
+    CHECK(open(fake.path.c_str(), context) == -EIO && std::strstr(gdscache_cufile_why(), "5001") && !made);
+    fake.refuse(kDriver, 5026);  // somebody has opened it before
+    CHECK(open(fake.path.c_str(), context) == 0 && made);
+    fake.release();
+    Bytes memory(8 * kUnit);
+    const uint64_t address = memory.give_to_device(driver);
+    const int file = memfd_create("gdscache-test", 0);
+    CHECK(ftruncate(file, 4 * kUnit) == 0);
+    CHECK(gdscache_cufile_add_file(made, -1) == -EINVAL && gdscache_cufile_add_file(nullptr, file) == -EINVAL);
+    CHECK(gdscache_cufile_add_memory(made, 0, 1) == -EINVAL && gdscache_cufile_add_memory(made, address, 0) == -EINVAL);
+    CHECK(gdscache_cufile_add_memory(made, UINT64_MAX, 2) == -EINVAL);
+    double seconds = 0;
+    const auto bare = [&](int64_t bytes, int64_t piece, int32_t threads) {
+        return gdscache_cufile_bare(made, file, 0, bytes, piece, threads, address, &seconds);
+    };
+    CHECK(bare(4 * kUnit, kUnit, 2) == -EINVAL);
+    CHECK(gdscache_cufile_add_file(made, file) == 0 && gdscache_cufile_add_memory(made, address, 8 * kUnit) == 0);
+    const long before = fake.moves(0);
+    CHECK(bare(4 * kUnit, kUnit, 2) == 0 && fake.moves(0) == before + 4 && seconds > 0);
+    CHECK(bare(5 * kUnit, kUnit, 2) == -ENODATA && bare(9 * kUnit, kUnit, 2) == -EINVAL);
+    CHECK(bare(4 * kUnit, kUnit, 0) == -EINVAL && bare(4 * kUnit, 0, 1) == -EINVAL);
+    fake.fault(0, kError, 5011, 0, 1);
+    CHECK(bare(4 * kUnit, kUnit, 2) == -5011 && std::strstr(gdscache_cufile_why(), "5011"));
+    gdscache_disk* disk = nullptr;
+    char why[100];
+    CHECK(gdscache_cufile_disk(made, 0, &disk, why, sizeof why) == -EINVAL && std::strstr(why, "threads"));
+    CHECK(gdscache_cufile_disk(nullptr, 1, &disk, why, sizeof why) == -EINVAL && !disk);
+    CHECK(gdscache_cufile_disk(made, 1, &disk, why, sizeof why) == 0);
+    CHECK(gdscache_cufile_remove_memory(made, address) == 0 && gdscache_cufile_remove_memory(made, address) == 0);
+    CHECK(gdscache_cufile_remove_file(made, file) == 0);
+    gdscache_cufile_close(made);
+    gdscache_disk_close(disk);  // which has its own share of what it needs
+    gdscache_cufile_close(nullptr);
+    CHECK(!std::strcmp(gdscache_cufile_text(ENOSPC), std::strerror(ENOSPC)));
+    CHECK(std::strstr(gdscache_cufile_text(5027), "udev") && std::strstr(gdscache_cufile_text(5099), "5099"));
+    CHECK(fake.living() == 0);
+    close(file);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const Driver driver;
+    const FakeCuFile fake;
+    bytes_arrive(driver, fake, rounds(argc, argv, 40));
+    neighbours(driver, fake);
+    faults(driver, fake);
+    batches(driver, fake);
+    hangs(driver, fake);
+    strangers(driver, fake);
+    interface(driver, fake);
+    driver.check_empty();
+    std::puts(" cuFile moves what it should");
+    return 0;
+}

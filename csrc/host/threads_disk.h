@@ -1,0 +1,38 @@
+// A disk of threads, and what they move bytes by.
+
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <span>
+
+#include "disk.h"
+
+namespace gdscache {
+
+// One thread's. What it answers is for `advance`: bytes, or a negative error.
+class Caller {
+public:
+    using Told = std::function<void(size_t piece, int64_t answer)>;
+
+    virtual ~Caller() = default;
+    // Move the bytes of a call.
+    virtual int64_t transfer(const Piece& piece, const Call& call) = 0;
+    // Whether a piece may go together with others that wait.
+    virtual bool small(const Piece& /*piece*/) const { return false; }
+    // Move pieces that are small, and say once of each what was moved of it, from its beginning on: nothing touches its
+    // memory any more. There are two or more.
+    virtual void transfer_all(std::span<const Piece> /*pieces*/, const Told& /*told*/) {}
+};
+
+// The caller of a thread, made and destroyed in it. It does not throw.
+using MakeCaller = std::function<std::unique_ptr<Caller>()>;
+
+// preadv or pwritev.
+int64_t system_call(const Piece& piece, const Call& call);
+
+// `name`: of the disk, a literal.
+std::unique_ptr<Disk> open_threads_disk(int threads, const char* name, MakeCaller make, Refusal& refusal);
+
+}  // namespace gdscache

@@ -1,0 +1,168 @@
+"""cuFile by the native library: straight between files and GPU memory where GPUDirect Storage works, through cuFile's
+own buffers in host memory (its compat mode) where it does not.
+
+Threads of the library call it, without the interpreter's lock; an engine's executor takes them over, so that no byte on
+the direct route goes through Python.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from gdscache.errors import DeadlineError, NativeCallError, TransportUnavailableError
+from gdscache.native.cufile import CuFiles, GpuDriver
+from gdscache.native.disk import Disk
+from gdscache.storage.base import IORequest, Op, Span, Switch, failed, refused
+from gdscache.storage.cufile_library import find_cufile
+from gdscache.storage.native import NativeTransport
+from gdscache.storage.workers import Result
+from gdscache.threads import start
+
+if TYPE_CHECKING:
+    import torch
+
+PROC_MODULES = "/proc/modules"
+CONFIGURATION = Path("/etc/cufile.json")
+CALL_S = 60.0
+
+_T = TypeVar("_T")
+
+
+class CufileTransport(NativeTransport):
+    """Reads and writes host memory, and with `gpu` that of its device, by `threads` threads of the library.
+
+    GPU memory has to be registered before requests on it. Without `gpu` cuFile is not touched, and the transport is
+    `posix` by another name. cuFile's driver is the process's: it stays open when the transport is closed.
+
+    cuFile writes a log into the working directory unless it was told where. Where nobody has (`CUFILE_LOGFILE_PATH`,
+    `CUFILE_ENV_PATH_JSON` and /etc/cufile.json are missing), it is told the folder for temporary files, by a call of
+    its own: the environment is the process's, and stays as it is.
+
+    Raises `TransportUnavailableError` where cuFile is missing, refuses, or would never answer (without
+    `/proc/modules`), and `DeadlineError`, as `open` and `register` do, when it does not answer within `CALL_S`.
+    """
+
+    def __init__(
+        self, threads: int, direct_io: Switch = "auto", *, gpu: GpuDriver | None = None, batched: int = -1
+    ) -> None:
+        """`batched`: bytes of the largest piece that goes through cuFile's batches; 0: none, below 0: as measured."""
+        self.memory_kinds = frozenset({"host"} if gpu is None else {"host", "cuda"})
+        self._registered: dict[int, int] = {}  # bytes, by the first address
+        self._hangs = False  # a call has not answered, and may still use what it was given
+        self.cufile = None if gpu is None else self._opened(gpu, batched)
+        try:
+            super().__init__(threads, direct_io, uring=False, name="cufile")
+        except BaseException:
+            if self.cufile is not None:
+                self.cufile.close()
+            raise
+
+    @property
+    def is_own(self) -> bool:
+        return type(self) is CufileTransport
+
+    def _opened(self, gpu: GpuDriver, batched: int) -> CuFiles:
+        if not os.path.exists(PROC_MODULES):
+            raise TransportUnavailableError(
+                f"cuFile never answers on a kernel without {PROC_MODULES}", "set gds to off, or transport to posix"
+            )
+        path = find_cufile()
+        try:
+            return self._within("its driver was not open", lambda: CuFiles(gpu, path, log_folder(), batched))
+        except NativeCallError as error:
+            raise TransportUnavailableError(
+                f"cuFile cannot be used: {error.message}", "set gds to off, or transport to posix"
+            ) from error
+
+    def _within(self, what: str, work: Callable[[], _T]) -> _T:
+        """What `work()` gives, done in a thread of its own: a call of cuFile can hang for ever."""
+        done: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except NativeCallError as error:
+                done.set_exception(error)
+
+        start([threading.Thread(target=run, name="gdscache-cufile-call", daemon=True)], lambda: None)
+        if not wait([done], CALL_S).done:
+            self._hangs = True
+            raise DeadlineError(
+                f"cuFile: {what} within {CALL_S:g} s", "cuFile hangs: set gds to off, or transport to posix"
+            )
+        return done.result()
+
+    def _open_disk(self) -> Disk:
+        return super()._open_disk() if self.cufile is None else Disk("threads", self.threads, 0, self.cufile.handle)
+
+    def _adopt(self, file: int, path: Path) -> None:
+        cufile = self.cufile
+        if cufile is None:
+            return
+        try:
+            self._within(f"{path} was not registered", lambda: cufile.add_file(file))
+        except NativeCallError as error:
+            raise failed("open", str(path), 0, RuntimeError(error.message)) from error
+
+    def register(self, memory: memoryview | torch.Tensor) -> None:
+        """Register GPU memory with cuFile; nothing for the host. Raises `TransportUnavailableError` when it refuses."""
+        cufile = self.cufile
+        if cufile is None or isinstance(memory, memoryview):
+            return
+        address, nbytes = memory.data_ptr(), memory.numel()
+        try:
+            self._within(f"{nbytes} bytes were not registered", lambda: cufile.add_memory(address, nbytes))
+        except NativeCallError as error:
+            raise TransportUnavailableError(
+                f"cuFile cannot register {nbytes} bytes of GPU memory: {error.message}",
+                "lower host_buffer (BAR1 limits it), or set gds to off",
+            ) from error
+        self._registered[address] = nbytes
+
+    def deregister(self, memory: memoryview | torch.Tensor) -> None:
+        """Nothing where the transport was closed, which took it back."""
+        if self.cufile is None or isinstance(memory, memoryview):
+            return
+        if self._registered.pop(memory.data_ptr(), None) is not None:
+            self.cufile.remove_memory(memory.data_ptr())
+
+    def checked(
+        self, op: Op, requests: Sequence[IORequest]
+    ) -> tuple[list[Span], list[tuple[int, int, int, memoryview | torch.Tensor]], list[Result]]:
+        spans, good, errors = super().checked(op, requests)
+        known = [entry for entry in good if isinstance(entry[3], memoryview) or self._knows_memory(entry[3])]
+        if len(known) < len(good):
+            strange = refused("GPU memory that was not registered", "register it before requests on it")
+            known_indices = {entry[2] for entry in known}
+            errors += [(entry[2], 0, strange) for entry in good if entry[2] not in known_indices]
+        return spans, known, errors
+
+    def _knows_memory(self, memory: torch.Tensor) -> bool:
+        start_, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        return any(first <= start_ and end <= first + nbytes for first, nbytes in list(self._registered.items()))
+
+    def describe(self) -> dict[str, object]:
+        return {**super().describe(), "gds": self.cufile is not None}
+
+    def release(self) -> None:
+        cufile = self.cufile
+        if cufile is not None and not self._hangs:
+            for address in self._registered:
+                cufile.remove_memory(address)
+            for file in self._paths:
+                cufile.remove_file(file)
+            cufile.close()
+        self._registered.clear()
+        super().release()
+
+
+def log_folder() -> str | None:
+    """Where cuFile's log is to go; None where somebody has said it."""
+    told = any(name in os.environ for name in ("CUFILE_LOGFILE_PATH", "CUFILE_ENV_PATH_JSON"))
+    return None if told or CONFIGURATION.exists() else tempfile.gettempdir()
