@@ -81,7 +81,7 @@ def test_the_layers_of_a_hit_need_no_thread_of_the_loads(
 
 
 def test_the_first_reads_are_under_way_when_load_returns(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One submit, of a page here; the rest is for the thread."""
+    """They do not wait for a thread of the pool, which is busy here."""
     monkeypatch.setattr(native, "LIMITS", Limits(flying=1, foreign_io=1))
     host = open_host(model=EVEN, transport=FAULTY, cpu=16, load={"threads": 1})
     tokens = stored(host, 1)
@@ -90,7 +90,7 @@ def test_the_first_reads_are_under_way_when_load_returns(open_host: OpenHost, mo
     host.engine.loader._lane._threads.submit(lambda: gate.wait(WAIT))
     PLAN.reset()
     load, blocks, keys = host.begin(tokens)
-    until(lambda: len(PLAN.moved[Op.READ]) == 1, "a read begins")
+    until(lambda: len(PLAN.moved[Op.READ]) >= 1, "a read begins")
     assert not load.done()
     gate.set()
     assert host.finish(load, blocks, keys).pages == (PageStatus.LOADED,) * PAGES

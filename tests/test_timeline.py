@@ -260,10 +260,11 @@ def test_what_the_streams_of_a_gpu_did(
         assert tracks[f"{way} kernel"] == f"{way}s: kernel stream"
     found = finished(timeline)
     (load,) = [e for e in found if e["cat"] == "load"]
+    slack = 20_000  # us: the two clocks are compared once, by a thread that may lose its turn between the two
     for event in found:
         if event["cat"] in ("load copies", "load kernel"):
-            assert load["ts"] <= event["ts"]
-            assert event["ts"] + event["dur"] <= load["ts"] + load["dur"]
+            assert load["ts"] - slack <= event["ts"]
+            assert event["ts"] + event["dur"] <= load["ts"] + load["dur"] + slack
 
 
 @pytest.mark.parametrize("fault", [Fault.EIO, Fault.SHORT, Fault.FLIP])
