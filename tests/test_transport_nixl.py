@@ -27,7 +27,7 @@ from gdscache.errors import (
     TransportUnavailableError,
 )
 from gdscache.memory import HostBuffer
-from gdscache.storage import IORequest, Op, Transport, open_transport, probe, probe_nixl
+from gdscache.storage import IORequest, Op, Transport, open_transport, probe, probe, probe_nixl
 from gdscache.storage.nixl import NixlTransport
 from gdscache.storage.workers import READS_PER_WRITE
 from gdscache.testing.suite_order import mappings_of
@@ -468,8 +468,8 @@ def test_cufile_needs_proc_modules(stand_in, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(nixl_module, "PROC_MODULES", str(tmp_path / "missing"))
     with pytest.raises(TransportUnavailableError, match="missing"):
         NixlTransport(1, gds=True)
-    monkeypatch.setattr(probe_nixl, "PROC_MODULES", tmp_path / "missing")
-    monkeypatch.setattr(probe_nixl, "run_child", lambda *_: pytest.fail("it would hang"))
+    monkeypatch.setattr(probe, "PROC_MODULES", tmp_path / "missing")
+    monkeypatch.setattr(probe, "run_child", lambda *_: pytest.fail("it would hang"))
     assert probe_nixl.probe_nixl(tmp_path, 0).mode == "posix"
 
 
