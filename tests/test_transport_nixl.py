@@ -27,7 +27,7 @@ from gdscache.errors import (
     TransportUnavailableError,
 )
 from gdscache.memory import HostBuffer
-from gdscache.storage import IORequest, Op, Transport, open_transport, probe, probe, probe_nixl
+from gdscache.storage import IORequest, Op, Transport, open_transport, probe, probe_nixl
 from gdscache.storage.nixl import NixlTransport
 from gdscache.storage.workers import READS_PER_WRITE
 from gdscache.testing.suite_order import mappings_of
