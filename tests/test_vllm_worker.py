@@ -160,13 +160,39 @@ def stub_engine() -> tuple[Any, list[StoreHandle]]:
         return handles[-1]
 
     engine: Any = SimpleNamespace(
-        pages=lambda given: list(range(len(given))),
-        namespace=lambda: b"",
+        pages=lambda given, salt: list(range(len(given))),
+        namespace=lambda salt="": b"",
         brief=lambda work: work(),
         submit_store=submit,
         manager=SimpleNamespace(clearing=SimpleNamespace(epoch=lambda namespace: 0)),
     )
     return engine, handles
+
+
+def test_pages_of_changed_weights_are_not_those_of_the_files(tmp_path: Path) -> None:
+    """The old ones are gone; the new ones are found, but not by an engine that begins with the files' weights again."""
+    before, after = hashes(1), hashes(2)
+    worker = opened(tmp_path)
+    with worker.session.engine:
+        worker.session.attend(worker.stores, bool)
+        worker.store(1, [0, 1, 2, 3, 4], 10)
+        worker.stores.begin([StoreOrder("r", hashes(3), 0, (5,))])  # which waits for others
+        assert worker.session.cached(before) == PAGES
+        worker.session.weights_changed()
+        worker.stores.flush()
+        assert worker.session.cached(before) == worker.session.cached(hashes(3)) == 0
+        worker.store(2, [0, 1, 2, 3, 4], 50)
+        assert worker.session.cached(after) == PAGES
+        worker.loads.begin([worker.order(2, [8, 9, 10, 11, 12])])
+        worker.loads.wait_all()
+        worker.loads.end_step()
+        assert worker.marks([8, 9, 10, 11, 12]) == [[50.0, 51.0, 52.0, 53.0, 54.0]] * LAYERS
+        worker.session.weights_changed()
+        assert worker.session.cached(after) == 0
+        worker.store(2, [0, 1, 2, 3, 4], 90)
+    worker = opened(tmp_path)
+    with worker.session.engine:
+        assert [worker.session.cached(some) for some in (before, after, hashes(3))] == [0, 0, 0]
 
 
 def test_blocks_that_a_store_reads_are_waited_for() -> None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from gdscache.engine import CacheEngine
 from gdscache.errors import DeadlineError, GdsCacheError
 from gdscache.integrations.sglang_pages import PageLinks
-from gdscache.integrations.sglang_weights import fresh_salt
+from gdscache.integrations.weights import fresh_salt
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
 from gdscache.threads import log_failure

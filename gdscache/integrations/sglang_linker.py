@@ -34,7 +34,8 @@ from gdscache.integrations.sglang_setup import (
     refuse_components,
     refuse_setup,
 )
-from gdscache.integrations.sglang_weights import WeightWatch, fresh_salt
+from gdscache.integrations.sglang_weights import WeightWatch
+from gdscache.integrations.weights import fresh_salt
 from gdscache.streams import Event, record_on
 
 

@@ -9,7 +9,6 @@ are not found after a restart, which begins with the weights of the files again.
 from __future__ import annotations
 
 import functools
-import secrets
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +25,6 @@ METHODS = (
     "end_weight_update",
 )
 _lock = threading.Lock()
-
-
-def fresh_salt() -> str:
-    """A salt for pages of weights that have no name."""
-    return f"weights:{secrets.token_hex(16)}"
 
 
 class WeightWatch:

@@ -158,10 +158,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         Requests that are under way go on from what they have, so nothing of them is stored.
         """
-        engine = self._joined.engine
         self._table.leave_alone()
-        self._joined.forget()
-        engine.invalidate(engine.namespace())
+        self._joined.weights_changed()
         return True
 
     # -- worker --------------------------------------------------------------------------------------------------------

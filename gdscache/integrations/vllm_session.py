@@ -14,6 +14,7 @@ from gdscache.engine import CacheEngine
 from gdscache.errors import SeparateWorkerError
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.vllm_worker import Stores
+from gdscache.integrations.weights import fresh_salt
 
 
 class VllmSession(PinningCache):
@@ -38,10 +39,17 @@ class VllmSession(PinningCache):
         if self._stores is not None:
             self._stores.settle(blocks)
 
-    def forget(self) -> None:
-        """Store nothing of what waits to be stored."""
+    def weights_changed(self) -> None:
+        """Drop every page of this model, and store nothing of what waits to be stored.
+
+        From now on pages have another salt: they are of weights that no file has, as far as anybody knows, so that an
+        engine that begins with the files' weights again must not find them.
+        """
+        for salt in {"", self.salt}:
+            self.engine.invalidate(self.engine.namespace(salt))
+        self.salt = fresh_salt()
         if self._stores is not None:
-            self._stores.forget()
+            self._stores.begin_anew(self.salt)
 
     def busy(self) -> bool:
         """Whether loads between steps are under way."""

@@ -37,6 +37,7 @@ class Stores:
     def __init__(self, engine: CacheEngine, counts: Counter[str]) -> None:
         self._engine = engine
         self._counts = counts
+        self._salt = ""
         self._waiting: list[StoreOrder] = []
         self._steps = 0  # since the first of them came
         self._reading: dict[int, StoreHandle] = {}  # by block
@@ -53,9 +54,9 @@ class Stores:
         if many or last or self._steps >= _STEPS:
             self.flush()
 
-    def forget(self) -> None:
-        """Store nothing of what waits."""
-        self._waiting, self._steps = [], 0
+    def begin_anew(self, salt: str) -> None:
+        """Store nothing of what waits; what comes has this salt."""
+        self._waiting, self._steps, self._salt = [], 0, salt
 
     def flush(self) -> None:
         """Hand over what waits."""
@@ -65,11 +66,11 @@ class Stores:
             return
         engine, pages, blocks = self._engine, [], list[int]()
         for order in orders:
-            pages += engine.pages(order.hashes)[order.first : order.first + len(order.blocks)]
+            pages += engine.pages(order.hashes, self._salt)[order.first : order.first + len(order.blocks)]
             blocks += order.blocks
-        epoch = engine.manager.clearing.epoch(engine.namespace())
+        epoch = engine.manager.clearing.epoch(engine.namespace(self._salt))
         table = np.array(blocks, np.int64).reshape(-1, 1)
-        handle = engine.brief(lambda: engine.submit_store(pages, table, epoch, ""))
+        handle = engine.brief(lambda: engine.submit_store(pages, table, epoch, self._salt))
         self._counts["stored_pages"] += len(pages)
         if not handle.release_event.done():
             self._handles.append((handle, tuple(blocks)))

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -20,6 +21,11 @@ SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".i
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git, and of LFS
 _HINT = "name the directory that has the files of weights, or set model.weights to a text that names them"
+
+
+def fresh_salt() -> str:
+    """A salt for pages of weights that have no name: those that an inference engine has got while it runs."""
+    return f"weights:{secrets.token_hex(16)}"
 
 
 def weights_identity(model: str | os.PathLike[str]) -> str:

@@ -66,6 +66,9 @@ def test_prefixes_salts_and_chunks(model: Path, plain: Answers, tmp_path: Path) 
     assert metrics["vllm:gdscache_loaded_pages"] > 0
     assert metrics["vllm:gdscache_stored_pages"] > 0
     assert any("host" in name and value for name, value in metrics.items()), metrics
+    restarted = parts.run(tmp_path, model, [ask(parts.LONG)], connector).answers[1]
+    assert parts.cached(restarted) == [0]  # of weights that no file has, as far as anybody knows
+    parts.same(restarted, plain[:1])
 
 
 def test_after_a_restart_without_a_prefix_cache_of_vllm(model: Path, plain: Answers, tmp_path: Path) -> None:
