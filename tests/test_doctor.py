@@ -526,7 +526,7 @@ def test_status_1_where_a_gpu_is_asked_for_and_there_is_none(run, monkeypatch: p
     status, out, _ = run("--json", "--config", CONFIGS / "three_tier_gds.yaml")
     assert status == 1
     failed = {name for name, row in by_name(out).items() if row["verdict"] == "fail"}
-    always = {"gpu.device", "gpu.kernels", "cpu.pin", "ssd.transport", "ssd.gds"}
+    always = {"gpu.device", "gpu.kernels", "cpu.pin", "ssd.gds"}  # cufile reads into host memory where there is no GPU
     assert always <= failed <= always | {"free space", "ssd.direct_io"}  # by the disk of this machine
 
 
