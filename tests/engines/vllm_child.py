@@ -65,7 +65,10 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
     with torch.no_grad():
         for layer in model.model.layers:
             attention = layer.self_attn
-            (attention.kv_b_proj if kind == "mla" else attention.v_proj).weight *= 4
+            if kind == "mla":  # rows of a head: its keys, then its values
+                attention.kv_b_proj.weight.view(2, 128 + 128, 512)[:, 128:] *= 4
+            else:
+                attention.v_proj.weight *= 4
             attention.o_proj.weight *= 4
         model.lm_head.weight[WINNERS:] = 0
     model.to(torch.bfloat16).save_pretrained(folder)
