@@ -497,7 +497,7 @@ def test_nothing_older_than_the_last_clear_is_ever_served(open_engine: OpenEngin
             pool.submit(clear, random.Random(seed)),
             *(pool.submit(work, f"{seed} {thread}") for thread in range(2)),
         ]:
-            done.result(60)
+            done.result(seconds + WAIT)
     assert served[0] > 50, "hardly a page was served: nothing was tested"
     assert sum(versions.settled.values()) > 20
     quiet(engine)
