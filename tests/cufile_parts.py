@@ -15,7 +15,7 @@ import subprocess
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 SOURCES = Path(__file__).parent / "stand_ins"
 CUFILE = Path(__file__).parent.parent / "csrc" / "host" / "tests" / "fake_cufile.cc"
@@ -104,7 +104,7 @@ class GpuBytes:
     def data_ptr(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
-    def __getitem__(self, part: slice) -> GpuBytes:
+    def __getitem__(self, part: slice) -> Self:
         return type(self)(self.memory[part])
 
     @property

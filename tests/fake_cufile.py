@@ -9,7 +9,6 @@ import ctypes
 import functools
 import mmap
 import os
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ from unittest import mock
 import fake_gpu
 import numpy as np
 import pytest
-from cufile_parts import ANY, Call, Fault
+from cufile_parts import ANY, Call, Fault, GpuBytes
 
 from gdscache import build, storage
 from gdscache.checksum import Checksums, layer_checksums
@@ -73,39 +72,24 @@ def living() -> int:
     return int(library().fake_cufile_living())
 
 
-class DeviceBytes:
-    """A flat uint8 tensor of the GPU that is not there, as far as anybody looks at one."""
+class DeviceBytes(GpuBytes):
+    """The same of the GPU that is not there, whose addresses are not the host's."""
 
-    dtype = "torch.uint8"
-    device = types.SimpleNamespace(type="cuda", index=0)
     is_cuda = True
 
-    def __init__(self, host: memoryview) -> None:
-        self.host = host
-        self.nbytes = host.nbytes
-        self.shape = (self.nbytes,)
-
-    def dim(self) -> int:
-        return 1
-
-    def is_contiguous(self) -> bool:
-        return True
-
-    def numel(self) -> int:
-        return self.nbytes
+    @property
+    def host(self) -> memoryview:
+        return self.memory
 
     def address(self) -> int:
         """Of the host's."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.host))
+        return super().data_ptr()
 
     def data_ptr(self) -> int:
         return self.address() | _BIT
 
     def view(self, *shape: int) -> DeviceBytes:
         return self
-
-    def __getitem__(self, part: slice) -> DeviceBytes:
-        return type(self)(self.host[part])
 
 
 def allocate(nbytes: int) -> DeviceBytes:

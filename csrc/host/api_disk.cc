@@ -207,10 +207,13 @@ int32_t gdscache_bare(const struct gdscache_bare_loop* loop, double* seconds, ch
     return guarded([&]() -> int32_t {
         try {
             std::optional<Cuda> cuda;
-            if (loop->driver) cuda.emplace(reinterpret_cast<const char*>(loop->driver), reinterpret_cast<void*>(loop->context));
+            if (loop->driver) {
+                cuda.emplace(reinterpret_cast<const char*>(loop->driver), reinterpret_cast<void*>(loop->context));
+            }
             return run({loop->fd, loop->write ? Op::kWrite : Op::kRead, loop->bytes, loop->piece_bytes, loop->threads,
-                        reinterpret_cast<uint8_t*>(loop->memory), loop->memory_bytes, reinterpret_cast<uint8_t*>(loop->planes), loop->sum_bytes,
-                        cuda ? &*cuda : nullptr, loop->device},
+                        reinterpret_cast<uint8_t*>(loop->memory), loop->memory_bytes,
+                        reinterpret_cast<uint8_t*>(loop->planes), loop->sum_bytes, cuda ? &*cuda : nullptr,
+                        loop->device},
                        *seconds);
         } catch (const CudaError& error) {
             if (why && why_size > 0) std::snprintf(why, static_cast<size_t>(why_size), "%s", error.what());

@@ -15,7 +15,7 @@ from gdscache.bench.copy_cells import Cell, Geometry, selected
 from gdscache.bench.copy_gpu import Gpu, Timing, Way, timed
 from gdscache.bench.copy_pool import Copies, Pool
 from gdscache.bench.measure import Progress, Series, frozen_heap, paired, rate, silent, target, turns
-from gdscache.bench.neighbours import LABELS, Kind, Neighbour
+from gdscache.bench.neighbours import LABELS, beside
 from gdscache.sizes import GIB, MIB
 from gdscache.tiers.transfer import Mover
 
@@ -213,8 +213,8 @@ class _Bench:
             LABELS, {"auto": copies.ours(mover), MEMCPY: copies.plain()}.items()
         ):
             self._progress(self._done, len(self.cells), f"{name}, beside {LABELS[kind]}")
-            beside = functools.partial(self._timed_beside, kind, way)
-            mine, alone = turns(beside, functools.partial(timed, self.gpu, way), self.settings.matrix_pairs)
+            once = functools.partial(timed, self.gpu, way)
+            mine, alone = turns(beside(kind, once), once, self.settings.matrix_pairs)
             nbytes = copies.moved_bytes
             self.found["python"].append(
                 {
@@ -228,10 +228,6 @@ class _Bench:
                     **paired([run.seconds for run in alone], [run.seconds for run in mine]),
                 }
             )
-
-    def _timed_beside(self, kind: Kind, way: Way) -> Timing:
-        with Neighbour(kind):
-            return timed(self.gpu, way)
 
 
 def label(cell: Cell) -> str:

@@ -17,7 +17,7 @@ from gdscache.bench.io_engine import ColdEngine
 from gdscache.bench.io_loop import Metered
 from gdscache.bench.io_rows import Place, Row, cpu_figures, row
 from gdscache.bench.measure import Series, interleave
-from gdscache.bench.neighbours import LABELS, Kind, Neighbour
+from gdscache.bench.neighbours import LABELS, Kind, Neighbour, beside
 from gdscache.sizes import MIB, format_size
 from gdscache.storage.base import Op
 
@@ -82,7 +82,7 @@ def beside_python(place: Place, page_bytes: int) -> list[Row]:
         for what, action in ways.items():
             label = f"{_WORD[what]}, {format_size(page_bytes)} pages"
             runs: dict[str, Callable[[], float]] = {"alone": action}
-            runs.update((kind, _beside(kind, action)) for kind in LABELS)
+            runs.update((kind, beside(kind, action)) for kind in LABELS)
             if what == "cpu":
                 engine.load()
             found = interleave(runs, place.repeat, place.progress, label)
@@ -92,14 +92,6 @@ def beside_python(place: Place, page_bytes: int) -> list[Row]:
                 rows.append(row(place, f"{label}, beside {LABELS[kind]}", page_bytes, figures, host, **more))
         rows += _progress(place, engine, more)
     return rows
-
-
-def _beside(kind: Kind, action: Callable[[], float]) -> Callable[[], float]:
-    def run() -> float:
-        with Neighbour(kind):
-            return action()
-
-    return run
 
 
 def _progress(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Row]:
@@ -124,7 +116,7 @@ def _progress(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Ro
 def calls_beside_python(place: Place) -> list[Row]:
     """Microseconds of calls beside the busy thread against alone: medians, and the 99th percentiles."""
     alone: list[dict[str, list[float]]] = []
-    beside: list[dict[str, list[float]]] = []
+    busy: list[dict[str, list[float]]] = []
     with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, _CALLED_PAGE) as engine:
         more = _more(engine) | {"calls": place.calls}
         engine.load()
@@ -132,20 +124,19 @@ def calls_beside_python(place: Place) -> list[Row]:
             place.progress(number, place.repeat, "calls")
             alone.append(engine.timed_calls(place.calls))
             with Neighbour("busy"):
-                beside.append(engine.timed_calls(place.calls))
-    return _call_rows(place, alone, beside, more)
+                busy.append(engine.timed_calls(place.calls))
+    return _call_rows(place, alone, busy, more)
 
 
 def _call_rows(
-    place: Place, alone: list[dict[str, list[float]]], beside: list[dict[str, list[float]]], more: dict[str, Any]
+    place: Place, alone: list[dict[str, list[float]]], busy: list[dict[str, list[float]]], more: dict[str, Any]
 ) -> list[Row]:
     rows = []
     slack = 1.5 * sys.getswitchinterval() * 1e6
     for name in alone[0]:
         for percent in (50, 99):
             ours, other = (
-                Series(tuple(float(np.percentile(run[name], percent)) * 1e6 for run in runs))
-                for runs in (beside, alone)
+                Series(tuple(float(np.percentile(run[name], percent)) * 1e6 for run in runs)) for runs in (busy, alone)
             )
             limit = WAIT_TARGET if name == "wait" else CALL_TARGET if percent == 50 else 1.0
             against = "alone"

@@ -10,7 +10,7 @@ from gdscache.bench.io_engine import ColdEngine
 from gdscache.bench.io_rows import Place, Row, extents, row
 from gdscache.bench.io_ways import OpenWay
 from gdscache.bench.measure import interleave
-from gdscache.bench.neighbours import LABELS, Neighbour
+from gdscache.bench.neighbours import LABELS, beside
 from gdscache.sizes import MIB
 from gdscache.storage.base import Op
 
@@ -36,12 +36,8 @@ def direct_reads(place: Place) -> list[Row]:
         OpenWay("cufile", engine.slab, place.threads, engine.nbytes, place.device) as way,
     ):
         label = "SSD → GPU direct, cold, 1 MiB pages"
-
-        def beside() -> float:
-            with Neighbour("busy"):
-                return engine.load()
-
-        loops = {"ours": engine.load, "loop": lambda: way.run_bare(Op.READ, _PAGE, place.threads), "beside": beside}
+        loops = {"ours": engine.load, "loop": lambda: way.run_bare(Op.READ, _PAGE, place.threads)}
+        loops["beside"] = beside("busy", engine.load)
         found = interleave(loops, place.repeat, place.progress, label)
         engine.blank()
         engine.load()

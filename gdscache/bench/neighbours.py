@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 Kind = Literal["drawn", "busy"]
+_T = TypeVar("_T")
 LABELS: dict[Kind, str] = {
     "drawn": "3 ms of Python in 8 to 18",
     "busy": "Python without pause",
@@ -54,3 +56,13 @@ class Neighbour:
         self._over = True
         self._thread.join()
         self._seconds = time.perf_counter() - self._start
+
+
+def beside(kind: Kind, action: Callable[[], _T]) -> Callable[[], _T]:
+    """The action with such a thread beside it."""
+
+    def run() -> _T:
+        with Neighbour(kind):
+            return action()
+
+    return run

@@ -231,8 +231,7 @@ class _Bench:
                 self.found["cells"].append(self._row(client, cell, answers, counted, ceilings.loops))
         if self.settings.client == "engine" and (some := ttft_python.chosen(cells)):
             self._say(first, "beside threads of Python")
-            gb = {name: series.median for name, series in counted.items()}
-            transfers = [transfer_seconds(cell.where, self._bytes(client, cell), gb) for cell in some]
+            transfers = [self._transfer(client, cell, counted) for cell in some]
             others = [row for row in self.found["python"] if cell_of(row) not in some]
             self.found["python"] = [*others, *ttft_python.measure(client, some, transfers, repeat)]
         if first.route == "via_cpu" and self.settings.client == "engine" and first.cached == 50:
@@ -249,8 +248,7 @@ class _Bench:
     ) -> dict[str, Any]:
         mine, plain, resident = (Series(tuple(a.ttft for a in answers[key][1:])) for key in (cell, "plain", "resident"))
         nbytes = self._bytes(client, cell)
-        gb = {name: series.median for name, series in rates.items()}
-        transfer = transfer_seconds(cell.where, nbytes, gb)
+        transfer = self._transfer(client, cell, rates)
         ideal = None if transfer is None else max(resident.median, transfer)
         waits = [seconds for answer in answers[cell][1:] for seconds in answer.waits]
         return {
@@ -270,6 +268,12 @@ class _Bench:
             "gb_per_second": {name: series.describe() for name, series in rates.items()},
             "loops": dict(loops),
         }
+
+    def _transfer(self, client: EngineClient, cell: Cell, rates: Mapping[str, Series]) -> float | None:
+        """The least seconds that the bytes of a hit take."""
+        return transfer_seconds(
+            cell.where, self._bytes(client, cell), {k: series.median for k, series in rates.items()}
+        )
 
     def _wrong(self, client: EngineClient, cell: Cell, answers: Mapping[Any, Sequence[Answer]]) -> str:
         """What makes a cell's figures worth nothing: other tokens, pages from elsewhere, or pages that were bad."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdscache.bench.measure import Series
-from gdscache.bench.neighbours import LABELS, Kind, Neighbour
-from gdscache.bench.ttft_answers import Answer, series_of
+from gdscache.bench.neighbours import LABELS, beside
+from gdscache.bench.ttft_answers import series_of
 from gdscache.bench.ttft_cells import Cell
 
 if TYPE_CHECKING:
@@ -35,12 +36,12 @@ def measure(
         resident: list[float] = []
         hits: list[list[float]] = [[] for _ in cells]
         for number in range(repeat + 1):  # the first round warms up
-            asked = [(resident, lambda: client.resident(cells[0]))]
-            asked += [(some, lambda cell=cell: client.hit(cell)) for some, cell in zip(hits, cells, strict=True)]  # type: ignore[misc]
+            asked = [(resident, functools.partial(client.resident, cells[0]))]
+            asked += [(some, functools.partial(client.hit, cell)) for some, cell in zip(hits, cells, strict=True)]
             for found, ask in asked if number % 2 else reversed(asked):
-                seconds = _beside(kind, ask)
+                answer = beside(kind, ask)()
                 if number:
-                    found.append(seconds)
+                    found.append(answer.ttft)
         for cell, some, transfer in zip(cells, hits, transfers, strict=True):
             mine, plain = Series(tuple(some)), Series(tuple(resident))
             ideal = None if transfer is None else max(plain.median, transfer)
@@ -55,8 +56,3 @@ def measure(
                 }
             )
     return rows
-
-
-def _beside(kind: Kind, ask: Callable[[], Answer]) -> float:
-    with Neighbour(kind):
-        return ask().ttft
