@@ -229,7 +229,7 @@ class _Bench:
                 self._list("failed", [cell], cause, count=False)
             if cell not in broken:
                 self.found["cells"].append(self._row(client, cell, answers, counted, ceilings.loops))
-        if self.settings.client == "engine" and (some := ttft_python.chosen(cells)):
+        if self.settings.client == "engine" and (some := ttft_python.chosen([c for c in cells if c not in broken])):
             self._say(first, "beside threads of Python")
             transfers = [self._transfer(client, cell, counted) for cell in some]
             others = [row for row in self.found["python"] if cell_of(row) not in some]
