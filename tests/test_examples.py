@@ -92,7 +92,7 @@ def test_gds_throughput(device: str, tmp_path: Path) -> None:
     tried = (
         ["posix, cpu", "uring, cpu", "nixl, cpu"]
         if device == "cpu"
-        else ["posix, cpu", "uring, cpu", "nixl, cpu", "kvikio, cuda", "nixl, cuda"]
+        else ["posix, cpu", "uring, cpu", "nixl, cpu", "cufile, cuda", "kvikio, cuda", "nixl, cuda"]
     )
     assert kinds == tried
     assert lines[-1] in ("GPUDirect Storage: no", "GPUDirect Storage: yes")

@@ -245,7 +245,9 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
         const Group& group = move.spec.groups[move.group];
         const int64_t part = group.bytes(passes);
         const int64_t bytes = spaces_[way.source].foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
-        const int64_t most = std::max<int64_t>(1, bytes / std::max<int64_t>(1, part));
+        // What passes through the reserve fills the slots that it takes.
+        const int64_t extent = passes ? limits_.extent_bytes : 1, whole = (bytes + extent - 1) / extent * extent;
+        const int64_t most = std::max<int64_t>(1, whole / std::max<int64_t>(1, part));
         auto reading = std::make_unique<Reading>();
         int64_t page = move.page;
         for (; page < way.pages && static_cast<int64_t>(reading->pages.size()) < most; ++page) {

@@ -177,9 +177,10 @@ protected:
     // Whether a move's next read could begin now, so far as that is known.
     bool can_read(const Booked& book, bool foreign) const {
         if (!book.load() || book.over || book.broken || book.expired || refusal != Status::kPending) return false;
-        const int64_t limit = foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes;
+        const int64_t usual = foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes;
+        const int64_t extent = world.limits.extent_bytes;
         for (int32_t group = 0; group < groups(book); group++) {
-            int64_t bytes = 0;
+            int64_t bytes = 0, limit = usual;
             const Row* first = nullptr;
             for (const Row& row : book.rows) {
                 const int64_t part = part_of(book, row, group);
@@ -188,6 +189,7 @@ protected:
                 if (!row.maybe.empty()) return false;
                 if (first && (row.way != first->way || bytes + part > limit)) break;
                 if (!first) first = &row;
+                if (passes(way(book, row))) limit = (usual + extent - 1) / extent * extent;  // slots are filled
                 bytes += part;
             }
             if (!first) continue;

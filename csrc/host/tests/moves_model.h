@@ -84,7 +84,10 @@ public:
         const Group& layers = book.spec.groups[group];
         CHECK(job.first == layers.first && job.last == layers.last && world.spaces[job.files].foreign == foreign);
         const int64_t part = job.stop - job.start, bytes = part * static_cast<int64_t>(job.pages.size());
-        CHECK(job.pages.size() == 1 || bytes <= (foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes));
+        const int64_t extent = world.limits.extent_bytes;
+        const int64_t usual = foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes;
+        const bool fills = !book.store && passes(way(book, book.rows.at(job.pages.front().row)));  // slots that it takes
+        CHECK(job.pages.size() == 1 || bytes <= (fills ? (usual + extent - 1) / extent * extent : usual));
         CHECK(flying_ == 0 || flying_ + bytes <= world.limits.flying_bytes);
         for (const auto& [id, other] : books) {  // whoever goes before it could not go
             if (!(other.key() < book.key())) continue;
