@@ -290,12 +290,10 @@ class PrefetchConfig(Section):
         default=1024, ge=1, le=MAX_COUNT, description="prefetches that are under way or wait; more end at once"
     )
     chunk: Size = Field(
-        default=4 * MIB,
-        description="bytes that move before it is another prefetch's turn, one page at least; more, up to 64 MiB, "
-        "while they come within 10 ms",
+        default=128 * MIB, description="bytes that move before it is another prefetch's turn; one page at least"
     )
     concurrent: int = Field(
-        default=1, ge=1, le=64, description="chunks under way at once, which a load may have to wait for, 1 to 64"
+        default=2, ge=1, le=64, description="chunks under way at once, which a load may have to wait for, 1 to 64"
     )
 
 

@@ -51,8 +51,6 @@ class WrittenFor:
             _STORE if self.cpu else _HICACHE_STORE,
             _LOAD,
         ]
-        if self.cpu:
-            parts += [_PREFETCH]
         return "\n".join(parts).format(
             name=self.name,
             room=self.room,
@@ -168,10 +166,4 @@ load:
   verify: once                # checksums are compared when bytes come from the SSD, and not again for each load
   gate: enforcing             # what is slower to load than to compute is computed: enforcing | advisory (loaded) | off
   deadline: 30                # seconds until a read of the SSD that hangs is given up
-"""
-
-_PREFETCH = """\
-prefetch:                     # from the SSD to the CPU tier, while a request waits for its turn
-  chunk: 32MiB                # bytes that move before it is another request's turn
-  concurrent: 2               # chunks on their way at once
 """

@@ -89,7 +89,7 @@ def make_config(
         "host_buffer": bounce * extent,
         "store": {"queue": queue * extent} | sections.pop("store", {}),
         "load": {"deadline": WAIT} | sections.pop("load", {}),
-        "prefetch": {"quota": 1.0} | sections.pop("prefetch", {}),
+        "prefetch": {"quota": 1.0, "concurrent": 1} | sections.pop("prefetch", {}),
     }
     if cpu is not None:
         config["cpu"] = {"capacity": cpu * extent}

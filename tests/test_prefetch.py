@@ -15,7 +15,6 @@ from helpers import LONG, WAIT, Host, drop_from, make_config, prompt, quiet, run
 
 from gdscache import CacheEngine, Prefetch, PrefetchEnd
 from gdscache.errors import DeadlineError, EngineClosedError
-from gdscache.prefetch import prefetcher
 from gdscache.prefetch import queue as prefetching
 from gdscache.prefetch.queue import DEMAND_PAUSE_S
 from gdscache.storage.base import Op
@@ -27,9 +26,7 @@ EXTENT = 8192
 
 
 @pytest.fixture(autouse=True)
-def healthy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No faults, and chunks that do not grow: these tests count them."""
-    monkeypatch.setattr(prefetcher, "LARGEST_CHUNK", 0)
+def healthy() -> Iterator[None]:
     PLAN.reset()
     yield
     PLAN.reset()

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gdscache.config import PrefetchConfig
 from gdscache.prefetch import queue as prefetching
 from gdscache.prefetch.queue import (
-    CHUNK_S,
     DEMAND_PAUSE_S,
     PARKED_S,
     PrefetchedPages,
@@ -130,9 +129,7 @@ class Queue(RuleBasedStateMachine):
             concurrent=concurrent, stop=stop, threshold=threshold, timeout_base=0.3, queue=queue, quota=0.5
         )
         self.ended: list[PrefetchRequest] = []
-        self.queue = PrefetchQueue(self.config, 3, 10, self.held, self.ended.append, lambda: self.now)
-        self.size = 3  # pages of the next chunk, at most
-        self.begun: list[tuple[float, int]] = []
+        self.queue = PrefetchQueue(self.config, 3, self.held, self.ended.append, lambda: self.now)
         self.requests: list[PrefetchRequest] = []
         self.left: dict[PrefetchRequest, int] = {}
         self.limits: dict[PrefetchRequest, float] = {}
@@ -161,7 +158,7 @@ class Queue(RuleBasedStateMachine):
     def decide(self, request: PrefetchRequest, why: PrefetchEnd) -> None:
         self.expected.setdefault(request, why)
 
-    @rule(pages=st.sampled_from([0, 1, 4, 7, 9, 40]))
+    @rule(pages=st.sampled_from([0, 1, 4, 7, 9, 9]))
     def add(self, pages: int) -> None:
         request, full = PrefetchRequest(pages), len(self.live()) >= self.config.queue
         self.requests.append(request)
@@ -179,7 +176,7 @@ class Queue(RuleBasedStateMachine):
 
     @rule(
         demand=st.sampled_from([False, False, True]),
-        take=st.sampled_from([1, 3, 0, 1, 10, 10]),
+        take=st.sampled_from([1, 3, 0, 1, 3, 3]),
         then=st.sampled_from(["", "", "", "", "busy", "skip", "no_room"]),
     )
     def next(self, demand: bool, take: int, then: str) -> None:
@@ -210,7 +207,7 @@ class Queue(RuleBasedStateMachine):
         assert turn is not None, "it was somebody's turn"
         request, most = turn
         assert request is ready[0]
-        assert 1 <= most <= min(self.size, self.left[request], self.room())
+        assert 1 <= most <= min(3, self.left[request], self.room())
         self.answer(request, min(take, most), then)
 
     def answer(self, request: PrefetchRequest, pages: int, then: str) -> None:
@@ -219,7 +216,6 @@ class Queue(RuleBasedStateMachine):
             self.keys += pages
             self.held.begin(keys)
             self.chunks.append((request, keys))
-            self.begun.append((self.now, pages))
             self.left[request] -= pages
             for other in self.waiting():
                 if other is not request and not self.parked.get(other):
@@ -258,11 +254,6 @@ class Queue(RuleBasedStateMachine):
             self.decide(request, PrefetchEnd.ERROR)
         elif not self.left[request] and not self.flying(request):
             self.decide(request, PrefetchEnd.COMPLETE)
-        since, pages = self.begun.pop(0)  # about this chunk: nobody says which one has landed
-        if self.now - since > 2 * CHUNK_S:
-            self.size = max(3, self.size // 2)
-        elif self.now - since <= CHUNK_S and pages >= self.size:
-            self.size = min(10, 2 * self.size)
         self.queue.land(request, good=good)
 
     @precondition(lambda self: self.requests)
@@ -322,7 +313,7 @@ TestQueue.settings = TestQueueThatSweepsLittle.settings = settings(
 def new_queue(clock: Callable[[], float], **config: Any) -> tuple[PrefetchQueue, list[PrefetchRequest]]:
     ended: list[PrefetchRequest] = []
     held = PrefetchedPages(1 << 20, lambda key: 0)
-    return PrefetchQueue(PrefetchConfig(**config), 4, 4, held, ended.append, clock), ended
+    return PrefetchQueue(PrefetchConfig(**config), 4, held, ended.append, clock), ended
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 3), st.randoms())
@@ -349,36 +340,6 @@ def test_nobody_waits_while_another_gets_two_chunks_more(sizes: list[int], concu
         now += 0.01
     assert {r.end for r in ended} == {PrefetchEnd.COMPLETE}
     assert [chunks[r] for r in requests] == [-(-pages // 4) for pages in sizes]
-
-
-def test_chunks_grow_while_they_land_soon_and_shrink_again() -> None:
-    now = [0.0]
-    held = PrefetchedPages(1 << 20, lambda key: 0)
-    queue = PrefetchQueue(PrefetchConfig(), 4, 30, held, lambda request: None, lambda: now[0])
-    request = PrefetchRequest(10_000)
-    queue.add(request, 1)
-    seen, left = [], 10_000
-    for seconds in (
-        0.001,
-        CHUNK_S,
-        0.004,
-        0.001,
-        1.5 * CHUNK_S,
-        3 * CHUNK_S,
-        3 * CHUNK_S,
-        3 * CHUNK_S,
-        3 * CHUNK_S,
-        0.0,
-    ):
-        turn = queue.next(demand=False)
-        assert turn is not None
-        seen.append(turn[1])
-        left -= turn[1]
-        queue.begin(request, chunk=True, left=left)
-        now[0] += seconds
-        queue.land(request, good=True)
-    assert seen == [4, 8, 16, 30, 30, 30, 15, 7, 4, 4]
-    assert queue.next(demand=False) == (request, 8)
 
 
 def test_loads_without_end_leave_a_chunk_in_a_tenth_of_a_second() -> None:

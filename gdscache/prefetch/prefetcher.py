@@ -28,10 +28,6 @@ from gdscache.threads import Workers, failure_of, log_failure
 if TYPE_CHECKING:
     from gdscache.tiers.manager import TierManager
 
-LARGEST_CHUNK = (
-    64 << 20
-)  # bytes: what a load may wait for, and what of the CPU tier is neither room nor pages meanwhile
-
 
 class Prefetcher:
     """Carries prefetches out: `prefetch.concurrent` threads move chunks, and one waits until the next may begin."""
@@ -45,13 +41,7 @@ class Prefetcher:
         self._loader = loader
         self._planner = loader.planner
         self._held = held
-        self._queue = PrefetchQueue(
-            config,
-            max(1, config.chunk // layout.extent_bytes),
-            LARGEST_CHUNK // layout.extent_bytes,
-            held,
-            self._ended,
-        )
+        self._queue = PrefetchQueue(config, max(1, config.chunk // layout.extent_bytes), held, self._ended)
         self._live: dict[PrefetchRequest, PrefetchWork] = {}
         self._requests = 0
         self._ends: Counter[str] = Counter()

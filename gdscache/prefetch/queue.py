@@ -1,9 +1,7 @@
 """What prefetches may do, and when: turns, chunks, the quota, and how each one ends. No bytes, no threads, no torch.
 
-A prefetch moves in *chunks*, requests in turn. A chunk has a few MiB, and more as long as chunks land within `CHUNK_S`:
-each costs some milliseconds of Python, which a disk of 20 GB/s would wait for. While a load is under way none begins,
-but one every `DEMAND_PAUSE_S`, so that loads without end cannot starve it. Time comes from a clock that the caller
-gives.
+A prefetch moves in *chunks* of a few MiB, requests in turn. While a load is under way none begins, but one every
+`DEMAND_PAUSE_S`, so that loads without end cannot starve it. Time comes from a clock that the caller gives.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from gdscache.config import PrefetchConfig
 from gdscache.limits import MAX_SECONDS
 
 DEMAND_PAUSE_S = 0.1  # while loads are under way, one chunk begins in so much time
-CHUNK_S = 0.01  # in which a chunk should land: a load may have to wait for it
 PARKED_S = 0.002  # a request that waits for somebody else's page is looked at again after this
 SWEPT = 1024  # pages that one turn looks for in the tier, to find out which were evicted
 
@@ -142,23 +139,18 @@ class PrefetchQueue:
     """Whose turn it is. `ended` is called for each request when it is over, once but after `recount`. The caller locks.
 
     Requests go round, a chunk of up to `chunk_pages` each: while one waits for its turn, no other gets two chunks more.
-    Chunks that land within `CHUNK_S` double, up to `most_pages`, and halve after one that takes twice as long.
     """
 
     def __init__(
         self,
         config: PrefetchConfig,
         chunk_pages: int,
-        most_pages: int,
         pages: PrefetchedPages,
         ended: Callable[[PrefetchRequest], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._least_pages = chunk_pages
-        self._most_pages = max(chunk_pages, most_pages)
-        self._chunk_pages = chunk_pages  # of a chunk that begins now
-        self._begun: deque[tuple[float, int]] = deque()  # of each chunk under way: since when, and its pages
+        self._chunk_pages = chunk_pages
         self._pages = pages
         self._ended = ended
         self._clock = clock
@@ -216,11 +208,10 @@ class PrefetchQueue:
 
     def begin(self, request: PrefetchRequest, *, chunk: bool, left: int) -> None:
         """The request has begun a chunk (or skipped pages that are there), and has up to `left` pages to go."""
-        pages, request.pages = request.pages - left, left
+        request.pages = left
         if chunk:
             request.flying += 1
             self.flying += 1
-            self._begun.append((self._clock(), pages))
             if self._held_back is not None:
                 self._held_back = self._clock()
             self._turns.remove(request)
@@ -238,7 +229,6 @@ class PrefetchQueue:
         """A chunk has ended; unless all its pages are good, the request ends."""
         request.flying -= 1
         self.flying -= 1
-        self._resize(*self._begun.popleft())
         if request.end is not None:
             self._end_if_over(request)
         elif good:
@@ -250,8 +240,6 @@ class PrefetchQueue:
         """The landing of a chunk was broken off, at whatever point: the request has `flying` chunks under way, and all
         requests `in_all`. It ends."""
         request.flying, self.flying = flying, in_all
-        while len(self._begun) > in_all:
-            self._begun.popleft()
         if request.end is None:
             self.stop(request, PrefetchEnd.ERROR)
         else:
@@ -283,14 +271,6 @@ class PrefetchQueue:
         return max(0.0, min(times) - self._clock()) if times else None
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _resize(self, begun: float, pages: int) -> None:
-        """What the next chunks have, after one that was under way since `begun`."""
-        seconds = self._clock() - begun
-        if seconds > 2 * CHUNK_S:
-            self._chunk_pages = max(self._least_pages, self._chunk_pages // 2)
-        elif seconds <= CHUNK_S and pages >= self._chunk_pages:
-            self._chunk_pages = min(self._most_pages, 2 * self._chunk_pages)
 
     def _expire(self, now: float) -> None:
         for request in [r for r in self._turns if r.limit is not None and now >= r.limit]:

@@ -1,0 +1,236 @@
+"""First tokens and requests a second in vLLM or SGLang: their own caches, and gdscache. On a GPU, in turns.
+
+    python tools/serving/bench.py vllm --ram /dev/shm/serving --disk /root/serving --json FILE --plot FILE
+
+Needs an environment with the engine and gdscache. Llama-3-8B's shape with made-up weights; 32,768 tokens, of which 29,440
+were asked for before. The engines open side by side, which takes a minute or two, and measure one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import parts
+
+HERE = Path(__file__).parent
+TOKEN_BYTES = 2 * 32 * 8 * 128 * 2  # of Llama-3-8B, in bfloat16
+OPEN_S, MEASURE_S = 400.0, 300.0
+# Of each stage: the way, whether it begins after a restart, where its files are, and whether it serves traffic, too.
+STAGES = {
+    "vllm": [
+        [("none", False, "ram", True), ("cpu", False, "ram", True), ("files", False, "ram", False)]
+        + [("gdscache", False, "ram", False)],
+        [("files", True, "ram", False), ("gdscache", True, "ram", True), ("gdscache", True, "disk", False)],
+    ],
+    "sglang": [
+        [("none", False, "ram", True), ("hicache", False, "ram", True), ("storage", False, "ram", False)]
+        + [("linker", False, "ram", False)],
+        [("hicache", True, "ram", False), ("storage", True, "ram", False), ("linker", True, "ram", True)]
+        + [("storage", True, "disk", False)],
+    ],
+}
+OURS = {"gdscache": "gds", "storage": "gds-storage", "linker": "gds-linker"}  # their folders
+NAMES = {
+    "none": "no cache",
+    "cpu": "vLLM's CPU offloading",
+    "files": "vLLM's file tier",
+    "gdscache": "gdscache",
+    "hicache": "HiCache",
+    "storage": "gdscache under HiCache",
+    "linker": "gdscache's linker",
+}
+
+
+class Bench:
+    """One run of the whole."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.work: Path = given.ram
+        self.model = self.work / "model"
+        self.rows: list[dict[str, Any]] = []
+
+    def order(self, way: str, restarted: bool, where: str, traffic: bool) -> dict[str, Any]:
+        given = self.given
+        gib = 1 << 30
+        small = given.shape == "tiny"
+        return {
+            "way": way,
+            "restarted": restarted,
+            "where": where,
+            "folder": str(given.disk if where == "disk" else given.ram),
+            "traffic": traffic and not given.no_traffic,
+            "model": str(self.model),
+            "tokens": given.tokens,
+            "cached": given.tokens * 9 // 10 // 128 * 128,
+            "part": parts.PART if not small else 128,
+            "repeat": given.repeat,
+            "attention": given.attention or ("FLASH_ATTN" if given.engine == "vllm" else "triton"),
+            "gpu": not small,
+            "block": given.block,
+            "kv_cache": 9 * gib,
+            "token_bytes": TOKEN_BYTES,
+            "cpu": (1 if small else 8 if way == "storage" else 18) * gib,
+            "ssd": f"{1 if small else 22}GiB",
+            "host_buffer": "64MiB" if small else "512MiB",
+        }
+
+    def stage(self, ways: list[tuple[str, bool, str, bool]]) -> None:
+        """Open all, and have one after the other measure."""
+        runs = []
+        for way in ways:
+            order = self.order(*way)
+            if way[2] == "disk" and OURS[way[0]] and not self._copied(way[0]):
+                continue
+            name = self.work / f"{way[0]}-{'again' if way[1] else 'first'}-{way[2]}"
+            order_file, answers, log = (name.with_suffix(suffix) for suffix in (".order", ".json", ".log"))
+            order_file.write_text(json.dumps(order))
+            command = [sys.executable, str(HERE / f"{self.given.engine}_run.py"), str(order_file), str(answers)]
+            with log.open("w") as out:
+                child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            runs.append((order, answers, log, child))
+        opened = time.monotonic()
+        while time.monotonic() - opened < OPEN_S:
+            if all(Path(f"{a}.ready").exists() or c.poll() is not None for _, a, _, c in runs):
+                break
+            time.sleep(0.2)
+        print(f"{len(runs)} engines: {time.monotonic() - opened:.0f} s", file=sys.stderr, flush=True)
+        for order, answers, log, child in runs:
+            Path(f"{answers}.go").touch()
+            try:
+                status: int | None = child.wait(MEASURE_S if Path(f"{answers}.ready").exists() else 1)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                if child.poll() is None:
+                    os.killpg(child.pid, 9)
+                    child.wait()
+            found = json.loads(answers.read_text()) if answers.exists() else {}
+            row = {k: order[k] for k in ("way", "restarted", "where")} | found
+            if status != 0:
+                row["error"] = f"status {status}"
+                print(f"{log.name}: status {status}\n{log.read_text()[-1500:]}", file=sys.stderr, flush=True)
+            print(line(row), file=sys.stderr, flush=True)
+            self.rows.append(row)
+
+    def _copied(self, way: str) -> bool:
+        """What the first stage stored on the RAM disk lies on the disk, too."""
+        source, target = self.given.ram / OURS[way], self.given.disk
+        if target is None or not source.exists():
+            return False
+        shutil.rmtree(target / OURS[way], ignore_errors=True)
+        shutil.copytree(source, target / OURS[way])
+        os.sync()
+        return True
+
+    def report(self) -> dict[str, Any]:
+        from gdscache.bench import machine
+
+        given = self.given
+        about = {"tokens": given.tokens, "repeat": given.repeat, "shape": given.shape, "block": given.block}
+        versions = {given.engine: _version(given.engine)}
+        return {
+            "schema": 1,
+            "engine": given.engine,
+            **about,
+            "versions": versions,
+            "machine": machine.describe(given.ram),
+            "rows": self.rows,
+        }
+
+
+def _version(engine: str) -> str | None:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(engine)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def line(row: dict[str, Any]) -> str:
+    """A run in one line."""
+    said = [NAMES[row["way"]], "restarted" if row["restarted"] else "", f"({row['where']})"]
+    for name, found in row.get("first", {}).items():
+        said.append(f"{name} {statistics.median(found['ms']):.0f} ms {found['cached']}")
+    for name in ("shared_requests_per_s", "lone_requests_per_s"):
+        if name in row:
+            said.append(f"{name} {row[name]:.2f}")
+    said += [f"{side} {us:.0f} us a step" for side, us in row.get("step_us", {}).items()]
+    return " ".join(filter(None, said))
+
+
+def plot(reports: list[dict[str, Any]], path: Path) -> None:
+    """A bar a system: milliseconds to the first token."""
+    from gdscache.bench.plots import require
+
+    figure = require(path).figure.Figure(figsize=(6.5 * len(reports), 4), layout="constrained")
+    for axes, report in zip(figure.subplots(1, len(reports), squeeze=False)[0], reports, strict=True):
+        bars: list[tuple[str, float, str]] = []
+        plain = next(row for row in report["rows"] if row["way"] == "none")["first"]
+        bars.append(("recomputed", statistics.median(plain["recomputed"]["ms"]), "0.6"))
+        for row in report["rows"]:
+            found = row.get("first", {}).get("loaded")
+            if found:
+                of = f"after a restart, {row['where']}" if row["restarted"] else "CPU memory"
+                colour = "tab:green" if row["way"] in OURS else "tab:orange"
+                bars.append((f"{NAMES[row['way']]}, {of}", statistics.median(found["ms"]), colour))
+        bars.append(("resident on the GPU", statistics.median(plain["resident"]["ms"]), "0.8"))
+        axes.barh([b[0] for b in bars], [b[1] for b in bars], color=[b[2] for b in bars])
+        axes.bar_label(axes.containers[0], fmt="%.0f", padding=3, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"ms to the first token, {report['tokens']:,} tokens, 90 % cached")
+        axes.set_title(f"{report['engine']} {report['versions'][report['engine']]}")
+    gpus = reports[0]["machine"]["gpus"]
+    figure.suptitle(gpus[0] if gpus else "")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=sorted(STAGES))
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm/serving"), help="a folder on a RAM disk; emptied")
+    parser.add_argument("--disk", type=Path, help="a folder on a disk, for restarts from there")
+    parser.add_argument("--ways", help="only these, with commas between")
+    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--block", type=int, default=16, help="tokens of a page")
+    parser.add_argument("--repeat", type=int, default=3, help="prompts a figure is the median of")
+    parser.add_argument("--attention", help="the engine's attention backend")
+    parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="llama-3-8b", help="tiny: without a GPU")
+    parser.add_argument("--no-traffic", action="store_true", help="first tokens only")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--also", type=Path, help="a report of the other engine, for the plot")
+    given = parser.parse_args()
+    shutil.rmtree(given.ram, ignore_errors=True)
+    given.ram.mkdir(parents=True)
+    if given.disk is not None:
+        given.disk.mkdir(parents=True, exist_ok=True)
+    bench = Bench(given)
+    parts.write_model(bench.model, given.shape)
+    chosen = set(given.ways.split(",")) if given.ways else set(NAMES)
+    try:
+        for stage in STAGES[given.engine]:
+            bench.stage([way for way in stage if way[0] in chosen])
+    finally:
+        report = bench.report()
+        if given.json is not None:
+            given.json.write_text(json.dumps(report, indent=1))
+        for row in bench.rows:
+            print(line(row))
+    if given.plot is not None:
+        also = [json.loads(given.also.read_text())] if given.also is not None else []
+        plot([report, *also], given.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What the runs of `serving` share: prompts, what a run is told, and when it may measure.
+
+A run is a process with one engine and one way of keeping the KV cache. All runs of a stage start together; each says
+that it is ready, and measures when it is told to, alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 4096,
+        "max_position_embeddings": 8192,
+    },
+}
+OF_ALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+WORDS = 4000  # numbers of tokens lie below
+CLIENTS = 64  # requests at a time
+SETTLE_S = 4.0  # until what is stored in the background is there
+DOCUMENTS, USES, PART, ANSWER = 48, 3, 2048, 16  # requests that have the first half of their prompt in common
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """A model's configuration; its weights are made up when an engine opens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(OF_ALL | SHAPES[shape]))
+
+
+def words(seed: str, number: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(10, WORDS) for _ in range(number)]
+
+
+def prompt(beginning: int, end: int, order: dict[str, Any]) -> list[int]:
+    """`order["tokens"]` tokens, of which the first `order["cached"]` follow from `beginning` alone."""
+    cached = order["cached"]
+    return words(f"beginning {beginning}", cached) + words(f"end {end}", order["tokens"] - cached)
+
+
+def shared_prompts(part: int) -> list[list[int]]:
+    """Prompts of two parts, of which `USES` have the first one in common, in an order drawn at random."""
+    found = [
+        words(f"document {document}", part) + words(f"question {document} {use}", part)
+        for use in range(USES)
+        for document in range(DOCUMENTS)
+    ]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def lone_prompts(part: int) -> list[list[int]]:
+    """Prompts that nothing has been asked for before."""
+    return [words(f"lone {number}", 2 * part) for number in range(DOCUMENTS)]
+
+
+def rate(generate: Callable[[Sequence[list[int]], int], object], prompts: list[list[int]], answer: int) -> float:
+    """Requests a second, all handed over at once."""
+    start = time.perf_counter()
+    generate(prompts, answer)
+    return len(prompts) / (time.perf_counter() - start)
+
+
+class Answers:
+    """What a run says. Written as it comes, so that a run that is killed leaves what it had."""
+
+    def __init__(self) -> None:
+        self.order: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+        self._path = Path(sys.argv[2])
+        self._found: dict[str, Any] = {}
+
+    def say(self, **found: Any) -> None:
+        self._found |= found
+        self._path.write_text(json.dumps(self._found))
+
+    def wait_for_turn(self) -> None:
+        """Everything is open. Returns when no other run measures."""
+        Path(f"{self._path}.ready").touch()
+        while not Path(f"{self._path}.go").exists():
+            time.sleep(0.05)
+
+
+def first_tokens(ask: Callable[[list[int]], tuple[float, int]], forget: Callable[[], None], answers: Answers) -> None:
+    """Milliseconds to the first token, and how many tokens were cached, of `order["repeat"]` prompts each way.
+
+    `ask(prompt)` gives both; `forget()` has the engine's own GPU cache forget what it has.
+    """
+    order = answers.order
+    found: dict[str, Any] = {}
+
+    def turn(name: str, number: int, end: int) -> None:
+        ms, cached = ask(prompt(number, end, order))
+        row = found.setdefault(name, {"ms": [], "cached": []})
+        row["ms"].append(ms)
+        row["cached"].append(cached)
+        answers.say(first=found)
+
+    ask(prompt(98, 98, order))  # kernels are loaded
+    if not order["restarted"]:
+        for n in range(order["repeat"]):
+            turn("recomputed", n, n)
+            turn("resident", n, 100 + n)
+        time.sleep(SETTLE_S)
+        if order["way"] == "none":
+            return
+    for n in range(order["repeat"]):
+        if not order["restarted"]:
+            forget()
+        turn("loaded", n, (700 if order["restarted"] else 500) + n)

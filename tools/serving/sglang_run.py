@@ -1,0 +1,111 @@
+"""One run of SGLang, offline, as ordered: `python sglang_run.py ORDER ANSWERS`. See bench.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import parts
+
+
+def cache(order: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` for a way of keeping the KV cache."""
+    way, folder = order["way"], order["folder"]
+    tiers = {
+        "cpu": {"capacity": order["cpu"]},
+        "ssd": {"path": f"{folder}/gds-{way}", "capacity": order["ssd"]},
+        "host_buffer": order["host_buffer"],
+    }
+    if way == "linker":
+        return {
+            "enable_unified_cache_external_linker": True,
+            "unified_cache_external_linker_backend": "dynamic",
+            "unified_cache_external_linker_config": {
+                "linker": "GdsCacheLinker",
+                "linker_module_path": "gdscache.integrations.sglang_linker",
+                "linker_extra_config": {"config": tiers, "ssd_wait": 5.0},
+            },
+        }
+    if way == "none":
+        return {}
+    given: dict[str, Any] = {
+        "enable_hierarchical_cache": True,
+        "hicache_size": order["cpu"] >> 30,
+        "hicache_mem_layout": "page_first",
+        "hicache_io_backend": "kernel",
+        "hicache_storage_prefetch_policy": "wait_complete",
+    }
+    if way == "hicache":
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = f"{folder}/hicache"
+        os.makedirs(f"{folder}/hicache", exist_ok=True)
+        return given | {"hicache_storage_backend": "file"}
+    extra = {
+        "backend_name": "gdscache",
+        "module_path": "gdscache.integrations.sglang_storage",
+        "class_name": "GdsCacheStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "config": {name: tiers[name] for name in ("ssd", "host_buffer")},
+    }
+    return given | {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+    }
+
+
+def main() -> None:
+    import sglang
+
+    answers = parts.Answers()
+    order = answers.order
+    started = time.monotonic()
+    engine = sglang.Engine(
+        model_path=order["model"],
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        attention_backend=order["attention"],
+        sampling_backend="pytorch",
+        disable_cuda_graph=True,
+        page_size=order["block"],
+        mem_fraction_static=0.9,  # of what is free; the number of tokens is what bounds it
+        max_total_tokens=order["kv_cache"] // order["token_bytes"],
+        context_length=order["tokens"] + 64,
+        chunked_prefill_size=order["tokens"] + 64,
+        max_prefill_tokens=order["tokens"] + 64,
+        max_running_requests=parts.CLIENTS,
+        schedule_policy="lpm",
+        log_level="warning",
+        **cache(order),
+    )
+    answers.say(opened_s=time.monotonic() - started)
+
+    def generate(prompts: Sequence[list[int]], tokens: int) -> Any:
+        sampling = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        return engine.generate(input_ids=list(prompts), sampling_params=sampling)
+
+    def ask(prompt: list[int]) -> tuple[float, int]:
+        start = time.perf_counter()
+        (found,) = generate([prompt], 1)
+        return (time.perf_counter() - start) * 1e3, found["meta_info"].get("cached_tokens") or 0
+
+    def forget() -> None:
+        """HiCache's own flush empties its host memory, too: there other prompts have pushed it out of the GPU's."""
+        if order["way"] == "linker":
+            engine.flush_cache()
+
+    answers.wait_for_turn()
+    parts.first_tokens(ask, forget, answers)
+    if order["traffic"]:
+        part = order["part"]
+        answers.say(shared_requests_per_s=parts.rate(generate, parts.shared_prompts(part), parts.ANSWER))
+        time.sleep(2)
+        answers.say(lone_requests_per_s=parts.rate(generate, parts.lone_prompts(part), parts.ANSWER))
+    engine.shutdown()
+
+
+if __name__ == "__main__":  # SGLang starts processes by spawn
+    main()

@@ -1,0 +1,148 @@
+"""One run of vLLM, offline, as ordered: `python vllm_run.py ORDER ANSWERS`. See bench.py."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import parts
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+SCHEDULER = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+)
+WORKER = (
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "get_kv_connector_stats",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+)
+
+
+def transfer(order: dict[str, Any]) -> Any:
+    """vLLM's own offloading to CPU memory, or with files below it; or ours."""
+    from vllm.config import KVTransferConfig
+
+    way, folder = order["way"], order["folder"]
+    if way == "gdscache":
+        config = {
+            "cpu": {"capacity": order["cpu"]},
+            "ssd": {"path": f"{folder}/gds", "capacity": order["ssd"]},
+            "host_buffer": order["host_buffer"],
+        }
+        return KVTransferConfig(
+            kv_connector="GdsCacheConnector",
+            kv_connector_module_path="gdscache.integrations.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"config": config},
+        )
+    extra: dict[str, Any] = {"cpu_bytes_to_use": order["cpu"]}
+    if way == "files":
+        files = {"type": "fs", "root_dir": f"{folder}/vllm"}
+        extra |= {"spec_name": "TieringOffloadingSpec", "block_size": 64, "secondary_tiers": [files]}
+    return KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+
+
+class Steps:
+    """Seconds that the connector's calls take of each step, of its scheduler's side and of its worker's."""
+
+    def __init__(self) -> None:
+        from gdscache.integrations.vllm import GdsCacheConnector
+
+        self.sides: dict[str, list[float]] = {"scheduler": [0.0], "worker": [0.0]}
+        for side, names in (("scheduler", SCHEDULER), ("worker", WORKER)):
+            for name in names:
+                setattr(GdsCacheConnector, name, self._timed(side, name, getattr(GdsCacheConnector, name)))
+
+    def _timed(self, side: str, name: str, method: Any) -> Any:
+        def call(*arguments: Any, **more: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*arguments, **more)
+            finally:
+                self.sides[side][-1] += time.perf_counter() - start
+                if name == "build_connector_meta":  # the end of the scheduler's part of a step
+                    for found in self.sides.values():
+                        found.append(0.0)
+
+        return call
+
+    def medians(self) -> dict[str, float]:
+        """In microseconds, since the last call."""
+        found = {side: statistics.median(seconds) * 1e6 for side, seconds in self.sides.items()}
+        for seconds in self.sides.values():
+            seconds[:] = [0.0]
+        return found
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    answers = parts.Answers()
+    order = answers.order
+    way = order["way"]
+    steps = Steps() if way == "gdscache" else None
+    given: dict[str, Any] = {} if way == "none" else {"kv_transfer_config": transfer(order)}
+    if order["gpu"]:
+        given |= {"kv_cache_memory_bytes": order["kv_cache"], "gpu_memory_utilization": 0.1}
+        given["attention_config"] = {"backend": order["attention"]}
+    started = time.monotonic()
+    llm = LLM(
+        order["model"],
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=order["tokens"] + 64,
+        max_num_batched_tokens=order["tokens"] + 64,
+        max_num_seqs=parts.CLIENTS,
+        enforce_eager=True,
+        block_size=order["block"],
+        **given,
+    )
+    answers.say(opened_s=time.monotonic() - started)
+
+    def sampling(tokens: int) -> Any:
+        return SamplingParams(max_tokens=tokens, temperature=0.0, detokenize=False, ignore_eos=True)
+
+    def generate(prompts: Sequence[list[int]], tokens: int) -> Any:
+        return llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], sampling(tokens), use_tqdm=False)
+
+    def ask(prompt: list[int]) -> tuple[float, int]:
+        start = time.perf_counter()
+        (found,) = generate([prompt], 1)
+        return (time.perf_counter() - start) * 1e3, found.num_cached_tokens or 0
+
+    answers.wait_for_turn()
+    parts.first_tokens(ask, llm.reset_prefix_cache, answers)
+    if order["traffic"]:
+        part = order["part"]
+        if steps is not None:
+            steps.medians()
+        found = parts.rate(generate, parts.shared_prompts(part), parts.ANSWER)
+        answers.say(shared_requests_per_s=found)
+        if steps is not None:
+            answers.say(step_us=steps.medians())
+        time.sleep(2)
+        answers.say(lone_requests_per_s=parts.rate(generate, parts.lone_prompts(part), parts.ANSWER))
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
