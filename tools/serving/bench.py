@@ -2,8 +2,8 @@
 
     python tools/serving/bench.py vllm --ram /dev/shm/serving --disk /root/serving --json FILE --plot FILE
 
-Needs an environment with the engine and gdscache. Llama-3-8B's shape with made-up weights; 32,768 tokens, of which 29,440
-were asked for before. The engines open side by side, which takes a minute or two, and measure one at a time.
+Needs an environment with the engine and gdscache. Llama-3-8B's shape with made-up weights; 32,768 tokens, of which
+29,440 were asked for before. The engines open side by side, which takes a minute or two, and measure one at a time.
 """
 
 from __future__ import annotations
@@ -27,15 +27,27 @@ OPEN_S, MEASURE_S = 400.0, 300.0
 # Of each stage: the way, whether it begins after a restart, where its files are, and whether it serves traffic, too.
 STAGES = {
     "vllm": [
-        [("none", False, "ram", True), ("cpu", False, "ram", True), ("files", False, "ram", False)]
-        + [("gdscache", False, "ram", False)],
+        [
+            ("none", False, "ram", True),
+            ("cpu", False, "ram", True),
+            ("files", False, "ram", False),
+            ("gdscache", False, "ram", False),
+        ],
         [("files", True, "ram", False), ("gdscache", True, "ram", True), ("gdscache", True, "disk", False)],
     ],
     "sglang": [
-        [("none", False, "ram", True), ("hicache", False, "ram", True), ("storage", False, "ram", False)]
-        + [("linker", False, "ram", False)],
-        [("hicache", True, "ram", False), ("storage", True, "ram", False), ("linker", True, "ram", True)]
-        + [("storage", True, "disk", False)],
+        [
+            ("none", False, "ram", True),
+            ("hicache", False, "ram", True),
+            ("storage", False, "ram", False),
+            ("linker", False, "ram", False),
+        ],
+        [
+            ("hicache", True, "ram", False),
+            ("storage", True, "ram", False),
+            ("linker", True, "ram", True),
+            ("storage", True, "disk", False),
+        ],
     ],
 }
 OURS = {"gdscache": "gds", "storage": "gds-storage", "linker": "gds-linker"}  # their folders
@@ -79,7 +91,7 @@ class Bench:
             "block": given.block,
             "kv_cache": 9 * gib,
             "token_bytes": TOKEN_BYTES,
-            "cpu": (1 if small else 8 if way == "storage" else 18) * gib,
+            "cpu": (1 if small else 10 if way == "storage" else 18) * gib,
             "ssd": f"{1 if small else 22}GiB",
             "host_buffer": "64MiB" if small else "512MiB",
         }
@@ -89,7 +101,7 @@ class Bench:
         runs = []
         for way in ways:
             order = self.order(*way)
-            if way[2] == "disk" and OURS[way[0]] and not self._copied(way[0]):
+            if way[2] == "disk" and not self._copied(way[0]):
                 continue
             name = self.work / f"{way[0]}-{'again' if way[1] else 'first'}-{way[2]}"
             order_file, answers, log = (name.with_suffix(suffix) for suffix in (".order", ".json", ".log"))
@@ -162,9 +174,8 @@ def line(row: dict[str, Any]) -> str:
     said = [NAMES[row["way"]], "restarted" if row["restarted"] else "", f"({row['where']})"]
     for name, found in row.get("first", {}).items():
         said.append(f"{name} {statistics.median(found['ms']):.0f} ms {found['cached']}")
-    for name in ("shared_requests_per_s", "lone_requests_per_s"):
-        if name in row:
-            said.append(f"{name} {row[name]:.2f}")
+    rates = ("shared_requests_per_s", "lone_requests_per_s")
+    said += [f"{name} {row[name]:.2f}" for name in rates if name in row]
     said += [f"{side} {us:.0f} us a step" for side, us in row.get("step_us", {}).items()]
     return " ".join(filter(None, said))
 

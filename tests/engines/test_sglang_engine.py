@@ -1,0 +1,120 @@
+"""Our linker and our storage in SGLang's real engine, on a GPU: the tokens are those without a cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm_parts as parts
+from test_sglang import PYTHON
+from test_vllm_trace import requests
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang's kernels want a GPU"),
+]
+CHILD = Path(__file__).with_name("sglang_child.py")
+KIND = os.environ.get("GDSCACHE_SGLANG_KIND", "mha")  # of the model: mha, or mla
+PAGE, LIMIT_S = 32, 400.0
+REQUESTS = int(os.environ.get("GDSCACHE_SGLANG_REQUESTS", "2000"))
+ALIKE = 0.9  # of the requests have the same tokens: Triton's sums depend on what else is in a batch
+
+Steps = list[tuple[str, dict[str, Any]]]
+SETTLE: tuple[str, dict[str, Any]] = ("sleep", {"seconds": 2.0})
+RESET: tuple[str, dict[str, Any]] = ("reset", {})
+
+
+def ask(*prompts: dict[str, Any], **more: Any) -> tuple[str, dict[str, Any]]:
+    return "ask", {"prompts": list(prompts), **more}
+
+
+def child(folder: Path, orders: dict[str, Any]) -> list[Any]:
+    """What a run answers."""
+    number = len(list(folder.glob("orders*")))
+    asked, told, log = (folder / f"{name}{number}" for name in ("orders", "answers", "log"))
+    asked.write_text(json.dumps(orders))
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [str(PYTHON), str(CHILD), str(asked), str(told)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": parts.path(), "HF_HUB_OFFLINE": "1"},
+            cwd=folder,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(LIMIT_S)
+        finally:
+            subprocess.run(["pkill", "-9", "-g", str(process.pid)], check=False)
+    assert status == 0, log.read_text()[-6000:]
+    return json.loads(told.read_text()) if told.exists() else []
+
+
+def run(folder: Path, model: Path, way: str, steps: Steps, **engine: Any) -> list[Any]:
+    orders = {"model": str(model), "way": way, "folder": str(folder), "steps": steps, "engine": engine}
+    return child(folder, orders)[1:]
+
+
+def whole(prompt: dict[str, Any]) -> int:
+    """Tokens of a prompt that can be cached: full pages, and one token is left to compute."""
+    return (sum(number for _, number in prompt["parts"]) - 1) // PAGE * PAGE
+
+
+def made(folder: Path, seed: int = 0) -> Path:
+    if not PYTHON.exists():
+        pytest.skip("no SGLang: set GDSCACHE_SGLANG_PYTHON")
+    folder.mkdir(exist_ok=True)
+    child(folder, {"make": str(folder / "tiny"), "kind": KIND, "seed": seed})
+    return folder / "tiny"
+
+
+@pytest.mark.parametrize("way", ["linker", "storage"])
+def test_prefixes_and_a_restart(way: str, tmp_path: Path) -> None:
+    model = made(tmp_path / "model")
+    (plain,) = run(tmp_path, model, "none", [ask(*parts.PROMPTS)], disable_radix_cache=True)
+    steps = [ask(*parts.PROMPTS), SETTLE, RESET, ask(*parts.PROMPTS), ask(*parts.PROMPTS, together=True), SETTLE]
+    first, _, _, again, together, _ = run(tmp_path, model, way, steps)
+    assert [answer["cached"] for answer in first] == [0, 992, 0, 0]
+    for answers in (first, again, together):
+        parts.same(answers, plain)
+    if way == "linker":  # HiCache's own flush begins to fetch from its storage when a request is there
+        assert [answer["cached"] for answer in again] == [whole(prompt) for prompt in parts.PROMPTS]
+    (restarted,) = run(tmp_path, model, way, [ask(*parts.PROMPTS)])
+    parts.same(restarted, plain)
+    assert [answer["cached"] for answer in restarted] == [whole(prompt) for prompt in parts.PROMPTS]
+
+
+@pytest.mark.parametrize("way", ["linker", "storage"])
+def test_other_weights(way: str, tmp_path: Path) -> None:
+    """An update of weights is followed by no hit, and the tokens are those of the new ones."""
+    model, other = made(tmp_path / "a"), made(tmp_path / "b", seed=1)
+    (wanted,) = run(tmp_path, other, "none", [ask(*parts.PROMPTS)], disable_radix_cache=True)
+    steps = [ask(*parts.PROMPTS), SETTLE, ("weights", {"model": str(other)}), ask(*parts.PROMPTS)]
+    found = run(tmp_path, model, way, steps)
+    assert found[2][0] is True, found[2]
+    assert [answer["cached"] for answer in found[3]] == [0, 992, 0, 0]
+    parts.same(found[3], wanted)
+
+
+@pytest.mark.parametrize("way", ["linker", "storage"])
+def test_a_trace_in_a_small_pool(way: str, tmp_path: Path) -> None:
+    """Every request ends, and its first token is that of a run without a cache: it did not begin on wrong bytes."""
+    model, prompts = made(tmp_path / "model"), requests(REQUESTS)
+    every = ask(*prompts, together=True)
+    (alone,) = run(tmp_path, model, "none", [every], disable_radix_cache=True)
+    for _ in range(2):  # the second run finds the first one's pages on the SSD
+        found, _ = run(tmp_path, model, way, [every, SETTLE], max_total_tokens=16_384)
+        assert {answer["why"] for answer in found} == {"length"}
+        drifts = [parts.first_drift(a, b) for a, b in zip(found, alone, strict=True)]
+        assert max(drifts) < parts.DRIFT, sorted(drifts)[-5:]
+        alike = sum(a["tokens"] == b["tokens"] for a, b in zip(found, alone, strict=True)) / len(prompts)
+        print(f"{way}: {len(prompts)} requests, {alike:.2%} alike, {sum(a['cached'] for a in found)} tokens cached")
+        assert alike >= ALIKE
+        assert sum(answer["cached"] for answer in found) > 0
