@@ -70,7 +70,7 @@ def _vllm(file: str) -> list[str]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"config": file},
     }
-    return ["vllm", "serve", "MODEL", "--kv-transfer-config", json.dumps(transfer)]
+    return ["vllm", "serve", "MODEL", "--block-size", "64", "--kv-transfer-config", json.dumps(transfer)]
 
 
 _SGLANG = ["python", "-m", "sglang.launch_server", "--model-path", "MODEL", "--page-size", "64"]

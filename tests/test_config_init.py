@@ -53,8 +53,9 @@ def test_the_file_is_what_a_connector_reads(gdscache: Run) -> None:
     assert (config.load.verify, config.load.gate) == ("once", "enforcing")
     assert "model" not in yaml.safe_load(file.read_text())
     *_, command = out.strip().splitlines()
-    program, serve, _, option, given = shlex.split(command)
+    program, serve, _, *block, option, given = shlex.split(command)
     assert (program, serve, option) == ("vllm", "serve", "--kv-transfer-config")
+    assert block == ["--block-size", "64"]
     assert json.loads(given) == {
         "kv_connector": "GdsCacheConnector",
         "kv_connector_module_path": "gdscache.integrations.vllm",

@@ -59,6 +59,7 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
     if kind == "mla":
         latent = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
         config = transformers.DeepseekV2Config(**shape, **latent, v_head_dim=128, first_k_dense_replace=4)
+        config.moe_layer_freq = 1  # which SGLang asks for
         model = transformers.DeepseekV2ForCausalLM(config)
     else:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, head_dim=128))

@@ -9,9 +9,11 @@ Needs an environment with the engine and gdscache. Llama-3-8B's shape with made-
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -62,6 +64,9 @@ NAMES = {
 }
 
 
+Run = tuple[dict[str, Any], Path, Path, "subprocess.Popen[bytes]"]  # an order, its answers, its log, the process
+
+
 class Bench:
     """One run of the whole."""
 
@@ -98,7 +103,14 @@ class Bench:
 
     def stage(self, ways: list[tuple[str, bool, str, bool]]) -> None:
         """Open all, and have one after the other measure."""
-        runs = []
+        runs: list[Run] = []
+        try:
+            self._measure(ways, runs)
+        finally:
+            for _, _, _, child in runs:
+                end(child)
+
+    def _measure(self, ways: list[tuple[str, bool, str, bool]], runs: list[Run]) -> None:
         for way in ways:
             order = self.order(*way)
             if way[2] == "disk" and not self._copied(way[0]):
@@ -122,10 +134,7 @@ class Bench:
                 status: int | None = child.wait(MEASURE_S if Path(f"{answers}.ready").exists() else 1)
             except subprocess.TimeoutExpired:
                 status = None
-            finally:
-                if child.poll() is None:
-                    os.killpg(child.pid, 9)
-                    child.wait()
+            end(child)
             found = json.loads(answers.read_text()) if answers.exists() else {}
             row = {k: order[k] for k in ("way", "restarted", "where")} | found
             if status != 0:
@@ -160,6 +169,13 @@ class Bench:
         }
 
 
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Kill a run, and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
 def _version(engine: str) -> str | None:
     import importlib.metadata
 
@@ -176,7 +192,8 @@ def line(row: dict[str, Any]) -> str:
         said.append(f"{name} {statistics.median(found['ms']):.0f} ms {found['cached']}")
     rates = ("shared_requests_per_s", "lone_requests_per_s")
     said += [f"{name} {row[name]:.2f}" for name in rates if name in row]
-    said += [f"{side} {us:.0f} us a step" for side, us in row.get("step_us", {}).items()]
+    for name in ("shared_step_us", "lone_step_us", "lone_thread_s"):
+        said += [f"{name}:"] * (name in row) + [f"{key} {value:.4g}" for key, value in row.get(name, {}).items()]
     return " ".join(filter(None, said))
 
 
@@ -213,7 +230,7 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, help="a folder on a disk, for restarts from there")
     parser.add_argument("--ways", help="only these, with commas between")
     parser.add_argument("--tokens", type=int, default=32_768)
-    parser.add_argument("--block", type=int, default=16, help="tokens of a page")
+    parser.add_argument("--block", type=int, default=64, help="tokens of a page")
     parser.add_argument("--repeat", type=int, default=3, help="prompts a figure is the median of")
     parser.add_argument("--attention", help="the engine's attention backend")
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="llama-3-8b", help="tiny: without a GPU")
@@ -222,6 +239,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--also", type=Path, help="a report of the other engine, for the plot")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is killed
     shutil.rmtree(given.ram, ignore_errors=True)
     given.ram.mkdir(parents=True)
     if given.disk is not None:

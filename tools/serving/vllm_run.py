@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import parts
@@ -79,17 +81,30 @@ class Steps:
             finally:
                 self.sides[side][-1] += time.perf_counter() - start
                 if name == "build_connector_meta":  # the end of the scheduler's part of a step
+                    computes = arguments[1].total_num_scheduled_tokens > 0
                     for found in self.sides.values():
-                        found.append(0.0)
+                        found[-1:] = [found[-1], 0.0] if computes else [0.0]  # steps without work wait for pages
 
         return call
 
-    def medians(self) -> dict[str, float]:
-        """In microseconds, since the last call."""
+    def told(self) -> dict[str, float]:
+        """Of steps that computed something since the last call, in microseconds."""
         found = {side: statistics.median(seconds) * 1e6 for side, seconds in self.sides.items()}
+        found |= {f"{side} mean": statistics.fmean(seconds) * 1e6 for side, seconds in self.sides.items()}
         for seconds in self.sides.values():
             seconds[:] = [0.0]
         return found
+
+
+def thread_seconds() -> dict[str, float]:
+    """CPU seconds of this process's threads, by their names."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        name = names.get(int(task.name)) or (task / "comm").read_text().strip()
+        user, system = (task / "stat").read_text().rpartition(")")[2].split()[11:13]
+        found[name] = found.get(name, 0.0) + (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def main() -> None:
@@ -133,14 +148,17 @@ def main() -> None:
     parts.first_tokens(ask, llm.reset_prefix_cache, answers)
     if order["traffic"]:
         part = order["part"]
-        if steps is not None:
-            steps.medians()
-        found = parts.rate(generate, parts.shared_prompts(part), parts.ANSWER)
-        answers.say(shared_requests_per_s=found)
-        if steps is not None:
-            answers.say(step_us=steps.medians())
-        time.sleep(2)
-        answers.say(lone_requests_per_s=parts.rate(generate, parts.lone_prompts(part), parts.ANSWER))
+        for name, prompts in (("shared", parts.shared_prompts(part)), ("lone", parts.lone_prompts(part))):
+            if steps is not None:
+                steps.told()
+            before = thread_seconds()
+            found = parts.rate(generate, prompts, parts.ANSWER)
+            spent = {thread: s - before.get(thread, 0.0) for thread, s in thread_seconds().items()}
+            answers.say(**{f"{name}_requests_per_s": found})
+            if steps is not None:
+                told = {thread: s for thread, s in spent.items() if s > 0.05}
+                answers.say(**{f"{name}_step_us": steps.told(), f"{name}_thread_s": told})
+            time.sleep(2)
     llm.llm_engine.engine_core.shutdown()
 
 
