@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
+import platform
 import threading
 from collections.abc import Sequence
 
@@ -15,6 +17,7 @@ from gdscache.calls import Caller
 from gdscache.catalog_file import FORMAT_VERSION
 from gdscache.config import Config, GpuConfig
 from gdscache.errors import PinnedMemoryError
+from gdscache.keys import namespace_digest
 from gdscache.layout import PageLayout
 from gdscache.load.loader import Loader
 from gdscache.load.plan import LoadPlanner
@@ -33,6 +36,7 @@ from gdscache.tiers import routes
 from gdscache.tiers.admission import Admission, AdmitAll, open_admission
 from gdscache.tiers.base import Tier
 from gdscache.tiers.bounce import Bounce, Extents
+from gdscache.tiers.costs_file import CostsFile
 from gdscache.tiers.cpu import CpuTier, HostExtents
 from gdscache.tiers.further import open_tier
 from gdscache.tiers.gpu import DeviceExtents, GpuTier
@@ -147,12 +151,27 @@ def build(
         said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
         status = None
         if ssd is not None:
-            status = StatusWriter.begin(ssd.path, ssd.catalog_path, functools.partial(_figures, manager, ssd))
+            costs = CostsFile(ssd.path, manager.costs, _about(config, planes.device))
+            costs.restore()
+            figures = functools.partial(_figures, manager, ssd)
+            save = functools.partial(_save, costs, ssd)
+            status = StatusWriter.begin(ssd.path, ssd.catalog_path, figures, save)
         undo.pop_all()
     for concern in said:
         _config_log.warning("%s", concern)
     _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)
     return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, executor, status)
+
+
+def _about(config: Config, device: torch.device) -> dict[str, str]:
+    """By what prefills of another engine took as long as they will here."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()}"
+    return {"model": namespace_digest(config.model.namespace_fields()).hex(), "device": name}
+
+
+def _save(costs: CostsFile, ssd: SsdTier) -> None:
+    if not ssd.lock_lost():  # else the directory may be another engine's
+        costs.save()
 
 
 def _figures(manager: TierManager, ssd: SsdTier) -> Figures:

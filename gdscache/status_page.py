@@ -28,6 +28,7 @@ from gdscache.threads import start
 STATUS_NAME = "status"
 PAGE_BYTES = 4096
 PERIOD_S = 1.0
+_SAVED_EVERY = 60  # pages
 FRESH_S = 5.0  # a page that was written so lately has a living owner
 FILE_MODE = 0o600
 MAGIC = b"gdscstat"
@@ -143,11 +144,14 @@ def read(directory: Path) -> Status | None:
 class StatusWriter:
     """Rewrites the status page of an owned directory until `close`. Use `StatusWriter.begin`."""
 
-    def __init__(self, path: Path, descriptor: int, catalog: Path, figures: Callable[[], Figures]) -> None:
+    def __init__(
+        self, path: Path, descriptor: int, catalog: Path, figures: Callable[[], Figures], save: Callable[[], object]
+    ) -> None:
         self._path = path
         self._descriptor = descriptor
         self._files = (catalog, Path(f"{catalog}-wal"))
         self._figures = figures
+        self._save = save
         self._about = (os.getpid(), socket.gethostname(), shlex.join(sys.orig_argv))
         self._opened = time.time()
         self._number = 0
@@ -156,8 +160,15 @@ class StatusWriter:
         self._thread = threading.Thread(target=self._run, name="gdscache-status", daemon=True)
 
     @classmethod
-    def begin(cls, directory: Path, catalog: Path, figures: Callable[[], Figures]) -> StatusWriter:
-        """Start, and write the first page. `figures` must take no lock. Raises `NotARegularFileError` (the page is a
+    def begin(
+        cls,
+        directory: Path,
+        catalog: Path,
+        figures: Callable[[], Figures],
+        save: Callable[[], object] = lambda: None,
+    ) -> StatusWriter:
+        """Start, and write the first page. `figures` must take no lock. `save` is called every minute, and last, to
+        write what else is to be there after a kill. Raises `NotARegularFileError` (the page is a
         link, also a hard one, or a directory), `DirectoryNotWritableError`, `ThreadStartError`."""
         path = directory / STATUS_NAME
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -174,7 +185,7 @@ class StatusWriter:
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)
             own_file(path, os.fstat(descriptor))
-            writer = cls(path, descriptor, catalog, figures)
+            writer = cls(path, descriptor, catalog, figures, save)
             undo.callback(path.unlink, missing_ok=True)
             start([writer._thread], writer._end.set)
             undo.pop_all()
@@ -199,6 +210,9 @@ class StatusWriter:
     def _run(self) -> None:
         while not self._end.wait(PERIOD_S):
             self._write()
+            if self._number % _SAVED_EVERY == 0:
+                self._save()
+        self._save()
 
     def _write(self) -> None:
         """One page. What cannot be written is said once: the cache does without."""

@@ -17,7 +17,7 @@ from gdscache.catalog_file import STRIPE_NAME
 from gdscache.slab import slab_name
 
 LAYOUT = layout_of(MHA)
-FILES = {"catalog.sqlite", "catalog.sqlite-wal", "status"}
+FILES = {"catalog.sqlite", "catalog.sqlite-wal", "status", "costs.json"}
 
 
 def verify(config: dict[str, Any], allowed: set[Name], required: set[Name]) -> int:

@@ -27,6 +27,8 @@ from gdscache import arguments
 from gdscache.limits import MAX_COUNT, MAX_SECONDS
 from gdscache.tiers.fitting import ENOUGH, Fit, spread
 
+Observations = list[tuple[tuple[float, ...], float]]  # features, as `Fit` has them, and seconds
+
 _OVERLAPS_KEPT = 32
 _COMPARABLE = 0.1  # a load and a prefill say how they overlap when the shorter takes this share of the longer one
 
@@ -81,6 +83,24 @@ class Costs:
         self._overlaps.append(min(1.0, max(0.0, (prefill + load - both) / min(prefill, load))))
         if len(self._overlaps) >= ENOUGH:
             self.overlap = statistics.median(self._overlaps)
+
+    # -- for the next engine ---------------------------------------------------------------------------------------
+
+    def observations(self) -> tuple[Observations, dict[str, Observations]]:
+        """What the figures rest on: of prefills, and of loads from each tier."""
+        with self._lock:
+            return self.prefill.kept(), {name: fit.kept() for name, fit in self.tiers.items()}
+
+    def restore_prefills(self, rows: Observations) -> None:
+        """Begin with such observations, as if they had been made now."""
+        with self._lock:
+            self.prefill.restore(rows)
+
+    def restore_loads(self, tier: str, rows: Observations) -> None:
+        """The same, of loads from a tier."""
+        if rows:
+            with self._lock:
+                self.tiers.setdefault(tier, Fit(2, _columns_of_loads)).restore(rows)
 
     # -- expecting -------------------------------------------------------------------------------------------------
 

@@ -130,6 +130,17 @@ class Fit:
         if not near or self.observations <= _FEW or not self.observations % _FEW:
             self.coefficients = self._fit()
 
+    def kept(self) -> list[tuple[tuple[float, ...], float]]:
+        """The observations that the fit remembers."""
+        return list(self._seen)
+
+    def restore(self, seen: Sequence[tuple[tuple[float, ...], float]]) -> None:
+        """Begin with these, which another fit has kept."""
+        if seen:
+            self._seen.extend(seen)
+            self.observations += len(seen)
+            self.coefficients = self._fit()
+
     def _fit(self) -> tuple[float, ...]:
         rows = np.array([features for features, _ in self._seen])
         values = np.array([seconds for _, seconds in self._seen])

@@ -35,7 +35,9 @@ STAGES = {
             ("files", False, "ram", False),
             ("gdscache", False, "ram", False),
         ],
-        [("files", True, "ram", False), ("gdscache", True, "ram", True), ("gdscache", True, "disk", False)],
+        [("files", True, "ram", False), ("gdscache", True, "ram", True), ("gdscache", False, "disk", False)],
+        [("gdscache", True, "disk", False)],  # what loads from the disk take is not known yet
+        [("gdscache", True, "disk", False)],
     ],
     "sglang": [
         [
@@ -48,11 +50,13 @@ STAGES = {
             ("hicache", True, "ram", False),
             ("storage", True, "ram", False),
             ("linker", True, "ram", True),
-            ("storage", True, "disk", False),
+            ("storage", False, "disk", False),
         ],
+        [("storage", True, "disk", False)],
+        [("storage", True, "disk", False)],
     ],
 }
-OURS = {"gdscache": "gds", "storage": "gds-storage", "linker": "gds-linker"}  # their folders
+OURS = ("gdscache", "storage", "linker")
 NAMES = {
     "none": "no cache",
     "cpu": "vLLM's CPU offloading",
@@ -112,10 +116,10 @@ class Bench:
 
     def _measure(self, ways: list[tuple[str, bool, str, bool]], runs: list[Run]) -> None:
         for way in ways:
-            order = self.order(*way)
-            if way[2] == "disk" and not self._copied(way[0]):
+            order = self.order(*way) | {"ends": 500 + 100 * (len(self.rows) + len(runs))}  # no run's are another's
+            if way[2] == "disk" and self.given.disk is None:
                 continue
-            name = self.work / f"{way[0]}-{'again' if way[1] else 'first'}-{way[2]}"
+            name = self.work / f"{len(self.rows) + len(runs)}-{way[0]}-{'again' if way[1] else 'first'}-{way[2]}"
             order_file, answers, log = (name.with_suffix(suffix) for suffix in (".order", ".json", ".log"))
             order_file.write_text(json.dumps(order))
             command = [sys.executable, str(HERE / f"{self.given.engine}_run.py"), str(order_file), str(answers)]
@@ -142,16 +146,6 @@ class Bench:
                 print(f"{log.name}: status {status}\n{log.read_text()[-1500:]}", file=sys.stderr, flush=True)
             print(line(row), file=sys.stderr, flush=True)
             self.rows.append(row)
-
-    def _copied(self, way: str) -> bool:
-        """What the first stage stored on the RAM disk lies on the disk, too."""
-        source, target = self.given.ram / OURS[way], self.given.disk
-        if target is None or not source.exists():
-            return False
-        shutil.rmtree(target / OURS[way], ignore_errors=True)
-        shutil.copytree(source, target / OURS[way])
-        os.sync()
-        return True
 
     def report(self) -> dict[str, Any]:
         from gdscache.bench import machine
@@ -227,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=sorted(STAGES))
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm/serving"), help="a folder on a RAM disk; emptied")
-    parser.add_argument("--disk", type=Path, help="a folder on a disk, for restarts from there")
+    parser.add_argument("--disk", type=Path, help="a folder on a disk, for restarts from there; emptied")
     parser.add_argument("--ways", help="only these, with commas between")
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--block", type=int, default=64, help="tokens of a page")
@@ -243,7 +237,8 @@ def main() -> None:
     shutil.rmtree(given.ram, ignore_errors=True)
     given.ram.mkdir(parents=True)
     if given.disk is not None:
-        given.disk.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(given.disk, ignore_errors=True)
+        given.disk.mkdir(parents=True)
     bench = Bench(given)
     parts.write_model(bench.model, given.shape)
     chosen = set(given.ways.split(",")) if given.ways else set(NAMES)

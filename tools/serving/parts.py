@@ -137,4 +137,4 @@ def first_tokens(ask: Callable[[list[int]], tuple[float, int]], forget: Callable
     for n in range(order["repeat"]):
         if not order["restarted"]:
             forget()
-        turn("loaded", n, (700 if order["restarted"] else 500) + n)
+        turn("loaded", n, order["ends"] + n)

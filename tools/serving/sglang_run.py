@@ -18,6 +18,7 @@ def cache(order: dict[str, Any]) -> dict[str, Any]:
         "cpu": {"capacity": order["cpu"]},
         "ssd": {"path": f"{folder}/gds-{way}", "capacity": order["ssd"]},
         "host_buffer": order["host_buffer"],
+        "load": {"verify": "once", "gate": "enforcing"},
     }
     if way == "linker":
         return {
@@ -48,7 +49,7 @@ def cache(order: dict[str, Any]) -> dict[str, Any]:
         "class_name": "GdsCacheStorage",
         "interface_v1": 1,
         "hicache_storage_pass_prefix_keys": True,
-        "config": {name: tiers[name] for name in ("ssd", "host_buffer")},
+        "config": {name: tiers[name] for name in ("ssd", "host_buffer", "load")},
     }
     return given | {
         "hicache_storage_backend": "dynamic",

@@ -47,6 +47,7 @@ def transfer(order: dict[str, Any]) -> Any:
             "cpu": {"capacity": order["cpu"]},
             "ssd": {"path": f"{folder}/gds", "capacity": order["ssd"]},
             "host_buffer": order["host_buffer"],
+            "load": {"verify": "once", "gate": "enforcing"},  # as `gdscache config init vllm` writes
         }
         return KVTransferConfig(
             kv_connector="GdsCacheConnector",
