@@ -6,7 +6,6 @@ What a catalogue stores is *bound* to the page's key: under another key it match
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +21,6 @@ MOST_SUMS = 1 << 16  # of a page
 _KEY_FACTORS = np.array(  # odd, one for each eight bytes of a key
     [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63], np.uint64
 )
-_QUIET = 500  # elements up to which numpy keeps the interpreter's lock: loads ask in their caller's thread
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # between two checksums of a page
 
 
@@ -50,21 +48,12 @@ def bound(sums: Checksums, keys: Sequence[bytes]) -> Checksums:
 
 
 def unbound(stored: Checksums, keys: Sequence[bytes]) -> Checksums:
-    """The inverse of `bound`: what the bytes of the pages with these `keys` have to give."""
-    found = np.empty_like(stored)
-    step = max(1, _QUIET // max(1, stored.shape[1]))
-    for at in range(0, len(keys), step):
-        some = slice(at, at + step)
-        found[some] = stored[some] - _bindings(keys[some], stored.shape[1])
-    return found
+    """The inverse of `bound`: what the bytes of the pages with these `keys` have to give. Loads have it from
+    `native.tables.take_unbound`."""
+    return stored - _bindings(keys, stored.shape[1])
 
 
 def _bindings(keys: Sequence[bytes], sums: int) -> Checksums:
     words = np.frombuffer(b"".join(keys), "<u8").reshape(len(keys), KEY_BYTES // 8)
     of_keys: Checksums = (words * _KEY_FACTORS).sum(axis=1, dtype=np.uint64)
-    return of_keys[:, None] + _steps(sums)
-
-
-@functools.lru_cache(64)
-def _steps(sums: int) -> Checksums:
-    return np.arange(sums, dtype=np.uint64) * _STEP
+    return of_keys[:, None] + np.arange(sums, dtype=np.uint64) * _STEP

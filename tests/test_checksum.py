@@ -11,8 +11,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.checksum import first_bad_layer, layer_checksums
+from gdscache.checksum import bound, first_bad_layer, layer_checksums, unbound
+from gdscache.errors import InvalidValueError, NativeCallError
+from gdscache.keys import KEY_BYTES
 from gdscache.layout import PageLayout, Plane
+from gdscache.native.tables import take_unbound
 
 Bytes = npt.NDArray[np.uint8]
 # 2 layers x (16 + 8) bytes x 16 tokens: 768 bytes, 384 a layer: the long form of XXH3 and two planes.
@@ -152,3 +155,41 @@ def test_any_other_bytes_of_the_same_length_differ(content: bytes, draw: st.Data
     sums = layer_checksums(memoryview(content), bounds)
     first = next((i for i, (a, b) in enumerate(bounds) if content[a:b] != other[a:b]), None)
     assert first_bad_layer(memoryview(other), bounds, sums) == first
+
+
+KEYS = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), KEYS), max_size=40),
+    st.integers(0, 9).flatmap(
+        lambda sums: st.lists(st.lists(st.integers(0, 2**64 - 1), min_size=sums, max_size=sums), min_size=7, max_size=7)
+    ),
+)
+def test_rows_of_a_table_without_what_follows_from_their_keys(
+    asked: list[tuple[int, bytes]], stored: list[list[int]]
+) -> None:
+    """The library's way, against the formula of docs/format.md in Python's integers, and against numpy's."""
+    table = np.array(stored, np.uint64)
+    rows, keys = [row for row, _ in asked], [key for _, key in asked]
+    factors = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63
+    by_hand = []
+    for row, key in asked:
+        words = (int.from_bytes(key[at : at + 8], "little") for at in range(0, KEY_BYTES, 8))
+        of_key = sum(word * factor for word, factor in zip(words, factors, strict=True))
+        by_hand.append([(value - of_key - i * 0x9E3779B97F4A7C15) % 2**64 for i, value in enumerate(stored[row])])
+    found = take_unbound(table, rows, keys)
+    assert found.shape == (len(asked), table.shape[1])
+    assert found.tolist() == by_hand
+    assert np.array_equal(unbound(table[rows], keys), found)
+    assert np.array_equal(bound(found, keys), table[rows])
+
+
+def test_rows_that_a_table_has_not_and_keys_that_are_none() -> None:
+    table, key = np.zeros((2, 3), np.uint64), bytes(KEY_BYTES)
+    for row in (-1, 2):
+        with pytest.raises(NativeCallError, match="take_unbound"):
+            take_unbound(table, [0, row], [key, key])
+    for keys in ([key], [key, key[:-1]], [key, key, key]):
+        with pytest.raises(InvalidValueError, match="bytes of keys"):
+            take_unbound(table, [0, 1], keys)

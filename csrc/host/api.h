@@ -12,7 +12,7 @@
 #define GDSCACHE_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a function below changes. The Python side compares it with its own (library.ABI).
-#define GDSCACHE_ABI 5
+#define GDSCACHE_ABI 6
 
 GDSCACHE_API int32_t gdscache_abi();
 
@@ -110,6 +110,11 @@ GDSCACHE_API int32_t gdscache_take_rows(const void* table, int64_t table_rows, i
                                         int64_t count, void* out);
 GDSCACHE_API int32_t gdscache_put_rows(void* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows,
                                        int64_t count, const void* in);
+
+// Rows of checksums as a catalogue stores them, uint64 (table_rows, sums), without what follows from the keys of their
+// pages (docs/format.md), `count` of 32 bytes: what the bytes of the pages have to give.
+GDSCACHE_API int32_t gdscache_take_unbound(const uint64_t* table, int64_t table_rows, int64_t sums,
+                                           const int64_t* rows, int64_t count, const void* keys, uint64_t* out);
 
 // --- signals (signals.h): in Python's main thread alone, with the interpreter's lock
 

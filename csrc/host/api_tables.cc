@@ -43,3 +43,10 @@ int32_t gdscache_put_rows(void* table, int64_t table_rows, int64_t row_bytes, co
                                 static_cast<const uint8_t*>(in));
     return known ? 0 : -EINVAL;
 }
+
+int32_t gdscache_take_unbound(const uint64_t* table, int64_t table_rows, int64_t sums, const int64_t* rows,
+                              int64_t count, const void* keys, uint64_t* out) {
+    if (sums < 0 || sums > INT64_MAX / 8 || !sound(table, table_rows, 8 * sums, rows, count, out)) return -EINVAL;
+    if (count && !keys) return -EINVAL;
+    return take_unbound(table, table_rows, sums, rows, count, static_cast<const uint8_t*>(keys), out) ? 0 : -EINVAL;
+}

@@ -16,4 +16,9 @@ bool take_rows(const uint8_t* table, int64_t table_rows, int64_t row_bytes, cons
 bool put_rows(uint8_t* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows, int64_t count,
               const uint8_t* in);
 
+// Rows of checksums as a catalogue stores them, `sums` each, without what follows from the pages' keys (docs/format.md),
+// 32 bytes each. False, before the first byte, where the table has no such row.
+bool take_unbound(const uint64_t* table, int64_t table_rows, int64_t sums, const int64_t* rows, int64_t count,
+                  const uint8_t* keys, uint64_t* out);
+
 }  // namespace gdscache

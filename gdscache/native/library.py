@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gdscache.errors import NativeCallError, NativeMissingError, NativeVersionError
 
-ABI = 5  # GDSCACHE_ABI of csrc/host/api.h
+ABI = 6  # GDSCACHE_ABI of csrc/host/api.h
 PATH = Path(__file__).with_name("libgdscache_host.so")
 _HINT = "install the wheel of this machine's architecture, or run make (python tools/native_build.py) in the sources"
 
@@ -96,6 +96,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "blocks_fault": (_int, (_at, _long, _long)),
     "take_rows": (_int, (_at, _long, _long, _at, _long, _at)),
     "put_rows": (_int, (_at, _long, _long, _at, _long, _at)),
+    "take_unbound": (_int, (_at, _long, _long, _at, _long, _at, _at)),
     "signals_open": (_int, (_at, _object, _object, _at, _at, _long, _at)),
     "signals_hold": (_int, (_at, _object)),
     "signals_note": (_int, (_at, _int, _object)),
@@ -111,7 +112,8 @@ _QUICK |= {"disk_submit", "executor_stop", "executor_disk", "move_begin", "move_
 _QUICK |= {"move_forget", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots", "trace", "take_spans"}
 _QUICK |= {"gpu_why", "gpu_api", "gpu_last", "gpu_reached", "gpu_follow"}
 _QUICK |= {"cufile_why", "cufile_text"}
-_QUICK |= {"blocks_fault", "take_rows", "put_rows", "signals_open", "signals_hold", "signals_note", "signals_release"}
+_QUICK |= {"blocks_fault", "take_rows", "put_rows", "take_unbound"}
+_QUICK |= {"signals_open", "signals_hold", "signals_note", "signals_release"}
 # The same that may wait, for waits that are so short that the lock is better kept.
 _KEPT = {"move_wait": "move_wait_kept"}
 

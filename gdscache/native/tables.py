@@ -5,11 +5,14 @@ numpy gives the lock up for each of these, however small, and whoever gives it u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.errors import InvalidValueError
+from gdscache.keys import KEY_BYTES
 from gdscache.native.library import address, checked, integers, library
 
 _FAULTS: tuple[Literal["", "outside", "twice"], ...] = ("", "outside", "twice")
@@ -44,3 +47,17 @@ def put_rows(table: npt.NDArray[_T], rows: Any, values: npt.NDArray[_T]) -> None
             address(values),
         )
         checked(answer, "put_rows")
+
+
+def take_unbound(stored: npt.NDArray[np.uint64], rows: Any, keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """`checksum.unbound(stored[rows], keys)`, for a contiguous table. Raises `NativeCallError`, `InvalidValueError`."""
+    numbers, joined = integers(rows), b"".join(keys)
+    if len(joined) != KEY_BYTES * len(numbers):
+        raise InvalidValueError(f"{len(joined)} bytes of keys for {len(numbers)} pages", f"a key has {KEY_BYTES} bytes")
+    found = np.empty((len(numbers), stored.shape[1]), np.uint64)
+    if found.size:
+        answer = library().take_unbound(
+            *(address(stored), len(stored), stored.shape[1], address(numbers), len(numbers), joined, address(found))
+        )
+        checked(answer, "take_unbound")
+    return found

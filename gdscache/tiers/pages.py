@@ -280,7 +280,7 @@ class PageTable:
 
     def namespaces_at(self, slots: Sequence[int]) -> list[bytes]:
         """The namespaces of the pages in slots that have one each."""
-        return [self._namespaces[slot] for slot in slots]
+        return list(map(self._namespaces.__getitem__, slots))
 
     # -- a page's row -------------------------------------------------------------------------------------------------
 

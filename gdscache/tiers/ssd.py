@@ -19,16 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gdscache import stripes
 from gdscache.catalog import Catalog, PageRecord, Recovered
-from gdscache.checksum import Checksums, bound, unbound
+from gdscache.checksum import Checksums, bound
 from gdscache.config import SsdConfig
 from gdscache.directory import CacheDirectories
 from gdscache.errors import IOFailedError, LockLostError, StorageError
 from gdscache.keys import Page
 from gdscache.layout import PageLayout
-from gdscache.native.tables import put_rows, take_rows
+from gdscache.native.library import integers
+from gdscache.native.tables import put_rows, take_rows, take_unbound
 from gdscache.policies import new_policy
 from gdscache.slab import Slab
 from gdscache.storage import open_transport
@@ -149,11 +151,13 @@ class SsdTier(DurableTier):
         It follows from the key that is asked for: what is stored for another page, or by another owner, matches no
         bytes. A page whose row says another namespace has zeros: to drop that namespace, or its own, would not find it.
         """
-        slots, known = [e.slot for e in entries], self._known
-        self._learn_checksums([slot for slot in slots if not known[slot]])
-        sums = unbound(take_rows(self._checksums, slots), [e.key for e in entries])
-        if not all(known[slot] for slot in slots):
-            sums[[n for n, slot in enumerate(slots) if not known[slot]]] = 0
+        slots = [e.slot for e in entries]
+        rows = integers(slots)
+        if not self._all_known(rows):
+            self._learn_checksums([slot for slot in slots if not self._known[slot]])
+        sums = take_unbound(self._checksums, rows, [e.key for e in entries])
+        if not self._all_known(rows):
+            sums[[n for n, slot in enumerate(slots) if not self._known[slot]]] = 0
         wanted, found = [e.page.namespace for e in entries], self.index.namespaces_at(slots)
         if wanted != found:
             sums[[i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if a != b]] = 0
@@ -279,9 +283,12 @@ class SsdTier(DurableTier):
                 _log.warning("%s: deletions wait for a later commit: %s", self.path, error)
 
     def at_hand(self, entries: Sequence[Entry]) -> bool:
-        return all(self._known[entry.slot] for entry in entries)
+        return self._all_known(integers([entry.slot for entry in entries]))
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _all_known(self, slots: npt.NDArray[np.int64]) -> bool:
+        return 0 not in take_rows(np.frombuffer(self._known, np.uint8), slots).tobytes()
 
     def _learn_checksums(self, slots: Sequence[int]) -> None:
         if not slots:
