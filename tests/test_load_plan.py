@@ -81,12 +81,16 @@ def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]]
     shared = {row: run.filling for run in plan.shared() for row in run.rows}
     assert plan.pages == pages[: len(decided)]
     assert [(tier.name, row in shared) for row, tier in enumerate(tiers)] == [d[:2] for d in decided]
-    assert [row in plan.targets for row in rows] == [keep and target for _, _, target in decided]
+    assert [plan.targets[row] is not None for row in rows] == [keep and target for _, _, target in decided]
     assert all(plan.sources[row] is tiers[row].index.find(plan.pages[row].key) for row in rows)
-    assert all(shared.get(row) == filling.get(plan.sources[row]) for row in rows)
-    targets = set(plan.targets.values())
-    assert all(target is manager.cpu_index.find(plan.pages[row].key) for row, target in plan.targets.items())
-    assert planner._filling == {**filling, **{target: (plan, row) for row, target in plan.targets.items()}}
+    for row in rows:
+        brings = filling.get(plan.sources[row].slot) if tiers[row].name == "cpu" else None
+        assert shared.get(row) == (None if brings is None else (brings, brings.targets.index(plan.sources[row])))
+    placed = {row: target for row, target in enumerate(plan.targets) if target is not None}
+    targets = set(placed.values())
+    assert all(target is manager.cpu_index.find(plan.pages[row].key) for row, target in placed.items())
+    assert planner._filling == {**filling, **{target.slot: plan for target in targets}}
+    assert all(plan.row_of(target) == row for row, target in placed.items())
     assert len({target.slot for target in targets}) == len(targets) == free - manager.cpu_index.free_slots
     assert {entry for _, entry in plan.leases[0]} == {*plan.sources, *targets}
     more = Counter((tier.name, page) for tier, page in zip(tiers, plan.pages, strict=True))

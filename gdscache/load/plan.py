@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -43,9 +43,9 @@ class Run:
 class LoadPlan:
     """The pages that a load will move, in order, and the leases on everything that it touches, one a request.
 
-    A page's row is its place in `pages`. `sources` are their entries in the tiers that `runs` say; `targets`, by row,
-    those that they get in the landing tier. `requests`: the rows of each request. `statuses` are codes, places in
-    `STATUSES`, uint8 of shape (pages,); the manager's lock guards them.
+    A page's row is its place in `pages`. `sources` are their entries in the tiers that `runs` say; `targets` those that
+    they get in the landing tier, None where they get none. `requests`: the rows of each request. `statuses` are codes,
+    places in `STATUSES`, uint8 of shape (pages,); the manager's lock guards them.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,11 @@ class LoadPlan:
         self.pages: list[Page] = []
         self.sources: list[Entry] = []
         self.runs: list[Run] = []
-        self.targets: dict[int, Entry] = {}
+        self.targets: list[Entry | None] = []
         self.requests: list[range] = []
         self.statuses: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.under_way: Counter[str] = Counter()  # pages by tier, while they are counted
+        self._rows: dict[int, int] = {}  # by the slots of the targets, once somebody asked
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -84,10 +85,11 @@ class LoadPlan:
             found[run.tier.name] += int(np.count_nonzero(good[run.rows.start : run.rows.stop]))
         return dict(+found)
 
-    def slots(self, rows: Iterable[int]) -> Positions:
-        """The slots that the pages of these rows come from."""
-        sources = self.sources
-        return np.array([sources[row].slot for row in rows], dtype=np.int64)
+    def row_of(self, target: Entry) -> int:
+        """The row of the page that gets this slot of the landing tier."""
+        if target.slot not in self._rows:
+            self._rows = {one.slot: row for row, one in enumerate(self.targets) if one is not None}
+        return self._rows[target.slot]
 
     def shared(self) -> list[Run]:
         """Pages, each by itself, that another plan brings."""
@@ -136,7 +138,7 @@ class LoadPlanner:
         self._due = due
         self._prefetched = prefetched
         self._chain = [tier for tier in manager.tiers.values() if tier.kind != "planes"]
-        self._filling: dict[Entry, tuple[LoadPlan, int]] = {}
+        self._filling: dict[int, LoadPlan] = {}  # slots of the landing tier: whose reads they are for
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
@@ -162,6 +164,7 @@ class LoadPlanner:
                     first = len(plan)
                     absent = self._lease_landed(plan, pages) if checked else self._lease(plan, pages)
                     plan.requests.append(range(first, len(plan)))
+                    plan.targets += [None] * (len(plan) - first)
                     if self._prefetched:
                         self._note_uses(plan, first)
                     if keep and self.landing is not None:
@@ -206,11 +209,11 @@ class LoadPlanner:
                 return len(entries)
             if tier is self.landing:
                 behind, copy = True, tier.index.find(pages[at].key)  # not complete, if it is there
-                filling = None if copy is None else self._filling.get(copy)
+                filling = None if copy is None or copy.state is not PENDING else self._filling.get(copy.slot)
                 if copy is not None and filling is not None:
                     plan.leases[-1].add(tier.index, copy)
                     plan.sources.append(copy)
-                    plan.runs.append(Run(tier, range(row, row + 1), filling))
+                    plan.runs.append(Run(tier, range(row, row + 1), (filling, filling.row_of(copy))))
                     return 1
                 lacking = copy is None  # any other copy is a store's, on its way: a slower tier may have the page
             if tier is not self._chain[-1]:
@@ -238,8 +241,10 @@ class LoadPlanner:
                     slot = plan.sources[row].slot if run.tier is self.landing else None
                     self._prefetched.use(plan.pages[row].key, slot)
 
-    def _promoted(self, plan: LoadPlan, rows: Sequence[int]) -> list[int]:
+    def _promoted(self, plan: LoadPlan, rows: Sequence[int]) -> Sequence[int]:
         """Those that a load may leave in the landing tier, which has none of them."""
+        if not self._promotion.selective:
+            return rows
         wanted = list(itertools.compress(rows, self._promotion.wanted([plan.pages[row].key for row in rows])))
         if len(wanted) < len(rows):
             self.manager.counts["promotion", "declined"] += len(rows) - len(wanted)
@@ -250,10 +255,12 @@ class LoadPlanner:
         if not rows:
             return
         slots = index.allocate_some(len(rows), keep)
-        retentions = [plan.sources[row].retention for row in rows]
-        targets = index.insert_all([plan.pages[row] for row in rows], slots, PENDING, retentions, leases=1)
-        plan.targets.update(zip(rows, targets, strict=False))
-        self._filling.update(zip(targets, zip(itertools.repeat(plan), rows, strict=False), strict=False))
+        pages, sources, places = plan.pages, plan.sources, plan.targets
+        retentions = [sources[row].retention for row in rows]
+        targets = index.insert_all([pages[row] for row in rows], slots, PENDING, retentions, leases=1)
+        for row, target in zip(rows, targets, strict=False):
+            places[row] = target
+        self._filling.update(dict.fromkeys(slots, plan))
         plan.leases[-1].take(index, targets)
 
     def _set_out(self, plan: LoadPlan) -> None:
@@ -281,8 +288,9 @@ class LoadPlanner:
             plan.leases.append(manager.lease("prefetch"))
             undo.callback(self._undo, plan)
             found, then = self._prefetchable(plan, landing, pages, start, most)
+            plan.targets += [None] * len(plan)
             self._reserve(landing.index, plan, range(len(plan)), keep)
-            placed = len(plan.targets)
+            placed = len(plan) - plan.targets.count(None)
             if placed < len(plan):
                 then = "no_room"
                 del found[[i for i, moves in enumerate(found) if moves][placed] :]
@@ -332,7 +340,7 @@ class LoadPlanner:
         """Leave out what is behind the first `pages`."""
         for entry in plan.sources[pages:]:
             plan.leases[-1].remove(entry)
-        del plan.pages[pages:], plan.sources[pages:]
+        del plan.pages[pages:], plan.sources[pages:], plan.targets[pages:]
         plan.runs = [Run(r.tier, r.rows[: pages - r.rows.start]) for r in plan.runs if r.rows.start < pages]
 
     # -- the end of pages ----------------------------------------------------------------------------------------------
@@ -341,13 +349,14 @@ class LoadPlanner:
         """A verdict on pages: publish what they got in the landing tier, or drop it; drop what is bad everywhere."""
         if not len(rows):
             return
-        manager, some = self.manager, rows.tolist() if plan.targets or status in _BAD else ()
+        manager, some = self.manager, rows.tolist()
         good = status in (PageStatus.LOADED, PageStatus.CANCELLED)  # the bytes were read, and are what was stored
         with manager.lock:
             plan.statuses[rows] = _CODES[status]
             if self.landing is not None:
-                targets, filled = plan.targets, self._filling.pop
-                ended = [targets[row] for row in some if row in targets and filled(targets[row], None) is not None]
+                filled = self._filling.pop  # a target has its slot for as long as its plan leases it
+                targets = [target for row in some if (target := plan.targets[row]) is not None]
+                ended = [target for target in targets if filled(target.slot, None) is not None]
                 if good:
                     self.landing.index.commit_all(ended)
                 else:

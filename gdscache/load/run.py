@@ -19,6 +19,7 @@ from gdscache.layout import GroupSizes, PageLayout, copy_groups, read_groups
 from gdscache.load.plan import LoadPlan, LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Steps, Way, failure
+from gdscache.native.library import integers
 from gdscache.native.tables import take_rows
 from gdscache.tiers.base import DurableTier, Tier
 from gdscache.tiers.page_io import Positions
@@ -113,7 +114,7 @@ class LoadRun:
             order: list[Positions] = []
             for name, tier in self._manager.tiers.items():  # the fastest first
                 rows = [run.rows for run in self._plan.runs if run.tier is tier and run.filling is None]
-                for part, way in self._ways(tier, _joined(rows)) if rows else ():
+                for part, way in self._ways(tier, [*itertools.chain.from_iterable(rows)]) if rows else ():
                     order.append(part)
                     ways.append(way)
                     slowest = name
@@ -123,25 +124,24 @@ class LoadRun:
                     self._manager.busy.begin(slowest, self._start)
                 self._move(ways, order[0] if len(order) == 1 else np.concatenate(order))
 
-    def _ways(self, tier: Tier, rows: Positions) -> list[tuple[Positions, Way]]:
+    def _ways(self, tier: Tier, rows: list[int]) -> list[tuple[Positions, Way]]:
         """Pages of a tier: those in memory; those that get a place in the landing tier, and those that get none."""
-        slots = self._plan.slots(rows.tolist())
+        entries, numbers = [*map(self._plan.sources.__getitem__, rows)], integers(rows)
+        slots = integers([entry.slot for entry in entries])
         if not isinstance(tier, DurableTier):
-            return [(rows, self._out_of_memory(tier, rows, slots))]
-        sums = tier.checksums([self._plan.sources[row] for row in rows.tolist()])
-        targets = self._plan.targets
-        staying = [n for n, row in enumerate(rows.tolist()) if row in targets]
-        passing = [n for n, row in enumerate(rows.tolist()) if row not in targets] if len(staying) < len(rows) else []
+            return [(numbers, self._out_of_memory(tier, numbers, slots))]
+        tables = numbers, slots, tier.checksums(entries)
+        targets = [*map(self._plan.targets.__getitem__, rows)]
+        places = [target.slot for target in targets if target is not None]
         found = []
-        if staying:
+        if places:
             landing = self._planner.landing
             assert landing is not None, "a slot of no tier"
-            part, of_part, sums_of_part = take_rows(rows, staying), take_rows(slots, staying), take_rows(sums, staying)
-            places = np.array([targets[row].slot for row in part.tolist()], dtype=np.int64)
-            found.append((part, self._read(tier, of_part, part, sums_of_part, landing.name, places)))
-        if passing:
-            part = take_rows(rows, passing)
-            found.append((part, self._read(tier, take_rows(slots, passing), part, take_rows(sums, passing))))
+            part, of_part, sums = _taken(tables, [n for n, target in enumerate(targets) if target is not None])
+            found.append((part, self._read(tier, of_part, part, sums, landing.name, integers(places))))
+        if len(places) < len(rows):
+            part, of_part, sums = _taken(tables, [n for n, target in enumerate(targets) if target is None])
+            found.append((part, self._read(tier, of_part, part, sums)))
         return found
 
     def _out_of_memory(self, tier: Tier, rows: Positions, slots: Positions) -> Way:
@@ -218,8 +218,9 @@ class LoadRun:
         self._last, self._moving = True, None
         if there:
             assert planner.landing is not None, "nowhere to land"
-            rows = np.array(there, dtype=np.int64)
-            self._move([self._out_of_memory(planner.landing, rows, self._plan.slots(there))], rows)
+            rows = integers(there)
+            slots = integers([self._plan.sources[row].slot for row in there])
+            self._move([self._out_of_memory(planner.landing, rows, slots)], rows)
             yield from self._end_move()
 
     def abort(self) -> Steps[None]:
@@ -249,7 +250,7 @@ class LoadRun:
 
     def _late(self, row: int) -> Late:
         plan, manager, landing = self._plan, self._manager, self._planner.landing
-        source, target = plan.sources[row], plan.targets.get(row)
+        source, target = plan.sources[row], plan.targets[row]
         tier = plan.tier_of(row)
         with manager.lock:
             lease = manager.lease("quarantine")
@@ -309,6 +310,9 @@ def _known(planner: LoadPlanner, plan: LoadPlan, row: int) -> bool:
     return planner.landed(plan, row) is not PageStatus.PENDING
 
 
-def _joined(ranges: Sequence[range]) -> Positions:
-    """All numbers of some ranges, int64."""
-    return np.fromiter(itertools.chain.from_iterable(ranges), np.int64, sum(map(len, ranges)))
+def _taken(tables: tuple[Positions, Positions, Checksums], rows: list[int]) -> tuple[Positions, Positions, Checksums]:
+    """Some rows of the tables, or all."""
+    first, second, sums = tables
+    if len(rows) == len(first):
+        return tables
+    return take_rows(first, rows), take_rows(second, rows), take_rows(sums, rows)

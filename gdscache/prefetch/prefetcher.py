@@ -242,8 +242,10 @@ class Prefetcher:
                 landed = chunk.loaded(range(len(chunk))).tolist()
                 self._manager.pins.fill(claim, itertools.compress(numbers, landed))
             self._give_up(plan)
-            for row, (page, status) in enumerate(zip(chunk.pages, chunk.told(range(len(chunk))), strict=True)):
-                target, good = chunk.targets[row], status is PageStatus.LOADED
+            told = chunk.told(range(len(chunk)))
+            for page, target, status in zip(chunk.pages, chunk.targets, told, strict=True):
+                assert target is not None, "a page that a prefetch brings nowhere"
+                good = status is PageStatus.LOADED
                 cleared = good and target.dropped
                 statuses.append("cleared" if cleared else status.value)
                 if claim is None:
