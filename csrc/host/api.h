@@ -12,7 +12,7 @@
 #define GDSCACHE_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a function below changes. The Python side compares it with its own (library.ABI).
-#define GDSCACHE_ABI 6
+#define GDSCACHE_ABI 7
 
 GDSCACHE_API int32_t gdscache_abi();
 

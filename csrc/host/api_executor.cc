@@ -62,6 +62,50 @@ bool crosses(const gdscache_way& way, const Executor& executor) {
     return memory >= 0 && spaces[memory].foreign;
 }
 
+// Whether ways are of a load, or a prefetch.
+bool loads(const gdscache_way* ways, int64_t n_ways, const Executor& executor) {
+    const auto& spaces = executor.spaces();
+    return std::all_of(ways, ways + n_ways, [&](const gdscache_way& way) {
+        return spaces[way.target].kind != Kind::kFiles && spaces[way.source].kind != Kind::kPlanes;
+    });
+}
+
+// Whether ways make sense, and together: a store is a store as a whole.
+bool sound(const gdscache_way* ways, int64_t n_ways, const Executor& executor, bool on_gpu) {
+    if (n_ways < 0 || n_ways > 1 << 10 || (n_ways && !ways)) return false;
+    const auto& spaces = executor.spaces();
+    int64_t rows = 0;
+    for (int64_t n = 0; n < n_ways; ++n) {
+        if (!sound(ways[n], executor) || (on_gpu && crosses(ways[n], executor))) return false;
+        const bool alike = spaces[ways[n].source].kind == spaces[ways[0].source].kind &&
+                           spaces[ways[n].target].kind == spaces[ways[0].target].kind;
+        if (!alike && !(loads(ways, 1, executor) && loads(ways + n, 1, executor))) return false;
+        rows += ways[n].pages;
+    }
+    return rows < kMost;
+}
+
+std::vector<Way> copied(const gdscache_way* ways, int64_t n_ways, const Executor& executor) {
+    std::vector<Way> made(static_cast<size_t>(n_ways));
+    for (int64_t n = 0; n < n_ways; ++n) {
+        const gdscache_way& from = ways[n];
+        const auto many = [&](int32_t space) {
+            const bool planes = executor.spaces()[space].kind == Kind::kPlanes;
+            return from.pages * (planes ? executor.limits().page_blocks : 1);
+        };
+        Way& way = made[n];
+        way.source = from.source;
+        way.target = from.target;
+        way.through = from.places ? from.through : -1;
+        way.pages = from.pages;
+        way.sources = copied<int64_t>(from.sources, many(from.source));
+        way.targets = copied<int64_t>(from.targets, many(from.target));
+        way.places = copied<int64_t>(from.places, from.pages);
+        way.sums = copied<uint64_t>(from.sums, from.pages * executor.limits().layers);
+    }
+    return made;
+}
+
 // Whether cuFile knows all of a GPU's memory.
 bool is_reached(const gdscache_cufile* cufile, const gdscache_space& space, int64_t extent_bytes) {
     return cufile && cufile->files->memory(space.memory, static_cast<size_t>(space.slots * extent_bytes));
@@ -177,52 +221,41 @@ const char* gdscache_executor_disk(struct gdscache_executor* executor) {
 
 int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, int32_t priority, int64_t until,
                             const struct gdscache_way* ways, int64_t n_ways, const struct gdscache_group* groups,
-                            int64_t n_groups, const uint64_t* after, int64_t n_after) {
+                            int64_t n_groups, const uint64_t* after, int64_t n_after, int32_t open) {
     if (!executor || n_after < 0 || n_after > 1 << 20 || (n_after && !after)) return -EINVAL;
     Executor& of = executor->executor;
-    if (n_ways < 0 || n_ways > 1 << 10 || (n_ways && !ways) || n_groups < 1 || !groups) return -EINVAL;
+    if (n_groups < 1 || !groups || !sound(ways, n_ways, of, executor->gpu)) return -EINVAL;
     if (priority < 0 || priority >= kPriorities || !sound(groups, n_groups, of.limits())) return -EINVAL;
-    int64_t rows = 0;
-    for (int64_t n = 0; n < n_ways; ++n) {
-        if (!sound(ways[n], of) || (executor->gpu && crosses(ways[n], of))) return -EINVAL;
-        const bool alike = (of.spaces()[ways[n].source].kind == of.spaces()[ways[0].source].kind) &&
-                           (of.spaces()[ways[n].target].kind == of.spaces()[ways[0].target].kind);
-        const bool load = of.spaces()[ways[0].target].kind != Kind::kFiles &&
-                          of.spaces()[ways[0].source].kind != Kind::kPlanes;
-        const bool loads = of.spaces()[ways[n].target].kind != Kind::kFiles &&
-                           of.spaces()[ways[n].source].kind != Kind::kPlanes;
-        if (!(alike || (load && loads))) return -EINVAL;  // a store is a store as a whole
-        rows += ways[n].pages;
-    }
-    if (rows >= kMost) return -EINVAL;
+    if (open && !loads(ways, n_ways, of)) return -EINVAL;
     try {
         MoveSpec spec;
         spec.id = move;
         spec.priority = static_cast<Priority>(priority);
         spec.until = until;
-        for (int64_t n = 0; n < n_ways; ++n) {
-            const gdscache_way& from = ways[n];
-            const auto many = [&](int32_t space) {
-                return from.pages * (of.spaces()[space].kind == Kind::kPlanes ? of.limits().page_blocks : 1);
-            };
-            Way way;
-            way.source = from.source;
-            way.target = from.target;
-            way.through = from.places ? from.through : -1;
-            way.pages = from.pages;
-            way.sources = copied<int64_t>(from.sources, many(from.source));
-            way.targets = copied<int64_t>(from.targets, many(from.target));
-            way.places = copied<int64_t>(from.places, from.pages);
-            way.sums = copied<uint64_t>(from.sums, from.pages * of.limits().layers);
-            spec.ways.push_back(std::move(way));
-        }
+        spec.ways = copied(ways, n_ways, of);
         for (int64_t n = 0; n < n_groups; ++n) {
             const gdscache_group& from = groups[n];
             spec.groups.push_back({from.first, from.last, from.begin, from.end, from.start, from.stop,
                                    from.alone_start, from.alone_stop, from.route, from.summed_route});
         }
         spec.after.assign(after, after + n_after);
+        spec.open = open != 0;
         return of.begin(std::move(spec)) ? 0 : -EEXIST;
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    } catch (const std::length_error&) {
+        return -ENOMEM;
+    }
+}
+
+int32_t gdscache_move_extend(struct gdscache_executor* executor, int64_t move, const struct gdscache_way* ways,
+                             int64_t n_ways, int32_t last) {
+    if (!executor) return -EINVAL;
+    Executor& of = executor->executor;
+    if (!of.knows(move)) return -ENOENT;
+    if (!sound(ways, n_ways, of, executor->gpu) || !loads(ways, n_ways, of)) return -EINVAL;
+    try {
+        return of.extend(move, copied(ways, n_ways, of), last != 0) ? 0 : -EINVAL;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
     } catch (const std::length_error&) {

@@ -162,6 +162,19 @@ bool Executor::begin(MoveSpec spec) {
     return true;
 }
 
+bool Executor::extend(int64_t move, std::vector<Way> ways, bool last) {
+    const Held held(*this);
+    if (!moves_.knows(move)) return false;
+    int64_t rows = moves_.rows(move);
+    for (const Way& way : ways) rows += way.pages;
+    return rows <= std::numeric_limits<int32_t>::max() && moves_.extend(move, std::move(ways), last);
+}
+
+bool Executor::knows(int64_t move) {
+    const Held held(*this);
+    return moves_.knows(move);
+}
+
 bool Executor::cancel(int64_t move) {
     const Held held(*this);
     if (!moves_.knows(move)) return false;

@@ -69,6 +69,9 @@ public:
 
     // False where its number is taken.
     bool begin(MoveSpec spec);
+    // More ways of a load that was begun open, perhaps the last. False where it is not open, or has too many rows then.
+    bool extend(int64_t move, std::vector<Way> ways, bool last);
+    bool knows(int64_t move);
     bool cancel(int64_t move);
     void refuse(Status status);
     // Wait until all copies of a group are done, or queued on a GPU, behind `point` (Moves::ready); or with `group` -1

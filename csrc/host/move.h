@@ -65,6 +65,7 @@ struct MoveSpec {
     std::vector<Way> ways;
     std::vector<Group> groups;  // in their order; they have every layer once
     std::vector<uint64_t> after;  // events that copies of a GPU come behind; they live until the move was forgotten
+    bool open = false;            // of a load: more ways follow (Moves::extend)
 };
 
 // Sizes that a job has, in bytes, and what may be in flight.

@@ -52,6 +52,11 @@ struct Moves::Move {
         int64_t resident = 0;  // the next page that has been in memory all along
         std::deque<Landed> landed;
     };
+    // The next I/O of a way.
+    struct Cursor {
+        int32_t group = 0;
+        int64_t page = 0;
+    };
 
     int64_t id = 0;
     Order::key_type order;
@@ -63,16 +68,15 @@ struct Moves::Move {
     std::vector<uint8_t> there;      // (rows, groups): read
     std::vector<int32_t> next;       // of each row: the first group that is not there, or has one before it that is not
     std::vector<int32_t> left;       // of each row: groups that are not copied
-    std::vector<int32_t> todo;       // of each group: rows that are not done
+    std::vector<int32_t> todo;       // of each group: rows that are not done, and one more while the move is open
     std::vector<int32_t> queued;     // of each group: rows whose copies are queued, and not done
     std::vector<int64_t> points;     // of each group: the greatest that a copy was queued with
     std::vector<int32_t> flying;     // of each group: copies that are queued, and not done
     std::vector<bool> announced;     // of each group: that it is ready
     std::vector<int32_t> unread;     // of each group: rows that are to be read, or are being read
-    std::vector<Copyable> copyable;  // (groups, ways)
+    std::vector<Copyable> copyable;  // (ways, groups)
     std::vector<int32_t> late;       // of each row: late I/O
-    int32_t group = 0, way = 0;      // of the next I/O
-    int64_t page = 0;
+    std::vector<Cursor> cursors;     // of each way
     std::pair<int32_t, int32_t> turn{-1, -1};  // the group and way that others were called for
     int32_t ios = 0, late_ios = 0, copying = 0;
     bool cancelled = false, broken = false, expired = false, over = false, forgotten = false;
@@ -82,14 +86,16 @@ struct Moves::Move {
     int32_t ways() const { return static_cast<int32_t>(spec.ways.size()); }
     bool pending(int32_t row) const { return outcome.statuses[row] == Status::kPending; }
     size_t cell(int32_t row, int32_t of) const { return static_cast<size_t>(row) * groups() + of; }
-    Copyable& copies(int32_t of, int32_t by) { return copyable[static_cast<size_t>(of) * ways() + by]; }
-    bool all_issued() const { return group == groups(); }
+    Copyable& copies(int32_t of, int32_t by) { return copyable[static_cast<size_t>(by) * groups() + of]; }
 
-    // To the next way, or to the next group where this one was the last.
-    void advance() {
-        page = 0;
-        if (++way == ways()) way = 0, ++group;
+    // The way that has the next I/O: the first of those that are at the least group. Their number where none has any.
+    int32_t next_way() const {
+        const auto behind = [](const Cursor& one, const Cursor& other) { return one.group < other.group; };
+        const auto first = std::min_element(cursors.begin(), cursors.end(), behind);
+        const bool any = first != cursors.end() && first->group < groups();
+        return any ? static_cast<int32_t>(first - cursors.begin()) : ways();
     }
+    bool all_issued() const { return next_way() == ways(); }
 };
 
 Moves::Moves(const Limits& limits, std::vector<Space> spaces, int32_t reserve_space, Reserve reserve)
@@ -104,40 +110,85 @@ void Moves::begin(MoveSpec spec) {
     Move& move = *owned;
     move.id = spec.id;
     move.order = {spec.priority, begun_++};
+    std::vector<Way> ways = std::exchange(spec.ways, {});
     move.spec = std::move(spec);
     move.first_row.push_back(0);
-    for (const Way& way : move.spec.ways) move.first_row.push_back(move.rows() + static_cast<int32_t>(way.pages));
-    if (!move.spec.ways.empty()) {
-        const Way& way = move.spec.ways.front();
-        if (spaces_[way.target].kind == Space::Kind::kFiles) move.work = Work::kWrite;
-        if (spaces_[way.source].kind == Space::Kind::kPlanes) move.work = Work::kGather;
+    if (!ways.empty()) {
+        if (spaces_[ways.front().target].kind == Space::Kind::kFiles) move.work = Work::kWrite;
+        if (spaces_[ways.front().source].kind == Space::Kind::kPlanes) move.work = Work::kGather;
     }
     if (move.work != Work::kLoad) move.spec.groups.resize(1);  // every layer at once
-    const size_t rows = move.rows(), groups = move.groups();
-    move.outcome.statuses.assign(rows, Status::kPending);
-    move.cells.assign(rows * groups, Cell::kOpen);
-    move.left.assign(rows, static_cast<int32_t>(groups));
-    move.todo.assign(groups, static_cast<int32_t>(rows));
+    const size_t groups = move.groups();
+    move.todo.assign(groups, move.spec.open ? 1 : 0);
     move.queued.assign(groups, 0);
     move.points.assign(groups, 0);
     move.flying.assign(groups, 0);
     move.announced.assign(groups, false);
-    move.late.assign(rows, 0);
-    move.copyable.resize(groups * move.ways());
-    if (move.work == Work::kLoad) {
-        move.there.assign(rows * groups, 0);
-        move.next.assign(rows, 0);
-        int32_t read = 0;
-        for (const Way& way : move.spec.ways) {
-            if (spaces_[way.source].kind == Space::Kind::kFiles) read += static_cast<int32_t>(way.pages);
-        }
-        move.unread.assign(groups, read);
-    }
-    news_.copies += 1 + (move.work == Work::kWrite ? 0 : move.rows() * limits_.extent_bytes);
-    if (move.work != Work::kGather) news_.io = true;
+    move.unread.assign(groups, 0);
+    add(move, std::move(ways));
     moves_.emplace(move.id, std::move(owned));
     open_.emplace(move.order, &move);
     settle(move);
+}
+
+bool Moves::extend(int64_t id, std::vector<Way> ways, bool last) {
+    Move& move = at(id);
+    if (!move.spec.open) return false;
+    const int32_t before = move.ways();
+    add(move, std::move(ways));
+    for (int32_t way = before; move.cancelled && way < move.ways(); ++way) call_off(move, way);
+    if (move.expired) {
+        IoJob none;
+        next_read(move, false, &none);  // which gives them their verdict
+    }
+    if (last) {
+        move.spec.open = false;
+        for (int32_t group = 0; group < move.groups(); ++group) {
+            if (--move.todo[group] == 0) news_.ended = true;
+            if (move.rows() != 0) announce(move, group);
+        }
+    }
+    settle(move);
+    return true;
+}
+
+// Rows for more ways. Without the memory for them the move is as it was, but for the room that it has.
+void Moves::add(Move& move, std::vector<Way> ways) {
+    const int32_t groups = move.groups();
+    const size_t count = move.spec.ways.size() + ways.size();
+    int64_t added = 0;
+    for (const Way& way : ways) added += way.pages;
+    const size_t rows = static_cast<size_t>(move.rows() + added);
+    move.first_row.reserve(count + 1);
+    move.cursors.reserve(count);
+    move.spec.ways.reserve(count);
+    move.copyable.resize(count * groups);
+    move.cells.resize(rows * groups, Cell::kOpen);
+    move.left.resize(rows, groups);
+    move.late.resize(rows, 0);
+    if (move.work == Work::kLoad) {
+        move.there.resize(rows * groups, 0);
+        move.next.resize(rows, 0);
+    }
+    move.outcome.statuses.resize(rows, Status::kPending);
+    for (Way& way : ways) {
+        const bool read = move.work == Work::kLoad && reads(way);
+        move.first_row.push_back(move.rows() + static_cast<int32_t>(way.pages));
+        move.cursors.push_back({read || move.work == Work::kWrite ? 0 : groups, 0});
+        for (int32_t& todo : move.todo) todo += static_cast<int32_t>(way.pages);
+        for (int32_t& unread : move.unread) unread += read ? static_cast<int32_t>(way.pages) : 0;
+        move.spec.ways.push_back(std::move(way));
+    }
+    move.turn = {-1, -1};  // it may come again
+    news_.copies += 1 + (move.work == Work::kWrite ? 0 : added * limits_.extent_bytes);
+    if (move.work != Work::kGather) news_.io = true;
+}
+
+bool Moves::reads(const Way& way) const { return spaces_[way.source].kind == Space::Kind::kFiles; }
+
+// Whether pages that are read pass through the reserve, and stay nowhere but in the planes.
+bool Moves::passes(const Way& way) const {
+    return reads(way) && way.places.empty() && spaces_[way.target].kind == Space::Kind::kPlanes;
 }
 
 void Moves::refuse(Status status) {
@@ -150,20 +201,21 @@ void Moves::cancel(int64_t id) {
     if (move.over || move.work != Work::kLoad) return;
     move.cancelled = news_.io = true;
     ++news_.copies;
-    for (int32_t w = 0; w < move.ways(); ++w) {
-        const Way& way = move.spec.ways[w];
-        const bool passes = spaces_[way.source].kind == Space::Kind::kFiles && way.places.empty() &&
-                            spaces_[way.target].kind == Space::Kind::kPlanes;
-        for (int32_t row = move.first_row[w]; passes && row < move.first_row[w + 1]; ++row) {
-            judge(move, row, Status::kCancelled);
-        }
-    }
+    for (int32_t way = 0; way < move.ways(); ++way) call_off(move, way);
     settle(move);
+}
+
+// Pages of a cancelled load that would stay nowhere but in the planes are read for nothing.
+void Moves::call_off(Move& move, int32_t way) {
+    if (!passes(move.spec.ways[way])) return;
+    for (int32_t row = move.first_row[way]; row < move.first_row[way + 1]; ++row) judge(move, row, Status::kCancelled);
 }
 
 bool Moves::ended(int64_t move) const { return at(move).over; }
 
 int32_t Moves::groups(int64_t move) const { return at(move).groups(); }
+
+int64_t Moves::rows(int64_t move) const { return at(move).rows(); }
 
 bool Moves::ready(int64_t id, int32_t group, int64_t* point) const {
     const Move& move = at(id);
@@ -227,46 +279,47 @@ bool Moves::take_write(bool foreign, IoJob* job) {
 // The next part of a load that is to be read: groups in their order, of each the ways in theirs.
 bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
     const bool was_open = !move.all_issued();
-    while (!move.all_issued()) {
-        const Way& way = move.spec.ways[move.way];
-        if (spaces_[way.source].kind != Space::Kind::kFiles || move.page == way.pages) {
-            move.advance();
+    for (int32_t number; (number = move.next_way()) != move.ways();) {
+        const Way& way = move.spec.ways[number];
+        Move::Cursor& cursor = move.cursors[number];
+        if (cursor.page == way.pages) {
+            cursor = {cursor.group + 1, 0};
             continue;
         }
         const Status refusal = move.expired ? Status::kDeadline : refusal_;
         if (refusal != Status::kPending || move.broken) {
-            for (; move.page < way.pages && !move.broken; ++move.page) {
-                judge(move, move.first_row[move.way] + static_cast<int32_t>(move.page), refusal);
+            for (; cursor.page < way.pages && !move.broken; ++cursor.page) {
+                judge(move, move.first_row[number] + static_cast<int32_t>(cursor.page), refusal);
             }
-            move.page = way.pages;
+            cursor.page = way.pages;
             continue;
         }
-        const bool passes = way.places.empty() && spaces_[way.target].kind == Space::Kind::kPlanes;
-        const Group& group = move.spec.groups[move.group];
+        const bool passes = this->passes(way);
+        const Group& group = move.spec.groups[cursor.group];
         const int64_t part = group.bytes(passes);
         const int64_t bytes = spaces_[way.source].foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
         // What passes through the reserve fills the slots that it takes.
         const int64_t extent = passes ? limits_.extent_bytes : 1, whole = (bytes + extent - 1) / extent * extent;
         const int64_t most = std::max<int64_t>(1, whole / std::max<int64_t>(1, part));
         auto reading = std::make_unique<Reading>();
-        int64_t page = move.page;
+        int64_t page = cursor.page;
         for (; page < way.pages && static_cast<int64_t>(reading->pages.size()) < most; ++page) {
-            const int32_t row = move.first_row[move.way] + static_cast<int32_t>(page);
+            const int32_t row = move.first_row[number] + static_cast<int32_t>(page);
             if (move.pending(row)) reading->pages.push_back({row, way.sources[page], 0});
         }
         if (reading->pages.empty()) {
-            move.page = page;
+            cursor.page = page;
             continue;
         }
-        reading->way = move.way;
-        reading->group = move.group;
+        reading->way = number;
+        reading->group = cursor.group;
         reading->part = part;
         if (part == 0) {  // what there is of these layers came with the group before
-            move.page = page;
+            cursor.page = page;
             for (size_t i = 0; i < reading->pages.size(); ++i) landed(move, *reading, static_cast<int32_t>(i));
             continue;
         }
-        if (others_turn(move, way.source, foreign)) return false;
+        if (others_turn(move, number, way.source, foreign)) return false;
         if (!fits(static_cast<int64_t>(reading->pages.size()) * part, foreign)) return false;
         if (passes) {
             const int64_t wanted = static_cast<int64_t>(reading->pages.size()) * part;
@@ -280,7 +333,7 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
             const size_t room = static_cast<size_t>(reading->slots * limits_.extent_bytes / part);
             if (room < reading->pages.size()) {
                 reading->pages.resize(room);
-                page = reading->pages.back().row - move.first_row[move.way] + 1;
+                page = reading->pages.back().row - move.first_row[number] + 1;
             }
             for (size_t i = 0; i < reading->pages.size(); ++i) {
                 reading->pages[i].at = reading->slot * limits_.extent_bytes + static_cast<int64_t>(i) * part;
@@ -288,10 +341,10 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
         } else {
             const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
             for (Transfer& one : reading->pages) {
-                one.at = places[one.row - move.first_row[move.way]] * limits_.extent_bytes + group.start;
+                one.at = places[one.row - move.first_row[number]] * limits_.extent_bytes + group.start;
             }
         }
-        move.page = page;
+        cursor.page = page;
         job->write = false;
         job->memory = passes ? reserve_space_ : way.places.empty() ? way.target : way.through;
         job->files = way.source;
@@ -312,31 +365,32 @@ bool Moves::fits(int64_t bytes, bool foreign) {
 }
 
 // Whether the next I/O of a move is not for who asks: then it may be for those that found nothing before.
-bool Moves::others_turn(Move& move, int32_t files, bool foreign) {
+bool Moves::others_turn(Move& move, int32_t way, int32_t files, bool foreign) {
     if (spaces_[files].foreign == foreign) return false;
-    const std::pair turn{move.group, move.way};
+    const std::pair turn{move.cursors[way].group, way};
     if (std::exchange(move.turn, turn) != turn) news_.io = true;
     return true;
 }
 
 bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
-    while (!move.all_issued()) {
-        const Way& way = move.spec.ways[move.way];
-        if (move.page == way.pages) {
-            move.advance();
+    for (int32_t number; (number = move.next_way()) != move.ways();) {
+        const Way& way = move.spec.ways[number];
+        Move::Cursor& cursor = move.cursors[number];
+        if (cursor.page == way.pages) {
+            cursor = {cursor.group + 1, 0};
             continue;
         }
-        if (others_turn(move, way.target, foreign)) return false;
+        if (others_turn(move, number, way.target, foreign)) return false;
         const int64_t bytes = foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
         const int64_t most = std::max<int64_t>(1, bytes / limits_.extent_bytes);
-        const int64_t end = std::min(way.pages, move.page + most);
-        if (!fits((end - move.page) * limits_.extent_bytes, foreign)) return false;
+        const int64_t end = std::min(way.pages, cursor.page + most);
+        if (!fits((end - cursor.page) * limits_.extent_bytes, foreign)) return false;
         auto reading = std::make_unique<Reading>();
-        for (; move.page < end; ++move.page) {
-            const int32_t row = move.first_row[move.way] + static_cast<int32_t>(move.page);
-            reading->pages.push_back({row, way.targets[move.page], way.sources[move.page] * limits_.extent_bytes});
+        for (; cursor.page < end; ++cursor.page) {
+            const int32_t row = move.first_row[number] + static_cast<int32_t>(cursor.page);
+            reading->pages.push_back({row, way.targets[cursor.page], way.sources[cursor.page] * limits_.extent_bytes});
         }
-        reading->way = move.way;
+        reading->way = number;
         reading->write = true;
         reading->part = limits_.extent_bytes;
         job->write = true;
@@ -345,7 +399,10 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
         job->start = 0;
         job->stop = limits_.extent_bytes;
         issue(move, std::move(reading), job);
-        while (!move.all_issued() && move.page == move.spec.ways[move.way].pages) move.advance();  // it waits no more
+        for (int32_t n; (n = move.next_way()) != move.ways();) {  // it waits no more where nothing is left
+            if (move.cursors[n].page != move.spec.ways[n].pages) break;
+            ++move.cursors[n].group;
+        }
         return true;
     }
     return false;
@@ -353,7 +410,7 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
 
 void Moves::issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job) {
     // The next may be for those that found nothing before: foreign, or not.
-    if (move.all_issued() || move.page == move.spec.ways[move.way].pages) news_.io = news_.io || move.ways() > 1;
+    if (move.cursors[reading->way].page == move.spec.ways[reading->way].pages) news_.io = news_.io || move.ways() > 1;
     reading->id = job->id = next_job_++;
     reading->move = &move;
     reading->left = static_cast<int32_t>(reading->pages.size());
@@ -649,11 +706,11 @@ void Moves::end_cell(Move& move, int32_t row, int32_t group) {
 void Moves::judge(Move& move, int32_t row, Status status) {
     if (!move.pending(row)) return;
     move.outcome.statuses[row] = status;
+    if (move.turn.second >= 0) news_.io = true;  // it may have been what others were called for
     int32_t way = 0;
     while (row >= move.first_row[way + 1]) ++way;
     const Way& of = move.spec.ways[way];
-    const bool read = spaces_[of.source].kind == Space::Kind::kFiles;
-    const bool passes = of.places.empty() && spaces_[of.target].kind == Space::Kind::kPlanes;
+    const bool read = reads(of), passes = this->passes(of);
     for (int32_t group = 0; group < move.groups(); ++group) {
         const size_t cell = move.cell(row, group);
         if (move.cells[cell] == Cell::kDone) continue;
@@ -703,18 +760,20 @@ void Moves::pass_deadline(Move& move) {
         next_read(move, false, &none);  // which gives what is left its verdict
         return;
     }
-    for (; !move.all_issued(); move.advance()) {  // nothing touches what was never begun
-        for (; move.page < move.spec.ways[move.way].pages; ++move.page) {
-            const int32_t row = move.first_row[move.way] + static_cast<int32_t>(move.page);
+    for (int32_t way = 0; way < move.ways(); ++way) {  // nothing touches what was never begun
+        Move::Cursor& next = move.cursors[way];
+        for (int64_t& page = next.page; next.group == 0 && page < move.spec.ways[way].pages; ++page) {
+            const int32_t row = move.first_row[way] + static_cast<int32_t>(page);
             move.outcome.late.push_back(row);
             end_late(move, row);
             --move.todo[0];
         }
+        next.group = move.groups();
     }
 }
 
 void Moves::settle(Move& move) {
-    if (move.over || move.ios != 0 || move.copying != 0) return;
+    if (move.over || move.spec.open || move.ios != 0 || move.copying != 0) return;
     const bool all = std::all_of(move.todo.begin(), move.todo.end(), [](int32_t left) { return left == 0; });
     if (!all && !move.broken) return;
     for (Move::Copyable& copyable : move.copyable) {  // of a broken load

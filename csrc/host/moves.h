@@ -60,12 +60,16 @@ public:
     // --- for who wants bytes moved
 
     void begin(MoveSpec spec);
+    // More ways of a load that was begun open: their rows come behind those that it has. Until the `last` of them is there
+    // no group is ready, and it does not end. False where it is not open.
+    bool extend(int64_t move, std::vector<Way> ways, bool last);
     // Copy no further into the planes; what is being read comes to its end.
     void cancel(int64_t move);
     // From now on no read begins: its pages get this verdict. `kPending`: reads may begin again.
     void refuse(Status status);
     bool knows(int64_t move) const { return moves_.contains(move); }
     int32_t groups(int64_t move) const;
+    int64_t rows(int64_t move) const;
     bool ended(int64_t move) const;
     // Whether all copies of a group are done, or queued on a GPU. `point`: while one of these is under way, what the last
     // of them was queued with, else 0. Of a move that has ended every group is ready.
@@ -114,11 +118,15 @@ private:
     using Order = std::map<std::pair<Priority, int64_t>, Move*>;  // of one priority, as they came
 
     Move& at(int64_t move) const { return *moves_.at(move); }
+    void add(Move& move, std::vector<Way> ways);
+    bool reads(const Way& way) const;
+    bool passes(const Way& way) const;
+    void call_off(Move& move, int32_t way);
     bool take_read(bool foreign, IoJob* job);
     bool take_write(bool foreign, IoJob* job);
     bool next_read(Move& move, bool foreign, IoJob* job);
     bool next_write(Move& move, bool foreign, IoJob* job);
-    bool others_turn(Move& move, int32_t files, bool foreign);
+    bool others_turn(Move& move, int32_t way, int32_t files, bool foreign);
     void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
     bool fits(int64_t bytes, bool foreign);
     void landed(Move& move, Reading& reading, int32_t page);

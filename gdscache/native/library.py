@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gdscache.errors import NativeCallError, NativeMissingError, NativeVersionError
 
-ABI = 6  # GDSCACHE_ABI of csrc/host/api.h
+ABI = 7  # GDSCACHE_ABI of csrc/host/api.h
 PATH = Path(__file__).with_name("libgdscache_host.so")
 _HINT = "install the wheel of this machine's architecture, or run make (python tools/native_build.py) in the sources"
 
@@ -56,7 +56,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "executor_close": (_void, (_at,)),
     "executor_stop": (_void, (_at,)),
     "executor_disk": (_text, (_at,)),
-    "move_begin": (_int, (_at, _long, _int, _long, _at, _long, _at, _long, _at, _long)),
+    "move_begin": (_int, (_at, _long, _int, _long, _at, _long, _at, _long, _at, _long, _int)),
+    "move_extend": (_int, (_at, _long, _at, _long, _int)),
     "move_cancel": (_int, (_at, _long)),
     "move_wait": (_int, (_at, _long, _int, _long, _at)),
     "move_outcome": (_int, (_at, _long, _at, _long, _at, _at, _at, _at, _long, _at, _long)),
@@ -108,8 +109,18 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 # Those that are over at once keep the interpreter's lock: whoever gives it up may wait 5 ms to have it again.
 # `disk_submit` is over at once where threads copy what it hands over, as they do for all that Python submits.
 _QUICK = frozenset({"abi", "best_arm", "has_arm", "pool_open", "pool_close", "disk_name", "disk_pending", "disk_wake"})
-_QUICK |= {"disk_submit", "executor_stop", "executor_disk", "move_begin", "move_cancel", "move_outcome", "refuse"}
-_QUICK |= {"move_forget", "io_ended", "copy_queued", "copy_ended", "held_slots", "free_slots", "trace", "take_spans"}
+_QUICK |= {"disk_submit", "executor_stop", "executor_disk", "move_begin", "move_extend", "move_cancel", "move_outcome"}
+_QUICK |= {
+    "refuse",
+    "move_forget",
+    "io_ended",
+    "copy_queued",
+    "copy_ended",
+    "held_slots",
+    "free_slots",
+    "trace",
+    "take_spans",
+}
 _QUICK |= {"gpu_why", "gpu_api", "gpu_last", "gpu_reached", "gpu_follow"}
 _QUICK |= {"cufile_why", "cufile_text"}
 _QUICK |= {"blocks_fault", "take_rows", "put_rows", "take_unbound"}

@@ -163,7 +163,8 @@ private:
         const bool cancels = what == 0 && all_, hurries = what == 1, waits = what == 2;
         const Nanoseconds until = hurries ? after(static_cast<double>(random_.below(400)) * 1e-6) : after(60);
         const auto priority = random_.below(2) ? Priority::kLoad : Priority::kPrefetch;
-        const int64_t move = rig_.begin(priority, until, std::move(ways), groups);
+        const int64_t move = random_.below(2) ? rig_.begin(priority, until, std::move(ways), groups)
+                                              : rig_.begin_open(priority, until, std::move(ways), groups);
         if (cancels) {
             std::this_thread::sleep_for(std::chrono::microseconds(random_.below(300)));
             CHECK(rig_.executor->cancel(move));

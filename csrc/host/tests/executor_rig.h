@@ -118,6 +118,22 @@ public:
         return id;
     }
 
+    // The same, way by way, with other work between.
+    int64_t begin_open(Priority priority, Nanoseconds until, std::vector<Way> ways, std::vector<Group> groups) {
+        const int64_t id = next_++;
+        CHECK(executor->begin({id, priority, until, {}, std::move(groups), {}, true}));
+        for (size_t n = 0; n < ways.size(); n++) {
+            std::this_thread::sleep_for(std::chrono::microseconds(30 * n));
+            Waited waited;
+            int64_t point;
+            CHECK(executor->wait(id, -1, 0, &waited, &point) && waited == Waited::kTimeout);
+            CHECK(executor->wait(id, 0, 0, &waited, &point) && waited == Waited::kTimeout);
+            CHECK(executor->extend(id, {std::move(ways[n])}, false));
+        }
+        CHECK(executor->extend(id, {}, true) && !executor->extend(id, {}, true));
+        return id;
+    }
+
     // The outcome of a move, when nothing touches its bytes any more.
     Outcome finish(int64_t move) {
         Waited waited;

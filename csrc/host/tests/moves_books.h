@@ -281,6 +281,7 @@ protected:
 
     // Whether nothing of a group is left to be queued or copied.
     static bool group_done(const Booked& book, int32_t group, bool perhaps) {
+        if (book.spec.open) return false;
         return std::all_of(book.rows.begin(), book.rows.end(), [&](const Row& row) {
             if (book.store) return row.ended;
             const Cell& cell = row.cells[group];

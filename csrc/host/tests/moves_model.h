@@ -32,23 +32,26 @@ public:
             book.spec.groups = {
                 {0, world.limits.layers, 0, extent, 0, extent, 0, extent, asked.route, asked.summed_route}};
         }
-        for (size_t w = 0; w < spec.ways.size(); w++) {
-            for (int64_t page = 0; page < spec.ways[w].pages; page++) {
-                Row& row = book.rows.emplace_back();
-                row.way = static_cast<int32_t>(w);
-                row.page = page;
-                row.cells.resize(book.spec.groups.size());
-            }
+        for (size_t w = 0; w < spec.ways.size(); w++) add_rows(book, w);
+    }
+
+    void extend(int64_t id, const std::vector<Way>& ways, bool last) {
+        Booked& book = books.at(id);
+        CHECK(book.spec.open && !book.over);
+        for (const Way& more : ways) {
+            book.spec.ways.push_back(more);
+            add_rows(book, book.spec.ways.size() - 1);
         }
+        if (book.cancelled) give_up_passing(book);
+        if (book.expired) never_read(book, Status::kDeadline);
+        book.spec.open = !last;
     }
 
     void cancel(int64_t id) {
         Booked& book = books.at(id);
         if (book.over || !book.load()) return;
         book.cancelled = true;
-        for (Row& row : book.rows) {
-            if (passes(way(book, row))) judge(row, Status::kCancelled);
-        }
+        give_up_passing(book);
     }
 
     void expire(Nanoseconds now) {
@@ -302,8 +305,8 @@ public:
             if (book.forgotten) continue;
             if (!book.over) {
                 const bool idle = book.ios == 0 && book.copies == 0, ended = moves.ended(id);
-                CHECK(!ended || (idle && (book.broken || answered(book, true))));
-                CHECK(ended || !(idle && (book.broken || answered(book, false))));
+                CHECK(!ended || (idle && !book.spec.open && (book.broken || answered(book, true))));
+                CHECK(ended || book.spec.open || !(idle && (book.broken || answered(book, false))));
                 book.over = ended;
                 if (ended) check_outcome(book);
             }
@@ -341,6 +344,21 @@ public:
     }
 
 private:
+    static void add_rows(Booked& book, size_t way) {
+        for (int64_t page = 0; page < book.spec.ways[way].pages; page++) {
+            Row& row = book.rows.emplace_back();
+            row.way = static_cast<int32_t>(way);
+            row.page = page;
+            row.cells.resize(book.spec.groups.size());
+        }
+    }
+
+    void give_up_passing(Booked& book) {
+        for (Row& row : book.rows) {
+            if (passes(way(book, row))) judge(row, Status::kCancelled);
+        }
+    }
+
     void check_outcome(const Booked& book) const {
         const Outcome& outcome = moves.outcome(book.id);
         CHECK(outcome.statuses.size() == book.rows.size() && outcome.broken == book.broken);

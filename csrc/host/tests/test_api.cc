@@ -161,7 +161,7 @@ struct Asking {
     }
 
     int32_t begin(gdscache_executor* executor) {
-        return gdscache_move_begin(executor, move, priority, 0, ways_at, n_ways, groups_at, n_groups, after, n_after);
+        return gdscache_move_begin(executor, move, priority, 0, ways_at, n_ways, groups_at, n_groups, after, n_after, open);
     }
 
     int64_t slots[8], blocks[16], places[8];
@@ -173,7 +173,7 @@ struct Asking {
     const uint64_t events[2] = {8, 16};
     const uint64_t* after = events;
     int64_t move = 1, n_ways = 2, n_groups = 2, n_after = 2;
-    int32_t priority = 0;
+    int32_t priority = 0, open = 0;
 };
 
 void hostile_moves(gdscache_executor* executor) {
@@ -240,7 +240,11 @@ void hostile_moves(gdscache_executor* executor) {
         one.ways[0] = {kForeignCpu, kSsd, -1, 0, 2, at(one.slots), at(one.slots), 0, 0};
         one.n_ways = 1;
     });
-    CHECK(gdscache_move_begin(nullptr, 1, 0, 0, nullptr, 0, nullptr, 0, nullptr, 0) == -EINVAL);
+    refused([](Asking& one) {  // a store is not open
+        one.ways[0] = {kForeignCpu, kForeignSsd, -1, 0, 2, at(one.slots), at(one.slots), 0, 0};
+        one.n_ways = 1, one.open = 1;
+    });
+    CHECK(gdscache_move_begin(nullptr, 1, 0, 0, nullptr, 0, nullptr, 0, nullptr, 0, 0) == -EINVAL);
 }
 
 // The other calls, about moves and jobs that nobody knows.
@@ -267,6 +271,46 @@ void hostile_calls(gdscache_executor* executor) {
     CHECK(gdscache_expire(executor, INT64_MAX) == 0 && gdscache_expire(executor, INT64_MIN) == 0);
 }
 
+// More ways are taken as the first ones are, and by a move that is open alone.
+void more_ways(gdscache_executor* executor) {
+    Asking one;
+    one.move = 8;
+    one.ways[0] = {kForeignSsd, kForeignPlanes, kForeignCpu, 0, 4, at(one.slots), at(one.blocks), at(one.places), 0};
+    CHECK(gdscache_move_begin(executor, 8, 0, INT64_MAX, one.ways, 1, one.groups, 2, nullptr, 0, 1) == 0);
+    const gdscache_way good = {kForeignCpu, kForeignPlanes, -1, 0, 4, at(one.slots), at(one.blocks), 0, 0};
+    const auto more = [&](gdscache_way way, int64_t count = 1, int64_t move = 8) {
+        return gdscache_move_extend(executor, move, &way, count, 1);
+    };
+    const auto bad = [&](auto change) {
+        gdscache_way way = good;
+        change(way);
+        return more(way) == -EINVAL;
+    };
+    CHECK(bad([](gdscache_way& way) { way.source = kForeignPlanes; }));
+    CHECK(bad([](gdscache_way& way) { way.target = kForeignSsd; }));
+    CHECK(bad([](gdscache_way& way) { way.sources = 0; }));
+    for (const int64_t value : kHuge) {
+        CHECK(bad([&](gdscache_way& way) { way.pages = value; }));
+        CHECK(more(good, 1, value) == -ENOENT);
+        CHECK(more(good, value) == -EINVAL);
+    }
+    CHECK(gdscache_move_extend(executor, 8, nullptr, 1, 1) == -EINVAL);
+    CHECK(gdscache_move_extend(nullptr, 8, &good, 1, 1) == -EINVAL);
+    int64_t point = -1;
+    CHECK(gdscache_move_cancel(executor, 8) == 0 && gdscache_move_wait(executor, 8, -1, 0, &point) == 0);
+    CHECK(gdscache_move_extend(executor, 8, nullptr, 0, 0) == 0 && more(good) == 0 && more(good) == -EINVAL);
+    gdscache_io job;
+    for (int n = 0; n < 2; n++) {
+        CHECK(gdscache_take_io(executor, 0, &job) == 1 && job.move == 8 && job.count == 4);
+        const int32_t ends[][2] = {{0, 0}, {1, 0}, {2, 0}, {3, 0}};
+        CHECK(gdscache_io_ended(executor, job.id, &ends[0][0], 4) == 0);
+    }
+    gdscache_copy copy;
+    CHECK(gdscache_take_copy(executor, 0, &copy) == 0);  // nothing to copy, and nothing to find out
+    CHECK(gdscache_move_wait(executor, 8, -1, 0, &point) == 1 && gdscache_move_forget(executor, 8) == 0);
+    CHECK(more(good) == -ENOENT);
+}
+
 // What is refused leaves a foreign job as it was.
 void refused_ends(gdscache_executor* executor) {
     Asking one;
@@ -275,8 +319,8 @@ void refused_ends(gdscache_executor* executor) {
     one.ways[0].target = kForeignPlanes;
     one.ways[0].through = kForeignCpu;
     one.n_ways = 1;
-    CHECK(gdscache_move_begin(executor, 5, 0, INT64_MAX, one.ways, 1, one.groups, 2, one.events, 2) == 0);
-    CHECK(gdscache_move_begin(executor, 5, 0, INT64_MAX, one.ways, 1, one.groups, 2, nullptr, 0) == -EEXIST);
+    CHECK(gdscache_move_begin(executor, 5, 0, INT64_MAX, one.ways, 1, one.groups, 2, one.events, 2, 0) == 0);
+    CHECK(gdscache_move_begin(executor, 5, 0, INT64_MAX, one.ways, 1, one.groups, 2, nullptr, 0, 0) == -EEXIST);
     int64_t point = -1;
     CHECK(gdscache_move_wait(executor, 5, 2, 0, &point) == -ENOENT);
     CHECK(gdscache_move_wait(executor, 5, 1, INT64_MIN, &point) == 0);
@@ -324,7 +368,7 @@ void refused_ends(gdscache_executor* executor) {
     CHECK(n_errors == 0 && n_late == 0 && gdscache_move_forget(executor, 5) == 0);
     // A broken copy says why, as far as there is room.
     one.ways[0] = {kForeignCpu, kForeignPlanes, -1, 0, 4, at(one.slots), at(one.blocks), 0, 0};
-    CHECK(gdscache_move_begin(executor, 6, 0, INT64_MAX, one.ways, 1, one.groups, 2, nullptr, 0) == 0);
+    CHECK(gdscache_move_begin(executor, 6, 0, INT64_MAX, one.ways, 1, one.groups, 2, nullptr, 0, 0) == 0);
     CHECK(gdscache_take_copy(executor, 0, &copy) == 1 && !copy.sums);
     CHECK(gdscache_copy_ended(executor, copy.id, nullptr, "the cable is out") == 0);
     CHECK(gdscache_move_wait(executor, 6, 1, 0, &point) == 1 && point == 0 && gdscache_take_copy(executor, 0, &copy) == 0);
@@ -348,6 +392,7 @@ int main() {
     CHECK(one.open() == 0 && one.executor && std::string(gdscache_executor_disk(one.executor)) == "threads");
     hostile_moves(one.executor);
     hostile_calls(one.executor);
+    more_ways(one.executor);
     refused_ends(one.executor);
     gdscache_executor_close(one.executor);
     one.executor = nullptr;

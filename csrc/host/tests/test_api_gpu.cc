@@ -264,7 +264,7 @@ void executors(const Driver& driver, GpuPool& pool, gdscache_gpu* gpu) {
     const auto begin = [&](int64_t move, int32_t source, int32_t target) {
         const gdscache_way way{source, target, -1, 0, 1, at(source == 0 || source == 3 ? blocks.data() : &slot),
                                at(target == 0 || target == 3 ? blocks.data() : &slot), 0, 0};
-        return gdscache_move_begin(executor, move, 0, INT64_MAX, &way, 1, &group, 1, nullptr, 0);
+        return gdscache_move_begin(executor, move, 0, INT64_MAX, &way, 1, &group, 1, nullptr, 0, 0);
     };
     CHECK(begin(1, 2, 3) == -EINVAL && begin(1, 3, 2) == -EINVAL);  // the GPU has no planes of ours
     gdscache_copy job;

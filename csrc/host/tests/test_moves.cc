@@ -71,6 +71,9 @@ public:
             model_.look();
         }
         if (model_.refusal != Status::kPending) refuse(Status::kPending);
+        for (auto& [id, book] : model_.books) {
+            if (book.spec.open) extend(book, true);
+        }
         while (progress()) model_.look();
         model_.look();
         for (auto& [id, book] : model_.books) forget(book);
@@ -140,8 +143,24 @@ private:
                 {first, last, at, end, rounded_up(at), stop, at / kSector * kSector, stop, route(), route()});
             first = last;
         }
+        spec.open = work != 1 && work != 2 && coin(3);
         model_.begin(spec);
         moves_.begin(std::move(spec));
+    }
+
+    // More ways of a move, which may be the last of them.
+    void extend(const Booked& book, bool last) {
+        std::vector<Way> ways;
+        for (int64_t n = between(random_, 0, 2); n-- > 0;) ways.push_back(drawn_way(0));
+        model_.extend(book.id, ways, last);
+        CHECK(moves_.extend(book.id, std::move(ways), last));
+        CHECK(last || moves_.rows(book.id) == static_cast<int64_t>(book.rows.size()));
+    }
+
+    void extend_any() {
+        const auto found = any(model_.books);
+        if (found->second.spec.open) extend(found->second, coin(3));
+        else if (moves_.knows(found->first)) CHECK(!moves_.extend(found->first, {}, true));
     }
 
     // Those that found nothing sleep until the news are for them, as an `Executor` has it; what has happened for others
@@ -256,29 +275,30 @@ private:
     }
 
     void event(uint64_t most, bool calm) {
-        switch (random_.below(calm ? 12 : 16)) {
+        switch (random_.below(calm ? 13 : 17)) {
             case 0: case 1: if (model_.books.size() < most) begin(); break;
+            case 12: if (!model_.books.empty()) extend_any(); break;
             case 2: case 3: case 4: take_io(coin(2)); break;
             case 5: case 6: if (!model_.ios.empty()) end_io(calm); break;
             case 7: case 8: take_copy(random_.pick(kHands)); break;
             case 9: case 10: if (!model_.copies.empty()) end_copy(calm); break;
             case 11: if (!model_.books.empty()) forget(any(model_.books)->second); break;
-            case 12:
+            case 13:
                 if (const auto found = model_.books.empty() ? model_.books.end() : any(model_.books);
                     found != model_.books.end() && moves_.knows(found->first) && coin(4)) {
                     moves_.cancel(found->first);
                     model_.cancel(found->first);
                 }
                 break;
-            case 13:
+            case 14:
                 if (coin(6)) refuse(coin(2) ? Status::kPending : coin(2) ? Status::kSwitchedOff : Status::kLockLost);
                 break;
-            case 14:
+            case 15:
                 now_ += between(random_, 0, 12);
                 moves_.expire(now_);
                 model_.expire(now_);
                 break;
-            case 15: take_late(1 + random_.below(3)); break;
+            case 16: take_late(1 + random_.below(3)); break;
         }
     }
 
