@@ -40,6 +40,7 @@ from helpers import (
 
 from gdscache.errors import DeadlineError, EngineClosedError
 from gdscache.layout import GroupSizes, read_groups
+from gdscache.load import loader
 from gdscache.load import run as load_run
 from gdscache.load.handle import Gap, LayerwiseLoad
 from gdscache.prefetch.handle import Prefetch
@@ -349,9 +350,11 @@ def threads() -> list[str]:
 
 
 @contextlib.contextmanager
-def groups() -> Iterator[None]:
-    """Groups of layers that suit tiny pages."""
+def groups(first: int = 64) -> Iterator[None]:
+    """Groups of layers that suit tiny pages; so many pages are planned before the first of them moves."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "FIRST_PAGES", first)
+        patch.setattr(loader, "FIRST_BYTES", 0)
         patch.setattr(load_run, "GROUP_SIZES", SIZES)
         patch.setattr(load_run, "copy_groups", lambda layout, pages: read_groups(layout, pages, SIZES))
         yield
@@ -360,7 +363,7 @@ def groups() -> Iterator[None]:
 def play(seed: int, directory: Path, device: str = "cpu") -> Player:
     """Play a schedule, then look for leaks. What fails says how to play it again."""
     try:
-        with groups():
+        with groups(1 + seed % 3):
             before = descriptors()
             player = Player(seed, directory, device)
             player.play()

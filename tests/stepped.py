@@ -20,7 +20,7 @@ from stepped_machine import NS, Choice, SteppedEvent, SteppedMachine, When
 
 from gdscache.checksum import Checksums
 from gdscache.errors import IOFailedError
-from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait
+from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait, Way
 from gdscache.moves.moving import NativeMoving
 from gdscache.native.moves import NEVER
 from gdscache.streams import Landed
@@ -175,6 +175,9 @@ class SteppedExecutor:
     def over(self, number: int) -> Wait:
         return When(lambda: self.moves.wait(number, 0) is not None)
 
+    def expect(self, ways: Sequence[Way]) -> None:
+        """These checksums lie by their slots."""
+
     def tell_spans(self) -> None:
         """Nobody keeps times here."""
 
@@ -293,6 +296,9 @@ class _Moving:
     def end(self) -> Steps[End]:
         yield When(lambda: not self._left or self._late is not None)
         return End(self._errors, tuple(self._late or ()))
+
+    def extend(self, ways: Sequence[Way], *, last: bool) -> None:
+        raise AssertionError("a store is begun as a whole")
 
     def cancel(self) -> None:
         """A store goes on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import fake_gpu
@@ -13,7 +14,9 @@ from helpers import MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
 
 from gdscache import PageStatus
 from gdscache.layout import GroupSizes, read_groups
+from gdscache.load import loader
 from gdscache.load import run as load_run
+from gdscache.load.plan import LoadPlan
 from gdscache.moves import native
 from gdscache.native.moves import Limits
 from gdscache.storage.base import Op
@@ -164,3 +167,176 @@ def test_close_waits_for_a_load_that_begins(open_host: OpenHost, monkeypatch: py
     assert not closer.is_alive()
     ((load, _, _),) = found
     assert load.result(WAIT).pages == (PageStatus.LOADED,) * PAGES
+
+
+# -- in parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large loads have three pages and more: one of them, and then the others."""
+    monkeypatch.setattr(loader, "FIRST_PAGES", 1)
+    monkeypatch.setattr(loader, "FIRST_BYTES", 0)
+
+
+def between(host: Host, monkeypatch: pytest.MonkeyPatch, do: Callable[[LoadPlan], object]) -> list[int]:
+    """Call `do(plan)` before each part but the first; the pages that were planned before each."""
+    planner, found = host.engine.loader.planner, list[int]()
+    go_on = planner.go_on
+
+    def call(plan: LoadPlan, most: int | None = None) -> None:
+        found.append(len(plan))
+        if len(plan):
+            do(plan)
+        go_on(plan, most)
+
+    monkeypatch.setattr(planner, "go_on", call)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pages", "page_bytes", "part"),
+    [(128, 8 << 20, None), (129, 8 << 20, 64), (512, 1 << 18, None), (513, 1 << 18, 256)],
+)
+def test_which_loads_are_planned_in_parts(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, pages: int, page_bytes: int, part: int | None
+) -> None:
+    large = open_host(model=EVEN, cpu=4).engine.loader
+    monkeypatch.setattr(large, "layout", SimpleNamespace(page_bytes=page_bytes))
+    assert large._first_part(pages) == part
+
+
+@pytest.mark.usefixtures("_parts")
+@pytest.mark.parametrize("cpu", [16, None])
+def test_reads_begin_before_the_plan_is_whole(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None
+) -> None:
+    """And others have the manager's lock between."""
+    host = open_host(model=EVEN, transport=FAULTY, cpu=cpu)
+    tokens = stored(host, 1)
+    drop_from(host.engine, *(["cpu"] if cpu else []))
+    PLAN.reset()
+    looked: list[int] = []
+    begin = load_run.LoadRun.begin
+
+    def look(run: load_run.LoadRun) -> None:
+        begin(run)
+        if run._plan.whole:
+            return
+        until(lambda: len(PLAN.moved[Op.READ]) > 0, "a read begins")
+        other = threading.Thread(target=lambda: looked.append(host.engine.lookup(tokens).tokens))
+        other.start()
+        other.join(WAIT)
+
+    monkeypatch.setattr(load_run.LoadRun, "begin", look)
+    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    assert looked == [4 * PAGES]
+    settle(host.engine)
+
+
+@pytest.mark.usefixtures("_parts")
+@pytest.mark.parametrize("read", [False, True], ids=["copied", "read"])
+def test_parts_have_the_groups_of_the_whole(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, read: bool) -> None:
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16)
+    tokens, asked = stored(host, 1), list[int]()
+    if read:
+        drop_from(host.engine, "cpu")
+    name = "read_groups" if read else "copy_groups"
+    groups = getattr(load_run, name)
+
+    def count(layout: object, pages: int, *sizes: object) -> object:
+        asked.append(pages)
+        return groups(layout, pages, *sizes)
+
+    monkeypatch.setattr(load_run, name, count)
+    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    assert asked == [PAGES]
+
+
+@pytest.mark.usefixtures("_parts")
+def test_a_tail_that_is_read_has_the_groups_of_reads(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part lies in memory."""
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16)
+    tokens, asked = stored(host, 1), list[int]()
+    drop_from(host.engine, "cpu")
+    host.load(tokens[:8])
+    groups = load_run.read_groups
+    monkeypatch.setattr(load_run, "read_groups", lambda _, n, sizes: (asked.append(n), groups(_, n, sizes))[1])
+    assert host.load(tokens).bytes_by_tier == dict.fromkeys(("cpu", "ssd"), 2 * host.layout.page_bytes)
+    assert asked == [PAGES - 1]
+
+
+@pytest.mark.usefixtures("_parts")
+def test_a_page_that_goes_between_parts_ends_the_load(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = open_host(model=EVEN, cpu=16)
+    tokens = stored(host, 1)
+    gone = host.engine.pages(tokens)[2]
+
+    def drop(_: LoadPlan) -> None:
+        for tier in host.engine.manager.tiers.values():
+            if (entry := tier.index.get(gone.key)) is not None:
+                tier.index.drop(entry)
+
+    between(host, monkeypatch, drop)
+    load, blocks, _ = host.begin(tokens)
+    assert load.tokens == 2 * 4
+    assert load.result(WAIT).pages == (PageStatus.LOADED,) * 2
+    host.give(blocks)
+    settle(host.engine)
+
+
+@pytest.mark.usefixtures("_parts")
+@pytest.mark.parametrize("read", [False, True], ids=["copied", "read"])
+@pytest.mark.parametrize("where", ["the plan", "the move"])
+def test_a_part_that_breaks_off_leaves_nothing(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, read: bool, where: str
+) -> None:
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16)
+    tokens = stored(host, 1)
+    if read:
+        drop_from(host.engine, "cpu")
+    extend = host.engine._parts.executor.moves.extend
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise InjectedError
+
+    def fail_once(move: int, ways: Any, *, last: bool) -> None:
+        monkeypatch.setattr(host.engine._parts.executor.moves, "extend", extend)
+        raise InjectedError
+
+    hit, blocks = host.engine.lookup(tokens), host.take(PAGES)
+    with monkeypatch.context() as patch:
+        if where == "the plan":
+            between(host, patch, fail)
+        else:
+            patch.setattr(host.engine._parts.executor.moves, "extend", fail_once)
+        with pytest.raises(InjectedError):
+            host.engine.load(hit, blocks)
+    assert host.engine.stats()["leases"] == []
+    assert not host.engine.loader.planner._filling
+    host.give(blocks)
+    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    settle(host.engine)
+
+
+@pytest.mark.usefixtures("_parts")
+def test_a_part_whose_checksums_are_to_be_read_is_left_to_a_thread(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16)
+    tokens = stored(host, 1)
+    drop_from(host.engine, "cpu")
+    ssd, threads = host.engine.manager.ssd, list[str]()
+    assert ssd is not None
+    checksums = ssd.checksums
+
+    def note(entries: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return checksums(entries)
+
+    monkeypatch.setattr(ssd, "checksums", note)
+    between(host, monkeypatch, lambda _: monkeypatch.setattr(ssd, "at_hand", lambda entries: False))
+    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    assert threads[0] == threading.current_thread().name
+    assert [name.startswith("gdscache-load") for name in threads] == [False, True]
+    settle(host.engine)

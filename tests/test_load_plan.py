@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_index import chain
@@ -69,13 +70,23 @@ def leases(manager: TierManager) -> Counter[tuple[str, Page]]:
     return Counter({(name, e.page): e.leases for name, tier in manager.tiers.items() for e in tier.index})
 
 
-@given(st.lists(st.tuples(st.sampled_from(COPIES), st.sampled_from(PAGES)), max_size=10), st.booleans())
-def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]], keep: bool) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(COPIES), st.sampled_from(PAGES)), max_size=10),
+    st.booleans(),
+    st.none() | st.integers(1, 5),
+)
+def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]], keep: bool, part: int | None) -> None:
+    """However many pages of it are planned at a time."""
     pages = chain(1, len(kinds))
     (manager, planner), decided = prepare(pages, kinds), decide(kinds)
     had, under_way, filling = leases(manager), Counter(planner.under_way), dict(planner._filling)
     free = manager.cpu_index.free_slots
-    plan = planner.plan([pages], "load", keep=keep)
+    plan = planner.plan([pages], "load", keep=keep, most=part)
+    while not plan.whole:
+        assert len(plan) == len(plan.statuses) == len(plan.sources) == len(plan.targets) == plan.asked.at
+        assert plan.asked.left == len(pages) - len(plan)
+        planner.go_on(plan, part)
+    assert plan.requests == [range(len(decided))]
     rows = range(len(plan))
     tiers = [plan.tier_of(row) for row in rows]
     shared = {row: run.filling for run in plan.shared() for row in run.rows}
@@ -101,3 +112,67 @@ def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]]
     assert leases(manager) == had
     assert planner.under_way == under_way
     assert all(tier.index.check() == [] for tier in manager.tiers.values())
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(1, 5), st.data())
+def test_requests_of_a_plan_in_parts(lengths: list[int], part: int, data: st.DataObject) -> None:
+    """Each ends where a page is not there; parts go over the ends of requests."""
+    manager, planner = prepare([], [])
+    requests, there = [], []
+    assert manager.ssd is not None
+    for seed, length in enumerate(lengths):
+        pages = chain(seed + 1, length)
+        there.append(data.draw(st.integers(0, min(length, SLOTS - sum(there)))))
+        for page in pages[: there[-1]]:
+            put(manager.ssd.index, page, "at rest")
+        requests.append(pages)
+    plan = planner.plan(requests, "load", most=part)
+    planned = [len(plan)]
+    while not plan.whole:
+        planner.go_on(plan, part)
+        planned.append(len(plan) - sum(planned))
+    assert [len(rows) for rows in plan.requests] == there
+    assert plan.pages == [page for pages, n in zip(requests, there, strict=True) for page in pages[:n]]
+    assert all(n <= part for n in planned)
+    assert all(n == part for n in planned[:-1]) or sum(there) < sum(lengths)
+    assert len(plan.leases) == len(requests)
+    assert planner.under_way["ssd"] == len(plan)
+    planner.abandon(plan)
+    assert not +planner.under_way
+    assert not any(leases(manager).values())
+    assert not planner._filling
+
+
+def test_what_a_part_brings_pushes_no_later_page_out() -> None:
+    """The pages behind it are used no later than others, so that without a word they would be the first to go."""
+    pages, others = chain(1, 6), chain(2, SLOTS - 3)
+    manager, planner = prepare(pages, [("absent", "at rest")] * 3 + [("at rest", "at rest")] * 3)
+    for page in others:
+        put(manager.cpu_index, page, "at rest")
+    assert not manager.cpu_index.free_slots
+    plan = planner.plan([pages], "load", most=3)
+    planner.go_on(plan)
+    assert [plan.tier_of(row).name for row in range(6)] == ["ssd"] * 3 + ["cpu"] * 3
+    assert [target is not None for target in plan.targets] == [True] * 3 + [False] * 3
+    planner.abandon(plan)
+
+
+def test_a_part_that_breaks_off_leaves_what_was_planned() -> None:
+    pages = chain(1, 6)
+    manager, planner = prepare(pages, [("absent", "at rest")] * 6)
+    plan = planner.plan([pages, pages], "load", most=2)
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("injected")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_reserve", fail)
+        with pytest.raises(KeyError):
+            planner.go_on(plan, 2)
+    assert plan.whole
+    assert len(plan.requests) == 2
+    assert len(plan.statuses) == len(plan) == len(plan.targets)
+    planner.abandon(plan)
+    assert not any(leases(manager).values())
+    assert not planner._filling
+    assert len(manager.cpu_index) == 0

@@ -109,6 +109,7 @@ class Small:
     threads: int = 2
     keep: bool = True
     breaks: int = 0  # the copy that cannot be queued, from 1
+    part: int = 0  # pages that are planned before the first of them moves; 0: all
 
 
 @dataclasses.dataclass
@@ -127,6 +128,29 @@ class Begun:
         """What became of each page."""
         assert all(part.report is not None for part in self.load.parts), "no report"
         return [status for part in self.load.parts if part.report is not None for status in part.report.pages]
+
+
+class Parted(Loader):
+    """Loads are planned in parts."""
+
+    first = 0
+
+    def _first_part(self, pages: int) -> int | None:
+        return self.first if 0 < self.first < pages else None
+
+
+class Interrupted(LoadPlanner):
+    """Between the parts of a plan other things happen: whatever may, for a while."""
+
+    def __init__(self, manager: TierManager, run: Run) -> None:
+        super().__init__(manager)
+        self._run = run
+
+    def go_on(self, plan: LoadPlan, most: int | None = None) -> None:
+        for _ in range(2 if len(plan) else 0):
+            if found := self._run.executor.choices():
+                self._run.choose(found).do()
+        super().go_on(plan, most)
 
 
 class Run(Order):
@@ -152,9 +176,10 @@ class Run(Order):
         self.files = self.machine.files["ssd"]
         self.files.begins = self._read_begins
         self.executor = SteppedExecutor(self.choose, self.machine)
-        self.planner = LoadPlanner(self.manager)
+        self.planner = Interrupted(self.manager, self)
         config = LoadConfig(deadline=100.0, threads=small.threads, verify=small.verify)  # type: ignore[arg-type]
-        self.loader = Loader(self.planner, self.executor, LAYOUT, config, CPU, keep=small.keep, sizes=SIZES)
+        self.loader = Parted(self.planner, self.executor, LAYOUT, config, CPU, keep=small.keep, sizes=SIZES)
+        self.loader.first = small.part
         self.lane = self.executor.lane(Priority.PREFETCH, lambda: None)
         self.loads: list[Begun] = []
         self._blocks = iter(range(BLOCKS))
@@ -406,6 +431,17 @@ CASES = {
     "checked, beside others": Small((("load", 1, 3), ("checked", 1, 3), ("load", 2, 2)), resident=1, threads=1),
     **{f"checked, copy {n} breaks": Small((("checked", 1, 3), LOAD), resident=3, breaks=n) for n in (1, 2, 3)},
     "closed": Small((LOAD, ("close", 0, 0), ("load", 2, 2))),
+    "in parts": Small((("load", 1, 4),), part=1, faults=2),
+    "in parts, out of files and memory": Small((("load", 1, 4),), resident=2, part=1, cpu=8),
+    "in parts, memory alone": Small((("load", 1, 4),), resident=4, part=2),
+    "in parts, past the CPU tier": Small((("load", 1, 4),), part=1, keep=False),
+    "in parts, no CPU tier": Small((("load", 1, 4),), part=2, cpu=None, bounce=2),
+    "in parts, and shared": Small((("load", 1, 3), ("load", 2, 3), ("load", 1, 3)), part=1, cpu=8, threads=1),
+    "in parts, behind a prefetch": Small((("prefetch", 1, 3), ("load", 1, 4)), part=1, cpu=8),
+    "in parts, two requests": Small((("both", 1, 3),), part=2, cpu=8),
+    "in parts, cancelled": Small((("load", 1, 3), ("load", 2, 3), ("cancel", 0, 0)), part=1, keep=False),
+    "in parts, checked": Small((("checked", 1, 3), ("replace", 1, 3)), resident=3, part=1),
+    **{f"in parts, copy {n} breaks": Small((("load", 1, 3), LOAD), part=1, cpu=8, breaks=n) for n in (1, 2, 3)},
     "closed, one of two waiting": Small((LOAD, ("load", 2, 2), ("close", 0, 0)), threads=1),
 }
 

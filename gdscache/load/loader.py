@@ -24,6 +24,10 @@ from gdscache.streams import Event
 from gdscache.threads import log_failure
 from gdscache.tiers.page_io import Positions
 
+FIRST_PAGES = 64  # of a large load, and at least `FIRST_BYTES`, are planned before the first of them moves
+FIRST_BYTES = 64 << 20
+_Request = tuple[Sequence[Page], Blocks, int]
+
 
 class Loader:
     """Runs loads into planes of `device`. `keep`: what is read stays in the landing tier, as far as there is room."""
@@ -61,7 +65,7 @@ class Loader:
 
     def start(
         self,
-        requests: Sequence[tuple[Sequence[Page], Blocks, int]],
+        requests: Sequence[_Request],
         owner: str,
         after: Iterable[Event] = (),
         *,
@@ -75,19 +79,16 @@ class Loader:
         `checked`: only pages that are complete in the landing tier, without a second look and without a deadline.
         What is begun waits for nothing; ask the load whether it has `begun`, which may.
         """
+        first = self._first_part(sum(len(pages) for pages, _, _ in requests)) if here else None
         # Plans and the order of execution agree, so that waiting for another load ends.
         with self._order if here else contextlib.nullcontext():
             with self.manager.lock, contextlib.ExitStack() as undo:
                 self._check_open()
-                plan = self.planner.plan([some for some, _, _ in requests], owner, keep=self.keep, checked=checked)
+                asked = [some for some, _, _ in requests]
+                plan = self.planner.plan(asked, owner, keep=self.keep, checked=checked, most=first)
                 undo.callback(self.planner.abandon, plan)
-                found = list(zip(plan.requests, requests, strict=True))
-                tables = [blocks[: len(rows)] for rows, (_, blocks, _) in found]
-                table = (
-                    tables[0] if len(tables) == 1 else np.concatenate(tables) if tables else np.empty((0, 1), np.int64)
-                )
                 load = LayerwiseLoad(
-                    [LoadPart(len(rows), start) for rows, (_, _, start) in found],
+                    [LoadPart(0, start) for _, _, start in requests],
                     self.layout,
                     self.config.deadline,
                     timeline=self.manager.timeline,
@@ -95,24 +96,48 @@ class Loader:
                     calls=self.manager.calls,
                     checked=checked,
                 )
-                run = self._run(load, plan, table, tuple(after), checked=checked)
+                run = self._run(load, plan, _grown(load, plan, requests), tuple(after), checked=checked)
                 begins = here and run.brief
                 if not begins:
-                    self._submit(load, run)
+                    self._leave(load, run, plan, requests)
                 undo.pop_all()
             if begins:
-                self._begin(load, run)
+                self._begin(load, run, plan, requests, first)
         return load
 
-    def _begin(self, load: LayerwiseLoad, run: LoadRun) -> None:
-        """Begin in this thread, and leave the rest to one of the lane: its end too, where that breaks off."""
+    def _first_part(self, pages: int) -> int | None:
+        """How many pages are planned before the first of them moves; None: all of them."""
+        first = max(FIRST_PAGES, FIRST_BYTES // self.layout.page_bytes)
+        return first if pages > 2 * first else None
+
+    def _begin(
+        self, load: LayerwiseLoad, run: LoadRun, plan: LoadPlan, requests: Sequence[_Request], part: int | None
+    ) -> None:
+        """Begin in this thread, part by part of a large load, each twice as large as the one before. The rest is left
+        to a thread of the lane: the end too, where that breaks off."""
         try:
             run.begin()
+            while part is not None and not plan.whole:
+                part *= 2
+                with self.manager.lock:
+                    self.planner.go_on(plan, part if plan.asked.left >= 2 * part else None)
+                    run.grow(_grown(load, plan, requests))
+                    brief = run.brief
+                if not brief:
+                    break
+                run.begin()
             with self.manager.lock:
-                self._submit(load, run)
+                self._leave(load, run, plan, requests)
         except BaseException as error:  # noqa: BLE001 - `LayerwiseLoad.begun` raises it
             load.broken = error
             self._lane.start(self._lost(load, run))
+
+    def _leave(self, load: LayerwiseLoad, run: LoadRun, plan: LoadPlan, requests: Sequence[_Request]) -> None:
+        """To a thread of the lane, with a plan that is whole. The manager's lock is held."""
+        if not plan.whole:
+            self.planner.go_on(plan)
+            run.grow(_grown(load, plan, requests))
+        self._submit(load, run)
 
     def bring(self, plan: LoadPlan) -> Steps[LoadReport]:
         """Read pages into the slots of the landing tier that the plan has for them, and no further. Ends the plan.
@@ -178,3 +203,13 @@ class Loader:
         with self._order, self.manager.lock:
             self._closed = True
         self._lane.close()
+
+
+def _grown(load: LayerwiseLoad, plan: LoadPlan, requests: Sequence[_Request]) -> Blocks:
+    """Tell a load how many pages its plan has by now; their blocks, and perhaps more behind them."""
+    for part, rows in zip(load.parts, plan.requests, strict=False):
+        part.pages = len(rows)
+    tables = [blocks[: len(rows)] for rows, (_, blocks, _) in zip(plan.requests, requests, strict=False)]
+    if len(tables) == 1:
+        return requests[0][1]
+    return np.concatenate(tables) if tables else np.empty((0, 1), np.int64)

@@ -40,15 +40,40 @@ class Run:
     filling: tuple[LoadPlan, int] | None = None
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Asked:
+    """The pages that a load is asked for, one sequence a request, and how far its plan has come: up to page `at` of
+    request number `request`."""
+
+    requests: Sequence[Sequence[Page]] = ()
+    owner: str = ""
+    keep: bool = True
+    checked: bool = False
+    request: int = 0
+    at: int = 0
+
+    @property
+    def pages(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.requests))
+
+    @property
+    def left(self) -> int:
+        """Pages that no part of the plan has asked for."""
+        return sum(map(len, self.requests[self.request :])) - self.at
+
+
 class LoadPlan:
     """The pages that a load will move, in order, and the leases on everything that it touches, one a request.
 
     A page's row is its place in `pages`. `sources` are their entries in the tiers that `runs` say; `targets` those that
     they get in the landing tier, None where they get none. `requests`: the rows of each request. `statuses` are codes,
-    places in `STATUSES`, uint8 of shape (pages,); the manager's lock guards them.
+    places in `STATUSES`, uint8 of shape (pages,); the manager's lock guards them. A plan may be made in parts: then all
+    of it grows (`LoadPlanner.go_on`) until it is `whole`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Asked | None = None) -> None:
+        self.asked = Asked() if asked is None else asked
         self.leases: list[Lease] = []
         self.pages: list[Page] = []
         self.sources: list[Entry] = []
@@ -61,6 +86,11 @@ class LoadPlan:
 
     def __len__(self) -> int:
         return len(self.pages)
+
+    @property
+    def whole(self) -> bool:
+        """Whether no part is to come."""
+        return self.asked.request == len(self.asked.requests)
 
     def status(self, row: int) -> PageStatus:
         return STATUSES[int(self.statuses[row])]
@@ -143,61 +173,93 @@ class LoadPlanner:
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def plan(
-        self, requests: Sequence[Sequence[Page]], owner: str, *, keep: bool = True, checked: bool = False
+        self,
+        requests: Sequence[Sequence[Page]],
+        owner: str,
+        *,
+        keep: bool = True,
+        checked: bool = False,
+        most: int | None = None,
     ) -> LoadPlan:
         """Lease the consecutive pages of each request that the tiers hold, and reserve slots of the landing tier for
         those of slower ones, in one step.
 
         What finds no such slot, or is not promoted (without `keep`, all of them), is to pass through. Never waits.
-        `checked`: only what is complete in the landing tier, up to the first page that is not.
+        `checked`: only what is complete in the landing tier, up to the first page that is not. `most`: pages, of which
+        a first part is planned; then `go_on`.
         """
-        manager = self.manager
-        with manager.lock, contextlib.ExitStack() as undo:
-            plan = LoadPlan()
-            undo.callback(self._undo, plan)
-            for pages in requests:
-                plan.leases.append(manager.lease(owner))  # requests may have pages in common
-                with manager.timeline.span("plan", pages=len(pages)):
-                    manager.expire(pages)
-                    for due in self._due:
-                        due()
-                    first = len(plan)
-                    absent = self._lease_landed(plan, pages) if checked else self._lease(plan, pages)
-                    plan.requests.append(range(first, len(plan)))
-                    plan.targets += [None] * (len(plan) - first)
-                    if self._prefetched:
-                        self._note_uses(plan, first)
-                    if keep and self.landing is not None:
-                        self._reserve(self.landing.index, plan, self._promoted(plan, absent))
-            self._set_out(plan)
+        with self.manager.lock, contextlib.ExitStack() as undo:
+            plan = LoadPlan(Asked(requests, owner, keep, checked))
+            undo.callback(self.abandon, plan)
+            self.go_on(plan, most)
             undo.pop_all()
             return plan
 
-    def _lease(self, plan: LoadPlan, pages: Sequence[Page]) -> list[int]:
-        """Lease pages, up to the first that no tier has; the rows of those that the landing tier lacks."""
+    def go_on(self, plan: LoadPlan, most: int | None = None) -> None:
+        """Plan `most` pages more, or all that are left. A request whose next page is gone by now ends there."""
+        asked, first, runs = plan.asked, len(plan), len(plan.runs)
+        with self.manager.lock, contextlib.ExitStack() as undo:
+            undo.callback(self._break_off, plan)
+            while not plan.whole and (most is None or len(plan) - first < most):
+                pages = asked.requests[asked.request]
+                stop = len(pages) if most is None else min(len(pages), asked.at + most - (len(plan) - first))
+                if not asked.at:
+                    plan.leases.append(self.manager.lease(asked.owner))  # requests may have pages in common
+                    plan.requests.append(range(len(plan), len(plan)))
+                with self.manager.timeline.span("plan", pages=stop - asked.at):
+                    found = self._plan_some(plan, pages, stop)
+                if asked.at + found < stop or stop == len(pages):
+                    asked.request, asked.at = asked.request + 1, 0
+                else:
+                    asked.at = stop
+            self._set_out(plan, runs)
+            undo.pop_all()
+
+    def _plan_some(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> int:
+        """Plan pages of the request that it has come to, up to `stop`; how many there are."""
+        asked, first = plan.asked, len(plan)
+        self.manager.expire(pages if stop - asked.at == len(pages) else pages[asked.at : stop])
+        if not asked.at:
+            for due in self._due:
+                due()
+        absent = self._lease_landed(plan, pages, stop) if asked.checked else self._lease(plan, pages, stop)
+        plan.requests[-1] = range(plan.requests[-1].start, len(plan))
+        plan.targets += [None] * (len(plan) - first)
+        if self._prefetched:
+            self._note_uses(plan, first)
+        if asked.keep and self.landing is not None:
+            index, wanted = self.landing.index, self._promoted(plan, absent)
+            later = {page.key for page in pages[stop:]} if index.free_slots < len(wanted) else ()
+            self._reserve(index, plan, wanted, later)
+        return len(plan) - first
+
+    def _lease(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
+        """Lease pages up to `stop`, or the first that no tier has; the rows of those that the landing tier lacks."""
         absent: list[int] = []
-        first, at, end = len(plan), 0, len(pages)
-        while at < end:
-            taken = self._take_run(plan, pages, at, first + at, absent)
+        first = at = plan.asked.at
+        while at < stop:
+            taken = self._take_run(plan, pages, at, stop, len(plan) + at - first, absent)
             if not taken:
                 break
             at += taken
-        plan.pages += pages[:at]
+        plan.pages += pages[first:at]
         return absent
 
-    def _lease_landed(self, plan: LoadPlan, pages: Sequence[Page]) -> list[int]:
+    def _lease_landed(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
         """`_lease`, of the landing tier alone."""
         assert self.landing is not None, "pages of no tier"
-        entries = self._take(self.landing, pages, 0, len(pages), plan.leases[-1])
+        at = plan.asked.at
+        entries = self._take(self.landing, pages, at, stop, plan.leases[-1])
         if entries:
             plan.runs.append(Run(self.landing, range(len(plan), len(plan) + len(entries))))
             plan.sources += entries
-            plan.pages += pages[: len(entries)]
+            plan.pages += pages[at : at + len(entries)]
         return []
 
-    def _take_run(self, plan: LoadPlan, pages: Sequence[Page], at: int, row: int, absent: list[int]) -> int:
-        """Lease `pages[at]`, and those behind it that the same tier has and no faster one; how many. `row`: its row."""
-        stop, behind, lacking = len(pages), False, True  # pages before `stop` are in no faster tier
+    def _take_run(self, plan: LoadPlan, pages: Sequence[Page], at: int, stop: int, row: int, absent: list[int]) -> int:
+        """Lease `pages[at]`, and those behind it, before `stop`, that the same tier has and no faster one; how many.
+        `row`: its row."""
+        behind, lacking = False, True  # pages before `stop` are in no faster tier
         for tier in self._chain:
             entries = self._take(tier, pages, at, stop, plan.leases[-1])
             if entries:
@@ -217,7 +279,7 @@ class LoadPlanner:
                     return 1
                 lacking = copy is None  # any other copy is a store's, on its way: a slower tier may have the page
             if tier is not self._chain[-1]:
-                stop = min(stop, max(at + 1, tier.index.absent_until(pages, at)))
+                stop = min(stop, max(at + 1, tier.index.absent_until(pages, at, stop)))
         return 0
 
     def _take(self, tier: Tier, pages: Sequence[Page], start: int, stop: int, lease: Lease) -> list[Entry]:
@@ -236,10 +298,9 @@ class LoadPlanner:
     def _note_uses(self, plan: LoadPlan, first: int) -> None:
         assert self._prefetched is not None, "nothing was prefetched"
         for run in plan.runs:
-            for row in run.rows:
-                if row >= first:
-                    slot = plan.sources[row].slot if run.tier is self.landing else None
-                    self._prefetched.use(plan.pages[row].key, slot)
+            for row in run.rows[max(0, first - run.rows.start) :]:
+                slot = plan.sources[row].slot if run.tier is self.landing else None
+                self._prefetched.use(plan.pages[row].key, slot)
 
     def _promoted(self, plan: LoadPlan, rows: Sequence[int]) -> Sequence[int]:
         """Those that a load may leave in the landing tier, which has none of them."""
@@ -263,15 +324,29 @@ class LoadPlanner:
         self._filling.update(dict.fromkeys(slots, plan))
         plan.leases[-1].take(index, targets)
 
-    def _set_out(self, plan: LoadPlan) -> None:
-        """All pages are known. They count as under way until the plan ends."""
-        plan.statuses = np.zeros(len(plan), np.uint8)
-        for run in plan.runs:
-            plan.under_way[run.tier.name] += len(run.rows)
-        self.under_way.update(plan.under_way)
+    def _set_out(self, plan: LoadPlan, first: int = 0) -> None:
+        """All pages are known, or a part of them, whose runs begin with number `first`. They count as under way until
+        the plan ends."""
+        self._cover(plan)
+        under_way: Counter[str] = Counter()
+        for run in plan.runs[first:]:
+            under_way[run.tier.name] += len(run.rows)
+        plan.under_way.update(under_way)
+        self.under_way.update(under_way)
+
+    def _cover(self, plan: LoadPlan) -> None:
+        """Statuses for the pages that have none."""
+        new = np.zeros(len(plan) - len(plan.statuses), np.uint8)
+        plan.statuses = np.concatenate((plan.statuses, new)) if len(plan.statuses) else new
+
+    def _break_off(self, plan: LoadPlan) -> None:
+        """Something broke: what is planned is all there will be."""
+        self._cover(plan)
+        plan.requests += [range(len(plan), len(plan))] * (len(plan.asked.requests) - len(plan.requests))
+        plan.asked.request, plan.asked.at = len(plan.asked.requests), 0
 
     def _undo(self, plan: LoadPlan) -> None:
-        plan.statuses = np.zeros(len(plan), np.uint8)
+        self._cover(plan)
         self.abandon(plan)
 
     # -- prefetches ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from gdscache.layout import GroupSizes, PageLayout, copy_groups, read_groups
-from gdscache.load.plan import LoadPlan, LoadPlanner
+from gdscache.load.plan import LoadPlan, LoadPlanner, Run
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Steps, Way, failure
 from gdscache.native.library import integers
@@ -89,12 +89,14 @@ class LoadRun:
         self._plan = plan
         self._blocks = blocks
         self._after = after
-        self._shared = plan.shared()
-        self._begun = False
+        self._shared: list[Run] = []
+        self._begun = 0  # runs of the plan
+        self._all_begun = False
+        self._open = False  # more ways come to the move
         self._moving: Moving | None = None
         self._kept: Moving | None = None  # the move whose late pages are in quarantine
         self._rows = _NONE  # the row in the plan of each row of the move
-        self._last = not self._shared  # nothing comes behind the move
+        self._last = False  # nothing comes behind the move
         self._busy = ""  # the tier whose speed is measured
 
     # -- the moves -----------------------------------------------------------------------------------------------------
@@ -103,26 +105,50 @@ class LoadRun:
     def brief(self) -> bool:
         """Whether `begin` waits for nothing: no checksum has to be read first."""
         plan = self._plan
-        durable = [(run.tier, run.rows) for run in plan.runs if isinstance(run.tier, DurableTier)]
+        durable = [(run.tier, run.rows) for run in plan.runs[self._begun :] if isinstance(run.tier, DurableTier)]
         return all(tier.at_hand(plan.sources[rows.start : rows.stop]) for tier, rows in durable)
 
+    def grow(self, blocks: Positions) -> None:
+        """The plan has more pages. `blocks`: of all of them."""
+        self._blocks = blocks
+
     def begin(self) -> None:
-        """Begin the move, perhaps in the caller's thread. Raises what breaks it off, which `abort` then ends."""
-        self._begun = True
-        with self._manager.timeline.span("begin", load=self._load.number, pages=len(self._plan)):
+        """Begin what is planned and not begun yet, perhaps in the caller's thread. Raises what breaks it off, which
+        `abort` then ends."""
+        plan = self._plan
+        runs, self._begun = plan.runs[self._begun :], len(plan.runs)
+        self._shared += [run for run in runs if run.filling is not None]
+        self._all_begun = plan.whole
+        self._last = plan.whole and not self._shared
+        with self._manager.timeline.span("begin", load=self._load.number, pages=sum(len(run.rows) for run in runs)):
             ways: list[Way] = []
             order: list[Positions] = []
-            for name, tier in self._manager.tiers.items():  # the fastest first
-                rows = [run.rows for run in self._plan.runs if run.tier is tier and run.filling is None]
+            for tier in self._manager.tiers.values():  # the fastest first
+                rows = [run.rows for run in runs if run.tier is tier and run.filling is None]
                 for part, way in self._ways(tier, [*itertools.chain.from_iterable(rows)]) if rows else ():
                     order.append(part)
                     ways.append(way)
-                    slowest = name
-            if ways:
-                if self._blocks is not None:
-                    self._busy = slowest
-                    self._manager.busy.begin(slowest, self._start)
-                self._move(ways, order[0] if len(order) == 1 else np.concatenate(order))
+            self._hand_over(ways, order)
+            if plan.whole and self._blocks is not None and self._moving is not None:
+                self._busy = self._slowest()
+                self._manager.busy.begin(self._busy, self._start)
+
+    def _hand_over(self, ways: Sequence[Way], order: Sequence[Positions]) -> None:
+        """Begin the move, or let it go on: until the plan is whole it is open."""
+        if self._open:
+            assert self._moving is not None, "nothing is open"
+            self._rows = np.concatenate((self._rows, *order))
+            self._moving.extend(ways, last=self._plan.whole)
+            self._open = not self._plan.whole
+            if self._last:
+                self._load.carried_by(self._moving, last=True)
+        elif ways:
+            self._move(ways, order[0] if len(order) == 1 else np.concatenate(order), open_=not self._plan.whole)
+
+    def _slowest(self) -> str:
+        """The slowest tier that the move has pages of."""
+        found = {run.tier.name for run in self._plan.runs if run.filling is None}
+        return [name for name in self._manager.tiers if name in found][-1]
 
     def _ways(self, tier: Tier, rows: list[int]) -> list[tuple[Positions, Way]]:
         """Pages of a tier: those in memory; those that get a place in the landing tier, and those that get none."""
@@ -164,29 +190,45 @@ class LoadRun:
             return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
         return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), through, places, sums)
 
-    def _move(self, ways: Sequence[Way], rows: Positions) -> None:
+    def _move(self, ways: Sequence[Way], rows: Positions, *, open_: bool = False) -> None:
         """Begin a move."""
         priority = Priority.PREFETCH if self._blocks is None else Priority.LOAD
         seconds = max(0.0, self._until - self._executor.now())
         self._rows = rows
-        move = Move(priority, tuple(ways), seconds, self._groups(ways), self._load.number)
+        groups = self._groups(ways) if open_ or self._last else ()
+        move = Move(priority, tuple(ways), seconds, groups, self._load.number, open_)
         self._moving = moving = self._executor.begin(move, self._after, self)
+        self._open = open_
         self._load.carried_by(moving, last=self._last)
 
     def _groups(self, ways: Sequence[Way]) -> tuple[range, ...]:
-        """The layers that move together, when so many pages are there or read."""
-        if self._blocks is None or not self._last:
+        """The layers that move together, when so many pages are there or read; of a part, when all that are asked for
+        are."""
+        if self._blocks is None:
             return ()
         tiers = self._manager.tiers
         read = [way for way in ways if isinstance(tiers[way.source], DurableTier)]
-        if not read:
-            return copy_groups(self._layout, sum(map(len, ways)))
-        speed = self._manager.costs.bandwidths().get(read[-1].source)
-        return read_groups(self._layout, sum(map(len, read)), self._sizes.paced(speed))
+        files = read[-1].source if read else self._files_ahead()
+        ahead = self._plan.asked.left
+        if not files:
+            return copy_groups(self._layout, sum(map(len, ways)) + ahead)
+        speed = self._manager.costs.bandwidths().get(files)
+        return read_groups(self._layout, sum(map(len, read)) + ahead, self._sizes.paced(speed))
+
+    def _files_ahead(self) -> str:
+        """The tier that the last page asked for has to be read from, which goes first where room is needed; "" where
+        it is in memory, or planned already."""
+        asked = self._plan.asked
+        if asked.left:
+            key = asked.requests[-1][-1].key if asked.requests[-1] else b""
+            with self._manager.lock:
+                tier = next((tier for tier in self._manager.tiers.values() if tier.index.has(key)), None)
+            return tier.name if isinstance(tier, DurableTier) else ""
+        return ""
 
     def steps(self) -> Steps[None]:
         """Everything, to the verdict. Raises what broke the load off; then drive `abort`."""
-        if not self._begun:
+        if not self._all_begun:
             self.begin()
         yield from self._end_move()
         self._measure()
@@ -197,6 +239,9 @@ class LoadRun:
     def _end_move(self) -> Steps[None]:
         moving = self._moving
         if moving is not None:
+            if self._open:  # its plan broke off
+                moving.extend((), last=True)
+                self._open = False
             end = yield from moving.end()
             self._keep_late(moving, end.late)
             if end.error is not None:

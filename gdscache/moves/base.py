@@ -84,7 +84,8 @@ class Move:
 
     `seconds`: how long its I/O may take from its begin; `math.inf` is for ever. A page that takes longer is late.
     `groups`: the layers that move together, in their order; all at once where there are none. `number`: what a timeline
-    knows it by.
+    knows it by. `open`: a load to which more ways come (`Moving.extend`): it ends, and its layers are there, when the
+    last of them has come, and not before.
     """
 
     priority: Priority
@@ -92,6 +93,7 @@ class Move:
     seconds: float
     groups: tuple[range, ...] = ()
     number: int = 0
+    open: bool = False
 
     def __len__(self) -> int:
         """Pages."""
@@ -137,6 +139,10 @@ class Moving(Protocol):
     """
 
     lands: Callable[[int, float], Landed | None] | None
+
+    def extend(self, ways: Sequence[Way], *, last: bool) -> None:
+        """More ways of a load that was begun open: their rows come behind those that it has. `last`: these are all."""
+        ...
 
     def cancel(self) -> None:
         """Copy no further; what is being read is still brought to its end. For loads."""

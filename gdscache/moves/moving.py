@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from gdscache.errors import DeviceError, IOFailedError, ShortIOError, StorageError
-from gdscache.moves.base import PLANES, End, Listener, Move, PageStatus, Steps, Wait
+from gdscache.moves.base import PLANES, End, Listener, Move, PageStatus, Steps, Wait, Way
 from gdscache.native.disk import error_of
 from gdscache.native.moves import SHORT, NativeMoves
 from gdscache.streams import Landed
@@ -24,6 +24,10 @@ class Carrier(Protocol):
 
     def tell_spans(self) -> None:
         """Tell the timeline what was done so far."""
+        ...
+
+    def expect(self, ways: Sequence[Way]) -> None:
+        """Pages that are read into a memory to stay there have their checksums from now on."""
         ...
 
     def over(self, number: int) -> Wait:
@@ -49,6 +53,7 @@ class NativeMoving:
         self.number = number
         self._carrier = carrier
         self.move = move
+        self._rows = len(move)
         self._listener = listener
         self._end: End | None = None
         self._lock = threading.Lock()
@@ -58,6 +63,11 @@ class NativeMoving:
         self.into_planes = any(way.target == PLANES for way in move.ways)
         known = self.into_planes or (in_order and any(way.source == PLANES for way in move.ways))
         self.lands: Callable[[int, float], Landed | None] | None = self._wait if known else None
+
+    def extend(self, ways: Sequence[Way], *, last: bool) -> None:
+        self._carrier.expect(ways)
+        self._carrier.moves.extend(self.number, ways, last=last)
+        self._rows += sum(map(len, ways))
 
     def cancel(self) -> None:
         if self._end is None:
@@ -80,7 +90,7 @@ class NativeMoving:
 
     def _finish(self) -> End:
         """It has ended: say what became of its pages."""
-        outcome = self._carrier.moves.outcome(self.number, len(self.move))
+        outcome = self._carrier.moves.outcome(self.number, self._rows)
         self._carrier.tell_spans()
         listener = self._listener
         if listener is not None:
@@ -111,7 +121,7 @@ class NativeMoving:
         late = set() if self._end is None else set(self._end.late)
         with self._lock:
             self._callback = callback
-            over = [row for row in range(len(self.move)) if row not in late or row in self._ended]
+            over = [row for row in range(self._rows) if row not in late or row in self._ended]
         for row in over:
             callback(row)
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gdscache.checksum import Checksums
-from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait
+from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait, Way
 from gdscache.moves.foreign import ForeignFiles, serve
 from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
 from gdscache.moves.machine import Descriptors, GpuFiles, Machine, NativeFiles
@@ -143,7 +143,7 @@ class NativeExecutor:
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
         if listener is not None:
             self.look()
-            self._expect(move)
+            self.expect(move.ways)
         moving = NativeMoving(self, next(self._numbers), move, listener, in_order=self._gpu is not None)
         self._under_way[moving.number] = moving, listener, after
         try:
@@ -166,9 +166,8 @@ class NativeExecutor:
             return
         self.moves.refuse(0 if refusal is None else _CODES[refusal])
 
-    def _expect(self, move: Move) -> None:
-        """Pages that are read into a memory to stay there have their checksums from now on."""
-        for way in move.ways:
+    def expect(self, ways: Sequence[Way]) -> None:
+        for way in ways:
             if way.sums is None or way.source in self.machine.memories:
                 continue
             space, places = (way.through, way.places) if way.target == PLANES else (way.target, way.targets)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 
 from gdscache.checksum import Checksums
-from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps
+from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Way
 from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
 from gdscache.tiers.base import SlotPool
 
@@ -59,9 +59,9 @@ class VirtualExecutor:
             return _Moving(self, move, self.down.move(len(move) * self.page_bytes))
         return _Moving(self, move, self.disk.write(len(move) * self.extent_bytes))
 
-    def count(self, move: Move) -> None:
+    def count(self, ways: Iterable[Way]) -> None:
         """A move has ended: count what it read and wrote in tiers."""
-        for way in move.ways:
+        for way in ways:
             self.promoted += len(way) if way.through else 0
             for space, pages in ((way.source, self.read), (way.target, self.written)):
                 if space not in PASSED:
@@ -178,9 +178,12 @@ class _Moving:
     def end(self) -> Steps[End]:
         yield self._done
         executor, move = self._executor, self._move
-        executor.count(move)
+        executor.count(move.ways)
         late = executor.clock.now - self._begun > move.seconds
         return End(late=range(len(move)) if late else ())
+
+    def extend(self, ways: Sequence[Way], *, last: bool) -> None:
+        raise AssertionError("a store is begun as a whole")
 
     def cancel(self) -> None:
         """It goes on."""
@@ -196,30 +199,42 @@ class _Load:
 
     def __init__(self, executor: VirtualExecutor, move: Move, listener: Listener) -> None:
         self._executor = executor
-        self._move = move
         self._listener = listener
-        pages = sum(len(way) for way in move.ways if way.source in FILES)
+        self._ways: list[Way] = []
+        self._reads: list[tuple[int, Done]] = []  # pages, and when they are there
+        self._up = executor.clock.past
+        self.extend(move.ways, last=not move.open)
+
+    def extend(self, ways: Sequence[Way], *, last: bool) -> None:
+        executor, self._last = self._executor, last
+        self._ways += ways
+        pages = sum(len(way) for way in ways if way.source in FILES)
         chunk = max(1, CHUNK_BYTES // executor.extent_bytes)
         some = [min(chunk, pages - at) for at in range(0, pages, chunk)]
-        self._reads = [(n, executor.disk.read(n * executor.extent_bytes)) for n in some]
-        there = len(move) - pages
-        self._up = executor.up.move(there * executor.page_bytes) if there else executor.clock.past
+        self._reads += [(n, executor.disk.read(n * executor.extent_bytes)) for n in some]
+        if there := sum(map(len, ways)) - pages:
+            self._up = executor.up.move(there * executor.page_bytes)
 
     def end(self) -> Steps[End]:
+        assert self._last, "the end of a load of which not all is known"
         executor, up = self._executor, self._up
         for pages, read in self._reads:
             yield read
             up = executor.up.move(pages * executor.page_bytes)
         yield up
-        executor.count(self._move)
-        self._listener.judged(np.arange(len(self._move)), PageStatus.LOADED)
+        executor.count(self._ways)
+        self._listener.judged(np.arange(self._pages), PageStatus.LOADED)
         return End()
 
     def cancel(self) -> None:
         """It goes on."""
 
     def on_end(self, callback: Callable[[int], None]) -> None:
-        _call(callback, range(len(self._move)))
+        _call(callback, range(self._pages))
+
+    @property
+    def _pages(self) -> int:
+        return sum(map(len, self._ways))
 
 
 def _call(callback: Callable[[int], None], rows: Iterable[int]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.errors import NativeCallError
-from gdscache.moves.base import Move
+from gdscache.moves.base import Move, Way
 from gdscache.native.library import address, checked, library, struct
 
 if TYPE_CHECKING:
@@ -223,17 +223,8 @@ class NativeMoves:
         `after`: CUevents that copies of a GPU come behind, and which live until the move has ended; `routes(layers)`:
         their ways, without checksums and with.
         """
-        layout, kept = self._layout, []
-        ways = (_Way * len(move.ways))()
-        for n, way in enumerate(move.ways):
-            arrays = [way.sources, way.targets, way.places, way.sums]
-            flat = [None if a is None else np.ascontiguousarray(a) for a in arrays]
-            kept.append(flat)
-            through = self._numbers[way.through] if way.through and way.places is not None else -1
-            ways[n] = _Way(
-                *(self._numbers[way.source], self._numbers[way.target], through, 0, len(way)),
-                *(0 if a is None or not a.size else address(a) for a in flat),
-            )
+        layout = self._layout
+        ways, kept = self._ways(move.ways)
         layers = move.groups or (range(layout.n_layers),)
         groups = (_Group * len(layers))()
         for n, some in enumerate(layers):
@@ -245,9 +236,32 @@ class NativeMoves:
             self._library.move_begin(
                 *(self._open(), number, int(move.priority), until, ctypes.addressof(ways), len(ways)),
                 *(ctypes.addressof(groups), len(groups), address(events) if len(events) else None, len(events)),
+                move.open,
             ),
             "begin",
         )
+        del kept
+
+    def extend(self, move: int, ways: Sequence[Way], *, last: bool) -> None:
+        """More ways of a load that was begun open."""
+        table, kept = self._ways(ways)
+        answer = self._library.move_extend(self._open(), move, ctypes.addressof(table), len(ways), last)
+        del kept
+        checked(answer, "extend")
+
+    def _ways(self, ways: Sequence[Way]) -> tuple[Any, list[Any]]:
+        """Ways for the library, and the arrays that they point into."""
+        table, kept = (_Way * len(ways))(), []
+        for n, way in enumerate(ways):
+            arrays = [way.sources, way.targets, way.places, way.sums]
+            flat = [None if a is None else np.ascontiguousarray(a) for a in arrays]
+            kept.append(flat)
+            through = self._numbers[way.through] if way.through and way.places is not None else -1
+            table[n] = _Way(
+                *(self._numbers[way.source], self._numbers[way.target], through, 0, len(way)),
+                *(0 if a is None or not a.size else address(a) for a in flat),
+            )
+        return table, kept
 
     def cancel(self, move: int) -> None:
         """Copy no further into the planes. Of a move that nobody knows any more nothing is left to copy."""
