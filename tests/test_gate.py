@@ -490,10 +490,13 @@ def test_loads_beside_each_other_are_one_period() -> None:
     busy.begin("cpu", 11.0)
     busy.end("cpu", 3, 12.5)
     busy.end("ssd", 4, 14.0)
-    assert seen == [("cpu", 3, 1.5)]
+    assert (busy.untold, seen) == (True, [])
+    busy.tell()
+    assert (busy.untold, seen) == (False, [("cpu", 3, 1.5)])
     busy.end("ssd", 4, 14.0)
     busy.begin("ssd", 20.0)  # the pause does not count
     busy.end("ssd", 6, 23.0)
+    busy.tell()
     assert seen[1:] == [("ssd", 8, 4.0), ("ssd", 6, 3.0)]
 
 
@@ -504,6 +507,7 @@ def test_a_tier_that_is_never_idle_is_reported_all_the_same() -> None:
     for i in range(1, 2 * AT_MOST + 1):  # one load a second, the next begun before
         busy.begin("ssd", float(i))
         busy.end("ssd", 5, float(i))
+    busy.tell()
     assert seen == [("ssd", 5 * AT_MOST, float(AT_MOST))] * 2
 
 
@@ -516,7 +520,39 @@ def test_a_load_that_failed_spoils_its_period_and_no_other() -> None:
     busy.end("ssd", 5, 31.0)
     busy.begin("ssd", 40.0)
     busy.end("ssd", 5, 41.0)
+    busy.tell()
     assert seen == [("ssd", 5, 1.0)]
+
+
+def test_periods_that_nobody_asks_for_are_reported_in_time() -> None:
+    seen: list[tuple[str, int, float]] = []
+    busy = BusyPeriods(lambda *period: seen.append(period))
+    for n in range(1000):
+        busy.begin("ssd", 2.0 * n)
+        busy.end("ssd", n + 1, 2.0 * n + 1)
+    assert 800 < len(seen) < 1000
+    busy.tell()
+    assert seen == [("ssd", n + 1, 1.0) for n in range(1000)]
+
+
+def test_an_engine_learns_behind_its_loads(open_host: Opens) -> None:
+    """Without being asked, and not before their verdict."""
+    host = open_host(cpu=8, ssd=16)
+    tokens = prompt(1, 4)
+    host.store(tokens)
+    quiet(host.engine)
+    costs, ended = host.engine.manager.costs, list[bool]()
+    observe = costs.observe_load
+
+    def learn(tier: str, nbytes: int, seconds: float) -> None:
+        ended.append(load.done())
+        observe(tier, nbytes, seconds)
+
+    host.engine.manager.busy._report = learn
+    load, blocks, keys = host.begin(tokens)
+    host.finish(load, blocks, keys)
+    until(lambda: costs.bandwidths().get("cpu", 0) > 0, "the load is learned from")
+    assert ended == [True]
 
 
 def test_loads_of_an_engine_beside_each_other_do_not_look_slow(open_host: Opens) -> None:
@@ -535,6 +571,7 @@ def test_loads_of_an_engine_beside_each_other_do_not_look_slow(open_host: Opens)
             rule.release()
         for load in begun:
             host.finish(*load)
+        busy.tell()
     assert [(tier, nbytes) for tier, nbytes, _ in seen] == [("ssd", 8 * host.layout.page_bytes)]
 
 

@@ -78,6 +78,7 @@ def test_the_gate_learns_from_a_prefetch_what_the_ssd_takes(open_host: OpenHost)
     assert "ssd" not in costs.bandwidths()
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02):
         assert ended(host.engine.prefetch(tokens)) == (6, "complete")
+    until(lambda: "ssd" in costs.bandwidths(), "it is learned from")
     assert 0 < costs.bandwidths()["ssd"] <= host.layout.page_bytes / 0.02
 
 

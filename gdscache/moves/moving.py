@@ -94,7 +94,7 @@ class NativeMoving:
         self._carrier.tell_spans()
         listener = self._listener
         if listener is not None:
-            for code in np.unique(outcome.statuses).tolist():
+            for code in sorted(set(outcome.statuses.tobytes())):
                 if _STATUSES[code] is not PageStatus.PENDING:
                     listener.judged(np.flatnonzero(outcome.statuses == code), _STATUSES[code])
             if self.into_planes:

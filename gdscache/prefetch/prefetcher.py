@@ -52,7 +52,7 @@ class Prefetcher:
         self._closed = False
         self._landing = landing = self._planner.landing
         both = landing is not None and any(tier.kind == "files" for tier in manager.tiers.values())  # or it is idle
-        self._lane = loader.executor.lane(Priority.PREFETCH, _nothing, config.concurrent if both else 0)
+        self._lane = loader.executor.lane(Priority.PREFETCH, loader.manager.learn, config.concurrent if both else 0)
         with contextlib.ExitStack() as undo:
             undo.callback(self._lane.close)
             self._turns = Workers(1 if both else 0, "gdscache-prefetch-turns")
@@ -296,7 +296,3 @@ def held_pages(manager: TierManager, config: PrefetchConfig) -> PrefetchedPages:
 
 def _nowhere(key: bytes) -> int | None:
     return None
-
-
-def _nothing() -> None:
-    pass

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
+_UNTOLD = 64  # periods that wait for whoever reports them
 AT_MOST = 8  # loads that end before a tier that is never idle is reported
 
 
@@ -13,7 +14,8 @@ class BusyPeriods:
     """Reports each period in which a tier was busy: its bytes, and its seconds.
 
     Loads beside each other share a tier, so the time of one of them says too little of the tier's speed. A period ends
-    with its last load, or after `AT_MOST` of them; then what is still under way counts in the next one. Thread-safe.
+    with its last load, or after `AT_MOST` of them; then what is still under way counts in the next one. Who reports is
+    not who ends one: what is learned from it takes longer than the end of a small load. Thread-safe.
     """
 
     def __init__(self, report: Callable[[str, int, float], None]) -> None:
@@ -23,7 +25,9 @@ class BusyPeriods:
         self._ended: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         self._spoilt: set[str] = set()
+        self._untold: deque[tuple[str, int, float]] = deque()  # periods that ended
         self._lock = threading.Lock()
+        self._telling = threading.Lock()  # so that reports come in order
 
     def begin(self, tier: str, now: float) -> None:
         """A load from a tier begins; `now`, in seconds, of any clock."""
@@ -47,5 +51,22 @@ class BusyPeriods:
             del self._ended[tier]
             spoilt = tier in self._spoilt
             self._spoilt.discard(tier)
-        if not spoilt:
-            self._report(tier, moved, seconds)
+            if not spoilt:
+                self._untold.append((tier, moved, seconds))
+        while len(self._untold) > _UNTOLD:
+            self._tell()
+
+    @property
+    def untold(self) -> bool:
+        """Whether there are periods to report."""
+        return bool(self._untold)
+
+    def tell(self) -> None:
+        """Report the periods that ended, the first one first: for who is not waited for."""
+        while self._untold:
+            self._tell()
+
+    def _tell(self) -> None:
+        with self._telling:
+            if self._untold:  # else another has told it
+                self._report(*self._untold.popleft())

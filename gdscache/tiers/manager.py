@@ -237,11 +237,19 @@ class TierManager:
 
     # -- behind the work ------------------------------------------------------------------------------------------
 
+    def learn(self) -> None:
+        """Learn what the tiers take from what was measured: for threads that nobody waits for, as `settle`."""
+        if self.busy.untold:
+            time.sleep(PAUSE_S)
+            self.busy.tell()
+
     def settle(self) -> None:
-        """Bring the eviction orders nearly up to date: for threads that nobody waits for, after work on many pages.
+        """`learn`, and bring the eviction orders nearly up to date: for threads that nobody waits for, after work on
+        many pages.
 
         A pause comes first: whoever waited for that work has the interpreter then.
         """
+        self.learn()
         for tier in self.tiers.values():
             while tier.index.unsettled > _UNSETTLED:
                 time.sleep(PAUSE_S)
@@ -265,6 +273,7 @@ class TierManager:
         return told if left is None else {**told, "seconds_left": left}
 
     def stats(self) -> dict[str, Any]:
+        self.busy.tell()
         with self.lock:
             self.expire()
             groups: dict[str, dict[str, int]] = {}
