@@ -111,6 +111,8 @@ public:
     void expire(Nanoseconds now);
 
 private:
+    enum class Work : uint8_t;
+    enum class Cell : uint8_t;
     struct Move;
     struct Reading;
     struct Copying;

@@ -1,0 +1,194 @@
+// Copies of moves: which is next, and what came of it.
+
+#include "moves_inside.h"
+
+namespace gdscache {
+
+namespace {
+
+constexpr int64_t kCopies = 64;        // a load into a GPU is copied with about so many, of reads that land
+constexpr int64_t kLarge = 8 << 20;    // bytes of a move that nobody finds in a cache again
+
+}  // namespace
+
+bool Moves::take_copy(Hands hands, CopyJob* job) {
+    for (auto next = open_.begin(); next != open_.end();) {
+        Move& move = *next++->second;
+        if (move.work == Work::kWrite || move.broken) continue;
+        if (hands == (move.work == Work::kGather ? Hands::kForeignLoads : Hands::kForeignStores)) continue;
+        if (next_copy(move, hands != Hands::kOurs, job)) return true;
+    }
+    return false;
+}
+
+bool Moves::next_copy(Move& move, bool foreign, CopyJob* job) {
+    for (int32_t group = 0; group < move.groups(); ++group) {
+        for (int32_t way = 0; way < move.ways(); ++way) {
+            if (fill_copy(move, group, way, foreign, job)) return true;
+            if (move.over) return false;  // the last verdicts needed no copy
+        }
+    }
+    return false;
+}
+
+// Say, once, that a group is ready.
+void Moves::announce(Move& move, int32_t group) {
+    if (move.announced[group] || move.todo[group] != move.queued[group]) return;
+    move.announced[group] = news_.ended = true;
+    if (watched_ && move.work == Work::kLoad) {
+        ready_.push_back({move.id, move.spec.groups[group].first, move.spec.groups[group].last});
+    }
+}
+
+bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool foreign, CopyJob* job) {
+    const Way& way = move.spec.ways[way_number];
+    const Space& source = spaces_[way.source];
+    const bool gather = source.kind == Space::Kind::kPlanes;
+    const bool resident = source.kind != Space::Kind::kFiles;
+    const bool moves = gather || (spaces_[way.target].kind == Space::Kind::kPlanes && !move.cancelled);
+    const int32_t memory = gather     ? way.target
+                           : resident ? way.source
+                           : way.places.empty() && spaces_[way.target].kind == Space::Kind::kPlanes
+                               ? reserve_space_
+                           : way.places.empty() ? way.target
+                                                : way.through;
+    const int32_t planes = gather ? way.source : way.target;
+    if ((spaces_[memory].foreign || (moves && spaces_[planes].foreign)) != foreign) return false;
+    const Group& group = move.spec.groups[group_number];
+    Move::Copyable& copyable = move.copies(group_number, way_number);
+    std::erase_if(copyable.landed, [&](const Move::Landed& landed) {  // first: others may wait for its place
+        if (move.pending(landed.row)) return false;
+        if (landed.reading != nullptr) {
+            --landed.reading->copies;
+            let_go(*landed.reading);
+        }
+        return true;
+    });
+    const int32_t first_row = move.first_row[way_number];
+    const bool known = !gather && way.sums.empty();
+    if (known && !moves) {  // nothing to copy, and nothing to find out
+        for (; resident && copyable.resident < way.pages; ++copyable.resident) {
+            const int32_t row = first_row + static_cast<int32_t>(copyable.resident);
+            if (move.pending(row)) copied(move, row, group_number);
+        }
+        // None of these lies in the reserve: what passes through it goes into planes, or nowhere.
+        for (const Move::Landed& landed : std::exchange(copyable.landed, {})) copied(move, landed.row, group_number);
+        settle(move);
+        return false;
+    }
+    const int64_t part = gather ? limits_.extent_bytes : std::max<int64_t>(1, group.end - group.begin);
+    const int64_t bytes = foreign ? limits_.foreign_copy_bytes : limits_.copy_bytes;
+    const int64_t most = std::max<int64_t>(1, bytes / part);
+    if (foreign && move.ios != 0 && !resident && move.unread[group_number] != 0) {  // few copies: each costs somebody
+        const int64_t wanted = std::min<int64_t>(most, static_cast<int64_t>(move.rows()) * move.groups() / kCopies);
+        if (static_cast<int64_t>(copyable.landed.size()) < std::max<int64_t>(1, wanted)) return false;
+    }
+    auto copying = std::make_unique<Copying>();
+    *job = CopyJob{};
+    auto add = [&](int32_t row, int64_t slot, int64_t at, Reading* reading) {
+        job->pages.push_back({row, slot, at});
+        copying->rows.push_back(row);
+        copying->readings.push_back(reading);
+    };
+    if (resident) {
+        const std::vector<int64_t>& slots = gather ? way.targets : way.sources;
+        for (; copyable.resident < way.pages && static_cast<int64_t>(job->pages.size()) < most; ++copyable.resident) {
+            const int32_t row = first_row + static_cast<int32_t>(copyable.resident);
+            const int64_t slot = slots[copyable.resident];
+            if (move.pending(row)) add(row, slot, slot * limits_.extent_bytes + group.begin, nullptr);
+        }
+    }
+    while (!copyable.landed.empty() && static_cast<int64_t>(job->pages.size()) < most) {
+        const Move::Landed& landed = copyable.landed.front();
+        if (foreign && !job->pages.empty() && landed.reading != copying->readings.back()) break;  // one window a job
+        if (landed.reading != nullptr) {
+            job->window = landed.reading->slot;
+            job->window_slots = landed.reading->slots;
+        }
+        add(landed.row, landed.slot, landed.at, landed.reading);
+        copyable.landed.pop_front();
+    }
+    if (job->pages.empty()) return false;
+    if (moves) {
+        const std::vector<int64_t>& blocks = gather ? way.sources : way.targets;
+        for (const int32_t row : copying->rows) {
+            const int64_t at = static_cast<int64_t>(row - first_row) * limits_.page_blocks;
+            job->blocks.insert(job->blocks.end(), blocks.begin() + at, blocks.begin() + at + limits_.page_blocks);
+        }
+    }
+    copying->move = &move;
+    copying->way = way_number;
+    copying->group = group_number;
+    copying->gather = gather;
+    copying->sums = job->sums = gather || !known;
+    job->id = next_job_++;
+    job->move = move.id;
+    job->large = static_cast<int64_t>(move.rows()) * limits_.extent_bytes > kLarge;
+    job->copy = !moves ? Copy::kDigest : gather ? Copy::kGather : Copy::kScatter;
+    job->memory = memory;
+    job->first = gather ? 0 : group.first;
+    job->last = gather ? limits_.layers : group.last;
+    const bool part_only = job->window_slots != 0;
+    job->stride = part_only ? group.bytes(true) : limits_.extent_bytes;
+    job->origin = part_only ? group.alone_start : 0;
+    job->route = job->sums ? group.summed_route : group.route;
+    if (foreign) job->after = move.spec.after;
+    ++move.copying;
+    copies_.emplace(job->id, std::move(copying));
+    return true;
+}
+
+void Moves::copy_queued(int64_t job, int64_t point) {
+    const auto found = copies_.find(job);
+    if (found == copies_.end()) return;
+    Copying& copying = *found->second;
+    Move& move = *copying.move;
+    if (!std::exchange(copying.queued, true)) ++move.flying[copying.group];
+    for (const int32_t row : copying.rows) {
+        Cell& cell = move.cells[move.cell(row, copying.group)];
+        if (cell != Cell::kOpen) continue;
+        cell = Cell::kQueued;
+        ++move.queued[copying.group];
+    }
+    move.points[copying.group] = std::max(move.points[copying.group], point);
+    announce(move, copying.group);
+}
+
+void Moves::copy_ended(int64_t job, const uint64_t* found, const char* broken) {
+    const auto node = copies_.extract(job);
+    if (node.empty()) return;
+    Copying& copying = *node.mapped();
+    Move& move = *copying.move;
+    const Way& way = move.spec.ways[copying.way];
+    const Group& group = move.spec.groups[copying.group];
+    const int32_t first = copying.gather ? 0 : group.first;
+    const int32_t layers = (copying.gather ? limits_.layers : group.last) - first;
+    if (broken && !move.broken) {
+        move.broken = news_.io = news_.ended = true;
+        move.outcome.why = broken;
+    }
+    for (size_t i = 0; i < copying.rows.size(); ++i) {
+        const int32_t row = copying.rows[i];
+        const int64_t page = row - move.first_row[copying.way];
+        if (Reading* reading = copying.readings[i]) {
+            --reading->copies;
+            let_go(*reading);
+        }
+        if (broken) continue;
+        const uint64_t* sums = copying.sums ? found + i * layers : nullptr;
+        if (copying.gather) {
+            uint64_t* kept = spaces_[way.target].sums + way.targets[page] * limits_.layers;
+            std::copy(sums, sums + layers, kept);
+        } else if (copying.sums && !std::equal(sums, sums + layers, way.sums.data() + page * limits_.layers + first)) {
+            judge(move, row, Status::kChecksum);
+            continue;
+        }
+        if (move.pending(row)) copied(move, row, copying.group);
+    }
+    --move.copying;
+    if (copying.queued) --move.flying[copying.group];
+    settle(move);
+    drop_forgotten(move);
+}
+
+}  // namespace gdscache

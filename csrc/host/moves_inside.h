@@ -1,0 +1,96 @@
+// What `Moves` knows of a move, of I/O and of copies under way: for moves*.cc alone.
+
+#pragma once
+
+#include <algorithm>
+#include <deque>
+
+#include "moves.h"
+
+namespace gdscache {
+
+enum class Moves::Work : uint8_t { kLoad, kGather, kWrite };
+
+// A group of a page's layers: to be copied, queued (where others copy), or copied, or not to be copied any more.
+enum class Moves::Cell : uint8_t { kOpen, kQueued, kDone };
+
+// I/O under way: some pages of a way, for a group of layers.
+struct Moves::Reading {
+    int64_t id = 0;
+    Move* move = nullptr;
+    int32_t way = 0, group = 0;
+    bool write = false, late = false;
+    int64_t part = 0;  // bytes of a page
+    std::vector<Transfer> pages;
+    std::vector<bool> over;     // pages whose I/O has ended
+    int32_t left = 0;           // pages whose I/O has not
+    int32_t copies = 0;         // landed pages that are not copied yet
+    int64_t slot = 0, slots = 0;  // of the reserve, which `pages` lie in
+};
+
+struct Moves::Copying {
+    Move* move = nullptr;
+    int32_t way = 0, group = 0;
+    bool sums = false, gather = false, queued = false;
+    std::vector<int32_t> rows;
+    std::vector<Reading*> readings;  // that have to be kept until these pages are copied; null: none
+};
+
+struct Moves::Move {
+    struct Landed {
+        int32_t row;
+        int64_t slot, at;  // as in a job
+        Reading* reading;
+    };
+    // Pages of a way that may be copied, of one group.
+    struct Copyable {
+        int64_t resident = 0;  // the next page that has been in memory all along
+        std::deque<Landed> landed;
+    };
+    // The next I/O of a way.
+    struct Cursor {
+        int32_t group = 0;
+        int64_t page = 0;
+    };
+
+    int64_t id = 0;
+    Order::key_type order;
+    MoveSpec spec;
+    Work work = Work::kLoad;
+    Outcome outcome;
+    std::vector<int32_t> first_row;  // of each way, and their number at the end
+    std::vector<Cell> cells;         // (rows, groups)
+    std::vector<uint8_t> there;      // (rows, groups): read
+    std::vector<int32_t> next;       // of each row: the first group that is not there, or has one before it that is not
+    std::vector<int32_t> left;       // of each row: groups that are not copied
+    std::vector<int32_t> todo;       // of each group: rows that are not done, and one more while the move is open
+    std::vector<int32_t> queued;     // of each group: rows whose copies are queued, and not done
+    std::vector<int64_t> points;     // of each group: the greatest that a copy was queued with
+    std::vector<int32_t> flying;     // of each group: copies that are queued, and not done
+    std::vector<bool> announced;     // of each group: that it is ready
+    std::vector<int32_t> unread;     // of each group: rows that are to be read, or are being read
+    std::vector<Copyable> copyable;  // (ways, groups)
+    std::vector<int32_t> late;       // of each row: late I/O
+    std::vector<Cursor> cursors;     // of each way
+    std::pair<int32_t, int32_t> turn{-1, -1};  // the group and way that others were called for
+    int32_t ios = 0, late_ios = 0, copying = 0;
+    bool cancelled = false, broken = false, expired = false, over = false, forgotten = false;
+
+    int32_t rows() const { return first_row.back(); }
+    int32_t groups() const { return static_cast<int32_t>(spec.groups.size()); }
+    int32_t ways() const { return static_cast<int32_t>(spec.ways.size()); }
+    bool pending(int32_t row) const { return outcome.statuses[row] == Status::kPending; }
+    size_t cell(int32_t row, int32_t of) const { return static_cast<size_t>(row) * groups() + of; }
+    Copyable& copies(int32_t of, int32_t by) { return copyable[static_cast<size_t>(by) * groups() + of]; }
+
+    // The way that has the next I/O: the first of those that are at the least group. Their number where none has any.
+    int32_t next_way() const {
+        const auto behind = [](const Cursor& one, const Cursor& other) { return one.group < other.group; };
+        const auto first = std::min_element(cursors.begin(), cursors.end(), behind);
+        const bool any = first != cursors.end() && first->group < groups();
+        return any ? static_cast<int32_t>(first - cursors.begin()) : ways();
+    }
+    bool all_issued() const { return next_way() == ways(); }
+};
+
+}  // namespace gdscache

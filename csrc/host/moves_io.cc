@@ -1,0 +1,275 @@
+// Reads and writes of moves: which is next, and what came of it.
+
+#include "moves_inside.h"
+
+namespace gdscache {
+
+namespace {
+
+constexpr int32_t kReadsPerWrite = 8;  // in a row, while writes wait
+constexpr int64_t kRounds = 4;         // that share the reserve: while one is copied, the others are read
+
+}  // namespace
+
+bool Moves::take_io(bool foreign, IoJob* job) {
+    crowded_[foreign] = owed_ = false;
+    const bool writes_wait = std::any_of(open_.begin(), open_.end(), [](const auto& entry) {
+        return entry.second->work == Work::kWrite && !entry.second->all_issued();
+    });
+    const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite;
+    if (write_first && take_write(foreign, job)) return true;
+    owed_ = write_first && crowded_[foreign];
+    if (take_read(foreign, job)) {
+        reads_in_row_ = writes_wait ? reads_in_row_ + 1 : 0;
+        return true;
+    }
+    return writes_wait && !write_first && take_write(foreign, job);
+}
+
+bool Moves::take_read(bool foreign, IoJob* job) {
+    for (auto next = open_.begin(); next != open_.end();) {
+        Move& move = *next++->second;  // which may be over behind this, and then is not in `open_` any more
+        if (move.work == Work::kLoad && next_read(move, foreign, job)) return true;
+    }
+    return false;
+}
+
+bool Moves::take_write(bool foreign, IoJob* job) {
+    for (auto& [order, move] : open_) {
+        if (move->work == Work::kWrite && next_write(*move, foreign, job)) {
+            reads_in_row_ = 0;
+            return true;
+        }
+    }
+    return false;
+}
+
+// The next part of a load that is to be read: groups in their order, of each the ways in theirs.
+bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
+    const bool was_open = !move.all_issued();
+    for (int32_t number; (number = move.next_way()) != move.ways();) {
+        const Way& way = move.spec.ways[number];
+        Move::Cursor& cursor = move.cursors[number];
+        if (cursor.page == way.pages) {
+            cursor = {cursor.group + 1, 0};
+            continue;
+        }
+        const Status refusal = move.expired ? Status::kDeadline : refusal_;
+        if (refusal != Status::kPending || move.broken) {
+            for (; cursor.page < way.pages && !move.broken; ++cursor.page) {
+                judge(move, move.first_row[number] + static_cast<int32_t>(cursor.page), refusal);
+            }
+            cursor.page = way.pages;
+            continue;
+        }
+        const bool passes = this->passes(way);
+        const Group& group = move.spec.groups[cursor.group];
+        const int64_t part = group.bytes(passes);
+        const int64_t bytes = spaces_[way.source].foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
+        // What passes through the reserve fills the slots that it takes.
+        const int64_t extent = passes ? limits_.extent_bytes : 1, whole = (bytes + extent - 1) / extent * extent;
+        const int64_t most = std::max<int64_t>(1, whole / std::max<int64_t>(1, part));
+        auto reading = std::make_unique<Reading>();
+        int64_t page = cursor.page;
+        for (; page < way.pages && static_cast<int64_t>(reading->pages.size()) < most; ++page) {
+            const int32_t row = move.first_row[number] + static_cast<int32_t>(page);
+            if (move.pending(row)) reading->pages.push_back({row, way.sources[page], 0});
+        }
+        if (reading->pages.empty()) {
+            cursor.page = page;
+            continue;
+        }
+        reading->way = number;
+        reading->group = cursor.group;
+        reading->part = part;
+        if (part == 0) {  // what there is of these layers came with the group before
+            cursor.page = page;
+            for (size_t i = 0; i < reading->pages.size(); ++i) landed(move, *reading, static_cast<int32_t>(i));
+            continue;
+        }
+        if (others_turn(move, number, way.source, foreign)) return false;
+        if (!fits(static_cast<int64_t>(reading->pages.size()) * part, foreign)) return false;
+        if (passes) {
+            const int64_t wanted = static_cast<int64_t>(reading->pages.size()) * part;
+            const int64_t extents = (wanted + limits_.extent_bytes - 1) / limits_.extent_bytes;
+            const int64_t share = std::max<int64_t>(1, reserve_.slots() / kRounds);
+            reading->slots = reserve_.take(std::min(extents, share), &reading->slot);
+            if (reading->slots == 0) {
+                crowded_[foreign] = true;
+                return false;
+            }
+            const size_t room = static_cast<size_t>(reading->slots * limits_.extent_bytes / part);
+            if (room < reading->pages.size()) {
+                reading->pages.resize(room);
+                page = reading->pages.back().row - move.first_row[number] + 1;
+            }
+            for (size_t i = 0; i < reading->pages.size(); ++i) {
+                reading->pages[i].at = reading->slot * limits_.extent_bytes + static_cast<int64_t>(i) * part;
+            }
+        } else {
+            const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
+            for (Transfer& one : reading->pages) {
+                one.at = places[one.row - move.first_row[number]] * limits_.extent_bytes + group.start;
+            }
+        }
+        cursor.page = page;
+        job->write = false;
+        job->memory = passes ? reserve_space_ : way.places.empty() ? way.target : way.through;
+        job->files = way.source;
+        job->start = passes ? group.alone_start : group.start;
+        job->stop = passes ? group.alone_stop : group.stop;
+        issue(move, std::move(reading), job);
+        return true;
+    }
+    if (was_open) settle(move);
+    return false;
+}
+
+// Whether so many bytes may be in flight, too. One job always may; a read not where the room is owed to a write.
+bool Moves::fits(int64_t bytes, bool foreign) {
+    const bool fits = flying_ == 0 || (!owed_ && flying_ + bytes <= limits_.flying_bytes);
+    crowded_[foreign] = crowded_[foreign] || !fits;
+    return fits;
+}
+
+// Whether the next I/O of a move is not for who asks: then it may be for those that found nothing before.
+bool Moves::others_turn(Move& move, int32_t way, int32_t files, bool foreign) {
+    if (spaces_[files].foreign == foreign) return false;
+    const std::pair turn{move.cursors[way].group, way};
+    if (std::exchange(move.turn, turn) != turn) news_.io = true;
+    return true;
+}
+
+bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
+    for (int32_t number; (number = move.next_way()) != move.ways();) {
+        const Way& way = move.spec.ways[number];
+        Move::Cursor& cursor = move.cursors[number];
+        if (cursor.page == way.pages) {
+            cursor = {cursor.group + 1, 0};
+            continue;
+        }
+        if (others_turn(move, number, way.target, foreign)) return false;
+        const int64_t bytes = foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
+        const int64_t most = std::max<int64_t>(1, bytes / limits_.extent_bytes);
+        const int64_t end = std::min(way.pages, cursor.page + most);
+        if (!fits((end - cursor.page) * limits_.extent_bytes, foreign)) return false;
+        auto reading = std::make_unique<Reading>();
+        for (; cursor.page < end; ++cursor.page) {
+            const int32_t row = move.first_row[number] + static_cast<int32_t>(cursor.page);
+            reading->pages.push_back({row, way.targets[cursor.page], way.sources[cursor.page] * limits_.extent_bytes});
+        }
+        reading->way = number;
+        reading->write = true;
+        reading->part = limits_.extent_bytes;
+        job->write = true;
+        job->memory = way.source;
+        job->files = way.target;
+        job->start = 0;
+        job->stop = limits_.extent_bytes;
+        issue(move, std::move(reading), job);
+        for (int32_t n; (n = move.next_way()) != move.ways();) {  // it waits no more where nothing is left
+            if (move.cursors[n].page != move.spec.ways[n].pages) break;
+            ++move.cursors[n].group;
+        }
+        return true;
+    }
+    return false;
+}
+
+void Moves::issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job) {
+    // The next may be for those that found nothing before: foreign, or not.
+    if (move.cursors[reading->way].page == move.spec.ways[reading->way].pages) news_.io = news_.io || move.ways() > 1;
+    reading->id = job->id = next_job_++;
+    reading->move = &move;
+    reading->left = static_cast<int32_t>(reading->pages.size());
+    reading->over.assign(reading->pages.size(), false);
+    job->move = move.id;
+    job->first = reading->write ? 0 : move.spec.groups[reading->group].first;
+    job->last = reading->write ? limits_.layers : move.spec.groups[reading->group].last;
+    job->pages = reading->pages;
+    flying_ += reading->part * reading->left;
+    ++move.ios;
+    readings_.emplace(reading->id, std::move(reading));
+}
+
+bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
+    const auto found = readings_.find(job);
+    if (found == readings_.end()) return false;
+    Reading& reading = *found->second;
+    Move& move = *reading.move;
+    for (int64_t i = 0; i < count; ++i) {
+        if (!reading.over[ends[i].page]) end_page(reading, ends[i].page, ends[i].error);
+    }
+    const bool all = reading.left == 0;
+    if (all) {
+        --(reading.late ? move.late_ios : move.ios);
+        if (move.ios == 0) ++news_.copies;  // as few as there are
+        let_go(reading);
+    }
+    settle(move);
+    drop_forgotten(move);
+    return all;
+}
+
+void Moves::end_page(Reading& reading, int32_t page, int32_t error) {
+    Move& move = *reading.move;
+    const int32_t row = reading.pages[page].row;
+    reading.over[page] = true;
+    --reading.left;
+    if (reading.late) {
+        if (--move.late[row] == 0) end_late(move, row);
+        return;
+    }
+    flying_ -= reading.part;
+    news_.room = true;
+    if (reading.write) {
+        if (error != 0) move.outcome.errors.emplace_back(row, error);
+        --move.todo[0];
+    } else if (error == 0) {
+        landed(move, reading, page);
+    } else {
+        judge(move, row, error == kShort ? Status::kShortRead : Status::kIoError);
+    }
+}
+
+void Moves::end_late(Move& move, int32_t row) {
+    ended_late_.emplace_back(move.id, row);
+    news_.late = true;
+}
+
+// A page's layers are in memory. Where it stays, they may be copied when those before them are there, too.
+void Moves::landed(Move& move, Reading& reading, int32_t page) {
+    const Transfer& one = reading.pages[page];
+    if (!move.pending(one.row)) return;
+    news_.copies += 1 + reading.part;
+    move.there[move.cell(one.row, reading.group)] = 1;
+    if (reading.slots != 0) {
+        const Group& group = move.spec.groups[reading.group];
+        --move.unread[reading.group];
+        move.copies(reading.group, reading.way)
+            .landed.push_back({one.row, page, one.at + group.begin - group.alone_start, &reading});
+        ++reading.copies;
+        return;
+    }
+    const Way& way = move.spec.ways[reading.way];
+    const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
+    const int64_t slot = places[one.row - move.first_row[reading.way]], extent = slot * limits_.extent_bytes;
+    for (int32_t& next = move.next[one.row]; next < move.groups() && move.there[move.cell(one.row, next)]; ++next) {
+        --move.unread[next];
+        const int64_t at = extent + move.spec.groups[next].begin;
+        move.copies(next, reading.way).landed.push_back({one.row, slot, at, nullptr});
+    }
+}
+
+// Nothing needs what was read any more, where that is so: its slots are free, and the reading is gone.
+void Moves::let_go(Reading& reading) {
+    if (reading.left != 0 || reading.copies != 0) return;
+    if (reading.slots != 0) {
+        reserve_.give(reading.slot, reading.slots);
+        news_.room = true;
+        if (reading.late) held_slots_ -= reading.slots;
+    }
+    readings_.erase(reading.id);
+}
+
+}  // namespace gdscache
