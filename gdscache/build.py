@@ -20,7 +20,7 @@ from gdscache.errors import PinnedMemoryError
 from gdscache.keys import namespace_digest
 from gdscache.layout import PageLayout
 from gdscache.load.loader import Loader
-from gdscache.load.plan import LoadPlanner
+from gdscache.load.planner import LoadPlanner
 from gdscache.moves import PageStatus
 from gdscache.moves.machine import Machine
 from gdscache.moves.native import NativeExecutor

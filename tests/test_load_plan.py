@@ -12,7 +12,7 @@ from test_index import chain
 from test_retention import Clock, bare_manager
 
 from gdscache.keys import Page
-from gdscache.load.plan import LoadPlanner
+from gdscache.load.planner import LoadPlanner
 from gdscache.moves import PageStatus
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.manager import TierManager

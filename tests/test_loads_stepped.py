@@ -30,7 +30,8 @@ from gdscache.keys import Page
 from gdscache.layout import GroupSizes
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
-from gdscache.load.plan import LoadPlan, LoadPlanner
+from gdscache.load.plan import LoadPlan
+from gdscache.load.planner import LoadPlanner
 from gdscache.moves import PageStatus, Priority, Steps, failure
 from gdscache.planes import PagedPlanes
 from gdscache.replay.tiers import ModelSsd, ModelTier

@@ -26,7 +26,7 @@ from gdscache.errors import InvalidValueError, IOFailedError, PoolFullError
 from gdscache.inspection import inspect
 from gdscache.keys import Page
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.plan import LoadPlanner
+from gdscache.load.planner import LoadPlanner
 from gdscache.policies import POLICIES, new_policy
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers import keeping

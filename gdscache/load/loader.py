@@ -15,7 +15,8 @@ from gdscache.errors import EngineClosedError
 from gdscache.keys import Page
 from gdscache.layout import GroupSizes, PageLayout
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.plan import LoadPlan, LoadPlanner
+from gdscache.load.plan import LoadPlan
+from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.load.run import LoadRun
 from gdscache.moves import Executor, Priority, Steps, failure

@@ -1,14 +1,11 @@
-"""What loads and prefetches move: which pages, out of which tiers, and what becomes of them. No bytes, no threads."""
+"""What a load or a prefetch moves, as its plan has it: which pages, out of which tiers, and what becomes of each."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
-import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,17 +14,10 @@ from gdscache.keys import Page
 from gdscache.moves import PageStatus
 from gdscache.tiers.base import Lease, Tier
 from gdscache.tiers.page_io import Positions
-from gdscache.tiers.pages import PENDING, Entry
-from gdscache.tiers.promotion import Always, Promotion
-
-if TYPE_CHECKING:
-    from gdscache.prefetch.queue import PrefetchedPages
-    from gdscache.tiers.index import PageIndex
-    from gdscache.tiers.manager import TierManager
+from gdscache.tiers.pages import Entry
 
 STATUSES = tuple(PageStatus)
-_CODES = {status: code for code, status in enumerate(STATUSES)}
-_BAD = (PageStatus.CHECKSUM, PageStatus.SHORT_READ, PageStatus.IO_ERROR)
+CODES = {status: code for code, status in enumerate(STATUSES)}
 Behind = Literal["more", "busy", "missing", "no_room"]
 
 
@@ -97,11 +87,11 @@ class LoadPlan:
 
     def pending(self) -> Positions:
         """The rows that have no verdict."""
-        return np.flatnonzero(self.statuses == _CODES[PageStatus.PENDING])
+        return np.flatnonzero(self.statuses == CODES[PageStatus.PENDING])
 
     def loaded(self, rows: range) -> npt.NDArray[np.bool_]:
         """Whether the pages of some rows are."""
-        found: npt.NDArray[np.bool_] = self.statuses[rows.start : rows.stop] == _CODES[PageStatus.LOADED]
+        found: npt.NDArray[np.bool_] = self.statuses[rows.start : rows.stop] == CODES[PageStatus.LOADED]
         return found
 
     def told(self, rows: range) -> tuple[PageStatus, ...]:
@@ -140,330 +130,3 @@ class PrefetchPlan:
     found: list[bool]
     then: Behind
     chunk: LoadPlan
-
-
-class LoadPlanner:
-    """Plans loads and prefetches over the chain of tiers, and has the last word on their pages.
-
-    Pages of the tiers behind the *landing* tier, the first one in memory, get slots of that one as they are read.
-    `promotion`: which of them; None: every page. `due`: called before a load is planned. `prefetched`: told which pages
-    loads read. The manager's lock guards everything here.
-    """
-
-    def __init__(
-        self,
-        manager: TierManager,
-        filled: threading.Condition | None = None,
-        *,
-        promotion: Promotion | None = None,
-        due: Sequence[Callable[[], object]] = (),
-        prefetched: PrefetchedPages | None = None,
-    ) -> None:
-        self.manager = manager
-        self.under_way: Counter[str] = Counter()  # pages of plans that have not ended, by source
-        # Notified when pages have their verdict.
-        self.filled = threading.Condition(manager.lock) if filled is None else filled
-        self.landing = manager.landing
-        self._promotion: Promotion = Always() if promotion is None else promotion
-        self._due = due
-        self._prefetched = prefetched
-        self._chain = [tier for tier in manager.tiers.values() if tier.kind != "planes"]
-        self._filling: dict[int, LoadPlan] = {}  # slots of the landing tier: whose reads they are for
-
-    # -- loads ---------------------------------------------------------------------------------------------------------
-
-    def plan(
-        self,
-        requests: Sequence[Sequence[Page]],
-        owner: str,
-        *,
-        keep: bool = True,
-        checked: bool = False,
-        most: int | None = None,
-    ) -> LoadPlan:
-        """Lease the consecutive pages of each request that the tiers hold, and reserve slots of the landing tier for
-        those of slower ones, in one step.
-
-        What finds no such slot, or is not promoted (without `keep`, all of them), is to pass through. Never waits.
-        `checked`: only what is complete in the landing tier, up to the first page that is not. `most`: pages, of which
-        a first part is planned; then `go_on`.
-        """
-        with self.manager.lock, contextlib.ExitStack() as undo:
-            plan = LoadPlan(Asked(requests, owner, keep, checked))
-            undo.callback(self.abandon, plan)
-            self.go_on(plan, most)
-            undo.pop_all()
-            return plan
-
-    def go_on(self, plan: LoadPlan, most: int | None = None) -> None:
-        """Plan `most` pages more, or all that are left. A request whose next page is gone by now ends there."""
-        asked, first, runs = plan.asked, len(plan), len(plan.runs)
-        with self.manager.lock, contextlib.ExitStack() as undo:
-            undo.callback(self._break_off, plan)
-            while not plan.whole and (most is None or len(plan) - first < most):
-                pages = asked.requests[asked.request]
-                stop = len(pages) if most is None else min(len(pages), asked.at + most - (len(plan) - first))
-                if not asked.at:
-                    plan.leases.append(self.manager.lease(asked.owner))  # requests may have pages in common
-                    plan.requests.append(range(len(plan), len(plan)))
-                with self.manager.timeline.span("plan", pages=stop - asked.at):
-                    found = self._plan_some(plan, pages, stop)
-                if asked.at + found < stop or stop == len(pages):
-                    asked.request, asked.at = asked.request + 1, 0
-                else:
-                    asked.at = stop
-            self._set_out(plan, runs)
-            undo.pop_all()
-
-    def _plan_some(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> int:
-        """Plan pages of the request that it has come to, up to `stop`; how many there are."""
-        asked, first = plan.asked, len(plan)
-        self.manager.expire(pages if stop - asked.at == len(pages) else pages[asked.at : stop])
-        if not asked.at:
-            for due in self._due:
-                due()
-        absent = self._lease_landed(plan, pages, stop) if asked.checked else self._lease(plan, pages, stop)
-        plan.requests[-1] = range(plan.requests[-1].start, len(plan))
-        plan.targets += [None] * (len(plan) - first)
-        if self._prefetched:
-            self._note_uses(plan, first)
-        if asked.keep and self.landing is not None:
-            index, wanted = self.landing.index, self._promoted(plan, absent)
-            later = {page.key for page in pages[stop:]} if index.free_slots < len(wanted) else ()
-            self._reserve(index, plan, wanted, later)
-        return len(plan) - first
-
-    def _lease(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
-        """Lease pages up to `stop`, or the first that no tier has; the rows of those that the landing tier lacks."""
-        absent: list[int] = []
-        first = at = plan.asked.at
-        while at < stop:
-            taken = self._take_run(plan, pages, at, stop, len(plan) + at - first, absent)
-            if not taken:
-                break
-            at += taken
-        plan.pages += pages[first:at]
-        return absent
-
-    def _lease_landed(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
-        """`_lease`, of the landing tier alone."""
-        assert self.landing is not None, "pages of no tier"
-        at = plan.asked.at
-        entries = self._take(self.landing, pages, at, stop, plan.leases[-1])
-        if entries:
-            plan.runs.append(Run(self.landing, range(len(plan), len(plan) + len(entries))))
-            plan.sources += entries
-            plan.pages += pages[at : at + len(entries)]
-        return []
-
-    def _take_run(self, plan: LoadPlan, pages: Sequence[Page], at: int, stop: int, row: int, absent: list[int]) -> int:
-        """Lease `pages[at]`, and those behind it, before `stop`, that the same tier has and no faster one; how many.
-        `row`: its row."""
-        behind, lacking = False, True  # pages before `stop` are in no faster tier
-        for tier in self._chain:
-            entries = self._take(tier, pages, at, stop, plan.leases[-1])
-            if entries:
-                rows = range(row, row + len(entries))
-                plan.sources += entries
-                plan.runs.append(Run(tier, rows))
-                if behind and lacking:
-                    absent.extend(rows)
-                return len(entries)
-            if tier is self.landing:
-                behind, copy = True, tier.index.find(pages[at].key)  # not complete, if it is there
-                filling = None if copy is None or copy.state is not PENDING else self._filling.get(copy.slot)
-                if copy is not None and filling is not None:
-                    plan.leases[-1].add(tier.index, copy)
-                    plan.sources.append(copy)
-                    plan.runs.append(Run(tier, range(row, row + 1), (filling, filling.row_of(copy))))
-                    return 1
-                lacking = copy is None  # any other copy is a store's, on its way: a slower tier may have the page
-            if tier is not self._chain[-1]:
-                stop = min(stop, max(at + 1, tier.index.absent_until(pages, at, stop)))
-        return 0
-
-    def _take(self, tier: Tier, pages: Sequence[Page], start: int, stop: int, lease: Lease) -> list[Entry]:
-        """Lease those of `pages[start:stop]`, from the first on, that a tier has and that quarantine does not hide."""
-        index, quarantine = tier.index, self.manager.quarantine
-        entries = index.pin_run(pages, start, stop)
-        if quarantine.requests or quarantine.off:
-            hidden = self.manager.hidden
-            seen = next((i for i, entry in enumerate(entries) if hidden(tier.name, entry.slot)), len(entries))
-            for entry in entries[seen:]:
-                index.release(entry)
-            del entries[seen:]
-        lease.take(index, entries)
-        return entries
-
-    def _note_uses(self, plan: LoadPlan, first: int) -> None:
-        assert self._prefetched is not None, "nothing was prefetched"
-        for run in plan.runs:
-            for row in run.rows[max(0, first - run.rows.start) :]:
-                slot = plan.sources[row].slot if run.tier is self.landing else None
-                self._prefetched.use(plan.pages[row].key, slot)
-
-    def _promoted(self, plan: LoadPlan, rows: Sequence[int]) -> Sequence[int]:
-        """Those that a load may leave in the landing tier, which has none of them."""
-        if not self._promotion.selective:
-            return rows
-        wanted = list(itertools.compress(rows, self._promotion.wanted([plan.pages[row].key for row in rows])))
-        if len(wanted) < len(rows):
-            self.manager.counts["promotion", "declined"] += len(rows) - len(wanted)
-        return wanted
-
-    def _reserve(self, index: PageIndex, plan: LoadPlan, rows: Sequence[int], keep: Collection[bytes] = ()) -> None:
-        """Give pages a slot of the landing tier each, as far as there is room."""
-        if not rows:
-            return
-        slots = index.allocate_some(len(rows), keep)
-        pages, sources, places = plan.pages, plan.sources, plan.targets
-        retentions = [sources[row].retention for row in rows]
-        targets = index.insert_all([pages[row] for row in rows], slots, PENDING, retentions, leases=1)
-        for row, target in zip(rows, targets, strict=False):
-            places[row] = target
-        self._filling.update(dict.fromkeys(slots, plan))
-        plan.leases[-1].take(index, targets)
-
-    def _set_out(self, plan: LoadPlan, first: int = 0) -> None:
-        """All pages are known, or a part of them, whose runs begin with number `first`. They count as under way until
-        the plan ends."""
-        self._cover(plan)
-        under_way: Counter[str] = Counter()
-        for run in plan.runs[first:]:
-            under_way[run.tier.name] += len(run.rows)
-        plan.under_way.update(under_way)
-        self.under_way.update(under_way)
-
-    def _cover(self, plan: LoadPlan) -> None:
-        """Statuses for the pages that have none."""
-        new = np.zeros(len(plan) - len(plan.statuses), np.uint8)
-        plan.statuses = np.concatenate((plan.statuses, new)) if len(plan.statuses) else new
-
-    def _break_off(self, plan: LoadPlan) -> None:
-        """Something broke: what is planned is all there will be."""
-        self._cover(plan)
-        plan.requests += [range(len(plan), len(plan))] * (len(plan.asked.requests) - len(plan.requests))
-        plan.asked.request, plan.asked.at = len(plan.asked.requests), 0
-
-    def _undo(self, plan: LoadPlan) -> None:
-        self._cover(plan)
-        self.abandon(plan)
-
-    # -- prefetches ----------------------------------------------------------------------------------------------------
-
-    def plan_prefetch(self, pages: Sequence[Page], start: int, most: int, keep: Collection[bytes]) -> PrefetchPlan:
-        """Lease up to `most` pages from `pages[start]` on that only tiers behind the landing tier have, and reserve
-        slots of that one, evicting none of `keep`. Never waits, and no page of it waits for another plan.
-        """
-        manager, landing = self.manager, self.landing
-        assert landing is not None, "no tier to bring pages to"
-        with manager.lock, contextlib.ExitStack() as undo:
-            manager.expire(pages[start : start + most])
-            plan = LoadPlan()
-            plan.leases.append(manager.lease("prefetch"))
-            undo.callback(self._undo, plan)
-            found, then = self._prefetchable(plan, landing, pages, start, most)
-            plan.targets += [None] * len(plan)
-            self._reserve(landing.index, plan, range(len(plan)), keep)
-            placed = len(plan) - plan.targets.count(None)
-            if placed < len(plan):
-                then = "no_room"
-                del found[[i for i, moves in enumerate(found) if moves][placed] :]
-                self._cut(plan, placed)
-            plan.requests.append(range(len(plan)))
-            self._set_out(plan)
-            if not plan.pages:
-                self.end(plan)
-            undo.pop_all()
-            return PrefetchPlan(found, then, plan)
-
-    def _prefetchable(
-        self, plan: LoadPlan, landing: Tier, pages: Sequence[Page], start: int, most: int
-    ) -> tuple[list[bool], Behind]:
-        tiers = list(self.manager.tiers.values())
-        fast, slow = tiers[: tiers.index(landing) + 1], tiers[tiers.index(landing) + 1 :]
-        found: list[bool] = []
-        for i in range(start, len(pages)):
-            key = pages[i].key
-            if any(tier.index.has(key) for tier in fast):
-                found.append(False)
-                continue
-            if key in landing.index:
-                return found, "busy"
-            if not most:
-                break
-            for tier in slow:
-                entries = self._take(tier, pages, i, i + 1, plan.leases[-1])
-                if entries:
-                    plan.pages.append(pages[i])
-                    plan.sources += entries
-                    self._extend(plan.runs, tier, len(plan) - 1)
-                    break
-            else:
-                return found, "missing"
-            found.append(True)
-            most -= 1
-        return found, "more"
-
-    def _extend(self, runs: list[Run], tier: Tier, row: int) -> None:
-        if runs and runs[-1].tier is tier:
-            runs[-1] = Run(tier, range(runs[-1].rows.start, row + 1))
-        else:
-            runs.append(Run(tier, range(row, row + 1)))
-
-    def _cut(self, plan: LoadPlan, pages: int) -> None:
-        """Leave out what is behind the first `pages`."""
-        for entry in plan.sources[pages:]:
-            plan.leases[-1].remove(entry)
-        del plan.pages[pages:], plan.sources[pages:], plan.targets[pages:]
-        plan.runs = [Run(r.tier, r.rows[: pages - r.rows.start]) for r in plan.runs if r.rows.start < pages]
-
-    # -- the end of pages ----------------------------------------------------------------------------------------------
-
-    def finish(self, plan: LoadPlan, rows: Positions, status: PageStatus) -> None:
-        """A verdict on pages: publish what they got in the landing tier, or drop it; drop what is bad everywhere."""
-        if not len(rows):
-            return
-        manager, some = self.manager, rows.tolist()
-        good = status in (PageStatus.LOADED, PageStatus.CANCELLED)  # the bytes were read, and are what was stored
-        with manager.lock:
-            plan.statuses[rows] = _CODES[status]
-            if self.landing is not None:
-                filled = self._filling.pop  # a target has its slot for as long as its plan leases it
-                targets = [target for row in some if (target := plan.targets[row]) is not None]
-                ended = [target for target in targets if filled(target.slot, None) is not None]
-                if good:
-                    self.landing.index.commit_all(ended)
-                else:
-                    for target in ended:
-                        self.landing.index.drop(target)
-            if status in _BAD:
-                for row in some:
-                    plan.tier_of(row).index.drop(plan.sources[row])
-            if status is not PageStatus.LOADED:
-                manager.counts["misses", status.value] += len(rows)
-            else:
-                which = np.zeros(len(plan), np.bool_)
-                which[rows] = True
-                for name, pages in plan.by_tier(which).items():
-                    manager.counts["loaded", name] += pages
-            self.filled.notify_all()
-
-    def landed(self, plan: LoadPlan, row: int) -> PageStatus:
-        """Whether a page of another plan is in the landing tier by now: `PENDING` until that is known."""
-        status = plan.status(row)
-        return PageStatus.LOADED if status is PageStatus.CANCELLED else status
-
-    def abandon(self, plan: LoadPlan) -> None:
-        """Nobody moves the pages that have no verdict yet. Ends the plan."""
-        with self.manager.lock:
-            self.finish(plan, plan.pending(), PageStatus.ABORTED)
-            self.end(plan)
-
-    def end(self, plan: LoadPlan) -> None:
-        """Release every page; twice is fine."""
-        with self.manager.lock:
-            for lease in plan.leases:
-                self.manager.end(lease)
-            self.under_way.subtract(plan.under_way)
-            plan.under_way = Counter()

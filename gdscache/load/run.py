@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from gdscache.layout import GroupSizes, PageLayout, copy_groups, read_groups
-from gdscache.load.plan import LoadPlan, LoadPlanner, Run
+from gdscache.load.plan import LoadPlan, Run
+from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Steps, Way, failure
 from gdscache.native.library import integers
@@ -95,7 +96,7 @@ class LoadRun:
         self._open = False  # more ways come to the move
         self._moving: Moving | None = None
         self._kept: Moving | None = None  # the move whose late pages are in quarantine
-        self._rows = _NONE  # the row in the plan of each row of the move
+        self._parts: list[Positions] = []  # the row in the plan of each row of the move
         self._last = False  # nothing comes behind the move
         self._busy = ""  # the tier whose speed is measured
 
@@ -137,13 +138,13 @@ class LoadRun:
         """Begin the move, or let it go on: until the plan is whole it is open."""
         if self._open:
             assert self._moving is not None, "nothing is open"
-            self._rows = np.concatenate((self._rows, *order))
+            self._parts += order
             self._moving.extend(ways, last=self._plan.whole)
             self._open = not self._plan.whole
             if self._last:
                 self._load.carried_by(self._moving, last=True)
         elif ways:
-            self._move(ways, order[0] if len(order) == 1 else np.concatenate(order), open_=not self._plan.whole)
+            self._move(ways, order, open_=not self._plan.whole)
 
     def _slowest(self) -> str:
         """The slowest tier that the move has pages of."""
@@ -190,11 +191,11 @@ class LoadRun:
             return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
         return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), through, places, sums)
 
-    def _move(self, ways: Sequence[Way], rows: Positions, *, open_: bool = False) -> None:
+    def _move(self, ways: Sequence[Way], order: Sequence[Positions], *, open_: bool = False) -> None:
         """Begin a move."""
         priority = Priority.PREFETCH if self._blocks is None else Priority.LOAD
         seconds = max(0.0, self._until - self._executor.now())
-        self._rows = rows
+        self._parts = [*order]
         groups = self._groups(ways) if open_ or self._last else ()
         move = Move(priority, tuple(ways), seconds, groups, self._load.number, open_)
         self._moving = moving = self._executor.begin(move, self._after, self)
@@ -265,7 +266,7 @@ class LoadRun:
             assert planner.landing is not None, "nowhere to land"
             rows = integers(there)
             slots = integers([self._plan.sources[row].slot for row in there])
-            self._move([self._out_of_memory(planner.landing, rows, slots)], rows)
+            self._move([self._out_of_memory(planner.landing, rows, slots)], [rows])
             yield from self._end_move()
 
     def abort(self) -> Steps[None]:
@@ -274,6 +275,13 @@ class LoadRun:
         self._finish()
 
     # -- what the move says --------------------------------------------------------------------------------------------
+
+    @property
+    def _rows(self) -> Positions:
+        """Of the plan, for each row of the move. Not for the caller's thread: numpy gives the lock up for many."""
+        if len(self._parts) != 1:
+            self._parts = [np.concatenate(self._parts) if self._parts else _NONE]
+        return self._parts[0]
 
     def judged(self, rows: Positions, status: PageStatus) -> None:
         if status is PageStatus.LOADED and self._load.cancelled:

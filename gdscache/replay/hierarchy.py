@@ -15,7 +15,8 @@ import numpy as np
 
 from gdscache.config import Config
 from gdscache.keys import Page
-from gdscache.load.plan import LoadPlan, LoadPlanner
+from gdscache.load.plan import LoadPlan
+from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
 from gdscache.moves import Moving
