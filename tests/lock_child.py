@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from helpers import WAIT, Host, drop_from, make_config, prompt, quiet
 
+from gdscache.load import loader
+
 ROUNDS, PAGES = 6, 64
 FOUND: dict[str, list[int]] = defaultdict(list)
 _shim = ctypes.PyDLL(sys.argv[1])
@@ -55,6 +57,8 @@ def serve(host: Host) -> None:
 
 
 def main() -> None:
+    if sys.argv[3] == "in parts":
+        loader.FIRST_PAGES, loader.FIRST_BYTES = PAGES // 8, 0
     with tempfile.TemporaryDirectory() as directory:
         host = Host(make_config(Path(directory) / "cache", cpu=PAGES + 8, ssd=ROUNDS * PAGES + 64), blocks=2 * PAGES)
         with host.engine:

@@ -25,11 +25,12 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.parametrize("loads", ["at once", "in parts"])
 @pytest.mark.parametrize("thread", ["main", "another"])
-def test_no_call_gives_the_lock_up(shim: Path, thread: str) -> None:
+def test_no_call_gives_the_lock_up(shim: Path, thread: str, loads: str) -> None:
     """Of 64 pages, in the main thread, whose signals are held, and in another."""
     environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": f"{HERE}:{HERE.parent}"}
-    command = [sys.executable, HERE / "lock_child.py", shim, thread]
+    command = [sys.executable, HERE / "lock_child.py", shim, thread, loads]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
