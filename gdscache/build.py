@@ -34,7 +34,7 @@ from gdscache.store.writer import TierWriter
 from gdscache.streams import resolve_device
 from gdscache.tiers import routes
 from gdscache.tiers.admission import Admission, AdmitAll, open_admission
-from gdscache.tiers.base import Tier
+from gdscache.tiers.base import DurableTier, Tier
 from gdscache.tiers.bounce import Bounce, Extents
 from gdscache.tiers.costs_file import CostsFile
 from gdscache.tiers.cpu import CpuTier, HostExtents
@@ -114,7 +114,8 @@ def build(
             route = routes.choose(config.ssd.route, ssd, layout, planes.device, keep=cpu is not None)
             ssd.route = route.describe()
         quarantine = Quarantine(lock)
-        bounce = _bounce(config, layout, planes.device, cpu, ssd, route, quarantine, further=bool(further))
+        files = [*([] if ssd is None else [ssd]), *further]
+        bounce = _bounce(config, layout, planes.device, cpu, files, route, quarantine)
         if bounce is not None:
             undo.callback(bounce.close)
         _check_paths(config.gpu, planes.device, [tier.extents for tier in (cpu, bounce) if tier is not None])
@@ -234,24 +235,24 @@ def _bounce(
     layout: PageLayout,
     device: torch.device,
     cpu: CpuTier | None,
-    ssd: SsdTier | None,
+    files: Sequence[DurableTier],
     route: routes.Choice | None,
     quarantine: Quarantine,
-    *,
-    further: bool,
 ) -> Bounce | None:
     """The bounce reserve: on the device where pages go straight there, else in host memory."""
-    if ssd is None and not further:
+    if not files:
         return None
-    if ssd is not None and cpu is not None:
-        ssd.io.register(cpu.extents.buffer.view)
-    if ssd is not None and route is not None and route.route == "direct":
+    if cpu is not None:
+        for tier in files:
+            tier.register(cpu.extents.buffer.view)
+    if route is not None and route.route == "direct":
         on_device = DeviceExtents(layout, config.host_buffer, device)
-        ssd.io.register(on_device.rows.view(-1))
+        for tier in files:
+            tier.register(on_device.rows.view(-1))
         return Bounce(on_device, quarantine)
     on_host = HostExtents(
         layout, config.host_buffer, config.cpu.pin if config.cpu is not None else "auto", "host_buffer"
     )
-    if ssd is not None:
-        ssd.io.register(on_host.buffer.view)
+    for tier in files:
+        tier.register(on_host.buffer.view)
     return Bounce(on_host, quarantine)

@@ -37,7 +37,7 @@ class FakeFetch:
     """A fetch whose pages come when the test says so."""
 
     def __init__(self, names: list[bytes], cached: int, wanted: int, clock: Any) -> None:
-        self.names, self.cached, self.wanted = names, cached, wanted
+        self.names, self.cached, self.wanted, self.asking = names, cached, wanted, False
         self.there, self.ended, self.released = 0, wanted == 0, 0
         self._clock, self.until = clock, clock() + PIN
 

@@ -41,7 +41,7 @@ class FakeFetch:
     def __init__(self, cached: int, wanted: int) -> None:
         self.cached, self.wanted = cached, wanted
         self.there, self.released, self.ended = 0, 0, wanted == 0
-        self.no_room = self.gone = False
+        self.no_room = self.gone = self.asking = False
 
     def done(self) -> bool:
         return self.ended

@@ -20,13 +20,23 @@ from gdscache.prefetch.queue import PrefetchEnd
 
 if TYPE_CHECKING:
     from gdscache.engine import CacheEngine
+    from gdscache.prefetch.handle import Prefetch
 
 
 class Fetch(Protocol):
     """Pages of one request on their way to the CPU tier, and those that are there, pinned."""
 
-    cached: int  # of the first pages, how many were cached when it began
-    wanted: int  # of them, how many are worth loading
+    @property
+    def cached(self) -> int:
+        """How many of the first pages were cached when it began."""
+
+    @property
+    def wanted(self) -> int:
+        """How many of them are worth loading."""
+
+    @property
+    def asking(self) -> bool:
+        """Whether a tier beyond this machine is still asked for more than these."""
 
     def done(self) -> bool:
         """Whether no more pages come, or all that are wanted have come."""
@@ -70,26 +80,54 @@ class PinnedFetch:
         """`pages`: how many of the first pages can be of use. Without a CPU tier, none is brought."""
         self._page_tokens = size = engine.layout.page_tokens
         self._found: Hit = engine.lookup(hashes, salt=salt)
-        self.cached = (self._found.tokens + self._found.declined) // size
-        self.wanted = min(pages, self._found.tokens // size)
-        pinned = self.wanted > 0 and engine.config.cpu is not None
-        useful = _part(self._found, 0, 0, self.wanted, size)
-        self._prefetch = engine.prefetch(useful, pin=seconds) if pinned else None
+        self._cached = (self._found.tokens + self._found.declined) // size
+        self._here = min(pages, self._found.tokens // size)
+        self._pages = pages
+        useful = _part(self._found, 0, 0, self._here, size)
+        self._beyond = False
+        if engine.config.cpu is not None and self._here == self._cached < pages:
+            names = tuple(engine.pages(hashes, salt)[:pages])
+            self._beyond = any(tier.asks(names[self._here :]) for tier in engine.manager.files)
+            useful = dataclasses.replace(useful, pages=names) if self._beyond else useful
+        begun = bool(useful.pages) and engine.config.cpu is not None
+        self._prefetch: Prefetch | None = engine.prefetch(useful, pin=seconds) if begun else None
         self._until = time.monotonic() + seconds
+
+    @property
+    def asking(self) -> bool:
+        """Whether a tier beyond this machine is still asked for more pages."""
+        return self._beyond and self._prefetch is not None and self._prefetch.asking
+
+    @property
+    def cached(self) -> int:
+        """How many of the first pages were cached when it began, on any tier as far as that is known."""
+        return max(self._cached, self._told)
+
+    @property
+    def wanted(self) -> int:
+        """How many of the first pages are to come: where the CPU tier has no room, those that loads see themselves."""
+        return self._here if self._told <= self._here or self.crowded() else min(self._pages, self._told)
+
+    @property
+    def _told(self) -> int:
+        """How many pages its prefetch has found, where it has asked."""
+        return len(self._prefetch.tiers) if self._beyond and self._prefetch is not None else 0
 
     def done(self) -> bool:
         """Whether no more pages come, or all that are wanted have come."""
-        return self._prefetch is None or self._prefetch.done() or self.verified() == self.wanted
+        if self._prefetch is None or self._prefetch.done():
+            return True
+        return not self.asking and self.verified() == self.wanted
 
     def verified(self) -> int:
         """How many of the first pages are checked and pinned."""
-        return 0 if self._prefetch is None else min(self.wanted, self._prefetch.verified // self._page_tokens)
+        return 0 if self._prefetch is None else min(self._pages, self._prefetch.verified // self._page_tokens)
 
     def crowded(self) -> bool:
         """Whether the CPU tier has no room for its pages."""
         if self._prefetch is None:
-            return self.wanted > 0
-        if not self._prefetch.done() or self.verified() == self.wanted:
+            return self._here > 0
+        if not self._prefetch.done() or self.verified() >= self._here:
             return False
         return self._prefetch.result(0).end is PrefetchEnd.NO_ROOM
 
@@ -104,7 +142,8 @@ class PinnedFetch:
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
         """How many of `pages` pages from page `first` on each tier had when it began."""
-        return Counter(self._found.tiers[first : first + pages])
+        tiers = self._prefetch.tiers if self._beyond and self._prefetch is not None else ()
+        return Counter(max(self._found.tiers, tiers, key=len)[first : first + pages])
 
     def checked(self, first: int, pages: int) -> Hit:
         """Pages that `verified` counts, for a load that cannot fail."""

@@ -97,6 +97,7 @@ class LoadTable:
             return 0
         sought, first = self._seek(rid, keys)
         fetch = sought.fetch
+        self._hear(fetch)
         there = max(0, min(fetch.verified() - first, len(keys)))
         coming = max(0, min(fetch.wanted - first, len(keys)))
         if coming <= there or fetch.done():
@@ -163,6 +164,12 @@ class LoadTable:
             queued.fetch.release()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _hear(self, fetch: Fetch) -> None:
+        """Wait for what a tier beyond this machine says, within `wait`, and only while no other request runs."""
+        until = self._clock() + self._wait
+        while fetch.asking and (left := until - self._clock()) > 0 and self._alone():
+            self._rest(min(left, LOOK_S))
 
     def _seek(self, rid: str, keys: Sequence[str]) -> tuple[_Sought, int]:
         """The request, and where these keys begin among its pages."""

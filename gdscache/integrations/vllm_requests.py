@@ -119,7 +119,7 @@ class RequestTable:
             known.fetch.release()
             known.fetch = None
         fetch = known.fetch or self._begin(known)
-        if fetch.wanted <= known.local:
+        if fetch.wanted <= known.local and not fetch.asking:
             return 0, False
         if not fetch.done():
             if known.since is None:

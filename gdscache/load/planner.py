@@ -52,7 +52,7 @@ class LoadPlanner:
         self._promotion: Promotion = Always() if promotion is None else promotion
         self._due = due
         self._prefetched = prefetched
-        self._chain = [tier for tier in manager.tiers.values() if tier.kind != "planes"]
+        self._chain = [tier for tier in manager.tiers.values() if tier.kind != "planes" and tier.served]
         self._filling: dict[int, LoadPlan] = {}  # slots of the landing tier: whose reads they are for
 
     # -- loads ---------------------------------------------------------------------------------------------------------

@@ -81,18 +81,28 @@ class Prefetch:
         """
         self._owner.calls.check()
         claim, page_tokens = self._work.claim, self._owner.layout.page_tokens
-        if claim is None:
+        if self._work.pin is None:
             raise InvalidValueError("this prefetch has no pins", "pass pin=SECONDS to prefetch()")
         start = self._start if start is None else start
         first = arguments.start_page(start, page_tokens) - self._start // page_tokens
         if first < 0:
             message = f"start is {start}, the prefetch begins with token {self._start}"
             raise TokensError(message, "pass that, or a later token at a page boundary")
-        pages = tuple(self._work.pages[first : claim.good])
+        pages = tuple(self._work.pages[first : 0 if claim is None else claim.good])
         seconds = self._owner.seconds(len(pages))
         tokens = len(pages) * page_tokens
         name = self._owner.landing_name
         return Hit(start, tokens, (name,) * len(pages), seconds, pages, pays=tokens, checked=True)
+
+    @property
+    def asking(self) -> bool:
+        """Whether a tier beyond this machine is still asked which pages it has: until then nothing begins to come."""
+        return not self._work.begun and not self._work.over.is_set()
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tier that each of its pages was on when it began; none while it is `asking`."""
+        return self._work.tiers
 
     def done(self) -> bool:
         """True when it has ended; never waits."""
@@ -150,24 +160,44 @@ class Prefetch:
 
 
 class PrefetchWork:
-    """The pages of one prefetch and what has become of them. The manager's lock guards it.
-
-    `keep`: keys that its own slots may not push out. `claim`: its pins, where it has any; `beyond` pages more were
-    found for which these had no room.
+    """The pages of one prefetch and what has become of them: none, until what there is of them is known (`begin`).
+    The manager's lock guards it. `pin`: for how many seconds they are to be pinned, if they are.
     """
 
-    def __init__(
-        self, pages: Sequence[Page], present: int, keep: set[bytes], claim: Claim | None = None, beyond: int = 0
-    ) -> None:
-        self.pages = pages
-        self.claim = claim
-        self._beyond = beyond
-        self.keep = keep
-        self.at = self.good = present  # pages before `at` have had their turn; those before `good` are all there
-        self.counts: Counter[str] = Counter(present=present) if present else Counter()
+    def __init__(self, pin: float | None = None) -> None:
+        self.pin = pin
+        self.begun = False
+        self.pages: Sequence[Page] = ()
+        self.tiers: tuple[str, ...] = ()
+        self.claim: Claim | None = None
+        self._beyond = 0
+        self.keep: set[bytes] = set()
+        self.at = self.good = 0  # pages before `at` have had their turn; those before `good` are all there
+        self.counts: Counter[str] = Counter()
         self.seconds = 0.0
         self.over = Flag()
         self._lacking: set[int] = set()  # pages before `at` that are moving, or bad
+
+    def begin(
+        self,
+        pages: Sequence[Page],
+        tiers: tuple[str, ...],
+        present: int,
+        keep: set[bytes],
+        claim: Claim | None = None,
+        beyond: int = 0,
+    ) -> None:
+        """These pages are cached, on these tiers, the first `present` in the landing tier or faster.
+
+        `keep`: keys that its own slots may not push out. `claim`: its pins, where it has any; `beyond` pages more were
+        found for which these had no room.
+        """
+        self.pages, self.tiers, self.claim, self.keep = pages, tiers, claim, keep
+        self._beyond = beyond
+        self.at = self.good = present
+        if present:
+            self.counts["present"] = present
+        self.begun = True
 
     @property
     def left(self) -> int:

@@ -26,6 +26,7 @@ from gdscache.prefetch.queue import SWEPT, PrefetchedPages, PrefetchEnd, Prefetc
 from gdscache.threads import Workers, failure_of, log_failure
 
 if TYPE_CHECKING:
+    from gdscache.tiers.base import DurableTier
     from gdscache.tiers.manager import TierManager
 
 
@@ -52,28 +53,75 @@ class Prefetcher:
         self._closed = False
         self._landing = landing = self._planner.landing
         both = landing is not None and any(tier.kind == "files" for tier in manager.tiers.values())  # or it is idle
+        self._unserved = [tier for tier in manager.files if not tier.served]
+        self._asking, self._most_asking, self._threshold = 0, config.queue, config.threshold
         self._lane = loader.executor.lane(Priority.PREFETCH, loader.manager.learn, config.concurrent if both else 0)
         with contextlib.ExitStack() as undo:
             undo.callback(self._lane.close)
             self._turns = Workers(1 if both else 0, "gdscache-prefetch-turns")
+            undo.callback(self._turns.shutdown)
+            self._asks = Workers(1 if self._unserved else 0, "gdscache-prefetch-asks")
             undo.pop_all()
         self._turns.submit(self._serve, self._serve)
 
     def start(self, pages: Sequence[Page], start: int = 0, pin: float | None = None) -> Prefetch:
-        """Begin to bring those of the consecutive cached pages to the CPU tier that only the SSD has.
+        """Begin to bring those of the consecutive cached pages to the CPU tier that only slower ones have.
 
-        `start`: the token that the first begins with. `pin`: keep them there, for so many seconds at most.
+        `start`: the token that the first begins with. `pin`: keep them there, for so many seconds at most. Where a tier
+        beyond this machine has to be asked for some of them, that comes first, and in the background.
         """
-        manager, keep = self._manager, {page.key for page in pages}
+        manager = self._manager
         with manager.lock, contextlib.ExitStack() as undo:
             if self._closed:
                 raise EngineClosedError(
                     "the engine was closed meanwhile", "open a new one with CacheEngine.from_config"
                 )
-            found, landing = manager.peek(pages), self._landing
-            claim, beyond = None, 0
-            if pin is not None:
-                claim = manager.pins.claim(pages[: len(found)], pin, self.layout.page_tokens)
+            request, work = PrefetchRequest(0), PrefetchWork(pin)
+            request.begun = time.monotonic()
+            self._requests += 1
+            self._live[request] = work
+            undo.callback(self._live.pop, request, None)
+            asked = self._to_ask(pages)
+            if asked:
+                self._asking += 1
+                self._asks.submit(functools.partial(self._ask, request, pages, asked))
+            else:
+                self._begin(request, pages)
+            undo.pop_all()
+            return Prefetch(self, request, work, start)
+
+    def _to_ask(self, pages: Sequence[Page]) -> list[tuple[DurableTier, Sequence[Page]]]:
+        """The tiers that may have pages which no index knows of, and what to ask each. The lock is held."""
+        if self._unserved and self._landing is not None and self._asking < self._most_asking:
+            rest = pages[len(self._manager.peek(pages)) :]
+            if len(rest) * self.layout.page_tokens >= max(1, self._threshold):
+                return [(tier, rest) for tier in self._unserved if tier.asks(rest)]
+        return []
+
+    def _ask(
+        self, request: PrefetchRequest, pages: Sequence[Page], asked: Sequence[tuple[DurableTier, Sequence[Page]]]
+    ) -> None:
+        """Ask tiers, in a thread that nobody waits for, and begin behind that."""
+        for tier, rest in asked:
+            if request.end is None:
+                log_failure(failure_of(functools.partial(tier.ask, rest)))
+        with self._manager.lock:
+            self._asking -= 1
+            if request.end is None:
+                error = failure_of(functools.partial(self._begin, request, pages))
+                if error is not None:
+                    log_failure(error)
+                    self._queue.stop(request, PrefetchEnd.ERROR)
+        self.calls.ended()
+
+    def _begin(self, request: PrefetchRequest, pages: Sequence[Page]) -> None:
+        """What is there is known: bring what is slow. The lock is held."""
+        manager, landing, keep = self._manager, self._landing, {page.key for page in pages}
+        work, claim, beyond = self._live[request], None, 0
+        with contextlib.ExitStack() as undo:
+            found = manager.peek(pages, unserved=True)
+            if work.pin is not None:
+                claim = manager.pins.claim(pages[: len(found)], work.pin, self.layout.page_tokens)
                 undo.callback(manager.pins.end, claim)
                 beyond = len(found) - len(claim.pages)
                 del found[len(claim.pages) :]
@@ -85,14 +133,11 @@ class Prefetcher:
             pages = pages[: len(found)]
             if wanted and landing is not None:
                 keep |= landing.index.family(pages[:1])
-            request = PrefetchRequest(wanted, None if claim is None else claim.until, short=beyond > 0)
-            work = PrefetchWork(pages, present, keep, claim, beyond)
-            self._requests += 1
-            self._live[request] = work
+            request.of(wanted, None if claim is None else claim.until, short=beyond > 0)
+            work.begin(pages, tuple(found), present, keep, claim, beyond)
             self._queue.add(request, wanted * self.layout.page_tokens)
             self._changed.notify_all()
             undo.pop_all()
-            return Prefetch(self, request, work, start)
 
     def release(self, request: PrefetchRequest, work: PrefetchWork) -> None:
         """Begin no further chunk of it, and end its pins."""
@@ -150,6 +195,7 @@ class Prefetcher:
             self._closed = True
             self._stop_all(PrefetchEnd.CLOSED)
             self._changed.notify_all()
+        self._asks.shutdown()
         self._turns.shutdown()
         self._lane.close()
 

@@ -124,15 +124,19 @@ class PrefetchRequest:
     __slots__ = ("begun", "end", "flying", "limit", "pages", "parked", "short", "swept", "until")
 
     def __init__(self, pages: int, until: float | None = None, *, short: bool = False) -> None:
-        self.pages = pages
-        self.until = until
-        self.short = short
+        self.of(pages, until, short=short)
         self.begun = 0.0
         self.limit: float | None = None
         self.parked: float | None = None  # not looked at before this time
         self.swept = 0  # unused pages that were looked for since it found the quota used up
         self.flying = 0
         self.end: PrefetchEnd | None = None
+
+    def of(self, pages: int, until: float | None, *, short: bool) -> None:
+        """What it has to bring is known."""
+        self.pages = pages
+        self.until = until
+        self.short = short
 
 
 class PrefetchQueue:

@@ -221,6 +221,7 @@ class TierWriter:
             targets = np.array([entry.slot for entry in moved[begun:]], dtype=np.int64)
             ways.append(Way(space, self._tier.name, np.array(slots, dtype=np.int64), targets))
             sums.append(self._executor.checksums(space, slots))
+            self._tier.expect(moved[begun:], sums[-1])
         move = Move(Priority.DEMOTION, tuple(ways), min(out.seconds for out, _ in parts))
         return _Flight(parts, moved, np.concatenate(sums), self._executor.begin(move))
 

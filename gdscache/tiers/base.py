@@ -31,6 +31,8 @@ from gdscache.tiers.retention import Retention
 from gdscache.tiers.slots import FreeSlots
 
 if TYPE_CHECKING:
+    import torch
+
     from gdscache.moves.machine import Files
 
 NO_RETENTIONS: Mapping[bytes, Retention] = {}
@@ -39,12 +41,14 @@ NO_RETENTIONS: Mapping[bytes, Retention] = {}
 class Tier(abc.ABC):
     """One level of the cache: an index and the bytes of its slots.
 
-    `kind` says what reaches these: whoever computes (`planes`), copies (`memory`), or only I/O (`files`).
+    `kind` says what reaches these: whoever computes (`planes`), copies (`memory`), or only I/O (`files`). `served`:
+    whether lookups and loads see its pages; else only a prefetch brings them, which asks for them first.
     """
 
     name: str
     kind: Literal["planes", "memory", "files"]
     index: PageIndex
+    served: bool = True
 
     @property
     @abc.abstractmethod
@@ -97,6 +101,20 @@ class DurableTier(Tier):
         `retentions`: by key, where they are not the default. Raises `StorageError` when the tier takes none.
         """
 
+    def register(self, memory: memoryview | torch.Tensor) -> None:
+        """Announce memory that pages come from and go to until `close`: once, before any I/O on it."""
+
+    def asks(self, pages: Sequence[Page]) -> bool:
+        """Whether `ask` may find some of these that the index does not know of. Under the manager's lock."""
+        return False
+
+    def ask(self, pages: Sequence[Page]) -> None:
+        """Find out which of the consecutive pages the tier has, and have the index say so. Takes time, within bounds:
+        without the lock, and never for who is waited for."""
+
+    def expect(self, entries: Sequence[Entry], sums: Checksums) -> None:
+        """The bytes of reserved pages are written next, and have to give this; `commit` says it again."""
+
     @abc.abstractmethod
     def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
         """Make pages visible whose bytes are in their slots; True for each that is now, False for one that was dropped
@@ -116,8 +134,11 @@ class DurableTier(Tier):
     def commit_deletions(self) -> None:
         """Pages were dropped: let go of what waits for that, if anything does."""
 
-    def commit_all_deletions(self) -> None:
-        """Return when nothing of the pages that were dropped by now can come back."""
+    def commit_all_deletions(self, namespace: bytes | None = None) -> None:
+        """Return when nothing of the pages that were dropped by now can come back.
+
+        Those are all pages of a namespace, or all there are, also where the index does not know of them.
+        """
 
     def lock_lost(self, *, thorough: bool = False) -> str:
         """Why the tier is not ours alone any more; "" while it is. `thorough` may cost more than an `os.stat`."""

@@ -50,7 +50,7 @@ class Clearing:
         with self.alone:
             removed = self._drop_everything() if namespace is None else self._sweep(namespace)
         for tier in self._files:
-            tier.commit_all_deletions()
+            tier.commit_all_deletions(namespace)
         return removed
 
     def _drop_everything(self) -> dict[str, int]:

@@ -56,10 +56,11 @@ class TierManager:
         timeline: Timeline = OFF,
     ) -> None:
         """`tiers`: the fastest first, each by a name of its own. `landing` is the first of them in memory, where pages
-        of slower ones come up to; `files` are those that only I/O reaches."""
+        of slower ones come up to; `files` are those that only I/O reaches; `served` those that lookups see."""
         self.lock = lock
         self.calls: Caller = Direct() if calls is None else calls
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
+        self.served = [(name, tier) for name, tier in self.tiers.items() if tier.served]
         self.landing = next((tier for tier in tiers if tier.kind == "memory"), None)
         self.files = [cast("DurableTier", tier) for tier in tiers if tier.kind == "files"]
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -149,27 +150,27 @@ class TierManager:
             self._watching = True
             self.calls.post(self.watch)
 
-    def peek(self, pages: Sequence[Page]) -> list[str]:
-        """What `lookup` would answer; counts nothing, not even a use."""
+    def peek(self, pages: Sequence[Page], *, unserved: bool = False) -> list[str]:
+        """What `lookup` would answer; counts nothing, not even a use. `unserved`: with tiers that it does not see."""
         with self.lock:
             self.expire(pages)
-            found = self._find([p.key for p in pages])
+            found = self._find([p.key for p in pages], unserved=unserved)
             return found[: self._first_hidden(found, pages, 0)]
 
-    def _find(self, keys: Sequence[bytes]) -> list[str]:
+    def _find(self, keys: Sequence[bytes], *, unserved: bool = False) -> list[str]:
         """The fastest tier of each page, up to the first that is in none."""
         found: list[str] = []
         for at in range(0, len(keys), _LOOKED):
             some = keys[at : at + _LOOKED]
-            found += self._find_some(some)
+            found += self._find_some(some, unserved)
             if len(found) < at + len(some):
                 break
         return found
 
-    def _find_some(self, keys: Sequence[bytes]) -> list[str]:
+    def _find_some(self, keys: Sequence[bytes], unserved: bool) -> list[str]:
         """`_find`, run by run of pages that one tier has."""
         masks: list[bytes] = []  # of the tiers, the fastest first
-        tiers, found = list(self.tiers.items()), list[str]()
+        tiers, found = list(self.tiers.items()) if unserved else self.served, list[str]()
         while (at := len(found)) < len(keys):
             stop = len(keys)
             for level, (name, tier) in enumerate(tiers):

@@ -58,7 +58,7 @@ class Pins:
 
     def _hold(self, page: Page, lease: Lease) -> list[Entry]:
         found = []
-        for name, tier in self.manager.tiers.items():
+        for name, tier in self.manager.served:
             entry, held = tier.index.get(page.key), self._held[name]
             if entry is None or self.manager.hidden(name, entry.slot):
                 continue

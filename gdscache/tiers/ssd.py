@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,9 @@ from gdscache.tiers.index import PageIndex
 from gdscache.tiers.pages import Entry, PageState
 from gdscache.tiers.retention import DEFAULT, HIGHEST, LOWEST, Retention
 from gdscache.tiers.slab_io import SlabIO
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger("gdscache.ssd")
 _TOUCHES_KEPT = 1 << 16
@@ -142,6 +145,9 @@ class SsdTier(DurableTier):
     def spare_slots(self) -> int:
         """Slots for pages that need not push others out."""
         return self.index.free_slots + len(self._returned) - self._reserve
+
+    def register(self, memory: memoryview | torch.Tensor) -> None:
+        self.io.register(memory)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -266,7 +272,7 @@ class SsdTier(DurableTier):
         if slot is not None and self.index.retain(key, retention):
             self._retained[slot] = key
 
-    def commit_all_deletions(self) -> None:
+    def commit_all_deletions(self, namespace: bytes | None = None) -> None:
         """Commit every deletion that waits by now, in transactions of bounded size. Raises `IOFailedError`."""
         self.commit_waiting()  # after the commit under way, whose pages may have been dropped meanwhile
         with self.lock:

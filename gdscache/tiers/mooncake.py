@@ -1,0 +1,293 @@
+"""The tier beyond this machine: pages in a Mooncake Store, which other engines put and get too.
+
+The pool is its own master over what it keeps: it evicts, and it loses what a dead owner had. The index here only has
+names of pages that were put from here, or found by asking; a name that leads to nothing is a miss, and goes. Neither
+lookups nor loads see these pages (`served`): a prefetch asks for them once (`ask`), and brings them to the CPU tier.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gdscache.checksum import Checksums, bound, unbound
+from gdscache.errors import GeometryError, InvalidValueError
+from gdscache.keys import Page
+from gdscache.layout import PageLayout
+from gdscache.limits import MAX_SECONDS
+from gdscache.storage.base import Op, address_of
+from gdscache.tiers.base import NO_RETENTIONS, DurableTier
+from gdscache.tiers.index import PageIndex
+from gdscache.tiers.pages import PENDING, Entry, PageState
+from gdscache.tiers.pool_calls import Lines
+from gdscache.tiers.pool_client import Client, PoolAddress, load_package, size_of
+from gdscache.tiers.pool_io import BATCH_PAGES, MOST_LAYERS, PoolFiles
+from gdscache.tiers.pool_link import Connect, PoolLink, mooncake
+from gdscache.tiers.retention import DEFAULT, Retention
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIX = "gdscache1"  # of all names in the pool; the digit is the trailer's format
+_ASKED = 512  # pages a question
+_OPEN_S = 1.5  # that an engine waits at open for a pool that is there
+_log = logging.getLogger("gdscache.pool")
+
+
+class _Names(PageIndex):
+    """An index that notes pages which turn out to be bad: dropped while leased, after their bytes have come."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.came: set[int] = set()  # slots whose bytes came, since a page is in them
+        self.spoiled: list[Page] = []
+
+    def drop(self, entry: Entry) -> None:
+        if not entry.dropped and entry.leases and entry.slot in self.came:
+            self.spoiled.append(entry.page)
+        self.came.discard(entry.slot)
+        super().drop(entry)
+
+
+class MooncakeTier(DurableTier):
+    """Pages in the pool of a `mooncake_master`; `capacity` bounds how many of them this engine knows by name.
+
+    `master`: host:port. `segment`: memory of this process that it adds to the pool (bytes, or text as "4GiB"); 0: none,
+    the pool is that of others. `replicas`: of each page. `tenant`: whose pages the store keeps apart from others'.
+    `hostname`: by which other machines reach this process. `devices`: RDMA devices. `deadline`: seconds of a call,
+    after which the pool is left alone until it answers again. `batch`: pages of a call, 128 at most.
+    """
+
+    name = "mooncake"
+    served = False
+    io: PoolFiles
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        capacity: int,
+        lock: threading.RLock,
+        *,
+        master: str,
+        protocol: str = "tcp",
+        devices: str = "",
+        metadata: str = "P2PHANDSHAKE",
+        hostname: str = "127.0.0.1",
+        segment: int | str = 0,
+        replicas: int = 1,
+        tenant: str = "default",
+        deadline: float = 2.0,
+        batch: int = BATCH_PAGES,
+    ) -> None:
+        for key, number in (("deadline", deadline), ("batch", batch)):
+            if not isinstance(number, int | float) or isinstance(number, bool) or not 0 < number <= MAX_SECONDS:
+                raise InvalidValueError(f"the mooncake tier's {key} is {number!r}", "give a number above 0")
+        if layout.n_layers > MOST_LAYERS:
+            raise GeometryError(
+                f"the model has {layout.n_layers} layers, the trailer of a page has room for {MOST_LAYERS} checksums",
+                "leave the mooncake tier out",
+            )
+        self.layout = layout
+        self.lock = lock
+        self.index: _Names = _Names(capacity // layout.extent_bytes)
+        self._owed: dict[bytes | None, str] = {}  # namespaces whose removal from the pool has not been done; lock
+        self._namespaces: set[bytes] = set()  # that this engine had pages of
+        self._cleared = 0  # times that pages were cleared
+        self._asked = self._found = 0
+        address = PoolAddress(master, protocol, devices, metadata, hostname, size_of(segment), replicas, tenant)
+        self._link = PoolLink(address.checked(), self.connection(), f"{PREFIX}/probe", self._come_back)
+        self._lines = Lines(("puts", "gets", "asks"), self._link, deadline=deadline)
+        self.io = PoolFiles(layout, self.index.slots, self._lines, self._name_of, self._moved, batch)
+        self._link.register(*self.io.buffer)
+        changed = self._lines.breaker.changed
+        with changed:
+            ready = changed.wait_for(lambda: self._lines.breaker.closed, _OPEN_S)
+        if not ready:
+            _log.warning(
+                "the shared pool %s is not there yet: the engine goes on without it, and connects when it is", master
+            )
+
+    @classmethod
+    def connection(cls) -> Connect:
+        """What connects. Raises `MissingPackageError` where nothing can."""
+        load_package()
+        return mooncake
+
+    def register(self, memory: memoryview | torch.Tensor) -> None:
+        """Announce memory that pages are put from and got into. Memory of a device is none of that."""
+        if isinstance(memory, memoryview):
+            self._link.register(address_of(memory), memory.nbytes)
+
+    def _come_back(self, client: Client) -> bool:
+        """The pool answers, again perhaps, and may have forgotten everything. What it is owed is paid first."""
+        with self.lock:
+            self.index.evict(len(self.index))
+        self._pay(client)
+        return not self._owed
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def asks(self, pages: Sequence[Page]) -> bool:
+        return bool(pages) and self._lines.breaker.closed and not self._owed
+
+    def ask(self, pages: Sequence[Page]) -> None:
+        cleared = self._cleared
+        for at in range(0, len(pages), _ASKED):
+            some = pages[at : at + _ASKED]
+            codes = self._lines.finish("asks", lambda client, some=some: self._exist(some))  # type: ignore[misc]
+            if codes is None:
+                return
+            with self.lock:
+                if cleared != self._cleared:
+                    return
+                self._note(some, codes)
+            if not all(code == 1 for code in codes):
+                return
+
+    def _exist(self, pages: Sequence[Page]) -> list[int]:
+        codes = self._link.exist([self._name_of(page) for page in pages])
+        self._lines.answered(codes)
+        return codes
+
+    def _note(self, pages: Sequence[Page], codes: Sequence[int]) -> None:
+        """What the pool has of some pages: names come, and go. The lock is held."""
+        self._asked += len(pages)
+        there = [page for page, code in zip(pages, codes, strict=True) if code == 1]
+        self._found += len(there)
+        for page, code in zip(pages, codes, strict=True):
+            entry = self.index.find(page.key) if code == 0 and page.key in self.index else None
+            if entry is not None and entry.state is not PENDING:
+                self.index.drop(entry)
+        fresh = [page for page in there if page.key not in self.index]
+        slots = self.index.allocate_some(len(fresh), pages=pages)
+        entries = self._insert(fresh, slots, [DEFAULT] * len(fresh))
+        self.index.commit_all(entries)
+        self.index.release_all(entries)
+
+    def _insert(self, pages: Sequence[Page], slots: Sequence[int], kept: Sequence[Retention]) -> list[Entry]:
+        entries = self.index.insert_all(pages, slots, PageState.PENDING, kept, leases=1)
+        for entry in entries:
+            self.io.pages[entry.slot] = entry.page
+            self.io.absent.discard(entry.slot)
+            self.index.came.discard(entry.slot)
+            self._namespaces.add(entry.namespace)
+        return entries
+
+    def checksums(self, entries: Sequence[Entry]) -> Checksums:
+        """By the trailers in the pool, whoever has put the pages: it keeps the first that it was given of a name."""
+        layers = self.layout.n_layers
+        found = self.io.ask_trailers([entry.page for entry in entries])
+        self.io.absent.update(e.slot for e, sums in zip(entries, found, strict=True) if sums is None)
+        self.io.absent.difference_update(e.slot for e, sums in zip(entries, found, strict=True) if sums is not None)
+        stored = np.stack([np.zeros(layers, np.uint64) if sums is None else sums for sums in found])
+        return unbound(stored, [entry.key for entry in entries])
+
+    def at_hand(self, entries: Sequence[Entry]) -> bool:
+        return not entries
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
+        """Names for the first of `pages`. None while the pool does not answer, or has pages that are to go first."""
+        if not self.asks(pages):
+            return []
+        with self.lock:
+            self.index.make_room(pages, 0)
+            fresh = [page for page in pages if page.key not in self.index]
+            kept = [retentions.get(page.key, DEFAULT) for page in fresh]
+            return self._insert(fresh, self.index.take_free(len(fresh)), kept)
+
+    def expect(self, entries: Sequence[Entry], sums: Checksums) -> None:
+        self.io.sums[[entry.slot for entry in entries]] = bound(sums, [entry.key for entry in entries])
+
+    def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
+        with self.lock:
+            visible = [self.index.commit(entry) for entry in entries]
+        self._remove([e.page for e, there in zip(entries, visible, strict=True) if not there])
+        return visible
+
+    def _moved(self, op: Op, slots: Sequence[int]) -> None:
+        """Bytes of pages have come: what is dropped now, while it is leased, was bad. Or they have gone out: what was
+        cleared meanwhile has to go again."""
+        with self.lock:
+            if op is Op.READ:
+                self.index.came.update(slots)
+                return
+            pages = [page for slot in slots if (page := self.io.pages[slot]) is not None]
+            cleared = [page for slot, page in zip(slots, pages, strict=True) if self.index.slot(page.key) != slot]
+        self._remove(cleared)
+
+    # -- removing ----------------------------------------------------------------------------------------------------
+
+    def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
+        self._namespaces.add(digest)
+
+    def commit_deletions(self) -> None:
+        """Have bad pages removed from the pool: it would keep them in the place of good ones."""
+        with self.lock:
+            spoiled, self.index.spoiled = self.index.spoiled, []
+        self._remove(spoiled)
+
+    def commit_all_deletions(self, namespace: bytes | None = None) -> None:
+        """Remove the pages of a namespace, or of all that this engine had, from the pool: for every engine.
+
+        Waits for a deadline at most. What could not be removed is owed: until it is, nothing is asked for or put.
+        """
+        with self.lock:
+            self._cleared += 1
+            self.index.spoiled.clear()
+            for digest in self._namespaces if namespace is None else (namespace,):
+                self._owed[digest] = f"^{re.escape(_directory(digest))}.*"
+        self._lines.finish("asks", self._pay)
+
+    def _pay(self, client: Client) -> None:
+        """Remove what is owed."""
+        for digest, pattern in list(self._owed.items()):
+            code = client.remove_matching(pattern)
+            if code < 0:
+                self._lines.breaker.open(f"pages that were cleared cannot be removed: code {code}")
+                return
+            with self.lock:
+                self._owed.pop(digest, None)
+
+    def _remove(self, pages: Sequence[Page]) -> None:
+        names = [self._name_of(page) for page in pages]
+        if names:
+            self._lines.begin("asks", lambda client: self._lines.answered(client.remove(names)))
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        return self.index.slots * self.layout.extent_bytes
+
+    def _name_of(self, page: Page) -> str:
+        return _directory(page.namespace) + page.key.hex()
+
+    def describe(self) -> dict[str, Any]:
+        asked = {"asked": self._asked, "found": self._found, "removals_owed": len(self._owed)}
+        return {
+            **self._lines.describe(),
+            **asked,
+            "moved": dict(self.io.counts),
+            "segment_bytes": self._link.address.segment,
+        }
+
+    def close(self) -> None:
+        """Drop what waits, and leave the pool: its segment goes with it. A call that hangs keeps what it may touch."""
+        if not self._lines.close():
+            _log.error("closed while a call to the shared pool %s hangs: its memory is kept", self._link.master)
+            return
+        client, self._lines.client = self._lines.client, None
+        if client is not None:
+            self._link.leave(client)
+            self.io.close()
+
+
+def _directory(namespace: bytes) -> str:
+    return f"{PREFIX}/{namespace.hex()}/"
