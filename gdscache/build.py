@@ -33,7 +33,7 @@ from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter
 from gdscache.streams import resolve_device
 from gdscache.tiers import routes
-from gdscache.tiers.admission import Admission, AdmitAll, open_admission
+from gdscache.tiers.admission import Admission, new_admission, open_admission
 from gdscache.tiers.base import DurableTier, Tier
 from gdscache.tiers.bounce import Bounce, Extents
 from gdscache.tiers.costs_file import CostsFile
@@ -128,7 +128,10 @@ def build(
         undo.callback(mover.close)
         promotion = _promotion(config, cpu)
         watermarks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
-        admissions = {tier.name: Admission(AdmitAll(tier.index.slots, 0), layout.extent_bytes) for tier in further}
+        admissions = {
+            tier.name: Admission(new_admission(entry.admission, tier.index.slots), layout.extent_bytes)
+            for tier, entry in zip(further, config.tiers, strict=True)
+        }
         if ssd is not None and config.ssd is not None:
             admissions["ssd"] = open_admission(config.ssd, ssd.index.slots, layout.extent_bytes)
         selective = promotion is not None and promotion.selective

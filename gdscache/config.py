@@ -218,6 +218,9 @@ class TierConfig(Section):
     tier: ClassPath = Field(description="package.module:Class, a subclass of gdscache.tiers.base.DurableTier")
     capacity: Size = Field(default=16 * GIB, description="what it may keep")
     options: dict[str, Any] | None = Field(default=None, description="keywords that the class takes besides")
+    admission: Literal["all", "second_offer", "tinylfu"] = Field(
+        default="all", description="pages that are written: as ssd.admission"
+    )
 
 
 class StoreConfig(Section):

@@ -125,7 +125,22 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 @needs_make
 @pytest.mark.parametrize(
-    "target", ["demo", "test", "suites", "sanitize", "lint", "soak", "resolve", "wheels", "bench", "clean", "help"]
+    "target",
+    [
+        "demo",
+        "test",
+        "suites",
+        "sanitize",
+        "lint",
+        "soak",
+        "scale",
+        "scale-smoke",
+        "resolve",
+        "wheels",
+        "bench",
+        "clean",
+        "help",
+    ],
 )
 def test_each_target_can_be_planned(target: str, tmp_path: Path) -> None:
     done = make("-n", target, f"VENV={tmp_path / 'new'}")

@@ -256,10 +256,15 @@ class Admission:
         return self._policy.explain(page.key, victim)
 
 
+def new_admission(name: str, slots: int, offers: int = 2) -> AdmissionPolicy:
+    """A policy by its name, for a tier of `slots` pages. `offers`: of `second_offer`, at which a page is written."""
+    return ADMISSIONS[name](slots, offers)
+
+
 def open_admission(
     config: SsdConfig, slots: int, extent_bytes: int, clock: Callable[[], float] = time.monotonic
 ) -> Admission:
     """What `ssd.admission`, `ssd.admission_offers` and `ssd.endurance` ask for, for an SSD of `slots` pages."""
-    policy = ADMISSIONS[config.admission](slots, config.admission_offers)
+    policy = new_admission(config.admission, slots, config.admission_offers)
     budget = None if config.endurance is None else EnduranceBudget(config.endurance, clock)
     return Admission(policy, extent_bytes, budget)

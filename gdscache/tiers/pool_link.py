@@ -11,6 +11,7 @@ from gdscache.errors import TierUnavailableError
 from gdscache.tiers.pool_client import DONE, Client, MooncakeClient, MooncakeQueries, PoolAddress
 
 CONNECT_S = 1.0  # seconds that a TCP connection to the master may take
+_ANSWERS = 3  # in a row, of each client: each has connections of its own to a master that was started anew
 Connect = Callable[[PoolAddress], tuple[Client, Client]]
 
 
@@ -66,7 +67,8 @@ class PoolLink:
                     _announce(self._client, place, nbytes)
 
     def alive(self) -> bool:
-        return self.exist([self._probe])[0] >= 0
+        clients = [client for client in (self._client, self._queries) if client is not None]
+        return all(client.exist([self._probe])[0] >= 0 for client in clients for _ in range(_ANSWERS))
 
     def exist(self, names: Sequence[str]) -> list[int]:
         """Ask for objects; see `Client.exist`."""
