@@ -23,7 +23,7 @@ class FakePool:
     """What all clients of a master see. `room`: objects at most. Tests set what goes wrong:
 
     `dead`: the master is. `lost`: names whose owner is dead, so that they exist and cannot be got. `evicts`: whether a
-    put that finds it full makes room for the next one. `gate`: calls that move bytes wait for it.
+    put that finds it full makes room for the next one. `gate`: calls that move bytes wait for it; `answers`: questions.
     """
 
     def __init__(self, room: int = 1 << 30) -> None:
@@ -34,6 +34,8 @@ class FakePool:
         self.lost: set[str] = set()
         self.gate = threading.Event()
         self.gate.set()
+        self.answers = threading.Event()
+        self.answers.set()
         self.calls: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()  # how often each name was asked for
         self.largest = 0  # objects of a call
@@ -69,7 +71,9 @@ class FakeClient:
         return answers and not self.pool.dead
 
     def exist(self, names: Sequence[str]) -> list[int]:
-        if not self._begin("exist", ()):
+        answers = self._begin("exist", ())
+        self.pool.answers.wait(60)
+        if not answers:
             return [NO_MASTER] * len(names)
         self.pool.asked.update(names)
         return [int(name in self.pool.objects) for name in names]
@@ -110,19 +114,6 @@ class FakeClient:
             ctypes.memmove(place, found[at : at + nbytes], nbytes)
             at += nbytes
         return at
-
-    def get_part(self, names: Sequence[str], places: Sequence[int], offset: int, nbytes: int) -> list[int]:
-        if not self._move("get_part", names, [[(place, nbytes)] for place in places]):
-            return [NO_MASTER] * len(names)
-        codes = []
-        for name, place in zip(names, places, strict=True):
-            part = self.pool.objects.get(name, b"")[offset : offset + nbytes]
-            if name in self.pool.lost or len(part) != nbytes:
-                codes.append(TRANSFER_FAILED if name in self.pool.objects else GONE)
-            else:
-                ctypes.memmove(place, part, nbytes)
-                codes.append(nbytes)
-        return codes
 
     def remove(self, names: Sequence[str]) -> list[int]:
         if not self._begin("remove", names):

@@ -181,7 +181,7 @@ class LoadRun:
         tier: Tier,
         slots: Positions,
         rows: Positions,
-        sums: Checksums,
+        sums: Checksums | None,
         through: str = "",
         places: Positions = _NONE,
     ) -> Way:
@@ -363,9 +363,11 @@ def _known(planner: LoadPlanner, plan: LoadPlan, row: int) -> bool:
     return planner.landed(plan, row) is not PageStatus.PENDING
 
 
-def _taken(tables: tuple[Positions, Positions, Checksums], rows: list[int]) -> tuple[Positions, Positions, Checksums]:
+def _taken(
+    tables: tuple[Positions, Positions, Checksums | None], rows: list[int]
+) -> tuple[Positions, Positions, Checksums | None]:
     """Some rows of the tables, or all."""
     first, second, sums = tables
     if len(rows) == len(first):
         return tables
-    return take_rows(first, rows), take_rows(second, rows), take_rows(sums, rows)
+    return take_rows(first, rows), take_rows(second, rows), None if sums is None else take_rows(sums, rows)

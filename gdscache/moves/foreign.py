@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import errno
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gdscache.errors import NativeCallError, ShortIOError
-from gdscache.moves.machine import Machine, PagesIO
+from gdscache.moves.machine import CheckedIO, Machine, PagesIO
 from gdscache.native.moves import NEVER, SHORT, IoJob, NativeMoves
+from gdscache.native.tables import put_rows, take_rows
 from gdscache.storage.base import Op
 from gdscache.threads import failure_of, log_failure
 from gdscache.tiers.bounce import Extents
@@ -66,8 +67,15 @@ class ForeignFiles:
         while (told := self._progress.get()) is not None:
             job, io = told
             for pages, error in io.take():
+                if error is None and not job.write and isinstance(io, CheckedIO):
+                    self._keep_sums(job, pages, io)
                 self._moves.io_ended(job.number, pages, 0 if error is None else _code(error))
             del told, job, io
+
+    def _keep_sums(self, job: IoJob, pages: Sequence[int], io: CheckedIO) -> None:
+        """Pages that stay in a memory have the checksums that came with them."""
+        slots = job.pages["at"].astype(np.int64) // self._layout.extent_bytes
+        put_rows(self._machine.memories[job.memory].checksums, take_rows(slots, pages), io.sums_of(pages))
 
 
 class _Lying:

@@ -12,6 +12,7 @@ from gdscache.timeline import OFF, Timeline
 if TYPE_CHECKING:
     import torch
 
+    from gdscache.checksum import Checksums
     from gdscache.errors import StorageError
     from gdscache.native.cufile import CuFiles
     from gdscache.storage.base import Op
@@ -33,6 +34,15 @@ class PagesIO(Protocol):
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         """Call `callback(page)` once for each page, when nothing touches its memory any more; perhaps now."""
+        ...
+
+
+@runtime_checkable
+class CheckedIO(PagesIO, Protocol):
+    """Such I/O that compares what it reads with checksums that come with the bytes, before it says that pages ended."""
+
+    def sums_of(self, pages: Sequence[int]) -> Checksums:
+        """Those of pages that were read and are good: uint64 (pages, layers)."""
         ...
 
 

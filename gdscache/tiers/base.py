@@ -124,8 +124,11 @@ class DurableTier(Tier):
         """
 
     @abc.abstractmethod
-    def checksums(self, entries: Sequence[Entry]) -> Checksums:
-        """What the bytes of leased pages have to give, uint64 of shape (pages, layers); zeros where that is unknown."""
+    def checksums(self, entries: Sequence[Entry]) -> Checksums | None:
+        """What the bytes of leased pages have to give, uint64 of shape (pages, layers); zeros where that is unknown.
+
+        None: that comes with the bytes, and `io` compares them itself (`CheckedIO`). For tiers that are not `served`.
+        """
 
     def at_hand(self, entries: Sequence[Entry]) -> bool:
         """Whether `checksums` of these needs no I/O."""

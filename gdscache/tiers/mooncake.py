@@ -13,14 +13,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from gdscache.checksum import Checksums, bound, unbound
+from gdscache.checksum import Checksums, bound
 from gdscache.errors import GeometryError, InvalidValueError
 from gdscache.keys import Page
 from gdscache.layout import PageLayout
 from gdscache.limits import MAX_SECONDS
-from gdscache.storage.base import Op, address_of
+from gdscache.storage.base import address_of
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 from gdscache.tiers.index import PageIndex
 from gdscache.tiers.pages import PENDING, Entry, PageState
@@ -37,21 +35,6 @@ PREFIX = "gdscache1"  # of all names in the pool; the digit is the trailer's for
 _ASKED = 512  # pages a question
 _OPEN_S = 1.5  # that an engine waits at open for a pool that is there
 _log = logging.getLogger("gdscache.pool")
-
-
-class _Names(PageIndex):
-    """An index that notes pages which turn out to be bad: dropped while leased, after their bytes have come."""
-
-    def __init__(self, slots: int) -> None:
-        super().__init__(slots)
-        self.came: set[int] = set()  # slots whose bytes came, since a page is in them
-        self.spoiled: list[Page] = []
-
-    def drop(self, entry: Entry) -> None:
-        if not entry.dropped and entry.leases and entry.slot in self.came:
-            self.spoiled.append(entry.page)
-        self.came.discard(entry.slot)
-        super().drop(entry)
 
 
 class MooncakeTier(DurableTier):
@@ -94,7 +77,7 @@ class MooncakeTier(DurableTier):
             )
         self.layout = layout
         self.lock = lock
-        self.index: _Names = _Names(capacity // layout.extent_bytes)
+        self.index = PageIndex(capacity // layout.extent_bytes)
         self._owed: dict[bytes | None, str] = {}  # namespaces whose removal from the pool has not been done; lock
         self._namespaces: set[bytes] = set()  # that this engine had pages of
         self._cleared = 0  # times that pages were cleared
@@ -102,7 +85,7 @@ class MooncakeTier(DurableTier):
         address = PoolAddress(master, protocol, devices, metadata, hostname, size_of(segment), replicas, tenant)
         self._link = PoolLink(address.checked(), self.connection(), f"{PREFIX}/probe", self._come_back)
         self._lines = Lines(("puts", "gets", "asks"), self._link, deadline=deadline)
-        self.io = PoolFiles(layout, self.index.slots, self._lines, self._name_of, self._moved, batch)
+        self.io = PoolFiles(layout, self.index.slots, self._lines, self._name_of, self._written, batch)
         self._link.register(*self.io.buffer)
         changed = self._lines.breaker.changed
         with changed:
@@ -173,22 +156,11 @@ class MooncakeTier(DurableTier):
         entries = self.index.insert_all(pages, slots, PageState.PENDING, kept, leases=1)
         for entry in entries:
             self.io.pages[entry.slot] = entry.page
-            self.io.absent.discard(entry.slot)
-            self.index.came.discard(entry.slot)
             self._namespaces.add(entry.namespace)
         return entries
 
-    def checksums(self, entries: Sequence[Entry]) -> Checksums:
-        """By the trailers in the pool, whoever has put the pages: it keeps the first that it was given of a name."""
-        layers = self.layout.n_layers
-        found = self.io.ask_trailers([entry.page for entry in entries])
-        self.io.absent.update(e.slot for e, sums in zip(entries, found, strict=True) if sums is None)
-        self.io.absent.difference_update(e.slot for e, sums in zip(entries, found, strict=True) if sums is not None)
-        stored = np.stack([np.zeros(layers, np.uint64) if sums is None else sums for sums in found])
-        return unbound(stored, [entry.key for entry in entries])
-
-    def at_hand(self, entries: Sequence[Entry]) -> bool:
-        return not entries
+    def checksums(self, entries: Sequence[Entry]) -> None:
+        """They come with the bytes, whoever has put them: the pool keeps the first page that it was given of a name."""
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -211,13 +183,9 @@ class MooncakeTier(DurableTier):
         self._remove([e.page for e, there in zip(entries, visible, strict=True) if not there])
         return visible
 
-    def _moved(self, op: Op, slots: Sequence[int]) -> None:
-        """Bytes of pages have come: what is dropped now, while it is leased, was bad. Or they have gone out: what was
-        cleared meanwhile has to go again."""
+    def _written(self, slots: Sequence[int]) -> None:
+        """Pages are in the pool: what was cleared meanwhile has to go again."""
         with self.lock:
-            if op is Op.READ:
-                self.index.came.update(slots)
-                return
             pages = [page for slot in slots if (page := self.io.pages[slot]) is not None]
             cleared = [page for slot, page in zip(slots, pages, strict=True) if self.index.slot(page.key) != slot]
         self._remove(cleared)
@@ -227,12 +195,6 @@ class MooncakeTier(DurableTier):
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
         self._namespaces.add(digest)
 
-    def commit_deletions(self) -> None:
-        """Have bad pages removed from the pool: it would keep them in the place of good ones."""
-        with self.lock:
-            spoiled, self.index.spoiled = self.index.spoiled, []
-        self._remove(spoiled)
-
     def commit_all_deletions(self, namespace: bytes | None = None) -> None:
         """Remove the pages of a namespace, or of all that this engine had, from the pool: for every engine.
 
@@ -240,7 +202,6 @@ class MooncakeTier(DurableTier):
         """
         with self.lock:
             self._cleared += 1
-            self.index.spoiled.clear()
             for digest in self._namespaces if namespace is None else (namespace,):
                 self._owed[digest] = f"^{re.escape(_directory(digest))}.*"
         self._lines.finish("asks", self._pay)

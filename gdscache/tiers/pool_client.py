@@ -97,10 +97,6 @@ class Client(Protocol):
         """The bytes that came."""
         ...
 
-    def get_part(self, names: Sequence[str], places: Sequence[int], offset: int, nbytes: int) -> list[int]:
-        """The bytes that came, of those from `offset` on of each object."""
-        ...
-
     def remove(self, names: Sequence[str]) -> list[int]:
         """Remove objects, leased ones too."""
         ...
@@ -154,21 +150,6 @@ class MooncakeClient:
 
     def get(self, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
         return list(self._store.batch_get_into_multi_buffers(list(names), *_columns(pieces)))
-
-    def get_part(self, names: Sequence[str], places: Sequence[int], offset: int, nbytes: int) -> list[int]:
-        opened = list(self._store.batch_get_session_start(list(names)))
-        there = [n for n, code in enumerate(opened) if code == DONE]
-        if there:
-            some, each = [names[n] for n in there], len(there)
-            try:
-                came = self._store.batch_get_into_multi_buffer_ranges(
-                    some, [[places[n]] for n in there], [[nbytes]] * each, [[offset]] * each
-                )
-            finally:
-                self._store.batch_get_session_end(some)
-            for n, code in zip(there, came, strict=True):
-                opened[n] = code
-        return opened
 
     def remove(self, names: Sequence[str]) -> list[int]:
         return list(self._store.batch_remove(list(names), True))

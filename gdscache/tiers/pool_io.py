@@ -6,7 +6,10 @@ tell without asking anybody else. Pages are put from and got into the memory tha
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import functools
 import struct
 import threading
 import time
@@ -17,12 +20,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from gdscache.checksum import Checksums
+from gdscache.checksum import Checksums, first_bad_layer, unbound
 from gdscache.errors import IOFailedError, StorageError
 from gdscache.keys import KEY_BYTES, Page
 from gdscache.layout import PageLayout
 from gdscache.memory import HostBuffer
+from gdscache.native.tables import take_rows
 from gdscache.storage.base import Op, address_of
+from gdscache.threads import Workers
 from gdscache.tiers.page_io import Positions
 from gdscache.tiers.pool_calls import Lines
 from gdscache.tiers.pool_client import CODES, DONE, NO_MASTER, NO_SPACE, Client
@@ -58,9 +63,10 @@ def stored_sums(found: bytes, page: Page, page_bytes: int, layers: int) -> Check
 
 
 class PoolPages:
-    """I/O of pages that is under way; see `PagesIO`. Thread-safe."""
+    """I/O of pages that is under way; see `PagesIO` and `CheckedIO`. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, pages: int = 0, layers: int = 0) -> None:
+        self.sums = np.zeros((pages, layers), np.uint64)  # of the bytes of pages that came and were good
         self._lock = threading.Lock()
         self._new: list[tuple[Sequence[int], StorageError | None]] = []
         self._ended: list[int] = []
@@ -92,6 +98,9 @@ class PoolPages:
             new, self._new = self._new, []
         return iter(new)
 
+    def sums_of(self, pages: Sequence[int]) -> Checksums:
+        return take_rows(self.sums, pages)
+
     def on_end(self, callback: Callable[[int], None]) -> None:
         with self._lock:
             self._callbacks.append(callback)
@@ -104,7 +113,8 @@ class PoolFiles:
     """Slots of a tier as objects of the pool. `pages[slot]` is the page in a slot, while somebody leases it.
 
     `sums[slot]`: what its bytes have to give, uint64 (slots, layers), bound to its key; for slots that are written.
-    `told(op, slots)`: called when pages were moved, in a thread of the pool's, before their ends are told.
+    What comes is compared with its trailer, in a thread that does nothing else. `written(slots)`: called when pages are
+    in the pool, in a thread of the pool's, before their ends are told.
     """
 
     def __init__(
@@ -113,22 +123,20 @@ class PoolFiles:
         slots: int,
         lines: Lines,
         name_of: Callable[[Page], str],
-        told: Callable[[Op, Sequence[int]], None],
+        written: Callable[[Sequence[int]], None],
         batch: int = BATCH_PAGES,
     ) -> None:
         self.pages: list[Page | None] = [None] * slots
         self.sums = np.zeros((slots, layout.n_layers), np.uint64)
-        self.absent: set[int] = set()  # slots whose page was found not to be there, or not to be ours
         self.counts: Counter[str] = Counter()
         self._layout = layout
         self._lines = lines
         self._name_of = name_of
-        self._told = told
+        self._written = written
         self._batch = max(1, min(batch, BATCH_PAGES, CALL_BYTES // layout.extent_bytes))
-        self._trailers = HostBuffer(3 * BATCH_PAGES * TRAILER_BYTES, "off", TRAILER_BYTES, setting="pool trailers")
-        self._puts, self._gets, self._asks = (
-            self._trailers.address + part * BATCH_PAGES * TRAILER_BYTES for part in range(3)
-        )
+        self._trailers = HostBuffer(2 * BATCH_PAGES * TRAILER_BYTES, "off", TRAILER_BYTES, setting="pool trailers")
+        self._puts, self._gets = 0, BATCH_PAGES * TRAILER_BYTES  # bytes of it
+        self._checks = Workers(1, "gdscache-pool-checks")
 
     @property
     def buffer(self) -> tuple[int, int]:
@@ -139,13 +147,15 @@ class PoolFiles:
         return "mooncake"
 
     def close(self) -> None:
+        """Nothing is under way any more."""
+        self._checks.shutdown()
         self._trailers.close()
 
     def transfer(
         self, op: Op, slots: Positions, ends: Sequence[tuple[Places, Positions]], span: tuple[int, int] | None = None
     ) -> PoolPages:
         """Start I/O of whole extents between slots and memory of the host; see `SlabIO.transfer`."""
-        io = PoolPages()
+        io = PoolPages(len(slots), self._layout.n_layers)
         if span not in (None, (0, self._layout.extent_bytes)):
             io.finish(range(len(slots)), _failed("a part of an object", "", errno.EINVAL))
             return io
@@ -164,7 +174,6 @@ class PoolFiles:
         return io
 
     def _begin(self, op: Op, io: PoolPages, some: range, slots: list[int], places: list[int]) -> None:
-        move = self._put if op is Op.WRITE else self._get
         left = set(range(len(slots)))
 
         def end(rows: Sequence[int], error: StorageError | None, cause: str) -> None:
@@ -173,15 +182,23 @@ class PoolFiles:
             if not mine:
                 return
             self.counts[cause] += len(mine)
-            if error is None:
-                self._told(op, [slots[row] for row in mine])
+            if error is None and op is Op.WRITE:
+                self._written([slots[row] for row in mine])
             io.finish([some[row] for row in mine], error)
 
+        def broke_off() -> None:
+            end(range(len(slots)), _failed("a call broke off", "see the log"), "failed")
+
         def work(client: Client) -> None:
-            try:
-                move(client, slots, places, end)
-            finally:
-                end(range(len(slots)), _failed("a call broke off", "see the log"), "failed")
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(broke_off)
+                if op is Op.WRITE:
+                    self._put(client, slots, places, end)
+                    return
+                came = self._get(client, slots, places, end)
+                check = functools.partial(self._check, slots, places, came, io.sums[some.start :], end)
+                self._checks.submit(check, broke_off)
+                on_failure.pop_all()
 
         def refused() -> None:
             end(range(len(slots)), _failed(CODES[NO_MASTER], "", errno.EHOSTUNREACH), "refused")
@@ -192,9 +209,9 @@ class PoolFiles:
         extent, view = self._layout.extent_bytes, self._trailers.view
         pages, objects = [self._page(slot) for slot in slots], []
         for row, (slot, page) in enumerate(zip(slots, pages, strict=True)):
-            at = row * TRAILER_BYTES
+            at = self._puts + row * TRAILER_BYTES
             view[at : at + TRAILER_BYTES] = trailer(page, self._layout.page_bytes, self.sums[slot])
-            objects.append([(places[row], extent), (self._puts + at, TRAILER_BYTES)])
+            objects.append([(places[row], extent), (self._trailers.address + at, TRAILER_BYTES)])
         names, rows, pause = [self._name_of(page) for page in pages], list(range(len(slots))), FULL_S
         until = time.monotonic() + FULL_LONGEST_S
         while rows:
@@ -214,49 +231,49 @@ class PoolFiles:
                 time.sleep(pause)
                 pause *= 2
 
-    def _get(self, client: Client, slots: list[int], places: list[int], end: _End) -> None:
-        extent = self._layout.extent_bytes
-        gone = [row for row, slot in enumerate(slots) if slot in self.absent]
-        end(gone, _failed("the page is not there", "", errno.ENOENT), "absent")
-        rows = [row for row, slot in enumerate(slots) if slot not in self.absent]
-        if not rows:
-            return
-        objects = [[(places[row], extent), (self._gets + row * TRAILER_BYTES, TRAILER_BYTES)] for row in rows]
-        codes = client.get([self._name_of(self._page(slots[row])) for row in rows], objects)
+    def _get(self, client: Client, slots: list[int], places: list[int], end: _End) -> list[tuple[int, bytes]]:
+        """Rows whose bytes came, with the trailers behind them; ends the others."""
+        extent, base = self._layout.extent_bytes, self._trailers.address + self._gets
+        objects = [[(place, extent), (base + row * TRAILER_BYTES, TRAILER_BYTES)] for row, place in enumerate(places)]
+        codes = client.get([self._name_of(self._page(slot)) for slot in slots], objects)
         self._lines.answered(codes)
-        good = [row for row, code in zip(rows, codes, strict=True) if code == extent + TRAILER_BYTES]
-        end(good, None, "got")
-        for row, code in zip(rows, codes, strict=True):
-            if code != extent + TRAILER_BYTES:
+        came = []
+        for row, code in enumerate(codes):
+            if code == extent + TRAILER_BYTES:
+                at = self._gets + row * TRAILER_BYTES
+                came.append((row, bytes(self._trailers.view[at : at + TRAILER_BYTES])))
+            else:
                 end([row], _error(code), "not_got")
+        return came
 
-    def ask_trailers(self, pages: Sequence[Page]) -> list[Checksums | None]:
-        """The checksums that stand behind pages in the pool, bound to their keys; None where there are none to be had.
-
-        Waits, for one deadline a batch at most.
-        """
-        found: list[Checksums | None] = []
-        for at in range(0, len(pages), BATCH_PAGES):
-            some = pages[at : at + BATCH_PAGES]
-            answer = self._lines.finish("asks", lambda client, some=some: self._trailers_of(client, some))  # type: ignore[misc]
-            found += [None] * len(some) if answer is None else answer
-        return found
-
-    def _trailers_of(self, client: Client, pages: Sequence[Page]) -> list[Checksums | None]:
-        layout, offset = self._layout, self._asks - self._trailers.address
-        places = [self._asks + row * TRAILER_BYTES for row in range(len(pages))]
-        codes = client.get_part([self._name_of(page) for page in pages], places, layout.extent_bytes, TRAILER_BYTES)
-        self._lines.answered(codes)
-        found: list[Checksums | None] = [None] * len(pages)
-        for row in (row for row, code in enumerate(codes) if code == TRAILER_BYTES):
-            at = offset + row * TRAILER_BYTES
-            raw = bytes(self._trailers.view[at : at + TRAILER_BYTES])
-            found[row] = stored_sums(raw, pages[row], layout.page_bytes, layout.n_layers)
-        bad = [row for row, code in enumerate(codes) if code == TRAILER_BYTES and found[row] is None]
-        if bad:  # the pool would keep them in the place of good ones
-            self.counts["spoiled"] += len(bad)
-            self._lines.answered(client.remove([self._name_of(pages[row]) for row in bad]))
-        return found
+    def _check(
+        self,
+        slots: list[int],
+        places: list[int],
+        came: list[tuple[int, bytes]],
+        sums: Checksums,
+        end: _End,
+    ) -> None:
+        """Compare what came with its trailers. What is not what it should be is removed: it would stay in the place of
+        good pages, since the pool keeps the first that it was given of a name."""
+        layout, bad = self._layout, []
+        for row, raw in came:
+            page = self._page(slots[row])
+            stored = stored_sums(raw, page, layout.page_bytes, layout.n_layers)
+            good = False
+            if stored is not None:
+                found = unbound(stored[None], [page.key])[0]
+                bytes_ = (ctypes.c_char * layout.extent_bytes).from_address(places[row])
+                good = first_bad_layer(memoryview(bytes_).cast("B"), layout.layer_bounds, found) is None
+                sums[row] = found
+            if good:
+                end([row], None, "got")
+            else:
+                bad.append(row)
+        if bad:
+            names = [self._name_of(self._page(slots[row])) for row in bad]
+            end(bad, _failed("a page is not what was stored", "see who writes to the pool", errno.EBADMSG), "spoiled")
+            self._lines.begin("asks", lambda client: self._lines.answered(client.remove(names)))
 
     def _page(self, slot: int) -> Page:
         page = self.pages[slot]
