@@ -15,8 +15,9 @@ import torch
 
 from gdscache.calls import Caller
 from gdscache.catalog_file import FORMAT_VERSION
-from gdscache.config import Config, GpuConfig
+from gdscache.config import Config, EventsConfig, GpuConfig
 from gdscache.errors import PinnedMemoryError
+from gdscache.events import KVEventHub
 from gdscache.keys import namespace_digest
 from gdscache.layout import PageLayout
 from gdscache.load.loader import Loader
@@ -65,6 +66,7 @@ class Parts:
     storer: Storer
     executor: NativeExecutor
     status: StatusWriter | None
+    events: KVEventHub | None
 
     def close(self, *, drain: bool) -> None:
         """End prefetches, stores (those accepted are finished with `drain`, else dropped) and loads; then close the
@@ -73,6 +75,8 @@ class Parts:
             if self.bounce is not None:
                 last_to_first.callback(self.bounce.close)
             last_to_first.callback(self.manager.close, self.executor.close)
+            if self.events is not None:
+                last_to_first.callback(self.events.close)
             if self.status is not None:
                 last_to_first.callback(self.status.close)
             last_to_first.callback(self.mover.close)
@@ -160,11 +164,26 @@ def build(
             figures = functools.partial(_figures, manager, ssd)
             save = functools.partial(_save, costs, ssd)
             status = StatusWriter.begin(ssd.path, ssd.catalog_path, figures, save)
+        events = None
+        if config.events.enabled:
+            events = _open_events(config.events, layout.page_tokens)
+            undo.callback(events.close)
+            with lock:
+                events.watch(manager.tiers.values())
         undo.pop_all()
     for concern in said:
         _config_log.warning("%s", concern)
     _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)
-    return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, executor, status)
+    return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, executor, status, events)
+
+
+def _open_events(config: EventsConfig, page_tokens: int) -> KVEventHub:
+    publisher = None
+    if config.endpoint is not None:
+        from gdscache.event_socket import ZmqPublisher
+
+        publisher = ZmqPublisher(config.endpoint, config.replay, config.topic, config.kept)
+    return KVEventHub(page_tokens, config.queue, publisher)
 
 
 def _about(config: Config, device: torch.device) -> dict[str, str]:

@@ -219,7 +219,7 @@ class TierConfig(Section):
     capacity: Size = Field(default=16 * GIB, description="what it may keep")
     options: dict[str, Any] | None = Field(default=None, description="keywords that the class takes besides")
     admission: Literal["all", "second_offer", "tinylfu"] = Field(
-        default="all", description="pages that are written: as ssd.admission"
+        default="all", description="pages that are written: all, second_offer, tinylfu, as for the SSD"
     )
 
 
@@ -300,6 +300,21 @@ class PrefetchConfig(Section):
     )
 
 
+class EventsConfig(Section):
+    """KV events: what tiers have got and lost, for routers."""
+
+    enabled: bool = Field(default=False, description="whether there are any, for callbacks and for endpoint")
+    endpoint: str | None = Field(
+        default=None, description="ZeroMQ endpoint that they are published at, as tcp://127.0.0.1:5557; null: nowhere"
+    )
+    replay: str | None = Field(default=None, description="ZeroMQ endpoint where batches can be asked for again")
+    topic: str = Field(default="", description="topic of the messages")
+    queue: int = Field(
+        default=1 << 18, ge=1, le=MAX_COUNT, description="pages whose events wait to be told; more are dropped, counted"
+    )
+    kept: int = Field(default=10_000, ge=1, le=MAX_COUNT, description="batches that can be asked for again")
+
+
 class Config(Section):
     """One engine. `cpu` and `ssd` are None where there is no such tier."""
 
@@ -320,6 +335,7 @@ class Config(Section):
     store: StoreConfig = Field(default=StoreConfig(), description="how pages are stored")
     load: LoadConfig = Field(default=LoadConfig(), description="how pages are loaded")
     prefetch: PrefetchConfig = Field(default=PrefetchConfig(), description="how pages are prefetched")
+    events: EventsConfig = Field(default=EventsConfig(), description="KV events")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], source: str = "<dict>") -> Self:

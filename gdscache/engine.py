@@ -27,6 +27,7 @@ from gdscache.errors import (
     SequenceStateError,
     SlotCountError,
 )
+from gdscache.events import KVEventBatch
 from gdscache.hit import Hit
 from gdscache.keys import KEY_BYTES, Page, PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.layout import PageLayout
@@ -374,6 +375,17 @@ class CacheEngine:
             lambda: self.manager.pin(self.pages(tokens, salt), seconds, self.layout.page_tokens), Pin.release
         )
 
+    def on_events(self, callback: Callable[[KVEventBatch], object]) -> Callable[[], None]:
+        """Call `callback(batch)` for each batch of KV events, in a thread of the engine's; what takes that back.
+
+        Which pages each tier has got and lost, and what they had when the engine opened, which may be told before the
+        call. It must be quick, and not call the engine. Raises `InvalidValueError` unless `events.enabled` is set.
+        """
+        self._check_open()
+        if self._parts.events is None:
+            raise InvalidValueError("there are no events: events.enabled is false", "set it to true")
+        return self._parts.events.add(callback)
+
     def clear(self) -> dict[str, int]:
         """Drop every page from every tier; the pages removed, by tier. What is being stored is dropped too."""
         return self.call(lambda: self.manager.clearing.clear())
@@ -418,6 +430,7 @@ class CacheEngine:
             **self._parts.storer.stats(),
             "prefetch": self._parts.prefetcher.stats(),
             "gate": self.gate.stats(),
+            "events": None if self._parts.events is None else self._parts.events.describe(),
         }
 
     def check(self, fix: bool = False) -> CheckReport:

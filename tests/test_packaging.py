@@ -25,7 +25,7 @@ def test_core_dependencies_are_the_promised_ones() -> None:
     assert names == {"torch", "numpy", "pydantic", "pyyaml", "xxhash", "typer", "rich", "prometheus-client"}
     assert PROJECT["project"]["requires-python"] == ">=3.11"
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cuda12", "cuda13", "hf", "plot", "mooncake", "test", "dev"}
+    assert set(extras) == {"cuda12", "cuda13", "hf", "plot", "mooncake", "events", "test", "dev"}
 
 
 def test_every_package_of_the_tree_is_shipped() -> None:
@@ -177,9 +177,12 @@ def test_ci_runs_lint_the_tests_and_the_suites() -> None:
     fetched = ["engine_pins.py"]
     fetched += [f"install_gpu.py --only-{what}" for what in ("kvikio 13", "nixl 13", "nvrtc 12", "nvrtc 13")]
     begin = lines.index("fetch() {")
-    assert lines[begin + 1 : lines.index("}", begin)] == [f"\t.venv/bin/python tools/{what}" for what in fetched]
+    *fetches, last = lines[begin + 1 : lines.index("}", begin)]
+    assert fetches == [f"\t.venv/bin/python tools/{what}" for what in fetched]
+    assert last.startswith("\tmake mooncake-env || echo ")
+    smokes = ["make engines-smoke", "make scale-smoke"]
     made = [line for line in lines if line.startswith("make ")]
-    assert made == ["make .venv/.installed-dev", "make lint", "make test", "make engines-smoke", "make suites"]
+    assert made == ["make .venv/.installed-dev", "make lint", "make test", *smokes, "make suites"]
 
 
 def test_ci_fails_where_a_fetch_fails(tmp_path: Path) -> None:

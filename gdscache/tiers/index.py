@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,17 @@ class Detached(NamedTuple):
     held: object
 
 
+class Watcher(Protocol):
+    """Who is told of pages that become visible, and of those that were and are not any more."""
+
+    def stored(self, pages: Sequence[Page]) -> None: ...
+
+    def removed(self, keys: Sequence[bytes]) -> None: ...
+
+    def cleared(self) -> None:
+        """All pages are gone."""
+
+
 class PageIndex(EvictablePages):
     """Slots `0 ... slots-1` of a tier and the pages in them.
 
@@ -55,7 +66,12 @@ class PageIndex(EvictablePages):
         self._free = FreeSlots(slots)
         self._forget = forget
         self._recycle = recycle
+        self._watcher: Watcher | None = None
         self._leaving: set[int] = set()  # slots of dropped pages that are still leased
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` from now on. It only notes what it is told."""
+        self._watcher = watcher
 
     # -- slots without a page -----------------------------------------------------------------------------------------
 
@@ -135,15 +151,34 @@ class PageIndex(EvictablePages):
         used[slots] = True
         self._free = FreeSlots.beside(used)
 
+    def insert_all(
+        self,
+        pages: Sequence[Page],
+        slots: Sequence[int],
+        state: PageState,
+        retentions: Sequence[Retention],
+        leases: int = 0,
+    ) -> list[Entry]:
+        """As `PageTable.insert_all`."""
+        inserted = super().insert_all(pages, slots, state, retentions, leases)
+        if self._watcher is not None and state is not PENDING:
+            self._watcher.stored(pages[: len(inserted)])
+        return inserted
+
     def commit(self, entry: Entry, state: PageState = VERIFIED) -> bool:
         """Make a reserved page visible. Whoever reserved it still leases it. False when it was dropped meanwhile."""
         entry.state = state
+        if self._watcher is not None and not entry.dropped:
+            self._watcher.stored((entry.page,))
         return not entry.dropped
 
     def commit_all(self, entries: Iterable[Entry]) -> None:
         """`commit` each."""
+        entries = list(entries)
         for entry in entries:
             entry.state = VERIFIED
+        if self._watcher is not None:
+            self._watcher.stored([entry.page for entry in entries if not entry.dropped])
 
     def drop(self, entry: Entry) -> None:
         """Make a page invisible now (a reserved one: undo the reservation); its slot goes with its last lease."""
@@ -154,8 +189,11 @@ class PageIndex(EvictablePages):
         self._dirty.discard(entry.slot)
         # By its row: whoever asked for the page may have named it otherwise than a damaged row does.
         self._unlink(entry.key, self._parent_at(entry.slot), self._namespaces[entry.slot], entry.slot)
-        if self._forget is not None and entry.state is not PENDING:
-            self._forget(entry.slot)
+        if entry.state is not PENDING:
+            if self._forget is not None:
+                self._forget(entry.slot)
+            if self._watcher is not None:
+                self._watcher.removed((entry.key,))
         if entry.leases:
             self.torn += 1
             self._leaving.add(entry.slot)
@@ -223,6 +261,8 @@ class PageIndex(EvictablePages):
         for entry in in_use:
             self.drop(entry)
         held = (self._resting, self._orders, self._orphans)
+        if self._watcher is not None:
+            self._watcher.cleared()
         detached = Detached(visible, list(self._resting.values()), held)
         self._resting, self._orders, self._orphans = {}, self._orders.empty(), {}
         self._dirty = set()
@@ -253,6 +293,8 @@ class PageIndex(EvictablePages):
         self.evictions += len(keys)
         take, parent_at, namespaces, unlink = self._resting.pop, self._parent_at, self._namespaces, self._unlink
         slots: list[int] = []
+        if self._watcher is not None:
+            self._watcher.removed([key for key in keys if key in self._resting])
         for key in keys:
             slot = take(key, None)
             if slot is None:
