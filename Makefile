@@ -100,7 +100,8 @@ $(SGLANG_VENV)/bin/python:
 
 # Mooncake's master, owners and engines as processes, in a network namespace of their own where that can be had.
 scale: $(VENV)/.installed $(NATIVE) $(MOONCAKE)
-	GDSCACHE_MOONCAKE_PYTHON=$(abspath $(MOONCAKE)) $(PYTEST) -n 0 -m scale tests/scale $(PYTEST_ARGS)
+	GDSCACHE_MOONCAKE_PYTHON=$(abspath $(MOONCAKE)) GDSCACHE_VLLM_PYTHON=$(abspath $(wildcard $(ENGINES))) \
+		$(PYTEST) -n 0 -m scale tests/scale $(PYTEST_ARGS)
 
 # Of it, what takes some seconds, where that environment is.
 scale-smoke: $(VENV)/.installed $(NATIVE)

@@ -1,8 +1,8 @@
 """KV events over ZeroMQ, on vLLM's wire: who reads vLLM's events reads these.
 
 A message has three parts: the topic, the batch's number (8 bytes, big-endian), and msgpack of
-`[ts, [[name, *fields], ...]]`. Who missed a number sends it to the replay socket, and gets that batch and all behind it
-that are kept, then -1. Needs pyzmq and msgpack: `gdscache[events]`.
+`[ts, [{"type": name, **fields}, ...]]`. Who missed a number sends it to the replay socket, and gets that batch and all
+behind it that are kept, then -1. Needs pyzmq and msgpack: `gdscache[events]`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,19 @@ _NAMES = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksC
 
 def packed(batch: KVEventBatch) -> bytes:
     """A batch but for its number."""
-    events = [[type(event).__name__, *_fields(event)] for event in batch.events]
+    events = [{"type": type(event).__name__} | dataclasses.asdict(event) for event in batch.events]
     answer: bytes = _package("msgpack").packb([batch.ts, events], use_bin_type=True)
     return answer
 
 
 def unpacked(seq: bytes, payload: bytes) -> KVEventBatch:
-    """The inverse of `packed`; fields behind those that are known here are ignored."""
+    """The inverse of `packed`; fields that are not known here are ignored."""
     ts, events, *_ = _package("msgpack").unpackb(payload, raw=False)
     found: list[KVEvent] = []
-    for name, *fields in events:
-        kind: Any = _NAMES[name]
-        found.append(kind(*fields[: len(dataclasses.fields(kind))]))
+    for fields in events:
+        kind: Any = _NAMES[fields["type"]]
+        found.append(kind(**{field.name: fields.get(field.name) for field in dataclasses.fields(kind)}))
     return KVEventBatch(int.from_bytes(seq, "big"), ts, found)
-
-
-def _fields(event: KVEvent) -> list[Any]:
-    return [getattr(event, field.name) for field in dataclasses.fields(event)]
 
 
 class ZmqPublisher:
@@ -76,8 +72,8 @@ class ZmqPublisher:
             first = int.from_bytes(rest[-1], "big")
             for seq, payload in list(self._kept):
                 if seq >= first:
-                    self._again.send_multipart((client, b"", seq.to_bytes(8, "big"), payload))
-            self._again.send_multipart((client, b"", END, b""))
+                    self._again.send_multipart((client, b"", self._topic, seq.to_bytes(8, "big"), payload))
+            self._again.send_multipart((client, b"", b"", END, b""))
 
     def close(self) -> None:
         for socket in (self._out, self._again):

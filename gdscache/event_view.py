@@ -34,12 +34,12 @@ class CacheView:
         for event in batch.events:
             if isinstance(event, BlockStored):
                 for key in event.block_hashes:
-                    self._pages.setdefault(key, set()).add(event.medium)
+                    self._pages.setdefault(key, set()).add(event.ownership)
             elif isinstance(event, BlockRemoved):
                 for key in event.block_hashes:
-                    media = self._pages.get(key, set())
-                    media.discard(event.medium)
-                    if not media:
+                    tiers = self._pages.get(key, set())
+                    tiers.discard(event.ownership)
+                    if not tiers:
                         self._pages.pop(key, None)
             else:
                 self._pages.clear()
@@ -50,9 +50,9 @@ class CacheView:
         self._pages.clear()
         self.next, self.lacking = following, None
 
-    def prefix(self, keys: Sequence[bytes], media: Sequence[str] = ()) -> int:
-        """How many of the first pages it has, on any tier or on one of `media`."""
-        wanted = set(media)
+    def prefix(self, keys: Sequence[bytes], tiers: Sequence[str] = ()) -> int:
+        """How many of the first pages it has, on any tier or on one of `tiers`."""
+        wanted = set(tiers)
         for n, key in enumerate(keys):
             found = self._pages.get(key, set())
             if not found or (wanted and found.isdisjoint(wanted)):

@@ -1,7 +1,8 @@
 """KV events: which pages a tier has got and lost, in the form of vLLM's, for routers and whoever else keeps a view.
 
 A *batch* has a number, one more than the batch before it. Who misses a number has lost what was in it. Blocks are
-pages: `block_hashes` are their keys (32 bytes), `medium` is the tier's name in capitals (`CPU`, `SSD`, `MOONCAKE`).
+pages: `block_hashes` are their keys (32 bytes). `medium` is vLLM's word (`GPU`, `CPU`, `STORAGE`), `ownership` the
+tier's name, and `locality` is `LOCAL`, or `REMOTE` for a tier beyond this machine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gdscache.keys import Page
 from gdscache.threads import failure_of, log_failure, start
@@ -38,6 +39,9 @@ class BlockStored:
     block_size: int
     lora_id: int | None
     medium: str
+    lora_name: str | None
+    locality: str
+    ownership: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class BlockRemoved:
 
     block_hashes: list[bytes]
     medium: str
+    locality: str
+    ownership: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,21 +83,33 @@ class Publisher(Protocol):
     def close(self) -> None: ...
 
 
+class Place(NamedTuple):
+    """Which tier an event is of, in its words."""
+
+    medium: str
+    locality: str
+    ownership: str
+
+
+_MEDIA = {"planes": "GPU", "memory": "CPU", "files": "STORAGE"}
+_ALL = Place("", "", "")  # all tiers are cleared together
+
+
 class Watch:
     """What an index tells of a tier; the manager's lock is held. See `PageIndex.watch`."""
 
-    def __init__(self, hub: KVEventHub, medium: str) -> None:
+    def __init__(self, hub: KVEventHub, tier: Tier) -> None:
         self._note = hub.note
-        self._medium = medium
+        self._place = Place(_MEDIA[tier.kind], "LOCAL" if tier.served else "REMOTE", tier.name)
 
     def stored(self, pages: Sequence[Page]) -> None:
-        self._note("stored", self._medium, pages)
+        self._note("stored", self._place, pages)
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        self._note("removed", self._medium, keys)
+        self._note("removed", self._place, keys)
 
     def cleared(self) -> None:
-        self._note("cleared", self._medium, ())
+        self._note("cleared", _ALL, ())
 
 
 class KVEventHub:
@@ -105,7 +123,7 @@ class KVEventHub:
         self._publisher = publisher
         self._lock = threading.Lock()
         self._callbacks: tuple[Callable[[KVEventBatch], object], ...] = ()
-        self._noted: list[tuple[str, str, Sequence[Any]]] = []
+        self._noted: list[tuple[str, Place, Sequence[Any]]] = []
         self._pages = 0
         self._lost = False
         self._seq = 0
@@ -117,7 +135,7 @@ class KVEventHub:
     def watch(self, tiers: Iterable[Tier]) -> None:
         """Hear of all tiers, and tell what they have already. The manager's lock is held."""
         for tier in tiers:
-            watch = Watch(self, tier.name.upper())
+            watch = Watch(self, tier)
             tier.index.watch(watch)
             there = [entry.page for entry in tier.index]
             for at in range(0, len(there), BATCH_PAGES):
@@ -134,7 +152,7 @@ class KVEventHub:
 
         return remove
 
-    def note(self, what: str, medium: str, some: Sequence[Any]) -> None:
+    def note(self, what: str, place: Place, some: Sequence[Any]) -> None:
         """Something happened. Waits for nothing."""
         if not some and what != "cleared":
             return
@@ -144,7 +162,7 @@ class KVEventHub:
                 self._lost = True
                 return
             self._pages += len(some)
-            self._noted.append((what, medium, some))
+            self._noted.append((what, place, some))
         if not self._wake.is_set():
             self._wake.set()
 
@@ -186,11 +204,11 @@ class KVEventHub:
         if self._publisher is not None:
             self._publisher.serve()
 
-    def _events(self, noted: Sequence[tuple[str, str, Sequence[Any]]]) -> Iterator[KVEvent]:
-        last: tuple[str, str] | None = None
+    def _events(self, noted: Sequence[tuple[str, Place, Sequence[Any]]]) -> Iterator[KVEvent]:
+        last: tuple[str, Place] | None = None
         gathered: list[Any] = []
-        for what, medium, some in noted:
-            this = what, "" if what == "cleared" else medium  # all tiers are cleared together
+        for what, place, some in noted:
+            this = what, place
             if this != last and last is not None:
                 yield from self._told(*last, gathered)
                 gathered = []
@@ -199,17 +217,19 @@ class KVEventHub:
         if last is not None:
             yield from self._told(*last, gathered)
 
-    def _told(self, what: str, medium: str, some: Sequence[Any]) -> Iterator[KVEvent]:
+    def _told(self, what: str, place: Place, some: Sequence[Any]) -> Iterator[KVEvent]:
         if what == "cleared":
             yield AllBlocksCleared()
         elif what == "removed":
             for at in range(0, len(some), BATCH_PAGES):
-                yield BlockRemoved(list(some[at : at + BATCH_PAGES]), medium)
+                yield BlockRemoved(list(some[at : at + BATCH_PAGES]), *place)
         else:
             for run in _runs(some):
                 first = run[0]
                 parent = None if first.parent == first.namespace else first.parent
-                yield BlockStored([page.key for page in run], parent, [], self._page_tokens, None, medium)
+                keys = [page.key for page in run]
+                medium, locality, ownership = place
+                yield BlockStored(keys, parent, [], self._page_tokens, None, medium, None, locality, ownership)
 
 
 def _runs(pages: Sequence[Page]) -> Iterator[list[Page]]:

@@ -13,11 +13,12 @@ from helpers import WAIT, Host, drop_from, prompt, quiet, run, until
 from gdscache import CacheEngine
 from gdscache.errors import InvalidValueError
 from gdscache.event_view import CacheView
-from gdscache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventHub
+from gdscache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventHub, Place
 from gdscache.keys import Page
 
 OpenHost = Callable[..., Host]
 ON = {"enabled": True}
+CPU, SSD, ALL = Place("CPU", "LOCAL", "cpu"), Place("STORAGE", "LOCAL", "ssd"), Place("", "", "")
 
 
 class Heard:
@@ -36,8 +37,8 @@ class Heard:
     def agrees(self) -> bool:
         manager = self.engine.manager
         with manager.lock:
-            there = {(entry.key, name.upper()) for name, tier in manager.tiers.items() for entry in tier.index}
-        return {(key, medium) for key, media in self.view._pages.items() for medium in media} == there
+            there = {(entry.key, name) for name, tier in manager.tiers.items() for entry in tier.index}
+        return {(key, name) for key, names in self.view._pages.items() for name in names} == there
 
     def settled(self) -> None:
         quiet(self.engine)
@@ -57,8 +58,9 @@ def test_a_stored_prompt_is_told_tier_by_tier(host: Host) -> None:
     pages = host.engine.pages(tokens)
     keys = [page.key for page in pages]
     events = [event for batch in heard.batches for event in batch.events]
-    for medium in ("CPU", "SSD"):
-        mine = [event for event in events if isinstance(event, BlockStored) and event.medium == medium]
+    for medium, name in (("CPU", "cpu"), ("STORAGE", "ssd")):
+        mine = [event for event in events if isinstance(event, BlockStored) and event.ownership == name]
+        assert {(event.medium, event.locality) for event in mine} == {(medium, "LOCAL")}
         assert [key for event in mine for key in event.block_hashes] == keys
         assert mine[0].parent_block_hash is None
         assert {event.block_size for event in mine} == {4}
@@ -73,7 +75,7 @@ def test_a_stored_prompt_is_told_tier_by_tier(host: Host) -> None:
     drop_from(host.engine, "cpu")
     heard.settled()
     assert heard.view.prefix(keys) == 4
-    assert heard.view.prefix(keys, ["CPU"]) == 0
+    assert heard.view.prefix(keys, ["cpu"]) == 0
     host.engine.clear()
     heard.settled()
     assert heard.view.prefix(keys) == 0
@@ -107,7 +109,7 @@ def test_an_engine_with_a_pool_of_its_own_tells_of_it(open_engine: Callable[...,
     for seed in range(4):
         run(engine, prompt(seed, 2, extra=1))
     heard.settled()
-    assert any("GPU" in media for media in heard.view._pages.values())
+    assert any("gpu" in tiers for tiers in heard.view._pages.values())
 
 
 def test_what_a_restart_brings_back_is_told(open_host: OpenHost, tmp_path: Any) -> None:
@@ -121,7 +123,7 @@ def test_what_a_restart_brings_back_is_told(open_host: OpenHost, tmp_path: Any) 
     hub.add(view.apply)
     with again.engine.manager.lock:
         hub.watch(again.engine.manager.tiers.values())
-    until(lambda: view.prefix(keys, ["SSD"]) == 4, "what it had is told")
+    until(lambda: view.prefix(keys, ["ssd"]) == 4, "what it had is told")
     hub.close()
 
 
@@ -146,13 +148,13 @@ def test_what_finds_no_room_leaves_a_number_out() -> None:
         gate.wait(WAIT)
 
     hub.add(slow)
-    hub.note("stored", "CPU", [page(0)])
+    hub.note("stored", CPU, [page(0)])
     until(lambda: len(heard) == 1, "the first is told")
-    hub.note("stored", "CPU", [page(1), page(2)])
-    hub.note("stored", "CPU", [page(3), page(4), page(5)])  # two more than there is room for
+    hub.note("stored", CPU, [page(1), page(2)])
+    hub.note("stored", CPU, [page(3), page(4), page(5)])  # two more than there is room for
     gate.set()
     until(lambda: len(heard) == 2, "the second is told")
-    hub.note("removed", "CPU", [page(0).key])
+    hub.note("removed", CPU, [page(0).key])
     hub.close()
     assert [batch.seq for batch in heard] == [0, 2, 3]
     assert hub.describe()["dropped_pages"] == 3
@@ -171,10 +173,10 @@ def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture)
 
     hub.add(raises)
     remove = hub.add(heard.append)
-    hub.note("stored", "CPU", [page(0)])
+    hub.note("stored", CPU, [page(0)])
     until(lambda: len(heard) == 1, "the other hears")
     remove()
-    hub.note("stored", "CPU", [page(1)])
+    hub.note("stored", CPU, [page(1)])
     hub.close()
     assert len(heard) == 1
     assert "background work broke off" in caplog.text
@@ -183,10 +185,10 @@ def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture)
 def test_pages_that_do_not_follow_each_other_are_events_of_their_own() -> None:
     hub, heard = KVEventHub(4, 100), list[KVEventBatch]()
     hub.add(heard.append)
-    hub.note("stored", "CPU", [page(0), page(1), page(5), page(6)])
-    hub.note("removed", "SSD", [page(1).key])
-    hub.note("cleared", "CPU", ())
-    hub.note("cleared", "SSD", ())
+    hub.note("stored", CPU, [page(0), page(1), page(5), page(6)])
+    hub.note("removed", SSD, [page(1).key])
+    hub.note("cleared", ALL, ())
+    hub.note("cleared", ALL, ())
     hub.close()
     events = [event for batch in heard for event in batch.events]
     first, second, removed, cleared = events
@@ -194,5 +196,5 @@ def test_pages_that_do_not_follow_each_other_are_events_of_their_own() -> None:
     assert isinstance(second, BlockStored)
     assert (first.parent_block_hash, first.block_hashes) == (None, [page(0).key, page(1).key])
     assert (second.parent_block_hash, second.block_hashes) == (page(4).key, [page(5).key, page(6).key])
-    assert removed == BlockRemoved([page(1).key], "SSD")
+    assert removed == BlockRemoved([page(1).key], *SSD)
     assert cleared == AllBlocksCleared()

@@ -5,13 +5,15 @@ Whatever a load calls good is compared byte for byte (`pool_child.py`), and no a
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pool_parts import EXTENT, PAGES, RealPool, end_fence, eventually, real_pool
+from pool_parts import EXTENT, PAGES, PYTHON, RealPool, end_fence, eventually, fence, needs_mooncake, real_pool
 
 from gdscache.tiers.pool_io import TRAILER_BYTES
 
@@ -193,3 +195,21 @@ def test_an_engine_starts_before_its_master(tmp_path: Path) -> None:
         pool.new_owner()
         engine.is_state("ready")
         assert stored_in_both(engine.call("store", seed=2, pages=4))
+
+
+def test_the_example_shares_prefixes_and_its_router_knows_who_has_them(tmp_path: Path) -> None:
+    needs_mooncake()
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [*fence(), PYTHON, str(root / "examples" / "shared_pool" / "run.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == [
+        "owner: 256 MiB, code 0",
+        "prompt A to engine one: 16 pages computed, nothing cached",
+        "prompt A to engine two: 0 pages computed, 16 from mooncake",
+        "prompt B to engine one: 16 pages computed, nothing cached",
+        "router: of prompt A, pages by engine {'one': 16, 'two': 16}: it goes to engine one",
+        "router: of prompt B, pages by engine {'one': 16, 'two': 0}: it goes to engine one",
+    ]
+    assert not list(tmp_path.iterdir()), "left behind"
