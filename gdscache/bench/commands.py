@@ -313,6 +313,32 @@ def policy(
             policy_report.admission_plot(report, plot.with_stem(f"{plot.stem}-admission"))
 
 
+@bench_app.command("pool")
+def pool(
+    pages: Annotated[int | None, typer.Option(min=1, help="Pages of 1 MiB that move in a round. Default: 128.")] = None,
+    repeat: Annotated[int | None, typer.Option(min=1, help="Rounds a figure. Default: 7.")] = None,
+    json_file: Json = None,
+    quick: Quick = False,
+) -> None:
+    """Puts and gets of the mooncake tier against a bare loop of the same calls, on loopback; and what lookups and loads
+    of pages that lie here cost with the master dead.
+
+    Needs gdscache[mooncake]. Starts a mooncake_master and an owner of memory, whose ports listen everywhere meanwhile.
+    """
+    from gdscache.bench import pool as measured
+
+    settings = measured.Settings.quick() if quick else measured.Settings()
+    settings = _replaced(settings, {"pages": pages, "repeat": repeat})
+    _measured(
+        Path(),
+        json_file,
+        measured.POOL_SCHEMA,
+        {**settings.describe(), "quick": quick},
+        lambda progress, _: measured.run(settings, progress),
+        measured.tables,
+    )
+
+
 def _measured(
     directory: Path,
     json_file: Path | None,

@@ -105,7 +105,7 @@ class TierManager:
             found, hidden = self._visible(self._find(keys[start:]), pages, start)
             del keys[start + len(found) :]
             keys.reverse()
-            for name, tier in self.tiers.items():
+            for name, tier in self.served:
                 hits = found.count(name)
                 tier.touch(keys)
                 if hits:

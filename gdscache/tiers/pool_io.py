@@ -113,7 +113,7 @@ class PoolFiles:
     """Slots of a tier as objects of the pool. `pages[slot]` is the page in a slot, while somebody leases it.
 
     `sums[slot]`: what its bytes have to give, uint64 (slots, layers), bound to its key; for slots that are written.
-    What comes is compared with its trailer, in a thread that does nothing else. `written(slots)`: called when pages are
+    What comes is compared with its trailer, in threads that do nothing else. `written(slots)`: called when pages are
     in the pool, in a thread of the pool's, before their ends are told.
     """
 
@@ -136,7 +136,7 @@ class PoolFiles:
         self._batch = max(1, min(batch, BATCH_PAGES, CALL_BYTES // layout.extent_bytes))
         self._trailers = HostBuffer(2 * BATCH_PAGES * TRAILER_BYTES, "off", TRAILER_BYTES, setting="pool trailers")
         self._puts, self._gets = 0, BATCH_PAGES * TRAILER_BYTES  # bytes of it
-        self._checks = Workers(1, "gdscache-pool-checks")
+        self._checks = Workers(2, "gdscache-pool-checks")
 
     @property
     def buffer(self) -> tuple[int, int]:
