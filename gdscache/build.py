@@ -16,7 +16,7 @@ import torch
 from gdscache.calls import Caller
 from gdscache.catalog_file import FORMAT_VERSION
 from gdscache.config import Config, EventsConfig, GpuConfig
-from gdscache.errors import PinnedMemoryError
+from gdscache.errors import PinnedMemoryError, TierUnavailableError
 from gdscache.events import KVEventHub
 from gdscache.keys import namespace_digest
 from gdscache.layout import PageLayout
@@ -113,6 +113,7 @@ def build(
         further = [open_tier(tier, layout, lock) for tier in config.tiers]
         for tier in further:
             undo.callback(tier.close)
+        _check_served(further, cpu)
         route = None
         if ssd is not None and config.ssd is not None:
             route = routes.choose(config.ssd.route, ssd, layout, planes.device, keep=cpu is not None)
@@ -239,6 +240,15 @@ def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> Nati
 
 def _promotion(config: Config, cpu: CpuTier | None) -> Promotion | None:
     return new_promotion(config.ssd.promotion, cpu.index.slots) if config.ssd is not None and cpu is not None else None
+
+
+def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
+    """Refuse a tier of which nothing could ever come back."""
+    for tier in tiers:
+        if not tier.served and cpu is None:
+            raise TierUnavailableError(
+                f"pages of tier {tier.name!r} come into the CPU tier, and there is none", "add a cpu section"
+            )
 
 
 def _check_paths(config: GpuConfig, device: torch.device, extents: Sequence[Extents]) -> None:

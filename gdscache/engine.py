@@ -336,6 +336,9 @@ class CacheEngine:
     def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> Prefetch:
         """Begin to bring cached pages from the SSD into the CPU tier, from token `start` on; returns at once.
 
+        Of a shared pool too, which lookups do not see: it is asked for what no tier here has, and nothing comes before
+        it has answered (`Prefetch.asking`).
+
         Chunk by chunk and in turn with other prefetches, behind loads. It ends by itself, or when its handle says so:
         cancel it when its request is. The config's section `prefetch` says how much it may hold, and when it stops.
         Instead of tokens it takes a `Hit` of `lookup`, and brings the pages of that and no more; `start` and `salt` are

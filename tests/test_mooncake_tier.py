@@ -15,7 +15,7 @@ from fake_pool import EXTENT, POOLS, FakePool, pool_entry
 from helpers import WAIT, Host, drop_from, make_config, prompt, quiet, settle, until
 
 from gdscache import CacheEngine, Config, PageHashes, PageStatus
-from gdscache.errors import InvalidValueError
+from gdscache.errors import InvalidValueError, TierUnavailableError
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.sglang_loads import LoadTable
 from gdscache.integrations.sglang_pages import PageLinks
@@ -560,3 +560,40 @@ def test_what_is_no_pool_is_refused(tmp_path: Any, master: str, options: dict[st
     config = make_config(tmp_path, ssd=None, tiers=[pool_entry(master, **options)])
     with pytest.raises(InvalidValueError):
         CacheEngine.from_config(Config.from_dict(config))
+
+
+def test_it_is_refused_where_nothing_could_come_back(tmp_path: Any, master: str, pool: FakePool) -> None:
+    config = make_config(tmp_path, cpu=None, ssd=12, tiers=[pool_entry(master)])
+    with pytest.raises(TierUnavailableError, match="CPU tier"):
+        CacheEngine.from_config(Config.from_dict(config))
+    assert pool.registered  # it was open, and is not any more: its client says so where memory is left
+
+
+def test_what_is_asked_for_has_to_be_worth_it(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
+    tokens = stored(host)
+    other = shared(open_host, master, prefetch={"threshold": 4 * PAGES + 1})
+    assert not other.engine.prefetch(tokens).asking
+    assert not pool.calls["exist"]
+
+
+def test_a_prefetch_that_is_cancelled_while_it_asks_is_over(host: Host, pool: FakePool) -> None:
+    tokens = stored(host)
+    drop_from(host.engine, "cpu")
+    pool.answers.clear()
+    found = host.engine.prefetch(tokens, pin=60.0)
+    assert found.asking
+    found.cancel()
+    assert found.result(WAIT).end is PrefetchEnd.CANCELLED
+    assert not found.asking
+    pool.answers.set()
+    assert fetched(host, tokens) == PAGES
+
+
+def test_an_engine_closes_while_it_asks(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
+    tokens = stored(host)
+    other = shared(open_host, master, options={"deadline": 0.2})
+    pool.answers.clear()
+    found = other.engine.prefetch(tokens)
+    other.engine.close()
+    assert found.result(WAIT).end is PrefetchEnd.CLOSED
+    pool.answers.set()
