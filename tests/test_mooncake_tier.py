@@ -343,12 +343,16 @@ def test_a_call_that_hangs_holds_nobody(
     open_host: OpenHost, host: Host, master: str, pool: FakePool, what: str
 ) -> None:
     tokens = stored(host)
-    other = shared(open_host, master, options={"deadline": 0.05})
+    other = shared(open_host, master, options={"deadline": 0.3})
     local = stored(other, 7, 2)
     gate = pool.answers if what == "ask" else pool.gate
     gate.clear()
     if what == "put":
         handle = other.store(prompt(2, PAGES))
+        until(lambda: pool.calls["put"] == 3, "the put is under way")
+        other.store(prompt(4, 2))
+        until(lambda: state(other)["moved"].get("refused") == 2, "what waits behind it is refused")
+        assert not handle.done()
     else:
         found = other.engine.prefetch(tokens)
     until(lambda: state(other)["state"] == "open", "the breaker opens")
@@ -412,16 +416,23 @@ def test_what_was_cleared_while_the_master_was_dead_never_comes_back(host: Host,
     assert pool.objects
 
 
-def test_a_put_that_was_under_way_in_a_clear_goes_again(host: Host, pool: FakePool) -> None:
+@pytest.mark.parametrize("deadline", [WAIT, 0.1])
+def test_a_put_that_was_under_way_in_a_clear_goes_again(
+    open_host: OpenHost, master: str, pool: FakePool, deadline: float
+) -> None:
+    host = shared(open_host, master, store={"deadline": deadline})  # the put ends in time, or late
     pool.gate.clear()
     handle = host.store(prompt(1, PAGES))
     until(lambda: pool.calls["put"] == 1, "the put is under way")
     clearing = threading.Thread(target=host.engine.clear)
     clearing.start()
     clearing.join(WAIT)
+    if deadline < WAIT:
+        assert {*handle.result(WAIT).dropped.values()} == {"deadline"}
     pool.gate.set()
     handle.result(WAIT)
     quiet(host.engine)
+    until(lambda: state(host)["moved"].get("put") == PAGES, "the put ends")
     until(lambda: not pool.objects, "what came too late goes")
 
 

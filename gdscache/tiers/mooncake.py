@@ -179,9 +179,7 @@ class MooncakeTier(DurableTier):
 
     def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
         with self.lock:
-            visible = [self.index.commit(entry) for entry in entries]
-        self._remove([e.page for e, there in zip(entries, visible, strict=True) if not there])
-        return visible
+            return [self.index.commit(entry) for entry in entries]
 
     def _written(self, slots: Sequence[int]) -> None:
         """Pages are in the pool: what was cleared meanwhile has to go again."""
