@@ -105,7 +105,7 @@ def put(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
             "planes": [plane],
         }
     elif section:
-        config[section] = {**config[section], name: value}
+        config[section] = {**config.get(section, {}), name: value}
     else:
         config[name] = value
     return config
@@ -433,6 +433,7 @@ except GdsCacheError as error:
 
 def test_the_walk_finds_the_numbers_of_every_section() -> None:
     sections = {key.rpartition(".")[0] for key in KEYS}
-    assert sections == {"", "model", "model.planes[]", "gpu", "cpu", "ssd", "tiers[]", "store", "load", "prefetch"}
+    expected = {"", "model", "model.planes[]", "gpu", "cpu", "ssd", "tiers[]", "store", "load", "prefetch", "events"}
+    assert sections == expected
     assert issubclass(Config, BaseModel)
     assert issubclass(CapacityError, ConfigError)
