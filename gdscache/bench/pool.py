@@ -26,7 +26,6 @@ from gdscache.bench.measure import Progress, Series, interleave, ratio, seconds,
 from gdscache.bench.report import new_table, verdict
 from gdscache.errors import IOFailedError, TierUnavailableError
 from gdscache.memory import HostBuffer
-from gdscache.sizes import format_size
 from gdscache.tiers.pool_client import MooncakeClient, PoolAddress, load_package
 from gdscache.tiers.pool_io import BATCH_PAGES, CALL_BYTES, TRAILER_BYTES
 
@@ -180,7 +179,6 @@ def _engine(master: str | None, pages: int) -> tuple[CacheEngine, Any]:
         "cpu": {"capacity": f"{2 * pages}MiB"},
         "host_buffer": "8MiB",
         "store": {"write_policy": "write_back"},  # pages lie in the CPU tier until they are flushed
-        "prefetch": {"concurrent": 2, "chunk": format_size(CALL_BYTES)},  # calls as large as those of the bare loop
         "tiers": [] if master is None else tiers,
     }
     planes = [[torch.zeros(pages, PAGE_TOKENS, 8, 64, dtype=torch.float16) for _ in "kv"] for _ in range(LAYERS)]
