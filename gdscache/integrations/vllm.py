@@ -198,6 +198,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._loads.wait_all()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
+        if not self._loads.within:  # of most steps, and a step has as many calls as the model has layers
+            return
         with self._timed("worker_seconds"):
             self._loads.wait(self._layers[layer_name])
 

@@ -121,6 +121,11 @@ class Loads:
         """Whether loads between steps have not ended."""
         return bool(self._between)
 
+    @property
+    def within(self) -> bool:
+        """Whether the step that is computed now has a load of its own."""
+        return self._now is not None
+
     def begin(self, orders: Sequence[LoadOrder]) -> None:
         """Begin the loads of a step; the pages stay where they are until each load has them."""
         within = [order for order in orders if not order.between]

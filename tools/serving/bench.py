@@ -57,6 +57,7 @@ STAGES = {
     ],
 }
 OURS = ("gdscache", "storage", "linker")
+DISKS = {"ram": "RAM disk", "disk": "root disk"}
 NAMES = {
     "none": "no cache",
     "cpu": "vLLM's CPU offloading",
@@ -203,17 +204,17 @@ def plot(reports: list[dict[str, Any]], path: Path) -> None:
         for row in report["rows"]:
             found = row.get("first", {}).get("loaded")
             if found:
-                of = f"after a restart, {row['where']}" if row["restarted"] else "CPU memory"
+                of = f"after a restart, {DISKS[row['where']]}" if row["restarted"] else "CPU memory"
                 colour = "tab:green" if row["way"] in OURS else "tab:orange"
                 bars.append((f"{NAMES[row['way']]}, {of}", statistics.median(found["ms"]), colour))
         bars.append(("resident on the GPU", statistics.median(plain["resident"]["ms"]), "0.8"))
         axes.barh([b[0] for b in bars], [b[1] for b in bars], color=[b[2] for b in bars])
         axes.bar_label(axes.containers[0], fmt="%.0f", padding=3, fontsize=8)
+        axes.margins(x=0.12)
         axes.invert_yaxis()
         axes.set_xlabel(f"ms to the first token, {report['tokens']:,} tokens, 90 % cached")
-        axes.set_title(f"{report['engine']} {report['versions'][report['engine']]}")
-    gpus = reports[0]["machine"]["gpus"]
-    figure.suptitle(gpus[0] if gpus else "")
+        gpus = report["machine"]["gpus"] or ["no GPU"]
+        axes.set_title(f"{report['engine']} {report['versions'][report['engine']]}, {gpus[0]}")
     figure.savefig(path, dpi=150)
 
 
