@@ -140,7 +140,8 @@ class ReuseMonitor:
         """For each class and each range of `ages` (B,), the chance of a use at such an age: float64 (C, B - 1).
 
         Uses at an age are compared with the pages that are old enough, not with all. Classes with few pages are taken
-        to be like the others of their group, or of as many uses, and these like all, with the weight of `PRIOR` pages. Where no page is old enough it is 0.
+        to be like the others of their group, or of as many uses, and
+        these like all, with the weight of `PRIOR` pages. Where no page is old enough it is 0.
         """
         times = np.array([time for time, _ in self._past], np.float64)
         arrived = np.array([arrived[:-1] for _, arrived in self._past])
@@ -164,8 +165,8 @@ def best_lifetimes(ages: Floats, chances: Floats, arrived: Floats, room: float) 
     `chances` (C, B - 1): of a use in each range of `ages` (B,); `arrived` (C,): pages, each use and each store counted.
     At the best ones, a longer life brings as many hits for its room in each class: at the price of room, which is
     bisected. Where two lifetimes are as good, what is left of the room decides which part of the pages has the longer
-    one: so a class is worth its part where its hits come late and all at once (the convex hull of Beckmann and Sanchez:
-    Talus, HPCA 2015). As far as the gain over one lifetime for all is small it is not trusted, and both come near to it.
+    one: so a class is worth its part where its hits come late and all at once (the hull of Beckmann and Sanchez:
+    Talus, HPCA 2015). As far as the gain over one lifetime for all is small it is not trusted; both come near to it.
     """
     chance = np.zeros((len(chances), len(ages)))
     chance[:, 1:] = np.minimum(np.cumsum(chances, axis=1), 1.0)

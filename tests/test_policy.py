@@ -300,6 +300,15 @@ def test_each_tier_has_a_policy_of_its_own(slab: Path) -> None:
     assert kinds == {"gpu": Guarded, "cpu": LRU, "ssd": Guarded}
 
 
+@pytest.mark.parametrize("order", ["slru", "s3fifo", "lfu", "credit_lru"])
+def test_an_order_that_engines_had_is_refused_with_what_to_set_instead(order: str, slab: Path) -> None:
+    data = make_config(slab)
+    data["cpu"]["eviction"] = order
+    with pytest.raises(InvalidValueError, match=f"cpu.eviction.*{order}.*set lifetime, or lru"):
+        Config.from_dict(data)
+    assert order in POLICIES  # a row of `gdscache replay` still
+
+
 @pytest.mark.parametrize("tier", ["gpu", "cpu", "ssd"])
 def test_a_policy_that_does_not_exist_is_refused(tier: str, slab: Path) -> None:
     data = make_config(slab)

@@ -620,5 +620,5 @@ def test_the_figures_of_the_conversation_trace() -> None:
     assert lru(work, sizes[2]).hits / work.references == pytest.approx(0.2789, abs=5e-5)
     hits = [simulate(work, pages, POLICIES["lifetime"]()).hits for pages in sizes]
     base = [plain_lru(work, pages).hits for pages in sizes]
-    for found, plain, least in zip(hits, base, [1.5, 1.1, 1.03, 1, 1], strict=True):
+    for found, plain, least in zip(hits, base, [1.69, 1.16, 1.03, 1, 1], strict=True):
         assert found >= least * plain
