@@ -108,7 +108,17 @@ def _variable(match: re.Match[str]) -> str:
 
 
 CopyPath = Literal["auto", "staged", "zero_copy", "copy_engine"]
-Eviction = Literal["lru", "slru", "s3fifo", "lfu", "credit_lru", "lifetime"]
+
+
+def _kept_order(value: object) -> object:
+    """Orders that engines had, and that are only replayed now."""
+    if value in ("slru", "s3fifo", "lfu", "credit_lru"):
+        raise ValueError("is not an engine's order any more, since no measurement chose it: set lifetime, or lru")
+    return value
+
+
+EvictionOrder = Literal["lru", "lifetime"]
+Eviction = Annotated[EvictionOrder, BeforeValidator(_kept_order)]
 Device = Annotated[str, AfterValidator(_device), WithJsonSchema({"type": "string", "pattern": f"^({_DEVICE})$"})]
 Transport = Annotated[
     str, AfterValidator(_transport), WithJsonSchema({"type": "string", "pattern": f"^({_TRANSPORT})$"})
@@ -124,9 +134,7 @@ class GpuConfig(Section):
     capacity: Size = Field(
         default=1 * GIB, description="page pool that the engine owns; unused when tensors are attached"
     )
-    eviction: Eviction = Field(
-        default="lifetime", description="which pages go when it is full: lru, slru, s3fifo, lfu, credit_lru or lifetime"
-    )
+    eviction: Eviction = Field(default="lifetime", description="which pages go when it is full: lru or lifetime")
     staging: Size = Field(default=256 * MIB, description="staging ring on the GPU; half for loads, half for stores")
     kernels: Switch = Field(
         default="auto",
@@ -144,9 +152,7 @@ class CpuConfig(Section):
     """The pinned pool in host memory."""
 
     capacity: Size = Field(default=4 * GIB, description="page pool in host memory, allocated when the tier opens")
-    eviction: Eviction = Field(
-        default="lifetime", description="which pages go when it is full: lru, slru, s3fifo, lfu, credit_lru or lifetime"
-    )
+    eviction: Eviction = Field(default="lifetime", description="which pages go when it is full: lru or lifetime")
     pin: Switch = Field(default="auto", description="page-lock the pool: auto (where CUDA is), on, off")
     high_watermark: float = Field(
         default=0.5,
@@ -174,9 +180,7 @@ class SsdConfig(Section):
         default=(), description="further directories, on other devices, that the slab is spread over; like path"
     )
     capacity: Size = Field(default=16 * GIB, description="size of the slab, reserved when the tier opens")
-    eviction: Eviction = Field(
-        default="lifetime", description="which pages go when it is full: lru, slru, s3fifo, lfu, credit_lru or lifetime"
-    )
+    eviction: Eviction = Field(default="lifetime", description="which pages go when it is full: lru or lifetime")
     transport: Transport = Field(
         default="auto",
         description="what moves the bytes: auto, posix, uring, cufile, kvikio, nixl or package.module:Class",

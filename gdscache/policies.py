@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 from gdscache.policy import LRU, AfterRestored, EvictionPolicy
+from gdscache.policy_guarded import Guarded
 from gdscache.policy_levels import LFU, CreditLRU
 from gdscache.policy_lifetimes import Lifetime
 
@@ -163,7 +164,8 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
     "s3fifo": S3FIFO,
     "lfu": LFU,
     "credit_lru": CreditLRU,
-    "lifetime": Lifetime,
+    "unguarded": Lifetime,
+    "lifetime": Guarded,
 }
 
 

@@ -34,6 +34,9 @@ class EvictionPolicy(Protocol):
     def remove(self, key: bytes) -> None:
         """The page is gone."""
 
+    def evict(self, key: bytes) -> None:
+        """`remove`, where it had to make room for another."""
+
     def defer(self, key: bytes) -> None:
         """A present page was passed over, since others follow it: it may be behind all others until `hasten` or a use.
 
@@ -53,9 +56,18 @@ class EvictionPolicy(Protocol):
 
 
 class Undeferred:
-    """An order in which pages that are passed over stay: they were stored together, and soon go together."""
+    """An order in which pages that are passed over stay: they were stored together, and soon go together.
+
+    Why a page is gone makes no difference to it.
+    """
 
     __slots__ = ()
+
+    def remove(self, key: bytes) -> None:
+        raise NotImplementedError
+
+    def evict(self, key: bytes) -> None:
+        self.remove(key)
 
     def defer(self, key: bytes) -> None:
         """Nothing."""

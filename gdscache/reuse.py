@@ -6,6 +6,7 @@ Time is counted in pages that are stored.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,45 @@ Floats = npt.NDArray[np.float64]
 AGES = np.array([0, 1] + [(2 + i % 2) << i // 2 for i in range(52)], np.float64)
 NEGLIGIBLE = 0.01  # gain over one lifetime for all that is not trusted at all
 CERTAIN = 0.03  # gain that is trusted in full
+SLIGHT = 0.01  # share of all uses and stores below which gains are small, whatever they are compared with
 PRIOR = 200.0  # pages of the average class that are added to each class
+
+
+class Classes(NamedTuple):
+    """Classes of pages: first those of new pages, by group and by size of what they are stored with; then those of used
+    ones, by uses and by the time since the last one."""
+
+    groups: int
+    sizes: int
+    uses: int
+    gaps: int
+
+    @property
+    def new(self) -> int:
+        return self.groups * self.sizes
+
+    @property
+    def all(self) -> int:
+        return self.new + self.uses * self.gaps
+
+    def used(self, uses: int, gap: int) -> int:
+        """That of a page of so many uses, at least one: their bits count."""
+        return self.groups * self.sizes + (uses.bit_length() - 1) * self.gaps + gap
+
+    def merged(self, rows: Floats) -> Floats:
+        """In the place of each class the sum of all of its group, or of its uses: float64 (C, ...)."""
+        new, used = rows[: self.new], rows[self.new :]
+        groups = new.reshape(self.groups, self.sizes, -1).sum(axis=1).repeat(self.sizes, axis=0)
+        uses = used.reshape(self.uses, self.gaps, -1).sum(axis=1).repeat(self.gaps, axis=0)
+        return np.concatenate((groups, uses))
+
+
+class Lifetimes(NamedTuple):
+    """Two lifetimes for each class, float64 (C,), and the part of the pages that has the second."""
+
+    less: Floats
+    more: Floats
+    share: float
 
 
 class ReuseMonitor:
@@ -24,25 +63,27 @@ class ReuseMonitor:
 
     Of so many keys that about `SAMPLES` are known at a time (Waldspurger, Park, Garthwaite, Ahmad: Efficient MRC
     Construction with SHARDS, FAST 2015). What was counted fades by half in `FADE` periods; a period is as many stored
-    pages as there are in the tier. Classes from `kin` on are of used pages, one use more each.
+    pages as there are in the tier.
     """
 
-    SAMPLES = 16384
+    SAMPLES = 32768
     FADE = 16.0
     ROUND = 256  # stored pages between two conclusions, or a quarter of a period if that is more
     HORIZON = 32  # periods: no lifetime is longer
-    __slots__ = ("_arrived", "_hits", "_kin", "_known", "_last", "_new", "_new_hits", "_past", "due", "limit")
+    __slots__ = ("_arrived", "_classes", "_hits", "_known", "_last", "_new", "_new_hits", "_past", "due", "limit")
 
-    def __init__(self, classes: int, kin: int, pages: int) -> None:
-        self._kin = kin
+    def __init__(self, classes: Classes, pages: int) -> None:
+        self._classes = classes
         self._known: OrderedDict[int, tuple[int, int]] = OrderedDict()  # bits -> (time, class) of the last use
         self.limit = self._chosen(pages)
         self.due = self.ROUND  # when to ask for a conclusion
         self._last = 0  # time of the last one
-        self._new = [0] * (classes + 1)  # since then: uses that made a page one of a class; the last one: pages stored
-        self._new_hits: list[dict[int, int]] = [{} for _ in range(classes)]  # age -> uses of pages of a class
-        self._arrived: Floats = np.zeros(classes + 1)  # as `_new`, and faded
-        self._hits: Floats = np.zeros((classes, len(AGES)))
+        self._new = [0] * (
+            classes.all + 1
+        )  # since then: uses that made a page one of a class; the last one: pages stored
+        self._new_hits: list[dict[int, int]] = [{} for _ in range(classes.all)]  # age -> uses of pages of a class
+        self._arrived: Floats = np.zeros(classes.all + 1)  # as `_new`, and faded
+        self._hits: Floats = np.zeros((classes.all, len(AGES)))
         self._past = deque([(-1, self._arrived)])  # (time, `_arrived`) of each conclusion
 
     def see(self, bits: int, number: int, now: int, stored: bool = False) -> None:
@@ -62,7 +103,7 @@ class ReuseMonitor:
         if len(known) > self.SAMPLES:
             known.popitem(last=False)
 
-    def learn(self, pages: int, now: int) -> Floats | None:
+    def learn(self, pages: int, now: int) -> Lifetimes | None:
         """The lifetimes of the classes in a tier of `pages`; None when it is too soon to conclude. Sets `due`."""
         since = now - self._last
         if since < self.ROUND or 4 * since < pages:
@@ -85,11 +126,11 @@ class ReuseMonitor:
             self._past.popleft()
         # As many pages as the tier has, each for as long as they were stored in.
         room = pages * float(self._arrived[-1])
-        lifetimes = best_lifetimes(ages, self.chances(ages), self._arrived[:-1], room)
-        used = lifetimes[self._kin :]
-        used[0] = lifetimes[: self._kin + 1].max()
-        np.maximum.accumulate(used, out=used)  # a page is used no less than what follows it, and stays as long
-        return lifetimes
+        found = best_lifetimes(ages, self.chances(ages), self._arrived[:-1], room)
+        for lifetimes in found[:2]:  # a page is used no less than what follows it, and stays as long
+            used = lifetimes[self._classes.new :].reshape(self._classes.uses, self._classes.gaps)
+            np.maximum.accumulate(used, axis=0, out=used)
+        return found
 
     def _chosen(self, pages: int) -> int:
         """Keys are watched that have 16 bits below this, so that those of some periods are known at a time."""
@@ -99,7 +140,8 @@ class ReuseMonitor:
         """For each class and each range of `ages` (B,), the chance of a use at such an age: float64 (C, B - 1).
 
         Uses at an age are compared with the pages that are old enough, not with all. Classes with few pages are taken
-        to be like all of them together, with the weight of `PRIOR` pages. Where no page is old enough it is 0.
+        to be like the others of their group, or of as many uses, and
+        these like all, with the weight of `PRIOR` pages. Where no page is old enough it is 0.
         """
         times = np.array([time for time, _ in self._past], np.float64)
         arrived = np.array([arrived[:-1] for _, arrived in self._past])
@@ -110,18 +152,21 @@ class ReuseMonitor:
         hits = self._hits[:, : len(ages) - 1]
         every = reached.sum(axis=0)
         pooled = np.divide(hits.sum(axis=0), every, out=np.zeros_like(every), where=every > 0)
-        chances: Floats = (hits + PRIOR * pooled) / (reached + PRIOR)
+        merged = self._classes.merged
+        alike = (merged(hits) + PRIOR * pooled) / (merged(reached) + PRIOR)
+        chances: Floats = (hits + PRIOR * alike) / (reached + PRIOR)
         chances[:, every <= 0] = 0
         return chances
 
 
-def best_lifetimes(ages: Floats, chances: Floats, arrived: Floats, room: float) -> Floats:
-    """The lifetimes, one a class, with the most hits for `room`: pages times time.
+def best_lifetimes(ages: Floats, chances: Floats, arrived: Floats, room: float) -> Lifetimes:
+    """The lifetimes, two a class, with the most hits for `room`: pages times time.
 
     `chances` (C, B - 1): of a use in each range of `ages` (B,); `arrived` (C,): pages, each use and each store counted.
     At the best ones, a longer life brings as many hits for its room in each class: at the price of room, which is
-    bisected. Where two lifetimes are as good, what is left of the room decides in between. As far as the gain over
-    one lifetime for all is small it is not trusted, and lifetimes come near to that one.
+    bisected. Where two lifetimes are as good, what is left of the room decides which part of the pages has the longer
+    one: so a class is worth its part where its hits come late and all at once (the hull of Beckmann and Sanchez:
+    Talus, HPCA 2015). As far as the gain over one lifetime for all is small it is not trusted; both come near to it.
     """
     chance = np.zeros((len(chances), len(ages)))
     chance[:, 1:] = np.minimum(np.cumsum(chances, axis=1), 1.0)
@@ -140,11 +185,10 @@ def best_lifetimes(ages: Floats, chances: Floats, arrived: Floats, room: float) 
     less, more = (np.argmax(hits - price * used, axis=1) for price in (dear, cheap))
     least, most = used[rows, less].sum(), used[rows, more].sum()
     share = min(1.0, max(0.0, (room - least) / (most - least))) if most > least else 0.0
-    best: Floats = ages[less] * (1 - share) + ages[more] * share
     found = hits[rows, less].sum() * (1 - share) + hits[rows, more].sum() * share
-    gain = found / same_hits - 1 if same_hits > 0 else 0.0
+    gain = (found - same_hits) / (same_hits + SLIGHT * arrived.sum()) if same_hits + found > 0 else 0.0
     trust = min(1.0, max(0.0, (gain - NEGLIGIBLE) / (CERTAIN - NEGLIGIBLE)))
-    return same + trust * (best - same)
+    return Lifetimes(same + trust * (ages[less] - same), same + trust * (ages[more] - same), share)
 
 
 def _range(age: int) -> int:

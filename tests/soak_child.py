@@ -22,7 +22,7 @@ from faulty import PLAN, Fault
 from helpers import WAIT, fill, holds, prompt, settle
 
 from gdscache import CacheEngine
-from gdscache.config import Eviction
+from gdscache.config import EvictionOrder
 from gdscache.errors import PoolFullError
 from gdscache.storage.base import Op
 from gdscache.tiers.admission import ADMISSIONS
@@ -62,9 +62,9 @@ def sample(queued: int = 0, threads: int = 1) -> Sample:
 
 def varied(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """The same tiers with policies that are drawn."""
-    cpu = config["cpu"] | {"eviction": rng.choice(get_args(Eviction))}
+    cpu = config["cpu"] | {"eviction": rng.choice(get_args(EvictionOrder))}
     ssd = config["ssd"] | {
-        "eviction": rng.choice(get_args(Eviction)),
+        "eviction": rng.choice(get_args(EvictionOrder)),
         "admission": rng.choice(list(ADMISSIONS)),
         "promotion": rng.choice(list(PROMOTIONS)),
     }

@@ -689,7 +689,7 @@ def test_a_run_of_pages_is_pinned_up_to_the_first_that_is_not_visible(kinds: lis
     assert index.absent_until(pages, start) == start + [*absent, False].index(False)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", MODELS)
 def test_an_index_is_its_model(policy: str) -> None:
     machine = type("Machine", (IndexMachine,), {"policy_name": policy})
     run_state_machine_as_test(machine, settings=settings(deadline=None))

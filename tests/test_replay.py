@@ -617,8 +617,8 @@ def test_the_figures_of_the_conversation_trace() -> None:
     assert [round(rate, 4) for rate in rates] == [0.0523, 0.1954, 0.2784, 0.3535, 0.3631]
     rates = [optimum(work, pages).hits / work.references for pages in sizes]
     assert [round(rate, 4) for rate in rates] == [0.2464, 0.3664, 0.3664, 0.3664, 0.3664]
-    assert lru(work, sizes[2]).hits / work.references == pytest.approx(0.2789, abs=5e-5)
+    assert lru(work, sizes[2]).hits / work.references == pytest.approx(0.2787, abs=5e-5)
     hits = [simulate(work, pages, POLICIES["lifetime"]()).hits for pages in sizes]
     base = [plain_lru(work, pages).hits for pages in sizes]
-    for found, plain, least in zip(hits, base, [1.5, 1.1, 1.03, 1, 1], strict=True):
+    for found, plain, least in zip(hits, base, [1.69, 1.16, 1.03, 1, 1], strict=True):
         assert found >= least * plain

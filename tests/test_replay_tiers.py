@@ -17,7 +17,7 @@ from test_imports import PACKAGE, python
 from test_replay import line, request, workloads, write
 
 from gdscache import cli
-from gdscache.config import Config, Eviction
+from gdscache.config import Config, EvictionOrder
 from gdscache.errors import ConfigError, InvalidValueError
 from gdscache.keys import Page
 from gdscache.moves import clock
@@ -324,7 +324,7 @@ def configs(draw: st.DrawFn) -> Config:
     policy = draw(st.sampled_from(["write_through", "write_through_selective", "write_back", "never"]))
     if cpu is None and policy in ("write_through_selective", "write_back"):
         policy = "write_through"
-    eviction = st.sampled_from(sorted(get_args(Eviction)))
+    eviction = st.sampled_from(sorted(get_args(EvictionOrder)))
     low = draw(st.floats(0, 0.99))
     return make(
         cpu,
@@ -403,7 +403,7 @@ def test_everything_adds_up(
 
 
 @settings(max_examples=100, deadline=None)
-@given(workloads(requests=30, depth=4), st.integers(1, 12), st.sampled_from(sorted(POLICIES)))
+@given(workloads(requests=30, depth=4), st.integers(1, 12), st.sampled_from(sorted(get_args(EvictionOrder))))
 def test_one_tier_in_series_is_the_replay_without_time(work: Workload, capacity: int, policy: str) -> None:
     work = work._replace(partial=False)
     tiers, outcome = run(work, make(cpu=capacity, ssd=None, cpu_={"eviction": policy}))
@@ -451,7 +451,7 @@ def test_runs_are_the_product_of_what_is_given() -> None:
 
 
 def test_a_sweep_varies_one_policy_at_a_time() -> None:
-    found = setups(Asked(cpu=("10",), ssd=("5%", "10%"), eviction=("slru",), sweep=True), 1000)
+    found = setups(Asked(cpu=("10",), ssd=("5%", "10%"), eviction=("lru",), sweep=True), 1000)
     rows = [tuple(setup.varied.values()) for setup in found]
     assert [setup.varied.keys() for setup in found] == [{"ssd", "write", "admission"}] * len(found)
     base = ("write_through", "all")
@@ -534,9 +534,9 @@ def test_the_report_as_json(gdscache, trace: Path) -> None:
 
 
 def test_the_tables_name_every_run(gdscache, trace: Path) -> None:
-    status, out, err = gdscache("replay", trace, "--cpu", "3", "--ssd", "3,5", "--policy", "lru,slru")
+    status, out, err = gdscache("replay", trace, "--cpu", "3", "--ssd", "3,5", "--policy", "lru,lifetime")
     assert (status, err) == (0, "")
-    for label in ("infinite", "optimum, 6 pages", "optimum, 8 pages", "ssd, eviction", "3, lru", "5, slru"):
+    for label in ("infinite", "optimum, 6 pages", "optimum, 8 pages", "ssd, eviction", "3, lru", "5, lifetime"):
         assert label in out
     assert "TTFT" not in out
 

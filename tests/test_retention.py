@@ -273,7 +273,7 @@ class RetentionMachine(IndexMachine):
         assert {e.key: e.retention for e in self.index} == self.retention
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", MODELS)
 def test_an_index_with_retentions_is_its_model(policy: str) -> None:
     machine = type("Machine", (RetentionMachine,), {"policy_name": policy})
     suppressed = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.reuse import AGES, CERTAIN, PRIOR, ReuseMonitor, _range, best_lifetimes
+from gdscache.reuse import AGES, CERTAIN, PRIOR, SLIGHT, Classes, Lifetimes, ReuseMonitor, _range, best_lifetimes
 
 GRID = np.array([0.0, 1, 2, 4, 8])
 
@@ -28,6 +28,17 @@ def curves(chances: list[list[float]], arrived: list[float]) -> tuple[np.ndarray
     return hits, room
 
 
+def mean(found: Lifetimes, curve: np.ndarray) -> float:
+    """What all classes have of it, each page with one of its two lifetimes."""
+    return float(
+        sum(
+            part * np.interp(ages[c], GRID, curve[c])
+            for ages, part in ((found.less, 1 - found.share), (found.more, found.share))
+            for c in range(len(curve))
+        )
+    )
+
+
 def test_ranges_are_those_of_the_bounds() -> None:
     assert list(np.diff(AGES) > 0) == [True] * (len(AGES) - 1)
     for age in [*range(3000), 10**6, 10**7, 10**12]:
@@ -37,25 +48,37 @@ def test_ranges_are_those_of_the_bounds() -> None:
 def test_one_class_gets_all_the_room() -> None:
     found = best_lifetimes(GRID, np.array([[0.1, 0.1, 0.1, 0.1]]), np.array([100.0]), 250.0)
     _, room = curves([[0.1] * 4], [100.0])
-    assert np.interp(found[0], GRID, room[0]) == pytest.approx(250)
+    assert mean(found, room) == pytest.approx(250)
 
 
 def test_equal_classes_get_the_same() -> None:
     found = best_lifetimes(GRID, np.array([[0.1, 0.2, 0.1, 0.1]] * 3), np.array([100.0, 10, 3]), 250.0)
-    assert found[0] == found[1] == found[2]
+    for lifetimes in (found.less, found.more):
+        assert lifetimes[0] == lifetimes[1] == lifetimes[2]
 
 
 def test_a_class_that_never_comes_again_gets_nothing() -> None:
     found = best_lifetimes(GRID, np.array([[0.0] * 4, [0.1, 0.1, 0.2, 0.3]]), np.array([1000.0, 100.0]), 500.0)
-    assert found[0] == 0
-    assert found[1] == 8
+    assert found.less[0] == found.more[0] == 0
+    assert found.less[1] == found.more[1] == 8
 
 
 def test_nothing_known_is_one_lifetime() -> None:
     found = best_lifetimes(GRID, np.zeros((3, 4)), np.array([5.0, 7, 0]), 12.0)
-    assert list(found) == [1, 1, 1]
+    assert list(found.less) == list(found.more) == [1, 1, 1]
     empty = best_lifetimes(GRID, np.zeros((2, 4)), np.zeros(2), 0.0)
-    assert np.isfinite(empty).all()
+    assert np.isfinite(empty.less).all()
+    assert np.isfinite(empty.more).all()
+
+
+def test_what_is_worth_nothing_before_its_last_age_is_kept_in_part() -> None:
+    """A round of documents that is larger than the tier: LRU finds nothing, and a third of the room a third of them."""
+    chances = np.array([[0.0, 0.0, 0.0, 1.0]])
+    found = best_lifetimes(GRID, chances, np.array([300.0]), 600.0)
+    hits, room = curves(chances.tolist(), [300.0])
+    assert (found.less[0], found.more[0]) == (0, 8)
+    assert mean(found, room) == pytest.approx(600)
+    assert mean(found, hits) == pytest.approx(300 * 600 / room[0, -1])
 
 
 @settings(max_examples=200, deadline=None)
@@ -84,8 +107,8 @@ def test_no_choice_of_lifetimes_is_much_better(rates: list[list[float]], arrived
         if sum(room[c, i] for c, i in zip(rows, choice, strict=True)) <= given_room
     )
     found = best_lifetimes(GRID, np.array(chances), np.array(arrived), given_room)
-    had = sum(np.interp(found[c], GRID, hits[c]) for c in rows)
-    assert had >= (1 - 2 * CERTAIN) * best - 1e-9
+    had = mean(found, hits)
+    assert had >= best - 2 * CERTAIN * (best + SLIGHT * sum(arrived)) - 1e-9
 
 
 class Unfading(ReuseMonitor):
@@ -98,7 +121,7 @@ class Unfading(ReuseMonitor):
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_watched_is_what_a_log_says(seed: int) -> None:
     draw = random.Random(seed)
-    monitor = Unfading(4, 2, 0)
+    monitor = Unfading(Classes(groups=1, sizes=2, uses=2, gaps=1), 0)
     log: list[tuple[int, int, int]] = []  # time, key, class
     stored, stored_at, concluded = 0, [(-1, [0, 0, 0, 0])], 0
     for _ in range(400):
@@ -110,8 +133,8 @@ def test_what_is_watched_is_what_a_log_says(seed: int) -> None:
         if lifetimes is None:
             continue
         concluded += 1
-        assert list(lifetimes[2:]) == sorted(lifetimes[2:])
-        assert lifetimes[2] >= max(lifetimes[:2])
+        for ages in lifetimes[:2]:
+            assert ages[2] <= ages[3]
         stored_at.append((stored, [sum(c == other for _, _, other in log) for c in range(4)]))
         hits = np.zeros((4, len(AGES)))
         last: dict[int, tuple[int, int]] = {}
@@ -128,7 +151,9 @@ def test_what_is_watched_is_what_a_log_says(seed: int) -> None:
         for i in range(11):
             if old[:, i].sum() > 0:
                 pooled = hits[:, i].sum() / old[:, i].sum()
-                expected[:, i] = (hits[:, i] + PRIOR * pooled) / (old[:, i] + PRIOR)
+                for alike in ([0, 1], [2], [3]):  # of one group, or of as many uses
+                    some = (hits[alike, i].sum() + PRIOR * pooled) / (old[alike, i].sum() + PRIOR)
+                    expected[alike, i] = (hits[alike, i] + PRIOR * some) / (old[alike, i] + PRIOR)
         assert monitor.chances(ages) == pytest.approx(expected)
     assert concluded > 20
 
@@ -138,7 +163,7 @@ def test_memory_is_bounded_and_large_tiers_are_sampled() -> None:
         SAMPLES = 64
         __slots__ = ()
 
-    monitor = Small(3, 1, 1000)
+    monitor = Small(Classes(1, 1, 2, 1), 1000)
     draw = random.Random(0)
     keys = [draw.getrandbits(64) for _ in range(20_000)]
     for now, key in enumerate(keys, 1):
@@ -156,7 +181,7 @@ def test_what_was_counted_fades() -> None:
         FADE = 1.0
         __slots__ = ()
 
-    monitor = Fading(2, 1, 0)
+    monitor = Fading(Classes(1, 1, 1, 1), 0)
     for i in range(5000):
         monitor.see(i, 0, i + 1, stored=True)
         monitor.learn(256, i + 1)

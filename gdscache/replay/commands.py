@@ -17,6 +17,7 @@ from gdscache.replay import report as reports
 from gdscache.replay import tier_commands
 from gdscache.replay.console import end, listed, show, watched
 from gdscache.replay.simulate import Progress
+from gdscache.replay.suite_commands import Drawn, replay_suite
 from gdscache.replay.tier_setup import TOKEN_BYTES, Asked, page_tokens_of
 from gdscache.replay.trace import BLOCK_TOKENS, read_trace
 from gdscache.replay.workload import expand
@@ -24,14 +25,15 @@ from gdscache.replay.workload import expand
 SWEEP = ("0.5%", "1%", "2%", "5%", "10%", "25%", "50%")
 _INCOMPLETE = "the replay is not complete"
 _TIERS, _MACHINE, _REAL = "Tiers", "The machine of the simulation", "An engine with bytes"
+_SUITE = "Drawn traffic"
 _CAPACITY = "64GiB, pages (5000), percent of the unique pages (10%)"
 
 
 def replay(
     traces: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(metavar="TRACE...", help="Mooncake traces: JSON lines, also gzip; parts of one trace."),
-    ],
+    ] = None,
     capacity: Annotated[
         list[str] | None,
         typer.Option(help="Pages of the tier, or percent of the trace's unique pages (10%). Several by commas."),
@@ -46,6 +48,16 @@ def replay(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw hit rate over capacity into this file.")] = None,
+    suite: Annotated[
+        bool,
+        typer.Option("--suite", rich_help_panel=_SUITE, help="No trace: traffic of many families, drawn from a seed."),
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_SUITE, help="The first seed.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, rich_help_panel=_SUITE, help="Traces of each family.")] = 2,
+    family: Annotated[list[str] | None, typer.Option(rich_help_panel=_SUITE, help="Some. Several by commas.")] = None,
+    references: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_SUITE, help="Pages of a trace, each use counted.")
+    ] = 40_000,
     config: Annotated[
         Path | None, typer.Option(rich_help_panel=_TIERS, help="Tiers, model and policies of this configuration.")
     ] = None,
@@ -129,8 +141,16 @@ def replay(
     """Replay a trace of requests against the optimum: the real index and policies.
 
     On one tier without time (--capacity), through all tiers of a machine with virtual time (--cpu, --ssd, --gpu or
-    --config), or through an engine that moves bytes (--real).
+    --config), or through an engine that moves bytes (--real). Or on drawn traffic that no order was tuned to (--suite).
     """
+    if suite:
+        if traces or capacity:
+            raise InvalidValueError("--suite draws its traces and has its capacities", "leave TRACE and --capacity out")
+        drawn = Drawn(seed, seeds, references, listed(family), tuple(POLICIES) if sweep else listed(policy))
+        replay_suite(drawn, as_json=as_json, plot=plot)
+        return
+    if not traces:
+        raise InvalidValueError("no trace is named", "name a file, synthetic:KIND, or give --suite")
     if real or config is not None or cpu or ssd or gpu is not None:
         gb = 1e9
         asked = Asked(

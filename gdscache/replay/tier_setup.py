@@ -13,7 +13,7 @@ from typing import Any, get_args
 import yaml
 
 from gdscache.arguments import shown
-from gdscache.config import Config, Eviction, ModelConfig, StoreConfig
+from gdscache.config import Config, EvictionOrder, ModelConfig, StoreConfig
 from gdscache.config_file import read_mapping
 from gdscache.errors import InvalidValueError
 from gdscache.replay.trace import BLOCK_TOKENS
@@ -113,7 +113,7 @@ def setups(asked: Asked, unique: int) -> list[Setup]:
 
 def _one_at_a_time(given: Mapping[str, Sequence[str]], lowest: str) -> list[dict[str, str]]:
     """The config as it is, and with each other value of each policy of which nothing was said."""
-    swept: dict[str, Sequence[str]] = {"eviction": get_args(Eviction)}
+    swept: dict[str, Sequence[str]] = {"eviction": get_args(EvictionOrder)}
     if lowest == "ssd":
         swept |= {"write": WRITE_POLICIES, "admission": tuple(ADMISSIONS)}
     return [{}, *({name: value} for name, values in swept.items() if not given[name] for value in values)]

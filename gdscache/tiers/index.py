@@ -180,15 +180,16 @@ class PageIndex(EvictablePages):
         if self._watcher is not None:
             self._watcher.stored([entry.page for entry in entries if not entry.dropped])
 
-    def drop(self, entry: Entry) -> None:
-        """Make a page invisible now (a reserved one: undo the reservation); its slot goes with its last lease."""
+    def drop(self, entry: Entry, *, evicted: bool = False) -> None:
+        """Make a page invisible now (a reserved one: undo the reservation); its slot goes with its last lease.
+        `evicted`: it has to make room for others."""
         if entry.dropped:
             return
         entry.dropped = True
         del self._entries[entry.key]
         self._dirty.discard(entry.slot)
         # By its row: whoever asked for the page may have named it otherwise than a damaged row does.
-        self._unlink(entry.key, self._parent_at(entry.slot), self._namespaces[entry.slot], entry.slot)
+        self._unlink(entry.key, self._parent_at(entry.slot), self._namespaces[entry.slot], entry.slot, evicted)
         if entry.state is not PENDING:
             if self._forget is not None:
                 self._forget(entry.slot)
@@ -300,9 +301,9 @@ class PageIndex(EvictablePages):
             if slot is None:
                 self.retire(slots)
                 slots = []
-                self.drop(self._entries[key])
+                self.drop(self._entries[key], evicted=True)
             else:
-                unlink(key, parent_at(slot), namespaces[slot], slot)
+                unlink(key, parent_at(slot), namespaces[slot], slot, True)
                 slots.append(slot)
         self.retire(slots)
 

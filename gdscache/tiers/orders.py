@@ -86,13 +86,14 @@ class Orders:
             self._changes += self._present(uses)
             self._keep_few()
 
-    def remove(self, key: bytes) -> None:
-        """A page is gone."""
+    def remove(self, key: bytes, *, evicted: bool = False) -> None:
+        """A page is gone; `evicted`: it had to make room for others."""
         self.settle()
-        if not self.retained:
-            self.policy.remove(key)
-            return
-        self._of(key).remove(key)
+        policy = self._of(key) if self.retained else self.policy
+        if evicted:
+            policy.evict(key)
+        else:
+            policy.remove(key)
         if key in self.retained:
             self._forget(key)
 

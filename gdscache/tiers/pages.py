@@ -257,9 +257,9 @@ class PageTable:
         self._children = array("i", counts.tobytes())
         self._orphans = dict(Counter(parents[follows[above < 0]].tolist()))
 
-    def _unlink(self, key: bytes, parent: bytes, namespace: bytes, slot: int) -> None:
+    def _unlink(self, key: bytes, parent: bytes, namespace: bytes, slot: int, evicted: bool = False) -> None:
         """A page is in no order any more, and follows none."""
-        self._orders.remove(key)
+        self._orders.remove(key, evicted=evicted)
         followed = self._children[slot]
         if followed:
             self._orphans[key] = followed

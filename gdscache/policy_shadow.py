@@ -1,0 +1,208 @@
+"""LRU in the shadow of another order: what it would hold, and how many hits it is ahead."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+
+
+class LRUShadow:
+    """The keys that LRU would hold after the same uses and stores, in as much room; no bytes.
+
+    LRU gives up the least recently used page that no other page of it follows: tails before heads, as tiers do. Beside
+    its own pages it knows which of them the tier lacks (`owed`: each may become a hit that only LRU has), and which
+    pages of the tier it has given up (`left`, in that order). Both are as many while both are full, so there is always
+    a page in `left` for one of `owed` that is stored again. Every operation is O(1), amortised.
+
+    `room` is the most pages that the tier had in a period, which is as many stores; a tier that grows has more at once.
+    A shadow may also stand for a tier of which it is shown a sample of the keys; then all its figures are the sample's.
+    """
+
+    __slots__ = (
+        *("_aside", "_children", "_peak", "_ready", "_recent", "_stored"),
+        *("gained", "left", "lost", "owed", "pages", "room", "spared", "used"),
+    )
+
+    def __init__(self, keys: Iterable[bytes] = ()) -> None:
+        """`keys`: pages that the tier has, the least recently used first; which follow others is not known."""
+        self._recent: OrderedDict[bytes, bytes] = OrderedDict.fromkeys(keys, b"")  # key -> parent, the oldest use first
+        self._aside: dict[bytes, bytes] = {}  # older uses than those, and followed by pages of the shadow
+        self._ready: list[bytes] = []  # of these, perhaps, not followed any more
+        self._children: dict[bytes, int] = {}  # pages of the shadow that follow a page, there or not
+        self.left: OrderedDict[bytes, bytes] = OrderedDict()  # key -> parent
+        self.owed: set[bytes] = set()
+        self.pages = self.room = self._peak = len(self._recent)  # `pages`: of the tier
+        self._stored = 0  # in this period
+        self.lost = 0  # hits that only LRU had
+        self.gained = 0  # hits that it had not
+        self.used = 0  # hits of the tier
+        self.spared = 0  # pages of `owed` that LRU gave up before any use
+
+    @property
+    def debt(self) -> int:
+        """Hits of LRU's, less those of the tier; below 0 where the tier had more."""
+        return self.lost - self.gained
+
+    @property
+    def hits(self) -> int:
+        """Hits that LRU had."""
+        return self.used + self.debt
+
+    def followed(self, key: bytes) -> bool:
+        """Whether pages of the shadow follow one."""
+        return key in self._children
+
+    def recency(self) -> Iterator[bytes]:
+        """The pages of the tier, those that LRU has given up first; else by their last uses, about."""
+        return chain(self.left, (key for key in chain(self._aside, self._recent) if key not in self.owed))
+
+    def thinned(self, shift: int, chosen: Callable[[bytes], bool]) -> LRUShadow:
+        """That of a sample of the keys, one of `2 ** shift`, with what was counted so far in that proportion."""
+        thin = LRUShadow(filter(chosen, chain(self._aside, self._recent)))
+        thin.left = OrderedDict.fromkeys(filter(chosen, self.left), b"")
+        thin.owed = set(filter(chosen, self.owed))
+        thin.pages = len(thin) - len(thin.owed) + len(thin.left)
+        thin.room = thin._peak = max(self.room >> shift, thin.pages)
+        thin._stored = self._stored >> shift
+        counted = (n >> shift for n in (self.lost, self.gained, self.used, self.spared))
+        thin.lost, thin.gained, thin.used, thin.spared = counted
+        return thin
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._aside)
+
+    def insert(self, key: bytes, parent: bytes) -> None:
+        """The tier stores a page that it lacked. `parent`: the page before it, present or not; b"" for none known."""
+        self.pages += 1
+        if self.pages > self._peak:
+            self._peak = self.pages
+            if self.pages > self.room:
+                self.room = self.pages
+        self._stored += 1
+        if self._stored >= self.room:
+            self.room, self._peak, self._stored = self._peak, self.pages, 0
+        if key in self.owed:
+            self.owed.remove(key)
+            self.lost += 1
+            self._refresh(key)
+        else:
+            self._add(key, parent)
+        if parent in self.left:
+            self._follow(parent)
+
+    def touch(self, key: bytes) -> None:
+        """The tier uses a page that it has."""
+        self.used += 1
+        if key in self._recent:
+            self._recent.move_to_end(key)
+        elif key in self._aside:
+            self._refresh(key)
+        else:
+            self.gained += 1
+            self._add(key, self.left.pop(key))
+
+    def evict(self, key: bytes) -> None:
+        """The tier gives up a page for another."""
+        self.pages -= 1
+        if key in self.left:
+            del self.left[key]
+        else:
+            self.owed.add(key)
+
+    def drop(self, key: bytes) -> None:
+        """A page is gone for another reason: LRU would have it no more either."""
+        self.pages -= 1
+        if key in self.left:
+            del self.left[key]
+            return
+        parent = self._aside.pop(key) if key in self._aside else self._recent.pop(key)
+        self._unlink(parent)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The pages of the tier, in the order in which LRU has given them up and would."""
+        yield from self.left
+        owed, aside, children = self.owed, self._aside, self._children
+        gone: dict[bytes, int] = {}  # children of a page that went before
+        passed: dict[bytes, bytes] = {}
+        ready, out, coming = list(self._ready), set[bytes](), iter(self._recent.items())
+        while True:
+            if ready:
+                key = ready.pop()
+                parent = aside.get(key, passed.get(key))
+                if parent is None or key in out or children.get(key, 0) > gone.get(key, 0):
+                    continue
+            else:
+                key, parent = next(coming, (b"", None))
+                if parent is None:
+                    break
+                if children.get(key, 0) > gone.get(key, 0):
+                    passed[key] = parent
+                    continue
+            out.add(key)
+            if key not in owed:
+                yield key
+            if parent:
+                gone[parent] = gone.get(parent, 0) + 1
+                if parent in aside or parent in passed:
+                    ready.append(parent)
+        yield from (key for key in chain(aside, passed) if key not in out and key not in owed)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _follow(self, key: bytes) -> None:
+        """A page is stored behind one that LRU has given up: without it and those before it, it would find nothing."""
+        while key in self.left:
+            parent = self.left.pop(key)
+            self._add(key, parent)
+            key = parent
+
+    def _refresh(self, key: bytes) -> None:
+        if key in self._aside:
+            self._recent[key] = self._aside.pop(key)
+        else:
+            self._recent.move_to_end(key)
+
+    def _add(self, key: bytes, parent: bytes) -> None:
+        self._recent[key] = parent
+        if parent:
+            self._children[parent] = self._children.get(parent, 0) + 1
+        while len(self._recent) + len(self._aside) > self.room:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """The least recently used page that none of the shadow follows is out."""
+        recent, aside, children = self._recent, self._aside, self._children
+        while True:
+            if self._ready:
+                key = self._ready.pop()
+                if key not in aside or key in children:
+                    continue
+                parent = aside.pop(key)
+                break
+            if not recent:  # pages that follow each other in a circle, as only damaged rows have it
+                key, parent = next(iter(aside.items()))
+                del aside[key]
+                break
+            key, parent = recent.popitem(last=False)
+            if key not in children:
+                break
+            aside[key] = parent
+        self._unlink(parent)
+        if key in self.owed:
+            self.owed.remove(key)
+            self.spared += 1
+        else:
+            self.left[key] = parent
+
+    def _unlink(self, parent: bytes) -> None:
+        """One page less follows `parent`."""
+        if not parent:
+            return
+        followed = self._children[parent] - 1
+        if followed:
+            self._children[parent] = followed
+        else:
+            del self._children[parent]
+            if parent in self._aside:
+                self._ready.append(parent)
