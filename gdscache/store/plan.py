@@ -411,10 +411,10 @@ class StorePlanner:
         some = [i for i in places if i in left]
         if not some:
             return
+        job.receipt.finish(job.numbers_of(some), cause)  # first: where it is broken off, it is said again
         left.difference_update(some)
         if cause:
             self._manager.counts["dropped", cause] += len(some)
-        job.receipt.finish(job.numbers_of(some), cause)
         self.queued -= len(some)
         if job.receipt is _NOBODY:
             self._cleaning -= len(some)

@@ -132,9 +132,9 @@ class FreeSlots:
 
     def _remove(self, start: int) -> int:
         """Take a run out of the books, its slots still counted; its length."""
+        size = _bin(self._runs[start])  # first: whatever ends a call of a function, the books agree
         length = self._runs.pop(start)
         del self._ends[start + length]
-        size = _bin(length)
         bin_ = self._bins[size]
         del bin_[start]
         if not bin_:
@@ -143,15 +143,19 @@ class FreeSlots:
 
     def _cut(self, start: int, n: int, out: list[int]) -> None:
         """Move up to `n` slots from the front of a run to `out`."""
-        length = self._remove(start)
+        length = self._runs[start]
         taken = min(n, length)
+        left = length - taken
+        size = _bin(left) if left else 0
+        self._remove(start)
         out.extend(range(start, start + taken))
         self._count -= taken
-        if taken < length:
-            start, length = start + taken, length - taken
-            self._runs[start] = length
-            self._ends[start + length] = start
-            self._file(start, length)
+        if left:
+            start += taken
+            self._runs[start] = left
+            self._ends[start + left] = start
+            self._bins[size][start] = None
+            self._mask |= 1 << size
 
     def _take_all(self) -> list[int]:
         """All slots, ascending."""
