@@ -151,7 +151,7 @@ class Blow:
 _BACKGROUND = ("gdscache-load", "gdscache-gather", "gdscache-write", "gdscache-prefetch", "gdscache-posix")
 # What passes an end on has nobody behind it that could do so in its place.
 _NOT_HERE = {"failure_of", "log_failure", "set", "signal", "end", "finish", "_serve", "Submission._end", "_call"}
-_NOT_HERE |= {"<genexpr>"}  # may be closed where nobody can be told
+_NOT_HERE |= {"<genexpr>", "round_pages"}  # may be closed where nobody can be told
 
 
 def _work(host: Host, seed: int) -> None:
