@@ -26,8 +26,17 @@ PACKAGE = str(Path(gdscache.__file__).parent)
 TRANSPORTS = ["posix", *(["uring"] if has_ring() else [])]
 
 
+_OTHERS: set[threading.Thread] = set()  # that a test before this one has left: in calls that hang for good, say
+
+
+@pytest.fixture(autouse=True)
+def _only_ours() -> None:
+    _OTHERS.clear()
+    _OTHERS.update(threading.enumerate())
+
+
 def _threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdscache-")]
+    return [t.name for t in threading.enumerate() if t.name.startswith("gdscache-") and t not in _OTHERS]
 
 
 class Starts:
