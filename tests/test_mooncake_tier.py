@@ -375,11 +375,15 @@ def test_an_engine_closes_while_a_call_hangs(open_host: OpenHost, master: str, p
     pool.gate.clear()
     host.store(prompt(1, PAGES))
     until(lambda: state(host)["state"] == "open", "the breaker opens")
+    tier = host.engine.manager.tiers["mooncake"]
     closing = threading.Thread(target=host.engine.close)
     closing.start()
     closing.join(WAIT)
     assert not closing.is_alive()
     pool.gate.set()
+    tier.close()  # or its threads are there in the tests behind this one
+    left = "gdscache-pool-checks"
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith(left)], "its threads end")
 
 
 # -- removing --------------------------------------------------------------------------------------------------------
