@@ -109,8 +109,8 @@ def part(ratio: float, percent: float, name: str = policy.RECORDED) -> dict[str,
 @pytest.mark.parametrize(
     ("ratio", "percent", "name", "least", "met"),
     [
-        (1.04, 4.9999, policy.RECORDED, 1.05, False),
-        (1.05, 5.0, policy.RECORDED, 1.05, True),
+        (1.15, 4.9999, policy.RECORDED, 1.16, False),
+        (1.16, 5.0, policy.RECORDED, 1.16, True),
         (1.04, 9.9995, policy.RECORDED, 1.03, True),
         (0.999, 25.0, policy.RECORDED, 1.0, False),
         (0.999, 7.0, policy.RECORDED, 1.0, False),

@@ -17,7 +17,6 @@ from gdscache.replay import report as reports
 from gdscache.replay import tier_commands
 from gdscache.replay.console import end, listed, show, watched
 from gdscache.replay.simulate import Progress
-from gdscache.replay.suite_commands import Drawn, replay_suite
 from gdscache.replay.tier_setup import TOKEN_BYTES, Asked, page_tokens_of
 from gdscache.replay.trace import BLOCK_TOKENS, read_trace
 from gdscache.replay.workload import expand
@@ -144,6 +143,8 @@ def replay(
     --config), or through an engine that moves bytes (--real). Or on drawn traffic that no order was tuned to (--suite).
     """
     if suite:
+        from gdscache.replay.suite_commands import Drawn, replay_suite
+
         if traces or capacity:
             raise InvalidValueError("--suite draws its traces and has its capacities", "leave TRACE and --capacity out")
         drawn = Drawn(seed, seeds, references, listed(family), tuple(POLICIES) if sweep else listed(policy))
