@@ -43,7 +43,7 @@ from gdscache.bench.serving import (
 from gdscache.bench.serving.report import NEAR_TIE, NO_CACHE, Answer, differences, rows_of, table_of, verdict_of
 from gdscache.config import ModelConfig
 from gdscache.errors import DeviceError, GeometryError, InvalidValueError
-from gdscache.timeline import Timeline, TraceTimeline, timeline_from_environment
+from gdscache.tracing import Timeline, TraceTimeline, timeline_from_environment
 
 # -- making things -----------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import GdsCacheError
-from gdscache.memory import HostBuffer
 from gdscache.storage import IORequest, Op, Transport, open_transport
 from gdscache.storage.probe import gds_operations
 

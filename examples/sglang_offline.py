@@ -31,7 +31,7 @@ def main() -> None:
         unified_cache_external_linker_backend="dynamic",
         unified_cache_external_linker_config={
             "linker": "GdsCacheLinker",
-            "linker_module_path": "gdscache.integrations.sglang_linker",
+            "linker_module_path": "gdscache.integrations.sglang.linker",
             # A lone request waits so long for the SSD; a busy server never does.
             "linker_extra_config": {"config": given.config, "ssd_wait": 1.0},
         },

@@ -7,11 +7,11 @@ if TYPE_CHECKING:
     from gdscache.config import Config, load_config
     from gdscache.engine import CacheEngine, CheckReport
     from gdscache.errors import GdsCacheError
-    from gdscache.hit import Hit
-    from gdscache.keys import PageHashes
     from gdscache.load.handle import Gap, LayerwiseLoad
     from gdscache.load.report import LoadReport
     from gdscache.moves.base import PageStatus
+    from gdscache.pages.hit import Hit
+    from gdscache.pages.keys import PageHashes
     from gdscache.prefetch.handle import Prefetch, PrefetchReport
     from gdscache.prefetch.queue import PrefetchEnd
     from gdscache.sequence import Sequence
@@ -28,10 +28,10 @@ _HOMES = {
     "Config": "config",
     "Gap": "load.handle",
     "GdsCacheError": "errors",
-    "Hit": "hit",
+    "Hit": "pages.hit",
     "LayerwiseLoad": "load.handle",
     "LoadReport": "load.report",
-    "PageHashes": "keys",
+    "PageHashes": "pages.keys",
     "PageStatus": "moves.base",
     "Pin": "tiers.pins",
     "Prefetch": "prefetch.handle",

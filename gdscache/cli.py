@@ -18,9 +18,9 @@ from rich.table import Table
 
 from gdscache.bench.commands import bench_app
 from gdscache.config import Config, config_schema, load_config
-from gdscache.config_init import init
+from gdscache.config.start import init
 from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, main
-from gdscache.keys import namespace_digest
+from gdscache.pages.keys import namespace_digest
 from gdscache.replay.commands import replay
 from gdscache.replay.make_command import make_trace
 from gdscache.replay.plan_commands import plan_tiers

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from multiprocessing import parent_process, util
 from typing import Any
 
-from gdscache.build import Parts
-from gdscache.calls import Calls
-from gdscache.threads import Flag
+from gdscache.opening import Parts
+from gdscache.runtime.calls import Calls
+from gdscache.runtime.threads import Flag
 
 EXIT_S = 30.0  # seconds that a process which ends, or drops an engine, waits for what was stored
 _log = logging.getLogger("gdscache")

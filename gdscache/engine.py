@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from gdscache import arguments
-from gdscache.build import Parts, build
-from gdscache.calls import Calls
 from gdscache.closing import Closing, at_exit_of_child
 from gdscache.config import Config, load_config
+from gdscache.cuda.streams import Event, given, on_stream_of_caller
 from gdscache.errors import (
     ConfigError,
     DeadlineError,
@@ -27,26 +26,27 @@ from gdscache.errors import (
     SequenceStateError,
     SlotCountError,
 )
-from gdscache.events import KVEventBatch
-from gdscache.hit import Hit
-from gdscache.keys import KEY_BYTES, Page, PageHashes, PageNames, as_tokens, namespace_digest
-from gdscache.layout import PageLayout
+from gdscache.events.base import KVEventBatch
+from gdscache.gate.gate import Gate
+from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.moves.native import NativeExecutor
-from gdscache.planes import Blocks
+from gdscache.opening import Parts, build
+from gdscache.pages.hit import Hit
+from gdscache.pages.keys import KEY_BYTES, Page, PageHashes, PageNames, as_tokens, namespace_digest
+from gdscache.pages.layout import PageLayout
+from gdscache.pages.planes import Blocks
 from gdscache.prefetch.handle import Prefetch
+from gdscache.runtime.calls import Calls
+from gdscache.runtime.threads import Flag
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.store.handle import StoreHandle
-from gdscache.streams import Event, given, on_stream_of_caller
-from gdscache.threads import Flag
 from gdscache.tiers.base import Lease
-from gdscache.tiers.gate import Gate
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.pins import Pin
-from gdscache.tiers.retention import DEFAULT, LONGEST_TTL, Retention
-from gdscache.timeline import Timeline, timeline_from_environment
+from gdscache.tracing import Timeline, timeline_from_environment
 
 _SALTS_KEPT = 4096
 _INTERRUPTED_S = 30.0  # seconds until the slots of a store whose caller is gone must have been read

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from gdscache import arguments
+from gdscache.cuda.streams import on_stream_of_caller, record
 from gdscache.errors import DeadlineError, ForkedProcessError, LoadFailedError, PoolFullError, SequenceStateError
-from gdscache.keys import Page, as_tokens
+from gdscache.index.retention import Retention
+from gdscache.index.table import Entry, PageState
 from gdscache.load.handle import LayerwiseLoad
+from gdscache.pages.keys import Page, as_tokens
 from gdscache.store.handle import StoreHandle
-from gdscache.streams import on_stream_of_caller, record
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.pages import Entry, PageState
-from gdscache.tiers.retention import Retention
 
 if TYPE_CHECKING:
     from gdscache.engine import CacheEngine

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
-from gdscache.keys import Page
+from gdscache.pages.keys import Page
 
 DAY = 86_400
 

@@ -25,8 +25,9 @@ def without_torch() -> None:
 
 def open_until(path: Path, extent_bytes: int, last: int) -> None:
     """Open a catalogue; die before statement `last` of it, or right away when there are fewer."""
-    from gdscache import catalog_conversion, catalog_file
-    from gdscache.catalog import Catalog
+    from gdscache.disk import catalog_file
+    from gdscache.disk import conversion as catalog_conversion
+    from gdscache.disk.catalog import Catalog
 
     count = 0
 

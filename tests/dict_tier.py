@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import numpy as np
 
-from gdscache.checksum import Checksums
 from gdscache.errors import IOFailedError, StorageError
-from gdscache.keys import Page
-from gdscache.layout import PageLayout
+from gdscache.index.index import PageIndex
+from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.table import Entry, PageState
+from gdscache.moves.page_io import Positions
+from gdscache.pages.checksum import Checksums
+from gdscache.pages.keys import Page
+from gdscache.pages.layout import PageLayout
 from gdscache.storage.base import Op
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 from gdscache.tiers.bounce import Extents
-from gdscache.tiers.index import PageIndex
-from gdscache.tiers.page_io import Positions
-from gdscache.tiers.pages import Entry, PageState
-from gdscache.tiers.retention import DEFAULT, Retention
 
 
 class DictIO:

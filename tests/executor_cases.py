@@ -12,8 +12,8 @@ import numpy as np
 from hypothesis import strategies as st
 from reference_executor import Bytes, Fault, digest
 
-from gdscache.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
+from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 
 LONG_S = 60.0
 HANG_S = 0.4  # the deadline of a move one of whose pages hangs

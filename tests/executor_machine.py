@@ -21,24 +21,24 @@ from faulty import PLAN, FaultyTransport
 from faulty import Fault as Injected
 from reference_executor import Bytes, Fault
 
-from gdscache.layout import PageLayout
+from gdscache.disk.slab import Slab
+from gdscache.disk.slab_io import SlabIO
+from gdscache.movers.base import Mover
+from gdscache.movers.host import HostMover
 from gdscache.moves import PageStatus
 from gdscache.moves import native as native_module
+from gdscache.moves.library import Limits
 from gdscache.moves.machine import Machine
 from gdscache.moves.native import NativeExecutor
 from gdscache.native.library import address, checked, integers, library
-from gdscache.native.moves import Limits
-from gdscache.planes import PagedPlanes
-from gdscache.slab import Slab
+from gdscache.pages.layout import PageLayout
+from gdscache.pages.planes import PagedPlanes
 from gdscache.storage.base import Op, Transport
 from gdscache.storage.native import NativeTransport
 from gdscache.testing.faults import ExtentPart, FaultRule
 from gdscache.tiers.bounce import Bounce, Reserved
 from gdscache.tiers.cpu import HostExtents
-from gdscache.tiers.host_mover import HostMover
 from gdscache.tiers.quarantine import Quarantine
-from gdscache.tiers.slab_io import SlabIO
-from gdscache.tiers.transfer import Mover
 
 Mode = Literal["threads", "uring", "GPU", "direct", "python", "GPU and python"]
 LATE_MS = 10

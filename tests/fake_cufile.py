@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 from cufile_parts import ANY, Call, Fault, GpuBytes
 
-from gdscache import build, storage
-from gdscache.checksum import Checksums, layer_checksums
-from gdscache.layout import PageLayout
+from gdscache import opening as build
+from gdscache import storage
+from gdscache.pages.checksum import Checksums, layer_checksums
+from gdscache.pages.layout import PageLayout
 from gdscache.storage import cufile
 from gdscache.storage.base import Switch
 from gdscache.storage.cufile import CufileTransport
-from gdscache.tiers import routes
+from gdscache.tiers import ssd_route as routes
 from gdscache.tiers.bounce import Places
 
 _BIT = 1 << 56

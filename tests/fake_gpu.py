@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 import torch
 
-from gdscache import build
+from gdscache import opening as build
+from gdscache.cuda.streams import Event
 from gdscache.kernels.cuda import SHORTEST, PlaneRuns, can_look, plane_runs
+from gdscache.movers.base import Moved, Mover
+from gdscache.movers.choice import Direction
 from gdscache.native.gpu import ROUTES, NativeGpu, Point, Route
-from gdscache.planes import PagedPlanes
-from gdscache.streams import Event
-from gdscache.tiers.paths import Direction
-from gdscache.tiers.transfer import Moved, Mover
+from gdscache.pages.planes import PagedPlanes
 
 ROOT = Path(__file__).resolve().parent.parent
 _SOURCES = ROOT / "csrc" / "host"

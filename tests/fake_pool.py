@@ -11,9 +11,9 @@ from typing import Any
 
 from helpers import MHA, layout_of
 
+from gdscache.pool.client import DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, TRANSFER_FAILED, Client, PoolAddress
+from gdscache.pool.link import Connect
 from gdscache.tiers.mooncake import MooncakeTier
-from gdscache.tiers.pool_client import DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, TRANSFER_FAILED, Client, PoolAddress
-from gdscache.tiers.pool_link import Connect
 
 EXTENT = layout_of(MHA).extent_bytes
 POOLS: dict[str, FakePool] = {}  # by the masters' addresses

@@ -16,9 +16,9 @@ import torch
 
 from gdscache import CacheEngine, PageHashes
 from gdscache.config import ModelConfig
-from gdscache.layout import PageLayout
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
+from gdscache.pages.layout import PageLayout
 from gdscache.store.handle import StoreHandle
 
 Bytes = npt.NDArray[np.uint8]

@@ -13,8 +13,8 @@ from helpers import MHA, WAIT, layout_of, new_planes, read_page
 from kill_record import DOCUMENTS, PAGE_TOKENS, Name, all_pages, content, name
 
 from gdscache import CacheEngine
-from gdscache.catalog_file import STRIPE_NAME
-from gdscache.slab import slab_name
+from gdscache.disk.catalog_file import STRIPE_NAME
+from gdscache.disk.slab import slab_name
 
 LAYOUT = layout_of(MHA)
 FILES = {"catalog.sqlite", "catalog.sqlite-wal", "status", "costs.json"}

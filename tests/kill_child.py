@@ -14,11 +14,12 @@ import numpy as np
 from helpers import WAIT, layout_of, new_planes, read_page, write_page
 from kill_record import DOCUMENTS, PAGE_TOKENS, PAGES, SALTS, Log, Name, content, name
 
-from gdscache import CacheEngine, slab
+from gdscache import CacheEngine
+from gdscache.disk import slab
 from gdscache.errors import PoolFullError
-from gdscache.layout import PageLayout
 from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
+from gdscache.pages.layout import PageLayout
 from gdscache.store.handle import StoreHandle
 
 THREADS = 2

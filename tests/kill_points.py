@@ -17,8 +17,8 @@ from helpers import WAIT, Host, write_page
 from kill_record import DOCUMENTS, PAGE_TOKENS, content, name
 from posix_transport import PosixTransport
 
-from gdscache import catalog_file, directory, slab
-from gdscache.catalog import Catalog
+from gdscache.disk import catalog_file, directory, slab
+from gdscache.disk.catalog import Catalog
 from gdscache.storage import files
 from gdscache.storage.base import Op
 from gdscache.storage.workers import Piece, Result, Run

@@ -39,10 +39,10 @@ from helpers import (
 )
 
 from gdscache.errors import DeadlineError, EngineClosedError
-from gdscache.layout import GroupSizes, read_groups
 from gdscache.load import loader
 from gdscache.load import run as load_run
 from gdscache.load.handle import Gap, LayerwiseLoad
+from gdscache.pages.layout import GroupSizes, read_groups
 from gdscache.prefetch.handle import Prefetch
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gdscache.policies import ROUND, S3FIFO, SLRU
-from gdscache.policy_levels import LFU, CreditLRU
-from gdscache.policy_lifetimes import Lifetime
+from gdscache.policies.levels import LFU, CreditLRU
+from gdscache.policies.lifetime import Lifetime
 
 
 class Model(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from gdscache.layout import EXTENT_ALIGNMENT
+from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import Op, failed, host_memory
 from gdscache.storage.files import DirectFiles
 from gdscache.storage.workers import QueuedTransport, Result, Run

@@ -26,8 +26,8 @@ from power_recorder import (
     WriteEnded,
 )
 
-from gdscache.catalog_file import STRIPE_NAME
-from gdscache.slab import slab_name
+from gdscache.disk.catalog_file import STRIPE_NAME
+from gdscache.disk.slab import slab_name
 
 DISK_SECTOR = 512
 WAL_HEADER = 32

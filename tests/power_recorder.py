@@ -18,8 +18,8 @@ from unittest import mock
 from kill_record import Log
 from posix_transport import PosixTransport
 
-from gdscache import catalog_file, stripes
-from gdscache.catalog import Catalog
+from gdscache.disk import catalog_file, stripes
+from gdscache.disk.catalog import Catalog
 from gdscache.storage.base import Op
 from gdscache.storage.workers import Result, Run
 

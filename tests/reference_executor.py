@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from gdscache.checksum import Checksums
-from gdscache.layout import PageLayout
 from gdscache.moves import PLANES, Move, PageStatus, Way
+from gdscache.pages.checksum import Checksums
+from gdscache.pages.layout import PageLayout
 
 Bytes = npt.NDArray[np.uint8]
 SHORT = -1  # in place of an errno

@@ -24,9 +24,9 @@ from helpers import WAIT, fill, holds, prompt, settle
 from gdscache import CacheEngine
 from gdscache.config import EvictionOrder
 from gdscache.errors import PoolFullError
+from gdscache.policies.admission import ADMISSIONS
+from gdscache.policies.promotion import PROMOTIONS
 from gdscache.storage.base import Op
-from gdscache.tiers.admission import ADMISSIONS
-from gdscache.tiers.promotion import PROMOTIONS
 
 FAULTS = [(Op.READ, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP)]
 FAULTS += [(Op.WRITE, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP, Fault.LOST, Fault.TORN)]

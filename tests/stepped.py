@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 from stepped_machine import NS, Choice, SteppedEvent, SteppedMachine, When
 
-from gdscache.checksum import Checksums
+from gdscache.cuda.streams import Landed
 from gdscache.errors import IOFailedError
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait, Way
+from gdscache.moves.library import NEVER
 from gdscache.moves.moving import NativeMoving
-from gdscache.native.moves import NEVER
-from gdscache.streams import Landed
+from gdscache.pages.checksum import Checksums
 
 if TYPE_CHECKING:
     import threading
 
+    from gdscache.cuda.streams import Event
     from gdscache.errors import StorageError
-    from gdscache.streams import Event
     from gdscache.tiers.base import SlotPool
 
 _T = TypeVar("_T")

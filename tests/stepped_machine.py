@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gdscache.native.moves import DIGEST, CopyJob, IoJob, Limits, NativeMoves, Space
+from gdscache.moves.library import DIGEST, CopyJob, IoJob, Limits, NativeMoves, Space
 from gdscache.tiers.bounce import Bounce, Extents, Window
 
 if TYPE_CHECKING:
-    from gdscache.checksum import Checksums
-    from gdscache.layout import PageLayout
+    from gdscache.movers.host import HostMover
+    from gdscache.pages.checksum import Checksums
+    from gdscache.pages.layout import PageLayout
     from gdscache.tiers.cpu import HostExtents
-    from gdscache.tiers.host_mover import HostMover
 
 LATE_S = 1000.0  # further than any deadline
 NS = 1_000_000_000

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from gdscache.config import Config, SsdConfig
 from gdscache.errors import CapacityError, InvalidValueError
-from gdscache.keys import Page
-from gdscache.tiers import admission as module
-from gdscache.tiers.admission import ADMISSIONS, REMEMBERED, Admission, SecondOffer, TinyLFU, open_admission
-from gdscache.tiers.endurance import EnduranceBudget
-from gdscache.tiers.sketch import BloomFilter, FrequencySketch, RecentCounter
+from gdscache.pages.keys import Page
+from gdscache.policies import admission as module
+from gdscache.policies.admission import ADMISSIONS, REMEMBERED, Admission, SecondOffer, TinyLFU, open_admission
+from gdscache.policies.endurance import EnduranceBudget
+from gdscache.policies.sketch import BloomFilter, FrequencySketch, RecentCounter
 
 NAMESPACE = b"n" * 32
 EXTENT = 1 << 20

@@ -16,8 +16,8 @@ import pytest
 from faulty import PLAN, Fault
 from helpers import WAIT, Host, drop_from, prompt, quiet, settle, tokens_of, until
 
-from gdscache import catalog_file
-from gdscache import slab as slab_module
+from gdscache.disk import catalog_file
+from gdscache.disk import slab as slab_module
 from gdscache.storage.base import Op
 
 pytestmark = pytest.mark.suite

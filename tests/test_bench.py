@@ -17,8 +17,8 @@ from gdscache.bench import bare, geometry, index, lookup, machine, measure, memo
 from gdscache.bench import engine as bench_engine
 from gdscache.config import ModelConfig
 from gdscache.errors import CapacityError, GdsCacheError, InvalidValueError, IOFailedError, MissingPackageError
-from gdscache.keys import page_keys
 from gdscache.moves import Priority
+from gdscache.pages.keys import page_keys
 from gdscache.storage.base import Op
 
 pytestmark = pytest.mark.suite
@@ -315,7 +315,7 @@ def test_lookups_that_are_timed_hash_their_prompt(tmp_path: Path, monkeypatch: p
         hashed.append(len(tokens) // page_tokens)
         return page_keys(namespace, tokens, page_tokens, parent)
 
-    monkeypatch.setattr("gdscache.keys.page_keys", counted)
+    monkeypatch.setattr("gdscache.pages.keys.page_keys", counted)
     lookup.lookup(tmp_path, pages=8, rounds=2)
     # stored; 3 rounds of two ways and 2 timed ones; 16 and 2 in a row; those that are looked up again are not
     assert hashed.count(8) == 1 + 2 * (3 + 2) + (16 + 2)

@@ -23,9 +23,9 @@ from gdscache.bench.copy_cells import GQA, MLA, MLA_FP8, Cell
 from gdscache.bench.copy_gpu import Gpu, Queued, timed
 from gdscache.bench.copy_pool import Copies, Pool
 from gdscache.errors import CapacityError, DeviceError, InvalidValueError, IOFailedError
-from gdscache.planes import PagedPlanes
-from gdscache.tiers.host_mover import HostMover
-from gdscache.tiers.transfer import Moved
+from gdscache.movers.base import Moved
+from gdscache.movers.host import HostMover
+from gdscache.pages.planes import PagedPlanes
 
 pytestmark = pytest.mark.suite
 

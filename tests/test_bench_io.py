@@ -381,7 +381,7 @@ def test_host_then_gpu_goes_through_both(file: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(torch.cuda, name, Clock)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(io_ways, "HostBuffer", lambda nbytes, pin, unit: real(nbytes, "off", unit))
-    from gdscache.memory import HostBuffer as real  # noqa: N813
+    from gdscache.cuda.host_memory import HostBuffer as real  # noqa: N813
 
     with OpenWay("host_gpu", file, 2, io_ways.CHECK_BYTES, CPU) as way:
         assert type(way.lane()) is io_ways.CopyingLane

@@ -18,8 +18,8 @@ from gdscache.bench import policy_admission as admissions
 from gdscache.config import CpuConfig, GpuConfig, SsdConfig
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES
+from gdscache.policies.admission import ADMISSIONS
 from gdscache.replay.synthetic import generate, write_trace
-from gdscache.tiers.admission import ADMISSIONS
 
 pytestmark = pytest.mark.suite
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.checksum import layer_checksums
-from gdscache.layout import EXTENT_ALIGNMENT, PageLayout, Plane
+from gdscache.pages.checksum import layer_checksums
+from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 from gdscache.tiers.base import SlotPool
 from gdscache.tiers.bounce import Bounce, Reserved, Window
 from gdscache.tiers.cpu import HostExtents

@@ -36,7 +36,7 @@ def test_no_call_gives_the_lock_up(shim: Path, thread: str, loads: str) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert min(found.pop("os.stat")) > 0, "the shim counts nothing"
     assert len(found) == 5, "kinds of calls"
-    # What a call waits for (a lock that a thread of ours has just then) is not its own doing. It is rare, but for a load
+    # What a call waits for (a lock that a thread of ours has just then) is not its own doing. It is rare, but for loads
     # in parts, whose first pages land while it takes the lock for the next: there one call without it tells.
     place = {"at once": 2, "in parts": 0}[loads]
     usual = {call: sorted(times)[len(times) * place // 4] for call, times in found.items()}

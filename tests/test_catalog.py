@@ -26,10 +26,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gdscache import catalog as catalog_module
-from gdscache import catalog_file, catalog_recovery
 from gdscache.bench import index as bench_index
-from gdscache.catalog import Catalog, PageRecord, Recovered
+from gdscache.disk import catalog as catalog_module
+from gdscache.disk import catalog_file
+from gdscache.disk import recovery as catalog_recovery
+from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.errors import (
     CatalogVersionError,
     EngineClosedError,
@@ -453,7 +454,7 @@ def test_a_corrupt_catalogue_is_set_aside_and_rebuilt(
     path = tmp_path / "catalog.sqlite"
     damaged = DAMAGE[kind](bytearray(path.read_bytes()))
     path.write_bytes(damaged)
-    with caplog.at_level(logging.ERROR, "gdscache.catalog"), open_catalog(tmp_path) as catalog:
+    with caplog.at_level(logging.ERROR, "gdscache.disk.catalog"), open_catalog(tmp_path) as catalog:
         found = catalog.recover(600)
         assert len(found) == 0
         assert found.set_aside is not None
@@ -583,7 +584,7 @@ def test_damage_found_in_use_is_an_error_now_and_set_aside_at_the_next_open(
     path.write_bytes(data)
     catalog = open_catalog(tmp_path)
     assert len(catalog.recover(600)) == 600  # recovery does not read checksums
-    with caplog.at_level(logging.ERROR, "gdscache.catalog"):
+    with caplog.at_level(logging.ERROR, "gdscache.disk.catalog"):
         with pytest.raises(IOFailedError, match="corrupt"):
             catalog.checksums([300])
         with pytest.raises(IOFailedError, match="corrupt"):
@@ -693,7 +694,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import os
 from pathlib import Path
 from gdscache import catalog_file
-from gdscache.catalog import Catalog, PageRecord
+from gdscache.disk.catalog import Catalog, PageRecord
 catalog_file.WAL_PAGES = 16                         # checkpoints often: a kill must find some
 exec(sys.argv[3])
 catalog = Catalog.open(Path(sys.argv[1]), extent_bytes=EXTENT, durability="process")

@@ -11,11 +11,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.checksum import bound, first_bad_layer, layer_checksums, unbound
 from gdscache.errors import InvalidValueError, NativeCallError
-from gdscache.keys import KEY_BYTES
-from gdscache.layout import PageLayout, Plane
 from gdscache.native.tables import take_unbound
+from gdscache.pages.checksum import bound, first_bad_layer, layer_checksums, unbound
+from gdscache.pages.keys import KEY_BYTES
+from gdscache.pages.layout import PageLayout, Plane
 
 Bytes = npt.NDArray[np.uint8]
 # 2 layers x (16 + 8) bytes x 16 tokens: 768 bytes, 384 a layer: the long form of XXH3 and two planes.

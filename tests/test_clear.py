@@ -33,13 +33,13 @@ from helpers import (
 )
 
 from gdscache import CacheEngine
-from gdscache.catalog import Catalog
+from gdscache.disk.catalog import Catalog
 from gdscache.errors import PoolFullError
-from gdscache.keys import Page
-from gdscache.tiers import clearing as clearing_module
-from gdscache.tiers.index import PageIndex
+from gdscache.index.index import PageIndex
+from gdscache.index.table import Entry, PageState
+from gdscache.pages.keys import Page
+from gdscache.tiers import clear as clearing_module
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.pages import Entry, PageState
 
 SALTS = ("", "tenant")
 OpenEngine = Callable[..., CacheEngine]

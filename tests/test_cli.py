@@ -13,7 +13,7 @@ import pytest
 
 from gdscache import cli
 from gdscache.config import config_schema, load_config
-from gdscache.keys import namespace_digest
+from gdscache.pages.keys import namespace_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"

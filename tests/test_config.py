@@ -20,8 +20,8 @@ from pydantic import BaseModel
 
 import gdscache.config
 from gdscache.config import Config, GpuConfig, ModelConfig, config_schema, load_config
-from gdscache.config_errors import known_keys, section_of
-from gdscache.config_file import read_mapping
+from gdscache.config.file import read_mapping
+from gdscache.config.problems import known_keys, section_of
 from gdscache.errors import (
     CapacityError,
     ConfigError,
@@ -31,8 +31,8 @@ from gdscache.errors import (
     InvalidValueError,
     UnknownKeyError,
 )
-from gdscache.keys import namespace_digest
-from gdscache.layout import Plane
+from gdscache.pages.keys import namespace_digest
+from gdscache.pages.layout import Plane
 from gdscache.sizes import MAX_SIZE, SIZE_SCHEMA, about, format_size, parse_size
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from gdscache import CacheEngine
 from gdscache.config import Config
-from gdscache.config_errors import known_keys
+from gdscache.config.problems import known_keys
 from gdscache.errors import CapacityError, ConfigError, GdsCacheError, GeometryError, InvalidValueError, NoMemoryError
 from gdscache.limits import MAX_COUNT, MAX_DEVICE_INDEX, MAX_EXTENT_BYTES, MAX_LAYERS, MAX_SECONDS
 from gdscache.sizes import MAX_SIZE
@@ -378,7 +378,7 @@ def test_more_disk_than_there_is_names_the_figures(tmp_path: Path, nbytes: int) 
 
 def test_a_limit_of_a_group_of_processes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container it is the cgroup's limit, and its file pages count as free."""
-    from gdscache import allocation
+    from gdscache.runtime import allocation
 
     for group, files in (
         ("v2", {"memory.max": "1048576", "memory.current": "600000", "memory.stat": "inactive_file 100000\nanon 5\n"}),

@@ -20,7 +20,7 @@ from helpers import MHA
 from gdscache import cli, load_config
 from gdscache.config import Config
 from gdscache.doctor import defaults, engines
-from gdscache.integrations.sglang_setup import LinkerOptions, storage_config_of
+from gdscache.integrations.sglang.setup import LinkerOptions, storage_config_of
 from gdscache.sizes import GIB, MIB
 
 Run = Callable[..., tuple[int, str, str]]
@@ -86,7 +86,7 @@ def test_the_file_for_sglangs_linker(gdscache: Run) -> None:
     assert arguments[:3] == ["python", "-m", "sglang.launch_server"]
     assert arguments[-2] == "--unified-cache-external-linker-config"
     given = json.loads(arguments[-1])
-    assert given["linker_module_path"] == "gdscache.integrations.sglang_linker"
+    assert given["linker_module_path"] == "gdscache.integrations.sglang.linker"
     options = LinkerOptions.of(given["linker_extra_config"])
     assert options.config == str(file)
     config = load_config(file, model=MHA)
@@ -145,7 +145,7 @@ def test_json_says_the_same(gdscache: Run) -> None:
 def test_sizes_follow_from_the_machine(
     gdscache: Run, monkeypatch: pytest.MonkeyPatch, memory: int | None, free: int, cpu: int, ssd: int
 ) -> None:
-    monkeypatch.setattr("gdscache.allocation.host_bytes", lambda: memory)
+    monkeypatch.setattr("gdscache.runtime.allocation.host_bytes", lambda: memory)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free >> 12, f_frsize=4096))
     said = json.loads(gdscache("vllm", "--json")[1])
     assert (said["cpu_bytes"], said["ssd_bytes"]) == (cpu, ssd)

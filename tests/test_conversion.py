@@ -20,8 +20,8 @@ import pytest
 from disk_parts import binding, make_older, opened, raw, served, ssd_config, store
 from helpers import Host
 
-from gdscache import catalog_conversion
-from gdscache.catalog import Catalog, PageRecord
+from gdscache.disk import conversion as catalog_conversion
+from gdscache.disk.catalog import Catalog, PageRecord
 from gdscache.inspection import inspect, verify
 
 EXTENT = 8192
@@ -214,7 +214,7 @@ def test_a_step_is_bounded_in_rows_and_in_bytes(
         monkeypatch.setattr(catalog_conversion, "STEP_BYTES", nbytes)
         monkeypatch.setattr(catalog_conversion, "SAY_SECONDS", 0.0)
         statements: list[str] = []
-        with raw(path) as catalogue, caplog.at_level(logging.WARNING, "gdscache.catalog"):
+        with raw(path) as catalogue, caplog.at_level(logging.WARNING, "gdscache.disk.catalog"):
             catalogue.set_trace_callback(statements.append)
             catalog_conversion.convert(catalogue, path / "catalog.sqlite")
         transactions = "\n".join(statements).split("COMMIT")

@@ -12,8 +12,8 @@ from helpers import drop_from, prompt, quiet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.tiers.costs import Costs
-from gdscache.tiers.costs_file import COSTS_NAME, CostsFile
+from gdscache.gate.costs import Costs
+from gdscache.gate.costs_file import COSTS_NAME, CostsFile
 
 ABOUT = {"model": "m", "device": "d"}
 anything = st.recursive(

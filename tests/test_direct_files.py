@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from transport_parts import FILE_BYTES, SECTOR, soon
 
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import (
     IOFailedError,
     TransportUnavailableError,
 )
-from gdscache.memory import HostBuffer
 from gdscache.storage import IORequest, Op, Transport, files
 from gdscache.storage.base import Switch
 from gdscache.storage.files import probe_direct_io

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from gdscache import directory, locks
-from gdscache.directory import CacheDirectory
+from gdscache.disk import directory, locks
+from gdscache.disk.directory import CacheDirectory
 from gdscache.errors import (
     DirectoryInUseError,
     DirectoryNotWritableError,
@@ -31,7 +31,7 @@ OWN = f"""
 import sys, types
 package = types.ModuleType("gdscache"); package.__path__ = [{str(PACKAGE)!r}]; sys.modules["gdscache"] = package
 from pathlib import Path
-from gdscache.directory import CacheDirectory
+from gdscache.disk.directory import CacheDirectory
 from gdscache.errors import DirectoryInUseError
 """
 

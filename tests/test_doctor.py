@@ -32,13 +32,14 @@ from gdscache.doctor.facts import (
     attempt,
 )
 from gdscache.errors import DeviceError, PinnedMemoryError
-from gdscache.planes import PagedPlanes
+from gdscache.movers import calibration as calibrate
+from gdscache.movers import choice as paths
+from gdscache.movers.base import open_mover
+from gdscache.movers.choice import Calibration, Choice, Rates
+from gdscache.movers.cuda import CudaMover
+from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import about
-from gdscache.tiers import calibrate, paths
 from gdscache.tiers.cpu import HostExtents
-from gdscache.tiers.cuda_mover import CudaMover
-from gdscache.tiers.paths import Calibration, Choice, Rates
-from gdscache.tiers.transfer import open_mover
 
 pytestmark = pytest.mark.suite
 

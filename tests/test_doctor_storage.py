@@ -23,7 +23,8 @@ from transport_parts import refuse_ring
 
 from gdscache import cli
 from gdscache.config import Config
-from gdscache.directory import CacheDirectory
+from gdscache.disk.directory import CacheDirectory
+from gdscache.disk.slab import slab_name
 from gdscache.doctor import disk, storage, trial
 from gdscache.doctor.facts import (
     AlignmentFacts,
@@ -45,7 +46,6 @@ from gdscache.doctor.report import Row
 from gdscache.doctor.storage_rows import ssd_rows
 from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
-from gdscache.slab import slab_name
 
 pytestmark = pytest.mark.suite
 

@@ -12,9 +12,9 @@ from helpers import WAIT, Host, drop_from, prompt, quiet, run, until
 
 from gdscache import CacheEngine
 from gdscache.errors import InvalidValueError
-from gdscache.event_view import CacheView
-from gdscache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventHub, Place
-from gdscache.keys import Page
+from gdscache.events.base import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventHub, Place
+from gdscache.events.view import CacheView
+from gdscache.pages.keys import Page
 
 OpenHost = Callable[..., Host]
 ON = {"enabled": True}

@@ -32,9 +32,9 @@ from gdscache.bench.serving import (
 )
 from gdscache.bench.serving.report import Answer, differences, verdict_of
 from gdscache.bench.serving.shape import MlaShape, RopeScaling, shape_of_config
+from gdscache.cuda.streams import Fence
 from gdscache.errors import DeadlineError, PoolFullError, TokensError
 from gdscache.storage.base import Op
-from gdscache.streams import Fence
 
 pytestmark = pytest.mark.suite
 

@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 import xxhash
 
-from gdscache import catalog_file
-from gdscache.catalog import Catalog, PageRecord
-from gdscache.catalog_conversion import convert
-from gdscache.checksum import bound, first_bad_layer, layer_checksums, unbound
-from gdscache.directory import CacheDirectory
+from gdscache.disk import catalog_file
+from gdscache.disk.catalog import Catalog, PageRecord
+from gdscache.disk.conversion import convert
+from gdscache.disk.directory import CacheDirectory
+from gdscache.disk.slab import Slab
 from gdscache.errors import CatalogVersionError, ExtentSizeError
 from gdscache.inspection import inspect, verify
 from gdscache.inspection.tables import inspect_tables, verify_tables
-from gdscache.keys import as_tokens, namespace_digest, page_keys
-from gdscache.layout import PageLayout, Plane
-from gdscache.slab import Slab
+from gdscache.pages.checksum import bound, first_bad_layer, layer_checksums, unbound
+from gdscache.pages.keys import as_tokens, namespace_digest, page_keys
+from gdscache.pages.layout import PageLayout, Plane
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "format.md"
 

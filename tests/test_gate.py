@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from gdscache import CacheEngine, Config
 from gdscache.errors import InvalidValueError
+from gdscache.gate.busy import AT_MOST, BusyPeriods
+from gdscache.gate.costs import Costs, Prices
+from gdscache.gate.fit import CHANGE, ENOUGH, Fit
+from gdscache.gate.gate import EXPLORE_EVERY, Gate, GateMode
 from gdscache.storage.base import Op
-from gdscache.tiers.busy import AT_MOST, BusyPeriods
-from gdscache.tiers.costs import Costs, Prices
-from gdscache.tiers.fitting import CHANGE, ENOUGH, Fit
-from gdscache.tiers.gate import EXPLORE_EVERY, Gate, GateMode
 
 FAULTY = "faulty:FaultyTransport"
 PAGE_TOKENS, PAGE_BYTES = 64, 1 << 20

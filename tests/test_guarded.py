@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from policy_models import SlowShadow
 
-from gdscache.policy import LRU
-from gdscache.policy_guarded import Bets, Guarded
-from gdscache.policy_levels import Levels
-from gdscache.policy_lifetimes import Lifetime
-from gdscache.policy_shadow import LRUShadow
+from gdscache.policies.base import LRU
+from gdscache.policies.guarded import Bets, Guarded
+from gdscache.policies.levels import Levels
+from gdscache.policies.lifetime import Lifetime
+from gdscache.policies.shadow import LRUShadow
 from gdscache.replay.simulate import simulate
 from gdscache.replay.trace import Request
 from gdscache.replay.workload import Workload, expand

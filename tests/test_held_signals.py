@@ -22,8 +22,8 @@ import pytest
 from faulty import PLAN, Fault
 from helpers import WAIT, Host, make_config, prompt, quiet, settle
 
-from gdscache.calls import Calls
 from gdscache.native.signals import Signals, signals
+from gdscache.runtime.calls import Calls
 from gdscache.storage.base import Op
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1

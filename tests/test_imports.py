@@ -17,16 +17,15 @@ PACKAGE = Path(gdscache.__file__).parent
 SHARE = 0.6  # of the processor time of importing torch: what importing gdscache may add
 OPTIONAL = ["cupy", "kvikio", "nixl", "transformers", "matplotlib", "mooncake", "pylibcudf", "numba", "typer", "rich"]
 LIGHT = [
-    "layout",
-    "keys",
-    "policy",
+    "pages.layout",
+    "pages.keys",
+    "pages.checksum",
     "policies",
     "config",
     "errors",
-    "checksum",
     "sizes",
+    "index.index",
     "tiers.base",
-    "tiers.index",
     "tiers.manager",
     "cli",
 ]

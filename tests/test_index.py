@@ -24,12 +24,12 @@ from hypothesis.stateful import (
 )
 from policy_models import MODELS, Model, Undeferred
 
-from gdscache.keys import Page
+from gdscache.index.index import PageIndex
+from gdscache.index.retention import DEFAULT, PRIORITIES, Retention
+from gdscache.index.table import Entry, PageState
+from gdscache.pages.columns import KEY
+from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
-from gdscache.tiers.index import PageIndex
-from gdscache.tiers.key_columns import KEY
-from gdscache.tiers.pages import Entry, PageState
-from gdscache.tiers.retention import DEFAULT, PRIORITIES, Retention
 
 NAMESPACE = b"n" * 32
 retentions = st.builds(Retention, st.sampled_from(PRIORITIES), st.one_of(st.none(), st.integers(0, 12).map(float)))
@@ -119,7 +119,7 @@ def test_what_counts_later_counts_as_if_it_had_at_once(policy: str, steps: list[
     chains = [chain(number, 6) for number in range(4)]
     later, at_once = (PageIndex(12, new_policy(policy)) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gdscache.tiers.orders._CHANGES_KEPT", kept)
+        patch.setattr("gdscache.index.orders._CHANGES_KEPT", kept)
         for what, given_ in steps:
             for index in (later, at_once):
                 if what == "touch":

@@ -21,8 +21,8 @@ import pytest
 from helpers import drop_from, flip_file, layout_of, make_config, prompt, quiet, run, until
 
 from gdscache import CacheEngine, cli
-from gdscache.catalog_file import NEW_NAME
-from gdscache.directory import LOCK_NAME, PROBE_PREFIX, CacheDirectory
+from gdscache.disk.catalog_file import NEW_NAME
+from gdscache.disk.directory import LOCK_NAME, PROBE_PREFIX, CacheDirectory
 from gdscache.errors import (
     CatalogVersionError,
     DirectoryInUseError,

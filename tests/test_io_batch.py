@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transport_parts import opened, soon
 
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError
-from gdscache.memory import HostBuffer
 from gdscache.native.disk import cut_and_merge
 from gdscache.storage import IORequest, Op
 from gdscache.storage.base import Span

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from gdscache.kernels import reference
 from gdscache.kernels.cuda import ExtentArray, Indices, PageKernels
-from gdscache.layout import DTYPE_BYTES, PageLayout, Plane
-from gdscache.planes import PagedPlanes
+from gdscache.pages.layout import DTYPE_BYTES, PageLayout, Plane
+from gdscache.pages.planes import PagedPlanes
 
 ODD = PageLayout.uniform([Plane("k", (3,), "float8_e4m3fn"), Plane("v", (5, 7), "bfloat16")], 2, 3)
 WIDE = PageLayout.uniform([Plane("k", (2, 8), "float16"), Plane("v", (2, 8), "float16")], 2, 4)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from gdscache.config import ModelConfig
 from gdscache.errors import TokensError
-from gdscache.keys import Page, PageNames, as_tokens, namespace_digest, page_keys
+from gdscache.pages.keys import Page, PageNames, as_tokens, namespace_digest, page_keys
 
 NAMESPACE = namespace_digest({"name": "m"})
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -81,7 +81,7 @@ def test_what_is_remembered_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch)
         hashed.append(len(tokens) // page_tokens)
         return page_keys(namespace, tokens, page_tokens, parent)
 
-    monkeypatch.setattr("gdscache.keys.page_keys", counted)
+    monkeypatch.setattr("gdscache.pages.keys.page_keys", counted)
     names = PageNames(2)
     system, other = list(range(6)), [9, 9]
     for tokens, new in [
@@ -133,7 +133,7 @@ def test_a_namespace_is_canonical_json() -> None:
 
 def test_keys_are_the_same_in_another_process() -> None:
     code = (
-        "from gdscache.keys import *; n = namespace_digest({'name': 'm'});"
+        "from gdscache.pages.keys import *; n = namespace_digest({'name': 'm'});"
         "print(n.hex(), page_keys(n, as_tokens(list(range(8))), 4)[1].hex())"
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()

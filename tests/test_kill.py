@@ -15,7 +15,7 @@ from kill_child import run
 from kill_record import Record
 from processes import Child
 
-from gdscache import slab
+from gdscache.disk import slab
 
 ROOMY, TIGHT = 160, 40  # all there is, and a third of it
 SETUPS: dict[str, dict[str, Any]] = {

@@ -504,7 +504,7 @@ class TestOnAGpu:
 
     def test_a_slice_of_registered_memory(self) -> None:
         """cudaHostRegister, as SGLang and `HostBuffer` have it, is page-locked too."""
-        from gdscache.memory import HostBuffer
+        from gdscache.cuda.host_memory import HostBuffer
 
         with HostBuffer(1 << 20, "on") as buffer:
             buffer.tensor.fill_(SENTINEL)

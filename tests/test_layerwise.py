@@ -36,11 +36,11 @@ from test_layout import layouts
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DeadlineError, DeviceError
-from gdscache.layout import EXTENT_ALIGNMENT, GROUP_BYTES, GroupSizes, PageLayout, Plane, read_groups
 from gdscache.load import run as load_run
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import native
-from gdscache.native.moves import Limits
+from gdscache.moves.library import Limits
+from gdscache.pages.layout import EXTENT_ALIGNMENT, GROUP_BYTES, GroupSizes, PageLayout, Plane, read_groups
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart, FaultRule
 

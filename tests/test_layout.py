@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache.errors import GeometryError
-from gdscache.layout import DTYPE_BYTES, EXTENT_ALIGNMENT, GROUP_BYTES, MAX_PAGE_TOKENS, PageLayout, Plane, copy_groups
+from gdscache.pages.layout import (
+    DTYPE_BYTES,
+    EXTENT_ALIGNMENT,
+    GROUP_BYTES,
+    MAX_PAGE_TOKENS,
+    PageLayout,
+    Plane,
+    copy_groups,
+)
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 

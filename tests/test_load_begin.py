@@ -13,12 +13,12 @@ from faulty import PLAN, Fault
 from helpers import MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
 
 from gdscache import PageStatus
-from gdscache.layout import GroupSizes, read_groups
 from gdscache.load import loader
 from gdscache.load import run as load_run
 from gdscache.load.plan import LoadPlan
 from gdscache.moves import native
-from gdscache.native.moves import Limits
+from gdscache.moves.library import Limits
+from gdscache.pages.layout import GroupSizes, read_groups
 from gdscache.storage.base import Op
 
 OpenHost = Callable[..., Host]

@@ -32,10 +32,10 @@ from test_layerwise import (
     whole,
 )
 
-from gdscache.layout import EXTENT_ALIGNMENT, FIRST_BYTES, GroupSizes
 from gdscache.load import run as load_run
 from gdscache.moves import native
-from gdscache.native.moves import Limits
+from gdscache.moves.library import Limits
+from gdscache.pages.layout import EXTENT_ALIGNMENT, FIRST_BYTES, GroupSizes
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart, FaultRule
 

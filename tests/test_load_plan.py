@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from test_index import chain
 from test_retention import Clock, bare_manager
 
-from gdscache.keys import Page
+from gdscache.index.index import PageIndex
+from gdscache.index.table import Entry, PageState
 from gdscache.load.planner import LoadPlanner
 from gdscache.moves import PageStatus
-from gdscache.tiers.index import PageIndex
+from gdscache.pages.keys import Page
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.pages import Entry, PageState
 
 SLOTS = 12  # of each tier
 

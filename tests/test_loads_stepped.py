@@ -23,23 +23,23 @@ from helpers import MHA, SEED, layout_of, read_page, write_page
 from stepped import Order, SteppedExecutor, every_order, random_orders
 from stepped_machine import Choice, SteppedMachine
 
-from gdscache.checksum import Checksums, layer_checksums
 from gdscache.config import LoadConfig
 from gdscache.errors import EngineClosedError
-from gdscache.keys import Page
-from gdscache.layout import GroupSizes
+from gdscache.index.table import Entry, PageState
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
+from gdscache.movers.host import HostMover
 from gdscache.moves import PageStatus, Priority, Steps, failure
-from gdscache.planes import PagedPlanes
+from gdscache.pages.checksum import Checksums, layer_checksums
+from gdscache.pages.keys import Page
+from gdscache.pages.layout import GroupSizes
+from gdscache.pages.planes import PagedPlanes
 from gdscache.replay.tiers import ModelSsd, ModelTier
 from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.cpu import HostExtents
-from gdscache.tiers.host_mover import HostMover
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.pages import Entry, PageState
 
 SPACE = b"n" * 32
 LAYOUT = layout_of(MHA | {"layers": 2, "head_dim": 72})  # two groups of a layer each, with the sizes below

@@ -17,7 +17,7 @@ import pytest
 from faulty import PLAN, Fault
 from helpers import WAIT, Host, drop_from, prompt, quiet
 
-from gdscache import build
+from gdscache import opening as build
 from gdscache.storage.base import Op
 from gdscache.testing.faults import FaultRule
 

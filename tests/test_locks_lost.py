@@ -326,7 +326,7 @@ def test_catalogues_that_were_set_aside_stay_and_are_named(tmp_path: Path) -> No
 
 
 def test_the_log_is_cut_when_a_transaction_made_it_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gdscache import catalog_file
+    from gdscache.disk import catalog_file
 
     monkeypatch.setattr(catalog_file, "WAL_BYTES", 64 << 10)
     path = tmp_path / "cache"

@@ -8,10 +8,10 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.keys import Page
+from gdscache.index.table import PageState
+from gdscache.pages.keys import Page
 from gdscache.replay.tiers import ModelSsd, ModelTier
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.pages import PageState
 
 SPACE = b"n" * 32
 PAGES = 600  # more than are looked for at a time

@@ -5,9 +5,9 @@ import mmap
 import pytest
 import torch
 
-from gdscache import memory
+from gdscache.cuda import host_memory as memory
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import CapacityError, DeviceError, EngineClosedError, NoMemoryError, PinnedMemoryError
-from gdscache.memory import HostBuffer
 
 NO_CUDA = not torch.cuda.is_available()
 

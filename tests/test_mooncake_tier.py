@@ -17,13 +17,14 @@ from helpers import WAIT, Host, drop_from, make_config, prompt, quiet, settle, u
 from gdscache import CacheEngine, Config, PageHashes, PageStatus
 from gdscache.errors import InvalidValueError, TierUnavailableError
 from gdscache.integrations.fetching import PinningCache
-from gdscache.integrations.sglang_loads import LoadTable
-from gdscache.integrations.sglang_pages import PageLinks
-from gdscache.integrations.vllm_requests import RequestTable
+from gdscache.integrations.sglang.loads import LoadTable
+from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.integrations.vllm.requests import RequestTable
+from gdscache.pool import calls as pool_calls
+from gdscache.pool import link as pool_link
+from gdscache.pool.io import TRAILER_BYTES
 from gdscache.prefetch.queue import PrefetchEnd
-from gdscache.tiers import pool_calls, pool_link
 from gdscache.tiers.mooncake import MooncakeTier
-from gdscache.tiers.pool_io import TRAILER_BYTES
 
 OpenHost = Callable[..., Host]
 PAGES = 4

@@ -10,16 +10,16 @@ import pytest
 import torch
 from helpers import EXTRA, MHA, MLA, SENTINEL, expected, layout_of, new_planes, read_page, untouched, write_page
 
-from gdscache.checksum import layer_checksums
+from gdscache.cuda.streams import record
 from gdscache.errors import CapacityError
 from gdscache.kernels.cuda import PageKernels
-from gdscache.layout import PageLayout, Plane
+from gdscache.movers.cuda import CudaMover
 from gdscache.native.gpu import ChunkSizes
-from gdscache.planes import PagedPlanes
-from gdscache.streams import record
+from gdscache.pages.checksum import layer_checksums
+from gdscache.pages.layout import PageLayout, Plane
+from gdscache.pages.planes import PagedPlanes
 from gdscache.tiers.bounce import Extents
 from gdscache.tiers.cpu import HostExtents
-from gdscache.tiers.cuda_mover import CudaMover
 from gdscache.tiers.gpu import DeviceExtents
 
 pytestmark = [

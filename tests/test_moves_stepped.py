@@ -21,15 +21,15 @@ from stepped import Order, SteppedExecutor, every_order, random_orders
 from stepped_machine import Choice
 
 from gdscache.config import Config
+from gdscache.cuda.streams import Event, Landed
 from gdscache.errors import EngineClosedError
-from gdscache.keys import Page
 from gdscache.moves import PLANES
+from gdscache.pages.keys import Page
+from gdscache.policies.admission import open_admission
 from gdscache.replay.tiers import ModelSsd, ModelTier
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter
-from gdscache.streams import Event, Landed
-from gdscache.tiers.admission import open_admission
 from gdscache.tiers.base import SlotPool
 from gdscache.tiers.manager import TierManager
 

@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from native_parts import has_ring
 from reference_executor import Fault, digest
 
-from gdscache.layout import PageLayout, Plane
 from gdscache.moves import PLANES, Move, Priority, Way
+from gdscache.pages.layout import PageLayout, Plane
 
 MODES = [
     "threads",

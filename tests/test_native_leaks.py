@@ -23,17 +23,17 @@ from native_parts import has_ring, open_files
 from processes import Child
 
 from gdscache import CacheEngine, PageStatus
-from gdscache.checksum import layer_checksums
 from gdscache.errors import DirectoryInUseError, NativeCallError
+from gdscache.movers.host import HostMover
 from gdscache.moves import PLANES, Move, Priority, Way
 from gdscache.moves.machine import Descriptors, Machine
 from gdscache.moves.native import NativeExecutor
 from gdscache.native.library import address, checked, integers, library
-from gdscache.planes import PagedPlanes
+from gdscache.pages.checksum import layer_checksums
+from gdscache.pages.planes import PagedPlanes
 from gdscache.tiers import manager as manager_module
 from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.cpu import HostExtents
-from gdscache.tiers.host_mover import HostMover
 from gdscache.tiers.quarantine import Quarantine
 
 LAYOUT = layout_of(MHA)

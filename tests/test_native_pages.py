@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.checksum import layer_checksums
 from gdscache.errors import NativeCallError
 from gdscache.kernels import reference
-from gdscache.layout import PageLayout, Plane
+from gdscache.kernels.host import NativePool
 from gdscache.native.library import address
-from gdscache.native.pages import NativePool
-from gdscache.planes import PagedPlanes
+from gdscache.pages.checksum import layer_checksums
+from gdscache.pages.layout import PageLayout, Plane
+from gdscache.pages.planes import PagedPlanes
 
 DTYPES = ("uint8", "float16", "float32")
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdscache.errors import NativeCallError
+from gdscache.kernels.host import xxh3
 from gdscache.native.library import address, checked, integers, library
-from gdscache.native.pages import xxh3
 
 ARMS = ("scalar", "avx2", "avx512", "neon")
 BYTES = np.frombuffer(random.Random(7).randbytes(1 << 20), np.uint8).copy()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gdscache import CacheEngine, PageHashes
 from gdscache.errors import InvalidValueError, SlotCountError, TokensError
-from gdscache.keys import Page, as_tokens, namespace_digest, page_keys
+from gdscache.pages.keys import Page, as_tokens, namespace_digest, page_keys
 
 OpenHost = Callable[..., Host]
 NAMESPACE = namespace_digest({"name": "m"})
@@ -90,7 +90,7 @@ def test_growing_by_a_page_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
         digests.append(key)
         return Page(key, parent, namespace)
 
-    monkeypatch.setattr("gdscache.keys.Page", named)
+    monkeypatch.setattr("gdscache.pages.keys.Page", named)
     hashes.extend([b"x" * 32])
     after = hashes.pages(NAMESPACE)
     assert hashes.pages(NAMESPACE) == after

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache.errors import DeadlineError, IOFailedError, ShortIOError
+from gdscache.moves.page_io import PageIO, stretches
 from gdscache.storage.base import IORequest, Op, Span, Submission
-from gdscache.tiers.page_io import PageIO, stretches
 
 
 @given(

@@ -11,11 +11,11 @@ import torch
 import xxhash
 from helpers import EXTRA, MHA, MLA, SENTINEL, expected, layout_of, new_planes, read_page, untouched, write_page
 
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import SlotRangeError, UnsupportedRequestError
 from gdscache.kernels.cuda import SHORTEST, ExtentArray, Indices, PageKernels
-from gdscache.layout import PageLayout, Plane
-from gdscache.memory import HostBuffer
-from gdscache.planes import PagedPlanes
+from gdscache.pages.layout import PageLayout, Plane
+from gdscache.pages.planes import PagedPlanes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,8 +22,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.tiers import calibrate, paths
-from gdscache.tiers.paths import COPY_ENGINE_FROM, Calibration, Choice, Direction, Paths, Rates
+from gdscache.movers import calibration as calibrate
+from gdscache.movers import choice as paths
+from gdscache.movers.choice import COPY_ENGINE_FROM, Calibration, Choice, Direction, Paths, Rates
 
 KEY = {
     "gpu": "NVIDIA H200",

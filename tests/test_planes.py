@@ -11,8 +11,8 @@ import torch
 from helpers import EXTRA, layout_of, new_planes
 
 from gdscache.errors import GdsCacheError, PlanesError, SlotCountError, SlotRangeError
-from gdscache.layout import PageLayout, Plane
-from gdscache.planes import PagedPlanes
+from gdscache.pages.layout import PageLayout, Plane
+from gdscache.pages.planes import PagedPlanes
 
 LAYOUT = PageLayout.uniform([Plane("k", (2, 8), "bfloat16"), Plane("v", (2, 4), "bfloat16")], 2, 4)
 Planes = list[list[torch.Tensor]]

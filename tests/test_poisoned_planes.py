@@ -21,9 +21,9 @@ from faulty import PLAN, Fault
 from helpers import MHA, MLA, WAIT, Bytes, Host, drop_from, prompt, quiet, read_page, settle, write_page
 
 from gdscache import LoadReport, PageStatus
-from gdscache.layout import GroupSizes, read_groups
 from gdscache.load import run as load_run
 from gdscache.load.handle import Gap, LayerwiseLoad
+from gdscache.pages.layout import GroupSizes, read_groups
 from gdscache.storage.base import Op
 from gdscache.testing.faults import FaultRule
 

@@ -27,11 +27,11 @@ from gdscache import CacheEngine
 from gdscache.config import Config, EvictionOrder
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES, S3FIFO, SLRU, new_policy
-from gdscache.policy import LRU, EvictionPolicy
-from gdscache.policy_guarded import Guarded
-from gdscache.policy_levels import Levels
-from gdscache.policy_lifetimes import Lifetime
-from gdscache.reuse import ReuseMonitor
+from gdscache.policies.base import LRU, EvictionPolicy
+from gdscache.policies.guarded import Guarded
+from gdscache.policies.levels import Levels
+from gdscache.policies.lifetime import Lifetime
+from gdscache.policies.reuse import ReuseMonitor
 
 
 def name(*path: object) -> bytes:

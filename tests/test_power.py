@@ -26,9 +26,9 @@ from power_check import LAYOUT, look
 from power_cut import log_of, moments, restore, stripe_of
 from power_recorder import Event, FlushEnded, TapeLog, recording
 
-from gdscache import catalog_file, slab
-from gdscache.tiers import clearing
-from gdscache.tiers.slab_io import SlabIO
+from gdscache.disk import catalog_file, slab
+from gdscache.disk.slab_io import SlabIO
+from gdscache.tiers import clear as clearing
 from gdscache.tiers.ssd import SsdTier
 
 MEMORY, MEMORY_NEEDED = Path("/dev/shm"), 64 << 20

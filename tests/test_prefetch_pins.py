@@ -30,11 +30,11 @@ from gdscache.errors import (
     SlotCountError,
     TokensError,
 )
-from gdscache.keys import Page
+from gdscache.index.table import PageState
 from gdscache.moves import Move
+from gdscache.pages.keys import Page
 from gdscache.prefetch.queue import DEMAND_PAUSE_S
 from gdscache.storage.base import Op
-from gdscache.tiers.pages import PageState
 from gdscache.tiers.pins import Claim
 
 OpenHost = Callable[..., Host]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache.config import SsdConfig
-from gdscache.tiers.promotion import PROMOTIONS, REMEMBERED, new_promotion
+from gdscache.policies.promotion import PROMOTIONS, REMEMBERED, new_promotion
 
 OpenHost = Callable[..., Host]
 

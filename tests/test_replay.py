@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gdscache import cli
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES
-from gdscache.policy import LRU
+from gdscache.policies.base import LRU
 from gdscache.replay.console import listed
 from gdscache.replay.report import capacity_pages
 from gdscache.replay.simulate import Counts, infinite, optimum, plain_lru, simulate

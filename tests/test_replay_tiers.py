@@ -19,9 +19,9 @@ from test_replay import line, request, workloads, write
 from gdscache import cli
 from gdscache.config import Config, EvictionOrder
 from gdscache.errors import ConfigError, InvalidValueError
-from gdscache.keys import Page
 from gdscache.moves import clock
 from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
+from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES
 from gdscache.replay import tier_report
 from gdscache.replay.hierarchy import Hierarchy

@@ -23,18 +23,18 @@ from test_index import IndexMachine, chain, name, put, restore
 
 from gdscache import CacheEngine
 from gdscache.errors import InvalidValueError, IOFailedError, PoolFullError
+from gdscache.index.index import PageIndex
+from gdscache.index.retention import DEFAULT, LONGEST_TTL, PRIORITIES, Expiries, Retention
+from gdscache.index.table import Entry, PageState
 from gdscache.inspection import inspect
-from gdscache.keys import Page
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.planner import LoadPlanner
+from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
 from gdscache.store.handle import StoreHandle
-from gdscache.tiers import keeping
+from gdscache.tiers import expiry as keeping
 from gdscache.tiers.base import Tier
-from gdscache.tiers.index import PageIndex
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.pages import Entry, PageState
-from gdscache.tiers.retention import DEFAULT, LONGEST_TTL, PRIORITIES, Expiries, Retention
 
 Open = Callable[..., CacheEngine]
 OpenHost = Callable[..., Host]

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.reuse import AGES, CERTAIN, PRIOR, SLIGHT, Classes, Lifetimes, ReuseMonitor, _range, best_lifetimes
+from gdscache.policies.reuse import (
+    AGES,
+    CERTAIN,
+    PRIOR,
+    SLIGHT,
+    Classes,
+    Lifetimes,
+    ReuseMonitor,
+    _range,
+    best_lifetimes,
+)
 
 GRID = np.array([0.0, 1, 2, 4, 8])
 

@@ -17,7 +17,7 @@ from gdscache import CacheEngine
 from gdscache.errors import ConfigError, ShortIOError, TransportUnavailableError
 from gdscache.storage.base import Switch
 from gdscache.storage.nixl import NixlTransport
-from gdscache.tiers import routes
+from gdscache.tiers import ssd_route as routes
 
 
 class Tier:

@@ -11,7 +11,7 @@ from helpers import make_config
 
 from gdscache import CacheEngine
 from gdscache.config import Config
-from gdscache.sanity import concerns
+from gdscache.config.concerns import concerns
 
 EXTENT = 8192
 ROOMY: dict[str, Any] = {"gpu": 8, "cpu": 16, "ssd": 64, "bounce": 8}

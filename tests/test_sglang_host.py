@@ -24,10 +24,10 @@ from gdscache.config import Config
 from gdscache.errors import GdsCacheError
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import planes_section
-from gdscache.integrations.sglang_host import HostPages
-from gdscache.integrations.sglang_loads import LoadTable
-from gdscache.integrations.sglang_moves import LayerLoads, Offloads
-from gdscache.integrations.sglang_pages import PageLinks
+from gdscache.integrations.sglang.host import HostPages
+from gdscache.integrations.sglang.loads import LoadTable
+from gdscache.integrations.sglang.moves import LayerLoads, Offloads
+from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
 from gdscache.testing.faults import Fault

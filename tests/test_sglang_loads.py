@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from gdscache import PageHashes
 from gdscache.errors import InvalidValueError
-from gdscache.integrations.sglang_loads import ENDING_S, LOOK_AGAIN_S, LoadTable
-from gdscache.integrations.sglang_pages import PageLinks, digest
+from gdscache.integrations.sglang.loads import ENDING_S, LOOK_AGAIN_S, LoadTable
+from gdscache.integrations.sglang.pages import PageLinks, digest
 
 WAIT, PIN = 0.5, 60.0
 PROMPTS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 9, 9, 9, 9), (7, 7, 7)]

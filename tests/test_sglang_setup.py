@@ -22,8 +22,8 @@ from gdscache.errors import (
     WeightsNotFoundError,
     WeightUpdatesUnsupportedError,
 )
-from gdscache.integrations.sglang_planes import PoolPlanes, device_planes, host_planes
-from gdscache.integrations.sglang_setup import (
+from gdscache.integrations.sglang.planes import PoolPlanes, device_planes, host_planes
+from gdscache.integrations.sglang.setup import (
     LinkerOptions,
     configuration,
     model_of,
@@ -32,7 +32,7 @@ from gdscache.integrations.sglang_setup import (
     storage_config_of,
     weights_of,
 )
-from gdscache.integrations.sglang_weights import METHODS, WeightWatch
+from gdscache.integrations.sglang.weights import METHODS, WeightWatch
 
 PAGE, PAGES, LAYERS = 4, 5, 3
 

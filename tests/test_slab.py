@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache import slab as slab_module
+from gdscache.disk import slab as slab_module
+from gdscache.disk.slab import Slab
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
@@ -23,7 +24,6 @@ from gdscache.errors import (
     NotARegularFileError,
     SlotRangeError,
 )
-from gdscache.slab import Slab
 
 EXTENT = 8192
 Usage = namedtuple("Usage", "total used free")

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gdscache.tiers import slots as slots_module
-from gdscache.tiers.slots import FreeSlots
+from gdscache.index import free_slots as slots_module
+from gdscache.index.free_slots import FreeSlots
 
 
 def runs_of(slots: set[int]) -> list[tuple[int, int]]:

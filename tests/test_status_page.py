@@ -13,8 +13,9 @@ import pytest
 import xxhash
 from helpers import WAIT, Host, make_config, prompt, quiet, until
 
-from gdscache import cli, status_page
-from gdscache.catalog_file import FORMAT_VERSION
+from gdscache import cli
+from gdscache.disk import status_page
+from gdscache.disk.catalog_file import FORMAT_VERSION
 from gdscache.inspection import inspect, tables
 
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers import WAIT
 
+from gdscache.cuda.streams import Fence
 from gdscache.errors import DeadlineError
-from gdscache.streams import Fence
 
 WAITERS = 8
 

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from helpers import Host, flip_file, make_config, prompt, quiet, tokens_of
 
-from gdscache import CacheEngine, PageStatus, stripes
-from gdscache import slab as slab_module
-from gdscache.catalog import Catalog
+from gdscache import CacheEngine, PageStatus
 from gdscache.config import Config
+from gdscache.disk import slab as slab_module
+from gdscache.disk import stripes
+from gdscache.disk.catalog import Catalog
 from gdscache.errors import (
     DirectoryInUseError,
     GdsCacheError,

@@ -15,7 +15,7 @@ import pytest
 from gdscache import cli
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES
-from gdscache.policy import LRU
+from gdscache.policies.base import LRU
 from gdscache.replay import suite
 from gdscache.replay.families import FAMILIES, LONGEST, drawn
 from gdscache.replay.simulate import optimum, plain_lru, simulate

@@ -24,8 +24,8 @@ from transport_parts import FILE_BYTES, SECTOR, soon
 
 import gdscache.testing.faults as faults_module
 from gdscache import PageStatus
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, ShortIOError, TransportUnavailableError
-from gdscache.memory import HostBuffer
 from gdscache.storage import IORequest, Op, Transport, open_transport
 from gdscache.testing.faults import ExtentPart, Fault, FaultPlan, FaultRule, FaultyTransport, faulty
 

@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 from gdscache import CacheEngine, PageStatus
 from gdscache.bench.serving import EngineOptions, InferenceEngine, KVPool, ModelShape, fingerprint, random_model
 from gdscache.errors import InvalidValueError
-from gdscache.layout import GroupSizes
 from gdscache.load import run as load_run
 from gdscache.native.gpu import Route
+from gdscache.pages.layout import GroupSizes
 from gdscache.storage.base import Op
-from gdscache.timeline import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment
 from gdscache.timeline.summary import MODEL_STREAM, both, computing, length, read_trace_file, summary, union, without
-from gdscache.timeline.tracks import lanes
+from gdscache.tracing import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment
+from gdscache.tracing.tracks import lanes
 
 ROOT = Path(__file__).parents[1]
 FAULTY = "faulty:FaultyTransport"
@@ -889,7 +889,7 @@ def test_an_anchor_is_taken_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_a_stream_never_reaches_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gdscache.timeline import streams
+    from gdscache.tracing import streams
 
     monkeypatch.setattr(streams, "_PATIENCE_S", 0.05)
     gpu = FakeGpu(monkeypatch)

@@ -192,7 +192,7 @@ def test_imports_take_in_what_is_chosen_only() -> None:
         names = ("cufile", "kvikio", "native", "nixl", "probe", "probe_nixl")
         chosen = {"kvikio", "nixl", *(f"gdscache.storage.{name}" for name in names)}
         assert not chosen & set(sys.modules)
-        import gdscache.memory, torch
+        import gdscache.cuda.host_memory, torch
         assert not torch.cuda.is_initialized() and "kvikio" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -274,7 +274,7 @@ class Real(TransportSuite):
     batched = 0
 
     def make_transport(self, threads: int) -> Transport:
-        from gdscache.driver import Driver
+        from gdscache.cuda.driver import Driver
 
         return CufileTransport(threads, gpu=Driver(torch.device("cuda", 0)), batched=self.batched)
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transport_parts import FILE_BYTES, SECTOR, has_libcuda, odd_extents, soon
 
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import (
     GdsCacheError,
     IOFailedError,
     ShortIOError,
 )
-from gdscache.memory import HostBuffer
 from gdscache.storage import IORequest, Op, probe
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.native import NativeTransport

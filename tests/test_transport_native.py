@@ -17,6 +17,7 @@ from helpers import until
 from native_parts import ERROR, HANG, LATE, SHORT, has_ring
 from transport_parts import FILE_BYTES, SECTOR, FailingTransport, opened, soon
 
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import (
     EngineClosedError,
     InvalidValueError,
@@ -27,7 +28,6 @@ from gdscache.errors import (
     ThreadStartError,
     TransportUnavailableError,
 )
-from gdscache.memory import HostBuffer
 from gdscache.native.disk import Disk
 from gdscache.storage import IORequest, Op, native
 from gdscache.storage.native import DEPTH, DEPTH_SMALL, WRITES, NativeTransport

@@ -18,6 +18,7 @@ from transport_parts import FILE_BYTES, SECTOR, soon
 
 import gdscache.storage.nixl as nixl_module
 from gdscache.config import SsdConfig
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import (
     DeadlineError,
     EngineClosedError,
@@ -26,7 +27,6 @@ from gdscache.errors import (
     ShortIOError,
     TransportUnavailableError,
 )
-from gdscache.memory import HostBuffer
 from gdscache.storage import IORequest, Op, Transport, open_transport, probe, probe_nixl
 from gdscache.storage.nixl import NixlTransport
 from gdscache.storage.workers import READS_PER_WRITE

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 from transport_parts import FILE_BYTES, SECTOR, Gated, soon
 
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import (
     DeadlineError,
 )
-from gdscache.memory import HostBuffer
 from gdscache.storage import IORequest, Op, Submission
 from gdscache.storage.base import Span
 from gdscache.storage.workers import MAX_PIECES, MAX_RUN, READS_PER_WRITE

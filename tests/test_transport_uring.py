@@ -21,7 +21,7 @@ import errno, logging, sys, time
 from pathlib import Path
 from native_parts import forbid_ring
 from gdscache.errors import TransportUnavailableError
-from gdscache.memory import HostBuffer
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.storage import IORequest, Op, open_transport
 
 if cause := forbid_ring({error}):

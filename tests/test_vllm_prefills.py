@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache.integrations import vllm_prefills
-from gdscache.integrations.vllm_prefills import Prefills, prefill_of
+from gdscache.integrations.vllm import prefills as vllm_prefills
+from gdscache.integrations.vllm.prefills import Prefills, prefill_of
 
 
 def step(scheduled: dict[str, int], new: dict[str, int], cached: dict[str, int]) -> Any:

@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from vllm_scheduler import SIZE, WAIT, FakeCache, FakeFetch, Scheduler, hashes_of, names_of
 
 from gdscache import PageHashes
-from gdscache.integrations.vllm_requests import LoadOrder, RequestTable
+from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
 
 
 def test_a_scheduler() -> None:

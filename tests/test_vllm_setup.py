@@ -12,8 +12,8 @@ import torch
 from gdscache import errors
 from gdscache.config import Config
 from gdscache.errors import CacheLayoutUnsupportedError, ConfigError, GdsCacheError, InvalidValueError, UnknownKeyError
-from gdscache.integrations.vllm_planes import VllmPlanes, planes_of
-from gdscache.integrations.vllm_setup import Options, model_of, refuse_setup, weights_of
+from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
+from gdscache.integrations.vllm.setup import Options, model_of, refuse_setup, weights_of
 
 
 class FullAttentionSpec(SimpleNamespace):

@@ -19,10 +19,10 @@ from helpers import WAIT, drop_from, until
 from gdscache import CacheEngine, LoadReport, PageHashes, PageStatus
 from gdscache.config import Config
 from gdscache.errors import LayerHooksError, SeparateWorkerError, VerifiedLoadError
-from gdscache.integrations.vllm_planes import planes_of
-from gdscache.integrations.vllm_requests import LoadOrder, StoreOrder
-from gdscache.integrations.vllm_session import Sessions, VllmSession
-from gdscache.integrations.vllm_worker import Loads, Stores
+from gdscache.integrations.vllm.planes import planes_of
+from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
+from gdscache.integrations.vllm.session import Sessions, VllmSession
+from gdscache.integrations.vllm.worker import Loads, Stores
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
 from gdscache.testing.faults import Fault

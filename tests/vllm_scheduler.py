@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gdscache import PageHashes
-from gdscache.integrations.vllm_requests import LoadOrder, RequestTable, StoreOrder
+from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
 
 SIZE, BLOCKS, CHUNK, WAIT = 2, 14, 5, 3.0
 Tokens = tuple[int, ...]

@@ -1,6 +1,6 @@
 // Pages between planes and extents in host memory, with the checksums of the layers taken on the way.
 //
-// Words as in gdscache/layout.py: a plane has rows of `row_bytes`, one a token, in blocks of `block_tokens`; an extent
+// Words as in gdscache/pages/layout.py: a plane has rows of `row_bytes`, one a token, in blocks of `block_tokens`; an extent
 // is a page's bytes in one run, ordered layer, plane, token. Pure functions, which allocate nothing.
 
 #pragma once

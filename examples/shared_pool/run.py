@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gdscache.event_socket import ZmqSubscriber
-from gdscache.event_view import CacheView
-from gdscache.keys import PageNames, as_tokens
+from gdscache.events.socket import ZmqSubscriber
+from gdscache.events.view import CacheView
+from gdscache.pages.keys import PageNames, as_tokens
 
 HERE = Path(__file__).parent
 POOL_BYTES = 256 << 20

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.bench.measure import Progress, Series, interleave, rate, silent
-from gdscache.driver import Driver
+from gdscache.cuda.driver import Driver
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import InvalidValueError, IOFailedError
-from gdscache.memory import HostBuffer
 from gdscache.native.library import address, library, struct
 from gdscache.storage.base import Op
 from gdscache.storage.files import probe_direct_io

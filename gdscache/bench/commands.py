@@ -238,7 +238,7 @@ def ttft(
     from gdscache.bench.io import write_json
     from gdscache.bench.serving import PRESETS
     from gdscache.bench.ttft_cells import Settings, check
-    from gdscache.streams import resolve_device
+    from gdscache.cuda.streams import resolve_device
 
     _check_profile(full=full, quick=quick)
     if preset is not None and preset not in PRESETS:

@@ -16,8 +16,8 @@ from gdscache.bench.copy_gpu import Gpu, Timing, Way, timed
 from gdscache.bench.copy_pool import Copies, Pool
 from gdscache.bench.measure import Progress, Series, frozen_heap, paired, rate, silent, target, turns
 from gdscache.bench.neighbours import LABELS, beside
+from gdscache.movers.base import Mover
 from gdscache.sizes import GIB, MIB
-from gdscache.tiers.transfer import Mover
 
 Keep = Callable[[dict[str, Any]], None]
 """Called with what was measured so far, every now and then."""

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
-from gdscache.layout import PageLayout, Plane
+from gdscache.pages.layout import PageLayout, Plane
 from gdscache.sizes import MIB
 
 PATHS = ("auto", "staged", "zero_copy", "copy_engine")

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import torch
 
 from gdscache.config import GpuConfig
+from gdscache.cuda.host_memory import Pin
+from gdscache.cuda.streams import Event, record_on
 from gdscache.errors import CapacityError, DeviceError
-from gdscache.memory import Pin
-from gdscache.planes import PagedPlanes
+from gdscache.movers.base import Mover
+from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import about
-from gdscache.streams import Event, record_on
 from gdscache.tiers.bounce import Extents
-from gdscache.tiers.transfer import Mover
 
 Mark = Any
 """A point in the GPU's time: an event that keeps the time."""
@@ -78,7 +78,7 @@ class Gpu:
     def open_mover(self, planes: PagedPlanes, path: Any) -> Mover:
         """The mover that an engine has, with one path for both directions."""
         from gdscache.kernels.cuda import PageKernels
-        from gdscache.tiers.cuda_mover import CudaMover
+        from gdscache.movers.cuda import CudaMover
 
         return CudaMover(planes, STAGING, path, path, PageKernels(planes))
 

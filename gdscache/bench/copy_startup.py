@@ -73,7 +73,7 @@ def build_kernels() -> None:
     from gdscache.bench.copy_cells import GQA
     from gdscache.bench.copy_gpu import require_gpu
     from gdscache.kernels.cuda import PageKernels
-    from gdscache.planes import PagedPlanes
+    from gdscache.pages.planes import PagedPlanes
 
     device = require_gpu()
     planes = PagedPlanes.allocate(GQA.layout(16), 4, device)
@@ -92,7 +92,7 @@ def pin(way: str, nbytes: int) -> None:
     import torch
 
     from gdscache.bench.copy_gpu import require_gpu
-    from gdscache.memory import HostBuffer
+    from gdscache.cuda.host_memory import HostBuffer
 
     device = require_gpu()
     torch.zeros(1, device=device)

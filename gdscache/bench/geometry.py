@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gdscache.errors import InvalidValueError
-from gdscache.layout import MAX_PAGE_TOKENS
+from gdscache.pages.layout import MAX_PAGE_TOKENS
 
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
 TOKEN_BYTES = LAYERS * 2 * KV_HEADS * HEAD_DIM * 2

@@ -18,10 +18,10 @@ from gdscache.bench import memory
 from gdscache.bench.lookup import PAGES as LOOKUP_PAGES
 from gdscache.bench.lookup import lookup
 from gdscache.bench.measure import Progress, Series, seconds, silent, target
-from gdscache.catalog import Catalog, PageRecord
 from gdscache.config import Config, SsdConfig
-from gdscache.layout import PageLayout
-from gdscache.slab import Slab
+from gdscache.disk.catalog import Catalog, PageRecord
+from gdscache.disk.slab import Slab
+from gdscache.pages.layout import PageLayout
 from gdscache.tiers.ssd import SsdTier
 
 BATCH_PAGES = 1024

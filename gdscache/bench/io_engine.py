@@ -20,11 +20,11 @@ from gdscache.bench.geometry import model_of
 from gdscache.bench.measure import rate
 from gdscache.bench.ssd_tier import forget
 from gdscache.config import Config
+from gdscache.cuda.streams import Event
 from gdscache.errors import IOFailedError
-from gdscache.hit import Hit
 from gdscache.moves.base import Executor, Listener, Move, Moving
-from gdscache.planes import PagedPlanes
-from gdscache.streams import Event
+from gdscache.pages.hit import Hit
+from gdscache.pages.planes import PagedPlanes
 
 
 class ColdEngine:

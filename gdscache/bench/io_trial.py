@@ -17,7 +17,7 @@ import torch
 from gdscache.bench.io_cells import BY_NAME
 from gdscache.bench.io_ways import CHECK_BYTES, OpenWay, check
 from gdscache.bench.measure import Progress, silent
-from gdscache.directory import PROBE_PREFIX
+from gdscache.disk.directory import PROBE_PREFIX
 from gdscache.doctor.trial import run_child
 from gdscache.errors import GdsCacheError, TransportUnavailableError
 from gdscache.storage.probe import gds_operations, no_gds_driver, probe_cufile

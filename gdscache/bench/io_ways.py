@@ -14,8 +14,8 @@ import torch
 
 from gdscache.bench.io_cells import BY_NAME, Way
 from gdscache.bench.measure import rate
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, NativeCallError, StorageError
-from gdscache.memory import HostBuffer
 from gdscache.sizes import KIB, MIB
 from gdscache.storage import open_transport as open_as_configured
 from gdscache.storage.base import IORequest, Op, Transport
@@ -180,7 +180,7 @@ def open_transport(name: str, threads: int, device: torch.device) -> Transport:
     if name in ("host", "host_gpu", "uring"):
         return NativeTransport(threads, uring=name == "uring")
     if name == "cufile":
-        from gdscache.driver import Driver
+        from gdscache.cuda.driver import Driver
         from gdscache.storage.cufile import CufileTransport
 
         return CufileTransport(threads, gpu=Driver(device))

@@ -16,14 +16,14 @@ from gdscache.bench import policy_admission
 from gdscache.bench.measure import Progress, Series, frozen_heap, silent, target
 from gdscache.config import CpuConfig
 from gdscache.errors import InvalidValueError
-from gdscache.keys import KEY_BYTES, Page
+from gdscache.index.index import PageIndex
+from gdscache.index.table import PageState
+from gdscache.pages.keys import KEY_BYTES, Page
 from gdscache.policies import POLICIES, new_policy
 from gdscache.replay import report as replays
 from gdscache.replay.synthetic import KINDS, generate
 from gdscache.replay.trace import Request, read_trace
 from gdscache.replay.workload import expand
-from gdscache.tiers.index import PageIndex
-from gdscache.tiers.pages import PageState
 
 DEFAULT: str = CpuConfig().eviction
 CAPACITIES = ("1%", "5%", "10%", "25%", "50%")

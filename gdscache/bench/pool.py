@@ -24,10 +24,10 @@ import torch
 from gdscache import CacheEngine
 from gdscache.bench.measure import Progress, Series, interleave, ratio, seconds, silent, target
 from gdscache.bench.report import new_table, verdict
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, TierUnavailableError
-from gdscache.memory import HostBuffer
-from gdscache.tiers.pool_client import MooncakeClient, PoolAddress, load_package
-from gdscache.tiers.pool_io import BATCH_PAGES, CALL_BYTES, TRAILER_BYTES
+from gdscache.pool.client import MooncakeClient, PoolAddress, load_package
+from gdscache.pool.io import BATCH_PAGES, CALL_BYTES, TRAILER_BYTES
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,11 +20,11 @@ import torch
 from gdscache.bench.bare import BareLoop, best
 from gdscache.bench.geometry import model_of
 from gdscache.bench.measure import Progress, interleave, rate, ratio, silent, target
-from gdscache.build import build
 from gdscache.config import Config
 from gdscache.errors import IOFailedError
-from gdscache.keys import Page
-from gdscache.layout import PageLayout
+from gdscache.opening import build
+from gdscache.pages.keys import Page
+from gdscache.pages.layout import PageLayout
 from gdscache.storage.base import Op
 from gdscache.store.writer import Outgoing, TierWriter
 from gdscache.tiers.base import Tier

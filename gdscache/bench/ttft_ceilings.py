@@ -13,7 +13,7 @@ import torch
 
 from gdscache.bench.bare import IO_BYTES, BareLoop, Onward
 from gdscache.bench.measure import rate
-from gdscache.memory import HostBuffer
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.storage.base import Op
 
 

@@ -23,10 +23,10 @@ from gdscache.bench.serving import PRESETS, EngineOptions, InferenceEngine, KVPo
 from gdscache.bench.ttft_answers import Answer, stored_bytes
 from gdscache.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens, expected_tiers
 from gdscache.errors import IOFailedError
+from gdscache.gate.busy import BusyPeriods
+from gdscache.gate.costs import Costs
+from gdscache.gate.gate import Gate
 from gdscache.sizes import MIB
-from gdscache.tiers.busy import BusyPeriods
-from gdscache.tiers.costs import Costs
-from gdscache.tiers.gate import Gate
 
 _DEADLINE_S = 600.0
 _LEARNT_PARTS = (8, 4, 2, 1)  # of a prompt: lengths that the gate learns from, as many as it needs

@@ -11,7 +11,7 @@ from gdscache.bench.serving.batching import batch_of
 from gdscache.bench.serving.request import Request
 from gdscache.bench.ttft_answers import percentiles
 from gdscache.bench.ttft_cells import Cell
-from gdscache.hit import Hit
+from gdscache.pages.hit import Hit
 
 if TYPE_CHECKING:
     from gdscache.bench.ttft_client import EngineClient

@@ -9,16 +9,17 @@ from collections.abc import Iterator
 
 import torch
 
+from gdscache.cuda.driver import Driver
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.doctor.facts import Asked, CalibrationFacts, CopyFacts, Facts, Found, attempt
 from gdscache.doctor.report import Row, Verdict, answer
-from gdscache.driver import Driver
 from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.kernels.cuda import SHORTEST, can_look
-from gdscache.layout import PageLayout
-from gdscache.memory import HostBuffer
+from gdscache.movers import calibration as calibrate
+from gdscache.movers import choice as paths
+from gdscache.movers.choice import Calibration, Choice, Direction, Paths
+from gdscache.pages.layout import PageLayout
 from gdscache.sizes import about
-from gdscache.tiers import calibrate, paths
-from gdscache.tiers.paths import Calibration, Choice, Direction, Paths
 
 PINNED_BYTES = 64 << 20
 

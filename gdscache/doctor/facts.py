@@ -11,7 +11,7 @@ import torch
 
 from gdscache.config import Config
 from gdscache.errors import GdsCacheError
-from gdscache.tiers.paths import Calibration
+from gdscache.movers.choice import Calibration
 
 T = TypeVar("T")
 

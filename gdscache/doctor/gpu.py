@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from gdscache.cuda.streams import resolve_device
 from gdscache.doctor.facts import Asked, DeviceFacts, DriverFacts, Facts, GpuFacts, attempt
 from gdscache.doctor.report import Row, Verdict
 from gdscache.errors import DeviceError
 from gdscache.sizes import about
-from gdscache.streams import resolve_device
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 

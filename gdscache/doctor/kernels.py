@@ -13,8 +13,8 @@ from gdscache.doctor.facts import Asked, Facts, Found, KernelFacts, MoverFacts, 
 from gdscache.doctor.report import Row, Verdict, answer
 from gdscache.kernels import jit
 from gdscache.kernels.cuda import FORMS, SOURCE
-from gdscache.planes import PagedPlanes
-from gdscache.tiers.transfer import open_mover
+from gdscache.movers.base import open_mover
+from gdscache.pages.planes import PagedPlanes
 
 
 def find_kernels(gpu: torch.device | None) -> KernelFacts:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from gdscache.disk.slab import slab_name
 from gdscache.doctor import disk
 from gdscache.doctor.facts import (
     AlignmentFacts,
@@ -36,10 +37,9 @@ from gdscache.doctor.facts import (
 from gdscache.doctor.trial import DEADLINE_S, Trial, run_child, try_transport
 from gdscache.errors import DirectoryNotWritableError, TransportUnavailableError
 from gdscache.inspection.owner import find_owner
-from gdscache.slab import slab_name
 from gdscache.storage.cufile_library import find_cufile
 from gdscache.storage.files import probe_direct_io
-from gdscache.tiers import routes
+from gdscache.tiers import ssd_route as routes
 
 SCRATCH_PREFIX = ".gdscache-doctor-"
 TRANSPORTS = ("posix", "uring", "cufile", "kvikio", "nixl")

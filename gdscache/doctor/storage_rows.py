@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from gdscache.config import SsdConfig
 from gdscache.doctor.facts import Asked, DiskFacts, Facts, Found, KernelSideFacts, SsdFacts, StripeFacts, TrialFacts
 from gdscache.doctor.report import Row, Verdict, answer
-from gdscache.layout import EXTENT_ALIGNMENT
+from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.sizes import about
 
 _VOLATILE = ("tmpfs", "ramfs", "overlay")

@@ -10,8 +10,8 @@ import socket
 from pathlib import Path
 from typing import Any, Literal
 
-from gdscache.directory import LOCK_LIMIT, LOCK_NAME
-from gdscache.slab import slab_name
+from gdscache.disk.directory import LOCK_LIMIT, LOCK_NAME
+from gdscache.disk.slab import slab_name
 
 _LOCKS = Path("/proc/locks")
 

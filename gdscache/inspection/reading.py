@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdscache import catalog_file, catalog_image, stripes
-from gdscache.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
-from gdscache.catalog_names import descriptions
-from gdscache.catalog_recovery import WHOLE_RETENTION, WHOLE_ROW, circular
+from gdscache.disk import catalog_file, catalog_image, stripes
+from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
+from gdscache.disk.namespaces import descriptions
+from gdscache.disk.recovery import WHOLE_RETENTION, WHOLE_ROW, circular
+from gdscache.disk.slab import Slab, first_missing, slab_name, stretch_slots
 from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError, StripeError
-from gdscache.keys import namespace_digest
-from gdscache.layout import EXTENT_ALIGNMENT, PageLayout, Plane
-from gdscache.slab import Slab, first_missing, slab_name, stretch_slots
-from gdscache.tiers.key_columns import KEY, find
+from gdscache.pages.columns import KEY, find
+from gdscache.pages.keys import namespace_digest
+from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 
 ATTEMPTS = 20  # to read a catalogue that is being opened or closed at this moment
 PAUSE = 0.05  # seconds between two attempts

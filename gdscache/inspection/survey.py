@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from gdscache import status_page
-from gdscache.catalog_file import CATALOG_NAME, SIDECARS, SUSPECT_NAME, kept_aside
+from gdscache.disk import status_page
+from gdscache.disk.catalog_file import CATALOG_NAME, SIDECARS, SUSPECT_NAME, kept_aside
+from gdscache.disk.slab import slab_name
+from gdscache.disk.status_page import Status
 from gdscache.errors import IOFailedError
 from gdscache.inspection.owner import Owner, find_owner
 from gdscache.inspection.reading import (
@@ -24,8 +26,6 @@ from gdscache.inspection.reading import (
     read_once,
     slab_directories,
 )
-from gdscache.slab import slab_name
-from gdscache.status_page import Status
 
 SCHEMA = "gdscache.inspect/2"
 LOG_NAME = f"{CATALOG_NAME}-wal"  # what a running or killed engine committed and has not folded in

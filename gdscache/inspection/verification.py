@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from gdscache.catalog import WHOLE_SUMS
-from gdscache.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
-from gdscache.checksum import Checksums, first_bad_layer, unbound
-from gdscache.directory import CacheDirectories
+from gdscache.disk.catalog import WHOLE_SUMS
+from gdscache.disk.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
+from gdscache.disk.directory import CacheDirectories
 from gdscache.errors import DirectoryInUseError, IOFailedError
 from gdscache.inspection.reading import (
     Contents,
@@ -30,7 +29,8 @@ from gdscache.inspection.reading import (
     regular_file,
     slab_directories,
 )
-from gdscache.layout import PageLayout
+from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
+from gdscache.pages.layout import PageLayout
 
 SCHEMA = "gdscache.verify/1"
 PIECE_BYTES = 8 << 20  # of neighbouring extents that are read at once; a larger extent is read alone

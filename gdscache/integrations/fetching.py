@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gdscache.hit import Hit
-from gdscache.keys import PageHashes
+from gdscache.pages.hit import Hit
+from gdscache.pages.keys import PageHashes
 from gdscache.prefetch.queue import PrefetchEnd
 
 if TYPE_CHECKING:

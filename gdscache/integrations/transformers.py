@@ -27,8 +27,8 @@ from transformers.cache_utils import DynamicLayer
 from gdscache.engine import CacheEngine
 from gdscache.errors import GeometryError, SequenceStateError, TokensError, UnsupportedRequestError
 from gdscache.integrations.forwards import Forwards
-from gdscache.keys import as_tokens
-from gdscache.layout import Plane
+from gdscache.pages.keys import as_tokens
+from gdscache.pages.layout import Plane
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.store.handle import StoreHandle
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gdscache.driver import Driver
+from gdscache.cuda.driver import Driver
 from gdscache.errors import CaptureUnsupportedError
 
 Addresses = npt.NDArray[np.uint64]

@@ -13,8 +13,8 @@ import torch
 
 from gdscache.errors import SlotRangeError, UnsupportedRequestError
 from gdscache.kernels import jit
-from gdscache.layout import PageLayout
-from gdscache.planes import PagedPlanes
+from gdscache.pages.layout import PageLayout
+from gdscache.pages.planes import PagedPlanes
 
 SOURCE = "pages.cu"
 LISTED_BYTES = 3520  # of block indices that fit among a kernel's arguments

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gdscache.driver import Driver
+from gdscache.cuda.driver import Driver
 from gdscache.errors import KernelUnavailableError
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gdscache.driver import Driver
+from gdscache.cuda.driver import Driver
 from gdscache.errors import TransferArgumentError
 from gdscache.kernels.copy_engine import Addresses, CopyEngine, merge
 from gdscache.kernels.kvcacheio_launch import refuse_capture, whole

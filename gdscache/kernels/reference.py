@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from gdscache.planes import PagedPlanes
+from gdscache.pages.planes import PagedPlanes
 
 
 def gather(

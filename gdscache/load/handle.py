@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gdscache import arguments
-from gdscache.calls import Caller, Direct
+from gdscache.cuda.streams import Event, Fence
 from gdscache.errors import DeadlineError
-from gdscache.layout import PageLayout
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import Moving
-from gdscache.streams import Event, Fence
-from gdscache.threads import Flag
-from gdscache.timeline import OFF, Timeline
+from gdscache.pages.layout import PageLayout
+from gdscache.runtime.calls import Caller, Direct
+from gdscache.runtime.threads import Flag
+from gdscache.tracing import OFF, Timeline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

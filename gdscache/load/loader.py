@@ -11,19 +11,19 @@ import numpy as np
 import torch
 
 from gdscache.config import LoadConfig
+from gdscache.cuda.streams import Event
 from gdscache.errors import EngineClosedError
-from gdscache.keys import Page
-from gdscache.layout import GroupSizes, PageLayout
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.load.run import LoadRun
 from gdscache.moves import Executor, Priority, Steps, failure
-from gdscache.planes import Blocks
-from gdscache.streams import Event
-from gdscache.threads import log_failure
-from gdscache.tiers.page_io import Positions
+from gdscache.moves.page_io import Positions
+from gdscache.pages.keys import Page
+from gdscache.pages.layout import GroupSizes, PageLayout
+from gdscache.pages.planes import Blocks
+from gdscache.runtime.threads import log_failure
 
 FIRST_PAGES = 64  # of a large load, and at least `FIRST_BYTES`, are planned before the first of them moves
 FIRST_BYTES = 64 << 20

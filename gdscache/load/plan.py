@@ -10,11 +10,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.keys import Page
+from gdscache.index.table import Entry
 from gdscache.moves import PageStatus
+from gdscache.moves.page_io import Positions
+from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease, Tier
-from gdscache.tiers.page_io import Positions
-from gdscache.tiers.pages import Entry
 
 STATUSES = tuple(PageStatus)
 CODES = {status: code for code, status in enumerate(STATUSES)}

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gdscache.keys import Page
+from gdscache.index.table import PENDING, Entry
 from gdscache.load.plan import CODES, Asked, Behind, LoadPlan, PrefetchPlan, Run
 from gdscache.moves import PageStatus
+from gdscache.moves.page_io import Positions
+from gdscache.pages.keys import Page
+from gdscache.policies.promotion import Always, Promotion
 from gdscache.tiers.base import Lease, Tier
-from gdscache.tiers.page_io import Positions
-from gdscache.tiers.pages import PENDING, Entry
-from gdscache.tiers.promotion import Always, Promotion
 
 if TYPE_CHECKING:
+    from gdscache.index.index import PageIndex
     from gdscache.prefetch.queue import PrefetchedPages
-    from gdscache.tiers.index import PageIndex
     from gdscache.tiers.manager import TierManager
 
 _BAD = (PageStatus.CHECKSUM, PageStatus.SHORT_READ, PageStatus.IO_ERROR)

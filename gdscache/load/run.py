@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from gdscache.layout import GroupSizes, PageLayout, copy_groups, read_groups
 from gdscache.load.plan import LoadPlan, Run
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Steps, Way, failure
+from gdscache.moves.page_io import Positions
 from gdscache.native.library import integers
 from gdscache.native.tables import take_rows
+from gdscache.pages.layout import GroupSizes, PageLayout, copy_groups, read_groups
 from gdscache.tiers.base import DurableTier, Tier
-from gdscache.tiers.page_io import Positions
 from gdscache.tiers.quarantine import Late
 
 if TYPE_CHECKING:
-    from gdscache.checksum import Checksums
     from gdscache.config import LoadConfig
-    from gdscache.streams import Event
+    from gdscache.cuda.streams import Event
+    from gdscache.pages.checksum import Checksums
 
 GROUP_SIZES = GroupSizes()  # layers that are read at a time
 _NONE = np.empty(0, np.int64)

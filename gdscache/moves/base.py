@@ -17,14 +17,14 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from gdscache.checksum import Checksums
-from gdscache.tiers.page_io import Positions
+from gdscache.moves.page_io import Positions
+from gdscache.pages.checksum import Checksums
 
 if TYPE_CHECKING:
     import threading
 
+    from gdscache.cuda.streams import Event, Landed
     from gdscache.errors import StorageError
-    from gdscache.streams import Event, Landed
     from gdscache.tiers.base import SlotPool
 
 PLANES = "planes"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from gdscache.moves.base import Priority, Steps
-from gdscache.threads import Workers, failure_of
+from gdscache.runtime.threads import Workers, failure_of
 
 _T = TypeVar("_T")
 NAMES = {  # of the lanes' threads

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from gdscache.moves.base import PageStatus
-from gdscache.timeline import OFF, Timeline
+from gdscache.tracing import OFF, Timeline
 
 if TYPE_CHECKING:
     import torch
 
-    from gdscache.checksum import Checksums
     from gdscache.errors import StorageError
+    from gdscache.movers.base import Mover
+    from gdscache.moves.page_io import Positions
     from gdscache.native.cufile import CuFiles
+    from gdscache.pages.checksum import Checksums
     from gdscache.storage.base import Op
     from gdscache.tiers.bounce import Bounce, Extents
-    from gdscache.tiers.page_io import Positions
-    from gdscache.tiers.transfer import Mover
 
 
 class PagesIO(Protocol):

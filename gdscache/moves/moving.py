@@ -8,11 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
+from gdscache.cuda.streams import Landed
 from gdscache.errors import DeviceError, IOFailedError, ShortIOError, StorageError
 from gdscache.moves.base import PLANES, End, Listener, Move, PageStatus, Steps, Wait, Way
+from gdscache.moves.library import SHORT, NativeMoves
 from gdscache.native.disk import error_of
-from gdscache.native.moves import SHORT, NativeMoves
-from gdscache.streams import Landed
 
 _STATUSES = tuple(PageStatus)
 

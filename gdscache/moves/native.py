@@ -17,20 +17,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gdscache.checksum import Checksums
+from gdscache.cuda.streams import Event, Landed
+from gdscache.kernels.host import NativePool
 from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait, Way
 from gdscache.moves.foreign import ForeignFiles, serve
 from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
+from gdscache.moves.library import NEVER, SPAN_KINDS, Limits, NativeMoves, Space
 from gdscache.moves.machine import Descriptors, GpuFiles, Machine, NativeFiles
 from gdscache.moves.moving import NativeMoving
 from gdscache.native.gpu import events_of
-from gdscache.native.moves import NEVER, SPAN_KINDS, Limits, NativeMoves, Space
-from gdscache.native.pages import NativePool
 from gdscache.native.tables import put_rows, take_rows
-from gdscache.streams import Event, Landed
-from gdscache.threads import start
+from gdscache.pages.checksum import Checksums
+from gdscache.runtime.threads import start
 from gdscache.tiers.base import SlotPool
-from gdscache.timeline import OFF
+from gdscache.tracing import OFF
 
 _T = TypeVar("_T")
 _LONGEST_S = 1e8  # as a deadline: three years

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
-from gdscache.checksum import Checksums
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Way
 from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
+from gdscache.pages.checksum import Checksums
 from gdscache.tiers.base import SlotPool
 
 if TYPE_CHECKING:
-    from gdscache.streams import Event, Landed
+    from gdscache.cuda.streams import Event, Landed
 
 _T = TypeVar("_T")
 PASSED = (PLANES, "bounce")  # spaces that are no tiers

@@ -11,7 +11,7 @@ from gdscache.native.library import library
 
 
 class GpuDriver(Protocol):
-    """A CUDA driver, and the primary context of the device whose memory it is. See `gdscache.driver.Driver`."""
+    """A CUDA driver, and the primary context of the device whose memory it is. See `gdscache.cuda.driver.Driver`."""
 
     library: str
 

@@ -18,11 +18,11 @@ from gdscache.errors import DeviceError, NativeCallError
 from gdscache.native.library import address, integers, library, struct
 
 if TYPE_CHECKING:
-    from gdscache.checksum import Checksums
-    from gdscache.driver import Driver
+    from gdscache.cuda.driver import Driver
+    from gdscache.cuda.streams import Event
     from gdscache.kernels.cuda import PageKernels, PlaneRuns
-    from gdscache.planes import PagedPlanes
-    from gdscache.streams import Event
+    from gdscache.pages.checksum import Checksums
+    from gdscache.pages.planes import PagedPlanes
     from gdscache.tiers.bounce import Extents
 
 Route = Literal["staged", "zero_copy", "copy_engine", "device"]

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Self
 
 from gdscache import arguments
 from gdscache.errors import DeadlineError, ForkedProcessError, InvalidValueError, TokensError
-from gdscache.hit import Hit
-from gdscache.keys import Page
 from gdscache.load.plan import PrefetchPlan
 from gdscache.moves import PageStatus
+from gdscache.pages.hit import Hit
+from gdscache.pages.keys import Page
 from gdscache.prefetch.queue import PrefetchEnd, PrefetchRequest
-from gdscache.threads import Flag
+from gdscache.runtime.threads import Flag
 
 if TYPE_CHECKING:
     from gdscache.prefetch.prefetcher import Prefetcher

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from gdscache.config import PrefetchConfig
 from gdscache.errors import EngineClosedError
-from gdscache.keys import Page
-from gdscache.layout import PageLayout
 from gdscache.load.loader import Loader
 from gdscache.load.plan import PrefetchPlan
 from gdscache.moves import PageStatus, Priority, Steps, failure
+from gdscache.pages.keys import Page
+from gdscache.pages.layout import PageLayout
 from gdscache.prefetch.handle import Prefetch, PrefetchWork
 from gdscache.prefetch.queue import SWEPT, PrefetchedPages, PrefetchEnd, PrefetchQueue, PrefetchRequest
-from gdscache.threads import Workers, failure_of, log_failure
+from gdscache.runtime.threads import Workers, failure_of, log_failure
 
 if TYPE_CHECKING:
     from gdscache.tiers.base import DurableTier

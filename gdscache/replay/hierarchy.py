@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from gdscache.config import Config
-from gdscache.keys import Page
+from gdscache.index.retention import DEFAULT, Retention
 from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart
@@ -22,22 +22,22 @@ from gdscache.load.run import LoadRun
 from gdscache.moves import Moving
 from gdscache.moves.clock import Clock, Done, Machine, Process
 from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPool
+from gdscache.pages.keys import Page
+from gdscache.policies.admission import open_admission
+from gdscache.policies.promotion import new_promotion
 from gdscache.replay.tiers import ModelGpu, ModelSsd, ModelTier
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel, Receipt
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import Outgoing, TierWriter
-from gdscache.tiers.admission import open_admission
 from gdscache.tiers.base import Lease
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.promotion import new_promotion
-from gdscache.tiers.retention import DEFAULT, Retention
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gdscache.streams import Event, Landed
+    from gdscache.cuda.streams import Event, Landed
 
 
 class Ledger:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gdscache.moves.clock import Machine
+from gdscache.policies.admission import ADMISSIONS
 from gdscache.replay import tier_report
 from gdscache.replay.plan_model import Modeller, Writing, grid, hit_curve, keep_one_of, with_reserve
 from gdscache.replay.plan_rule import Limits, Rule, binds, keeps, mean_of
 from gdscache.replay.simulate import Progress, silent
 from gdscache.replay.tier_setup import WRITE_POLICIES, Asked
 from gdscache.replay.workload import Workload
-from gdscache.tiers.admission import ADMISSIONS
 
 SCHEMA = "gdscache.plan/1"
 POINTS = 6  # sizes of each tier in the grid, each twice the one before

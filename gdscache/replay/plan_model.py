@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from gdscache.config import Config, ModelConfig
 from gdscache.errors import InvalidValueError
-from gdscache.keys import Page
 from gdscache.moves.clock import Machine
+from gdscache.pages.keys import Page
 from gdscache.policies import new_policy
 from gdscache.replay import tier_report
 from gdscache.replay.simulate import Progress, infinite, optimum, silent, simulate

@@ -21,9 +21,9 @@ import torch
 from gdscache.config import Config
 from gdscache.engine import CacheEngine
 from gdscache.errors import GdsCacheError
-from gdscache.keys import Page, namespace_digest, page_keys
-from gdscache.layout import PageLayout
-from gdscache.planes import PagedPlanes
+from gdscache.pages.keys import Page, namespace_digest, page_keys
+from gdscache.pages.layout import PageLayout
+from gdscache.pages.planes import PagedPlanes
 from gdscache.replay.simulate import Progress, silent
 from gdscache.replay.traffic import Found
 from gdscache.replay.workload import Workload

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gdscache.errors import InvalidValueError
-from gdscache.policy import EvictionPolicy
+from gdscache.index.index import PageIndex
+from gdscache.index.table import PageState
+from gdscache.policies.base import EvictionPolicy
 from gdscache.replay.trace import BLOCK_TOKENS
 from gdscache.replay.workload import Workload
-from gdscache.tiers.index import PageIndex
-from gdscache.tiers.pages import PageState
 
 Progress = Callable[[int, int, str], None]
 _REPORT_EVERY = 256  # requests between two reports of progress

@@ -14,11 +14,11 @@ import yaml
 
 from gdscache.arguments import shown
 from gdscache.config import Config, EvictionOrder, ModelConfig, StoreConfig
-from gdscache.config_file import read_mapping
+from gdscache.config.file import read_mapping
 from gdscache.errors import InvalidValueError
+from gdscache.policies.admission import ADMISSIONS
 from gdscache.replay.trace import BLOCK_TOKENS
 from gdscache.sizes import GIB, MIB, parse_size
-from gdscache.tiers.admission import ADMISSIONS
 
 TOKEN_BYTES = {  # of the KV cache of a whole model in bfloat16
     "llama-3-8b": 2 * 2 * 32 * 8 * 128,

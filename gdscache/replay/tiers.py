@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gdscache.checksum import Checksums
-from gdscache.keys import Page
+from gdscache.index.index import PageIndex
+from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.table import Entry, PageState
+from gdscache.pages.checksum import Checksums
+from gdscache.pages.keys import Page
 from gdscache.policies import new_policy
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Tier
-from gdscache.tiers.index import PageIndex
-from gdscache.tiers.pages import Entry, PageState
-from gdscache.tiers.retention import DEFAULT, Retention
 
 
 class ModelTier(Tier):

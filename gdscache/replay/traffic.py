@@ -7,14 +7,14 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gdscache.keys import Page
+from gdscache.index.table import Entry, PageState
 from gdscache.load.plan import LoadPlan
 from gdscache.moves.clock import Done, Machine, Process
+from gdscache.pages.keys import Page
 from gdscache.replay.hierarchy import Hierarchy
 from gdscache.replay.simulate import Progress, silent
 from gdscache.replay.workload import Workload
 from gdscache.tiers.base import Lease
-from gdscache.tiers.pages import Entry, PageState
 
 TIERS = ("gpu", "cpu", "ssd")
 SAMPLES = 240  # of a run, over time

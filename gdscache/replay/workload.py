@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gdscache.errors import InvalidValueError
-from gdscache.keys import KEY_BYTES, Page, namespace_digest
+from gdscache.pages.keys import KEY_BYTES, Page, namespace_digest
 from gdscache.replay.trace import BLOCK_TOKENS, Request
 
 

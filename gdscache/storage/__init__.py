@@ -128,7 +128,7 @@ def _open_cufile(threads: int, direct_io: Switch, device: str) -> Transport:
         return CufileTransport(threads, direct_io)
     import torch
 
-    from gdscache.driver import Driver
+    from gdscache.cuda.driver import Driver
 
     try:
         gpu = Driver(torch.device("cuda", int(device.partition(":")[2] or 0)))

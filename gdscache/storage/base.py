@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from gdscache.errors import DeadlineError, IOFailedError, ShortIOError, StorageError
-from gdscache.layout import EXTENT_ALIGNMENT
+from gdscache.pages.layout import EXTENT_ALIGNMENT
 
 if TYPE_CHECKING:
     import torch

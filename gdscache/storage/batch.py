@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.layout import EXTENT_ALIGNMENT
+from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import IORequest, Op, Span, address_of
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, TypeVar
 from gdscache.errors import DeadlineError, NativeCallError, TransportUnavailableError
 from gdscache.native.cufile import CuFiles, GpuDriver
 from gdscache.native.disk import Disk
+from gdscache.runtime.threads import start
 from gdscache.storage.base import IORequest, Op, Span, Switch, failed, refused
 from gdscache.storage.cufile_library import find_cufile
 from gdscache.storage.native import NativeTransport
 from gdscache.storage.workers import Result
-from gdscache.threads import start
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdscache.directory import PROBE_PREFIX
+from gdscache.disk.directory import PROBE_PREFIX
 from gdscache.errors import DeadlineError, InvalidValueError, IOFailedError, TransportUnavailableError
-from gdscache.layout import EXTENT_ALIGNMENT
+from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import Switch, failed
 from gdscache.storage.workers import WorkerTransport
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdscache.errors import DeadlineError, InvalidValueError, TransportUnavailableError
+from gdscache.runtime.threads import start
 from gdscache.storage.base import Op, Switch, failed
 from gdscache.storage.workers import MAX_RUN, Piece, QueuedTransport, Result, Run
-from gdscache.threads import start
 
 if TYPE_CHECKING:
     import torch

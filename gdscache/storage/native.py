@@ -27,12 +27,12 @@ from gdscache.errors import (
 )
 from gdscache.native.cufile import CuFiles
 from gdscache.native.disk import MOST_WORKERS, Disk, Table
+from gdscache.runtime.threads import failure_of, log_failure
 from gdscache.storage.base import IORequest, Op, Span, Submission, Switch, address_of, host_memory
 from gdscache.storage.batch import IOBatch, Numbers, Spans
 from gdscache.storage.files import DirectFiles
 from gdscache.storage.run_batch import TAG_BITS, RunBatch
 from gdscache.storage.workers import READS_PER_WRITE, Result
-from gdscache.threads import failure_of, log_failure
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from gdscache.directory import PROBE_PREFIX
+from gdscache.disk.directory import PROBE_PREFIX
 from gdscache.storage.base import failed
 
 PROBE_BYTES = 4 << 20
@@ -78,7 +78,7 @@ if path.read_bytes() != source.cpu().numpy().tobytes():
 _CUFILE = """
 def transport(device):
     import torch
-    from gdscache.driver import Driver
+    from gdscache.cuda.driver import Driver
     from gdscache.storage.cufile import CufileTransport
     return CufileTransport(threads=2, gpu=Driver(torch.device("cuda", device)))
 """

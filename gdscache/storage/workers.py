@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, StorageError
-from gdscache.layout import EXTENT_ALIGNMENT
+from gdscache.pages.layout import EXTENT_ALIGNMENT
+from gdscache.runtime.threads import failure_of, log_failure, start
 from gdscache.storage.base import IORequest, Op, Span, Submission, Transport, check_memory, failed, refused
-from gdscache.threads import failure_of, log_failure, start
 
 if TYPE_CHECKING:
     import torch

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gdscache.index.index import PageIndex
 from gdscache.store.outlets import Outlet
-from gdscache.tiers.index import PageIndex
 
 if TYPE_CHECKING:
-    from gdscache.keys import Page
+    from gdscache.pages.keys import Page
 
 _MOST_HITS = 255  # counted a page
 

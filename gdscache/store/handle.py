@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from gdscache import arguments
-from gdscache.calls import Caller, Direct
+from gdscache.cuda.streams import Event, Fence, Landed
 from gdscache.errors import DeadlineError
-from gdscache.streams import Event, Fence, Landed
-from gdscache.threads import Flag, failure_of, log_failure
+from gdscache.runtime.calls import Caller, Direct
+from gdscache.runtime.threads import Flag, failure_of, log_failure
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gdscache.keys import Page
-    from gdscache.tiers.admission import Admission
+    from gdscache.pages.keys import Page
+    from gdscache.policies.admission import Admission
     from gdscache.tiers.base import DurableTier
 
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from gdscache.keys import Page
+from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.table import Entry
+from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease
-from gdscache.tiers.pages import Entry
-from gdscache.tiers.retention import DEFAULT, Retention
 
 if TYPE_CHECKING:
     from gdscache.store.outlets import Outlet

@@ -26,16 +26,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gdscache.keys import Page
+from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.table import Entry, PageState
+from gdscache.pages.keys import Page
 from gdscache.store.earned import Earned
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Nobody, Parcel, Receipt, StoreJob
-from gdscache.tiers.pages import Entry, PageState
-from gdscache.tiers.retention import DEFAULT, Retention
 
 if TYPE_CHECKING:
     from gdscache.config import StoreConfig
-    from gdscache.tiers.admission import Admission
+    from gdscache.policies.admission import Admission
     from gdscache.tiers.base import Tier
     from gdscache.tiers.manager import TierManager
 

@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from gdscache.errors import EngineClosedError
-from gdscache.keys import Page
+from gdscache.index.retention import DEFAULT, Retention
 from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
+from gdscache.moves.page_io import Positions
 from gdscache.native.tables import take_rows
+from gdscache.pages.keys import Page
+from gdscache.runtime.threads import Flag, failure_of, log_failure
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel, Receipt, StoreJob
 from gdscache.store.plan import StorePlanner, round_pages
 from gdscache.store.writer import Outgoing, TierWriter
-from gdscache.threads import Flag, failure_of, log_failure
 from gdscache.tiers.base import Lease, SlotPool
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.page_io import Positions
-from gdscache.tiers.retention import DEFAULT, Retention
 
 if TYPE_CHECKING:
     from gdscache.config import StoreConfig
-    from gdscache.streams import Event, Landed
+    from gdscache.cuda.streams import Event, Landed
 
 _LOOK_S = 0.05  # seconds after which whoever waits for stores looks whether it is to go on
 

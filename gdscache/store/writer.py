@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from gdscache.checksum import Checksums
 from gdscache.errors import LockLostError, StorageError
-from gdscache.keys import Page
+from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.table import Entry
 from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
+from gdscache.pages.checksum import Checksums
+from gdscache.pages.keys import Page
+from gdscache.runtime.threads import log_failure
 from gdscache.store.plan import BATCH_BYTES
-from gdscache.threads import log_failure
 from gdscache.tiers.base import DurableTier
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.pages import Entry
 from gdscache.tiers.quarantine import Late
-from gdscache.tiers.retention import DEFAULT, Retention
 
 _log = logging.getLogger("gdscache.store")
 _FLIGHTS = 4  # batches under way, the one that is committed with them

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.errors import InvalidValueError
-from gdscache.layout import PageLayout
+from gdscache.pages.layout import PageLayout
 from gdscache.storage.base import Op
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, StorageError
-from gdscache.layout import EXTENT_ALIGNMENT
+from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.storage import open_transport
 from gdscache.storage.base import IORequest, Op, Span, Submission, Switch, Transport, check_memory
 from gdscache.testing.fault_plan import ExtentPart, Fault, FaultPlan, FaultRule, Met

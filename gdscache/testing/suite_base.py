@@ -13,9 +13,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import EngineClosedError, StorageError
-from gdscache.layout import EXTENT_ALIGNMENT
-from gdscache.memory import HostBuffer
+from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import IORequest, Op, Transport
 
 SECTOR = EXTENT_ALIGNMENT

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import DeadlineError, EngineClosedError, StorageError
-from gdscache.memory import HostBuffer
 from gdscache.storage.base import IORequest, Op, Submission
 from gdscache.testing.suite_base import (
     FILE_BYTES,

@@ -23,12 +23,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from gdscache.checksum import Checksums
-from gdscache.keys import Page
-from gdscache.tiers.index import PageIndex
-from gdscache.tiers.pages import Entry
-from gdscache.tiers.retention import Retention
-from gdscache.tiers.slots import FreeSlots
+from gdscache.index.free_slots import FreeSlots
+from gdscache.index.index import PageIndex
+from gdscache.index.retention import Retention
+from gdscache.index.table import Entry
+from gdscache.pages.checksum import Checksums
+from gdscache.pages.keys import Page
 
 if TYPE_CHECKING:
     import torch

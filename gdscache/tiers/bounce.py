@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gdscache.checksum import Checksums, layer_checksums
-from gdscache.layout import PageLayout
+from gdscache.pages.checksum import Checksums, layer_checksums
+from gdscache.pages.layout import PageLayout
 from gdscache.tiers.base import SlotPool
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from gdscache.checksum import Checksums, first_bad_layer, layer_checksums
-from gdscache.layout import PageLayout
-from gdscache.memory import HostBuffer, Pin
+from gdscache.cuda.host_memory import HostBuffer, Pin
+from gdscache.index.index import PageIndex
+from gdscache.index.table import PageState
+from gdscache.pages.checksum import Checksums, first_bad_layer, layer_checksums
+from gdscache.pages.layout import PageLayout
 from gdscache.policies import new_policy
 from gdscache.tiers.base import Tier
 from gdscache.tiers.bounce import Places
-from gdscache.tiers.index import PageIndex
-from gdscache.tiers.pages import PageState
 
 
 class HostExtents:

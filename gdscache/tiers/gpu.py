@@ -16,15 +16,15 @@ import numpy.typing as npt
 import torch
 
 from gdscache import arguments
-from gdscache.allocation import allocating
-from gdscache.checksum import Checksums, layer_checksums
-from gdscache.layout import EXTENT_ALIGNMENT, PageLayout
-from gdscache.planes import PagedPlanes
+from gdscache.cuda.streams import Event
+from gdscache.index.index import PageIndex
+from gdscache.pages.checksum import Checksums, layer_checksums
+from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout
+from gdscache.pages.planes import PagedPlanes
 from gdscache.policies import new_policy
-from gdscache.streams import Event
+from gdscache.runtime.allocation import allocating
 from gdscache.tiers.base import Tier
 from gdscache.tiers.bounce import Places
-from gdscache.tiers.index import PageIndex
 
 
 class GpuTier(Tier):

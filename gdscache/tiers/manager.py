@@ -14,19 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from gdscache.calls import Caller, Direct
-from gdscache.keys import Page
+from gdscache.gate.busy import BusyPeriods
+from gdscache.gate.costs import Costs
+from gdscache.index.index import PageIndex
+from gdscache.index.retention import DEFAULT, Retention
+from gdscache.pages.keys import Page
+from gdscache.runtime.calls import Caller, Direct
 from gdscache.tiers.base import DurableTier, Lease, Tier
-from gdscache.tiers.busy import BusyPeriods
-from gdscache.tiers.clearing import PAUSE_S, Clearing
-from gdscache.tiers.costs import Costs
-from gdscache.tiers.index import PageIndex
-from gdscache.tiers.keeping import Expiry
+from gdscache.tiers.clear import PAUSE_S, Clearing
+from gdscache.tiers.expiry import Expiry
 from gdscache.tiers.pinning import Pins
 from gdscache.tiers.pins import Pin
 from gdscache.tiers.quarantine import Quarantine
-from gdscache.tiers.retention import DEFAULT, Retention
-from gdscache.timeline import OFF, Timeline
+from gdscache.tracing import OFF, Timeline
 
 if TYPE_CHECKING:
     from gdscache.tiers.cpu import CpuTier

@@ -13,20 +13,20 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gdscache.checksum import Checksums, bound
 from gdscache.errors import GeometryError, InvalidValueError
-from gdscache.keys import Page
-from gdscache.layout import PageLayout
+from gdscache.index.index import PageIndex
+from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.table import PENDING, Entry, PageState
 from gdscache.limits import MAX_SECONDS
+from gdscache.pages.checksum import Checksums, bound
+from gdscache.pages.keys import Page
+from gdscache.pages.layout import PageLayout
+from gdscache.pool.calls import Lines
+from gdscache.pool.client import Client, PoolAddress, load_package, size_of
+from gdscache.pool.io import BATCH_PAGES, MOST_LAYERS, PoolFiles
+from gdscache.pool.link import Connect, PoolLink, mooncake
 from gdscache.storage.base import address_of
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
-from gdscache.tiers.index import PageIndex
-from gdscache.tiers.pages import PENDING, Entry, PageState
-from gdscache.tiers.pool_calls import Lines
-from gdscache.tiers.pool_client import Client, PoolAddress, load_package, size_of
-from gdscache.tiers.pool_io import BATCH_PAGES, MOST_LAYERS, PoolFiles
-from gdscache.tiers.pool_link import Connect, PoolLink, mooncake
-from gdscache.tiers.retention import DEFAULT, Retention
 
 if TYPE_CHECKING:
     import torch

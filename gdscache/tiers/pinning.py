@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from gdscache import arguments
-from gdscache.keys import Page
+from gdscache.index.retention import LONGEST_TTL
+from gdscache.index.table import Entry
+from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease
-from gdscache.tiers.pages import Entry
 from gdscache.tiers.pins import Claim, Pin
-from gdscache.tiers.retention import LONGEST_TTL
 
 if TYPE_CHECKING:
-    from gdscache.tiers.index import PageIndex
+    from gdscache.index.index import PageIndex
     from gdscache.tiers.manager import TierManager
 
 PIN_SHARE = 0.5  # of a tier's slots: what pins may hold together

@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gdscache.errors import ForkedProcessError
-from gdscache.keys import Page
+from gdscache.index.table import Entry
+from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease
-from gdscache.tiers.pages import Entry
 
 if TYPE_CHECKING:
-    from gdscache.tiers.index import PageIndex
+    from gdscache.index.index import PageIndex
     from gdscache.tiers.pinning import Pins
 
 

@@ -21,24 +21,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from gdscache import stripes
-from gdscache.catalog import Catalog, PageRecord, Recovered
-from gdscache.checksum import Checksums, bound
 from gdscache.config import SsdConfig
-from gdscache.directory import CacheDirectories
+from gdscache.disk import stripes
+from gdscache.disk.catalog import Catalog, PageRecord, Recovered
+from gdscache.disk.directory import CacheDirectories
+from gdscache.disk.slab import Slab
+from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import IOFailedError, LockLostError, StorageError
-from gdscache.keys import Page
-from gdscache.layout import PageLayout
+from gdscache.index.index import PageIndex
+from gdscache.index.retention import DEFAULT, HIGHEST, LOWEST, Retention
+from gdscache.index.table import Entry, PageState
 from gdscache.native.library import integers
 from gdscache.native.tables import put_rows, take_rows, take_unbound
+from gdscache.pages.checksum import Checksums, bound
+from gdscache.pages.keys import Page
+from gdscache.pages.layout import PageLayout
 from gdscache.policies import new_policy
-from gdscache.slab import Slab
 from gdscache.storage import open_transport
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
-from gdscache.tiers.index import PageIndex
-from gdscache.tiers.pages import Entry, PageState
-from gdscache.tiers.retention import DEFAULT, HIGHEST, LOWEST, Retention
-from gdscache.tiers.slab_io import SlabIO
 
 if TYPE_CHECKING:
     import torch

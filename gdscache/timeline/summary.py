@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.errors import InvalidValueError
-from gdscache.timeline.trace import FORMAT
+from gdscache.tracing.trace import FORMAT
 
 MOVES = ("read", "scatter", "copies", "kernel", "check", "gather", "write", "commit")  # what can run under the model
 MAX_BYTES = 1 << 30

@@ -23,7 +23,7 @@ from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-from gdscache.integrations.sglang_weights import METHODS
+from gdscache.integrations.sglang.weights import METHODS
 from gdscache.storage.base import Op
 from gdscache.testing.faults import Fault
 

@@ -43,14 +43,14 @@ def cache(way: str, folder: str) -> dict[str, Any]:
             "unified_cache_external_linker_backend": "dynamic",
             "unified_cache_external_linker_config": {
                 "linker": "GdsCacheLinker",
-                "linker_module_path": "gdscache.integrations.sglang_linker",
+                "linker_module_path": "gdscache.integrations.sglang.linker",
                 "linker_extra_config": {"config": config, "ssd_wait": 5.0},
             },
         }
     if way == "storage":
         extra = {
             "backend_name": "gdscache",
-            "module_path": "gdscache.integrations.sglang_storage",
+            "module_path": "gdscache.integrations.sglang.storage",
             "class_name": "GdsCacheStorage",
             "interface_v1": 1,
             "hicache_storage_pass_prefix_keys": True,

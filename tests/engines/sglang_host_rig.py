@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 DYNAMIC = {
     "backend_name": "gdscache",
-    "module_path": "gdscache.integrations.sglang_storage",
+    "module_path": "gdscache.integrations.sglang.storage",
     "class_name": "GdsCacheStorage",
     "interface_v1": 1,
 }

@@ -37,7 +37,7 @@ MODEL = {
     "vocab_size": 512,
     "torch_dtype": "bfloat16",
 }
-LINKER = {"linker": "GdsCacheLinker", "linker_module_path": "gdscache.integrations.sglang_linker"}
+LINKER = {"linker": "GdsCacheLinker", "linker_module_path": "gdscache.integrations.sglang.linker"}
 
 
 def server_args(folder: Path, **changes: Any) -> Any:

@@ -124,7 +124,7 @@ class Run:
     @property
     def cache(self) -> Any:
         """Our engine, where it is in this process."""
-        from gdscache.integrations import vllm as integration
+        from gdscache.integrations.vllm import connector as integration
 
         (session,) = integration._SESSIONS._open.values()
         return session.engine

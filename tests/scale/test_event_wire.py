@@ -13,9 +13,9 @@ VLLM = os.environ.get("GDSCACHE_VLLM_PYTHON", "")
 
 ROUND = """
 import sys, time
-from gdscache.event_socket import ZmqPublisher, ZmqSubscriber
-from gdscache.event_view import CacheView
-from gdscache.events import *
+from gdscache.events.socket import ZmqPublisher, ZmqSubscriber
+from gdscache.events.view import CacheView
+from gdscache.events.base import *
 out, again = "ipc://%s/out" % sys.argv[1], "ipc://%s/again" % sys.argv[1]
 publisher = ZmqPublisher(out, again, "kv", 6)
 subscriber = ZmqSubscriber(out, again, "kv")
@@ -47,8 +47,8 @@ print("ok")
 """
 
 PACK = """
-from gdscache.events import *
-from gdscache.event_socket import packed
+from gdscache.events.base import *
+from gdscache.events.socket import packed
 stored = BlockStored([b"a" * 32, b"b" * 32], b"c" * 32, [], 16, None, "STORAGE", None, "REMOTE", "mooncake")
 removed = BlockRemoved([b"a" * 32], "CPU", "LOCAL", "cpu")
 print(packed(KVEventBatch(3, 1.5, [stored, removed, AllBlocksCleared()])).hex())

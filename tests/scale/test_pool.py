@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from pool_parts import EXTENT, PAGES, PYTHON, RealPool, end_fence, eventually, fence, needs_mooncake, real_pool
 
-from gdscache.tiers.pool_io import TRAILER_BYTES
+from gdscache.pool.io import TRAILER_BYTES
 
 pytestmark = pytest.mark.scale
 MANY = 4 * PAGES  # 8 MiB: some tens of milliseconds

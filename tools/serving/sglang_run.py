@@ -26,7 +26,7 @@ def cache(order: dict[str, Any]) -> dict[str, Any]:
             "unified_cache_external_linker_backend": "dynamic",
             "unified_cache_external_linker_config": {
                 "linker": "GdsCacheLinker",
-                "linker_module_path": "gdscache.integrations.sglang_linker",
+                "linker_module_path": "gdscache.integrations.sglang.linker",
                 "linker_extra_config": {"config": tiers, "ssd_wait": 5.0},
             },
         }
@@ -45,7 +45,7 @@ def cache(order: dict[str, Any]) -> dict[str, Any]:
         return given | {"hicache_storage_backend": "file"}
     extra = {
         "backend_name": "gdscache",
-        "module_path": "gdscache.integrations.sglang_storage",
+        "module_path": "gdscache.integrations.sglang.storage",
         "class_name": "GdsCacheStorage",
         "interface_v1": 1,
         "hicache_storage_pass_prefix_keys": True,

@@ -67,7 +67,7 @@ class Steps:
     """Seconds that the connector's calls take of each step, of its scheduler's side and of its worker's."""
 
     def __init__(self) -> None:
-        from gdscache.integrations.vllm import GdsCacheConnector
+        from gdscache.integrations.vllm.connector import GdsCacheConnector
 
         self.sides: dict[str, list[float]] = {"scheduler": [0.0], "worker": [0.0]}
         for side, names in (("scheduler", SCHEDULER), ("worker", WORKER)):

@@ -11,7 +11,7 @@ from gdscache.bench.serving.model import Batch, Span
 from gdscache.bench.serving.pool import KVPool
 from gdscache.bench.serving.request import Request
 from gdscache.bench.serving.uploads import upload
-from gdscache.streams import Fence
+from gdscache.cuda.streams import Fence
 
 
 def batch_of(work: Sequence[tuple[Request, int]], device: torch.device) -> Batch:

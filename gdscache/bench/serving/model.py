@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from gdscache.bench.serving.shape import ModelShape
-from gdscache.timeline import OFF, Timeline
+from gdscache.tracing import OFF, Timeline
 
 Ready = Callable[[], None]
 

@@ -9,7 +9,7 @@ import time
 import torch
 
 from gdscache import LayerwiseLoad
-from gdscache.streams import Fence
+from gdscache.cuda.streams import Fence
 
 
 @dataclasses.dataclass(frozen=True)

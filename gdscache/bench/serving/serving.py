@@ -22,7 +22,7 @@ from gdscache.bench.serving.request import EngineOptions, Request, State
 from gdscache.bench.serving.uploads import upload
 from gdscache.errors import DeadlineError, PoolFullError, TokensError
 from gdscache.load.handle import Gap
-from gdscache.timeline import OFF, Timeline
+from gdscache.tracing import OFF, Timeline
 
 Observer = Callable[[str, int, float], None]
 

@@ -1,0 +1,461 @@
+"""The configuration of one engine: a YAML file or a mapping, checked as a whole before anything is opened.
+
+A tier exists when its section exists; `gpu` always does. Importing this needs neither torch nor a GPU library.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    Strict,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from gdscache.config.file import read_places
+from gdscache.config.model import ModelConfig, PlaneConfig
+from gdscache.config.problems import COLLECT, NOWHERE, Section, explain, reject
+from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
+from gdscache.limits import MAX_COUNT, MAX_DEVICE_INDEX, MAX_SECONDS
+from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size
+
+__all__ = [
+    "Config",
+    "CpuConfig",
+    "GpuConfig",
+    "LoadConfig",
+    "ModelConfig",
+    "PlaneConfig",
+    "PrefetchConfig",
+    "SsdConfig",
+    "StoreConfig",
+    "config_schema",
+    "load_config",
+]
+
+
+def _switch(value: object) -> object:
+    """`on` and `off` are booleans to a YAML 1.1 reader, so a mapping may hold them as such."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Switch = Annotated[
+    Literal["auto", "on", "off"], BeforeValidator(_switch), WithJsonSchema({"enum": ["auto", "on", "off", True, False]})
+]
+
+GateMode = Annotated[
+    Literal["off", "advisory", "enforcing"],
+    BeforeValidator(lambda value: "off" if value is False else value),
+    WithJsonSchema({"enum": ["off", "advisory", "enforcing", False]}),
+]
+
+
+_DEVICE = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
+_CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+_TRANSPORT = rf"auto|posix|uring|cufile|kvikio|nixl|{_CLASS}"
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(_DEVICE, value) or int(value.partition(":")[2] or 0) > MAX_DEVICE_INDEX:
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N, with N from 0 to {MAX_DEVICE_INDEX}")
+    return value
+
+
+def _transport(value: str) -> str:
+    if not re.fullmatch(_TRANSPORT, value):
+        raise ValueError("must be auto, posix, uring, cufile, kvikio, nixl or package.module:Class")
+    return value
+
+
+def _class_path(value: str) -> str:
+    if not re.fullmatch(_CLASS, value):
+        raise ValueError("must be package.module:Class")
+    return value
+
+
+def _expand(value: object) -> Path:
+    """`~` and `$VARS` expanded, made absolute relative to the current directory; `{rank}` is left to `Config`."""
+    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
+        raise ValueError("must be a path")
+    text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", _variable, str(value))
+    if unknown := re.search(r"\{(?!rank\})[^}]*\}?", text):
+        raise ValueError(f"{unknown[0]} is not known; only {{rank}} is replaced")
+    try:
+        path = Path(text).expanduser()
+        return path if path.is_absolute() else Path.cwd() / path
+    except RuntimeError as error:  # a `~name` without a home directory
+        raise ValueError(str(error)) from None
+    except OSError as error:
+        raise ValueError(f"is relative, and there is no current directory: {error.strerror}; name it from /") from None
+
+
+def _variable(match: re.Match[str]) -> str:
+    name = match[1] or match[2]
+    if name not in os.environ:
+        raise ValueError(f"the environment variable {name} is not set")
+    return os.environ[name]
+
+
+CopyPath = Literal["auto", "staged", "zero_copy", "copy_engine"]
+
+
+def _kept_order(value: object) -> object:
+    """Orders that engines had, and that are only replayed now."""
+    if value in ("slru", "s3fifo", "lfu", "credit_lru"):
+        raise ValueError("is not an engine's order any more, since no measurement chose it: set lifetime, or lru")
+    return value
+
+
+EvictionOrder = Literal["lru", "lifetime"]
+Eviction = Annotated[EvictionOrder, BeforeValidator(_kept_order)]
+Device = Annotated[str, AfterValidator(_device), WithJsonSchema({"type": "string", "pattern": f"^({_DEVICE})$"})]
+Transport = Annotated[
+    str, AfterValidator(_transport), WithJsonSchema({"type": "string", "pattern": f"^({_TRANSPORT})$"})
+]
+ClassPath = Annotated[str, AfterValidator(_class_path), WithJsonSchema({"type": "string", "pattern": f"^({_CLASS})$"})]
+Directory = Annotated[Path, BeforeValidator(_expand), WithJsonSchema({"type": "string", "minLength": 1})]
+
+
+class GpuConfig(Section):
+    """The paged pool on the GPU, or in host memory where there is none, and its staging ring."""
+
+    device: Device = Field(default="auto", description="auto (cuda if there is one, else cpu), cpu, cuda or cuda:N")
+    capacity: Size = Field(
+        default=1 * GIB, description="page pool that the engine owns; unused when tensors are attached"
+    )
+    eviction: Eviction = Field(default="lifetime", description="which pages go when it is full: lru or lifetime")
+    staging: Size = Field(default=256 * MIB, description="staging ring on the GPU; half for loads, half for stores")
+    kernels: Switch = Field(
+        default="auto",
+        description="CUDA kernels for pages: auto (else the copy engine alone), on (or refuse to open), off",
+    )
+    load_path: CopyPath = Field(
+        default="auto", description="host to GPU: auto (as calibrated), staged, zero_copy or copy_engine"
+    )
+    store_path: CopyPath = Field(
+        default="auto", description="GPU to host: auto (as calibrated), staged, zero_copy or copy_engine"
+    )
+
+
+class CpuConfig(Section):
+    """The pinned pool in host memory."""
+
+    capacity: Size = Field(default=4 * GIB, description="page pool in host memory, allocated when the tier opens")
+    eviction: Eviction = Field(default="lifetime", description="which pages go when it is full: lru or lifetime")
+    pin: Switch = Field(default="auto", description="page-lock the pool: auto (where CUDA is), on, off")
+    high_watermark: float = Field(
+        default=0.5,
+        ge=0,
+        lt=1,
+        description="write_back: share of the slots whose pages the SSD has not got; above it the coldest are written",
+    )
+    low_watermark: float = Field(default=0.25, ge=0, lt=1, description="write_back: ... down to this share")
+
+    @model_validator(mode="after")
+    def _marks_in_order(self, info: ValidationInfo) -> Self:
+        if self.low_watermark > self.high_watermark:
+            message = f"cpu.low_watermark is {self.low_watermark}, above cpu.high_watermark, {self.high_watermark}"
+            raise reject(InvalidValueError, message, "set low_watermark to high_watermark or less", info)
+        return self
+
+
+class SsdConfig(Section):
+    """The slab and its catalogue on an SSD."""
+
+    path: Directory = Field(
+        description="directory of the tier; ~, $VARS and {rank} are replaced, a relative path starts where you are"
+    )
+    stripes: Annotated[tuple[Directory, ...], Strict(False)] = Field(
+        default=(), description="further directories, on other devices, that the slab is spread over; like path"
+    )
+    capacity: Size = Field(default=16 * GIB, description="size of the slab, reserved when the tier opens")
+    eviction: Eviction = Field(default="lifetime", description="which pages go when it is full: lru or lifetime")
+    transport: Transport = Field(
+        default="auto",
+        description="what moves the bytes: auto, posix, uring, cufile, kvikio, nixl or package.module:Class",
+    )
+    route: Literal["auto", "direct", "via_cpu"] = Field(
+        default="auto",
+        description="SSD to GPU: direct (straight into its memory), via_cpu (through host memory), auto (the faster)",
+    )
+    direct_io: Switch = Field(default="auto", description="O_DIRECT, past the page cache: auto, on, off")
+    gds: Switch = Field(default="auto", description="GPUDirect Storage, straight between SSD and GPU: auto, on, off")
+    threads: int = Field(default=8, ge=1, le=1024, description="threads that read and write, 1 to 1024")
+    durability: Literal["process", "power"] = Field(
+        default="process",
+        description="what a committed page survives: process (any kill), power (a power cut; slower stores)",
+    )
+    reserve: int = Field(
+        default=64, ge=0, le=MAX_COUNT, description="free slots kept ready, so that eviction never waits for a commit"
+    )
+    admission: Literal["all", "second_offer", "tinylfu"] = Field(
+        default="all",
+        description="pages that are written: all, second_offer (offered before, lately), "
+        "tinylfu (if used more often than the page that has to go)",
+    )
+    admission_offers: int = Field(
+        default=2, ge=2, le=8, description="second_offer: the offer at which a page is written, 2 to 8"
+    )
+    endurance: Size | None = Field(
+        default=None, description="bytes that may be written in any 24 hours, 8 pages at least; null is no limit"
+    )
+    promotion: Literal["always", "second_hit", "never"] = Field(
+        default="always",
+        description="pages of the SSD that loads leave in the CPU tier: always, second_hit (read lately), never",
+    )
+
+
+class TierConfig(Section):
+    """A further tier, of a class of yours."""
+
+    tier: ClassPath = Field(description="package.module:Class, a subclass of gdscache.tiers.base.DurableTier")
+    capacity: Size = Field(default=16 * GIB, description="what it may keep")
+    options: dict[str, Any] | None = Field(default=None, description="keywords that the class takes besides")
+    admission: Literal["all", "second_offer", "tinylfu"] = Field(
+        default="all", description="pages that are written: all, second_offer, tinylfu, as for the SSD"
+    )
+
+
+class StoreConfig(Section):
+    """How pages are stored."""
+
+    queue: Size = Field(
+        default=8 * GIB,
+        description="bytes on their way to the CPU tier; more is dropped, counted. As many again on their way to the "
+        "SSD; what is beyond them stays in the CPU tier alone, counted as refused",
+    )
+    write_policy: Literal["write_through", "write_through_selective", "write_back", "never"] = Field(
+        default="write_through",
+        description="when a page goes on to the SSD: write_through (when it is stored), write_through_selective (after "
+        "write_hits hits), write_back (before the CPU tier gives it up), never",
+    )
+    write_hits: int = Field(
+        default=2, ge=1, le=255, description="write_through_selective: hits after which a page is written, 1 to 255"
+    )
+    deadline: float = Field(
+        default=30.0,
+        gt=0,
+        le=MAX_SECONDS,
+        description="seconds that a batch of writes may take; what is late by then is dropped",
+    )
+
+
+class LoadConfig(Section):
+    """How pages are loaded."""
+
+    threads: int = Field(default=4, ge=1, le=1024, description="loads that run at once, 1 to 1024")
+    deadline: float = Field(default=30.0, gt=0, le=MAX_SECONDS, description="seconds that wait() and result() wait")
+    verify: Literal["always", "once"] = Field(
+        default="always",
+        description="hash a page on each load (always), or only when its bytes come from the SSD (once)",
+    )
+    gate: GateMode = Field(
+        default="advisory",
+        description="what is slower to load than to compute is: off (loaded), advisory (loaded, and said), "
+        "enforcing (left out)",
+    )
+
+
+class PrefetchConfig(Section):
+    """How pages are brought from the SSD into the CPU tier ahead of their load."""
+
+    stop: Literal["best_effort", "wait_complete", "timeout"] = Field(
+        default="best_effort",
+        description="when wait() stops a prefetch: best_effort (at once), wait_complete (never, within load.deadline), "
+        "timeout",
+    )
+    timeout_base: float = Field(
+        default=1.0, ge=0, le=MAX_SECONDS, description="timeout: seconds that every prefetch has, and ..."
+    )
+    timeout_per_1024_tokens: float = Field(
+        default=0.25,
+        ge=0,
+        le=MAX_SECONDS,
+        description="timeout: ... seconds more for each 1,024 tokens that the SSD has of it",
+    )
+    threshold: int = Field(
+        default=0, ge=0, le=MAX_COUNT, description="tokens; what the SSD has fewer of is not prefetched"
+    )
+    quota: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="share of the CPU tier's slots for prefetched pages that nobody has used yet; one page at least",
+    )
+    queue: int = Field(
+        default=1024, ge=1, le=MAX_COUNT, description="prefetches that are under way or wait; more end at once"
+    )
+    chunk: Size = Field(
+        default=128 * MIB, description="bytes that move before it is another prefetch's turn; one page at least"
+    )
+    concurrent: int = Field(
+        default=2, ge=1, le=64, description="chunks under way at once, which a load may have to wait for, 1 to 64"
+    )
+
+
+class EventsConfig(Section):
+    """KV events: what tiers have got and lost, for routers."""
+
+    enabled: bool = Field(default=False, description="whether there are any, for callbacks and for endpoint")
+    endpoint: str | None = Field(
+        default=None, description="ZeroMQ endpoint that they are published at, as tcp://127.0.0.1:5557; null: nowhere"
+    )
+    replay: str | None = Field(default=None, description="ZeroMQ endpoint where batches can be asked for again")
+    topic: str = Field(default="", description="topic of the messages")
+    queue: int = Field(
+        default=1 << 18, ge=1, le=MAX_COUNT, description="pages whose events wait to be told; more are dropped, counted"
+    )
+    kept: int = Field(default=10_000, ge=1, le=MAX_COUNT, description="batches that can be asked for again")
+
+
+class Config(Section):
+    """One engine. `cpu` and `ssd` are None where there is no such tier."""
+
+    missing_key: ClassVar[type[ConfigError]] = GeometryError
+
+    rank: int = Field(default=0, ge=0, le=MAX_COUNT, description="number of this process, for {rank} in ssd.path")
+    model: ModelConfig = Field(description="the model whose cache this is")
+    gpu: GpuConfig = Field(default=GpuConfig(), description="the GPU pool and its staging ring")
+    cpu: CpuConfig | None = Field(default=None, description="the pinned CPU pool; null or absent is no such tier")
+    ssd: SsdConfig | None = Field(default=None, description="the SSD tier; null or absent is no such tier")
+    tiers: Annotated[tuple[TierConfig, ...], Strict(False)] = Field(
+        default=(), description="further tiers behind the SSD, the fastest first"
+    )
+    host_buffer: Size = Field(
+        default=256 * MIB,
+        description="bounce reserve for pages that cannot stay in the CPU tier; half for loads, half for stores",
+    )
+    store: StoreConfig = Field(default=StoreConfig(), description="how pages are stored")
+    load: LoadConfig = Field(default=LoadConfig(), description="how pages are loaded")
+    prefetch: PrefetchConfig = Field(default=PrefetchConfig(), description="how pages are prefetched")
+    events: EventsConfig = Field(default=EventsConfig(), description="KV events")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object], source: str = "<dict>") -> Self:
+        """Check plain data as a file is checked. `source` names it in messages. Raises a `ConfigError` subclass."""
+        if not isinstance(data, Mapping):
+            raise ConfigFileError(f"{source}: holds {type(data).__name__}, not a mapping", _MAPPING_HINT)
+        return cls._checked(data, source, NOWHERE)
+
+    @classmethod
+    def _checked(cls, data: Mapping[str, object], source: str, places: Mapping[tuple[int | str, ...], int]) -> Self:
+        try:
+            return cls.model_validate(dict(data), context=COLLECT)
+        except ValidationError as error:
+            raise explain(error, cls, source, places) from None
+
+    def dump(self) -> dict[str, Any]:
+        """Plain data, every key included, that `from_dict` reads back as an equal config."""
+        return self.model_dump(mode="json")
+
+    @field_validator("ssd")
+    @classmethod
+    def _replace_rank(cls, ssd: SsdConfig | None, info: ValidationInfo) -> SsdConfig | None:
+        if ssd is None or "rank" not in info.data:
+            return ssd
+        path, *stripes = (
+            Path(str(directory).replace("{rank}", str(info.data["rank"]))) for directory in (ssd.path, *ssd.stripes)
+        )
+        if len({path, *stripes}) <= len(stripes):
+            raise ValueError("path and stripes name a directory twice")
+        return ssd.model_copy(update={"path": path, "stripes": tuple(stripes)})
+
+    @model_validator(mode="after")
+    def _has_what_policies_need(self, info: ValidationInfo) -> Self:
+        if self.store.write_policy in ("write_through_selective", "write_back") and self.cpu is None:
+            message = (
+                f"store.write_policy is {self.store.write_policy}, which keeps pages in the CPU tier; there is none"
+            )
+            raise reject(InvalidValueError, message, "add a cpu section, or set it to write_through", info)
+        return self
+
+    @model_validator(mode="after")
+    def _holds_a_page(self, info: ValidationInfo) -> Self:
+        extent = self.model.layout().extent_bytes
+        halves = {"gpu.staging": self.gpu.staging}
+        wholes = {"gpu.capacity": self.gpu.capacity}
+        if self.cpu:
+            wholes["cpu.capacity"] = self.cpu.capacity
+        if self.ssd:
+            wholes["ssd.capacity"] = self.ssd.capacity
+        wholes |= {f"tiers[{number}].capacity": tier.capacity for number, tier in enumerate(self.tiers)}
+        if self.cpu or self.ssd or self.tiers:
+            halves["host_buffer"] = self.host_buffer
+            wholes["store.queue"] = self.store.queue
+        need = f"one page needs {_figures(extent)}"
+        small = [f"{key} is {_figures(size)}, {need}" for key, size in wholes.items() if size < extent]
+        small += [
+            f"half of {key} is {_figures(size // 2)}, {need}" for key, size in halves.items() if size // 2 < extent
+        ]
+        hint = f"raise it to {format_size(extent)} or more ({format_size(2 * extent)} where a half counts), "
+        if self.ssd and self.ssd.endurance is not None and self.ssd.endurance < 8 * extent:
+            small.append(
+                f"ssd.endurance is {_figures(self.ssd.endurance)} a day, an eighth of which goes at once, and {need}"
+            )
+            hint = f"raise ssd.endurance to {format_size(8 * extent)} or more, or set it to null; {hint}"
+        if small:
+            raise reject(CapacityError, "; ".join(small), hint + "or lower model.page_tokens", info)
+        return self
+
+
+def _figures(size: int) -> str:
+    return f"{format_size(size)} ({size:,} bytes)" if size % 1024 == 0 and size else f"{size:,} bytes"
+
+
+_MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"
+
+
+_LABELS = ("name", "weights")  # what a file may say of a model that somebody else describes
+
+
+def load_config(path: str | os.PathLike[str], model: Mapping[str, object] | None = None) -> Config:
+    """Read and check a YAML file; `~` is expanded. Raises a `ConfigError` subclass that names the file and the key.
+
+    `model`: what an inference engine knows of its model, for files without a section of that name, or with one of
+    labels only (`name`, `weights`), which then count more. A file that says more of the model is refused
+    (`GeometryError`).
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise ConfigFileError(f"a configuration was given as {type(path).__name__}", "name a YAML file, or a mapping")
+    data, places = read_places(Path(path))
+    if model is not None:
+        data = {**data, "model": {**model, **_labels(data.get("model"), str(path))}}
+    return Config._checked(data, str(path), places)
+
+
+def _labels(section: object, source: str) -> Mapping[str, object]:
+    """The section `model` of a file for an engine that describes its model itself."""
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise InvalidValueError(f"{source}: `model` is {type(section).__name__}", f"it may have {', '.join(_LABELS)}")
+    if others := [str(key) for key in section if key not in _LABELS]:
+        raise GeometryError(
+            f"{source}: {', '.join(f'`model.{key}`' for key in others)}: the inference engine says what the model is",
+            f"take it out; model may have {', '.join(_LABELS)} here",
+        )
+    return section
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON schema (2020-12) of a configuration file, for editors. It knows keys, types and ranges, no cross checks."""
+    schema = Config.model_json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        for field in section["properties"].values():
+            field.pop("title", None)
+            if field.get("anyOf") == SIZE_SCHEMA["anyOf"]:
+                field["default"] = format_size(field["default"])
+            elif isinstance(field.get("default"), dict):
+                field["default"] = {}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gdscache configuration"}

@@ -1,0 +1,169 @@
+"""What `gdscache config init` writes for each inference engine: the file, and the command that uses it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from gdscache.sizes import format_size
+
+
+class InferenceEngine(Enum):
+    """What a configuration can be written for."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"  # the cache linker
+    HICACHE = "sglang-hicache"  # the storage below HiCache
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Bytes of the tiers, and what they were chosen by, in words."""
+
+    cpu: int
+    ssd: int
+    cpu_reason: str
+    ssd_reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenFor:
+    """An inference engine. `room`: its own setting for GPU memory. `option`: what the last argument of `command` is,
+    in JSON. `cpu`: whether the configuration has a CPU tier."""
+
+    name: str
+    room: str
+    option: str
+    command: Callable[[str], list[str]]
+    cpu: bool = True
+
+    def text(self, sizes: Sizes, directory: str) -> str:
+        """The file, every key that one may want to change with what it is for."""
+        parts = [_HEAD]
+        if self.cpu:
+            parts += [_GPU, _CPU]
+        parts += [
+            _SSD if self.cpu else _SSD.replace(_OPTIONAL, ""),
+            _BUFFER if self.cpu else _HICACHE_BUFFER,
+            _STORE if self.cpu else _HICACHE_STORE,
+            _LOAD,
+        ]
+        return "\n".join(parts).format(
+            name=self.name,
+            room=self.room,
+            cpu=f"capacity: {format_size(sizes.cpu)}",
+            cpu_reason=sizes.cpu_reason,
+            ssd=f"capacity: {format_size(sizes.ssd)}",
+            ssd_reason=sizes.ssd_reason,
+            directory=json.dumps(directory),
+        )
+
+
+def _vllm(file: str) -> list[str]:
+    transfer = {
+        "kv_connector": "GdsCacheConnector",
+        "kv_connector_module_path": "gdscache.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config": file},
+    }
+    return ["vllm", "serve", "MODEL", "--block-size", "64", "--kv-transfer-config", json.dumps(transfer)]
+
+
+_SGLANG = ["python", "-m", "sglang.launch_server", "--model-path", "MODEL", "--page-size", "64"]
+
+
+def _linker(file: str) -> list[str]:
+    config: dict[str, Any] = {
+        "linker": "GdsCacheLinker",
+        "linker_module_path": "gdscache.integrations.sglang.linker",
+        "linker_extra_config": {"config": file},
+    }
+    flags = ["--schedule-policy", "lpm", "--enable-unified-cache-external-linker"]
+    flags += ["--unified-cache-external-linker-backend", "dynamic"]
+    return [*_SGLANG, *flags, "--unified-cache-external-linker-config", json.dumps(config)]
+
+
+def _hicache(file: str) -> list[str]:
+    config = {
+        "backend_name": "gdscache",
+        "module_path": "gdscache.integrations.sglang.storage",
+        "class_name": "GdsCacheStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "config": file,
+    }
+    flags = ["--enable-hierarchical-cache", "--hicache-mem-layout", "page_first"]
+    flags += ["--hicache-storage-backend", "dynamic"]
+    return [*_SGLANG, *flags, "--hicache-storage-backend-extra-config", json.dumps(config)]
+
+
+WRITTEN_FOR = {
+    InferenceEngine.VLLM: WrittenFor("vLLM", "--gpu-memory-utilization", "kv_transfer_config", _vllm),
+    InferenceEngine.SGLANG: WrittenFor("SGLang", "--mem-fraction-static", "linker_config", _linker),
+    InferenceEngine.HICACHE: WrittenFor("SGLang", "--mem-fraction-static", "storage_config", _hicache, cpu=False),
+}
+
+
+_HEAD = """\
+# gdscache under {name}, which says what the model is. What is not named here has its default: docs/configuration.md has
+# all keys, with their meaning. With a key that nobody knows {name} does not start.
+
+# model:
+#   weights: "2026-11-23"     # names the weights where no files do: dummy weights, a remote store
+"""
+
+_GPU = """\
+gpu:
+  staging: 256MiB             # GPU memory for copies, beside what {name} takes ({room})
+"""
+
+_CPU = """\
+cpu:
+  {cpu:<27} # page-locked host memory: {cpu_reason};
+                              # half of it at most is for pages of requests that wait for their turn
+"""
+
+_OPTIONAL = "                          # take the section out to have no SSD tier: then nothing outlives a restart"
+
+_SSD = (
+    f"ssd:{_OPTIONAL}\n"
+    + """\
+  # On a fast local disk, a directory for each server. ~, $VARS and {{rank}} are replaced.
+  path: {directory}
+  {ssd:<27} # reserved when {name} starts, and never exceeded: {ssd_reason}
+  durability: process         # what a stored page survives: process (any kill) | power (a power cut; slower stores)
+  endurance: null             # bytes that may be written in any 24 hours, e.g. 2TiB; null is no limit
+  admission: all              # pages that are written: all | second_offer (seen twice) | tinylfu
+"""
+)
+
+_BUFFER = """\
+host_buffer: 256MiB           # host memory for pages that find no room in the CPU tier
+"""
+
+_HICACHE_BUFFER = """\
+host_buffer: 256MiB          # host memory that pages pass through between HiCache's and the SSD
+"""
+
+_STORE = """\
+store:
+  queue: 2GiB                 # bytes on their way to the CPU tier, and as many to the SSD; what is beyond is not stored
+  write_policy: write_through # when a page goes on to the SSD: write_through (when it is stored) |
+                              # write_through_selective (after two hits) | write_back (before the CPU tier gives it up)
+"""
+
+_HICACHE_STORE = """\
+store:
+  queue: 2GiB                 # bytes on their way to the SSD; what is beyond is not stored
+"""
+
+_LOAD = """\
+load:
+  verify: once                # checksums are compared when bytes come from the SSD, and not again for each load
+  gate: enforcing             # what is slower to load than to compute is computed: enforcing | advisory (loaded) | off
+  deadline: 30                # seconds until a read of the SSD that hangs is given up
+"""

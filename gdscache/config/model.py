@@ -1,0 +1,175 @@
+"""The `model` section: which bytes a page is made of, and what makes them interchangeable."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, Strict, ValidationInfo, WithJsonSchema, model_validator
+
+from gdscache.config.problems import Section, reject
+from gdscache.errors import ConfigError, GeometryError
+from gdscache.limits import MAX_COUNT, MAX_EXTENT_BYTES, MAX_LAYERS
+from gdscache.pages.layout import DTYPE_BYTES, MAX_PAGE_TOKENS, PageLayout, Plane
+
+
+def _known_dtype(value: str) -> str:
+    if value not in DTYPE_BYTES:
+        raise ValueError(f"must be one of {', '.join(DTYPE_BYTES)}")
+    return value
+
+
+Dtype = Annotated[str, AfterValidator(_known_dtype), WithJsonSchema({"type": "string", "enum": list(DTYPE_BYTES)})]
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
+
+
+class PlaneConfig(Section):
+    """One kind of per-token row, for `kind: planes`."""
+
+    missing_key: ClassVar[type[ConfigError]] = GeometryError
+
+    name: str = Field(min_length=1, description="name of the plane; a layer has each name once")
+    shape: Annotated[tuple[Positive, ...], Strict(False)] = Field(
+        min_length=1, description="shape of one token's row, in elements"
+    )
+    dtype: Dtype | None = Field(default=None, description="element type; null is model.dtype")
+    layers: Annotated[tuple[Layer, ...], Strict(False)] | None = Field(
+        default=None, description="layers that have the plane, counted from 0 in this process; null is all"
+    )
+
+
+class ModelConfig(Section):
+    """The model whose cache this is, and the part of it that this process holds."""
+
+    missing_key: ClassVar[type[ConfigError]] = GeometryError
+
+    name: str = Field(min_length=1, description="name of the model; part of the namespace")
+    weights: str = Field(default="", description="names the weights, or their version; part of the namespace")
+    kind: Literal["mha", "mla", "planes"] = Field(
+        default="mha",
+        description="how planes are given: mha (K and V; GQA and MQA too), mla (latent and rope), planes (a list)",
+    )
+    dtype: Dtype = Field(default="bfloat16", description=f"element type of the cache: {', '.join(DTYPE_BYTES)}")
+    layers: int = Field(ge=1, le=MAX_LAYERS, description=f"layers that this process holds, 1 to {MAX_LAYERS}")
+    page_tokens: int = Field(
+        default=64,
+        ge=1,
+        le=MAX_PAGE_TOKENS,
+        description=f"tokens of a page, 1 to {MAX_PAGE_TOKENS}; only full pages are stored",
+    )
+    kv_heads: Positive | None = Field(default=None, description="mha: KV heads that this process holds")
+    head_dim: Positive | None = Field(default=None, description="mha: elements of a head of K")
+    v_head_dim: Positive | None = Field(default=None, description="mha: elements of a head of V; null is head_dim")
+    kv_lora_rank: Positive | None = Field(default=None, description="mla: elements of the latent part")
+    rope_dim: Positive | None = Field(default=None, description="mla: elements of the rope part")
+    mla_split: bool = Field(
+        default=True, description="mla: true is two planes, latent and rope; false is one with both"
+    )
+    planes: Annotated[tuple[PlaneConfig, ...], Strict(False)] = Field(
+        default=(), description="planes: the list of planes, each with name, shape, dtype and layers"
+    )
+    first_layer: int = Field(
+        default=0, ge=0, le=MAX_COUNT, description="pipeline parallel: the model's number of our layer 0"
+    )
+    head_group: int = Field(
+        default=0, ge=0, le=MAX_COUNT, description="tensor parallel: which shard of the heads this process holds"
+    )
+    head_groups: Positive = Field(default=1, description="tensor parallel: how many shards there are")
+    salt: str = Field(default="", description="adapter or tenant: keeps its pages apart from all others")
+
+    @model_validator(mode="after")
+    def _describes_a_page(self, info: ValidationInfo) -> Self:
+        problems = [*self._kind_problems(), *self._group_problems()]
+        if problems:
+            raise reject(GeometryError, "; ".join(problems), _HINTS[self.kind], info)
+        try:
+            extent = self.layout().extent_bytes
+        except GeometryError as error:
+            raise reject(GeometryError, f"model: {error.message}", error.hint or _HINTS[self.kind], info) from None
+        if extent > MAX_EXTENT_BYTES:
+            message = (
+                f"model: a page of {self.page_tokens} tokens (model.page_tokens) and {self.layers} layers has "
+                f"{extent:,} bytes; the system reads and writes at most {MAX_EXTENT_BYTES:,} at once"
+            )
+            raise reject(GeometryError, message, "lower model.page_tokens, or correct the sizes of the planes", info)
+        return self
+
+    def _kind_problems(self) -> list[str]:
+        needed = _KEYS[self.kind][0]
+        missing = [f"model.{key}" for key in needed if not self._given(key)]
+        foreign = [
+            f"model.{key}"
+            for kind, (theirs, also) in _KEYS.items()
+            if kind != self.kind
+            for key in (*theirs, *also)
+            if self._given(key)
+        ]
+        problems = [f"model.kind is {self.kind!r}, but {', '.join(missing)} is not given"] if missing else []
+        if foreign:
+            problems.append(f"model.kind is {self.kind!r}, which does not use {', '.join(foreign)}")
+        return problems
+
+    def _given(self, key: str) -> bool:
+        return bool(getattr(self, key) != type(self).model_fields[key].get_default())
+
+    def _group_problems(self) -> list[str]:
+        if self.head_group < self.head_groups:
+            return []
+        return [f"model.head_group is {self.head_group}, but head_groups is {self.head_groups}; groups count from 0"]
+
+    def _planes(self) -> list[tuple[Plane, tuple[int, ...] | None]]:
+        """Each plane with the layers that have it; None is all of them."""
+        if self.kind == "planes":
+            return [(Plane(p.name, p.shape, p.dtype or self.dtype), p.layers) for p in self.planes]
+        rows: dict[str, tuple[int, ...]]
+        if self.kind == "mha":
+            heads, k_dim = self.kv_heads or 0, self.head_dim or 0
+            rows = {"k": (heads, k_dim), "v": (heads, self.v_head_dim or k_dim)}
+        else:
+            latent, rope = self.kv_lora_rank or 0, self.rope_dim or 0
+            rows = {"latent": (latent,), "rope": (rope,)} if self.mla_split else {"latent": (latent + rope,)}
+        return [(Plane(name, shape, self.dtype), None) for name, shape in rows.items()]
+
+    def layout(self) -> PageLayout:
+        """Where the bytes of a page lie. Planes keep the order in which they are listed."""
+        layers: list[list[Plane]] = [[] for _ in range(self.layers)]
+        for plane, where in self._planes():
+            for index in range(self.layers) if where is None else where:
+                if index >= self.layers:
+                    raise GeometryError(f"plane {plane.name!r} is in layer {index}; the last is {self.layers - 1}")
+                layers[index].append(plane)
+        if bare := [index for index, planes in enumerate(layers) if not planes]:
+            raise GeometryError(f"no plane is in layer {bare[0]} ({len(bare)} of {self.layers} layers have none)")
+        return PageLayout(tuple(map(tuple, layers)), self.page_tokens)
+
+    def namespace_fields(self, salt: str = "") -> dict[str, object]:
+        """Everything that makes bytes interchangeable, as plain data for `keys.namespace_digest`.
+
+        `salt` is the request's own (a tenant or an adapter chosen for one request), beside the one of the config.
+        The planes stand for `kind`, `dtype` and all sizes: two ways to write the same planes share their pages.
+        """
+        return {
+            "name": self.name,
+            "weights": self.weights,
+            "planes": self.layout().describe(),
+            "page_tokens": self.page_tokens,
+            "first_layer": self.first_layer,
+            "layers": self.layers,
+            "head_group": self.head_group,
+            "head_groups": self.head_groups,
+            "salt": self.salt,
+            "request_salt": salt,
+        }
+
+
+# For each kind: the keys it needs, and those it may have besides.
+_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "mha": (("kv_heads", "head_dim"), ("v_head_dim",)),
+    "mla": (("kv_lora_rank", "rope_dim"), ("mla_split",)),
+    "planes": (("planes",), ()),
+}
+_HINTS: dict[str, Any] = {
+    "mha": "mha needs kv_heads and head_dim, and may have v_head_dim",
+    "mla": "mla needs kv_lora_rank and rope_dim, and may have mla_split",
+    "planes": "planes needs a list of planes, and every layer needs one",
+}

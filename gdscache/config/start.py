@@ -1,0 +1,128 @@
+"""`gdscache config init ENGINE`: a configuration to begin with, for an inference engine that knows its model itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gdscache.config import load_config
+from gdscache.config.engines import WRITTEN_FOR, InferenceEngine, Sizes
+from gdscache.errors import ConfigFileError, GdsCacheError, InvalidValueError
+from gdscache.sizes import GIB, MIB, about, format_size, parse_size
+
+_DIRECTORY = "~/.cache/gdscache/{engine}/{{rank}}"
+_STEP = 64 * MIB  # sizes that follow from the machine are whole numbers of it
+_MOST_CPU, _MOST_SSD = 64 * GIB, 512 * GIB
+_LEAST = 256 * MIB
+_SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # to check what is written with
+
+
+def init(
+    engine: Annotated[InferenceEngine, typer.Argument(help="The inference engine that reads it.")],
+    file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("gdscache.yaml"),
+    cpu: Annotated[str | None, typer.Option("--cpu", metavar="SIZE", help="cpu.capacity, e.g. 32GiB.")] = None,
+    ssd: Annotated[str | None, typer.Option("--ssd", metavar="SIZE", help="ssd.capacity, e.g. 500GiB.")] = None,
+    directory: Annotated[str | None, typer.Option("--dir", help="ssd.path: a directory on a fast local disk.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write a configuration for an inference engine, and print the command that uses it.
+
+    Sizes that are not given follow from this machine: a quarter of the memory that is available, half of the disk's
+    free space. The file is checked before it is written, and never written over another one without --force.
+    """
+    if directory is None:
+        directory = _DIRECTORY.format(engine=engine.value)
+    if not directory.startswith(("/", "~", "$")):
+        directory = str(Path.cwd() / directory)  # the engine may start elsewhere
+    written_for = WRITTEN_FOR[engine]
+    if cpu is not None and not written_for.cpu:
+        raise InvalidValueError("--cpu is given, and HiCache keeps pages in host memory itself", "leave --cpu out")
+    sizes = choose(cpu, ssd, directory)
+    text = written_for.text(sizes, directory)
+    target = file.expanduser()
+    _write(target, text, force=force)
+    absolute = str(target.resolve())
+    command = written_for.command(absolute)
+    if as_json:
+        said: dict[str, Any] = {"engine": engine.value, "file": absolute, "ssd_bytes": sizes.ssd}
+        said |= {"cpu_bytes": sizes.cpu} if written_for.cpu else {}
+        said |= {written_for.option: json.loads(command[-1]), "command": command}
+        typer.echo(json.dumps(said, indent=2))
+        return
+    typer.echo(f"{absolute}: written")
+    if written_for.cpu:
+        typer.echo(f"  cpu.capacity {format_size(sizes.cpu)}: {sizes.cpu_reason}")
+    typer.echo(f"  ssd.capacity {format_size(sizes.ssd)} in {directory}: {sizes.ssd_reason}")
+    typer.echo(f"\nStart {written_for.name} with\n")
+    typer.echo(f"  {shlex.join(command)}")
+
+
+def choose(cpu: str | None, ssd: str | None, directory: str) -> Sizes:
+    """The sizes that were given, or what suits this machine. Raises `InvalidValueError` for what is no size."""
+    cpu_bytes, cpu_reason = _given(cpu, "--cpu") or _of_memory()
+    ssd_bytes, ssd_reason = _given(ssd, "--ssd") or _of_disk(directory)
+    return Sizes(cpu_bytes, ssd_bytes, cpu_reason, ssd_reason)
+
+
+def _given(size: str | None, option: str) -> tuple[int, str] | None:
+    if size is None:
+        return None
+    try:
+        return parse_size(size), "as asked for"
+    except ValueError as error:
+        raise InvalidValueError(f"{option} is {size!r}: {error}", "write a size as 32GiB") from None
+
+
+def _of_memory() -> tuple[int, str]:
+    from gdscache.runtime.allocation import host_bytes
+
+    there = host_bytes()
+    if there is None:
+        return 4 * GIB, "the system does not say how much memory there is"
+    return _whole(there // 4, _MOST_CPU), f"a quarter of the memory that is available, {about(there)}"
+
+
+def _of_disk(directory: str) -> tuple[int, str]:
+    place = Path(os.path.expandvars(directory)).expanduser()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    status = os.statvfs(place)
+    free = status.f_bavail * status.f_frsize
+    return _whole(free // 2, _MOST_SSD), f"half of what is free there, {about(free)}"
+
+
+def _whole(nbytes: int, most: int) -> int:
+    step = GIB if nbytes >= 4 * GIB else _STEP
+    return max(_LEAST, min(most, nbytes // step * step))
+
+
+def _write(file: Path, text: str, *, force: bool) -> None:
+    """Check a configuration and put it into a file: whole, or not at all."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        if not force and (file.exists() or file.is_symlink()):
+            raise ConfigFileError(f"{file} is there already", "name another file, or pass --force")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            load_config(beside, model=_SAMPLE)
+            if force:
+                beside.replace(file)
+            else:
+                os.link(beside, file)  # which fails where somebody was faster
+        finally:
+            beside.unlink(missing_ok=True)
+    except FileExistsError:
+        raise ConfigFileError(f"{file} is there already", "name another file, or pass --force") from None
+    except OSError as error:
+        raise ConfigFileError(
+            f"{file}: cannot be written: {error.strerror}", "name a file in a directory of yours"
+        ) from None
+    except GdsCacheError as error:
+        message = error.message.replace(str(beside), "what would be written")
+        raise type(error)(message, error.hint) from None

@@ -1,0 +1,1 @@
+"""CUDA: the driver by ctypes, streams and fences, page-locked host memory."""

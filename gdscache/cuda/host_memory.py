@@ -1,0 +1,184 @@
+"""Host memory that the tiers keep their bytes in: page-aligned, of an exact size, page-locked where CUDA is."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import mmap
+import os
+from typing import Literal
+
+import numpy as np
+import torch
+
+from gdscache.cuda.driver import Driver
+from gdscache.errors import CapacityError, DeviceError, EngineClosedError, PinnedMemoryError
+from gdscache.runtime.allocation import allocating
+from gdscache.runtime.threads import Workers
+
+HOST_PAGE = 4096
+MAX_REGISTRATION = 4 << 30
+
+Pin = Literal["auto", "on", "off"]
+
+_HOST = torch.device("cpu")
+_TOUCH_BYTES = 64 << 20
+_log = logging.getLogger("gdscache.cuda.host_memory")
+
+
+class HostBuffer:
+    """Exactly `nbytes` of anonymous, zeroed, page-aligned host memory.
+
+    `pin="auto"` page-locks the memory where CUDA is available and goes on without when the driver refuses (one warning
+    names the cause, `pinned` is False); `"on"` raises `PinnedMemoryError` instead; `"off"` leaves it pageable. The lock
+    is taken on the current CUDA device and holds for all of them.
+
+    Every page is backed when the constructor returns.
+
+    Registrations are at most 4 GiB each. One CUDA copy must not cross from one registration into the next, so pass
+    the size of what is copied at once as `unit` (bytes, at most 4 GiB): borders then fall on multiples of it.
+
+    Raises `CapacityError` for a size below one byte, and `NoMemoryError`, which names `setting`, when there is less.
+    """
+
+    def __init__(
+        self, nbytes: int, pin: Pin = "auto", unit: int = HOST_PAGE, *, setting: str = "a host buffer"
+    ) -> None:
+        if nbytes < 1:
+            raise CapacityError(f"a host buffer of {nbytes} bytes was asked for", "give the tier at least one page")
+        if not 1 <= unit <= MAX_REGISTRATION:
+            raise CapacityError(f"the unit of a host buffer is {unit} bytes", f"use 1 ... {MAX_REGISTRATION}")
+        with allocating(setting, nbytes, _HOST):
+            self._map: mmap.mmap | None = _map(nbytes)
+        self.nbytes = nbytes
+        self._step = MAX_REGISTRATION // unit * unit  # bytes of a registration
+        _advise_huge_pages(self._map)
+        _touch(self._map)
+        # The tensor takes its bytes through a view that nobody else can release: torch keeps the object alive but not
+        # its buffer export, and without an export mmap would unmap the memory below a living tensor.
+        self._tensor: torch.Tensor | None = torch.frombuffer(memoryview(self._map), dtype=torch.uint8)
+        self._view: memoryview | None = memoryview(self._map)
+        self.address = self._tensor.data_ptr()
+        self._registered: list[int] = []
+        if pin != "off":
+            cause = self._register()
+            if cause and pin == "on":
+                self.close()
+                raise PinnedMemoryError(
+                    f"{nbytes} bytes of host memory cannot be page-locked: {cause}",
+                    "set pin to auto or off, make the pool smaller, or raise the locked-memory limit (ulimit -l)",
+                )
+            if cause and torch.cuda.is_available():
+                _log.warning("host memory of %d bytes stays pageable: %s", nbytes, cause)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the memory is page-locked now."""
+        return bool(self._registered)
+
+    @property
+    def registration_bytes(self) -> int:
+        """Bytes of each page-locked registration (the last may have fewer); 0 where there is one or none."""
+        return self._step if len(self._registered) > 1 else 0
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bytes as a uint8 tensor of shape (nbytes,), sharing the memory."""
+        if self._tensor is None:
+            raise _closed()
+        return self._tensor
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes as a writable memoryview, sharing the memory."""
+        if self._view is None:
+            raise _closed()
+        return self._view
+
+    def close(self) -> None:
+        """Give the page-lock and the memory back; again is fine.
+
+        Views and tensors that others still hold stay valid: the memory goes with the last of them. The caller sees to
+        it that no CUDA copy and no I/O is in flight.
+        """
+        self._unregister()
+        self._tensor = self._view = None
+        region, self._map = self._map, None
+        if region is not None:
+            try:
+                region.close()
+            except BufferError:
+                _log.debug("%d bytes of host memory are still in use; they go with the last view", self.nbytes)
+
+    def __enter__(self) -> HostBuffer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _register(self) -> str:
+        """Page-lock all of it or nothing; the cause of a refusal, or an empty string.
+
+        By the driver, and not by torch's runtime: a refusal there would be raised again by torch's next operation.
+        """
+        if not torch.cuda.is_available():
+            return "CUDA is not available"
+        driver = _driver()
+        for offset in range(0, self.nbytes, self._step):
+            size = min(self._step, self.nbytes - offset)
+            try:
+                driver.page_lock(self.address + offset, size)
+            except DeviceError as error:
+                self._unregister()
+                return f"{error.message}, for {size} bytes at offset {offset}"
+            self._registered.append(self.address + offset)
+        return ""
+
+    def _unregister(self) -> None:
+        if not self._registered:
+            return
+        driver = _driver()
+        while self._registered:
+            try:
+                driver.page_unlock(self._registered.pop())
+            except DeviceError as error:
+                _log.warning("memory stays page-locked: %s", error.message)
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(error.strerror) from error
+
+
+def _advise_huge_pages(region: mmap.mmap) -> None:
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None:
+        return
+    try:
+        region.madvise(advice)
+    except OSError as error:
+        _log.debug("the kernel gives no huge pages: %s", error)
+
+
+def _touch(region: mmap.mmap) -> None:
+    """Have the kernel back every page now, with several threads: a first touch in the serving path costs far more."""
+    pages = np.frombuffer(memoryview(region), np.uint8)[::HOST_PAGE]
+    step = _TOUCH_BYTES // HOST_PAGE
+    chunks = [pages[at : at + step] for at in range(0, len(pages), step)]
+    if len(chunks) == 1:
+        chunks[0].fill(0)
+        return
+    threads = Workers(min(8, os.cpu_count() or 1, len(chunks)), "gdscache-touch")
+    for chunk in chunks:
+        threads.submit(functools.partial(chunk.fill, 0))
+    threads.shutdown()
+
+
+def _driver() -> Driver:
+    return Driver(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the host buffer was closed", "keep the owner open while its memory is used")

@@ -1,0 +1,154 @@
+"""Devices, streams and fences: the few CUDA facts that the rest of the engine needs, with their CPU counterparts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, Union
+
+import torch
+
+from gdscache import arguments
+from gdscache.errors import DeadlineError, DeviceError, InvalidValueError
+from gdscache.runtime.threads import Flag
+
+if TYPE_CHECKING:
+    from gdscache.native.gpu import Point
+
+_T = TypeVar("_T")
+Event = Union[torch.cuda.Event, "Point", None]  # None: on a CPU-only engine everything queued is already done
+
+
+class Landed(NamedTuple):
+    """Copies that are queued, and done when `event` is (None: they are, or never will be)."""
+
+    event: Event
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that `auto`, `cpu`, `cuda` or `cuda:N` means here. Raises `DeviceError` where there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError(f"gpu.device is {name!r} and torch sees no CUDA device", "set gpu.device to auto or cpu")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"gpu.device is {name!r}, there are {torch.cuda.device_count()} devices", "count from 0")
+    return torch.device("cuda", index)
+
+
+def record(device: torch.device) -> Event:
+    """An event after the work so far on the caller's current stream."""
+    if device.type == "cpu":
+        return None
+    return record_on(torch.cuda.current_stream(device))
+
+
+def given(after: object, device: torch.device) -> Event:
+    """The event that a caller passed, or, for None, one after the work so far on the current stream.
+
+    Raises `InvalidValueError` for anything else.
+    """
+    if after is None:
+        return record(device)
+    if not isinstance(after, torch.cuda.Event):
+        raise InvalidValueError(
+            f"after is {arguments.shown(after)}", "pass a torch.cuda.Event, or None: the current stream's work"
+        )
+    return after
+
+
+def record_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event after the work so far on a stream."""
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+def on_stream_of_caller(device: torch.device, work: Callable[[], _T]) -> Callable[[], _T]:
+    """`work`, to be done in another thread, in which the caller's current stream is the current one."""
+    if device.type == "cpu":
+        return work
+    stream = torch.cuda.current_stream(device)
+
+    def elsewhere() -> _T:
+        with torch.cuda.stream(stream):
+            return work()
+
+    return elsewhere
+
+
+class Fence:
+    """Work that is queued by another thread and done later still. One writer signals it once; anybody waits."""
+
+    __slots__ = ("_event", "_flag", "_lands", "queued")
+
+    @property
+    def watched(self) -> bool:
+        """Whether who waits asks for the work itself."""
+        return self._lands is not None
+
+    def __init__(self) -> None:
+        self.queued = False  # True when the work was signalled, done or not
+        self._event: Event = None
+        self._lands: Callable[[float], Landed | None] | None = None
+        self._flag = Flag()
+
+    def watch(self, lands: Callable[[float], Landed | None]) -> None:
+        """From now on who waits asks `lands(seconds)`, which waits until the work is queued; None where it is not."""
+        self._lands = lands
+        self._flag.set()
+
+    def signal(self, event: Event = None) -> None:
+        """The work is queued, and done when `event` is (None: it is done). Later signals change nothing."""
+        if not self.queued:
+            self._event = event
+            self.queued = True
+            self._flag.set()
+
+    def done(self) -> bool:
+        """True when the work is finished; never waits."""
+        if not self.queued and self._lands is not None:
+            self._ask(self._lands, 0.0)
+        return self.queued and (self._event is None or bool(self._event.query()))
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Order the current stream after the work: the thread waits until it is queued, the stream until it is done.
+
+        Raises `DeadlineError` when the work is not queued within `seconds`, `InvalidValueError` for no number.
+        """
+        self._wait_queued(seconds)
+        if isinstance(self._event, torch.cuda.Event):
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
+        elif self._event is not None:
+            self._event.wait()
+
+    def synchronize(self, seconds: float | None = None) -> None:
+        """The calling thread waits until the work is done. Raises `DeadlineError` when it is not queued in time."""
+        self._wait_queued(seconds)
+        if self._event is not None:
+            self._event.synchronize()
+
+    def _wait_queued(self, seconds: float | None) -> None:
+        limit = arguments.seconds(seconds)
+        if self.queued:
+            return
+        start = time.monotonic()
+        woken = self._flag.wait(limit)
+        if woken and not self.queued and self._lands is not None:
+            left = threading.TIMEOUT_MAX if limit is None else limit - (time.monotonic() - start)
+            woken = self._ask(self._lands, left)
+        if not woken:
+            waited = time.monotonic() - start
+            raise DeadlineError(f"not ready after {waited:.1f} s", "raise load.deadline, or see stats() for what hangs")
+
+    def _ask(self, lands: Callable[[float], Landed | None], seconds: float) -> bool:
+        """Whether the work is queued within so many seconds."""
+        landed = lands(seconds)
+        if landed is not None:
+            self.signal(landed.event)
+        return landed is not None

@@ -1,0 +1,347 @@
+"""The durable index of the SSD tier: which page lies in which slot. SQLite in WAL mode; docs/format.md has the format.
+
+A row is committed after its bytes are written and before its key becomes visible, and a slot is reused only after the
+deletion of its row is committed. So a kill at any instant leaves rows that are whole and whose bytes are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import logging
+import math
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.disk import catalog_file
+from gdscache.disk.catalog_file import CorruptCatalogError
+from gdscache.disk.conversion import convert
+from gdscache.disk.namespaces import descriptions, prune
+from gdscache.disk.recovery import LAST_MILLISECOND, Recovered, delete_pages, scan
+from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, SlotRangeError
+from gdscache.pages.checksum import MOST_SUMS
+
+__all__ = ["Catalog", "Durability", "PageRecord", "Recovered"]
+
+log = logging.getLogger("gdscache.disk.catalog")
+
+Durability = Literal["process", "power"]
+
+LOOKUP_SLOTS = 256  # slots a query while reading checksums
+SHORTEST_STRETCH = 8  # slots in a row that are worth a query of their own
+PRUNE_NAMESPACES = 1024  # so many new ones are written before unused ones are looked for
+NOTHING: Mapping[int, tuple[int, float | None]] = {}
+_ROWS = 128  # of one statement, which may have 999 values
+# What is not of a whole page's size is not read: it can be as large as a file can be.
+WHOLE_SUMS = f"typeof(sums) = 'blob' AND length(sums) % 8 = 0 AND length(sums) <= {MOST_SUMS * 8}"
+STRETCH = f"SELECT slot, sums FROM checksums WHERE slot BETWEEN ? AND ? AND {WHOLE_SUMS}"
+LOOKUP = f"SELECT slot, sums FROM checksums WHERE slot IN ({', '.join('?' * LOOKUP_SLOTS)}) AND {WHOLE_SUMS}"
+
+
+class PageRecord(NamedTuple):
+    """One page in one slot. `key`, `parent` and `namespace` are 32 bytes each; the parent of a first page is the
+    namespace. `length` is the page's bytes without padding; `checksums` is uint64 of shape (layers,), bound to the key
+    (`checksum.bound`). `expires`: seconds since the epoch, kept in whole milliseconds (rounded down); None: never."""
+
+    slot: int
+    key: bytes
+    parent: bytes
+    namespace: bytes
+    length: int
+    recency: int
+    checksums: npt.NDArray[np.uint64]
+    priority: int = 0
+    expires: float | None = None
+
+
+class Catalog:
+    """The catalogue of one cache directory. Use `Catalog.open`; the directory must be owned (`CacheDirectory`).
+
+    Thread-safe: one connection writes and one reads, each under its own lock. After `close` every method raises
+    `EngineClosedError`; an error of the disk is raised as `IOFailedError`.
+    """
+
+    def __init__(self, directory: Path, extent_bytes: int, durability: Durability) -> None:
+        self.path = directory / catalog_file.CATALOG_NAME
+        self._directory = directory
+        self._extent_bytes = extent_bytes
+        self._synchronous = "FULL" if durability == "power" else "NORMAL"
+        self._write_lock = threading.Lock()
+        self._read_lock = threading.Lock()
+        self._writer: sqlite3.Connection | None = None
+        self._reader: sqlite3.Connection | None = None
+        self._pid = os.getpid()
+        self._namespace_ids: dict[bytes, int] = {}
+        self._set_aside: Path | None = None
+
+    @classmethod
+    def open(cls, directory: Path, *, extent_bytes: int, durability: Durability) -> Catalog:
+        """Open or make `directory/catalog.sqlite` for extents of `extent_bytes`.
+
+        `durability`: `process` survives any kill of the process, `power` a loss of power too (each commit is flushed).
+        A corrupt catalogue is moved aside and an empty one takes its place; `recover` says where it went. Raises
+        `CatalogVersionError`, `ExtentSizeError`, `NotARegularFileError`, `InvalidValueError`, `IOFailedError`.
+        """
+        if durability not in ("process", "power"):
+            raise InvalidValueError(f"durability is {durability!r}", "set ssd.durability to process or power")
+        catalog = cls(directory, extent_bytes, durability)
+        try:
+            catalog._connect()
+        except CorruptCatalogError as error:
+            catalog._rebuild(error, lambda connection: catalog_file.check(connection, catalog.path, extent_bytes))
+        return catalog
+
+    def recover(self, slots: int, now: float = -math.inf) -> Recovered:
+        """All pages in slots below `slots`; every other row, any that is not whole, and what has expired by `now`
+        (seconds since the epoch), is deleted.
+
+        Call it once, after `open` and before anything else. `slots` is how many leading slots have their bytes
+        (`Slab.valid_slots`). Namespaces without pages are forgotten, some thousands a call. Checksums stay on disk.
+        """
+        with self._write_lock:
+            try:
+                with catalog_file.sqlite_errors(self.path, "read"):
+                    with self._transaction() as writer:
+                        recovered = scan(writer, slots, self._extent_bytes, self._set_aside, now)
+                    self._namespace_ids = {}
+                    return recovered
+            except CorruptCatalogError as error:
+                self._close_connections()
+                self._rebuild(error, lambda copy: scan(copy, slots, self._extent_bytes, None, now))
+                return Recovered(set_aside=self._set_aside)
+
+    def commit(
+        self,
+        insert: Sequence[PageRecord],
+        delete: Sequence[int],
+        touch: Mapping[int, int],
+        retain: Mapping[int, tuple[int, float | None]] = NOTHING,
+    ) -> None:
+        """One transaction: rows of the slots in `delete` go, `insert` is added, then `touch` sets slot → recency, and
+        `retain` slot → (priority, expires).
+
+        All of it is durable when this returns, and none of it when it raises. A slot that still has a row cannot be
+        inserted (`SlotRangeError`); deleting, touching or retaining a slot without a row does nothing.
+        """
+        if not (len(insert) or len(delete) or len(touch) or len(retain)):
+            return
+        with self._write_lock, self._in_use("written"):
+            try:
+                with self._transaction() as writer:
+                    delete_pages(writer, delete)
+                    ids = self._register(writer, {record.namespace for record in insert})
+                    _insert(
+                        writer,
+                        "INSERT INTO pages(slot, key, parent, namespace, length, recency)",
+                        [
+                            (int(r.slot), r.key, r.parent, ids[r.namespace], int(r.length), int(r.recency))
+                            for r in insert
+                        ],
+                    )
+                    _insert(
+                        writer,
+                        "INSERT OR REPLACE INTO checksums(slot, sums)",
+                        [(int(r.slot), r.checksums.astype("<u8", copy=False).tobytes()) for r in insert],
+                    )
+                    writer.executemany(
+                        "UPDATE pages SET recency = ? WHERE slot = ?", [(int(r), int(s)) for s, r in touch.items()]
+                    )
+                    _retain(
+                        writer, {r.slot: (r.priority, r.expires) for r in insert if r.priority or r.expires is not None}
+                    )
+                    _retain(writer, retain)
+                self._namespace_ids = ids
+                with self._read_lock:
+                    catalog_file.bound_log(self._connection(self._writer), self.path)
+            except sqlite3.IntegrityError as error:
+                raise SlotRangeError(f"a slot that still has a page was written: {error}", "delete it first") from error
+
+    def checksums(self, slots: Sequence[int]) -> list[npt.NDArray[np.uint64] | None]:
+        """What is stored for `slots`, bound to whatever keys: uint64 of shape (layers,) each; None where there is
+        nothing that can be checksums."""
+        found = {
+            slot: np.frombuffer(sums, "<u8").astype(np.uint64, copy=False) for slot, sums in self._checksum_blobs(slots)
+        }
+        return [found.get(slot) for slot in slots]
+
+    def checksum_rows(self, slots: Sequence[int], layers: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """The slots among `slots` with checksums of `layers` layers, and these as they are stored, bound to whatever
+        keys: uint64 of shape (found, layers)."""
+        whole = [(slot, sums) for slot, sums in self._checksum_blobs(slots) if len(sums) == 8 * layers]
+        found = np.array([slot for slot, _ in whole], dtype=np.int64)
+        values = np.frombuffer(b"".join(sums for _, sums in whole), "<u8").astype(np.uint64, copy=False)
+        return found, values.reshape(len(whole), layers)
+
+    def _checksum_blobs(self, slots: Sequence[int]) -> list[tuple[int, bytes]]:
+        """(slot, what can be its checksums). Slots in a row are read with one query, the others many with one."""
+        rows: list[tuple[int, bytes]] = []
+        ordered = np.asarray(slots, dtype=np.int64)
+        if (np.diff(ordered) <= 0).any():
+            ordered = np.array(sorted(set(slots)), dtype=np.int64)
+        runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
+        single = [slot for run in runs if len(run) < SHORTEST_STRETCH for slot in run.tolist()]
+        with self._read_lock, self._in_use("read"):
+            reader = self._connection(self._reader)
+            for run in runs:
+                if len(run) >= SHORTEST_STRETCH:
+                    rows += reader.execute(STRETCH, (int(run[0]), int(run[-1]))).fetchall()
+            for at in range(0, len(single), LOOKUP_SLOTS):
+                some = single[at : at + LOOKUP_SLOTS]
+                rows += reader.execute(LOOKUP, some + [None] * (LOOKUP_SLOTS - len(some))).fetchall()
+        return rows
+
+    def describe_namespace(self, digest: bytes, description: Mapping[str, object]) -> None:
+        """Keep what a namespace is, as JSON, for people who look into the directory."""
+        text = json.dumps(description, sort_keys=True)
+        with self._write_lock, self._in_use("written"):
+            with self._transaction() as writer:
+                ids = self._register(writer, {digest})
+                writer.execute("UPDATE namespaces SET description = ? WHERE digest = ?", (text, digest))
+            self._namespace_ids = ids
+
+    def namespaces(self) -> dict[bytes, dict[str, object]]:
+        """Digest → description (empty where none was given) of the namespaces that the catalogue knows."""
+        with self._read_lock, self._in_use("read"):
+            rows = list(descriptions(self._connection(self._reader)))
+        try:
+            return {digest: json.loads(text or b"{}") for _, digest, text in rows}
+        except (TypeError, ValueError) as error:
+            raise IOFailedError(f"{self.path}: a namespace's description is damaged: {error}") from error
+
+    def count(self) -> int:
+        """Pages in the catalogue."""
+        with self._read_lock, self._in_use("read"):
+            return int(self._connection(self._reader).execute("SELECT count(*) FROM pages").fetchone()[0])
+
+    def rows(self) -> dict[int, bytes]:
+        """Slot → key of every page in the catalogue."""
+        with self._read_lock, self._in_use("read"):
+            return dict(self._connection(self._reader).execute("SELECT slot, key FROM pages"))
+
+    def retentions(self) -> dict[int, tuple[int, float | None]]:
+        """Slot → (priority, expires) of every page that has a retention of its own."""
+        with self._read_lock, self._in_use("read"):
+            rows = self._connection(self._reader).execute("SELECT slot, priority, expires FROM retention").fetchall()
+        return {slot: (priority, None if at is None else at / 1000) for slot, priority, at in rows}
+
+    def close(self) -> None:
+        """Close the catalogue and fold its WAL in; twice is fine."""
+        with self._write_lock:
+            self._close_connections()
+
+    def __enter__(self) -> Catalog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _connect(self) -> None:
+        with contextlib.ExitStack() as undo:
+            opened = catalog_file.open_writer(self.path, self._extent_bytes, self._synchronous)
+            undo.callback(catalog_file.close, opened)
+            writer, reader = opened, catalog_file.open_reader(self.path)
+            undo.callback(catalog_file.close, reader)
+            with catalog_file.sqlite_errors(self.path, "written"):
+                convert(writer, self.path)
+            self._namespace_ids = {}
+            undo.pop_all()
+        self._writer, self._reader = writer, reader
+
+    def _rebuild(self, cause: CorruptCatalogError, judge: Callable[[sqlite3.Connection], object]) -> None:
+        """Set the catalogue aside and begin an empty one, where its own bytes say what SQLite says of them."""
+        if not catalog_file.is_corrupt(self.path, judge):
+            raise IOFailedError(
+                f"{cause}; but read again, byte by byte, it is sound: reads fail here from time to time",
+                "see the kernel log for the device, and open the engine again: nothing was changed",
+                errno.EIO,
+            ) from cause
+        self._set_aside = catalog_file.set_aside(self.path)
+        log.error("%s: set aside as %s; the SSD tier starts empty", cause, self._set_aside)
+        try:
+            self._connect()
+        except CorruptCatalogError as error:
+            raise IOFailedError(
+                f"{error}, which was made just now: reads fail here", "see the kernel log for the device", errno.EIO
+            ) from error
+
+    def _close_connections(self) -> None:
+        with self._read_lock:
+            writer, reader = self._writer, self._reader
+            self._writer = self._reader = None
+            for connection in (reader, writer):
+                if connection is not None and os.getpid() == self._pid:  # a forked child only forgets them
+                    catalog_file.close(connection)
+
+    def _connection(self, connection: sqlite3.Connection | None) -> sqlite3.Connection:
+        if connection is None:
+            raise EngineClosedError(f"the catalogue {self.path} is closed", "open the engine again")
+        return connection
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        writer = self._connection(self._writer)
+        with writer:  # commits, or rolls back when the block or the commit raises
+            writer.execute("BEGIN IMMEDIATE")
+            yield writer
+
+    @contextlib.contextmanager
+    def _in_use(self, what: str) -> Iterator[None]:
+        """A catalogue that turns out corrupt in use is only marked: the next open sets it aside."""
+        try:
+            with catalog_file.sqlite_errors(self.path, what):
+                yield
+        except CorruptCatalogError as error:
+            log.error("%s; it is set aside at the next open", error)
+            catalog_file.mark_suspect(self.path)
+            raise IOFailedError(str(error), "close and open the engine: its SSD tier then starts empty") from error
+
+    def _register(self, writer: sqlite3.Connection, digests: set[bytes]) -> dict[bytes, int]:
+        """Ids of the known namespaces and `digests`, within a transaction; the caller keeps them when it commits."""
+        known = self._namespace_ids
+        if digests <= known.keys():
+            return known
+        if len(known) + len(digests) > PRUNE_NAMESPACES:
+            prune(writer, {namespace for (namespace,) in writer.execute("SELECT DISTINCT namespace FROM pages")})
+            known = {}
+        new = [(digest,) for digest in digests - known.keys()]
+        writer.executemany("INSERT OR IGNORE INTO namespaces(digest, description) VALUES (?, '{}')", new)
+        find = "SELECT id FROM namespaces WHERE digest = ?"
+        return known | {row[0]: writer.execute(find, row).fetchone()[0] for row in new}
+
+
+def _insert(writer: sqlite3.Connection, into: str, rows: Sequence[tuple[object, ...]]) -> None:
+    """Add rows, many with one statement: SQLite gives up the interpreter's lock at each step of one, and whoever gives
+    it up may wait for it."""
+    for first in range(0, len(rows), _ROWS):
+        some = rows[first : first + _ROWS]
+        values = f"({', '.join('?' * len(some[0]))})"
+        writer.execute(f"{into} VALUES {', '.join([values] * len(some))}", list(itertools.chain.from_iterable(some)))
+
+
+def _retain(writer: sqlite3.Connection, retain: Mapping[int, tuple[int, float | None]]) -> None:
+    default = [(int(slot),) for slot, (priority, expires) in retain.items() if not priority and expires is None]
+    writer.executemany("DELETE FROM retention WHERE slot = ?", default)
+    writer.executemany(
+        "INSERT OR REPLACE INTO retention(slot, priority, expires) SELECT slot, ?, ? FROM pages WHERE slot = ?",
+        [
+            (int(priority), None if expires is None else _milliseconds(expires), int(slot))
+            for slot, (priority, expires) in retain.items()
+            if priority or expires is not None
+        ],
+    )
+
+
+def _milliseconds(seconds: float) -> int:
+    return math.floor(min(max(seconds * 1000, 0), LAST_MILLISECOND))

@@ -1,0 +1,356 @@
+"""The catalogue's file: its schema, how it is made, checked at open, and moved aside when it is corrupt."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import errno
+import logging
+import os
+import sqlite3
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from gdscache.disk import catalog_image
+from gdscache.errors import (
+    CatalogVersionError,
+    DirectoryInUseError,
+    ExtentSizeError,
+    IOFailedError,
+    NotARegularFileError,
+    StripeError,
+)
+from gdscache.pages.checksum import HEAD_GROUPS
+
+log = logging.getLogger("gdscache.disk.catalog")
+
+FORMAT_VERSION = 5
+OLDER = (1, 2, 3, 4)  # versions that are converted to this one
+STRIPED_BEFORE = (2, 4)  # those of them that were of a slab over several directories
+LACKING = {1: ("retention",), 2: ("retention",)}  # tables that an older version does not have
+STRIPE_NAME = "stripe.json"  # is there where a slab lies over several directories
+CATALOG_NAME = "catalog.sqlite"
+NEW_NAME = "catalog.new"
+SUSPECT_NAME = "catalog.suspect"
+CORRUPT_PREFIX = "catalog.corrupt-"
+SIDECARS = ("-wal", "-shm")
+FILE_MODE = 0o600
+
+QUICK_CHECK_BYTES = 16 << 20  # larger catalogues are not walked at open: recovering reads every row anyway
+WAL_PAGES = 4096  # checkpoint after 16 MiB of log
+WAL_BYTES = 32 << 20  # a larger log is checkpointed and cut as soon as the transaction that made it so is committed
+META_ROWS, META_LENGTH = 64, 200  # more rows, or longer values, are no `meta`
+VALUE_BYTES = 16 << 20  # SQLite refuses to read or write a larger value or row
+KEPT_ASIDE = 4  # catalogues that are set aside; the oldest goes for a further one
+BUSY_S = 1.0  # to wait for another program that reads the catalogue while it is opened
+VFS = "unix-excl"  # no other process gets a lock on the file, so that the log's index lies in memory of our own
+
+SCHEMA = {
+    # Every version of the format keeps `meta` as it is: it is read to learn the version.
+    "meta": "CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID",
+    "namespaces": "CREATE TABLE namespaces(id INTEGER PRIMARY KEY, digest BLOB UNIQUE, description TEXT)",
+    "pages": (
+        "CREATE TABLE pages(slot INTEGER PRIMARY KEY, key BLOB, parent BLOB, namespace INTEGER, length INTEGER, "
+        "recency INTEGER)"
+    ),
+    "checksums": "CREATE TABLE checksums(slot INTEGER PRIMARY KEY, sums BLOB)",
+    "retention": "CREATE TABLE retention(slot INTEGER PRIMARY KEY, priority INTEGER, expires INTEGER)",
+}
+
+
+class CorruptCatalogError(Exception):
+    """Internal: the catalogue cannot be used as it is. The caller sets it aside, or marks it for that."""
+
+
+@contextlib.contextmanager
+def sqlite_errors(path: Path, what: str) -> Iterator[None]:
+    """SQLite's errors as `CorruptCatalogError` (the file's content) or `IOFailedError` (everything else).
+
+    The first is SQLite's word only, which it also gives where a read failed: see `is_corrupt`.
+    """
+    try:
+        yield
+    except MemoryError as error:  # as which the module raises SQLITE_NOMEM
+        raise IOFailedError(f"{path} cannot be {what}: out of memory", "free memory", errno.ENOMEM) from error
+    except sqlite3.Error as error:
+        # No code: the error is the module's own, about text that does not decode.
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+        if code == sqlite3.SQLITE_READONLY and os.access(path, os.W_OK):
+            code = sqlite3.SQLITE_CORRUPT  # a header that claims a write version from the future
+        primary = code & 0xFF
+        if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG):
+            raise CorruptCatalogError(f"{path} is corrupt: {error}") from error
+        number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR: errno.EIO}.get(primary)
+        hint = "free space there" if number == errno.ENOSPC else "check the device, and who else uses this file"
+        raise IOFailedError(f"{path} cannot be {what}: {error}", hint, number) from error
+
+
+def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Connection:
+    """The writing connection to a checked catalogue, made if it is missing; of this version or one of `OLDER`.
+
+    Raises `CatalogVersionError`, `ExtentSizeError`, `NotARegularFileError`, `IOFailedError`, `CorruptCatalogError`.
+    """
+    for suffix in SIDECARS:
+        _exists(Path(f"{path}{suffix}"))
+    if not _exists(path):
+        _create(path, extent_bytes)
+    elif path.with_name(SUSPECT_NAME).exists():
+        if is_corrupt(path, lambda connection: check(connection, path, extent_bytes)):
+            raise CorruptCatalogError(f"{path} was found corrupt while it was in use")
+        log.warning("%s: reads failed while it was in use; read again, it is sound, and is kept", path)
+        with _os_errors(path, "opened"):
+            path.with_name(SUSPECT_NAME).unlink()
+    with sqlite_errors(path, "opened"), _nobody_else(path), contextlib.ExitStack() as undo:
+        writer = undo.enter_context(contextlib.closing(_connect(path)))
+        if status(path).st_size <= QUICK_CHECK_BYTES:
+            verdict = writer.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if verdict != "ok":
+                raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
+        check(writer, path, extent_bytes)
+        mode = writer.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise IOFailedError(
+                f"{path}: SQLite cannot use a WAL here (journal mode {mode})",
+                "set ssd.path to a directory on a local file system",
+            )
+        writer.execute(f"PRAGMA synchronous = {synchronous}")
+        writer.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+        writer.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+        with _os_errors(path, "opened"):
+            Path(f"{path}-shm").unlink(missing_ok=True)  # of an engine before this format's, killed: nobody reads it
+        undo.pop_all()
+        return _kept(writer)
+
+
+def open_reader(path: Path) -> sqlite3.Connection:
+    """A second connection, which cannot write."""
+    with sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
+        reader = undo.enter_context(contextlib.closing(_connect(path)))
+        reader.execute("PRAGMA query_only = ON")
+        reader.execute("SELECT name FROM meta").fetchone()  # opens all its files now, not at the first load
+        undo.pop_all()
+        return _kept(reader)
+
+
+def close(connection: sqlite3.Connection) -> None:
+    """Close what `open_writer` or `open_reader` gave, in the process that opened it."""
+    connection.close()
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(connection))
+
+
+def bound_log(writer: sqlite3.Connection, path: Path) -> None:
+    """Fold the log in and cut it, where it is too large. Nobody may read by another connection meanwhile."""
+    try:
+        if os.stat(f"{path}{catalog_image.LOG_SUFFIX}").st_size > WAL_BYTES:
+            writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    except (OSError, sqlite3.Error) as error:  # nothing is lost; the next commit tries again
+        log.warning("%s: the log could not be cut: %s", path, error)
+
+
+def is_corrupt(path: Path, judge: Callable[[sqlite3.Connection], object]) -> bool:
+    """Whether a catalogue that SQLite calls corrupt is: its bytes, each read without an error, are judged in memory.
+
+    `judge` is given a connection to that copy, and raises what SQLite does or `CorruptCatalogError`. Takes twice the
+    catalogue's size in memory. Raises `IOFailedError` where a byte cannot be read or memory is short.
+    """
+    with _os_errors(path, "read"), sqlite_errors(path, "read"):
+        image = catalog_image.read_image(path)
+    if (
+        len(image) >= 20 and image[18:20] != b"\1\1"
+    ):  # of a version from the future, which SQLite reads and never writes
+        return True
+    try:
+        with sqlite_errors(path, "read"), contextlib.closing(catalog_image.open_image(image)) as connection:
+            verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
+            if verdict == "ok":
+                judge(connection)
+    except CorruptCatalogError:
+        return True
+    return bool(verdict != "ok")
+
+
+def kept_aside(directory: Path) -> list[Path]:
+    """The catalogues that were set aside in a directory, the oldest first, without their logs. Raises `OSError`."""
+    names = sorted(name for name in os.listdir(directory) if name.startswith(CORRUPT_PREFIX))
+    return [directory / name for name in names if not name.endswith(SIDECARS)]
+
+
+def set_aside(path: Path) -> Path:
+    """Move a corrupt catalogue and its log to `catalog.corrupt-<UTC time>`. `KEPT_ASIDE` of that kind are kept."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    target = path.with_name(CORRUPT_PREFIX + now)
+    with _os_errors(path, "moved aside"):
+        for older in kept_aside(path.parent)[: 1 - KEPT_ASIDE]:
+            log.warning("%s: the oldest catalogue of %d that were set aside is deleted", older, KEPT_ASIDE)
+            for suffix in ("", *SIDECARS):
+                Path(f"{older}{suffix}").unlink(missing_ok=True)
+        path.replace(target)
+        for suffix in SIDECARS:
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{path}{suffix}").replace(f"{target}{suffix}")
+    return target
+
+
+def mark_suspect(path: Path) -> None:
+    """Leave a note for the next open: this catalogue was found corrupt while it was in use."""
+    try:
+        os.close(os.open(path.with_name(SUSPECT_NAME), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+    except OSError as error:
+        log.error("%s: the note %s cannot be written: %s", path, SUSPECT_NAME, error.strerror)
+
+
+def _exists(path: Path) -> bool:
+    with _os_errors(path, "opened"):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            return False
+    own_file(path, found)
+    return True
+
+
+def own_file(path: Path, found: os.stat_result) -> None:
+    """Refuse what is not a file of the cache's own alone. Raises `NotARegularFileError`."""
+    if not stat.S_ISREG(found.st_mode):
+        raise NotARegularFileError(f"{path} is not a regular file", "remove it, or set another ssd.path")
+    if found.st_nlink > 1:
+        raise NotARegularFileError(
+            f"{path} is a hard link: {found.st_nlink} names lead to its bytes, and they would all be overwritten",
+            f"remove the other names (find their file system -inum {found.st_ino}), put a copy in its place "
+            f"(cp -p {path.name} copy && mv copy {path.name}), or set another ssd.path",
+        )
+
+
+def status(path: Path) -> os.stat_result:
+    """`os.stat` of a catalogue. Raises `IOFailedError`."""
+    with _os_errors(path, "opened"):
+        return path.stat()
+
+
+@contextlib.contextmanager
+def _nobody_else(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise
+        raise DirectoryInUseError(
+            f"{path} is open in another program",
+            f"end that program (fuser {path} names it), or give each engine its own ssd.path",
+        ) from error
+
+
+def _kept(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """Keep a connection from ever being closed but by `close`.
+
+    A forked child has a copy of it, which believes that it has the locks: closed when the child's memory is torn down,
+    it would delete the log under the engine.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+    return connection
+
+
+def _create(path: Path, extent_bytes: int) -> None:
+    """Make an empty catalogue under another name first: `path` is there with all its tables, or not at all."""
+    new = path.with_name(NEW_NAME)
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    meta = [
+        ("format_version", FORMAT_VERSION),
+        ("extent_bytes", extent_bytes),
+        ("head_groups", HEAD_GROUPS),
+        ("striped", int(_striped(path))),
+        ("created", created),
+    ]
+    with _os_errors(path, "made"):
+        new.unlink(missing_ok=True)
+        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+        with sqlite_errors(path, "made"), contextlib.closing(_connect(new)) as connection:
+            connection.execute("PRAGMA journal_mode = OFF")
+            with connection:
+                connection.execute("BEGIN")
+                for sql in SCHEMA.values():
+                    connection.execute(sql)
+                connection.executemany("INSERT INTO meta(name, value) VALUES (?, ?)", meta)
+        for leftover in (*(Path(f"{path}{suffix}") for suffix in SIDECARS), path.with_name(SUSPECT_NAME)):
+            leftover.unlink(missing_ok=True)  # of a catalogue that is gone: SQLite would replay its log into this one
+        new.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    name = f"{path.absolute().as_uri()}?vfs={VFS}"
+    connection = sqlite3.connect(name, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA cell_size_check = ON")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, VALUE_BYTES)
+    return connection
+
+
+def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> int:
+    """The format version of a catalogue, this one or an older one that can be brought to it; all else is refused."""
+    tables = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE substr(name, 1, 7) <> 'sqlite_'"))
+    if tables.get("meta") != SCHEMA["meta"]:
+        raise CorruptCatalogError(f"{path} is not a catalogue: its tables are {sorted(tables)}")
+    meta = integers(connection)
+    version, extent = meta.get("format_version"), meta.get("extent_bytes")
+    if version is None:
+        raise CorruptCatalogError(f"{path} is not a catalogue: it has no format_version")
+    if version != FORMAT_VERSION and version not in OLDER:
+        raise CatalogVersionError(
+            f"{path} has format version {version}; this gdscache reads version {FORMAT_VERSION}",
+            f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
+        )
+    if version == FORMAT_VERSION and meta.get("head_groups", HEAD_GROUPS) != HEAD_GROUPS:
+        raise CatalogVersionError(
+            f"{path} has checksums of {meta['head_groups']} head groups a layer; this gdscache reads {HEAD_GROUPS}",
+            f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
+        )
+    needed = {"extent_bytes", "head_groups", "striped"} if version == FORMAT_VERSION else {"extent_bytes"}
+    wanted = {name: sql for name, sql in SCHEMA.items() if name not in LACKING.get(version, ())}
+    if tables != wanted or needed - meta.keys() or extent is None:
+        raise CorruptCatalogError(f"{path} does not have the tables of format version {version}")
+    striped = meta["striped"] != 0 if version == FORMAT_VERSION else version in STRIPED_BEFORE
+    if striped != _striped(path):
+        which = "missing" if striped else "beside it, and it is the catalogue of a single directory"
+        raise StripeError(
+            f"{path} does not belong to {path.parent} as it is: {STRIPE_NAME} is {which}",
+            f"{'put it back' if striped else 'move it away'}, or start empty: rm -r {path.parent} and the others",
+        )
+    if extent != extent_bytes:
+        raise ExtentSizeError(
+            f"{path.parent} holds extents of {extent:,} bytes, and the model's pages need {extent_bytes:,}",
+            f"set another ssd.path for this model or page_tokens, or start empty: rm -r {path.parent}",
+        )
+    return version
+
+
+def integers(connection: sqlite3.Connection) -> dict[str, int]:
+    """The integers of `meta`, by name. Raises `CorruptCatalogError` where it has more or longer values than it can."""
+    rows = connection.execute(
+        "SELECT name, value FROM meta WHERE length(name) <= ? AND ifnull(length(value), 0) <= ? LIMIT ?",
+        (META_LENGTH, META_LENGTH, META_ROWS),
+    ).fetchall()
+    if len(rows) != connection.execute("SELECT count(*) FROM meta").fetchone()[0]:
+        raise CorruptCatalogError("it is not a catalogue: its table meta has more in it than a catalogue's")
+    return {name: value for name, value in rows if isinstance(value, int)}
+
+
+def _striped(path: Path) -> bool:
+    """Whether the catalogue at `path` must be of a slab over several directories."""
+    return os.path.lexists(path.with_name(STRIPE_NAME))
+
+
+@contextlib.contextmanager
+def _os_errors(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise IOFailedError(
+            f"{path} cannot be {what}: {error.strerror}", "check ssd.path: its space and its owner", error.errno
+        ) from error

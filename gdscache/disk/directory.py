@@ -1,0 +1,257 @@
+"""The SSD tier's directory: made, checked, and owned by one engine at a time.
+
+Ownership is a `flock` on `<path>/lock`, and one on each slab file. The kernel drops them with their holder, so a killed
+owner leaves nothing to clean up; the content of `lock` only says who the holder is. Needs a local file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import shlex
+import socket
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from gdscache.disk.catalog_file import CATALOG_NAME
+from gdscache.disk.catalog_image import LOG_SUFFIX
+from gdscache.disk.locks import FileLock, Watch
+from gdscache.disk.slab import slab_name
+from gdscache.errors import (
+    DirectoryInUseError,
+    DirectoryNotWritableError,
+    DirectoryPermissionsError,
+    NoSpaceError,
+    NotADirectoryPathError,
+    StorageError,
+)
+
+PROBE_PREFIX = ".gdscache-probe-"  # of files that exist while a transport tries what the directory can do
+LOCK_NAME = "lock"
+DIRECTORY_MODE = 0o700
+FOREIGN_WRITE = stat.S_IWGRP | stat.S_IWOTH
+COMMAND_LIMIT = 500  # characters of the owner's command line that are kept
+LOCK_LIMIT = 8192  # bytes of a lock file that are read
+
+
+class CacheDirectory:
+    """A cache directory that this object owns until `close()`. Use `CacheDirectory.open`."""
+
+    def __init__(self, path: Path, watch: Watch) -> None:
+        self.path = path
+        self._watch = watch
+
+    @classmethod
+    def open(cls, path: Path, *, sweep: bool = True) -> CacheDirectory:
+        """Make the directory if it is missing (mode 0700) and take ownership of it.
+
+        An existing directory keeps its mode. `sweep` removes what the probe of a killed owner left.
+
+        Raises `NotADirectoryPathError`, `DirectoryNotWritableError`, `DirectoryInUseError` (another process, or another
+        engine of this one), `DirectoryPermissionsError` (others may write there), `NotARegularFileError` (the lock is a
+        link, also a hard one, or a directory) or `NoSpaceError`.
+        """
+        path = Path(os.path.abspath(path))
+        _make_directory(path)
+        with contextlib.ExitStack() as undo:
+            try:
+                watch = Watch(path)
+                _refuse_foreign_writers(path)
+            except OSError as error:
+                raise _refusal(path, error) from error
+            lock = _lock(path, LOCK_NAME, create=True)
+            watch.locks.append(lock)
+            undo.callback(watch.close)
+            if sweep:
+                _sweep(path)
+            try:
+                os.ftruncate(lock.descriptor, 0)
+                os.pwrite(lock.descriptor, _describe_owner(), 0)
+            except OSError as error:
+                raise _refusal(path, error) from error
+            undo.pop_all()
+        return cls(path, watch)
+
+    @property
+    def closed(self) -> bool:
+        return not self._watch.locks
+
+    def hold_slab(self, number: int) -> None:
+        """Lock slab file `number` too, if it is there. Raises `DirectoryInUseError`, `NotARegularFileError`, ..."""
+        path = self.path / slab_name(number)
+        if all(lock.path != path for lock in self._watch.locks) and os.path.lexists(path):
+            self._watch.locks.append(_lock(self.path, path.name, create=False))
+
+    def watch_catalog(self) -> None:
+        """The catalogue and its log must keep their names from now on. Raises `DirectoryNotWritableError`."""
+        try:
+            for name in (CATALOG_NAME, CATALOG_NAME + LOG_SUFFIX):
+                self._watch.add(self.path / name)
+        except OSError as error:
+            raise _refusal(self.path, error) from error
+
+    def lost(self, *, thorough: bool = False) -> str:
+        """Why the directory is not ours alone any more; "" while it is, and after `close`. See `Watch.lost`."""
+        return "" if self.closed else self._watch.lost(thorough=thorough)
+
+    def close(self) -> None:
+        """Give the directory back; twice is fine. A forked child only lets go of its own copy."""
+        self._watch.close()
+
+    def __enter__(self) -> CacheDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class CacheDirectories:
+    """Several directories that are owned together. Use `CacheDirectories.open`."""
+
+    def __init__(self, owned: Sequence[CacheDirectory]) -> None:
+        self._owned = tuple(owned)
+
+    @classmethod
+    def open(cls, paths: Sequence[Path], *, sweep: bool = True) -> CacheDirectories:
+        """Take ownership of all of `paths`, or of none. Raises what `CacheDirectory.open` does."""
+        with contextlib.ExitStack() as undo:
+            owned = [undo.enter_context(CacheDirectory.open(path, sweep=sweep)) for path in paths]
+            undo.pop_all()
+        return cls(owned)
+
+    def hold_slabs(self) -> None:
+        """Lock the slab files that there are. Before they are opened, and again when those that lacked are made."""
+        for number, directory in enumerate(self._owned):
+            directory.hold_slab(number)
+
+    def watch_catalog(self) -> None:
+        """The catalogue, in the first directory, must keep its name from now on."""
+        self._owned[0].watch_catalog()
+
+    def lost(self, *, thorough: bool = False) -> str:
+        """Why one of the directories is not ours alone any more; "" while all are."""
+        return next(filter(None, (d.lost(thorough=thorough) for d in self._owned)), "")
+
+    def close(self) -> None:
+        """Give all of them back; twice is fine."""
+        for directory in reversed(self._owned):
+            directory.close()
+
+    def __enter__(self) -> CacheDirectories:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=DIRECTORY_MODE)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+        else:
+            path.chmod(DIRECTORY_MODE)
+    except OSError as error:
+        raise _refusal(path, error) from error
+
+
+def _sweep(path: Path) -> None:
+    """Remove the files that a probe of a killed owner left."""
+    try:
+        for name in os.listdir(path):
+            if name.startswith(PROBE_PREFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    (path / name).unlink()
+    except OSError as error:
+        raise _refusal(path, error) from error
+
+
+def _refuse_foreign_writers(path: Path) -> None:
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & FOREIGN_WRITE:
+        who = "everybody" if mode & stat.S_IWOTH else "its group"
+        raise DirectoryPermissionsError(
+            f"{path} has mode {mode:04o}: {who} may write there, and so replace the cache's files and locks, and what "
+            "is loaded from it",
+            f"chmod go-w {path}, or set ssd.path to a directory that only this user may write",
+        )
+
+
+def _lock(directory: Path, name: str, *, create: bool) -> FileLock:
+    """Take a lock in a directory. Raises what `CacheDirectory.open` does."""
+    path = directory / name
+    try:
+        return FileLock.open(path, create=create)
+    except BlockingIOError as error:
+        raise DirectoryInUseError(*_owner_message(directory, name)) from error
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise DirectoryNotWritableError(
+                f"{directory} cannot be locked: {error.strerror}", "set ssd.path to a directory on a local file system"
+            ) from error
+        raise _refusal(directory, error) from error
+
+
+def _describe_owner() -> bytes:
+    owner = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv)[:COMMAND_LIMIT],
+    }
+    return json.dumps(owner).encode()
+
+
+def _owner_message(path: Path, name: str) -> tuple[str, str]:
+    """Message and hint of a refusal. The owner may be between taking the lock and writing its name."""
+    hint = "give each engine its own ssd.path ({rank} expands), or end the other one"
+    if name != LOCK_NAME:
+        return f"{path} is in use by a process that has lost {path / LOCK_NAME}: it still holds {path / name}", hint
+    try:
+        owner = json.loads(_content(path / name))
+        pid, host = int(owner["pid"]), str(owner["host"])
+        started, command = str(owner["started"]), str(owner["command"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{path} is in use by a process that has not said its name yet", hint
+    if host == socket.gethostname() and not os.path.exists(f"/proc/{pid}"):
+        hint = f"process {pid} has ended, but a process it forked still holds the lock; end that one"
+    who = "this process" if pid == os.getpid() else f"process {pid}"
+    return f"{path} is in use by {who} (pid {pid} on {host}, since {started}): {command}", hint
+
+
+def _content(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return os.pread(fd, LOCK_LIMIT, 0)
+    finally:
+        os.close(fd)
+
+
+def _refusal(path: Path, error: OSError) -> StorageError:
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        return NotADirectoryPathError(
+            f"{path} (or a parent of it) exists and is not a directory", "set ssd.path to a directory"
+        )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpaceError(f"{path}: {error.strerror}", "free space or inodes there, or set another ssd.path")
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return DirectoryNotWritableError(
+            f"{path} cannot be opened: {error.strerror}",
+            "raise the limit of open files (ulimit -n), or lower ssd.threads",
+        )
+    return DirectoryNotWritableError(
+        f"{path} cannot be made or written: {error.strerror}", "set ssd.path to a directory that this user may write"
+    )

@@ -1,0 +1,138 @@
+"""Locks on files of a cache directory, and how one that is lost is noticed.
+
+A `flock` is on a file, and whoever looks for it goes by a name: a lock whose name is gone, or names another file, keeps
+nobody out any more. Names are looked up again before anything is written, and at times while pages are read, which
+costs an `os.stat`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from gdscache.disk.catalog_file import own_file
+from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
+
+FILE_MODE = 0o600
+QUIET_NS = 100_000_000  # a directory that changed less than this ago may change again without its time telling
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+class FileLock:
+    """An exclusive lock on a file, until `close`. Use `FileLock.open`."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        found = os.fstat(descriptor)
+        self._file = (found.st_dev, found.st_ino)
+        self._pid = os.getpid()
+
+    @classmethod
+    def open(cls, path: Path, *, create: bool) -> FileLock:
+        """Lock a file. Raises `BlockingIOError` where somebody has it, `OSError` where it cannot be opened or locked,
+        `NotARegularFileError` for a link (a hard one too), a directory or a device."""
+        flags = os.O_RDWR | (os.O_CREAT if create else 0) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            descriptor = os.open(path, flags, FILE_MODE)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise NotARegularFileError(
+                    f"{path} is not a regular file", "remove it, or set another ssd.path"
+                ) from error
+            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            own_file(path, os.fstat(descriptor))
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            undo.pop_all()
+        return cls(path, descriptor)
+
+    def lost(self, *, thorough: bool) -> str:
+        """Why the lock keeps nobody out any more; "" while it does. `thorough`: the descriptor is looked at, too."""
+        why = renamed(self.path, self._file)
+        if why or not thorough:
+            return why
+        try:
+            found = os.fstat(self.descriptor)
+            if (found.st_dev, found.st_ino) != self._file:
+                return f"the descriptor of {self.path} was closed by somebody else"
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # takes it again where it was given up for us
+        except BlockingIOError:
+            return f"another process has locked {self.path}"
+        except OSError as error:
+            return f"the lock on {self.path} cannot be kept: {error.strerror}"
+        return ""
+
+    def close(self) -> None:
+        """Give the lock back. A forked child only lets go of its own copy."""
+        try:
+            found = os.fstat(self.descriptor)
+            if (found.st_dev, found.st_ino) != self._file:
+                return  # the number is somebody else's file by now
+            if os.getpid() == self._pid:
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # explicit: a forked child may hold a copy
+            os.close(self.descriptor)
+        except OSError as error:
+            if error.errno != errno.EBADF:  # closed by somebody else
+                raise DirectoryNotWritableError(f"{self.path} cannot be closed: {error.strerror}") from error
+
+
+def renamed(path: Path, file: tuple[int, int]) -> str:
+    """Why `path` does not name `file` (device and inode) any more; "" where it does, or nothing can be said."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError as error:
+        return f"{path} is gone" if error.errno in _GONE else ""
+    return "" if (found.st_dev, found.st_ino) == file else f"{path} is another file than the one that was opened"
+
+
+class Watch:
+    """A directory that is owned: its locks, and the files in it that must keep their names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.locks: list[FileLock] = []
+        found = os.stat(path)
+        self._directory = (found.st_dev, found.st_ino)
+        self._files: list[tuple[Path, tuple[int, int]]] = []
+        self._quiet = -1  # the directory's time of change when all names in it were right, if it cannot mislead
+
+    def add(self, path: Path) -> None:
+        """A file of the directory whose name must stay. Raises `OSError`."""
+        found = os.stat(path, follow_symlinks=False)
+        self._files.append((path, (found.st_dev, found.st_ino)))
+
+    def lost(self, *, thorough: bool) -> str:
+        """Why the directory is not ours alone any more; "" while it is.
+
+        One `os.stat` while no name in the directory changed; `thorough`: everything is looked at anyway.
+        """
+        try:
+            found = os.stat(self.path)
+        except OSError as error:
+            return f"{self.path} is gone" if error.errno in _GONE else ""
+        if (found.st_dev, found.st_ino) != self._directory:
+            return f"{self.path} is another directory than the one that was opened"
+        if not thorough and found.st_mtime_ns == self._quiet:
+            return ""
+        for lock in self.locks:
+            if why := lock.lost(thorough=thorough):
+                return why
+        for path, file in self._files:
+            if why := renamed(path, file):
+                return why
+        self._quiet = found.st_mtime_ns if time.time_ns() - found.st_mtime_ns > QUIET_NS else -1
+        return ""
+
+    def close(self) -> None:
+        """Give the locks back, the first one last; twice is fine."""
+        locks, self.locks = self.locks, []
+        self._files = []
+        with contextlib.ExitStack() as last_to_first:
+            for lock in locks:
+                last_to_first.callback(lock.close)

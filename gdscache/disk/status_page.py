@@ -1,0 +1,246 @@
+"""The status page of a cache directory that is in use: 4 KiB that its owner rewrites every second.
+
+Written by a thread of its own that takes no lock of the engine, so that an engine that hangs can be looked at; read by
+`gdscache inspect`. docs/format.md has it byte by byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shlex
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import xxhash
+
+from gdscache.disk.catalog_file import own_file
+from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
+from gdscache.runtime.threads import start
+
+STATUS_NAME = "status"
+PAGE_BYTES = 4096
+PERIOD_S = 1.0
+_SAVED_EVERY = 60  # pages
+FRESH_S = 5.0  # a page that was written so lately has a living owner
+FILE_MODE = 0o600
+MAGIC = b"gdscstat"
+PAGE_FORMAT = 1
+STATES = ("running", "switched_off", "stopped")
+# What an engine counts, by group and name; `misses`, `dropped` and `refused` by whatever cause.
+COUNTS = (
+    *(("lookups", name) for name in ("requests", "pages")),
+    *(("hits", name) for name in ("gpu", "cpu", "ssd")),
+    ("misses", ""),
+    *(("loaded", name) for name in ("gpu", "cpu", "ssd")),
+    *(("stores", name) for name in ("requests", "present")),
+    *(("stored", name) for name in ("cpu", "ssd")),
+    ("dropped", ""),
+    ("refused", ""),
+)
+_HEAD = struct.Struct("<8sQ")
+_BODY = struct.Struct(f"<II qQQQ II 8Q {len(COUNTS)}Q")
+_TEXTS = struct.Struct("<64s512s256s")
+_TEXTS_AT = 384
+_TRIES, _PAUSE = 5, 0.01  # of a reader that meets a page half written
+_CLOSE_S = 2.0  # that `close` waits for a write that hangs
+_log = logging.getLogger("gdscache.ssd")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figures:
+    """What the engine says of itself. `counts`: by (group, name), as `TierManager.counts`; `stopped`: why, or ""."""
+
+    format_version: int
+    directories: int
+    extent_bytes: int
+    slots: int
+    pages: int
+    free_slots: int
+    evictions: int
+    late_requests: int
+    state: str
+    stopped: str
+    counts: Mapping[tuple[str, str], int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Status:
+    """A status page. Times are seconds since 1970-01-01 UTC; `number` counts the pages that the owner wrote."""
+
+    pid: int
+    host: str
+    command: str
+    opened: float
+    written: float
+    number: int
+    catalog_bytes: int
+    log_bytes: int
+    figures: Figures
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was written, by this host's clock."""
+        return time.time() - self.written
+
+
+def pack(status: Status) -> bytes:
+    """The page, `PAGE_BYTES` long."""
+    f = status.figures
+    sizes = (f.extent_bytes, f.slots, f.pages, f.free_slots, f.evictions, f.late_requests)
+    files = (status.catalog_bytes, status.log_bytes)
+    times = (int(status.opened * 1000), int(status.written * 1000), status.number)
+    state = STATES.index(f.state), f.directories
+    counts = [_count(f.counts, *name) for name in COUNTS]
+    body = _BODY.pack(PAGE_FORMAT, f.format_version, status.pid, *times, *state, *sizes, *files, *counts)
+    texts = _TEXTS.pack(_text(status.host, 64), _text(status.command, 512), _text(f.stopped, 256))
+    rest = body.ljust(_TEXTS_AT - _HEAD.size, b"\0") + texts
+    rest = rest.ljust(PAGE_BYTES - _HEAD.size, b"\0")
+    return _HEAD.pack(MAGIC, xxhash.xxh3_64_intdigest(rest)) + rest
+
+
+def unpack(page: bytes) -> Status | None:
+    """What a page says; None where it is none, or not whole."""
+    if len(page) != PAGE_BYTES or _HEAD.unpack_from(page) != (MAGIC, xxhash.xxh3_64_intdigest(page[_HEAD.size :])):
+        return None
+    format_, version, pid, opened, written, number, state, directories, *rest = _BODY.unpack_from(page, _HEAD.size)
+    if format_ != PAGE_FORMAT or state >= len(STATES):
+        return None
+    host, command, stopped = (
+        text.rstrip(b"\0").decode(errors="replace") for text in _TEXTS.unpack_from(page, _TEXTS_AT)
+    )
+    extent, slots, pages, free, evictions, late, catalog, log = rest[:8]
+    found = dict(zip(COUNTS, rest[8:], strict=True))
+    figures = Figures(version, directories, extent, slots, pages, free, evictions, late, STATES[state], stopped, found)
+    return Status(pid, host, command, opened / 1000, written / 1000, number, catalog, log, figures)
+
+
+def read(directory: Path) -> Status | None:
+    """The status page of a directory; None where there is none, or none that is whole."""
+    for _ in range(_TRIES):
+        try:
+            fd = os.open(directory / STATUS_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            page = os.pread(fd, PAGE_BYTES, 0)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        if (status := unpack(page)) is not None:
+            return status
+        time.sleep(_PAUSE)
+    return None
+
+
+class StatusWriter:
+    """Rewrites the status page of an owned directory until `close`. Use `StatusWriter.begin`."""
+
+    def __init__(
+        self, path: Path, descriptor: int, catalog: Path, figures: Callable[[], Figures], save: Callable[[], object]
+    ) -> None:
+        self._path = path
+        self._descriptor = descriptor
+        self._files = (catalog, Path(f"{catalog}-wal"))
+        self._figures = figures
+        self._save = save
+        self._about = (os.getpid(), socket.gethostname(), shlex.join(sys.orig_argv))
+        self._opened = time.time()
+        self._number = 0
+        self._failed = False
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gdscache-status", daemon=True)
+
+    @classmethod
+    def begin(
+        cls,
+        directory: Path,
+        catalog: Path,
+        figures: Callable[[], Figures],
+        save: Callable[[], object] = lambda: None,
+    ) -> StatusWriter:
+        """Start, and write the first page. `figures` must take no lock. `save` is called every minute, and last, to
+        write what else is to be there after a kill. Raises `NotARegularFileError` (the page is a
+        link, also a hard one, or a directory), `DirectoryNotWritableError`, `ThreadStartError`."""
+        path = directory / STATUS_NAME
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            descriptor = os.open(path, flags, FILE_MODE)
+        except OSError as error:
+            if path.is_symlink() or path.exists():
+                raise NotARegularFileError(
+                    f"{path} is not a regular file: {error.strerror}", "remove it, or set another ssd.path"
+                ) from error
+            raise DirectoryNotWritableError(
+                f"{path} cannot be made: {error.strerror}", "set ssd.path to a directory that this user may write"
+            ) from error
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            own_file(path, os.fstat(descriptor))
+            writer = cls(path, descriptor, catalog, figures, save)
+            undo.callback(path.unlink, missing_ok=True)
+            start([writer._thread], writer._end.set)
+            undo.pop_all()
+        writer._write()
+        return writer
+
+    def close(self) -> None:
+        """Stop, and delete the page if its name is still ours; twice is fine. Waits 2 s at most for a write."""
+        if self._end.is_set():
+            return
+        self._end.set()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():  # its write hangs: the descriptor is left to it
+            _log.error("%s: a write of the status page hangs", self._path)
+            return
+        with contextlib.suppress(OSError):
+            ours, named = os.fstat(self._descriptor), os.stat(self._path, follow_symlinks=False)
+            if (ours.st_dev, ours.st_ino) == (named.st_dev, named.st_ino):
+                self._path.unlink()
+        os.close(self._descriptor)
+
+    def _run(self) -> None:
+        while not self._end.wait(PERIOD_S):
+            self._write()
+            if self._number % _SAVED_EVERY == 0:
+                self._save()
+        self._save()
+
+    def _write(self) -> None:
+        """One page. What cannot be written is said once: the cache does without."""
+        self._number += 1
+        pid, host, command = self._about
+        catalog, log = map(_size, self._files)
+        try:
+            figures = self._figures()
+            now = time.time()
+            page = pack(Status(pid, host, command, self._opened, now, self._number, catalog, log, figures))
+            os.pwrite(self._descriptor, page, 0)
+        except OSError as error:
+            if not self._failed:
+                _log.warning("%s cannot be written: %s", self._path, error.strerror)
+            self._failed = True
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _count(counts: Mapping[tuple[str, str], int], group: str, name: str) -> int:
+    return counts.get((group, name), 0) if name else sum(n for (g, _), n in counts.items() if g == group)
+
+
+def _text(text: str, most: int) -> bytes:
+    """The first `most` bytes of a text in UTF-8, no character cut."""
+    return text.encode(errors="replace")[:most].decode(errors="ignore").encode()

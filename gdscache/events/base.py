@@ -1,0 +1,244 @@
+"""KV events: which pages a tier has got and lost, in the form of vLLM's, for routers and whoever else keeps a view.
+
+A *batch* has a number, one more than the batch before it. Who misses a number has lost what was in it. Blocks are
+pages: `block_hashes` are their keys (32 bytes). `medium` is vLLM's word (`GPU`, `CPU`, `STORAGE`), `ownership` the
+tier's name, and `locality` is `LOCAL`, or `REMOTE` for a tier beyond this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from gdscache.pages.keys import Page
+from gdscache.runtime.threads import failure_of, log_failure, start
+
+if TYPE_CHECKING:
+    from gdscache.tiers.base import Tier
+
+GATHER_S = 0.002  # what happens meanwhile is one batch
+WAKE_S = 0.05
+BATCH_PAGES = 1024  # of one event, at most
+_log = logging.getLogger("gdscache.events.base")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Consecutive pages, each of which follows the one before it. `parent_block_hash`: None for the first of all.
+
+    `token_ids` is empty: a page is named by its key, and its tokens are not kept.
+    """
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    locality: str
+    ownership: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Pages that a tier has no more, in no order."""
+
+    block_hashes: list[bytes]
+    medium: str
+    locality: str
+    ownership: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """No tier has any page."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVEventBatch:
+    """What happened, in its order. `ts`: seconds since the epoch. `seq` counts from 0."""
+
+    seq: int
+    ts: float
+    events: list[KVEvent]
+
+
+class Publisher(Protocol):
+    """Where batches go besides callbacks. One thread calls it."""
+
+    def publish(self, batch: KVEventBatch) -> None: ...
+
+    def serve(self) -> None:
+        """Answer who has asked for batches again; soon."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Place(NamedTuple):
+    """Which tier an event is of, in its words."""
+
+    medium: str
+    locality: str
+    ownership: str
+
+
+_MEDIA = {"planes": "GPU", "memory": "CPU", "files": "STORAGE"}
+_ALL = Place("", "", "")  # all tiers are cleared together
+
+
+class Watch:
+    """What an index tells of a tier; the manager's lock is held. See `PageIndex.watch`."""
+
+    def __init__(self, hub: KVEventHub, tier: Tier) -> None:
+        self._note = hub.note
+        self._place = Place(_MEDIA[tier.kind], "LOCAL" if tier.served else "REMOTE", tier.name)
+
+    def stored(self, pages: Sequence[Page]) -> None:
+        self._note("stored", self._place, pages)
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        self._note("removed", self._place, keys)
+
+    def cleared(self) -> None:
+        self._note("cleared", _ALL, ())
+
+
+class KVEventHub:
+    """Gathers what indexes tell, and hands it on in a thread of its own. What waits is `queue` pages at most: what is
+    beyond them is dropped, counted, and seen by the number that is left out."""
+
+    def __init__(self, page_tokens: int, queue: int, publisher: Publisher | None = None) -> None:
+        self.dropped = 0  # pages
+        self._page_tokens = page_tokens
+        self._limit = queue
+        self._publisher = publisher
+        self._lock = threading.Lock()
+        self._callbacks: tuple[Callable[[KVEventBatch], object], ...] = ()
+        self._noted: list[tuple[str, Place, Sequence[Any]]] = []
+        self._pages = 0
+        self._lost = False
+        self._seq = 0
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="gdscache-events", daemon=True)
+        start([self._thread], lambda: None)
+
+    def watch(self, tiers: Iterable[Tier]) -> None:
+        """Hear of all tiers, and tell what they have already. The manager's lock is held."""
+        for tier in tiers:
+            watch = Watch(self, tier)
+            tier.index.watch(watch)
+            there = [entry.page for entry in tier.index]
+            for at in range(0, len(there), BATCH_PAGES):
+                watch.stored(there[at : at + BATCH_PAGES])
+
+    def add(self, callback: Callable[[KVEventBatch], object]) -> Callable[[], None]:
+        """Call `callback(batch)` for each batch, in a thread of the hub's; what takes that back."""
+        with self._lock:
+            self._callbacks += (callback,)
+
+        def remove() -> None:
+            with self._lock:
+                self._callbacks = tuple(other for other in self._callbacks if other is not callback)
+
+        return remove
+
+    def note(self, what: str, place: Place, some: Sequence[Any]) -> None:
+        """Something happened. Waits for nothing."""
+        if not some and what != "cleared":
+            return
+        with self._lock:
+            if self._pages + len(some) > self._limit:
+                self.dropped += len(some)
+                self._lost = True
+                return
+            self._pages += len(some)
+            self._noted.append((what, place, some))
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def describe(self) -> dict[str, int]:
+        with self._lock:
+            return {"batches": self._seq, "dropped_pages": self.dropped, "waiting_pages": self._pages}
+
+    def close(self) -> None:
+        """Hand on what waits, and end. Again is fine."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not (self._closed and not self._noted):
+            if self._wake.wait(WAKE_S) and not self._closed:
+                time.sleep(GATHER_S)
+            self._wake.clear()
+            log_failure(failure_of(self._hand_on))
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _hand_on(self) -> None:
+        with self._lock:
+            noted, self._noted, self._pages = self._noted, [], 0
+            if self._lost:  # a number that nobody gets
+                self._lost = False
+                self._seq += 1
+            seq, callbacks = self._seq, self._callbacks
+            self._seq += bool(noted)
+        if noted:
+            batch = KVEventBatch(seq, time.time(), list(self._events(noted)))
+            for callback in callbacks:
+                log_failure(failure_of(lambda callback=callback: callback(batch)))  # type: ignore[misc]
+            if self._publisher is not None:
+                self._publisher.publish(batch)
+        if self._publisher is not None:
+            self._publisher.serve()
+
+    def _events(self, noted: Sequence[tuple[str, Place, Sequence[Any]]]) -> Iterator[KVEvent]:
+        last: tuple[str, Place] | None = None
+        gathered: list[Any] = []
+        for what, place, some in noted:
+            this = what, place
+            if this != last and last is not None:
+                yield from self._told(*last, gathered)
+                gathered = []
+            last = this
+            gathered += some
+        if last is not None:
+            yield from self._told(*last, gathered)
+
+    def _told(self, what: str, place: Place, some: Sequence[Any]) -> Iterator[KVEvent]:
+        if what == "cleared":
+            yield AllBlocksCleared()
+        elif what == "removed":
+            for at in range(0, len(some), BATCH_PAGES):
+                yield BlockRemoved(list(some[at : at + BATCH_PAGES]), *place)
+        else:
+            for run in _runs(some):
+                first = run[0]
+                parent = None if first.parent == first.namespace else first.parent
+                keys = [page.key for page in run]
+                medium, locality, ownership = place
+                yield BlockStored(keys, parent, [], self._page_tokens, None, medium, None, locality, ownership)
+
+
+def _runs(pages: Sequence[Page]) -> Iterator[list[Page]]:
+    """Pages cut where one does not follow the one before it."""
+    run: list[Page] = []
+    for page in pages:
+        if run and (page.parent != run[-1].key or len(run) == BATCH_PAGES):
+            yield run
+            run = []
+        run.append(page)
+    if run:
+        yield run

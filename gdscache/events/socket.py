@@ -1,0 +1,127 @@
+"""KV events over ZeroMQ, on vLLM's wire: who reads vLLM's events reads these.
+
+A message has three parts: the topic, the batch's number (8 bytes, big-endian), and msgpack of
+`[ts, [{"type": name, **fields}, ...]]`. Who missed a number sends it to the replay socket, and gets that batch and all
+behind it that are kept, then -1. Needs pyzmq and msgpack: `gdscache[events]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from gdscache.errors import InvalidValueError, MissingPackageError
+from gdscache.events.base import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
+
+END = (-1).to_bytes(8, "big", signed=True)
+_NAMES = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+
+
+def packed(batch: KVEventBatch) -> bytes:
+    """A batch but for its number."""
+    events = [{"type": type(event).__name__} | dataclasses.asdict(event) for event in batch.events]
+    answer: bytes = _package("msgpack").packb([batch.ts, events], use_bin_type=True)
+    return answer
+
+
+def unpacked(seq: bytes, payload: bytes) -> KVEventBatch:
+    """The inverse of `packed`; fields that are not known here are ignored."""
+    ts, events, *_ = _package("msgpack").unpackb(payload, raw=False)
+    found: list[KVEvent] = []
+    for fields in events:
+        kind: Any = _NAMES[fields["type"]]
+        found.append(kind(**{field.name: fields.get(field.name) for field in dataclasses.fields(kind)}))
+    return KVEventBatch(int.from_bytes(seq, "big"), ts, found)
+
+
+class ZmqPublisher:
+    """See the module. `kept`: batches that may be asked for again. Raises `InvalidValueError` for an endpoint that
+    cannot be bound."""
+
+    def __init__(self, endpoint: str, replay: str | None, topic: str, kept: int) -> None:
+        zmq = _package("zmq")
+        _package("msgpack")
+        self._zmq: Any = zmq
+        self._topic = topic.encode()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept)
+        self._context = zmq.Context()
+        self._out = self._context.socket(zmq.PUB)
+        self._again = None if replay is None else self._context.socket(zmq.ROUTER)
+        try:
+            self._out.bind(endpoint)
+            if self._again is not None:
+                self._again.bind(replay)
+        except zmq.ZMQError as error:
+            self.close()
+            raise InvalidValueError(
+                f"events.endpoint {endpoint} or events.replay {replay} cannot be bound: {error}",
+                "give each rank an endpoint of its own",
+            ) from error
+
+    def publish(self, batch: KVEventBatch) -> None:
+        payload = packed(batch)
+        self._kept.append((batch.seq, payload))
+        self._out.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), payload))
+
+    def serve(self) -> None:
+        while self._again is not None and self._again.poll(0):
+            client, *rest = self._again.recv_multipart()
+            first = int.from_bytes(rest[-1], "big")
+            for seq, payload in list(self._kept):
+                if seq >= first:
+                    self._again.send_multipart((client, b"", self._topic, seq.to_bytes(8, "big"), payload))
+            self._again.send_multipart((client, b"", b"", END, b""))
+
+    def close(self) -> None:
+        for socket in (self._out, self._again):
+            if socket is not None:
+                socket.close(linger=100)
+        self._context.term()
+
+
+class ZmqSubscriber:
+    """Reads what a `ZmqPublisher`, or vLLM's, tells. One thread uses it."""
+
+    def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:
+        self._zmq: Any = _package("zmq")
+        self._context = self._zmq.Context()
+        self._in = self._context.socket(self._zmq.SUB)
+        self._in.connect(endpoint)
+        self._in.setsockopt(self._zmq.SUBSCRIBE, topic.encode())
+        self._again = None if replay is None else self._context.socket(self._zmq.DEALER)
+        if self._again is not None:
+            self._again.connect(replay)
+
+    def receive(self, seconds: float) -> Iterator[KVEventBatch]:
+        """The batches that have come; waits for the first for so many seconds at most."""
+        while self._in.poll(int(seconds * 1000)):
+            _, seq, payload = self._in.recv_multipart()
+            yield unpacked(seq, payload)
+            seconds = 0.0
+
+    def replay(self, first: int, seconds: float) -> Iterator[KVEventBatch]:
+        """The batches from number `first` on that are kept; waits for each for so many seconds at most."""
+        if self._again is None:
+            return
+        self._again.send_multipart((b"", first.to_bytes(8, "big")))
+        while self._again.poll(int(seconds * 1000)):
+            *_, seq, payload = self._again.recv_multipart()
+            if seq == END:
+                return
+            yield unpacked(seq, payload)
+
+    def close(self) -> None:
+        for socket in (self._in, self._again):
+            if socket is not None:
+                socket.close(linger=0)
+        self._context.term()
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingPackageError(f"events over ZeroMQ need {name}: {error}", "install gdscache[events]") from error

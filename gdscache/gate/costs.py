@@ -1,0 +1,262 @@
+"""What a load and a prefill cost by what was measured, and how much of a hit is worth loading.
+
+Decisions and arithmetic only; nothing here reads a clock: whoever measures says how long it took.
+
+* A load from a tier: `latency + bytes / bandwidth`, and the bytes of loads that are under way there come first.
+* A prefill of n tokens behind c cached ones: `step + a n + b n (c + n / 2)`; the last term is attention, each token
+  with all before it. It adds up over chunks, but for `step`.
+* Both together: `load + prefill - overlap * min(load, prefill)`. `overlap` is 0, the careful assumption, until prefills
+  that ran while their load was under way were reported with the time of both.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import statistics
+import threading
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache import arguments
+from gdscache.gate.fit import ENOUGH, Fit, spread
+from gdscache.limits import MAX_COUNT, MAX_SECONDS
+
+Observations = list[tuple[tuple[float, ...], float]]  # features, as `Fit` has them, and seconds
+
+_OVERLAPS_KEPT = 32
+_COMPARABLE = 0.1  # a load and a prefill say how they overlap when the shorter takes this share of the longer one
+
+
+def _columns_of_loads(rows: npt.NDArray[np.float64]) -> list[int]:
+    return [0, 1] if spread(rows[:, 0]) >= 1.5 else [0]
+
+
+def _columns_of_prefills(rows: npt.NDArray[np.float64]) -> list[int]:
+    context = rows[:, 1] / rows[:, 0]
+    return [0, *([1] if spread(context) >= 2 else []), *([2] if spread(rows[:, 0]) >= 2 else [])]
+
+
+class Costs:
+    """What loads and prefills take, learned from each that is reported. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.tiers: dict[str, Fit] = {}
+        self.prefill = Fit(3, _columns_of_prefills)
+        self.overlap = 0.0
+        self._overlaps: deque[float] = deque(maxlen=_OVERLAPS_KEPT)
+        self._lock = threading.Lock()
+
+    # -- measuring -------------------------------------------------------------------------------------------------
+
+    def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
+        """`nbytes` came from a tier in `seconds`. What moved nothing, or took no time, says nothing."""
+        if nbytes > 0 and 0 < seconds < math.inf:
+            with self._lock:
+                fit = self.tiers.get(tier)
+                if fit is None:
+                    fit = self.tiers[tier] = Fit(2, _columns_of_loads)
+                fit.observe((float(nbytes), 1.0), seconds)
+
+    def observe_prefill(
+        self, tokens: int, cached_tokens: int, seconds: float, load_seconds: float | None = None
+    ) -> None:
+        """See `CacheEngine.observe_prefill`. Raises `InvalidValueError`."""
+        tokens, cached_tokens = _count("tokens", tokens, 1), _count("cached_tokens", cached_tokens, 0)
+        seconds = _time("seconds", seconds)
+        with self._lock:
+            if load_seconds is None:
+                self.prefill.observe(_features(tokens, cached_tokens), seconds)
+            else:
+                self._observe_overlap(
+                    self.prefill_seconds(tokens, cached_tokens), _time("load_seconds", load_seconds), seconds
+                )
+
+    def _observe_overlap(self, prefill: float | None, load: float, both: float) -> None:
+        if prefill is None or not self.prefill.enough or min(prefill, load) < _COMPARABLE * max(prefill, load):
+            return
+        self._overlaps.append(min(1.0, max(0.0, (prefill + load - both) / min(prefill, load))))
+        if len(self._overlaps) >= ENOUGH:
+            self.overlap = statistics.median(self._overlaps)
+
+    # -- for the next engine ---------------------------------------------------------------------------------------
+
+    def observations(self) -> tuple[Observations, dict[str, Observations]]:
+        """What the figures rest on: of prefills, and of loads from each tier."""
+        with self._lock:
+            return self.prefill.kept(), {name: fit.kept() for name, fit in self.tiers.items()}
+
+    def restore_prefills(self, rows: Observations) -> None:
+        """Begin with such observations, as if they had been made now."""
+        with self._lock:
+            self.prefill.restore(rows)
+
+    def restore_loads(self, tier: str, rows: Observations) -> None:
+        """The same, of loads from a tier."""
+        if rows:
+            with self._lock:
+                self.tiers.setdefault(tier, Fit(2, _columns_of_loads)).restore(rows)
+
+    # -- expecting -------------------------------------------------------------------------------------------------
+
+    def load_price(self, tier: str) -> tuple[float, float] | None:
+        """Seconds a byte, and seconds to begin, of a load from a tier; None before there was one. The GPU's is free."""
+        if tier == "gpu":
+            return 0.0, 0.0
+        fit = self.tiers.get(tier)
+        prices = None if fit is None else fit.coefficients
+        return None if prices is None else (prices[0], prices[1])
+
+    def prefill_seconds(self, tokens: int, cached_tokens: int) -> float | None:
+        """Seconds for a prefill; None before one was reported."""
+        return 0.0 if tokens <= 0 else self.prefill.seconds(_features(tokens, cached_tokens))
+
+    def measured(self, tiers: Collection[str]) -> bool:
+        """Whether there are enough figures of prefills, and of loads from each of `tiers`, to decide by."""
+        fits = [self.tiers.get(tier) for tier in tiers if tier != "gpu"]
+        return self.prefill.enough and all(fit is not None and fit.enough for fit in fits)
+
+    def maybe_faster(self, tiers: Collection[str]) -> bool:
+        """Whether the last load from one of `tiers` was far faster than expected, and no change is established yet."""
+        return any(fit.off < 0 for tier in tiers if (fit := self.tiers.get(tier)) is not None)
+
+    def bandwidths(self) -> dict[str, float]:
+        """Bytes a second that estimates use, by tier."""
+        prices = {name: fit.coefficients for name, fit in list(self.tiers.items())}
+        return {name: 1.0 / found[0] for name, found in prices.items() if found is not None and found[0] > 0}
+
+    def describe(self) -> dict[str, Any]:
+        """The figures, for `stats()`."""
+        bandwidths = self.bandwidths()
+        per_token, per_pair, step = self.prefill.coefficients or (None, None, None)
+        return {
+            "tiers": {
+                name: {
+                    "bytes_per_second": bandwidths.get(name),
+                    "latency_seconds": None if fit.coefficients is None else fit.coefficients[1],
+                    "observations": fit.observations,
+                    "relative_error": fit.error,
+                }
+                for name, fit in list(self.tiers.items())
+            },
+            "prefill": {
+                "tokens_per_second": 1.0 / per_token if per_token else None,
+                "seconds_per_token": per_token,
+                "seconds_per_token_pair": per_pair,
+                "step_seconds": step,
+                "observations": self.prefill.observations,
+                "relative_error": self.prefill.error,
+            },
+            "overlap": self.overlap,
+        }
+
+
+def _features(tokens: int, cached: int) -> tuple[float, float, float]:
+    return float(tokens), tokens * (cached + tokens / 2), 1.0
+
+
+def _count(name: str, value: int, least: int) -> int:
+    return arguments.whole(value, name, least, MAX_COUNT)
+
+
+def _time(name: str, value: float) -> float:
+    return arguments.span(value, name, MAX_SECONDS)
+
+
+class _Run(NamedTuple):
+    """Neighbouring pages of one tier, `[begin, end)`; seconds: of all before, to begin, and of each page."""
+
+    begin: int
+    end: int
+    before: float
+    entry: float
+    page: float
+
+    def load(self, pages: int) -> float:
+        """Seconds for the first so many pages of the hit, which are in the run."""
+        return self.before + self.entry + self.page * (pages - self.begin)
+
+
+class Prices:
+    """What it costs to load the first k pages of one hit, and to compute what is left; every tier must have a price.
+
+    `start` tokens of the request's `tokens` come before the hit. `ahead`: pages under way, by tier.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        tiers: Sequence[str],
+        start: int,
+        tokens: int,
+        page_tokens: int,
+        page_bytes: int,
+        ahead: Mapping[str, int],
+    ) -> None:
+        self._overlap, self._prefill = costs.overlap, costs.prefill.coefficients or (0.0, 0.0, 0.0)
+        self._start, self._tokens, self._page_tokens = start, tokens, page_tokens
+        self._runs: list[_Run] = []
+        at, before, begun = 0, 0.0, {"gpu"}
+        for tier, group in itertools.groupby(tiers):
+            per_byte, latency = costs.load_price(tier) or (0.0, 0.0)
+            page = per_byte * page_bytes
+            entry = 0.0 if tier in begun else latency + ahead.get(tier, 0) * page
+            begun.add(tier)
+            run = _Run(at, at + len(list(group)), before, entry, page)
+            self._runs.append(run)
+            at, before = run.end, run.load(run.end)
+        self._ends = [run.end for run in self._runs]
+        self.pages = at
+
+    def load(self, pages: int) -> float:
+        """Seconds until the first so many pages are loaded."""
+        return self._runs[bisect.bisect_left(self._ends, pages)].load(pages) if pages else 0.0
+
+    def rest(self, pages: int) -> float:
+        """Seconds to compute what the first so many pages leave."""
+        cached = self._start + pages * self._page_tokens
+        left = self._tokens - cached
+        if left <= 0:
+            return 0.0
+        per_token, per_pair, step = self._prefill
+        return step + left * (per_token + per_pair * (cached + left / 2))
+
+    def total(self, pages: int) -> float:
+        """Seconds for both."""
+        return self._together(self.load(pages), self.rest(pages))
+
+    def _together(self, load: float, rest: float) -> float:
+        return load + rest - self._overlap * min(load, rest)
+
+    def best(self) -> int:
+        """The pages with the least total, and the more of two such numbers.
+
+        Within a run of one tier each page costs the same to load but the first, which costs more, and saves the more
+        prefill the later it is. So on each side of the page from which on the load takes longer than the rest, a total
+        is least at an end: what is tried are the ends of the runs and the pages on both sides of that point.
+        """
+        best, least, load, rest = 0, self.total(0), 0.0, self.rest(0)
+        for run in self._runs:
+            below = load <= rest
+            load, rest = run.load(run.end), self.rest(run.end)
+            if self._overlap and below and load > rest:
+                inside = range(run.begin + 1, run.end)
+                cross = run.begin + 1 + bisect.bisect_left(inside, True, key=lambda k: self.load(k) > self.rest(k))
+                for pages in (cross - 1, cross):
+                    total = self.total(pages)
+                    if total <= least:
+                        best, least = pages, total
+            total = self._together(load, rest)
+            if total <= least:
+                best, least = run.end, total
+        return best
+
+    def trial(self, worth: int, share: float) -> int:
+        """More pages than are `worth` it: one more, or as many as load in that share of what computing all takes."""
+        most = share * max(0.0, self.rest(0) - self.rest(self.pages))
+        return max(worth + 1, bisect.bisect_right(range(self.pages + 1), most, key=self.load) - 1)

@@ -1,0 +1,104 @@
+"""What was measured of loads and prefills, kept beside the catalogue: the gate decides after a restart as before.
+
+`costs.json` is rewritten whole, under another name first. Nothing but the gate's figures depends on it: what cannot be
+read, or is of another model, device or disk, is left out, and what cannot be written is said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gdscache.disk.catalog_file import own_file
+from gdscache.errors import StorageError
+from gdscache.gate.costs import Costs, Observations
+
+COSTS_NAME = "costs.json"
+_VERSION = 1
+_MOST_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+class CostsFile:
+    """The file of one engine. `about`: the model and the device, by which prefills are the same ones."""
+
+    def __init__(self, directory: Path, costs: Costs, about: Mapping[str, str]) -> None:
+        self._path = directory / COSTS_NAME
+        self._new = directory / f"{COSTS_NAME}.new"
+        self._costs = costs
+        self._about = dict(about)
+        self._written: Any = None
+        self._failed = False
+
+    def restore(self) -> None:
+        """Take the figures of an engine before this one, where they say something about this one's."""
+        with contextlib.suppress(OSError):
+            self._new.unlink()  # what a kill left
+        found = self._read()
+        if found is None:
+            return
+        if found.get("about") == self._about:
+            self._costs.restore_prefills(_observations(found.get("prefills"), 3))
+        tiers = found.get("tiers")
+        if found.get("disk") == self._disk() and isinstance(tiers, dict):
+            for name, rows in list(tiers.items())[:16]:
+                self._costs.restore_loads(name, _observations(rows, 2))
+        self._written = self._costs.observations()
+
+    def save(self) -> None:
+        """Write the figures, where there are new ones. Never raises for what the disk refuses."""
+        prefills, tiers = now = self._costs.observations()
+        if now == self._written or not (prefills or tiers):
+            return
+        content = {"version": _VERSION, "about": self._about, "prefills": prefills, "tiers": tiers}
+        try:
+            content["disk"] = self._disk()
+            self._new.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with os.fdopen(os.open(self._new, flags, 0o600), "w") as file:
+                json.dump(content, file)
+            self._new.replace(self._path)
+        except OSError as error:
+            if not self._failed:
+                _log.warning("%s cannot be written: %s", self._path, error.strerror)
+            self._failed = True
+        else:
+            self._written = now
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            with os.fdopen(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)) as file:
+                own_file(self._path, os.fstat(file.fileno()))
+                text = file.read(_MOST_BYTES + 1)
+            found = json.loads(text) if len(text) <= _MOST_BYTES else None
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError, StorageError) as error:
+            _log.warning("%s is left out: %s", self._path, error)
+            return None
+        if not isinstance(found, dict) or found.get("version") != _VERSION:
+            _log.warning("%s is left out: not what this version writes", self._path)
+            return None
+        return found
+
+    def _disk(self) -> int:
+        """The device that has the directory: of another one its speed says nothing."""
+        return self._path.parent.stat().st_dev
+
+
+def _observations(found: object, columns: int) -> Observations:
+    """Those that can be: lists of features above 0 or 0, the first of them above, and of seconds above 0."""
+    rows: Observations = []
+    for row in found[-64:] if isinstance(found, list) else ():
+        if not (isinstance(row, list) and len(row) == 2 and isinstance(row[0], list) and len(row[0]) == columns):
+            continue
+        numbers = [*row[0], row[1]]
+        if all(type(x) in (int, float) and 0 <= x < 1e30 and math.isfinite(x) for x in numbers) and numbers[0] * row[1]:
+            rows.append((tuple(map(float, row[0])), float(row[1])))
+    return rows

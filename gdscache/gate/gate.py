@@ -1,0 +1,88 @@
+"""Gate: load or recompute. It decides about every hit, by what was measured (costs.py), and counts what it decided."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from gdscache.gate.costs import Costs, Prices
+
+GateMode = Literal["off", "advisory", "enforcing"]
+EXPLORE_EVERY = 64  # an enforcing gate tries what it declines at every 64th hit of which it declines anything ...
+_TRIAL_SHARE = 0.5  # ... with so much that the load takes this share of recomputing the hit, one page at least
+
+
+class Decision(NamedTuple):
+    """`pages` of a hit are to be loaded, `worth` of them pay. Seconds for `pages`: to load, and to compute instead."""
+
+    pages: int
+    worth: int
+    seconds: float | None
+    recompute_seconds: float | None
+
+
+class Gate:
+    """Decides how many pages of a hit are loaded, and counts that. Thread-safe.
+
+    `off`: all. `advisory`: all, and it says how many pay. `enforcing`: those that pay, once prefills and every tier of
+    the hit are measured (`ENOUGH` times each). So that it notices a tier that got faster, at every `EXPLORE_EVERY`th
+    hit of which it would decline something, a part of that is loaded all the same; when that was far faster than
+    expected, so is the next one, until the figures have changed or it proves a stray.
+    """
+
+    def __init__(self, mode: GateMode, costs: Costs, page_tokens: int, page_bytes: int) -> None:
+        self.mode: GateMode = mode
+        self._costs = costs
+        self._page_tokens, self._page_bytes = page_tokens, page_bytes
+        self._hits: Counter[str] = Counter()
+        self._pages: Counter[str] = Counter()
+        self._declined = 0  # hits since the last trial of which something was declined
+        self._lock = threading.Lock()
+
+    def decide(self, tiers: Sequence[str], start: int, tokens: int, ahead: Mapping[str, int]) -> Decision:
+        """About a hit with pages on `tiers`, behind `start` tokens of a request of `tokens`; `ahead` as in `Prices`."""
+        costs, whole = self._costs, len(tiers)
+        below = set(tiers) - {"gpu"}
+        priced = all(costs.load_price(tier) is not None for tier in below)
+        prices = Prices(costs, tiers, start, tokens, self._page_tokens, self._page_bytes, ahead)
+        kind, worth, pages = "unmeasured", whole, whole
+        if self.mode != "off" and below and costs.measured(below):
+            worth = prices.best()
+            kind = "loaded" if worth == whole else "declined" if set(tiers[:worth]) <= {"gpu"} else "cut"
+            pages = worth
+            if self.mode == "enforcing" and worth < whole and self._explores(set(tiers[worth:])):
+                kind, pages = "explored", prices.trial(worth, _TRIAL_SHARE)
+        if self.mode != "off" and below:
+            self._count(kind, tiers, worth, pages)
+        if self.mode == "advisory":
+            pages = whole
+        seconds = prices.load(pages) if priced else None
+        if self.mode == "off" or costs.prefill.coefficients is None:
+            return Decision(pages, worth, seconds, None)
+        return Decision(pages, worth, seconds, max(0.0, prices.rest(0) - prices.rest(pages)))
+
+    def _explores(self, tiers: Collection[str]) -> bool:
+        with self._lock:
+            self._declined += 1
+            if self._declined < EXPLORE_EVERY and not self._costs.maybe_faster(tiers):
+                return False
+            self._declined = 0
+            return True
+
+    def _count(self, kind: str, tiers: Sequence[str], worth: int, loaded: int) -> None:
+        below = [len(some) - some.count("gpu") for some in (tiers[:worth], tiers[worth:loaded], tiers[loaded:])]
+        with self._lock:
+            self._hits[kind] += 1
+            self._pages["unmeasured" if kind == "unmeasured" else "loaded"] += below[0]
+            self._pages["explored"] += below[1]
+            self._pages["declined"] += below[2]
+
+    def stats(self) -> dict[str, Any]:
+        """Plain data: what was decided (below the GPU), the figures, and how far they were off."""
+        with self._lock:
+            hits = {kind: self._hits[kind] for kind in ("loaded", "cut", "declined", "explored", "unmeasured")}
+            pages = {kind: self._pages[kind] for kind in ("loaded", "declined", "explored", "unmeasured")}
+        tokens = {kind: n * self._page_tokens for kind, n in pages.items()}
+        return {"mode": self.mode, "hits": hits, "pages": pages, "tokens": tokens, **self._costs.describe()}

@@ -1,0 +1,335 @@
+"""The index of one tier: which pages it holds, in which slot, in what state. Pure Python, no bytes, no I/O.
+
+A page goes `insert(PENDING) → commit`, or `insert(PENDING) → drop` when it fails; `get` sees it only after `commit`.
+A leased page is neither evicted nor overwritten; a page dropped while leased is invisible at once and gives its slot
+back at the last release. Nothing here locks: the manager's lock guards every index.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.index.free_slots import FreeSlots
+from gdscache.index.orders import NO_RETENTIONS
+from gdscache.index.retention import Retention
+from gdscache.index.table import PENDING, VERIFIED, Entry, PageState
+from gdscache.index.victims import EvictablePages
+from gdscache.pages.keys import Page
+from gdscache.policies.base import LRU, EvictionPolicy
+
+_AHEAD = 32  # pages at most that go with those that have to, so that the next few need not look for victims
+
+
+class Detached(NamedTuple):
+    """Pages that were dropped all at once. Let it go without a lock: freeing what it holds takes its time."""
+
+    visible: int
+    slots: list[int]
+    held: object
+
+
+class Watcher(Protocol):
+    """Who is told of pages that become visible, and of those that were and are not any more."""
+
+    def stored(self, pages: Sequence[Page]) -> None: ...
+
+    def removed(self, keys: Sequence[bytes]) -> None: ...
+
+    def cleared(self) -> None:
+        """All pages are gone."""
+
+
+class PageIndex(EvictablePages):
+    """Slots `0 ... slots-1` of a tier and the pages in them.
+
+    `forget(slot)` is called when a visible page is dropped, `recycle(slot)` when its slot is given back, which is later
+    if the page is leased. By default the slot is free then; the SSD tier also waits for the committed deletion.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        policy: EvictionPolicy | None = None,
+        forget: Callable[[int], None] | None = None,
+        recycle: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(slots, LRU() if policy is None else policy)
+        self.evictions = 0
+        self.torn = 0  # pages that were dropped while somebody leased them
+        self._ahead = min(_AHEAD, slots // 512)
+        self._free = FreeSlots(slots)
+        self._forget = forget
+        self._recycle = recycle
+        self._watcher: Watcher | None = None
+        self._leaving: set[int] = set()  # slots of dropped pages that are still leased
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` from now on. It only notes what it is told."""
+        self._watcher = watcher
+
+    # -- slots without a page -----------------------------------------------------------------------------------------
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def allocate(self, n: int, after: int | None = None) -> list[int] | None:
+        """`n` slots, ascending, neighbours (of slot `after` too) where they can be; evicting as needed.
+
+        None and nothing changed when there are not so many.
+        """
+        short = n - len(self._free)
+        if short > 0:
+            victims = self._victims(short)
+            if len(victims) < short:
+                return None
+            self._evict(victims)
+            if len(self._free) < n:  # evicted slots that come back later, after a commit
+                return None
+        return self._free.take(n, after)
+
+    def allocate_some(
+        self, n: int, keep: Collection[bytes] = (), after: int | None = None, pages: Sequence[Page] = ()
+    ) -> list[int]:
+        """As many of `n` slots as can be had now without evicting a page of `keep`, or of the family of `pages`;
+        neighbours where they can be. A large tier evicts a few tails more, for the calls to come."""
+        short = n - len(self._free)
+        if short > 0:
+            self._evict(self._victims(short, keep, pages, self._ahead))
+        return self._free.take(n, after)
+
+    def take_free(self, n: int, after: int | None = None) -> list[int]:
+        """As many of `n` slots as are free, neighbours where they can be; nothing is evicted."""
+        return self._free.take(n, after)
+
+    def evict(self, n: int, keep: Collection[bytes] = (), pages: Sequence[Page] = ()) -> int:
+        """Evict up to `n` pages, none of `keep`, nor of the family of `pages`; how many went."""
+        victims = self._victims(n, keep, pages)
+        self._evict(victims)
+        return len(victims)
+
+    def make_room(self, pages: Sequence[Page], spare: int, coming: int = 0) -> None:
+        """Evict until `pages` and `spare` more find slots, where `coming` evicted slots are free soon.
+
+        Only pages that continue a prefix of this tier may push others out: nobody would reach the rest. A large tier
+        evicts a few tails more, for the calls to come.
+        """
+        short = self.continuing(pages) + spare - self.free_slots - coming
+        if short > 0:
+            self._evict(self._victims(short, pages=pages, ahead=self._ahead))
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Give back slots that hold no page."""
+        self._free.give_all(slots)
+
+    def free_runs(self) -> list[tuple[int, int]]:
+        """(first slot, slots) of each run of free slots, in order."""
+        return self._free.runs()
+
+    # -- pages --------------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        keys: npt.NDArray[np.void],
+        parents: npt.NDArray[np.void],
+        digests: Sequence[bytes],
+        namespaces: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+        order: npt.NDArray[np.int64],
+        retentions: Mapping[int, Retention] = NO_RETENTIONS,
+        above: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """As `PageTable.restore`; all other slots are free."""
+        super().restore(keys, parents, digests, namespaces, slots, order, retentions, above)
+        used = np.zeros(self.slots, np.bool_)
+        used[slots] = True
+        self._free = FreeSlots.beside(used)
+
+    def insert_all(
+        self,
+        pages: Sequence[Page],
+        slots: Sequence[int],
+        state: PageState,
+        retentions: Sequence[Retention],
+        leases: int = 0,
+    ) -> list[Entry]:
+        """As `PageTable.insert_all`."""
+        inserted = super().insert_all(pages, slots, state, retentions, leases)
+        if self._watcher is not None and state is not PENDING:
+            self._watcher.stored(pages[: len(inserted)])
+        return inserted
+
+    def commit(self, entry: Entry, state: PageState = VERIFIED) -> bool:
+        """Make a reserved page visible. Whoever reserved it still leases it. False when it was dropped meanwhile."""
+        entry.state = state
+        if self._watcher is not None and not entry.dropped:
+            self._watcher.stored((entry.page,))
+        return not entry.dropped
+
+    def commit_all(self, entries: Iterable[Entry]) -> None:
+        """`commit` each."""
+        entries = list(entries)
+        for entry in entries:
+            entry.state = VERIFIED
+        if self._watcher is not None:
+            self._watcher.stored([entry.page for entry in entries if not entry.dropped])
+
+    def drop(self, entry: Entry, *, evicted: bool = False) -> None:
+        """Make a page invisible now (a reserved one: undo the reservation); its slot goes with its last lease.
+        `evicted`: it has to make room for others."""
+        if entry.dropped:
+            return
+        entry.dropped = True
+        del self._entries[entry.key]
+        self._dirty.discard(entry.slot)
+        # By its row: whoever asked for the page may have named it otherwise than a damaged row does.
+        self._unlink(entry.key, self._parent_at(entry.slot), self._namespaces[entry.slot], entry.slot, evicted)
+        if entry.state is not PENDING:
+            if self._forget is not None:
+                self._forget(entry.slot)
+            if self._watcher is not None:
+                self._watcher.removed((entry.key,))
+        if entry.leases:
+            self.torn += 1
+            self._leaving.add(entry.slot)
+        else:
+            self._give_back(entry)
+
+    def lease(self, entry: Entry) -> None:
+        entry.leases += 1
+
+    def release(self, entry: Entry) -> None:
+        self.release_all((entry,))
+
+    def release_all(self, some: Iterable[Entry]) -> None:
+        """End one lease of each."""
+        entries, resting = self._entries, self._resting
+        for entry in some:
+            entry.leases -= 1
+            if entry.leases:
+                continue
+            if entry.dropped:
+                self._leaving.discard(entry.slot)
+                self._give_back(entry)
+            elif entry.state is VERIFIED:
+                del entries[entry.key]
+                resting[entry.key] = entry.slot
+
+    def expire(self, now: float, most: int) -> list[bytes]:
+        """Drop up to `most` pages that have expired by `now`; the keys of those that were visible."""
+        return self._drop_expired(self._orders.expired(now, most))
+
+    def expire_among(self, pages: Iterable[Page], now: float) -> list[bytes]:
+        """Drop those of `pages` that have expired by `now`; the keys of those that were visible."""
+        return self._drop_expired(self._orders.expired_among((page.key for page in pages), now))
+
+    def _drop_expired(self, keys: Iterable[bytes]) -> list[bytes]:
+        visible = []
+        for key in keys:
+            entry = self.find(key)
+            assert entry is not None, "only pages that are there expire"
+            if entry.state is not PENDING:
+                visible.append(key)
+            self.drop(entry)
+        return visible
+
+    # -- many pages at once -------------------------------------------------------------------------------------------
+
+    def drop_all(self, keys: Iterable[bytes], namespace: bytes) -> int:
+        """Drop those of `keys` that are of `namespace`; how many of them were visible."""
+        visible = 0
+        for key in keys:
+            slot = self.slot(key)
+            entry = self.find(key) if slot is not None and self._namespaces[slot] == namespace else None
+            if entry is not None:
+                visible += entry.state is not PENDING
+                self.drop(entry)
+        return visible
+
+    def detach(self) -> Detached:
+        """Drop every page at once. No work is done for a page at rest: its slot is copied, about 15 ns.
+
+        The slots of pages at rest are nobody's until `retire` has had all of them.
+        """
+        in_use = list(self._entries.values())
+        visible = len(self._resting) + sum(entry.state is not PENDING for entry in in_use)
+        for entry in in_use:
+            self.drop(entry)
+        held = (self._resting, self._orders, self._orphans)
+        if self._watcher is not None:
+            self._watcher.cleared()
+        detached = Detached(visible, list(self._resting.values()), held)
+        self._resting, self._orders, self._orphans = {}, self._orders.empty(), {}
+        self._dirty = set()
+        self._children = array("i", bytes(4 * self.slots))
+        return detached
+
+    def retire(self, slots: Iterable[int]) -> None:
+        """Forget and give back slots of visible pages that are gone, and that nobody leases."""
+        if self._forget is None and self._recycle is None:
+            self._free.give_all(slots)
+            return
+        forget, recycle = self._forget, self._recycle or self._free.give
+        for slot in slots:
+            if forget is not None:
+                forget(slot)
+            recycle(slot)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _give_back(self, entry: Entry) -> None:
+        if self._recycle is None or entry.state is PENDING:  # never visible: nothing durable names its slot
+            self._free.give(entry.slot)
+        else:
+            self._recycle(entry.slot)
+
+    def _evict(self, keys: Collection[bytes]) -> None:
+        """Drop victims: nobody leases them, and none is dirty. Their slots are given back in this order."""
+        self.evictions += len(keys)
+        take, parent_at, namespaces, unlink = self._resting.pop, self._parent_at, self._namespaces, self._unlink
+        slots: list[int] = []
+        if self._watcher is not None:
+            self._watcher.removed([key for key in keys if key in self._resting])
+        for key in keys:
+            slot = take(key, None)
+            if slot is None:
+                self.retire(slots)
+                slots = []
+                self.drop(self._entries[key], evicted=True)
+            else:
+                unlink(key, parent_at(slot), namespaces[slot], slot, True)
+                slots.append(slot)
+        self.retire(slots)
+
+    # -- all invariants -----------------------------------------------------------------------------------------------
+
+    def mend(self, elsewhere: Iterable[int] = ()) -> None:
+        """Make free what no page holds, and count followers anew. `elsewhere`: slots held outside the index."""
+        pages = list(self)
+        used = np.zeros(self.slots, np.bool_)
+        used[[*(e.slot for e in pages), *self._leaving, *elsewhere]] = True
+        self._free = FreeSlots.beside(used)
+        self._recount(pages)
+
+    def check(self, elsewhere: Sequence[int] = ()) -> list[str]:
+        """Restate every invariant from scratch; the disagreements found. `elsewhere`: slots held outside the index."""
+        problems = []
+        pages = list(self)
+        held = [e.slot for e in pages] + list(self._free) + list(self._leaving) + list(elsewhere)
+        if len(set(held)) != len(held):
+            twice = sorted(slot for slot, n in Counter(held).items() if n > 1)[:8]
+            problems.append(f"slots in two places: {twice}")
+        if set(held) - set(range(self.slots)):
+            problems.append(f"slots outside 0 ... {self.slots - 1}: {sorted(set(held) - set(range(self.slots)))[:8]}")
+        lost = set(range(self.slots)) - set(held)
+        if lost:
+            problems.append(f"{len(lost)} slots are neither free nor used: {sorted(lost)[:8]}")
+        if self._dirty - {e.slot for e in pages if e.state is VERIFIED}:
+            problems.append("slots are dirty that hold no page")
+        return problems + self._free.check() + self._disagreements(pages)

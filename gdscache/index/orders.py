@@ -1,0 +1,197 @@
+"""In what order a tier gives up its pages: an eviction order for each priority, and what has still to enter them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.index.retention import DEFAULT, LOWEST, PRIORITIES, Expiries, Retention
+from gdscache.pages.keys import Page
+from gdscache.policies.base import EvictionPolicy
+
+NO_RETENTIONS: Mapping[int, Retention] = {}
+_CHANGES_KEPT = 8192  # at most, that have not entered the orders yet
+
+
+class Orders:
+    """The pages of a tier, those of the lowest priority first, within a priority in the order of a policy.
+
+    New pages and uses are written down, and enter the orders when somebody looks at these or takes a page out, or
+    `settle`s: a request that finds its pages does not wait for that, nor one that brings some.
+    """
+
+    def __init__(self, policy: EvictionPolicy, present: Callable[[Sequence[bytes]], Sequence[bytes]]) -> None:
+        """`policy` is that of priority 0, without pages; the others are of its kind. `present`: those of some keys
+        whose pages are there."""
+        self.policy = policy
+        self._present = present
+        self.retained: dict[bytes, Retention] = {}  # of the pages whose retention is not the default; for reading
+        self._of_priority = [policy if priority == 0 else policy.empty() for priority in PRIORITIES]
+        self._expiries = Expiries()
+        # Oldest first: a page that is new, or the key of one that was used.
+        self._changes: list[Page | bytes] = []
+        self._uses: list[bytes] = []  # behind these: keys that were used, perhaps of no page
+
+    def empty(self) -> Orders:
+        """Others of this kind, without pages."""
+        return Orders(self.policy.empty(), self._present)
+
+    def restore(
+        self,
+        keys: Sequence[bytes],
+        order: npt.NDArray[np.int64],
+        retentions: Mapping[int, Retention] = NO_RETENTIONS,
+    ) -> None:
+        """Fill empty orders: `order` are positions in `keys`, the least recently used first; `retentions`: by position,
+        where they are not the default."""
+        if not retentions:
+            self.policy.restore(keys, order)
+            return
+        levels = np.full(len(keys), -LOWEST, np.int8)
+        for position, retention in retentions.items():
+            self._keep(keys[position], retention)
+            levels[position] = retention.priority - LOWEST
+        for level, policy in enumerate(self._of_priority):
+            policy.restore(keys, order[levels[order] == level])
+
+    # -- pages come, are used, and go ---------------------------------------------------------------------------------
+
+    def add(self, pages: Sequence[Page], retentions: Sequence[Retention]) -> None:
+        """New pages, in this order."""
+        if retentions.count(DEFAULT) == len(retentions):
+            self._changes += pages
+        else:
+            for page, retention in zip(pages, retentions, strict=True):
+                if retention == DEFAULT:
+                    self._changes.append(page)
+                else:
+                    self.settle()
+                    self._keep(page.key, retention)
+                    self._of(page.key).insert(page.key, page.parent)
+        self._keep_few()
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Uses of those of the pages that are there: which these are is asked before the next page comes."""
+        self._uses += keys
+        if self.unsettled > _CHANGES_KEPT:
+            self.sift()
+
+    def sift(self) -> None:
+        """Forget uses of pages that are not there, or not any more. To be called before pages come."""
+        if self._uses:
+            uses, self._uses = self._uses, []
+            self._changes += self._present(uses)
+            self._keep_few()
+
+    def remove(self, key: bytes, *, evicted: bool = False) -> None:
+        """A page is gone; `evicted`: it had to make room for others."""
+        self.settle()
+        policy = self._of(key) if self.retained else self.policy
+        if evicted:
+            policy.evict(key)
+        else:
+            policy.remove(key)
+        if key in self.retained:
+            self._forget(key)
+
+    @property
+    def unsettled(self) -> int:
+        """New pages and uses that have not entered the orders yet."""
+        return len(self._changes) + len(self._uses)
+
+    def settle(self, most: int | None = None) -> None:
+        """Let the `most` oldest changes enter the orders, or all."""
+        self.sift()
+        if not self._changes:
+            return
+        changes, self._changes = self._changes[:most], [] if most is None else self._changes[most:]
+        retained, touch, insert = self.retained, self.policy.touch, self.policy.insert
+        for change in changes:
+            if isinstance(change, Page):
+                insert(change.key, change.parent)
+            elif retained and change in retained:
+                self._of(change).touch(change)
+            else:
+                touch(change)
+
+    def _keep_few(self) -> None:
+        over = len(self._changes) - _CHANGES_KEPT
+        if over > 0:  # no more than what came now
+            self.settle(over)
+
+    # -- for eviction -------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Keys, the first to evict first."""
+        self.settle()
+        return itertools.chain.from_iterable(self._of_priority)
+
+    def defer(self, key: bytes) -> None:
+        """As `EvictionPolicy.defer`. This, and the next two, are for orders that somebody looks at."""
+        self._of(key).defer(key)
+
+    def hasten(self, key: bytes) -> None:
+        """As `EvictionPolicy.hasten`."""
+        (self._of(key) if self.retained else self.policy).hasten(key)
+
+    def is_deferred(self, key: bytes) -> bool:
+        """As `EvictionPolicy.is_deferred`."""
+        return (self._of(key) if self.retained else self.policy).is_deferred(key)
+
+    def _of(self, key: bytes) -> EvictionPolicy:
+        return self._of_priority[self.retained.get(key, DEFAULT).priority - LOWEST]
+
+    # -- retention ----------------------------------------------------------------------------------------------------
+
+    def retain(self, page: Page, retention: Retention) -> None:
+        """A present page has this retention from now on. With another priority it is new in that one's order."""
+        self.settle()
+        key, before = page.key, self._of(page.key)
+        if key in self.retained:
+            self._forget(key)
+        if retention != DEFAULT:
+            self._keep(key, retention)
+        if self._of(key) is not before:
+            before.remove(key)
+            self._of(key).insert(key, page.parent)
+
+    @property
+    def next_expiry(self) -> float:
+        """When the next page expires, in seconds since the epoch; infinite when none does."""
+        return self._expiries.first
+
+    def expired(self, now: float, most: int) -> list[bytes]:
+        """Up to `most` keys that have expired by `now`, each once; whoever asks takes them out."""
+        return self._expiries.take(now, most)
+
+    def expired_among(self, keys: Iterable[bytes], now: float) -> list[bytes]:
+        """Those of `keys` that have expired by `now`, each once."""
+        retained = self.retained
+        found = dict.fromkeys(key for key in keys if key in retained)
+        return [key for key in found if (at := retained[key].expires) is not None and at <= now]
+
+    def _keep(self, key: bytes, retention: Retention) -> None:
+        self.retained[key] = retention
+        if retention.expires is not None:
+            self._expiries.add(key, retention.expires)
+
+    def _forget(self, key: bytes) -> None:
+        expires = self.retained.pop(key).expires
+        if expires is not None:
+            self._expiries.remove(key, expires)
+
+    def check(self, pages: Mapping[bytes, Retention]) -> list[str]:
+        """What disagrees with `pages`, all that there are. Changes nothing."""
+        problems = []
+        new = {change.key for change in self._changes if isinstance(change, Page)}
+        found = [{*order, *(new if order is self.policy else ())} for order in self._of_priority]
+        if found != [{key for key, kept in pages.items() if kept.priority == priority} for priority in PRIORITIES]:
+            problems.append("the eviction order and the index name different pages")
+        if self.retained != {key: kept for key, kept in pages.items() if kept != DEFAULT}:
+            problems.append("pages with a retention of their own are not those that the index names")
+        if self._expiries.items() != {key: kept.expires for key, kept in pages.items() if kept.expires is not None}:
+            problems.append("pages that expire are not those that the index names")
+        return problems

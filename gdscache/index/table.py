@@ -1,0 +1,330 @@
+"""The pages of one tier as a table: in which slot each is, in what state, and which page it follows.
+
+Pages come into slots that somebody else chose, are looked up by their keys and pinned, and go when somebody else says
+so: which slots are free is not known here, nor who must make room.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.index.orders import NO_RETENTIONS, Orders
+from gdscache.index.retention import DEFAULT, Retention
+from gdscache.pages.columns import KEY, differ, find
+from gdscache.pages.keys import KEY_BYTES, Page
+from gdscache.policies.base import EvictionPolicy
+
+
+class PageState(enum.Enum):
+    """What may be done with a page's bytes."""
+
+    PENDING = "pending"  # reserved, the bytes are on their way
+    UNVERIFIED = "unverified"  # bytes are there, their checksums were not compared yet
+    VERIFIED = "verified"
+
+
+# For loops over pages: looking up a member of an enum takes as long as looking up a page.
+PENDING, VERIFIED = PageState.PENDING, PageState.VERIFIED
+
+
+class Entry:
+    """A page in use: leased, reserved, or just looked at. It is the one object for its page while it is leased."""
+
+    __slots__ = ("dropped", "key", "leases", "page", "retention", "slot", "state")
+
+    def __init__(
+        self, page: Page, slot: int, state: PageState, retention: Retention = DEFAULT, leases: int = 0
+    ) -> None:
+        self.page = page
+        self.key = page.key
+        self.slot = slot
+        self.state = state
+        self.retention = retention
+        self.leases = leases
+        self.dropped = False
+
+    @property
+    def parent(self) -> bytes:
+        return self.page.parent
+
+    @property
+    def namespace(self) -> bytes:
+        return self.page.namespace
+
+
+class PageTable:
+    """The pages in slots `0 ... slots-1` of a tier. A page may come without the one it follows, or outlast it."""
+
+    def __init__(self, slots: int, policy: EvictionPolicy) -> None:
+        self.slots = slots
+        # Pages at rest are columns, not objects: a million of them cost little, and the garbage collector nothing.
+        self._resting: dict[bytes, int] = {}  # key -> slot
+        self._parents: list[bytes | None] = [b""] * slots  # None: as restored
+        self._restored_parents = b""  # KEY_BYTES a slot
+        self._namespaces: list[bytes] = [b""] * slots
+        self._entries: dict[bytes, Entry] = {}  # pages in use
+        self._children = array("i", bytes(4 * slots))  # pages of this tier that follow the page in the slot
+        self._orphans: dict[bytes, int] = {}  # ... that follow a page which is not in the tier, by its key
+        self._orders = Orders(policy, self.present)
+
+    def __len__(self) -> int:
+        return len(self._resting) + len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All pages, reserved ones included; what is at rest comes as a copy to look at."""
+        yield from self._entries.values()
+        for key, slot in self._resting.items():
+            yield self._entry(key, slot)
+
+    def __contains__(self, key: bytes) -> bool:
+        """True when the page is there in any state."""
+        return key in self._resting or key in self._entries
+
+    def has(self, key: bytes) -> bool:
+        """True when the page is visible."""
+        if key in self._resting:
+            return True
+        entry = self._entries.get(key)
+        return entry is not None and entry.state is not PENDING
+
+    def visible(self, keys: Sequence[bytes]) -> bytes:
+        """`has` of each key, 1 or 0."""
+        resting = bytes(map(self._resting.__contains__, keys))
+        return bytes(map(self.has, keys)) if self._entries and 0 in resting else resting
+
+    def present(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of the keys whose pages are there in any state."""
+        resting = list(filter(self._resting.__contains__, keys))
+        return list(filter(self.__contains__, keys)) if self._entries and len(resting) < len(keys) else resting
+
+    def slots_of(self, keys: Sequence[bytes]) -> list[int]:
+        """The slots of those pages that are there in any state, in the order of the keys."""
+        resting = list(map(self._resting.get, keys))
+        found = list(map(self.slot, keys)) if self._entries and None in resting else resting
+        return [slot for slot in found if slot is not None] if None in found else cast(list[int], found)
+
+    def slot(self, key: bytes) -> int | None:
+        """The slot of a page in any state."""
+        slot = self._resting.get(key)
+        if slot is None and key in self._entries:
+            return self._entries[key].slot
+        return slot
+
+    def retention(self, key: bytes) -> Retention | None:
+        """The retention of a page in any state; None when it is not there."""
+        return self._orders.retained.get(key, DEFAULT) if key in self else None
+
+    def select(self, namespace: bytes | None) -> list[bytes]:
+        """Keys of all pages of a namespace, or of all there are, reserved ones included."""
+        if namespace is None:
+            return [*self._entries, *self._resting]
+        of = self._namespaces
+        resting = [key for key, slot in self._resting.items() if of[slot] == namespace]
+        return [key for key, entry in self._entries.items() if entry.namespace == namespace] + resting
+
+    # -- pages to work with -------------------------------------------------------------------------------------------
+
+    def get(self, key: bytes) -> Entry | None:
+        """The page, if it is visible."""
+        entry = self.find(key)
+        return None if entry is None or entry.state is PENDING else entry
+
+    def find(self, key: bytes) -> Entry | None:
+        """The page in any state, reserved ones included."""
+        slot = self._resting.pop(key, None)
+        if slot is None:
+            return self._entries.get(key)
+        entry = self._entries[key] = self._entry(key, slot)
+        return entry
+
+    def pin(self, page: Page) -> Entry | None:
+        """`find` and `lease` in one, for a page whose name is at hand."""
+        key = page.key
+        slot = self._resting.pop(key, None)
+        if slot is None:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+        else:
+            entry = self._entries[key] = Entry(page, slot, VERIFIED, self._orders.retained.get(key, DEFAULT))
+        entry.leases += 1
+        return entry
+
+    def pin_run(self, pages: Sequence[Page], start: int, stop: int) -> list[Entry]:
+        """`pin` the consecutive pages of `pages[start:stop]`, from the first on, that are visible."""
+        take, entries, retained = self._resting.pop, self._entries, self._orders.retained
+        pinned = []
+        for i in range(start, stop):  # no slice: it may end at the first page, and be asked for at each
+            page = pages[i]
+            key = page.key
+            slot = take(key, None)
+            if slot is not None:
+                retention = retained.get(key, DEFAULT) if retained else DEFAULT
+                entry = entries[key] = Entry(page, slot, VERIFIED, retention, 1)
+            elif key not in entries or (entry := entries[key]).state is PENDING:
+                break
+            else:
+                entry.leases += 1
+            pinned.append(entry)
+        return pinned
+
+    def absent_until(self, pages: Sequence[Page], start: int, stop: int | None = None) -> int:
+        """Where the first of `pages[start:stop]` is that is there in any state; `stop` (all of them) when none is."""
+        resting, entries = self._resting, self._entries
+        stop = len(pages) if stop is None else stop
+        for i in range(start, stop):
+            key = pages[i].key
+            if key in resting or key in entries:
+                return i
+        return stop
+
+    # -- pages come, and go -------------------------------------------------------------------------------------------
+
+    def insert(self, page: Page, slot: int, state: PageState, retention: Retention = DEFAULT) -> Entry:
+        """Put a page into an allocated slot. `PENDING` keeps it invisible until `commit`."""
+        return self.insert_all((page,), (slot,), state, (retention,))[0]
+
+    def insert_all(
+        self,
+        pages: Sequence[Page],
+        slots: Sequence[int],
+        state: PageState,
+        retentions: Sequence[Retention],
+        leases: int = 0,
+    ) -> list[Entry]:
+        """`insert` each page into its slot, as far as there are slots, with so many leases."""
+        self._orders.sift()
+        entries, children, orphans = self._entries, self._children, self._orphans
+        parents, namespaces = self._parents, self._namespaces
+        inserted: list[Entry] = []
+        last, last_slot = None, 0
+        for page, slot, retention in zip(pages, slots, retentions, strict=False):
+            key, parent, namespace = page
+            entry = entries[key] = Entry(page, slot, state, retention, leases)
+            inserted.append(entry)
+            parents[slot] = parent
+            namespaces[slot] = namespace
+            children[slot] = orphans.pop(key, 0) if orphans else 0
+            if parent != namespace:
+                above = last_slot if parent == last else self.slot(parent)
+                if above is None:
+                    orphans[parent] = orphans.get(parent, 0) + 1
+                else:
+                    children[above] += 1
+            last, last_slot = key, slot
+        self._orders.add(pages[: len(inserted)], retentions[: len(inserted)])
+        return inserted
+
+    def restore(
+        self,
+        keys: npt.NDArray[np.void],
+        parents: npt.NDArray[np.void],
+        digests: Sequence[bytes],
+        namespaces: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+        order: npt.NDArray[np.int64],
+        retentions: Mapping[int, Retention] = NO_RETENTIONS,
+        above: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Fill an empty table with visible pages, column by column. Keys differ, and so do slots.
+
+        `keys` and `parents` are of dtype V32, `namespaces` positions in `digests`, `order` positions of pages, the
+        least recently used first; `retentions`: by position, where they are not the default. `above`: the position of
+        each page's parent (-1: not there), where it is known. No page follows itself, not even by way of others.
+        """
+        names = [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", keys.tobytes())]
+        self._resting = dict(zip(names, slots.tolist(), strict=True))
+        self._orders.restore(names, order, retentions)
+        # Pages share the objects of their namespaces; parents become objects only when somebody asks.
+        by_slot = np.full(self.slots, b"", dtype=object)
+        by_slot[slots] = np.array([*digests, None], dtype=object)[namespaces]
+        self._namespaces = by_slot.tolist()
+        self._parents = [None] * self.slots
+        restored = np.zeros(self.slots, KEY)
+        restored[slots] = parents
+        self._restored_parents = restored.tobytes()
+        follows = np.flatnonzero(differ(parents, np.frombuffer(b"".join(digests), KEY)[namespaces]))
+        above = find(keys, parents[follows]) if above is None else above[follows]
+        counts = np.bincount(slots[above[above >= 0]], minlength=self.slots).astype(np.intc)
+        self._children = array("i", counts.tobytes())
+        self._orphans = dict(Counter(parents[follows[above < 0]].tolist()))
+
+    def _unlink(self, key: bytes, parent: bytes, namespace: bytes, slot: int, evicted: bool = False) -> None:
+        """A page is in no order any more, and follows none."""
+        self._orders.remove(key, evicted=evicted)
+        followed = self._children[slot]
+        if followed:
+            self._orphans[key] = followed
+        if parent != namespace:
+            self._count_out(parent)
+
+    def _count_out(self, parent: bytes) -> None:
+        """One page less follows `parent`."""
+        above = self.slot(parent)
+        if above is not None:
+            self._children[above] -= 1
+            if not self._children[above]:
+                self._orders.hasten(parent)
+        elif self._orphans[parent] == 1:
+            del self._orphans[parent]
+        else:
+            self._orphans[parent] -= 1
+
+    def namespaces_at(self, slots: Sequence[int]) -> list[bytes]:
+        """The namespaces of the pages in slots that have one each."""
+        return list(map(self._namespaces.__getitem__, slots))
+
+    # -- a page's row -------------------------------------------------------------------------------------------------
+
+    def _entry(self, key: bytes, slot: int) -> Entry:
+        return Entry(self._page_at(key, slot), slot, VERIFIED, self._orders.retained.get(key, DEFAULT))
+
+    def _page_at(self, key: bytes, slot: int) -> Page:
+        return Page(key, self._parent_at(slot), self._namespaces[slot])
+
+    def _parent_at(self, slot: int) -> bytes:
+        parent = self._parents[slot]
+        return self._restored_parents[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] if parent is None else parent
+
+    def _parent(self, key: bytes) -> bytes:
+        entry = self._entries.get(key)
+        return self._parent_at(self._resting[key]) if entry is None else entry.parent
+
+    # -- all of them anew ---------------------------------------------------------------------------------------------
+
+    def _recount(self, pages: Collection[Entry]) -> None:
+        """Count followers anew. `pages`: all that there are."""
+        self._orders.settle()
+        slots = {e.key: e.slot for e in pages}
+        counts = Counter(self._followed(pages))
+        self._children = array("i", bytes(4 * self.slots))
+        for key in slots.keys() & counts.keys():
+            self._children[slots[key]] = counts.pop(key)
+        self._orphans = dict(counts)
+        for key, slot in slots.items():
+            if not self._children[slot]:
+                self._orders.hasten(key)
+
+    def _followed(self, pages: Collection[Entry]) -> Iterator[bytes]:
+        """The keys of the pages that `pages` follow, by their rows, one for each that follows any."""
+        for entry in pages:
+            parent = self._parent_at(entry.slot)
+            if parent != self._namespaces[entry.slot]:
+                yield parent
+
+    def _disagreements(self, pages: Collection[Entry]) -> list[str]:
+        """What the columns say otherwise than `pages`, all that there are."""
+        problems = self._orders.check({e.key: e.retention for e in pages})
+        counted = {e.key: self._children[e.slot] for e in pages if self._children[e.slot]} | self._orphans
+        if Counter(self._followed(pages)) != counted:
+            problems.append("pages that follow others are miscounted")
+        wrong = [e for e in self._entries.values() if e.leases < 0 or e.dropped or e.key in self._resting]
+        return problems + [f"page {e.key.hex()[:16]} has {e.leases} leases, dropped={e.dropped}" for e in wrong]

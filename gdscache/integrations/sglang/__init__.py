@@ -1,0 +1,1 @@
+"""SGLang: a cache linker (`linker`), and a storage backend for HiCache (`storage`)."""

@@ -1,0 +1,144 @@
+"""Pages between a host pool of SGLang's and the SSD tier: what `GdsCacheStorage` does, without SGLang.
+
+The pool's memory is the engine's planes, so a page is gathered from it and scattered into it, with its checksum, and
+SGLang copies nothing. HiCache calls from several threads of its own. An exception would end such a thread for good, so
+whatever a page comes to is a bool: False is a miss, or a page that was not kept.
+
+When SGLang's weights have changed, what its pool has is still of the old ones, until it is flushed; and a flush ends
+HiCache's threads and begins new ones. So nothing more is stored for threads of before the change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.engine import CacheEngine
+from gdscache.errors import DeadlineError, GdsCacheError
+from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.integrations.weights import fresh_salt
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.moves import PageStatus
+from gdscache.runtime.threads import log_failure
+
+
+class HostPages:
+    """The SSD tier under one host pool. Thread-safe."""
+
+    def __init__(self, engine: CacheEngine) -> None:
+        """The planes of `engine` are the pool's memory, a block a page."""
+        self.engine = engine
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._page_tokens = engine.layout.page_tokens
+        self._links = PageLinks()
+        self._salt = ""
+        self._barred: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._patience = engine.config.store.deadline + engine.config.load.deadline
+        # As many pages at once as are taken in, whatever else is on its way: what is beyond the queue is dropped.
+        self._at_once = max(1, engine.config.store.queue // 2 // engine.layout.extent_bytes)
+
+    def exists(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
+        """How many of the first pages are stored. `before`: the keys of the pages in front of them, if known."""
+        found = 0
+        with self._told():
+            found = self.engine.lookup(self._links.named(keys, before), salt=self._salt).tokens // self._page_tokens
+        self._count(asked=len(keys), found=found)
+        return found
+
+    def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
+        """Bring pages into the pool, each to the tokens from `slots[i]` on; which of them are there, and good.
+
+        When it returns nothing writes to the pool any more.
+        """
+        good = [False] * len(keys)
+        with self._told():
+            hit = self.engine.lookup(self._links.named(keys, before), salt=self._salt)
+            blocks = self._blocks(slots)[: len(hit.pages)]
+            if len(blocks):
+                good[: len(blocks)] = self._load(self.engine.load(hit, blocks), len(blocks))
+        self._count(wanted=len(keys), loaded=sum(good))
+        return good
+
+    def set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
+        """Store pages that lie in the pool at the tokens from `slots[i]` on; which of them are on the SSD now.
+
+        When it returns nothing reads the pool any more.
+        """
+        kept, salt = list[bool](), self._salt  # first the salt, then the look: see `weights_changed`
+        if threading.current_thread() in self._barred:
+            self._count(barred=len(keys))
+            return [False] * len(keys)
+        for first in range(0, len(keys), self._at_once):
+            part = slice(first, first + self._at_once)
+            kept += self._set(keys[part], slots[part], [*before, *keys[:first]][-1:], salt)
+        self._count(offered=len(keys), stored=sum(kept))
+        return kept
+
+    def clear(self) -> None:
+        """Drop every page of this model."""
+        for salt in {"", self._salt}:
+            self.engine.invalidate(self.engine.namespace(salt))
+
+    def weights_changed(self) -> None:
+        """Find no page of the weights of before, and store none. Called before and behind each change."""
+        self._barred = weakref.WeakSet(threading.enumerate())
+        self._salt = fresh_salt()  # behind the threads: whoever has this one, and looks then, finds itself barred
+
+    def take_counts(self) -> Counter[str]:
+        """What was counted since the last call."""
+        with self._lock:
+            counts, self.counts = self.counts, Counter()
+        return counts
+
+    def close(self) -> None:
+        """Finish what was accepted, and close the engine. Twice is fine."""
+        self.engine.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str], salt: str) -> list[bool]:
+        kept = [False] * len(keys)
+        with self._told():
+            handle = self.engine.store(self._links.named(keys, before), self._blocks(slots), salt=salt)
+            try:
+                report = handle.result(self._patience)
+                kept = [number not in report.dropped for number in range(len(keys))]
+            finally:
+                handle.release_event.synchronize()
+        return kept
+
+    def _load(self, load: LayerwiseLoad, pages: int) -> list[bool]:
+        """The verdict on each page. After the deadline, or an interrupt, the pool is left alone first."""
+        try:
+            try:
+                report = load.result()
+            except DeadlineError:
+                load.cancel()
+                report = load.result()
+        finally:
+            load.cancel()
+            load.release_event.synchronize()
+        good = [status is PageStatus.LOADED for status in report.pages[:pages]]
+        return good + [False] * (pages - len(good))
+
+    def _blocks(self, slots: Sequence[int]) -> npt.NDArray[np.int64]:
+        return np.asarray(slots, np.int64) // self._page_tokens
+
+    def _count(self, **numbers: int) -> None:
+        with self._lock:
+            self.counts.update(numbers)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except GdsCacheError as error:
+            self._count(errors=1)
+            log_failure(error)

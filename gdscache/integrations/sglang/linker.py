@@ -1,0 +1,172 @@
+"""SGLang's cache linker: the CPU tier and the SSD under SGLang's radix tree, without a host pool of SGLang's.
+
+    python -m sglang.launch_server --model-path MODEL --schedule-policy lpm --enable-unified-cache-external-linker
+        --unified-cache-external-linker-backend dynamic --unified-cache-external-linker-config
+        '{"linker": "GdsCacheLinker", "linker_module_path": "gdscache.integrations.sglang.linker",
+        "linker_extra_config": {"config": "gdscache.yaml"}}'
+
+docs/sglang.md says what works and what is refused. What is known of requests is in `sglang_loads`, what moves in
+`sglang_moves`; this class only hands over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+from gdscache.cuda.streams import Event, record_on
+from gdscache.engine import CacheEngine
+from gdscache.integrations.fetching import PinningCache
+from gdscache.integrations.sglang.loads import LoadTable
+from gdscache.integrations.sglang.moves import LayerLoads, Offloads
+from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.integrations.sglang.planes import device_planes
+from gdscache.integrations.sglang.setup import (
+    LINKER_OPTIONS,
+    LinkerOptions,
+    configuration,
+    refuse_components,
+    refuse_setup,
+)
+from gdscache.integrations.sglang.weights import WeightWatch
+from gdscache.integrations.weights import fresh_salt
+
+
+class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
+    """See the module. Raises the `GdsCacheError` that names what this setup of SGLang needs and has not got."""
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Collection[Any],
+        extra_config: Mapping[str, Any],
+        forward_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        refuse_setup(server_args)
+        refuse_components([component.name for component in components])
+        options = LinkerOptions.of(extra_config)
+        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        planes = device_planes(pool, params.page_size)
+        config = configuration(options.config, server_args, planes, sglang.__version__, LINKER_OPTIONS, cpu=True)
+        self.pools = {PoolName.KV: pool}
+        self.forward_stream = forward_stream
+        self.counts: Counter[str] = Counter()
+        self._page_tokens: int = params.page_size
+        self._device = planes.tensors[0][0].device
+        self._rows = params.req_to_token_pool
+        self.engine = engine = CacheEngine(config, planes.tensors)
+        try:
+            self._cache = PinningCache(engine, options.pin_seconds)
+            self._links = PageLinks()
+            self._table = LoadTable(
+                self._cache,
+                self._links,
+                wait=options.ssd_wait if config.ssd is not None else 0.0,
+                alone=self._alone,
+                rest=self._cache.rest,
+                seconds=self._seconds,
+                counts=self.counts,
+            )
+            self.layer_done_counter = LayerLoads(engine, len(planes.tensors), self.counts)
+            self._offloads = Offloads(engine, self.counts)
+            self._used = self._outdated = False
+            self._watch = WeightWatch(WeightUpdater, self._weights_changed)
+        except BaseException:
+            engine.close(drain=False)
+            raise
+
+    # -- loads ---------------------------------------------------------------------------------------------------------
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """Every prefix length that may be loaded: with pages of all tokens, each up to the longest."""
+        self._used = True
+        return list(range(1, self._table.lookup(rid, _of_kv(transfers).keys or []) + 1))
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        transfer = _of_kv(transfers)
+        return self._table.load(rid, transfer.keys or [], lambda: self._blocks(transfer))
+
+    def start_layer_wise_loading(self) -> int:
+        queued = self._table.take()
+        return self.layer_done_counter.start(queued, self._slots_free()) if queued else -1
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return self.layer_done_counter.finish(counter_index)
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self._table.cancel(rid)
+
+    # -- offloads ------------------------------------------------------------------------------------------------------
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        transfer = _of_kv(transfers)
+        keys = transfer.keys or []
+        self._used = True
+        self._table.computed(keys)
+        if self._outdated or not keys:
+            return False
+        ready = self.record_offload_ready() if self._device.type == "cuda" else [None]
+        blocks = self._blocks(transfer)  # waits for the stream that chose them, the first of `ready`
+        return self._offloads.start(self._links.named(keys), blocks, self._cache.salt, ready[-1])
+
+    def num_completed_offloads(self) -> int:
+        return self._offloads.completed()
+
+    def pop_completed_offload(self) -> bool:
+        return self._offloads.pop()
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """SGLang's own cache is flushed: nothing of its pages is used any more. What is stored stays."""
+        self._table.reset()
+        self.layer_done_counter.reset()
+        self._offloads.reset()
+        self._used = self._outdated = False
+
+    def close(self) -> None:
+        """Finish what was accepted, and give everything back. Twice is fine."""
+        self._watch.close()
+        self.reset()
+        self.engine.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _weights_changed(self) -> None:
+        """Find no page of before, and store none that SGLang has of the old weights: it flushes first."""
+        self._cache.salt = fresh_salt()
+        self._table.reset()
+        self._outdated = self._outdated or self._used
+
+    def _blocks(self, transfer: PoolTransfer) -> list[int]:
+        slots = transfer.device_indices[:: self._page_tokens]
+        return [slot // self._page_tokens for slot in slots.tolist()]
+
+    def _slots_free(self) -> Event:
+        """When nothing that was launched before writes to the slots of a load any more."""
+        if self._device.type != "cuda":
+            return None
+        stream = self.forward_stream
+        return record_on(torch.cuda.current_stream(self._device) if stream is None else stream)
+
+    def _alone(self) -> bool:
+        """Whether no request runs: none has a row."""
+        return bool(self._rows.available_size() >= self._rows.size)
+
+    def _seconds(self, pages: int) -> float | None:
+        """What bringing so many pages from the SSD should take."""
+        price = self.engine.manager.costs.load_price("ssd")
+        return None if price is None else price[0] * pages * self.engine.layout.page_bytes + price[1]
+
+
+def _of_kv(transfers: list[PoolTransfer]) -> PoolTransfer:
+    return next(transfer for transfer in transfers if transfer.name == PoolName.KV)

@@ -1,0 +1,62 @@
+"""SGLang's names of pages: hexadecimal digits of SHA-256, each over the one before and the page's tokens.
+
+Nothing of SGLang is imported. A call of SGLang's names pages from the middle of a request, too, without the page before
+them; which one that is, is remembered from earlier calls, since a page should outlast those that follow it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from gdscache.errors import InvalidValueError
+from gdscache.pages.keys import KEY_BYTES, PageHashes
+
+LINKS_KEPT = 1 << 16  # about 16 MiB
+
+
+class PageLinks:
+    """Which page follows which, of the pages that were named last. Thread-safe."""
+
+    def __init__(self, kept: int = LINKS_KEPT) -> None:
+        self._kept = kept
+        self._before: OrderedDict[bytes, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._before)
+
+    def named(self, keys: Sequence[str], before: Sequence[str] = ()) -> PageHashes:
+        """The pages of consecutive keys. `before`: keys of the pages in front of them, where they are known.
+
+        Raises `InvalidValueError` for what is no key.
+        """
+        hashes = [digest(key) for key in keys]
+        parent = digest(before[-1]) if before else None
+        with self._lock:
+            if hashes and parent is None:
+                parent = self._before.get(hashes[0])
+            self._remember(parent, hashes)
+        return PageHashes(hashes, parent=parent)
+
+    def _remember(self, parent: bytes | None, hashes: Sequence[bytes]) -> None:
+        links, last = self._before, parent
+        for name in hashes:
+            if last is not None:
+                links[name] = last
+                links.move_to_end(name)
+            last = name
+        while len(links) > self._kept:
+            links.popitem(last=False)
+
+
+def digest(key: str) -> bytes:
+    """The bytes of a key. Raises `InvalidValueError`."""
+    try:
+        found = bytes.fromhex(key)
+    except (TypeError, ValueError):
+        found = b""
+    if len(found) != KEY_BYTES:
+        raise InvalidValueError(f"{str(key)[:80]!r} is no key of a page", f"pages have {2 * KEY_BYTES} hex digits")
+    return found

@@ -1,0 +1,187 @@
+"""How SGLang is set up: what the integrations refuse, their options, and what makes the bytes of two servers
+interchangeable.
+
+Reads SGLang's `ServerArgs` by its attributes; nothing of SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from gdscache import arguments
+from gdscache.config import Config
+from gdscache.errors import (
+    AdaptersUnsupportedError,
+    CacheGroupsUnsupportedError,
+    ConfigError,
+    ConnectorRoleError,
+    InterfaceUnsupportedError,
+    ParallelismUnsupportedError,
+    SleepModeUnsupportedError,
+    SpeculationUnsupportedError,
+    UnknownKeyError,
+    WeightsNotFoundError,
+)
+from gdscache.integrations.settings import engine_configuration
+from gdscache.integrations.sglang.planes import PoolPlanes
+from gdscache.integrations.weights import model_directory, weights_identity
+
+LINKER_OPTIONS = "linker_extra_config"
+STORAGE_OPTIONS = "--hicache-storage-backend-extra-config"
+_OWN_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")  # what HiCache leaves in it
+_LONGEST = 3600  # seconds, of what the options say
+_SIZES = ("tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size", "ep_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkerOptions:
+    """`linker_extra_config`.
+
+    `config`: a YAML file, or its sections. `ssd_wait`: seconds that a load may wait for pages on their way, while no
+    other request runs. `pin_seconds`: how long pages that were brought for a request are kept for it.
+    """
+
+    config: str | Mapping[str, Any]
+    ssd_wait: float = 0.02
+    pin_seconds: float = 60.0
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> LinkerOptions:
+        """Raises `ConfigError` subclasses that name the key."""
+        config = _config_of(given, [field.name for field in dataclasses.fields(cls)], LINKER_OPTIONS, "sglang")
+        none = given.get("ssd_wait", cls.ssd_wait) in (0, 0.0)  # nobody waits
+        times = {
+            name: arguments.span(given[name], name, _LONGEST)
+            for name in ("ssd_wait", "pin_seconds")
+            if name in given and not (none and name == "ssd_wait")
+        }
+        return cls(config=config, **{**({"ssd_wait": 0.0} if none else {}), **times})
+
+
+def storage_config_of(given: Mapping[str, Any]) -> str | Mapping[str, Any]:
+    """The key `config` of HiCache's extra configuration. Raises `ConfigError` subclasses that name the key."""
+    config = _config_of(given, ["config", *_OWN_OF_SGLANG], STORAGE_OPTIONS, "sglang-hicache")
+    if not given.get("interface_v1"):
+        raise InterfaceUnsupportedError(
+            f"{STORAGE_OPTIONS} has no interface_v1: HiCache would copy each page once more",
+            'add "interface_v1": 1 to it',
+        )
+    return config
+
+
+def _config_of(given: Mapping[str, Any], known: Collection[str], name: str, engine: str) -> str | Mapping[str, Any]:
+    if unknown := sorted(set(given) - set(known)):
+        raise UnknownKeyError(f"{name} has {', '.join(unknown)}", f"what it may have: {', '.join(known)}")
+    config = given.get("config")
+    if not isinstance(config, (str, Mapping)):
+        raise ConfigError(
+            f"{name} names no configuration",
+            f'write one with `gdscache config init {engine}`, and pass {{"config": "gdscache.yaml"}}',
+        )
+    return config
+
+
+def refuse_setup(server: Any) -> None:
+    """Raise the subclass of `IntegrationError` that names what is not supported. `server`: SGLang's `ServerArgs`."""
+    sizes = {name: getattr(server, name, 1) for name in _SIZES}
+    if wrong := {name: size for name, size in sizes.items() if size not in (None, 1)}:
+        raise ParallelismUnsupportedError(
+            ", ".join(f"{name} is {size}" for name, size in wrong.items()),
+            "one rank is supported: run one server a GPU, each with an ssd.path of its own",
+        )
+    if (algorithm := getattr(server, "speculative_algorithm", None)) not in (None, "NGRAM"):
+        raise SpeculationUnsupportedError(
+            f"speculative decoding by {algorithm} has weights of its own", "leave it out, or use NGRAM"
+        )
+    if getattr(server, "enable_lora", None) or getattr(server, "lora_paths", None):
+        raise AdaptersUnsupportedError(
+            "adapters (LoRA) are served: one that is loaded anew may keep its name", "leave --enable-lora out"
+        )
+    if getattr(server, "enable_memory_saver", False):
+        raise SleepModeUnsupportedError(
+            "enable_memory_saver is on: the KV cache's memory would go while pages are on their way", "leave it out"
+        )
+    mode = getattr(server, "disaggregation_mode", None)
+    if mode not in (None, "null"):
+        raise ConnectorRoleError(f"disaggregation_mode is {mode!r}", "this is a cache of one server: leave it out")
+
+
+def refuse_components(names: Collection[str]) -> None:
+    """Raise where the tree has more than full attention. `names`: those of SGLang's `ComponentType`."""
+    if set(names) != {"FULL"}:
+        raise CacheGroupsUnsupportedError(
+            f"the model's cache has {', '.join(sorted(names))}; FULL alone is supported",
+            "use a model whose every layer attends to all tokens",
+        )
+
+
+def configuration(
+    config: str | Mapping[str, Any], server: Any, planes: PoolPlanes, version: str, source: str, *, cpu: bool
+) -> Config:
+    """The engine's, over these planes. `version`: SGLang's. `cpu`: whether it is to have a CPU tier, or to have none.
+
+    Raises `ConfigError` subclasses, and `WeightsNotFoundError` where nothing names the weights.
+    """
+    found = engine_configuration(config, model_of(server, planes, version), lambda: weights_of(server), source)
+    if cpu and found.cpu is None:
+        raise ConfigError(
+            f"{source} has no section `cpu`: loads begin from pages that were checked in the CPU tier",
+            "add cpu.capacity; `gdscache config init sglang` writes one",
+        )
+    if not cpu and (found.cpu is not None or found.ssd is None):
+        raise ConfigError(
+            f"{source} has {'a section `cpu`' if found.cpu is not None else 'no section `ssd`'}: HiCache keeps the "
+            "pages in host memory, and this is the SSD tier below it",
+            "`gdscache config init sglang-hicache` writes one that has ssd and no cpu",
+        )
+    return found
+
+
+def model_of(server: Any, planes: PoolPlanes, version: str) -> dict[str, object]:
+    """The section `model` of the engine's configuration: what a page is, and all that makes its bytes what they are.
+
+    But for the weights (`weights_of`).
+    """
+    facts: dict[str, object] = {
+        "sglang": version,
+        **planes.described,
+        "model": _model_file(server),
+        "dtype_asked": str(getattr(server, "dtype", None)),
+        "quantization": str(getattr(server, "quantization", None)),
+        "quantization_param_path": str(getattr(server, "quantization_param_path", None)),
+        "kv_cache_dtype": str(getattr(server, "kv_cache_dtype", None)),
+        "overrides": str(getattr(server, "json_model_override_args", None)),
+        "load_format": str(getattr(server, "load_format", None)),
+    }
+    salt = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return {"name": str(server.model_path), **planes.model(), "salt": salt}
+
+
+def _model_file(server: Any) -> str:
+    """A digest of the model's `config.json`, "" where there is none."""
+    try:
+        file = _directory(server) / "config.json"
+        return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    except (OSError, WeightsNotFoundError):
+        return ""
+
+
+def weights_of(server: Any) -> str:
+    """The identity of the weights that SGLang has loaded: of the files that it has read them from.
+
+    Dummy weights are drawn from a fixed seed. Raises `WeightsNotFoundError`.
+    """
+    load_format = getattr(server, "load_format", "")
+    if getattr(load_format, "value", load_format) == "dummy":
+        return "dummy"
+    return weights_identity(_directory(server))
+
+
+def _directory(server: Any) -> Any:
+    return model_directory(
+        str(server.model_path), getattr(server, "revision", None), getattr(server, "download_dir", None)
+    )

@@ -1,0 +1,268 @@
+"""vLLM's KV connector: a prefix that was computed once is loaded from the CPU tier or the SSD.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "GdsCacheConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "gdscache.integrations.vllm", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config": "gdscache.yaml"}}'
+
+docs/vllm.md says what works and what is refused. vLLM makes two objects of this class, one beside its scheduler and one
+in its worker, both in one process here; they share an engine (`vllm_session`). What they know is in `vllm_requests` and
+`vllm_worker`; this class only hands over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from gdscache.engine import CacheEngine
+from gdscache.integrations.vllm.metrics import GdsCacheProm, GdsCacheStats
+from gdscache.integrations.vllm.planes import planes_of
+from gdscache.integrations.vllm.prefills import Prefills, prefill_of
+from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
+from gdscache.integrations.vllm.session import Sessions, VllmSession
+from gdscache.integrations.vllm.setup import Options, model_of, refuse_setup, weights_of
+from gdscache.integrations.vllm.worker import Loads, Stores
+
+_REST_S = 0.002  # how long a step that computes nothing waits for pages, rather than to ask again at once
+_SESSIONS = Sessions()
+
+
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
+    """What the worker is to move in a step. It stays in the process."""
+
+    def __init__(
+        self, loads: list[LoadOrder], stores: list[StoreOrder], prefill: tuple[int, int] | None, *, last: bool
+    ) -> None:
+        """`prefill`: what the step's time is about (`prefill_of`). `last`: a request has ended, or nothing is computed;
+        there may be no further step."""
+        self.loads = loads
+        self.stores = stores
+        self.prefill = prefill
+        self.last = last
+
+
+class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """See the module. Raises the `IntegrationError` that names what this setup of vLLM needs and has not got."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        refuse_setup(vllm_config, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._options = Options.of(transfer.kv_connector_extra_config or {})
+        self._engine_id: str = transfer.engine_id
+        self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._counts: Counter[str] = Counter()
+        self._session: VllmSession | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._session = session = _SESSIONS.join(self._engine_id)
+            self._table = RequestTable(
+                session, self._spec.block_size, wait=self._options.wait_seconds, refuses=_has_adapter
+            )
+
+    # -- class ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """With `layerwise` each layer is waited for, which a graph of the whole forward would leave out."""
+        return bool(extra_config.get("layerwise", True))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> GdsCacheStats:
+        return GdsCacheStats(data=data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> GdsCacheProm:
+        return GdsCacheProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A page that is not stored is computed again, nothing worse."""
+        return False
+
+    # -- scheduler -----------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        with self._timed("scheduler_seconds"):
+            self._table.add(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        with self._timed("scheduler_seconds"):
+            return self._table.ask(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        with self._timed("scheduler_seconds"):
+            self._table.place(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        if not num_external_tokens:
+            return {}
+        tokens: Counter[CacheHitSource] = Counter()
+        for tier, pages in self._table.hit_sources(request).items():
+            source = CacheHitSource.HOST if tier == "cpu" else CacheHitSource.DISK
+            tokens[source] += pages * self._spec.block_size
+        return dict(tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        with self._timed("scheduler_seconds"):
+            step, table = scheduler_output, self._table
+            cached = step.scheduled_cached_reqs
+            fresh = table.take_fresh()
+            for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+                if blocks is not None and request_id not in cached.resumed_req_ids:
+                    fresh.update(blocks[0])
+            state = step.kv_connector_block_state
+            stores = list(table.stores(step.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0]))
+            last = bool(step.finished_req_ids) or not step.num_scheduled_tokens
+            loads = table.take_loads()
+            orders = StepOrders(loads, stores, None if loads else prefill_of(step), last=last)
+        deferred, self._counts["steps"] = table.take_deferred(), self._counts["steps"] + 1
+        self._counts["deferred"] += deferred
+        self._counts["late"] += table.late
+        table.late = 0
+        self._joined.settle(fresh)
+        if not step.num_scheduled_tokens and not orders.loads and (deferred or self._joined.busy()):
+            self._joined.rest(_REST_S)
+        return orders
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks may be freed at once: who gets one that a store still reads waits (`VllmSession.settle`)."""
+        self._table.finish(request.request_id)
+        return False, None
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def reset_cache(self) -> bool:
+        """Drop every page of this model: what vLLM asks for when its weights have changed.
+
+        Requests that are under way go on from what they have, so nothing of them is stored.
+        """
+        self._table.leave_alone()
+        self._joined.weights_changed()
+        return True
+
+    # -- worker --------------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        config, cache = self._vllm_config, self._kv_cache_config
+        planes = planes_of(kv_caches, cache.num_blocks, self._spec.block_size, str(cache.kv_cache_layout))
+
+        def make() -> VllmSession:
+            model = model_of(config, cache, planes, vllm.__version__)
+            settings = self._options.configuration(model, lambda: weights_of(config))
+            engine = CacheEngine(settings, [(tensor,) for tensor in planes.tensors])
+            return VllmSession(engine, self._options.pin_seconds)
+
+        self._session = session = _SESSIONS.open(self._engine_id, make)
+        overlapping = config.scheduler_config.async_scheduling
+        self._layers = planes.layers
+        self._stores = Stores(session.engine, self._counts)
+        self._loads = Loads(session.engine, len(planes.tensors), self._counts, overlapping=bool(overlapping))
+        self._prefills = Prefills(session.engine, planes.tensors[0].device)
+        session.attend(self._stores, lambda: self._loads.under_way)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Nothing is left to do: the scheduler has waited for stores that read blocks which this step writes to."""
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins; vLLM calls it before the forward pass, and `wait_for_save` behind it."""
+        super().bind_connector_metadata(connector_metadata)
+        with self._timed("worker_seconds"):
+            self._prefills.begin(self._orders.prefill)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        with self._timed("worker_seconds"):
+            self._loads.begin(self._orders.loads)
+            if not self._options.layerwise:
+                self._loads.wait_all()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if not self._loads.within:  # of most steps, and a step has as many calls as the model has layers
+            return
+        with self._timed("worker_seconds"):
+            self._loads.wait(self._layers[layer_name])
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """All layers are stored together, when the step has been submitted."""
+
+    def wait_for_save(self) -> None:
+        with self._timed("worker_seconds"):
+            self._stores.begin(self._orders.stores, last=self._orders.last)
+            self._loads.end_step()
+            self._prefills.end()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._loads.take_arrived() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._loads.take_bad()
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> GdsCacheStats | None:
+        """What was counted since the last call; None in steps that only computed."""
+        counts, told = self._counts, self._counts.keys() - _QUIET
+        if not any(counts[name] for name in told) and counts["steps"] < _QUIET_STEPS:
+            return None
+        data = {name: value for name, value in counts.items() if value}
+        counts.clear()
+        return GdsCacheStats(data=data)
+
+    def shutdown(self) -> None:
+        """Leave the engine; the last one closes it. Twice is fine."""
+        session, self._session = self._session, None
+        if session is not None:
+            if self.role is KVConnectorRole.SCHEDULER:
+                self._table.clear()
+            else:
+                self._stores.flush()
+            _SESSIONS.leave(self._engine_id, session)
+
+    @property
+    def _joined(self) -> VllmSession:
+        assert self._session is not None, "the connector was shut down"
+        return self._session
+
+    @property
+    def _orders(self) -> StepOrders:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        return orders
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._counts[name] += time.perf_counter() - start  # type: ignore[assignment]
+
+
+_QUIET = {"steps", "scheduler_seconds", "worker_seconds"}
+_QUIET_STEPS = 256  # steps in which only these were counted go together
+
+
+def _has_adapter(request: Any) -> bool:
+    """An adapter that is loaded anew keeps its name, so its requests are neither loaded nor stored."""
+    return getattr(request, "lora_request", None) is not None

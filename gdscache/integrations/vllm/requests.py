@@ -1,0 +1,252 @@
+"""The scheduler's side of the vLLM connector: what is known of each request, and what a step has to move.
+
+Plain state over a `Cache`; no bytes, no threads, and nothing of vLLM is imported. A request is whatever has vLLM's
+names: `request_id`, `block_hashes`, `num_tokens`, `num_computed_tokens`. A block is a page.
+
+A request begins to *fetch* when it arrives: its pages come to the CPU tier, are checked there, and stay pinned. Asked
+whether it may run, the table answers "not yet" while they come, for `wait` seconds at most; then with the prefix that
+is checked. Where the CPU tier has no room, the pages go between two steps, straight to their blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from gdscache.integrations.fetching import Cache, Fetch
+from gdscache.pages.keys import PageHashes
+
+LOOK_AGAIN_S = 1.0  # a request that waits is looked up again after this
+HASH_BYTES = 32  # of a page hash; shorter ones of vLLM's (xxhash has 16) are filled up with zeros
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Pages `first` and following of a request go into `blocks`. Whoever carries it out releases `fetch`.
+
+    `between`: the request waits until they are there, or were found to be bad; else this step computes with them, and
+    they are pages that `fetch` has checked.
+    """
+
+    request_id: str
+    fetch: Fetch
+    first: int
+    blocks: tuple[int, ...]
+    between: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreOrder:
+    """Pages `first` and following of a request are in `blocks` when the step has been computed."""
+
+    request_id: str
+    hashes: PageHashes
+    first: int
+    blocks: tuple[int, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """A request. `local`: pages that vLLM's own cache has of it; `offered`: pages before it need no store; `since`:
+    when it was told "not yet" for the first time; `looked`: when its pages were looked up."""
+
+    request: Any
+    refused: bool
+    hashes: PageHashes = dataclasses.field(default_factory=lambda: PageHashes([]))
+    fetch: Fetch | None = None
+    between: bool = False
+    since: float | None = None
+    late: bool = False
+    looked: float = 0.0
+    local: int = 0
+    offered: int | None = None
+    sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+class RequestTable:
+    """All requests that vLLM's scheduler has. Not thread-safe: the scheduler is one thread."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        page_tokens: int,
+        *,
+        wait: float,
+        refuses: Callable[[Any], bool] = lambda request: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`wait`: seconds that a request may be told "not yet". `refuses`: whether a request is to be left alone."""
+        self._cache = cache
+        self._page_tokens = page_tokens
+        self._wait = wait
+        self._refuses = refuses
+        self._clock = clock
+        self._known: dict[str, _Known] = {}
+        self._loads: list[LoadOrder] = []
+        self._fresh: set[int] = set()
+        self._deferred = 0
+        self.late = 0  # requests whose pages did not come in time
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    # -- a request comes, is asked for, gets its blocks, and goes ----------------------------------------------------
+
+    def add(self, request: Any) -> None:
+        """A request has arrived: begin to fetch."""
+        self.finish(request.request_id)
+        known = self._known[request.request_id] = _Known(request, self._refuses(request) or _skips(request))
+        if not known.refused and request.num_tokens > self._page_tokens:
+            self._begin(known)
+
+    def ask(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """How many tokens behind the first `computed` ones can be loaded, and whether between two steps.
+
+        (None, False): ask again in the next step. At least one token of the request is left to compute.
+        """
+        known = self._known.get(request.request_id)
+        if known is None:
+            return 0, False
+        size = self._page_tokens
+        known.local, known.between = computed // size, False
+        most = (request.num_tokens - 1) // size
+        if known.refused or most <= known.local:
+            return 0, False
+        now = self._clock()
+        if known.fetch is not None and (known.fetch.lapsed() or self._outgrown(known, known.fetch, most, now)):
+            known.fetch.release()
+            known.fetch = None
+        fetch = known.fetch or self._begin(known)
+        if fetch.wanted <= known.local and not fetch.asking:
+            return 0, False
+        if not fetch.done():
+            if known.since is None:
+                known.since = now
+            if now - known.since < self._wait:
+                self._deferred += 1
+                return None, False
+            self.late += not known.late
+            known.late = True
+        known.between = fetch.crowded()
+        pages = min(fetch.wanted if known.between else fetch.verified(), most) - known.local
+        return max(0, pages) * size, known.between
+
+    def place(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
+        """The request has got `blocks`, all that it has so far, and `tokens` tokens are to be loaded."""
+        known = self._known.get(request.request_id)
+        if known is None:
+            self._fresh.update(blocks)
+            return
+        self._fresh.update(blocks[known.local :])
+        fetch, pages = known.fetch, tokens // self._page_tokens
+        if fetch is None:  # a load between steps is over, or there was nothing to load
+            if known.offered is None and not known.refused:
+                known.offered = self._missing(known, known.local, 0)
+            return
+        known.sources = fetch.sources(known.local, pages)
+        known.offered = self._missing(known, known.local + pages, fetch.cached)
+        known.fetch, known.since = None, None
+        if pages:
+            span = tuple(blocks[known.local : known.local + pages])
+            self._loads.append(LoadOrder(request.request_id, fetch, known.local, span, known.between))
+        else:
+            fetch.release()
+
+    def hit_sources(self, request: Any) -> Mapping[str, int]:
+        """Pages of the request's last load, by the tier that had them when the request came."""
+        known = self._known.get(request.request_id)
+        return {} if known is None else known.sources
+
+    def finish(self, request_id: str) -> None:
+        """The request is over, or aborted: what it holds goes back. Twice is fine."""
+        known = self._known.pop(request_id, None)
+        if known is not None and known.fetch is not None:
+            known.fetch.release()
+
+    def leave_alone(self) -> None:
+        """Neither load nor store anything of the requests that are there: what they have is of other weights."""
+        for known in self._known.values():
+            if known.fetch is not None:
+                known.fetch.release()
+            known.refused, known.fetch, known.offered = True, None, None
+
+    def clear(self) -> None:
+        """Let everything go."""
+        for request_id in list(self._known):
+            self.finish(request_id)
+        for order in self.take_loads():
+            order.fetch.release()
+
+    # -- once a step -------------------------------------------------------------------------------------------------
+
+    def take_loads(self) -> list[LoadOrder]:
+        """The loads of this step; they are the caller's."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def take_fresh(self) -> set[int]:
+        """Blocks that waiting requests got since the last call, and that may be written from this step on."""
+        fresh, self._fresh = self._fresh, set()
+        return fresh
+
+    def take_deferred(self) -> int:
+        """How many requests were told "not yet" since the last call."""
+        deferred, self._deferred = self._deferred, 0
+        return deferred
+
+    def stores(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Iterable[StoreOrder]:
+        """What becomes full in a step of so many tokens a request. `blocks_of` is asked for those alone.
+
+        A request's `num_computed_tokens` is the count before the step. The hashes are those of tokens that are known,
+        so what is sampled or speculated in this step is not stored yet.
+        """
+        size, find = self._page_tokens, self._known.get
+        for request_id, tokens in scheduled.items():
+            known = find(request_id)
+            if known is None or (offered := known.offered) is None:
+                continue
+            before = known.request.num_computed_tokens
+            if (before + tokens) // size <= offered <= before // size:
+                continue  # most requests in most steps
+            full = min((before + tokens) // size, len(known.request.block_hashes))
+            first = min(offered, before // size)  # less where a bad page is computed again
+            known.offered = max(first, full)
+            if full > first:
+                self._name(known)
+                yield StoreOrder(request_id, known.hashes, first, tuple(blocks_of(request_id)[first:full]))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, known: _Known) -> Fetch:
+        self._name(known)
+        known.since, known.late, known.looked = None, False, self._clock()
+        fetch = self._cache.fetch(known.hashes, (known.request.num_tokens - 1) // self._page_tokens)
+        known.fetch = fetch
+        return fetch
+
+    def _outgrown(self, known: _Known, fetch: Fetch, most: int, now: float) -> bool:
+        """Whether more of a request's pages are cached by now than when its fetch began, by others who waited less."""
+        if fetch.cached >= most or now < known.looked + LOOK_AGAIN_S:
+            return False
+        known.looked = now
+        return self._cache.cached(known.hashes) > fetch.cached
+
+    def _missing(self, known: _Known, there: int, cached: int) -> int:
+        """The first page that needs a store. `there`: pages that are in their blocks without this step."""
+        if there > cached:  # vLLM's own cache has pages that ours had not when the request came: has it now?
+            self._name(known)
+            cached = self._cache.cached(known.hashes)
+        return min(there, cached)
+
+    def _name(self, known: _Known) -> None:
+        """Name the pages that have got a hash since."""
+        have, hashes = len(known.hashes), known.request.block_hashes
+        if len(hashes) > have:
+            known.hashes.extend([bytes(some).ljust(HASH_BYTES, b"\0") for some in hashes[have:]])
+
+
+def _skips(request: Any) -> bool:
+    """Whether vLLM would not use what is loaded: the request wants what only computing every token gives."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))

@@ -1,0 +1,103 @@
+"""One engine for the two objects that vLLM makes of a connector.
+
+vLLM makes the worker's object first, which opens the engine when it learns of the KV cache's tensors; the scheduler's
+joins it by the `engine_id` that both were given. The engine is closed when the last of them leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection
+
+from gdscache.engine import CacheEngine
+from gdscache.errors import SeparateWorkerError
+from gdscache.integrations.fetching import PinningCache
+from gdscache.integrations.vllm.worker import Stores
+from gdscache.integrations.weights import fresh_salt
+
+
+class VllmSession(PinningCache):
+    """An engine over vLLM's tensors, and who uses it."""
+
+    def __init__(self, engine: CacheEngine, pin_seconds: float) -> None:
+        super().__init__(engine, pin_seconds)
+        self._users = 0
+        self._stores: Stores | None = None
+        self._busy: Callable[[], bool] = bool
+
+    def attend(self, stores: Stores, busy: Callable[[], bool]) -> None:
+        """The worker says what it stores, and whether loads between steps are under way."""
+        self._stores, self._busy = stores, busy
+
+    def settle(self, blocks: Collection[int]) -> None:
+        """Wait until no store reads these blocks: somebody is to write to them.
+
+        The scheduler calls it before anything of a step reaches the worker. All stores of earlier steps have begun by
+        then, since both are one thread.
+        """
+        if self._stores is not None:
+            self._stores.settle(blocks)
+
+    def weights_changed(self) -> None:
+        """Drop every page of this model, and store nothing of what waits to be stored.
+
+        From now on pages have another salt: they are of weights that no file has, as far as anybody knows, so that an
+        engine that begins with the files' weights again must not find them.
+        """
+        for salt in {"", self.salt}:
+            self.engine.invalidate(self.engine.namespace(salt))
+        self.salt = fresh_salt()
+        if self._stores is not None:
+            self._stores.begin_anew(self.salt)
+
+    def busy(self) -> bool:
+        """Whether loads between steps are under way."""
+        return self._busy()
+
+    # -- who uses it -------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        self._users += 1
+
+    def leave(self) -> bool:
+        """True for the last one."""
+        self._users -= 1
+        return self._users == 0
+
+
+class Sessions:
+    """The sessions of this process by vLLM's `engine_id`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, VllmSession] = {}
+
+    def open(self, engine_id: str, make: Callable[[], VllmSession]) -> VllmSession:
+        """The worker's call: open one."""
+        session = make()
+        with self._lock:
+            self._open[engine_id] = session
+            session.enter()
+        return session
+
+    def join(self, engine_id: str) -> VllmSession:
+        """The scheduler's call. Raises `SeparateWorkerError` where the worker is in another process."""
+        with self._lock:
+            session = self._open.get(engine_id)
+            if session is None:
+                raise SeparateWorkerError(
+                    f"no worker of engine {engine_id} has registered its KV cache in process {os.getpid()}",
+                    "let one process have both: --distributed-executor-backend uni, with one GPU",
+                )
+            session.enter()
+        return session
+
+    def leave(self, engine_id: str, session: VllmSession) -> None:
+        """The last who leaves closes the engine; what was accepted for storing is stored first."""
+        with self._lock:
+            last = session.leave()
+            if last and self._open.get(engine_id) is session:
+                del self._open[engine_id]
+        if last:
+            session.engine.close()

@@ -1,0 +1,236 @@
+"""The worker's side of the vLLM connector: what moves between the engine's tiers and vLLM's blocks in a step.
+
+Nothing of vLLM is imported. A load within the step is of pages that were checked and are pinned. A load between steps
+may meet a bad page; its blocks are named, and vLLM computes them. A store reads its blocks after the work that the
+current stream has when it is handed over; until it has read them, whoever is to write to them waits (`settle`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
+from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.moves import PageStatus
+from gdscache.runtime.threads import log_failure
+
+if TYPE_CHECKING:
+    from gdscache.engine import CacheEngine
+    from gdscache.store.handle import StoreHandle
+
+
+_PAGES, _STEPS = 16, 8  # single pages, as decoding fills them, are handed over by so many, or after so many steps
+
+
+class Stores:
+    """What is to be stored, and stores that still read blocks of vLLM's.
+
+    To hand pages over costs a step some 0.1 ms, however few they are. So single pages wait for others: their blocks
+    keep their bytes until somebody is to write to them.
+    """
+
+    def __init__(self, engine: CacheEngine, counts: Counter[str]) -> None:
+        self._engine = engine
+        self._counts = counts
+        self._salt = ""
+        self._waiting: list[StoreOrder] = []
+        self._steps = 0  # since the first of them came
+        self._reading: dict[int, StoreHandle] = {}  # by block
+        self._handles: list[tuple[StoreHandle, tuple[int, ...]]] = []
+
+    def begin(self, orders: Sequence[StoreOrder], *, last: bool = False) -> None:
+        """Store what the step has computed, all requests at once. Nothing of it waits for a disk.
+
+        `last`: a request has ended, and there may be no further step.
+        """
+        self._waiting += orders
+        self._steps += bool(self._waiting)
+        many = len(self._waiting) >= _PAGES or any(len(order.blocks) > 1 for order in orders)
+        if many or last or self._steps >= _STEPS:
+            self.flush()
+
+    def begin_anew(self, salt: str) -> None:
+        """Store nothing of what waits; what comes has this salt."""
+        self._waiting, self._steps, self._salt = [], 0, salt
+
+    def flush(self) -> None:
+        """Hand over what waits."""
+        self._forget_read()
+        orders, self._waiting, self._steps = self._waiting, [], 0
+        if not orders:
+            return
+        engine, pages, blocks = self._engine, [], list[int]()
+        for order in orders:
+            pages += engine.pages(order.hashes, self._salt)[order.first : order.first + len(order.blocks)]
+            blocks += order.blocks
+        epoch = engine.manager.clearing.epoch(engine.namespace(self._salt))
+        table = np.array(blocks, np.int64).reshape(-1, 1)
+        handle = engine.brief(lambda: engine.submit_store(pages, table, epoch, self._salt))
+        self._counts["stored_pages"] += len(pages)
+        if not handle.release_event.done():
+            self._handles.append((handle, tuple(blocks)))
+            self._reading.update(dict.fromkeys(blocks, handle))
+
+    def settle(self, blocks: Collection[int]) -> None:
+        """Wait until no store reads one of these blocks."""
+        if self._waiting and not {block for order in self._waiting for block in order.blocks}.isdisjoint(blocks):
+            self.flush()
+        if self._reading:
+            for handle in {id(h): h for h in map(self._reading.get, blocks) if h is not None}.values():
+                if not handle.release_event.done():
+                    self._counts["blocks_awaited"] += 1
+                    handle.release_event.synchronize()
+            self._forget_read()
+
+    def _forget_read(self) -> None:
+        left = []
+        for handle, blocks in self._handles:
+            if not handle.release_event.done():
+                left.append((handle, blocks))
+                continue
+            for block in blocks:
+                if self._reading.get(block) is handle:
+                    del self._reading[block]
+        self._handles = left
+
+
+class Loads:
+    """Loads within a step, and those between steps."""
+
+    def __init__(self, engine: CacheEngine, layers: int, counts: Counter[str], *, overlapping: bool) -> None:
+        """`overlapping`: vLLM submits a step before it knows how the one before has ended."""
+        self._engine = engine
+        self._layers = layers
+        self._counts = counts
+        self._overlapping = overlapping
+        self._now: LayerwiseLoad | None = None
+        self._orders: list[LoadOrder] = []
+        self._waited: set[int] = set()
+        self._unproven: list[tuple[LayerwiseLoad, list[LoadOrder]]] = []
+        self._between: list[tuple[LayerwiseLoad, LoadOrder]] = []
+        self._arrived: set[str] = set()
+        self._bad: set[int] = set()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether loads between steps have not ended."""
+        return bool(self._between)
+
+    @property
+    def within(self) -> bool:
+        """Whether the step that is computed now has a load of its own."""
+        return self._now is not None
+
+    def begin(self, orders: Sequence[LoadOrder]) -> None:
+        """Begin the loads of a step; the pages stay where they are until each load has them."""
+        within = [order for order in orders if not order.between]
+        try:
+            if within:
+                self._now = self._start(within)
+                self._orders, self._waited = within, set()
+            for order in orders:
+                if order.between:
+                    self._begin_between(order)
+        finally:
+            for order in orders:
+                order.fetch.release()
+
+    def wait(self, layer: int) -> None:
+        """Order the current stream after this layer of the step's load."""
+        if self._now is not None and layer not in self._waited:
+            self._waited.add(layer)
+            self._now.wait(layer)
+
+    def wait_all(self) -> None:
+        """Order the current stream after all layers."""
+        for layer in range(self._layers if self._now is not None else 0):
+            self.wait(layer)
+
+    def end_step(self) -> None:
+        """The forward pass has been submitted.
+
+        Raises `LayerHooksError` where it did not wait for a layer. Where the pages of a load were bad after all, their
+        blocks are named, and vLLM takes the step back; it cannot do that where steps overlap (`VerifiedLoadError`).
+        """
+        if self._now is not None:
+            if len(self._waited) < self._layers:
+                missed = sorted(set(range(self._layers)) - self._waited)
+                raise LayerHooksError(
+                    f"the forward did not wait for {len(missed)} of {self._layers} layers, layer {missed[0]} first",
+                    'set "layerwise": false in kv_connector_extra_config, or cudagraph_mode PIECEWISE',
+                )
+            self._unproven.append((self._now, self._orders))
+            self._now, self._orders = None, []
+        left = []
+        for load, orders in self._unproven:
+            if self._overlapping and not load.done():
+                left.append((load, orders))
+                continue
+            bad = _bad_blocks(load, orders)
+            if bad and self._overlapping:
+                raise VerifiedLoadError(
+                    f"{len(bad)} blocks of {len(orders)} requests were not loaded, and the next step goes on from them",
+                    "see the log for a CUDA error, and restart",
+                )
+            self._bad |= bad
+        self._unproven = left
+        self._poll()
+
+    def take_arrived(self) -> set[str]:
+        """Requests whose load between steps has ended since the last call, well or not."""
+        arrived, self._arrived = self._arrived, set()
+        return arrived
+
+    def take_bad(self) -> set[int]:
+        """Blocks that were not loaded, since the last call."""
+        bad, self._bad = self._bad, set()
+        return bad
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _start(self, orders: Sequence[LoadOrder]) -> LayerwiseLoad:
+        batch = []
+        for order in orders:
+            take = order.fetch.unchecked if order.between else order.fetch.checked
+            hit = take(order.first, len(order.blocks))
+            batch.append((hit, list(order.blocks[: len(hit.pages)])))
+        load = self._engine.load_many(batch)
+        self._counts["loads"] += len(orders)
+        self._counts["loaded_pages"] += sum(len(order.blocks) for order in orders)
+        return load
+
+    def _begin_between(self, order: LoadOrder) -> None:
+        try:
+            self._between.append((self._start([order]), order))
+        except GdsCacheError as error:
+            log_failure(error)
+            self._end_between(order, set(order.blocks))
+
+    def _poll(self) -> None:
+        left = []
+        for load, order in self._between:
+            if load.done():
+                self._end_between(order, _bad_blocks(load, [order]))
+            else:
+                left.append((load, order))
+        self._between = left
+
+    def _end_between(self, order: LoadOrder, bad: set[int]) -> None:
+        self._arrived.add(order.request_id)
+        self._bad |= bad
+        self._counts["bad_pages"] += len(bad)
+
+
+def _bad_blocks(load: LayerwiseLoad, orders: Sequence[LoadOrder]) -> set[int]:
+    """Blocks of the orders that the load has not filled with good pages. Waits for its verdict."""
+    bad: set[int] = set()
+    for report, order in zip(load.results(), orders, strict=True):
+        good = [status is PageStatus.LOADED for status in report.pages]
+        good += [False] * (len(order.blocks) - len(good))
+        bad.update(block for block, loaded in zip(order.blocks, good, strict=True) if not loaded)
+    return bad

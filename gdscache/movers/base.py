@@ -1,0 +1,161 @@
+"""Movers: what copies pages between extents and planes, on streams of its own. The contract, and the choice of one.
+
+`HostMover` serves planes in host memory, `CudaMover` planes on a GPU. Both copy by the native library, which an
+engine's executor asks itself. Nothing here synchronises the caller's streams.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gdscache.cuda.streams import Event
+from gdscache.errors import KernelUnavailableError
+from gdscache.movers.choice import Direction
+from gdscache.pages.checksum import Checksums
+from gdscache.pages.layout import PageLayout
+from gdscache.pages.planes import PagedPlanes
+from gdscache.runtime.allocation import allocating
+from gdscache.tiers.bounce import Extents
+from gdscache.tracing import OFF, Timeline
+
+if TYPE_CHECKING:
+    from gdscache.config import GpuConfig
+    from gdscache.native.gpu import NativeGpu
+
+_log = logging.getLogger("gdscache")
+
+Slots = Sequence[int] | npt.NDArray[np.int64]
+
+
+class Moved:
+    """Copies that are queued. `event` is behind them; `read_event` is behind the last look at their source."""
+
+    __slots__ = ("_digests", "event", "read_event")
+
+    def __init__(self, event: Event, read_event: Event, digests: Callable[[], Checksums]) -> None:
+        self.event = event
+        self.read_event = read_event
+        self._digests = digests
+
+    def synchronize(self) -> None:
+        """The calling thread waits for the copies."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def checksums(self) -> Checksums:
+        """What the bytes that were copied sum up to, uint64 of shape (pages, layers). Waits for the copies."""
+        self.synchronize()
+        return self._digests()
+
+
+class Mover(abc.ABC):
+    """Copies pages between extents and the planes of one pool.
+
+    `slots`: the extents' slots; `blocks`: host int64 (pages, blocks_per_page), the planes' blocks of the same pages;
+    `layers`: consecutive layers, all by default; `after`: events that the copies wait for; `sums`: whether
+    `checksums()` of the result will be asked for.
+    """
+
+    name: str
+    planes: PagedPlanes
+    layout: PageLayout
+    timeline: Timeline = OFF
+
+    def scatter(
+        self,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range | None = None,
+        after: Sequence[Event] = (),
+        *,
+        sums: bool = False,
+    ) -> Moved:
+        """Queue copies from extents into the planes."""
+        return self._move("load", extents, slots, blocks, self._layers(layers), after, sums=sums)
+
+    def gather(
+        self,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range | None = None,
+        after: Sequence[Event] = (),
+        *,
+        sums: bool = False,
+    ) -> Moved:
+        """Queue copies from the planes into extents."""
+        return self._move("store", extents, slots, blocks, self._layers(layers), after, sums=sums)
+
+    @abc.abstractmethod
+    def _move(
+        self,
+        direction: Direction,
+        extents: Extents,
+        slots: Slots,
+        blocks: torch.Tensor,
+        layers: range,
+        after: Sequence[Event],
+        *,
+        sums: bool,
+    ) -> Moved:
+        """`scatter` (a load) or `gather` (a store), of layers that are named."""
+
+    @property
+    def on_gpu(self) -> NativeGpu | None:
+        """What copies on a GPU, where the planes are there."""
+        return None
+
+    def routes(self, direction: Direction, layers: range) -> tuple[int, int]:
+        """The numbers that the native library has for the way of these layers of a page, without checksums and with."""
+        return 0, 0
+
+    @abc.abstractmethod
+    def mark_stores(self) -> Event:
+        """An event behind every gather that was queued so far."""
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What moves the bytes and why, as plain data for `stats()`."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Wait for everything queued here and give streams and buffers back; again is fine."""
+
+    def _layers(self, layers: range | None) -> range:
+        return range(self.layout.n_layers) if layers is None else layers
+
+
+def open_mover(planes: PagedPlanes, config: GpuConfig) -> Mover:
+    """The mover for these planes. Raises `KernelUnavailableError` where `gpu.kernels: on` cannot be had."""
+    if planes.device.type == "cpu":
+        from gdscache.movers.host import HostMover
+
+        if config.kernels == "on":
+            raise KernelUnavailableError("gpu.kernels is on and the planes are in host memory", "set it to auto")
+        for name, path in (("load_path", config.load_path), ("store_path", config.store_path)):
+            if path != "auto":  # a path that was asked for by name is had, or the engine does not open
+                cause = f"gpu.{name} is {path}, but the planes are in host memory"
+                raise KernelUnavailableError(cause, f"set gpu.{name} to auto")
+        return HostMover(planes)
+    from gdscache.kernels.cuda import PageKernels
+    from gdscache.movers.cuda import CudaMover
+
+    cause, kernels = "gpu.kernels is off", None
+    if config.kernels != "off":
+        try:
+            kernels, cause = PageKernels(planes), ""
+        except KernelUnavailableError as error:
+            if config.kernels == "on":
+                raise
+            cause = error.message
+            _log.warning("pages are copied by the copy engine alone, and summed on the host: %s", error)
+    with allocating("gpu.staging", config.staging, planes.device):
+        return CudaMover(planes, config.staging, config.load_path, config.store_path, kernels, cause)

@@ -1,0 +1,290 @@
+"""From a configuration to the parts of an engine: tiers, buffers, threads, in the order in which they are needed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import platform
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from gdscache.config import Config, EventsConfig, GpuConfig
+from gdscache.config.concerns import concerns
+from gdscache.cuda.streams import resolve_device
+from gdscache.disk.catalog_file import FORMAT_VERSION
+from gdscache.disk.status_page import Figures, StatusWriter
+from gdscache.errors import PinnedMemoryError, TierUnavailableError
+from gdscache.events.base import KVEventHub
+from gdscache.gate.costs_file import CostsFile
+from gdscache.load.loader import Loader
+from gdscache.load.planner import LoadPlanner
+from gdscache.movers.base import Mover, open_mover
+from gdscache.moves import PageStatus
+from gdscache.moves.machine import Machine
+from gdscache.moves.native import NativeExecutor
+from gdscache.pages.keys import namespace_digest
+from gdscache.pages.layout import PageLayout
+from gdscache.pages.planes import PagedPlanes
+from gdscache.policies.admission import Admission, new_admission, open_admission
+from gdscache.policies.promotion import Promotion, new_promotion
+from gdscache.prefetch.prefetcher import Prefetcher, held_pages
+from gdscache.runtime.calls import Caller
+from gdscache.store.plan import StorePlanner
+from gdscache.store.storer import Storer
+from gdscache.store.writer import TierWriter
+from gdscache.tiers import ssd_route as routes
+from gdscache.tiers.base import DurableTier, Tier
+from gdscache.tiers.bounce import Bounce, Extents
+from gdscache.tiers.cpu import CpuTier, HostExtents
+from gdscache.tiers.gpu import DeviceExtents, GpuTier
+from gdscache.tiers.manager import TierManager
+from gdscache.tiers.named import open_tier
+from gdscache.tiers.quarantine import Quarantine
+from gdscache.tiers.ssd import SsdTier
+from gdscache.tracing import OFF, Timeline
+
+_log = logging.getLogger("gdscache")
+_config_log = logging.getLogger("gdscache.config")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What an engine is made of. `concerns`: what was said of its configuration."""
+
+    concerns: tuple[str, ...]
+    planes: PagedPlanes
+    manager: TierManager
+    mover: Mover
+    bounce: Bounce | None
+    loader: Loader
+    prefetcher: Prefetcher
+    storer: Storer
+    executor: NativeExecutor
+    status: StatusWriter | None
+    events: KVEventHub | None
+
+    def close(self, *, drain: bool) -> None:
+        """End prefetches, stores (those accepted are finished with `drain`, else dropped) and loads; then close the
+        tiers and give the buffers back. Each step whatever becomes of those before it."""
+        with contextlib.ExitStack() as last_to_first:
+            if self.bounce is not None:
+                last_to_first.callback(self.bounce.close)
+            last_to_first.callback(self.manager.close, self.executor.close)
+            if self.events is not None:
+                last_to_first.callback(self.events.close)
+            if self.status is not None:
+                last_to_first.callback(self.status.close)
+            last_to_first.callback(self.mover.close)
+            last_to_first.callback(self.loader.close)
+            last_to_first.callback(self.storer.close, drain=drain)
+            self.prefetcher.close()
+
+
+def build(
+    config: Config,
+    layout: PageLayout,
+    attached: Sequence[Sequence[torch.Tensor]] | None,
+    timeline: Timeline = OFF,
+    calls: Caller | None = None,
+) -> Parts:
+    """Open everything, or raise and leave nothing open."""
+    with contextlib.ExitStack() as undo:
+        lock = threading.RLock()
+        gpu = None
+        if attached is None:
+            gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.gpu.eviction)
+            undo.callback(gpu.close)
+            planes = gpu.pool
+        else:
+            planes = PagedPlanes(layout, attached)
+        cpu = None
+        if config.cpu is not None:
+            cpu = CpuTier(layout, config.cpu.capacity, config.cpu.pin, config.cpu.eviction)
+            undo.callback(cpu.close)
+        ssd = None
+        if config.ssd is not None:
+            ssd = SsdTier(layout, config.ssd, str(planes.device), lock)
+            undo.callback(ssd.close)
+        further = [open_tier(tier, layout, lock) for tier in config.tiers]
+        for tier in further:
+            undo.callback(tier.close)
+        _check_served(further, cpu)
+        route = None
+        if ssd is not None and config.ssd is not None:
+            route = routes.choose(config.ssd.route, ssd, layout, planes.device, keep=cpu is not None)
+            ssd.route = route.describe()
+        quarantine = Quarantine(lock)
+        files = [*([] if ssd is None else [ssd]), *further]
+        bounce = _bounce(config, layout, planes.device, cpu, files, route, quarantine)
+        if bounce is not None:
+            undo.callback(bounce.close)
+        _check_paths(config.gpu, planes.device, [tier.extents for tier in (cpu, bounce) if tier is not None])
+        chain: list[Tier | None] = [gpu, cpu, ssd, *further]
+        manager = TierManager(
+            lock, [tier for tier in chain if tier is not None], quarantine=quarantine, timeline=timeline, calls=calls
+        )
+        mover = open_mover(planes, config.gpu)
+        mover.timeline = timeline
+        undo.callback(mover.close)
+        promotion = _promotion(config, cpu)
+        watermarks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
+        admissions = {
+            tier.name: Admission(new_admission(entry.admission, tier.index.slots), layout.extent_bytes)
+            for tier, entry in zip(further, config.tiers, strict=True)
+        }
+        if ssd is not None and config.ssd is not None:
+            admissions["ssd"] = open_admission(config.ssd, ssd.index.slots, layout.extent_bytes)
+        selective = promotion is not None and promotion.selective
+        planner = StorePlanner(manager, config.store, layout.extent_bytes, admissions, watermarks, selective=selective)
+        executor = _executor(mover, manager, bounce)
+        undo.callback(executor.close)
+        held = held_pages(manager, config.prefetch)
+        writers = {}
+        for tier in manager.files if config.store.write_policy != "never" else ():
+            writers[tier.name] = writer = TierWriter(manager, tier, executor, layout.extent_bytes)
+            undo.callback(writer.close, drain=False)
+        spare = None if bounce is None else bounce.stores
+        storer = Storer(manager, planner, executor, spare, writers, layout.extent_bytes, config.store)
+        undo.callback(storer.close, drain=False)
+        loads = LoadPlanner(manager, promotion=promotion, due=[storer.offer_earned], prefetched=held)
+        direct = route is not None and route.route == "direct"
+        loader = Loader(loads, executor, layout, config.load, planes.device, keep=not direct)
+        undo.callback(loader.close)
+        prefetcher = Prefetcher(loader, held, layout, config.prefetch)
+        undo.callback(prefetcher.close)
+        said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
+        status = None
+        if ssd is not None:
+            costs = CostsFile(ssd.path, manager.costs, _about(config, planes.device))
+            costs.restore()
+            figures = functools.partial(_figures, manager, ssd)
+            save = functools.partial(_save, costs, ssd)
+            status = StatusWriter.begin(ssd.path, ssd.catalog_path, figures, save)
+        events = None
+        if config.events.enabled:
+            events = _open_events(config.events, layout.page_tokens)
+            undo.callback(events.close)
+            with lock:
+                events.watch(manager.tiers.values())
+        undo.pop_all()
+    for concern in said:
+        _config_log.warning("%s", concern)
+    _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)
+    return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, executor, status, events)
+
+
+def _open_events(config: EventsConfig, page_tokens: int) -> KVEventHub:
+    publisher = None
+    if config.endpoint is not None:
+        from gdscache.events.socket import ZmqPublisher
+
+        publisher = ZmqPublisher(config.endpoint, config.replay, config.topic, config.kept)
+    return KVEventHub(page_tokens, config.queue, publisher)
+
+
+def _about(config: Config, device: torch.device) -> dict[str, str]:
+    """By what prefills of another engine took as long as they will here."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()}"
+    return {"model": namespace_digest(config.model.namespace_fields()).hex(), "device": name}
+
+
+def _save(costs: CostsFile, ssd: SsdTier) -> None:
+    if not ssd.lock_lost():  # else the directory may be another engine's
+        costs.save()
+
+
+def _figures(manager: TierManager, ssd: SsdTier) -> Figures:
+    """For the status page: without the manager's lock, so that they need not agree to the page."""
+    quarantine, index = manager.quarantine, ssd.index
+    stopped = quarantine.stopped or ssd.lock_lost()
+    return Figures(
+        format_version=FORMAT_VERSION,
+        directories=ssd.directories,
+        extent_bytes=ssd.layout.extent_bytes,
+        slots=index.slots,
+        pages=len(index),
+        free_slots=index.free_slots,
+        evictions=index.evictions,
+        late_requests=quarantine.requests,
+        state="stopped" if stopped else "switched_off" if quarantine.off else "running",
+        stopped=stopped,
+        counts=dict(manager.counts),
+    )
+
+
+def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> NativeExecutor:
+    """What moves bytes between the spaces of an engine."""
+    memories: dict[str, Extents] = {}
+    if manager.cpu is not None:
+        memories["cpu"] = manager.cpu.extents
+    if bounce is not None:
+        memories["bounce"] = bounce.extents
+
+    def refusal() -> PageStatus | None:
+        manager.have_watched()
+        return PageStatus(manager.quarantine.cause) if manager.quarantine.off else None
+
+    files = {tier.name: tier.io for tier in manager.files}
+    slots = {tier.name: tier.index.slots for tier in manager.files}
+    executor = NativeExecutor(Machine(mover, memories, files, slots, bounce, refusal, manager.timeline))
+    manager.quarantine.on_switch(executor.look)
+    if bounce is not None:
+        manager.quarantine.add_pool("bounce_loads", len(bounce.loads), executor.moves.held_slots)
+    return executor
+
+
+def _promotion(config: Config, cpu: CpuTier | None) -> Promotion | None:
+    return new_promotion(config.ssd.promotion, cpu.index.slots) if config.ssd is not None and cpu is not None else None
+
+
+def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
+    """Refuse a tier of which nothing could ever come back."""
+    for tier in tiers:
+        if not tier.served and cpu is None:
+            raise TierUnavailableError(
+                f"pages of tier {tier.name!r} come into the CPU tier, and there is none", "add a cpu section"
+            )
+
+
+def _check_paths(config: GpuConfig, device: torch.device, extents: Sequence[Extents]) -> None:
+    """Refuse a path that host memory as it is cannot take; the mover would stage."""
+    if device.type == "cuda" and not all(e.pinned for e in extents):
+        for name, path in (("load_path", config.load_path), ("store_path", config.store_path)):
+            if path not in ("auto", "staged"):
+                raise PinnedMemoryError(
+                    f"gpu.{name} is {path}, and host memory is not page-locked",
+                    f"set cpu.pin to on, or gpu.{name} to auto",
+                )
+
+
+def _bounce(
+    config: Config,
+    layout: PageLayout,
+    device: torch.device,
+    cpu: CpuTier | None,
+    files: Sequence[DurableTier],
+    route: routes.Choice | None,
+    quarantine: Quarantine,
+) -> Bounce | None:
+    """The bounce reserve: on the device where pages go straight there, else in host memory."""
+    if not files:
+        return None
+    if cpu is not None:
+        for tier in files:
+            tier.register(cpu.extents.buffer.view)
+    if route is not None and route.route == "direct":
+        on_device = DeviceExtents(layout, config.host_buffer, device)
+        for tier in files:
+            tier.register(on_device.rows.view(-1))
+        return Bounce(on_device, quarantine)
+    on_host = HostExtents(
+        layout, config.host_buffer, config.cpu.pin if config.cpu is not None else "auto", "host_buffer"
+    )
+    for tier in files:
+        tier.register(on_host.buffer.view)
+    return Bounce(on_host, quarantine)

@@ -1,0 +1,295 @@
+"""Namespaces and page keys: names that say which bytes are interchangeable.
+
+A page key is a chained BLAKE2b-256 (RFC 7693) keyed with the namespace: `digest(parent key || token ids)`, the token
+ids as little-endian uint32. A key therefore names the whole prefix up to and including its page.
+
+Where the caller chains digests of its own (`PageHashes`), a page key is `digest(its digest)`, keyed in the same way.
+What is digested has 32 bytes then, and at least 36 with tokens, so no key of one kind is one of the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import threading
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache import arguments
+from gdscache.errors import InvalidValueError, TokensError
+from gdscache.limits import MAX_COUNT
+from gdscache.pages.token_bytes import equal_tokens, narrowed
+
+KEY_BYTES = 32
+FORMAT = 1
+SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # sequences whose names are remembered, and names in all: about 13 MiB
+_AT_ONCE = 2044  # bytes: from 2,048 on hashlib gives the interpreter's lock up
+_COMPARED = 8  # of those that begin with the same page, the last
+_NAMESPACES_KEPT = 8  # of one `PageHashes`: the last in which its pages were named
+
+Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+class Page(NamedTuple):
+    """The name of a page: its key, the key of the page before it (the namespace for a first page), its namespace."""
+
+    key: bytes
+    parent: bytes
+    namespace: bytes
+
+
+def namespace_digest(fields: Mapping[str, object]) -> bytes:
+    """Digest of everything that makes bytes interchangeable (32 bytes), from plain JSON data.
+
+    Canonical JSON (sorted keys, no blanks, ASCII) makes equal fields equal bytes, and keeps field borders apart.
+    """
+    text = json.dumps({"format": FORMAT, **fields}, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.blake2b(text.encode("ascii"), digest_size=KEY_BYTES, person=b"gdscache-ns").digest()
+
+
+def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
+    """Token ids as a one-dimensional little-endian uint32 array.
+
+    Takes a list or tuple of integers, a numpy integer array, or a dense torch tensor in host memory.
+    Raises `TokensError` for anything that is not one flat run of integers in [0, 2**32).
+    """
+    if isinstance(tokens, PageHashes):
+        raise TokensError(
+            f"{len(tokens)} page hashes were given where token ids are needed",
+            "lookup, store, prefetch, pin and pages of an engine take PageHashes, and load takes the hit",
+        )
+    if isinstance(tokens, (list, tuple)):
+        try:
+            return np.frombuffer(array("I", tokens), dtype="<u4")
+        except (TypeError, OverflowError, ValueError, RuntimeError) as error:  # RuntimeError: tensors without data
+            raise TokensError(
+                f"token ids must be integers in [0, 2**32): {_first_line(error)}", "pass token ids, not text"
+            ) from None
+    if isinstance(tokens, np.ma.MaskedArray):
+        raise TokensError("token ids are a masked array", "pass .compressed(), or the ids of one sequence")
+    try:
+        values = np.asarray(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:  # what tensors answer that numpy cannot see into
+        raise TokensError(
+            f"token ids are {_kind(tokens)}, which has no array of integers in host memory: {_first_line(error)}",
+            "pass a dense tensor of integers in host memory (.detach().cpu()), a numpy array or a list",
+        ) from None
+    if values.ndim != 1:
+        raise TokensError(f"token ids have shape {values.shape}", "pass one sequence at a time, of shape (tokens,)")
+    if values.size == 0:
+        return np.empty(0, dtype="<u4")
+    if values.dtype.kind not in "iu":
+        raise TokensError(f"token ids have dtype {values.dtype}", "pass integers")
+    if (found := narrowed(values)) is not None:
+        return found
+    if values.dtype.itemsize > 4 or values.dtype.kind == "i":
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high >= 1 << 32:
+            raise TokensError(f"token ids span {low} ... {high}", "ids must fit in [0, 2**32)")
+    return np.ascontiguousarray(values, dtype="<u4")
+
+
+def _kind(tokens: Any) -> str:
+    """What was given: for a tensor its type, layout and device, which are what numpy refuses."""
+    about = [str(getattr(tokens, name)) for name in ("dtype", "layout", "device") if hasattr(tokens, name)]
+    return f"a {type(tokens).__name__}" + (f" ({', '.join(about)})" if about else "")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def page_keys(
+    namespace: bytes, tokens: npt.NDArray[np.uint32], page_tokens: int, parent: bytes | None = None
+) -> list[bytes]:
+    """Keys of all full pages of `tokens` (see `as_tokens`), first page first; the partial tail has none.
+
+    `parent`: the key of the page before them, where they are not the first of their sequence.
+    """
+    data = tokens.tobytes()
+    step = page_tokens * 4
+    keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)  # a copy of it costs half as much as another one
+    parent, keys = parent or namespace, []
+    for at in range(0, len(data) - step + 1, step):
+        page = keyed.copy()
+        page.update(parent)
+        for part in range(at, at + step, _AT_ONCE):
+            page.update(data[part : min(part + _AT_ONCE, at + step)])
+        parent = page.digest()
+        keys.append(parent)
+    return keys
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Named:
+    """Tokens whose pages have names. `first`: the namespace, and the bytes of the first page."""
+
+    first: tuple[bytes, bytes]
+    tokens: bytes  # uint32
+    pages: list[Page]
+
+
+class PageNames:
+    """The names of the pages of token sequences.
+
+    The last `kept` sequences are remembered, fewer where they have more than `names` pages together, and what begins as
+    one of them is hashed only from where it differs: a prompt that is stored chunk by chunk, or a conversation that
+    goes on, is hashed once. Thread-safe.
+    """
+
+    def __init__(self, page_tokens: int, kept: int = SEQUENCES_KEPT, names: int = NAMES_KEPT) -> None:
+        self._page_tokens = page_tokens
+        self._kept = kept
+        self._names = names
+        self._known: list[_Named] = []  # the one that was used last comes last
+        self._lock = threading.Lock()
+
+    def of(self, namespace: bytes, tokens: npt.NDArray[np.uint32]) -> list[Page]:
+        """The names of all full pages of `tokens` (see `as_tokens`), first page first."""
+        size = self._page_tokens
+        tokens = tokens[: len(tokens) // size * size]
+        if not len(tokens):
+            return []
+        data = tokens.tobytes()  # and all that follows by bytes: numpy gives the interpreter's lock up
+        first = namespace, data[: 4 * size]
+        known, equal = self._nearest(first, data)
+        pages = [] if known is None else known.pages[: equal // size]
+        if known is not None and equal == len(tokens):
+            used = known
+        else:
+            parent = pages[-1].key if pages else namespace
+            keys = page_keys(namespace, tokens[len(pages) * size :], size, parent)
+            rows = zip(keys, itertools.chain((parent,), keys), itertools.repeat(namespace), strict=False)
+            pages += map(tuple.__new__, itertools.repeat(Page), rows)  # Page._make takes twice as long
+            used = _Named(first, data, pages[:])
+        with self._lock:
+            # One that `used` goes on from is not needed any more; one with an end of its own may go on, too.
+            if known is not None and known in self._known and (used is known or 4 * equal == len(known.tokens)):
+                self._known.remove(known)
+            self._known.append(used)
+            del self._known[: -self._kept]
+            while len(self._known) > 1 and sum(len(some.pages) for some in self._known) > self._names:
+                del self._known[0]
+        return pages
+
+    def _nearest(self, first: tuple[bytes, bytes], tokens: bytes) -> tuple[_Named | None, int]:
+        """The remembered sequence that has the most first tokens in common with these, and how many these are."""
+        with self._lock:
+            alike = [some for some in self._known if some.first == first][-_COMPARED:]
+        equal = [equal_tokens(some.tokens, tokens) for some in alike]
+        most = max(equal, default=0)
+        return (alike[equal.index(most)], most) if most else (None, 0)
+
+    def forget(self) -> None:
+        """Remember nothing."""
+        with self._lock:
+            self._known.clear()
+
+
+class PageHashes:
+    """The pages of a request by digests of the caller's, for an engine that hashes its blocks itself.
+
+    `hashes`: 32 bytes a full page, the first page first. The caller chains them, so that each names the whole prefix up
+    to and including its page, with all that makes its bytes differ (an adapter, images). `tokens`: those of the whole
+    request, a partial last page included; None: as many as the pages have. It goes where token ids go in `lookup`,
+    `store`, `prefetch`, `pin` and `pages` of an engine; `start` counts tokens as ever. Keys of hashes and keys of
+    tokens never meet.
+
+    `parent`: the caller's digest of the page before the first one, for pages from the middle of a request. It says
+    which page the first one follows, and changes no key.
+
+    The names of its pages are remembered, so one that grows with its request (`extend`) is named page by page.
+    Thread-safe. Raises `InvalidValueError` for hashes that are none. What does not fit `tokens` is found by the call
+    that it is given to (`TokensError`).
+    """
+
+    def __init__(self, hashes: Sequence[bytes], tokens: int | None = None, *, parent: bytes | None = None) -> None:
+        self._lock = threading.Lock()
+        self._parent = None if parent is None else _as_hashes([parent])[0]
+        self._hashes: list[bytes] = []
+        self._distinct: set[bytes] = set()
+        self._named: dict[bytes, list[Page]] = {}
+        self._tokens: int | None = None
+        self.extend(hashes, tokens)
+
+    def __len__(self) -> int:
+        """Full pages."""
+        return len(self._hashes)
+
+    def __repr__(self) -> str:
+        return f"PageHashes({len(self._hashes)} pages, tokens={self._tokens})"
+
+    def extend(self, hashes: Sequence[bytes], tokens: int | None = None) -> None:
+        """The request has grown by pages. `tokens`: of the whole request now; None: as many as the pages have.
+
+        Raises what the constructor raises, and changes nothing then.
+        """
+        length = None if tokens is None else arguments.whole(tokens, "tokens", 0, MAX_COUNT)
+        more = _as_hashes(hashes)
+        with self._lock:
+            if not self._distinct.isdisjoint(more) or len(set(more)) < len(more):
+                raise InvalidValueError(
+                    f"a hash is there twice among {len(self._hashes) + len(more)}",
+                    "chain them: each hash is to name its page and all before it",
+                )
+            self._distinct.update(more)
+            self._hashes += more
+            self._tokens = length
+
+    def length(self, page_tokens: int) -> int:
+        """Tokens of the whole request, of pages of so many. Raises `TokensError` where it has more or fewer pages."""
+        with self._lock:
+            pages, tokens = len(self._hashes), self._tokens
+        if tokens is None:
+            return pages * page_tokens
+        if tokens // page_tokens != pages:
+            full = tokens // page_tokens
+            raise TokensError(
+                f"{pages} page hashes for {tokens} tokens, which are {full} full pages of {page_tokens} tokens",
+                "pass a hash for each full page, and the tokens of the whole request",
+            )
+        return tokens
+
+    def pages(self, namespace: bytes) -> list[Page]:
+        """The names of all pages in a namespace, the first page first."""
+        with self._lock:
+            known = self._named.get(namespace)
+            if known is None:
+                known = self._named[namespace] = []
+                while len(self._named) > _NAMESPACES_KEPT:
+                    del self._named[next(iter(self._named))]
+            if len(known) < len(self._hashes):
+                keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)
+                parent = known[-1].key if known else namespace
+                if self._parent is not None and not known:
+                    before = keyed.copy()
+                    before.update(self._parent)
+                    parent = before.digest()
+                for given in self._hashes[len(known) :]:
+                    page = keyed.copy()
+                    page.update(given)
+                    key = page.digest()
+                    known.append(Page(key, parent, namespace))
+                    parent = key
+            return known[:]
+
+
+def _as_hashes(hashes: Any) -> list[bytes]:
+    if not isinstance(hashes, Sequence) or isinstance(hashes, (str, bytes, bytearray, memoryview)):
+        raise InvalidValueError(
+            f"page hashes are of type {type(hashes).__name__}", f"pass a list of bytes, {KEY_BYTES} of each full page"
+        )
+    found = list(hashes)
+    for number, given in enumerate(found):
+        if not isinstance(given, bytes) or len(given) != KEY_BYTES:
+            what = f"{len(given)} bytes" if isinstance(given, bytes) else f"of type {type(given).__name__}"
+            raise InvalidValueError(
+                f"the hash of page {number} of those given is {what}", f"pass {KEY_BYTES} bytes of each full page"
+            )
+    return found

@@ -1,0 +1,181 @@
+"""Paged planes: the tensors that hold the KV cache layer by layer, as the engine's own pool or as an attached engine's.
+
+A plane tensor has shape `(blocks, block_tokens, *row)`; blocks and tokens may be strided, a token's row must be
+contiguous. `block_tokens` divides `page_tokens`; a page is `page_tokens // block_tokens` blocks, anywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gdscache.errors import PlanesError, SlotCountError, SlotRangeError
+from gdscache.native.tables import blocks_fault
+from gdscache.pages.layout import DTYPE_BYTES, PageLayout, Plane
+
+Blocks = npt.NDArray[np.int64]
+_SHAPE = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][plane]"
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaneView:
+    """One plane as words: `words` has shape (blocks, block_tokens, row words), of the widest type that fits."""
+
+    words: torch.Tensor
+    word_bytes: int
+
+
+class PagedPlanes:
+    """All planes of a pool, checked against a layout.
+
+    `tensors[layer][plane]` has shape `(blocks, block_tokens, *plane.shape)` and the plane's dtype; all of them lie on
+    one device and have the same `blocks` and `block_tokens`. Raises `PlanesError` for anything else.
+    """
+
+    def __init__(self, layout: PageLayout, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
+        try:
+            self.tensors = [tuple(layer) for layer in tensors]
+        except TypeError as error:
+            raise PlanesError(f"planes are of type {type(tensors).__name__}: {error}", _SHAPE) from None
+        if len(self.tensors) != layout.n_layers:
+            message = f"{len(self.tensors)} layers of planes for a layout of {layout.n_layers}"
+            raise PlanesError(message, "see model.layers")
+        self.layout = layout
+        first = self._first(self.tensors)
+        self.blocks, self.block_tokens = int(first.shape[0]), int(first.shape[1])
+        if not self.blocks or not self.block_tokens:
+            raise PlanesError(f"planes of {self.blocks} blocks of {self.block_tokens} tokens hold nothing")
+        self.device = first.device
+        self.views: list[tuple[PlaneView, ...]] = []
+        for number, (planes, given) in enumerate(zip(layout.layers, self.tensors, strict=True)):
+            if len(planes) != len(given):
+                raise PlanesError(f"layer {number} has {len(given)} tensors for planes {[p.name for p in planes]}")
+            views = [self._view(number, i, plane, t) for i, (plane, t) in enumerate(zip(planes, given, strict=True))]
+            self.views.append(tuple(views))
+        if layout.page_tokens % self.block_tokens:
+            raise PlanesError(
+                f"blocks of {self.block_tokens} tokens do not divide a page of {layout.page_tokens}",
+                "set model.page_tokens to a multiple of the engine's block size",
+            )
+
+    @classmethod
+    def allocate(cls, layout: PageLayout, slots: int, device: torch.device) -> PagedPlanes:
+        """A pool of `slots` pages of its own, zeroed, one block a page."""
+        tensors = [
+            [
+                torch.zeros((slots, layout.page_tokens, *p.shape), dtype=getattr(torch, p.dtype), device=device)
+                for p in planes
+            ]
+            for planes in layout.layers
+        ]
+        return cls(layout, tensors)
+
+    @property
+    def blocks_per_page(self) -> int:
+        return self.layout.page_tokens // self.block_tokens
+
+    @staticmethod
+    def _first(tensors: Sequence[Sequence[Any]]) -> torch.Tensor:
+        first = tensors[0][0] if tensors and len(tensors[0]) else None
+        if not isinstance(first, torch.Tensor) or first.dim() < 3:
+            raise PlanesError("the first plane is no tensor of blocks", _SHAPE)
+        if first.layout is not torch.strided or first.device.type not in ("cpu", "cuda"):
+            raise PlanesError(f"planes are {first.layout} on {first.device}", "pass dense tensors on a GPU or the host")
+        return first
+
+    def _view(self, layer: int, index: int, plane: Plane, tensor: object) -> PlaneView:
+        where = f"layer {layer}, plane {plane.name!r}"
+        shape = (self.blocks, self.block_tokens, *plane.shape)
+        if not isinstance(tensor, torch.Tensor):
+            raise PlanesError(f"{where} is {type(tensor).__name__}, not a tensor", "planes[layer][plane] are tensors")
+        if tuple(tensor.shape) != shape or tensor.dtype != getattr(torch, plane.dtype):
+            raise PlanesError(
+                f"{where}: {tensor.dtype} of shape {tuple(tensor.shape)}, expected torch.{plane.dtype} of {shape}"
+            )
+        if tensor.layout is not torch.strided:
+            raise PlanesError(f"{where} is a tensor of layout {tensor.layout}", "pass dense tensors")
+        if tensor.device != self.device:
+            raise PlanesError(f"{where} is on {tensor.device}, layer 0 on {self.device}")
+        block_stride, token_stride, *row_strides = tensor.stride()
+        contiguous = [math.prod(plane.shape[i + 1 :]) for i in range(len(plane.shape))]
+        if any(s != c for s, c, n in zip(row_strides, contiguous, plane.shape, strict=True) if n > 1):
+            raise PlanesError(
+                f"{where}: a token's row is not contiguous (strides {tensor.stride()})",
+                "keep heads innermost: (blocks, block_tokens, heads, head_dim)",
+            )
+        item = DTYPE_BYTES[plane.dtype]
+        steps = [tensor.storage_offset() * item, block_stride * item, token_stride * item, plane.row_bytes]
+        word_bytes = math.gcd(8, self.layout.pieces[layer][index].offset, *steps)
+        words = tensor.as_strided((*shape[:2], math.prod(plane.shape)), (block_stride, token_stride, 1))
+        return PlaneView(words.view(_WORDS[word_bytes]), word_bytes)
+
+    def block_table(self, slots: Any) -> Blocks:
+        """Block indices as an int64 array of shape (pages, blocks_per_page).
+
+        `slots`: a list, numpy array or host tensor of int32 or int64, page after page. Raises `SlotRangeError` for
+        values that are not block numbers of this pool or named twice, `SlotCountError` for a broken page.
+        """
+        table = _host_indices(slots)
+        self.check_blocks(table)
+        if table.size % self.blocks_per_page:
+            raise SlotCountError(
+                f"{table.size} blocks are no whole number of pages of {self.blocks_per_page} blocks",
+                f"pass all {self.blocks_per_page} blocks of each page, page after page",
+            )
+        return table.reshape(-1, self.blocks_per_page)
+
+    def check_blocks(self, blocks: Blocks) -> None:
+        """Raises `SlotRangeError` where some are not block numbers of this pool, or named twice."""
+        fault = blocks_fault(blocks, self.blocks)
+        if fault == "outside":
+            raise SlotRangeError(
+                f"slots span {blocks.min()} ... {blocks.max()}, the pool has blocks 0 ... {self.blocks - 1}",
+                "pass block indices of the planes that the engine was opened with",
+            )
+        if fault:
+            raise SlotRangeError("a slot is named twice", "every page needs blocks of its own")
+
+
+def _values(tensor: torch.Tensor) -> Any:
+    """Those of a host tensor of int32 or int64, by nothing that gives the interpreter's lock up, as torch does for each
+    step, and for the end of an array that `numpy()` made."""
+    if not tensor.numel():
+        return ()
+    if not tensor.is_contiguous():
+        return np.array(tensor.reshape(-1).tolist(), np.int64)
+    size = tensor.numel() * tensor.element_size()
+    return np.frombuffer(
+        ctypes.string_at(tensor.data_ptr(), size), np.int64 if tensor.dtype == torch.int64 else np.int32
+    )
+
+
+def _host_indices(slots: Any) -> Blocks:
+    """Integers on the host as a flat, contiguous int64 array. Raises `SlotRangeError` for anything else."""
+    hint = "pass a flat list, numpy array or host tensor of int32 or int64 block indices"
+    if isinstance(slots, torch.Tensor):
+        if slots.device.type != "cpu":
+            raise SlotRangeError(f"slots are on {slots.device}", "pass host indices: reading them back synchronises")
+        if slots.layout is not torch.strided:
+            raise SlotRangeError(f"slots are a tensor of layout {slots.layout}", hint)
+        if slots.numel() and slots.dtype not in (torch.int32, torch.int64):
+            raise SlotRangeError(f"slots have dtype {slots.dtype}", hint)
+        slots = _values(slots)
+    if isinstance(slots, np.ma.MaskedArray):
+        raise SlotRangeError("slots are a masked array", hint)
+    try:
+        array = np.asarray(slots)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged; tensors that are not in host memory
+        raise SlotRangeError(f"slots are no array: {error}", hint) from None
+    if array.size and array.dtype not in (np.int32, np.int64):
+        raise SlotRangeError(f"slots have dtype {array.dtype}", hint)
+    # A copy, since stores look at it later, and one by which numpy gives no lock up, however long it is.
+    flat = np.ascontiguousarray(array.reshape(-1), np.int64)
+    return np.frombuffer(flat.tobytes(), np.int64) if flat.size else flat

@@ -1,0 +1,270 @@
+"""Admission to the SSD: which pages are worth their write. Decisions only, under the manager's lock; no I/O.
+
+A policy (a row of `ADMISSIONS`) says whether a page may go in; `Admission` asks it, and then asks itself:
+
+* *Was the page before it refused?* A lookup finds consecutive pages from the first on, each in whatever tier has it, so
+  a page is of use only while those before it are somewhere. The parent may well be in the CPU tier alone: tails leave
+  it first, and the parent's turn comes. It may even be nowhere here, with an engine that keeps the head itself and
+  looks up from there; the SSD tier gives such a page free slots only. But a parent that was refused will be gone when
+  the CPU tier gives it up, and its child would lie on the SSD out of reach: a page is refused ("no_prefix") when its
+  parent was refused since it was used last. Whoever offers pages together offers heads first.
+* *Is there room on the way?* Whoever offers the page knows. Where there is none it is refused ("queue_full").
+* *Is there budget left?* See `EnduranceBudget`. Asked last: what is refused for another cause costs nothing.
+
+What a policy knows is lost at a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gdscache.policies.endurance import EnduranceBudget
+from gdscache.policies.sketch import FrequencySketch, RecentCounter
+from gdscache.sizes import about
+
+if TYPE_CHECKING:
+    from gdscache.config import SsdConfig
+    from gdscache.pages.keys import Page
+
+REMEMBERED = 4  # `second_offer`: an offer is remembered during so many offers a slot of the SSD, up to twice as many
+_REFUSED_KEPT = 4096  # pages that were refused and not used since then
+_log = logging.getLogger("gdscache.store")
+
+
+class AdmissionPolicy(Protocol):
+    """Whether a page is worth its write. Knows keys only. `asks_victim`: its answer depends on the victim."""
+
+    name: str
+    asks_victim: bool
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Requests found these pages, or brought them."""
+
+    def offer(self, key: bytes, victim: bytes | None) -> bool:
+        """True when the page may go in, in place of `victim` (None: there is room)."""
+        ...
+
+    def explain(self, key: bytes, victim: bytes | None) -> str:
+        """Why the page was refused just now, with figures, and what to change; for people."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """For `stats()`: `memory_bytes`, and what else there is to say."""
+        ...
+
+
+class AdmitAll:
+    """Every page."""
+
+    name = "all"
+    asks_victim = False
+
+    def __init__(self, slots: int, offers: int) -> None:
+        """As every row: for an SSD of `slots` pages; `offers` is `ssd.admission_offers`."""
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def offer(self, key: bytes, victim: bytes | None) -> bool:
+        return True
+
+    def explain(self, key: bytes, victim: bytes | None) -> str:
+        return "ssd.admission is all, which refuses nothing"
+
+    def describe(self) -> dict[str, Any]:
+        return {"memory_bytes": 0}
+
+
+class SecondOffer:
+    """A page that was offered before, lately: `offers` - 1 times at least.
+
+    Offers are remembered during four to eight offers for each slot of the SSD, in 16 to 32 bytes a slot for every offer
+    before the last. About one page in a hundred is let in too early.
+    """
+
+    name = "second_offer"
+    asks_victim = False
+
+    def __init__(self, slots: int, offers: int) -> None:
+        self._offers = offers
+        self._counter = RecentCounter(REMEMBERED * slots, offers - 1)
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def offer(self, key: bytes, victim: bytes | None) -> bool:
+        return self._counter.add(key) >= self._offers - 1
+
+    def explain(self, key: bytes, victim: bytes | None) -> str:
+        return (
+            f"offered fewer than {self._offers} times in the last {self._counter.period:,} offers. "
+            f"ssd.admission is second_offer and ssd.admission_offers is {self._offers}: "
+            f"lower it (2 at least), or set ssd.admission to all, to write more"
+        )
+
+    def describe(self) -> dict[str, Any]:
+        counter = self._counter
+        return {"offers": self._offers, "remembered_offers": counter.period, "memory_bytes": counter.nbytes}
+
+
+class TinyLFU:
+    """A page that was used more often than the one that has to go for it; any page while there is room.
+
+    Takes 18 to 36 bytes a slot of the SSD. See `FrequencySketch`.
+    """
+
+    name = "tinylfu"
+    asks_victim = True
+
+    def __init__(self, slots: int, offers: int) -> None:
+        self._sketch = FrequencySketch(slots)
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        self._sketch.add(keys)
+
+    def offer(self, key: bytes, victim: bytes | None) -> bool:
+        return victim is None or self._sketch.count(key) > self._sketch.count(victim)
+
+    def explain(self, key: bytes, victim: bytes | None) -> str:
+        there = 0 if victim is None else self._sketch.count(victim)
+        return (
+            f"used {self._sketch.count(key)} times, and the page that would have to go {there} times. "
+            f"ssd.admission is tinylfu: set it to all, or raise ssd.capacity, to write more"
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {"memory_bytes": self._sketch.nbytes}
+
+
+ADMISSIONS: dict[str, type[AdmitAll] | type[SecondOffer] | type[TinyLFU]] = {
+    "all": AdmitAll,
+    "second_offer": SecondOffer,
+    "tinylfu": TinyLFU,
+}
+
+
+class Admission:
+    """A policy, the prefix and the budget together. Refusals are counted by cause, and each cause is said once.
+
+    Causes: the policy's name, "queue_full", "no_prefix", "endurance". Pages offered are `admitted` + `refused`.
+    Remembers up to 4,096 refused pages besides what the policy does. The manager's lock guards it.
+    """
+
+    def __init__(self, policy: AdmissionPolicy, extent_bytes: int, budget: EnduranceBudget | None = None) -> None:
+        self.admitted = 0
+        self.refused: Counter[str] = Counter()
+        self._policy = policy
+        self._extent_bytes = extent_bytes
+        self._budget = budget
+        self._lately: OrderedDict[bytes, None] = OrderedDict()  # refused, and not used since then
+
+    @property
+    def refuses(self) -> bool:
+        """False when every page may go in."""
+        return self._budget is not None or not isinstance(self._policy, AdmitAll)
+
+    @property
+    def asks_victim(self) -> bool:
+        """False when the answer does not depend on the victim: then nobody need look for it."""
+        return self._policy.asks_victim
+
+    def use(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Pages that a request found, and those that it brought: each once a request.
+
+        Those of them that were refused, and not used since then.
+        """
+        refused = [key for key in keys if key in self._lately] if self._lately else []
+        for key in refused:
+            self._lately.pop(key, None)
+        self._policy.use(keys)
+        return refused
+
+    def admit(self, page: Page, victim: bytes | None = None, *, reachable: bool = True, room: bool = True) -> str:
+        """Why the page must not be written; "" when it may.
+
+        `victim`: the key of the page that would have to go, None while there is room; `reachable`: False where the
+        caller knows that no lookup can get to the page; `room`: False where as many pages as may are on their way
+        already. Counts an offer. Where nothing is written after all, tell
+        `not_written`.
+        """
+        if not self._policy.offer(page.key, victim):
+            return self._refuse(page, self._policy.name, victim)
+        if not room:
+            return self._refuse(page, "queue_full", victim)
+        if not reachable or page.parent in self._lately:
+            return self._refuse(page, "no_prefix", victim)
+        if self._budget is not None and not self._budget.take(self._extent_bytes):
+            return self._refuse(page, "endurance", victim)
+        if self._lately:
+            self._lately.pop(page.key, None)
+        self.admitted += 1
+        return ""
+
+    @property
+    def admits_all(self) -> bool:
+        """True while every page may go in that there is room for, and none was refused that has not come again."""
+        return not self.refuses and not self._lately
+
+    def admit_all(self, pages: int) -> None:
+        """So many pages go in, which are not named: where `admits_all`, the policy need not know them."""
+        self.admitted += pages
+
+    def not_written(self, pages: int = 1) -> None:
+        """Pages that were let in, and dropped before any of their bytes went out: their budget comes back."""
+        if self._budget is not None:
+            self._budget.give_back(pages * self._extent_bytes)
+
+    def describe(self) -> dict[str, Any]:
+        """For `stats()`: the policy, pages let in, refusals by cause, the budget."""
+        return {
+            "policy": self._policy.name,
+            **self._policy.describe(),
+            "admitted": self.admitted,
+            "refused": dict(self.refused),
+            "endurance": None if self._budget is None else self._budget.describe(),
+        }
+
+    def _refuse(self, page: Page, cause: str, victim: bytes | None) -> str:
+        self.refused[cause] += 1
+        if self.refused[cause] == 1:
+            said = self._said(page, cause, victim)
+            _log.warning("the SSD refuses pages (%s): %s. This is said once; stats() counts on", cause, said)
+        self._lately[page.key] = None
+        if len(self._lately) > _REFUSED_KEPT:
+            self._lately.popitem(last=False)
+        return cause
+
+    def _said(self, page: Page, cause: str, victim: bytes | None) -> str:
+        if cause == "no_prefix":
+            others = ", ".join(f"{n:,} for {name}" for name, n in self.refused.items() if name != cause) or "none"
+            return (
+                f"the page before it was refused (refusals so far: {others}), so no lookup would get to it; "
+                f"ssd.admission and ssd.endurance decide about that one"
+            )
+        if cause == "endurance":
+            return f"a page needs {about(self._extent_bytes)}, {self._budget}. Raise ssd.endurance, or set it to null"
+        if cause == "queue_full":
+            return (
+                "the SSD writes more slowly than pages are stored, and as many are on their way as store.queue allows, "
+                "or as fill half of the CPU tier. Raise store.queue and cpu.capacity if that passes; if it lasts, "
+                "let ssd.admission choose what is written"
+            )
+        return self._policy.explain(page.key, victim)
+
+
+def new_admission(name: str, slots: int, offers: int = 2) -> AdmissionPolicy:
+    """A policy by its name, for a tier of `slots` pages. `offers`: of `second_offer`, at which a page is written."""
+    return ADMISSIONS[name](slots, offers)
+
+
+def open_admission(
+    config: SsdConfig, slots: int, extent_bytes: int, clock: Callable[[], float] = time.monotonic
+) -> Admission:
+    """What `ssd.admission`, `ssd.admission_offers` and `ssd.endurance` ask for, for an SSD of `slots` pages."""
+    policy = new_admission(config.admission, slots, config.admission_offers)
+    budget = None if config.endurance is None else EnduranceBudget(config.endurance, clock)
+    return Admission(policy, extent_bytes, budget)

@@ -1,0 +1,260 @@
+"""An eviction order that may differ from LRU's as long as it does not lose to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.policies.base import LRU, EvictionPolicy
+from gdscache.policies.lifetime import Lifetime
+from gdscache.policies.shadow import LRUShadow
+
+
+class Bets:
+    """Which of two orders chooses the better victims, by pages of both: the one that is wanted first was worth more.
+
+    A bet is on two pages that the tier has, the first victims of either order. At most `MOST` are open, the oldest is
+    forgotten.
+    """
+
+    MOST = 1024
+    LEAST = 6  # bets that are enough to tell ...
+    CLEAR = 2.0  # ... where so many standard deviations more are won than lost
+    FADE = 400  # bets after which those before them count half
+    __slots__ = ("_lost", "_won", "open")
+
+    def __init__(self) -> None:
+        self.open: dict[bytes, tuple[bytes, bool]] = {}  # a page -> the other, whether the order wins by this one
+        self._won = self._lost = 0
+
+    def add(self, kept: bytes, given: bytes) -> None:
+        """The order would keep one page, which LRU gives up, and give up the other."""
+        self.open[given] = kept, False
+        self.open[kept] = given, True
+        if len(self.open) > 2 * self.MOST:
+            oldest = next(iter(self.open))
+            del self.open[self.open.pop(oldest)[0]]
+
+    def wanted(self, key: bytes) -> None:
+        """A page of an open bet is used, or stored again."""
+        other, wins = self.open.pop(key)
+        del self.open[other]
+        self._won += wins
+        self._lost += not wins
+        if self._won + self._lost >= self.FADE:
+            self._won, self._lost = self._won // 2, self._lost // 2
+
+    @property
+    def won(self) -> bool:
+        settled = self._won + self._lost
+        return settled >= self.LEAST and self._won - self._lost >= self.CLEAR * math.sqrt(settled)
+
+    def clear(self) -> None:
+        self.open.clear()
+        self._won = self._lost = 0
+
+
+class Guarded:
+    """Another order's victims while that costs few hits against LRU, else those that LRU has given up.
+
+    A shadow of LRU (`LRUShadow`) is shown the same uses and stores. The order is *free* while the debt, LRU's hits less
+    its own, and the part `risk` of the pages that only LRU still has stay within a budget; `risk` is how many of such
+    pages were used before LRU gave them up too. Past that it *follows*: it gives up the pages that LRU has given up,
+    and so becomes LRU little by little. It is free again when it has won bets on its victims against LRU's.
+
+    The bound: with a debt L and d pages that only LRU has, following never raises L + d, since each hit that only LRU
+    has takes a page from d. So L never passes the budget within which the order is free by more than d, and d is at
+    most the tier's pages: over any traffic the order has LRU's hits, less `MOST_HITS` of them, less a constant of the
+    tier's size (`bound`). docs/replay.md has the proof, and what it leaves out.
+
+    With more than `EXACT` pages the shadow is that of a sample of `SAMPLE` pages or more, up to twice as many; then the
+    bound holds as far as the sample tells, and following is the order of LRU over the pages that are there.
+    """
+
+    EXACT = 100_000
+    SAMPLE = 8192
+    TRIAL = 0.025  # budget of each time that the order is free: a share of the pages, ...
+    TRIAL_HITS = 0.002  # ... and of the hits that LRU had meanwhile
+    MOST = 0.04  # budget of all times together: a share of the pages, ...
+    MOST_HITS = 0.008  # ... and of all hits that LRU had
+    CREDIT = 0.25  # hits ahead of LRU that count at most, a share of the pages: what was won long ago is not lost now
+    LEAST_RISK = 0.02
+    SUSPECT = 16  # pages that count as used in `risk`, before any is known
+    LOOKED_AT = 64  # of the first victims of the order, for a bet
+    PATIENCE = 256  # it is judged each time that such a part of its pages was evicted
+    order: ClassVar[type[Lifetime]] = Lifetime
+    __slots__ = (
+        *("_bets", "_chosen", "_due", "_fading", "_from", "_hits_from", "_order", "_recency", "_seen", "_shadow"),
+        *("_shift", "_wagered", "following"),
+    )
+
+    def __init__(self) -> None:
+        self.restore((), ())
+
+    def empty(self) -> Guarded:
+        return type(self)()
+
+    def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        self._order: EvictionPolicy = self.order()
+        self._order.restore(keys, order)
+        self._bets = Bets()
+        self._wagered = self._bets.open
+        self.following = False
+        self._from = 0.0  # the debt that the budget of this time counts from
+        self._hits_from = 0
+        self._seen = (0, 0)  # `lost` and `spared` of the shadow at the last fading ...
+        self._fading = (0.0, 0.0)  # ... and what was counted before, faded
+        self._due = 0  # pages until it is judged
+        self._shift = 0  # the shadow has one of 2 ** shift keys
+        self._recency: LRU | None = None  # of all pages, where the shadow is a sample
+        if len(order) <= self.EXACT:
+            self._shadow = LRUShadow(keys[i] for i in order)
+            return
+        self._shift = _shift(len(order), self.SAMPLE)
+        self._recency = LRU()
+        self._recency.restore(keys, order)
+        self._shadow = LRUShadow(key for i in order if self._sampled(key := keys[i]))
+
+    # -- pages come, are used, and go ---------------------------------------------------------------------------------
+
+    def insert(self, key: bytes, parent: bytes = b"") -> None:
+        self._order.insert(key, parent)
+        if self._recency is None:
+            self._shadow.insert(key, parent)
+            if self._shadow.room > self.EXACT:
+                self._sample()
+        else:
+            self._recency.insert(key)
+            if self._sampled(key):
+                self._shadow.insert(key, b"")
+                if self._shadow.room > 2 * self.SAMPLE:
+                    self._sample()
+        if key in self._wagered:
+            self._bets.wanted(key)
+
+    def touch(self, key: bytes) -> None:
+        self._order.touch(key)
+        if self._recency is None:
+            self._shadow.touch(key)
+        else:
+            self._recency.touch(key)
+            if self._sampled(key):
+                self._shadow.touch(key)
+        if key in self._wagered:
+            self._bets.wanted(key)
+
+    def remove(self, key: bytes) -> None:
+        self._order.remove(key)
+        if self._recency is not None:
+            self._recency.remove(key)
+        if not self._shift or self._sampled(key):
+            self._shadow.drop(key)
+
+    def evict(self, key: bytes) -> None:
+        self._due -= 1
+        if self._due <= 0:
+            self._due = (self._shadow.room << self._shift) // self.PATIENCE
+            self._judge()
+        self._order.remove(key)
+        if self._recency is not None:
+            self._recency.remove(key)
+        if not self._shift or self._sampled(key):
+            self._shadow.evict(key)
+
+    # -- for eviction -------------------------------------------------------------------------------------------------
+
+    def defer(self, key: bytes) -> None:
+        if not self.following:  # what LRU passes over says nothing of the other order
+            self._order.defer(key)
+
+    def hasten(self, key: bytes) -> None:
+        self._order.hasten(key)
+
+    def is_deferred(self, key: bytes) -> bool:
+        return not self.following and self._order.is_deferred(key)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._as_lru() if self.following else iter(self._order)
+
+    def _as_lru(self) -> Iterator[bytes]:
+        return iter(self._shadow if self._recency is None else self._recency)
+
+    # -- the judge ----------------------------------------------------------------------------------------------------
+
+    @property
+    def bound(self) -> float:
+        """Hits that LRU may be ahead at most, by what it has had so far; the pages of one store come on top."""
+        shadow = self._shadow
+        return (self._most() + shadow.room * (1 + 1 / self.PATIENCE)) * (1 << self._shift)
+
+    @property
+    def debt(self) -> int:
+        """Hits that LRU is ahead; below 0 where it is behind. With a sample, an estimate."""
+        return self._shadow.debt << self._shift
+
+    def _most(self) -> float:
+        return self.MOST * self._shadow.room + self.MOST_HITS * self._shadow.hits
+
+    def _judge(self) -> None:
+        shadow, debt = self._shadow, self._shadow.debt
+        if self.following:
+            self._bet()
+            if self._bets.won and debt < self._most():
+                self._bets.clear()
+                self.following = False
+                self._from, self._hits_from = debt, shadow.hits
+            return
+        self._from = min(self._from, debt + self.CREDIT * shadow.room)
+        trial = self._from + self.TRIAL * shadow.room + self.TRIAL_HITS * (shadow.hits - self._hits_from)
+        if debt + self._risk() * len(shadow.owed) > min(trial, self._most()):
+            self.following = True
+
+    def _risk(self) -> float:
+        """The part of the pages that only LRU has which will be a hit of it, by those of the last two periods or so."""
+        lost, spared = self._shadow.lost - self._seen[0], self._shadow.spared - self._seen[1]
+        if lost + spared >= self._shadow.room:
+            self._fading = (self._fading[0] + lost) / 2, (self._fading[1] + spared) / 2
+            self._seen = self._shadow.lost, self._shadow.spared
+            lost = spared = 0
+        used = self._fading[0] + lost + self.SUSPECT
+        return max(self.LEAST_RISK, used / (used + self._fading[1] + spared))
+
+    def _bet(self) -> None:
+        """On the first victims of either order, where they differ and no bet is open on them."""
+        kept = next(self._as_lru(), None)
+        if kept is None or kept in self._wagered:
+            return
+        for given in islice(self._order, self.LOOKED_AT):
+            if given == kept:
+                return
+            if given not in self._wagered and given not in self._shadow.left and not self._shadow.followed(given):
+                self._bets.add(kept, given)
+                return
+
+    # -- a sample -----------------------------------------------------------------------------------------------------
+
+    def _sampled(self, key: bytes) -> bool:
+        return not int.from_bytes(key[8:12], "little") & (1 << self._shift) - 1
+
+    def _sample(self) -> None:
+        """The shadow is too large: from now on that of a sample, or of a smaller one."""
+        if self._recency is None:
+            keys = list(self._shadow.recency())
+            self._recency = LRU()
+            self._recency.restore(keys, range(len(keys)))
+        more = _shift(self._shadow.room, self.SAMPLE)
+        self._shift += more
+        self._shadow = self._shadow.thinned(more, self._sampled)
+        self._from, self._hits_from = self._from / (1 << more), self._hits_from >> more
+        self._seen = self._seen[0] >> more, self._seen[1] >> more
+        self._fading = self._fading[0] / (1 << more), self._fading[1] / (1 << more)
+
+
+def _shift(pages: int, sample: int) -> int:
+    """How often `pages` may be halved so that `sample` are left."""
+    return max(0, (pages // sample).bit_length() - 1)

@@ -1,0 +1,1 @@
+"""Threads, public calls that interrupts cannot break, and what memory the machine has."""

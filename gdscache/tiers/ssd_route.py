@@ -1,0 +1,149 @@
+"""Which way pages go between SSD and planes: straight through GPU memory, or through host memory.
+
+`direct`: the transport reads into the bounce reserve on the GPU, a kernel scatters from there. `via_cpu`: it reads into
+slots of the CPU tier, where the page stays (or the bounce reserve in host memory), and the mover brings it up. Where a
+transport can do both, the faster is taken, as measured with the engine's own files when it opens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Collection
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gdscache.errors import NoMemoryError, StorageError, TransportUnavailableError
+from gdscache.moves.page_io import Positions
+from gdscache.pages.layout import PageLayout
+from gdscache.storage.base import Op
+from gdscache.tiers.bounce import Extents
+from gdscache.tiers.cpu import HostExtents
+from gdscache.tiers.gpu import DeviceExtents
+from gdscache.tiers.ssd import SsdTier
+
+Route = Literal["direct", "via_cpu"]
+Asked = Literal["auto", "direct", "via_cpu"]
+
+_log = logging.getLogger("gdscache")
+_BYTES = 32 << 20  # that each way moves a time
+_TIMES = 3
+_DEADLINE_S = 20.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """A route, why, and what was measured for it, in GB/s by route."""
+
+    route: Route
+    reason: str
+    gb_per_second: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def choose(asked: Asked, ssd: SsdTier, layout: PageLayout, device: torch.device, *, keep: bool) -> Choice:
+    """The route for pages of `ssd`, said in one log line. `keep`: there is a CPU tier, which host memory is for.
+
+    Raises `TransportUnavailableError` where the route that was asked for cannot be had.
+    """
+    found = decided(asked, ssd.io.memory_kinds, device, keep=keep) or _faster(ssd, layout, device)
+    _log.info("%s: pages go %s: %s", ssd.path, found.route, found.reason)
+    return found
+
+
+def decided(asked: Asked, kinds: Collection[str], device: torch.device, *, keep: bool) -> Choice | None:
+    """The route for planes on `device` with a transport that moves `kinds` of memory; None where both can be had, and
+    the faster is to be found out. Raises as `choose` does."""
+    if "host" not in kinds and (keep or asked == "via_cpu"):
+        what = "ssd.route is via_cpu" if asked == "via_cpu" else "there is a CPU tier"
+        raise TransportUnavailableError(f"{what}, but the transport moves no host memory", "set another ssd.transport")
+    direct = device.type == "cuda" and "cuda" in kinds
+    if asked == "direct" and not direct:
+        cause = f"the planes are on {device}" if device.type != "cuda" else "the transport moves no GPU memory"
+        raise TransportUnavailableError(
+            f"ssd.route is direct, but {cause}", "set ssd.transport to cufile, kvikio or nixl, or ssd.route to auto"
+        )
+    if asked != "auto":
+        return Choice(asked, "configured")
+    if not direct:
+        return Choice(
+            "via_cpu", f"the transport moves {' and '.join(sorted(kinds))} memory, the planes are on {device}"
+        )
+    if "host" not in kinds:
+        return Choice("direct", "the transport moves GPU memory only")
+    return None
+
+
+def _faster(ssd: SsdTier, layout: PageLayout, device: torch.device) -> Choice:
+    pages = max(1, min(_BYTES // layout.extent_bytes, ssd.index.slots))
+    host, there = HostExtents(layout, pages * layout.extent_bytes, "auto"), None
+    try:
+        there = DeviceExtents(layout, pages * layout.extent_bytes, device)
+        return _measured(ssd, host, there)
+    except (StorageError, NoMemoryError) as error:
+        return Choice("via_cpu", f"the direct route cannot be measured: {error}")
+    finally:
+        host.close()
+        if there is not None:
+            there.close()
+
+
+def _measured(ssd: SsdTier, host: HostExtents, there: DeviceExtents) -> Choice:
+    """Read the same slots both ways: free ones, with noise that is written first, or whatever lies in the slab."""
+    slots, free = _slots(ssd, host.slots)
+    ssd.io.register(host.buffer.view)
+    ssd.io.register(there.rows.view(-1))
+    try:
+        if free:
+            noise = np.random.default_rng(0).integers(0, 256, host.rows.shape, dtype=np.uint8)
+            host.rows.copy_(torch.from_numpy(noise))
+            _move(ssd, Op.WRITE, slots, host)
+        host.rows.zero_()
+        reading = _best(lambda: _move(ssd, Op.READ, slots, host))
+        copied = torch.empty_like(there.rows)
+        copying = _best(lambda: _copy(copied, host.rows))
+        straight = _best(lambda: _move(ssd, Op.READ, slots, there))
+        same = torch.equal(copied, there.rows)
+    finally:
+        ssd.io.deregister(there.rows.view(-1))
+        ssd.io.deregister(host.buffer.view)
+    nbytes = len(slots) * host.layout.extent_bytes
+    rates = {"direct": nbytes / straight / 1e9, "via_cpu": nbytes / max(reading, copying) / 1e9}
+    if not same:
+        return Choice("via_cpu", "the direct route reads other bytes", rates)
+    route: Route = "direct" if rates["direct"] > rates["via_cpu"] else "via_cpu"
+    return Choice(route, f"{rates['direct']:.1f} GB/s direct, {rates['via_cpu']:.1f} via the CPU", rates)
+
+
+def _slots(ssd: SsdTier, pages: int) -> tuple[Positions, bool]:
+    """Slots to read, and whether they are free: their bytes are nobody's."""
+    free = [slot for first, count in ssd.index.free_runs() for slot in range(first, first + count)][:pages]
+    if len(free) == pages:
+        return np.array(free, dtype=np.int64), True
+    return np.arange(pages, dtype=np.int64), False
+
+
+def _move(ssd: SsdTier, op: Op, slots: Positions, extents: Extents) -> None:
+    places = np.arange(len(slots), dtype=np.int64)
+    for error in ssd.io.transfer(op, slots, [(extents, places)]).wait(time.monotonic() + _DEADLINE_S):
+        if error is not None:
+            raise error
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+    torch.cuda.synchronize(target.device)
+
+
+def _best(action: Callable[[], None]) -> float:
+    times = []
+    for _ in range(_TIMES):
+        begun = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - begun)
+    return min(times)

@@ -1,0 +1,125 @@
+"""NVTX ranges, for Nsight Systems and Nsight Compute, when one of them runs the process."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gdscache.tracing.base import OFF, Countdown, Flight, PagesInFlight, Span, Timeline, title
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("gdscache")
+
+# Nsight Systems and Nsight Compute set these for the process that they run.
+_PROFILERS = ("NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE")
+_TOOL = "NVTX_INJECTION64_PATH"  # the library that gets NVTX calls, by the NVTX headers, whoever's it is
+
+
+class _Range(Span):
+    """A range of the calling thread."""
+
+    __slots__ = ("_name", "_nvtx")
+
+    def __init__(self, nvtx: Any, name: str) -> None:
+        self._nvtx = nvtx
+        self._name = name
+
+    def __enter__(self) -> _Range:
+        self._nvtx.range_push(self._name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._nvtx.range_pop()
+
+
+class _ProcessRange(Flight):
+    """A range that another thread may end."""
+
+    __slots__ = ("_followed", "_handle", "_name", "_nvtx")
+
+    def __init__(self, nvtx: Any, name: str) -> None:
+        self._nvtx = nvtx
+        self._name = name
+        self._followed = False
+
+    def __enter__(self) -> _ProcessRange:
+        self._handle = self._nvtx.range_start(self._name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._followed:
+            self._nvtx.range_end(self._handle)
+
+    def follow(self, io: PagesInFlight, pages: int) -> None:
+        if pages:
+            self._followed = True
+            io.on_end(Countdown(pages, lambda: self._nvtx.range_end(self._handle)))
+
+
+class NvtxTimeline(Timeline):
+    """Passes everything on as ranges of the default domain; what a stream does meanwhile, the profiler sees itself.
+
+    `nvtx`: torch.cuda.nvtx, or a module with its functions. Raises `RuntimeError` where torch was built without NVTX.
+    """
+
+    __slots__ = ("_next", "_nvtx")
+
+    def __init__(self, nvtx: Any = None) -> None:
+        if nvtx is None:
+            from torch.cuda import nvtx
+        nvtx.mark("gdscache")  # raises where it cannot
+        self._nvtx: Any = nvtx
+        self._next = itertools.count(1)
+
+    def number(self) -> int:
+        return next(self._next)
+
+    def span(self, kind: str, /, **about: Any) -> Span:
+        return _Range(self._nvtx, _text(kind, about))
+
+    def compute(self, kind: str, device: torch.device | None, /, **about: Any) -> Span:
+        return _Range(self._nvtx, _text(kind, about))
+
+    def on_stream(self, kind: str, track: str, stream: torch.cuda.Stream, /, **about: Any) -> Span:
+        return _Range(self._nvtx, _text(kind, about))
+
+    def flight(self, kind: str, track: str, /, **about: Any) -> Flight:
+        return _ProcessRange(self._nvtx, _text(kind, about))
+
+    def instant(self, kind: str, /, **about: Any) -> None:
+        self._nvtx.mark(_text(kind, about))
+
+
+def _text(kind: str, about: Mapping[str, Any]) -> str:
+    """`gdscache: scatter 0-3 (load 7, 12 pages, 1048576 bytes)`."""
+    plain = [f"{about[key]} {key}" for key in ("pages", "bytes") if key in about]
+    if "load" in about:
+        plain.insert(0, f"load {about['load']}")
+    return f"gdscache: {title(kind, about)}" + (f" ({', '.join(plain)})" if plain else "")
+
+
+def timeline_from_environment(environ: Mapping[str, str] = os.environ) -> Timeline:
+    """An `NvtxTimeline` where a profiler runs this process, else one that keeps nothing.
+
+    A process counts as profiled where Nsight Systems or Nsight Compute say so in its environment, or a library is named
+    that gets NVTX calls. Not libcupti: some images name it for every process, and the first range would load it, which
+    takes CUPTI's only place away from torch's own profiler.
+    """
+    tool = os.path.basename(environ.get(_TOOL, ""))
+    if not any(name in environ for name in _PROFILERS) and (not tool or tool.startswith("libcupti")):
+        return OFF
+    try:
+        return NvtxTimeline()
+    except RuntimeError as error:
+        _log.info("a profiler is attached and torch has no NVTX: %s", error)
+        return OFF

@@ -1,0 +1,290 @@
+"""A timeline that is kept in memory and written as trace-event JSON, which https://ui.perfetto.dev opens."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gdscache.errors import InvalidValueError
+from gdscache.tracing.base import Countdown, Flight, PagesInFlight, Span, Timeline, title
+from gdscache.tracing.streams import StreamTimes
+from gdscache.tracing.tracks import Track, lanes
+
+if TYPE_CHECKING:
+    import torch
+
+LIMIT = 200_000  # events, some 300 bytes each
+FORMAT = 1
+_PID = 1
+
+
+class _Recorded(Flight):
+    """A span that is kept. `follow` makes it end elsewhere."""
+
+    __slots__ = ("_followed", "_nested", "_timeline", "about", "kind", "start", "track")
+    start: int
+
+    def __init__(
+        self, timeline: TraceTimeline, kind: str, track: Track, about: dict[str, Any], *, nested: bool
+    ) -> None:
+        self._timeline = timeline
+        self._nested = nested
+        self._followed = False
+        self.kind = kind
+        self.track = track
+        self.about = about
+
+    def __enter__(self) -> _Recorded:
+        if self._nested:
+            self._timeline.stack.append(self.about)
+        self._timeline.begin(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._nested:
+            self._timeline.stack.pop()
+        if kind is not None:
+            self.about["error"] = kind.__name__
+        if not self._followed:
+            self._timeline.end(self)
+
+    def follow(self, io: PagesInFlight, pages: int) -> None:
+        if pages:
+            self._followed = True
+            io.on_end(Countdown(pages, lambda: self._timeline.end(self)))
+
+
+class _OnStream(Span):
+    """What is queued on a stream, between two timing events; with `host`, a span of the calling thread too."""
+
+    __slots__ = ("_about", "_host", "_kind", "_start", "_stream", "_timeline", "_track")
+
+    def __init__(
+        self,
+        timeline: TraceTimeline,
+        kind: str,
+        track: str,
+        stream: torch.cuda.Stream,
+        about: dict[str, Any],
+        host: Span | None = None,
+    ) -> None:
+        self._timeline = timeline
+        self._kind = kind
+        self._track = track
+        self._stream = stream
+        self._about = about
+        self._host = host
+
+    def __enter__(self) -> _OnStream:
+        self._start = self._timeline.times.mark(self._stream)
+        if self._host is not None:
+            self._host.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            end = self._timeline.times.mark(self._stream)
+            self._timeline.add_on_stream(self._kind, self._track, self._stream, self._start, end, self._about)
+        finally:
+            if self._host is not None:
+                self._host.__exit__(kind, error, trace)
+
+
+class TraceTimeline(Timeline):
+    """Keeps up to `limit` events; how many more there were is written too. `write` may be called at any time.
+
+    With `path`, it is found out now whether a file can be written there: raises `InvalidValueError`.
+    """
+
+    __slots__ = ("_begun", "_clock", "_events", "_left_out", "_limit", "_local", "_lock", "_next", "_open", "_path",
+                 "_zero", "times")  # fmt: skip
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        limit: int = LIMIT,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        """`clock`: nanoseconds; of CLOCK_MONOTONIC, where spans of native threads are to lie beside ours."""
+        if limit < 1:
+            raise InvalidValueError(f"a timeline of {limit} events", "keep at least one")
+        self._path = None if path is None else Path(path)
+        if self._path is not None:
+            check_path(self._path)
+        self._limit = limit
+        self._clock = clock
+        self._zero = clock()
+        self._next = itertools.count(1)
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._begun = 0  # events that are kept or will be
+        self._left_out = 0
+        self._open: set[_Recorded] = set()
+        self._events: list[tuple[str, Track, int, int | None, dict[str, Any]]] = []
+        self.times = StreamTimes(clock)
+
+    # -- what the engine tells -----------------------------------------------------------------------------------------
+
+    def number(self) -> int:
+        return next(self._next)
+
+    def span(self, kind: str, /, **about: Any) -> Span:
+        return _Recorded(self, kind, self._here(), self._inherit(about), nested=True)
+
+    def compute(self, kind: str, device: torch.device | None, /, **about: Any) -> Span:
+        host = self.span(kind, **about)
+        if device is None or device.type != "cuda":
+            return host
+        import torch
+
+        if torch.cuda.is_current_stream_capturing():  # a graph's events have no times
+            return host
+        stream = torch.cuda.current_stream(device)
+        return _OnStream(self, kind, "model stream", stream, self._inherit(dict(about)), host)
+
+    def on_stream(self, kind: str, track: str, stream: torch.cuda.Stream, /, **about: Any) -> Span:
+        return _OnStream(self, kind, track, stream, self._inherit(about))
+
+    def flight(self, kind: str, track: str, /, **about: Any) -> Flight:
+        return _Recorded(self, kind, (track, 0), self._inherit(about), nested=False)
+
+    def instant(self, kind: str, /, **about: Any) -> None:
+        about = self._inherit(about)
+        with self._lock:
+            if self._take():
+                self._events.append((kind, self._here(), self._clock(), None, about))
+
+    def past(self, kind: str, track: str, begin: int, end: int | None, /, **about: Any) -> None:
+        with self._lock:
+            if self._take():
+                self._events.append((kind, (track, 0), begin, end, about))
+
+    # -- for spans -----------------------------------------------------------------------------------------------------
+
+    @property
+    def stack(self) -> list[dict[str, Any]]:
+        """What the spans of the calling thread are about, the innermost last."""
+        try:
+            stack: list[dict[str, Any]] = self._local.stack
+        except AttributeError:
+            stack = self._local.stack = []
+        return stack
+
+    def begin(self, span: _Recorded) -> None:
+        """Keep the span if there is room."""
+        with self._lock:
+            span.start = self._clock()
+            if self._take():
+                self._open.add(span)
+
+    def end(self, span: _Recorded) -> None:
+        now = self._clock()
+        with self._lock:
+            if span in self._open:
+                self._open.remove(span)
+                self._events.append((span.kind, span.track, span.start, now, span.about))
+
+    def add_on_stream(
+        self, kind: str, track: str, stream: torch.cuda.Stream, start: Any, end: Any, about: dict[str, Any]
+    ) -> None:
+        """Keep a span of a stream, whose times are found out later."""
+        with self._lock:
+            if not self._take():
+                return
+
+        def resolved(first: int, last: int) -> None:
+            with self._lock:
+                self._events.append((kind, (track, 0), first, last, about))
+
+        self.times.add(start, end, stream.device, resolved)
+
+    def _take(self) -> bool:
+        if self._begun >= self._limit:
+            self._left_out += 1
+            return False
+        self._begun += 1
+        return True
+
+    def _inherit(self, about: dict[str, Any]) -> dict[str, Any]:
+        stack = self.stack
+        if stack and "load" not in about and "load" in stack[-1]:
+            about["load"] = stack[-1]["load"]
+        return about
+
+    def _here(self) -> Track:
+        thread = threading.current_thread()
+        return thread.name, thread.ident or 0
+
+    # -- the file ------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """The trace so far, as the JSON object that is written."""
+        unresolved = self.times.resolve()
+        with self._lock:
+            now = self._clock()
+            events = list(self._events)
+            events += [(s.kind, s.track, s.start, now, {**s.about, "unfinished": True}) for s in self._open]
+            left_out = self._left_out
+        placed, tracks = lanes(events)
+        process = {"name": f"gdscache {os.getpid()}"}
+        rows: list[dict[str, Any]] = [{"ph": "M", "pid": _PID, "tid": 0, "name": "process_name", "args": process}]
+        for name, tid in tracks.items():
+            rows.append({"ph": "M", "pid": _PID, "tid": tid, "name": "thread_name", "args": {"name": name}})
+            rows.append({"ph": "M", "pid": _PID, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+        placed.sort(key=lambda event: (event[2], -(event[3] or event[2])))
+        rows += [self._row(*event) for event in placed]
+        about = {"format": FORMAT, "events_left_out": left_out, "stream_spans_unresolved": unresolved}
+        return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": about}
+
+    def _row(self, kind: str, tid: int, start: int, end: int | None, about: dict[str, Any]) -> dict[str, Any]:
+        arguments = {key: value for key, value in about.items() if key != "layers"}
+        if about.get("layers"):
+            arguments |= {"first_layer": about["layers"][0], "last_layer": about["layers"][-1]}
+        row = {"name": title(kind, about), "cat": kind, "pid": _PID, "tid": tid, "ts": (start - self._zero) / 1000}
+        if end is None:
+            return row | {"ph": "i", "s": "t", "args": arguments}
+        return row | {"ph": "X", "dur": (end - start) / 1000, "args": arguments}
+
+    def write(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write the trace so far to `path`, by default to the one given at first; replaces a file that is there.
+
+        Spans that have not ended reach until now. Raises `InvalidValueError`.
+        """
+        file = self._path if path is None else Path(path)
+        if file is None:
+            raise InvalidValueError("there is no file to write the timeline to", "pass a path")
+        check_path(file)
+        text = json.dumps(self.describe(), default=str, separators=(",", ":"))
+        fresh = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            fresh.write_text(text)
+            fresh.replace(file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                fresh.unlink()
+            raise InvalidValueError(f"the timeline cannot be written to {file}: {error}", "use another path") from None
+        return file
+
+
+def check_path(path: Path) -> None:
+    """Raise `InvalidValueError` where no file can be written at `path`."""
+    folder = path.parent
+    if path.is_dir():
+        raise InvalidValueError(f"{path} is a directory", "name a file for the timeline, such as trace.json")
+    if not folder.is_dir():
+        raise InvalidValueError(f"{folder} is no directory, so no timeline can be written to {path}", "create it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidValueError(f"{folder} cannot be written to", "name a file elsewhere for the timeline")
