@@ -31,9 +31,9 @@ from gdscache.storage.base import Op
 FAULTS = [(Op.READ, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP)]
 FAULTS += [(Op.WRITE, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP, Fault.LOST, Fault.TORN)]
 # Of an engine: four that load, two each that prefetch, write and do I/O (the transport's), one each that hands I/O
-# over, gathers, carries calls out and rewrites the status page; and of its executor: two for the transport's files,
-# one for what is late, and those of the library that copy.
-THREADS = 17 + min(4, os.cpu_count() or 1)
+# over, gives prefetches their turns, gathers, carries calls out and rewrites the status page; and of its executor: two
+# for the transport's files, one for what is late, and those of the library that copy.
+THREADS = 18 + min(4, os.cpu_count() or 1)
 KNOWN = 12  # prompts that come again; the others are new each time
 WRITES = ("write_through", "write_through_selective", "write_back", "write_through", "write_back", "never")
 STOPS = ("best_effort", "wait_complete", "timeout")
