@@ -29,12 +29,13 @@ from gdscache.errors import (
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
+from gdscache.limits import KEY_BYTES
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.moves.native import NativeExecutor
 from gdscache.opening import Parts, build
 from gdscache.pages.hit import Hit
-from gdscache.pages.keys import KEY_BYTES, Page, PageHashes, PageNames, as_tokens, namespace_digest
+from gdscache.pages.keys import Page, PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import Blocks
 from gdscache.prefetch.handle import Prefetch

@@ -14,3 +14,7 @@ MAX_EXTENT_BYTES = (1 << 31) - 4096
 
 MAX_LAYERS = 4096
 MAX_DEVICE_INDEX = 127  # torch keeps the index of a device in a signed byte
+
+KEY_BYTES = 32  # of the key of a page, and of the digest of a namespace
+
+BATCH_BYTES = 128 << 20  # of pages that go on to a tier of files at once, at most

@@ -20,10 +20,14 @@ from gdscache.disk.catalog_file import FORMAT_VERSION
 from gdscache.disk.status_page import Figures, StatusWriter
 from gdscache.errors import PinnedMemoryError, TierUnavailableError
 from gdscache.events.base import KVEventHub
+from gdscache.extents.base import Extents
+from gdscache.extents.device import DeviceExtents
+from gdscache.extents.host import HostExtents
 from gdscache.gate.costs_file import CostsFile
 from gdscache.load.loader import Loader
 from gdscache.load.planner import LoadPlanner
-from gdscache.movers.base import Mover, open_mover
+from gdscache.movers import open_mover
+from gdscache.movers.base import Mover
 from gdscache.moves import PageStatus
 from gdscache.moves.machine import Machine
 from gdscache.moves.native import NativeExecutor
@@ -39,9 +43,9 @@ from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter
 from gdscache.tiers import ssd_route as routes
 from gdscache.tiers.base import DurableTier, Tier
-from gdscache.tiers.bounce import Bounce, Extents
-from gdscache.tiers.cpu import CpuTier, HostExtents
-from gdscache.tiers.gpu import DeviceExtents, GpuTier
+from gdscache.tiers.bounce import Bounce
+from gdscache.tiers.cpu import CpuTier
+from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.named import open_tier
 from gdscache.tiers.quarantine import Quarantine

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from gdscache.errors import IOFailedError, StorageError
+from gdscache.extents.base import Extents
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
@@ -18,7 +19,6 @@ from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.storage.base import Op
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
-from gdscache.tiers.bounce import Extents
 
 
 class DictIO:

@@ -23,6 +23,8 @@ from reference_executor import Bytes, Fault
 
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
+from gdscache.extents.base import Reserved
+from gdscache.extents.host import HostExtents
 from gdscache.movers.base import Mover
 from gdscache.movers.host import HostMover
 from gdscache.moves import PageStatus
@@ -36,8 +38,7 @@ from gdscache.pages.planes import PagedPlanes
 from gdscache.storage.base import Op, Transport
 from gdscache.storage.native import NativeTransport
 from gdscache.testing.faults import ExtentPart, FaultRule
-from gdscache.tiers.bounce import Bounce, Reserved
-from gdscache.tiers.cpu import HostExtents
+from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.quarantine import Quarantine
 
 Mode = Literal["threads", "uring", "GPU", "direct", "python", "GPU and python"]

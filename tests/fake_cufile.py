@@ -21,13 +21,13 @@ from cufile_parts import ANY, Call, Fault, GpuBytes
 
 from gdscache import opening as build
 from gdscache import storage
+from gdscache.extents.base import Places
 from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.layout import PageLayout
 from gdscache.storage import cufile
 from gdscache.storage.base import Switch
 from gdscache.storage.cufile import CufileTransport
 from gdscache.tiers import ssd_route as routes
-from gdscache.tiers.bounce import Places
 
 _BIT = 1 << 56
 

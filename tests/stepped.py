@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from gdscache.cuda.streams import Event
     from gdscache.errors import StorageError
-    from gdscache.tiers.base import SlotPool
+    from gdscache.index.free_slots import SlotPool
 
 _T = TypeVar("_T")
 Place = tuple[str, int]  # a space, and a slot of it; of the planes, the first block

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from gdscache.extents.base import Extents
+from gdscache.extents.window import Window
 from gdscache.moves.library import DIGEST, CopyJob, IoJob, Limits, NativeMoves, Space
-from gdscache.tiers.bounce import Bounce, Extents, Window
+from gdscache.tiers.bounce import Bounce
 
 if TYPE_CHECKING:
+    from gdscache.extents.host import HostExtents
     from gdscache.movers.host import HostMover
     from gdscache.pages.checksum import Checksums
     from gdscache.pages.layout import PageLayout
-    from gdscache.tiers.cpu import HostExtents
 
 LATE_S = 1000.0  # further than any deadline
 NS = 1_000_000_000

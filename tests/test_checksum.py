@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache.errors import InvalidValueError, NativeCallError
+from gdscache.limits import KEY_BYTES
 from gdscache.native.tables import take_unbound
 from gdscache.pages.checksum import bound, first_bad_layer, layer_checksums, unbound
-from gdscache.pages.keys import KEY_BYTES
 from gdscache.pages.layout import PageLayout, Plane
 
 Bytes = npt.NDArray[np.uint8]

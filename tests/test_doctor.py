@@ -32,14 +32,14 @@ from gdscache.doctor.facts import (
     attempt,
 )
 from gdscache.errors import DeviceError, PinnedMemoryError
+from gdscache.extents.host import HostExtents
 from gdscache.movers import calibration as calibrate
 from gdscache.movers import choice as paths
-from gdscache.movers.base import open_mover
+from gdscache.movers import open_mover
 from gdscache.movers.choice import Calibration, Choice, Rates
 from gdscache.movers.cuda import CudaMover
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import about
-from gdscache.tiers.cpu import HostExtents
 
 pytestmark = pytest.mark.suite
 

@@ -22,7 +22,7 @@ from helpers import drop_from, flip_file, layout_of, make_config, prompt, quiet,
 
 from gdscache import CacheEngine, cli
 from gdscache.disk.catalog_file import NEW_NAME
-from gdscache.disk.directory import LOCK_NAME, PROBE_PREFIX, CacheDirectory
+from gdscache.disk.directory import LOCK_NAME, CacheDirectory
 from gdscache.errors import (
     CatalogVersionError,
     DirectoryInUseError,
@@ -34,6 +34,7 @@ from gdscache.errors import (
 from gdscache.inspection import inspect, reading, tables, verification, verify
 from gdscache.inspection import owner as owner_module
 from gdscache.inspection.owner import find_owner
+from gdscache.storage.base import PROBE_PREFIX
 
 SLOTS = 12
 Rows = dict[int, tuple[bytes, bytes, int]]  # slot -> key, parent, recency

@@ -25,6 +25,7 @@ from stepped_machine import Choice, SteppedMachine
 
 from gdscache.config import LoadConfig
 from gdscache.errors import EngineClosedError
+from gdscache.extents.host import HostExtents
 from gdscache.index.table import Entry, PageState
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
@@ -38,7 +39,6 @@ from gdscache.pages.layout import GroupSizes
 from gdscache.pages.planes import PagedPlanes
 from gdscache.replay.tiers import ModelSsd, ModelTier
 from gdscache.tiers.bounce import Bounce
-from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.manager import TierManager
 
 SPACE = b"n" * 32

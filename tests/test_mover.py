@@ -12,15 +12,16 @@ from helpers import EXTRA, MHA, MLA, SENTINEL, expected, layout_of, new_planes, 
 
 from gdscache.cuda.streams import record
 from gdscache.errors import CapacityError
+from gdscache.extents.base import Extents
+from gdscache.extents.device import DeviceExtents
+from gdscache.extents.host import HostExtents
 from gdscache.kernels.cuda import PageKernels
+from gdscache.movers.calibration import calibrated_if_possible
 from gdscache.movers.cuda import CudaMover
 from gdscache.native.gpu import ChunkSizes
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
-from gdscache.tiers.bounce import Extents
-from gdscache.tiers.cpu import HostExtents
-from gdscache.tiers.gpu import DeviceExtents
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,7 +61,7 @@ class Rig:
         choice: Any = path if path in ("staged", "zero_copy", "copy_engine") else "auto"
         nbytes = staging or 64 * (layout.extent_bytes + 4096)
         kernels = None if "no kernels" in path else PageKernels(planes)
-        self.mover = CudaMover(planes, nbytes, choice, choice, kernels, "a test", sizes)
+        self.mover = CudaMover(planes, nbytes, choice, choice, kernels, "a test", sizes, calibrated_if_possible)
         capacity = (pages + 2) * layout.extent_bytes
         self.extents: Extents = (
             DeviceExtents(layout, capacity, torch.device("cuda", 0))

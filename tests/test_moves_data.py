@@ -12,12 +12,12 @@ import pytest
 import torch
 from helpers import MHA, Host, layout_of, prompt, quiet
 
+from gdscache.extents.host import HostExtents
 from gdscache.movers.host import HostMover
 from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
 from gdscache.moves.machine import Machine
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.planes import PagedPlanes
-from gdscache.tiers.cpu import HostExtents
 
 LAYOUT = layout_of(MHA)
 SLOTS = 8

@@ -23,6 +23,7 @@ from stepped_machine import Choice
 from gdscache.config import Config
 from gdscache.cuda.streams import Event, Landed
 from gdscache.errors import EngineClosedError
+from gdscache.index.free_slots import SlotPool
 from gdscache.moves import PLANES
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
@@ -30,7 +31,6 @@ from gdscache.replay.tiers import ModelSsd, ModelTier
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter
-from gdscache.tiers.base import SlotPool
 from gdscache.tiers.manager import TierManager
 
 SPACE = b"n" * 32

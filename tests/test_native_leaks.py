@@ -24,6 +24,7 @@ from processes import Child
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DirectoryInUseError, NativeCallError
+from gdscache.extents.host import HostExtents
 from gdscache.movers.host import HostMover
 from gdscache.moves import PLANES, Move, Priority, Way
 from gdscache.moves.machine import Descriptors, Machine
@@ -33,7 +34,6 @@ from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.planes import PagedPlanes
 from gdscache.tiers import manager as manager_module
 from gdscache.tiers.bounce import Bounce
-from gdscache.tiers.cpu import HostExtents
 from gdscache.tiers.quarantine import Quarantine
 
 LAYOUT = layout_of(MHA)

@@ -14,10 +14,10 @@ from gdscache.config import GpuConfig
 from gdscache.cuda.host_memory import Pin
 from gdscache.cuda.streams import Event, record_on
 from gdscache.errors import CapacityError, DeviceError
+from gdscache.extents.base import Extents
 from gdscache.movers.base import Mover
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import about
-from gdscache.tiers.bounce import Extents
 
 Mark = Any
 """A point in the GPU's time: an event that keeps the time."""
@@ -78,9 +78,11 @@ class Gpu:
     def open_mover(self, planes: PagedPlanes, path: Any) -> Mover:
         """The mover that an engine has, with one path for both directions."""
         from gdscache.kernels.cuda import PageKernels
+        from gdscache.movers.calibration import calibrated_if_possible
         from gdscache.movers.cuda import CudaMover
 
-        return CudaMover(planes, STAGING, path, path, PageKernels(planes))
+        kernels = PageKernels(planes)
+        return CudaMover(planes, STAGING, path, path, kernels, calibrate=calibrated_if_possible)
 
     def route(self, mover: Any, direction: str, extents: Extents, layers: range, *, sums: bool) -> str:
         """The way that a mover takes for these layers of pages."""

@@ -16,11 +16,11 @@ from gdscache.bench.copy_gpu import Gpu, Mark, Queued, Way
 from gdscache.cuda.host_memory import MAX_REGISTRATION
 from gdscache.cuda.streams import Event
 from gdscache.errors import CapacityError, IOFailedError
+from gdscache.extents.host import HostExtents
 from gdscache.movers.base import Moved, Mover
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import GIB, about
-from gdscache.tiers.cpu import HostExtents
 
 SAMPLE = 4  # pages whose bytes are compared
 ASIDE = 1 * GIB  # of GPU memory, for the staging ring and a neighbour's work

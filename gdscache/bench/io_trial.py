@@ -17,9 +17,9 @@ import torch
 from gdscache.bench.io_cells import BY_NAME
 from gdscache.bench.io_ways import CHECK_BYTES, OpenWay, check
 from gdscache.bench.measure import Progress, silent
-from gdscache.disk.directory import PROBE_PREFIX
 from gdscache.doctor.trial import run_child
 from gdscache.errors import GdsCacheError, TransportUnavailableError
+from gdscache.storage.base import PROBE_PREFIX
 from gdscache.storage.probe import gds_operations, no_gds_driver, probe_cufile
 
 DEADLINE_S = 60.0

@@ -18,7 +18,8 @@ from gdscache.config import CpuConfig
 from gdscache.errors import InvalidValueError
 from gdscache.index.index import PageIndex
 from gdscache.index.table import PageState
-from gdscache.pages.keys import KEY_BYTES, Page
+from gdscache.limits import KEY_BYTES
+from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
 from gdscache.replay import report as replays
 from gdscache.replay.synthetic import KINDS, generate

@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Iterator
 
 from gdscache.config import Config
+from gdscache.limits import BATCH_BYTES
 from gdscache.sizes import format_size
-from gdscache.store.plan import BATCH_BYTES
 
 SEGMENTS = 3  # that half of the staging ring is cut into, of a page at least
 _BOUNCED_BYTES = 32 << 20  # that pass through half of the bounce reserve at a time, to be worth a read

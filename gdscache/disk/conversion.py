@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from gdscache.disk.catalog_file import FORMAT_VERSION, LACKING, SCHEMA, STRIPED_BEFORE, integers
+from gdscache.limits import KEY_BYTES
 from gdscache.pages.checksum import HEAD_GROUPS, MOST_SUMS, bound
-from gdscache.pages.keys import KEY_BYTES
 
 log = logging.getLogger("gdscache.disk.catalog")
 

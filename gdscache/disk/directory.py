@@ -31,8 +31,8 @@ from gdscache.errors import (
     NotADirectoryPathError,
     StorageError,
 )
+from gdscache.storage.base import PROBE_PREFIX
 
-PROBE_PREFIX = ".gdscache-probe-"  # of files that exist while a transport tries what the directory can do
 LOCK_NAME = "lock"
 DIRECTORY_MODE = 0o700
 FOREIGN_WRITE = stat.S_IWGRP | stat.S_IWOTH

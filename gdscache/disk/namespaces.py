@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Collection, Iterable, Iterator
 
 from gdscache.disk.catalog_file import SCHEMA
-from gdscache.pages.keys import KEY_BYTES
+from gdscache.limits import KEY_BYTES
 
 PRUNED = 4096  # namespaces without pages that are deleted at a time: some 0.1 s
 DESCRIPTION_BYTES = 4 << 20  # a longer description is left unread

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from gdscache.disk.catalog_file import CorruptCatalogError
 from gdscache.disk.namespaces import namespaces_by_id, tidy
+from gdscache.limits import KEY_BYTES
 from gdscache.pages.columns import find
-from gdscache.pages.keys import KEY_BYTES
 
 SCAN_SLOTS = 1 << 15  # slots a query: a few MiB of keys at a time
 LAST_MILLISECOND = 1 << 53  # since the epoch; a later end than that is none

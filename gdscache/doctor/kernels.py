@@ -13,7 +13,7 @@ from gdscache.doctor.facts import Asked, Facts, Found, KernelFacts, MoverFacts, 
 from gdscache.doctor.report import Row, Verdict, answer
 from gdscache.kernels import jit
 from gdscache.kernels.cuda import FORMS, SOURCE
-from gdscache.movers.base import open_mover
+from gdscache.movers import open_mover
 from gdscache.pages.planes import PagedPlanes
 
 

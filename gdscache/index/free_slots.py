@@ -7,7 +7,8 @@ sizes there are. Neighbouring runs are joined when slots come back (the boundary
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -223,3 +224,39 @@ class FreeSlots:
 def _bin(length: int) -> int:
     """Where runs of `length` slots are kept: 1 ... EXACT for these lengths, then one bin for each power of two."""
     return length if length <= EXACT else EXACT - 6 + length.bit_length()
+
+
+class SlotPool:
+    """A fixed set of slots that threads take and give back: a share of the bounce reserve. Neighbours, as far as there
+    are any, and rather those that came back lately than others."""
+
+    def __init__(self, slots: range) -> None:
+        self.slots = len(slots)
+        self._first = slots.start
+        self._free = FreeSlots(len(slots))
+        self._changed = threading.Condition()
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def free(self) -> set[int]:
+        """The slots that nobody has."""
+        with self._changed:
+            return {self._first + slot for slot in self._free}
+
+    def try_take(self, most: int) -> list[int]:
+        """Up to `most` slots, ascending, at once, perhaps none."""
+        with self._changed:
+            return [self._first + slot for slot in sorted(self._free.take(most))]
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until a slot is free; False when `seconds` pass before."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._free), seconds)
+
+    def give(self, slots: Sequence[int]) -> None:
+        with self._changed:
+            self._free.give_all(slot - self._first for slot in slots)
+            self._changed.notify_all()

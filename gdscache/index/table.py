@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from gdscache.index.orders import NO_RETENTIONS, Orders
 from gdscache.index.retention import DEFAULT, Retention
+from gdscache.limits import KEY_BYTES
 from gdscache.pages.columns import KEY, differ, find
-from gdscache.pages.keys import KEY_BYTES, Page
+from gdscache.pages.keys import Page
 from gdscache.policies.base import EvictionPolicy
 
 

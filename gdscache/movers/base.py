@@ -1,4 +1,4 @@
-"""Movers: what copies pages between extents and planes, on streams of its own. The contract, and the choice of one.
+"""Movers: what copies pages between extents and planes, on streams of its own. The contract.
 
 `HostMover` serves planes in host memory, `CudaMover` planes on a GPU. Both copy by the native library, which an
 engine's executor asks itself. Nothing here synchronises the caller's streams.
@@ -16,17 +16,14 @@ import numpy.typing as npt
 import torch
 
 from gdscache.cuda.streams import Event
-from gdscache.errors import KernelUnavailableError
+from gdscache.extents.base import Extents
 from gdscache.movers.choice import Direction
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
-from gdscache.runtime.allocation import allocating
-from gdscache.tiers.bounce import Extents
 from gdscache.tracing import OFF, Timeline
 
 if TYPE_CHECKING:
-    from gdscache.config import GpuConfig
     from gdscache.native.gpu import NativeGpu
 
 _log = logging.getLogger("gdscache")
@@ -131,31 +128,3 @@ class Mover(abc.ABC):
 
     def _layers(self, layers: range | None) -> range:
         return range(self.layout.n_layers) if layers is None else layers
-
-
-def open_mover(planes: PagedPlanes, config: GpuConfig) -> Mover:
-    """The mover for these planes. Raises `KernelUnavailableError` where `gpu.kernels: on` cannot be had."""
-    if planes.device.type == "cpu":
-        from gdscache.movers.host import HostMover
-
-        if config.kernels == "on":
-            raise KernelUnavailableError("gpu.kernels is on and the planes are in host memory", "set it to auto")
-        for name, path in (("load_path", config.load_path), ("store_path", config.store_path)):
-            if path != "auto":  # a path that was asked for by name is had, or the engine does not open
-                cause = f"gpu.{name} is {path}, but the planes are in host memory"
-                raise KernelUnavailableError(cause, f"set gpu.{name} to auto")
-        return HostMover(planes)
-    from gdscache.kernels.cuda import PageKernels
-    from gdscache.movers.cuda import CudaMover
-
-    cause, kernels = "gpu.kernels is off", None
-    if config.kernels != "off":
-        try:
-            kernels, cause = PageKernels(planes), ""
-        except KernelUnavailableError as error:
-            if config.kernels == "on":
-                raise
-            cause = error.message
-            _log.warning("pages are copied by the copy engine alone, and summed on the host: %s", error)
-    with allocating("gpu.staging", config.staging, planes.device):
-        return CudaMover(planes, config.staging, config.load_path, config.store_path, kernels, cause)

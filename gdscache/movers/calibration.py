@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.metadata
+import logging
 import time
 from collections.abc import Iterator
 
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 
 from gdscache.cuda.driver import Driver
+from gdscache.errors import GdsCacheError
+from gdscache.extents.host import HostExtents
 from gdscache.kernels import jit
 from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.kernels.cuda import PageKernels
@@ -24,7 +27,8 @@ from gdscache.movers.choice import Calibration, Choice, Direction, Rates
 from gdscache.movers.cuda import CudaMover
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
-from gdscache.tiers.cpu import HostExtents
+
+_log = logging.getLogger("gdscache")
 
 PIECES = (8 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 2 << 20)
 ENGINE_PIECES = (128 << 10, 256 << 10, 512 << 10, 2 << 20)
@@ -32,6 +36,15 @@ _ZERO_COPY_PIECE = 8 << 10
 _BUFFER = 128 << 20
 _REPEATS = 3
 _DIRECTIONS: tuple[Direction, ...] = ("load", "store")
+
+
+def calibrated_if_possible(driver: Driver) -> Calibration | None:
+    """`calibrated`; None, and a warning, where this machine cannot be measured."""
+    try:
+        return calibrated(driver, CopyEngine(driver))
+    except (GdsCacheError, torch.cuda.OutOfMemoryError) as error:
+        _log.warning("copies between GPU and host are staged, whatever their size: %s", error)
+        return None
 
 
 def calibrated(driver: Driver, engine: CopyEngine, *, fresh: bool = False) -> Calibration:

@@ -7,8 +7,7 @@ that reads and writes host memory itself; or the copy engine alone, into and out
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,24 +15,25 @@ import torch
 
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.streams import Event
-from gdscache.errors import CapacityError, GdsCacheError, KernelUnavailableError
-from gdscache.kernels.copy_engine import CopyEngine
+from gdscache.errors import CapacityError, KernelUnavailableError
+from gdscache.extents.base import Extents
 from gdscache.kernels.cuda import PageKernels, plane_runs
 from gdscache.movers.base import Moved, Mover, Slots
 from gdscache.movers.choice import Calibration, Choice, Direction, Paths
 from gdscache.native.gpu import ROUTES, ChunkSizes, NativeGpu, Route, events_of
 from gdscache.pages.planes import PagedPlanes
-from gdscache.tiers.bounce import Extents
 
-_log = logging.getLogger("gdscache")
+
+def staged(driver: Driver) -> None:
+    """No calibration: copies are staged, whatever their size."""
 
 
 class CudaMover(Mover):
     """`staging_bytes` of GPU memory are the ring: half for loads, half for stores, and neither borrows.
 
-    `load_path` and `store_path` force a path; `auto` takes the one that a calibration of this machine found fastest for
-    pieces of that size. `kernels`: None where there are none, as `cause` says; then the copy engine does it alone, and
-    checksums are taken on the host.
+    `load_path` and `store_path` force a path; `auto` takes the one that `calibrate` found fastest on this machine for
+    pieces of that size: `calibration.calibrated_if_possible`, which measures with movers that are forced. `kernels`:
+    None where there are none, as `cause` says; then the copy engine does it alone, and checksums are taken on the host.
     Raises `CapacityError` when a share of the ring holds no page, `DeviceError` where the driver refuses.
     """
 
@@ -46,6 +46,7 @@ class CudaMover(Mover):
         kernels: PageKernels | None,
         cause: str = "",
         sizes: ChunkSizes | None = None,
+        calibrate: Callable[[Driver], Calibration | None] = staged,
     ) -> None:
         self.name = "cuda" if kernels is not None else "copy_engine"
         self.planes = planes
@@ -65,19 +66,9 @@ class CudaMover(Mover):
                 if choice not in ("auto", "copy_engine"):
                     raise KernelUnavailableError(f"a path is {choice}, and {cause}", "set gpu.kernels to auto")
             load_path = store_path = "copy_engine"
-        self.paths = Paths(load_path, store_path, self._calibration)
+        self.paths = Paths(load_path, store_path, functools.partial(calibrate, self.driver))
         self._routes: dict[tuple[Direction, range, bool], Route] = {}
         self.gpu: NativeGpu = NativeGpu(planes, self.driver, self._runs, kernels, staging_bytes, sizes)
-
-    def _calibration(self) -> Calibration | None:
-        """What this machine was measured to give; None, and a warning, where it cannot be measured."""
-        from gdscache.movers.calibration import calibrated  # which measures with movers of this class
-
-        try:
-            return calibrated(self.driver, CopyEngine(self.driver))
-        except (GdsCacheError, torch.cuda.OutOfMemoryError) as error:
-            _log.warning("copies between GPU and host are staged, whatever their size: %s", error)
-            return None
 
     def _move(
         self,

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from gdscache.cuda.streams import Event
+from gdscache.extents.base import Extents
 from gdscache.kernels.host import NativePool
 from gdscache.movers.base import Moved, Mover, Slots
 from gdscache.movers.choice import Direction
 from gdscache.pages.planes import PagedPlanes
-from gdscache.tiers.bounce import Extents
 
 _STREAMED = 8 << 20  # bytes of a copy beyond which it goes past the processor's caches
 

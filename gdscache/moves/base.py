@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from gdscache.cuda.streams import Event, Landed
     from gdscache.errors import StorageError
-    from gdscache.tiers.base import SlotPool
+    from gdscache.index.free_slots import SlotPool
 
 PLANES = "planes"
 _T = TypeVar("_T")

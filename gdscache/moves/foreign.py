@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdscache.errors import NativeCallError, ShortIOError
+from gdscache.extents.base import Extents
 from gdscache.moves.library import NEVER, SHORT, IoJob, NativeMoves
 from gdscache.moves.machine import CheckedIO, Machine, PagesIO
 from gdscache.moves.page_io import Positions
 from gdscache.native.tables import put_rows, take_rows
 from gdscache.runtime.threads import failure_of, log_failure
 from gdscache.storage.base import Op
-from gdscache.tiers.bounce import Extents
 
 if TYPE_CHECKING:
     pass

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     import torch
 
     from gdscache.errors import StorageError
+    from gdscache.extents.base import Extents
     from gdscache.movers.base import Mover
     from gdscache.moves.page_io import Positions
     from gdscache.native.cufile import CuFiles
     from gdscache.pages.checksum import Checksums
     from gdscache.storage.base import Op
-    from gdscache.tiers.bounce import Bounce, Extents
+    from gdscache.tiers.bounce import Bounce
 
 
 class PagesIO(Protocol):

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gdscache.cuda.streams import Event, Landed
+from gdscache.index.free_slots import SlotPool
 from gdscache.kernels.host import NativePool
 from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait, Way
 from gdscache.moves.foreign import ForeignFiles, serve
@@ -29,7 +30,6 @@ from gdscache.native.gpu import events_of
 from gdscache.native.tables import put_rows, take_rows
 from gdscache.pages.checksum import Checksums
 from gdscache.runtime.threads import start
-from gdscache.tiers.base import SlotPool
 from gdscache.tracing import OFF
 
 _T = TypeVar("_T")

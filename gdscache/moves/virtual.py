@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
+from gdscache.index.free_slots import SlotPool
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Way
 from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
 from gdscache.pages.checksum import Checksums
-from gdscache.tiers.base import SlotPool
 
 if TYPE_CHECKING:
     from gdscache.cuda.streams import Event, Landed

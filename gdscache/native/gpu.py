@@ -20,10 +20,10 @@ from gdscache.native.library import address, integers, library, struct
 if TYPE_CHECKING:
     from gdscache.cuda.driver import Driver
     from gdscache.cuda.streams import Event
+    from gdscache.extents.base import Extents
     from gdscache.kernels.cuda import PageKernels, PlaneRuns
     from gdscache.pages.checksum import Checksums
     from gdscache.pages.planes import PagedPlanes
-    from gdscache.tiers.bounce import Extents
 
 Route = Literal["staged", "zero_copy", "copy_engine", "device"]
 _SLICE_NS = 100_000_000

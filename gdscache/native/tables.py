@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.errors import InvalidValueError
+from gdscache.limits import KEY_BYTES
 from gdscache.native.library import address, checked, integers, library
-from gdscache.pages.keys import KEY_BYTES
 
 _FAULTS: tuple[Literal["", "outside", "twice"], ...] = ("", "outside", "twice")
 _T = TypeVar("_T", bound=np.generic)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from gdscache.pages.keys import KEY_BYTES
+from gdscache.limits import KEY_BYTES
 
 Checksums = npt.NDArray[np.uint64]
 

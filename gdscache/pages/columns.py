@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.pages.keys import KEY_BYTES
+from gdscache.limits import KEY_BYTES
 
 KEY = np.dtype(f"V{KEY_BYTES}")
 

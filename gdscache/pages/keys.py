@@ -23,10 +23,9 @@ import numpy.typing as npt
 
 from gdscache import arguments
 from gdscache.errors import InvalidValueError, TokensError
-from gdscache.limits import MAX_COUNT
+from gdscache.limits import KEY_BYTES, MAX_COUNT
 from gdscache.pages.token_bytes import equal_tokens, narrowed
 
-KEY_BYTES = 32
 FORMAT = 1
 SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # sequences whose names are remembered, and names in all: about 13 MiB
 _AT_ONCE = 2044  # bytes: from 2,048 on hashlib gives the interpreter's lock up

@@ -22,10 +22,11 @@ import xxhash
 
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, StorageError
+from gdscache.limits import KEY_BYTES
 from gdscache.moves.page_io import Positions
 from gdscache.native.tables import take_rows
 from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
-from gdscache.pages.keys import KEY_BYTES, Page
+from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.pool.calls import Lines
 from gdscache.pool.client import CODES, DONE, NO_MASTER, NO_SPACE, Client

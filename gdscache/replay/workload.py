@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gdscache.errors import InvalidValueError
-from gdscache.pages.keys import KEY_BYTES, Page, namespace_digest
+from gdscache.limits import KEY_BYTES
+from gdscache.pages.keys import Page, namespace_digest
 from gdscache.replay.trace import BLOCK_TOKENS, Request
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 Switch = Literal["auto", "on", "off"]
+PROBE_PREFIX = ".gdscache-probe-"  # of files that exist while a transport tries what the directory can do
 
 
 class Op(enum.Enum):

@@ -11,10 +11,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdscache.disk.directory import PROBE_PREFIX
 from gdscache.errors import DeadlineError, InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.pages.layout import EXTENT_ALIGNMENT
-from gdscache.storage.base import Switch, failed
+from gdscache.storage.base import PROBE_PREFIX, Switch, failed
 from gdscache.storage.workers import WorkerTransport
 
 if TYPE_CHECKING:

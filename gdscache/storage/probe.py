@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from gdscache.disk.directory import PROBE_PREFIX
-from gdscache.storage.base import failed
+from gdscache.storage.base import PROBE_PREFIX, failed
 
 PROBE_BYTES = 4 << 20
 PROC_MODULES = Path("/proc/modules")

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 # What one gather, and one write batch, takes at once: each costs turns at the locks that a model's thread wants, too.
 _FIRST_ROUND_BYTES, _ROUND_BYTES, _ROUND_PAGES = 32 << 20, 128 << 20, 512
-BATCH_BYTES = 128 << 20
 _UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes for which no byte of a page went out
 _NOBODY = Nobody()
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from gdscache.errors import EngineClosedError
+from gdscache.index.free_slots import SlotPool
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
@@ -30,7 +31,7 @@ from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel, Receipt, StoreJob
 from gdscache.store.plan import StorePlanner, round_pages
 from gdscache.store.writer import Outgoing, TierWriter
-from gdscache.tiers.base import Lease, SlotPool
+from gdscache.tiers.base import Lease
 from gdscache.tiers.manager import TierManager
 
 if TYPE_CHECKING:

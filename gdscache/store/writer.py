@@ -19,12 +19,12 @@ import numpy as np
 from gdscache.errors import LockLostError, StorageError
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry
+from gdscache.limits import BATCH_BYTES
 from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import log_failure
-from gdscache.store.plan import BATCH_BYTES
 from gdscache.tiers.base import DurableTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Late

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from gdscache.index.free_slots import FreeSlots
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import Retention
 from gdscache.index.table import Entry
@@ -217,39 +216,3 @@ class Lease:
         taken, self._taken = self._taken, []
         for index, entries in taken:
             index.release_all(entries)
-
-
-class SlotPool:
-    """A fixed set of slots that threads take and give back: a share of the bounce reserve. Neighbours, as far as there
-    are any, and rather those that came back lately than others."""
-
-    def __init__(self, slots: range) -> None:
-        self.slots = len(slots)
-        self._first = slots.start
-        self._free = FreeSlots(len(slots))
-        self._changed = threading.Condition()
-
-    @property
-    def free_slots(self) -> int:
-        return len(self._free)
-
-    @property
-    def free(self) -> set[int]:
-        """The slots that nobody has."""
-        with self._changed:
-            return {self._first + slot for slot in self._free}
-
-    def try_take(self, most: int) -> list[int]:
-        """Up to `most` slots, ascending, at once, perhaps none."""
-        with self._changed:
-            return [self._first + slot for slot in sorted(self._free.take(most))]
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until a slot is free; False when `seconds` pass before."""
-        with self._changed:
-            return self._changed.wait_for(lambda: bool(self._free), seconds)
-
-    def give(self, slots: Sequence[int]) -> None:
-        with self._changed:
-            self._free.give_all(slot - self._first for slot in slots)
-            self._changed.notify_all()

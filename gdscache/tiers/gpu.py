@@ -11,20 +11,16 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from gdscache import arguments
 from gdscache.cuda.streams import Event
 from gdscache.index.index import PageIndex
-from gdscache.pages.checksum import Checksums, layer_checksums
-from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout
+from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.policies import new_policy
 from gdscache.runtime.allocation import allocating
 from gdscache.tiers.base import Tier
-from gdscache.tiers.bounce import Places
 
 
 class GpuTier(Tier):
@@ -85,44 +81,3 @@ class GpuTier(Tier):
     def close(self) -> None:
         self.pool.tensors = []
         self.pool.views = []
-
-
-class DeviceExtents:
-    """Extents in GPU memory for I/O that goes straight to and from the device; the counterpart of `HostExtents`.
-
-    `digest` looks at a copy on the host; the kernels that move the bytes take the sums in place.
-    """
-
-    pinned = True
-    fence_slots = 0
-
-    def __init__(self, layout: PageLayout, capacity: int, device: torch.device) -> None:
-        self.layout = layout
-        self.slots = capacity // layout.extent_bytes
-        nbytes = self.slots * layout.extent_bytes
-        with allocating("host_buffer", nbytes, device):
-            memory = torch.empty(nbytes + EXTENT_ALIGNMENT, dtype=torch.uint8, device=device)
-        start = -memory.data_ptr() % EXTENT_ALIGNMENT  # torch aligns to less than direct I/O wants
-        self.rows = memory[start : start + nbytes].view(self.slots, layout.extent_bytes)
-        self.checksums = np.zeros((self.slots, layout.n_layers), dtype=np.uint64)
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """The bytes of all extents, padding included."""
-        return self.rows.view(-1)
-
-    def where(self, slots: Places, byte: int) -> Places:
-        """The places in `flat` of a byte of the slots' extents. int64 of shape (slots,)."""
-        return slots * self.layout.extent_bytes + byte
-
-    def digest(self, slot: int, layers: range) -> Checksums:
-        """The checksums of some layers of the slot's bytes. Waits for the copy to the host."""
-        return layer_checksums(self._host(slot), self.layout.layer_bounds[layers.start : layers.stop])
-
-    def _host(self, slot: int) -> memoryview:
-        copy: npt.NDArray[np.uint8] = self.rows[slot].cpu().numpy()
-        return copy.data
-
-    def close(self) -> None:
-        """Drop the buffer."""
-        self.rows = self.rows[:0].clone()

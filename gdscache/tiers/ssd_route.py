@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from gdscache.errors import NoMemoryError, StorageError, TransportUnavailableError
+from gdscache.extents.base import Extents
+from gdscache.extents.device import DeviceExtents
+from gdscache.extents.host import HostExtents
 from gdscache.moves.page_io import Positions
 from gdscache.pages.layout import PageLayout
 from gdscache.storage.base import Op
-from gdscache.tiers.bounce import Extents
-from gdscache.tiers.cpu import HostExtents
-from gdscache.tiers.gpu import DeviceExtents
 from gdscache.tiers.ssd import SsdTier
 
 Route = Literal["direct", "via_cpu"]

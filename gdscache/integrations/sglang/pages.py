@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from gdscache.errors import InvalidValueError
-from gdscache.pages.keys import KEY_BYTES, PageHashes
+from gdscache.limits import KEY_BYTES
+from gdscache.pages.keys import PageHashes
 
 LINKS_KEPT = 1 << 16  # about 16 MiB
 

@@ -1,0 +1,46 @@
+"""Extents: memory in slots of one page each, on the host or on a device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gdscache.pages.checksum import Checksums
+from gdscache.pages.layout import PageLayout
+
+Places = npt.NDArray[np.int64]
+
+
+class Extents(Protocol):
+    """Slots of one extent each, on the host or on a device, and the checksums that belong to them.
+
+    `rows`: uint8, a row a slot, from the extent's first byte on; `flat`: the memory as one piece of bytes.
+    `pinned`: copy engines and kernels of a GPU reach the memory; `fence_slots`: its page-locked registrations hold so
+    many slots each, and no copy may cross from one into the next (0: there is only one).
+    """
+
+    slots: int
+    rows: torch.Tensor
+    checksums: Checksums
+    pinned: bool
+    fence_slots: int
+
+    @property
+    def flat(self) -> memoryview | torch.Tensor: ...
+
+    def where(self, slots: Places, byte: int) -> Places:
+        """The places in `flat` of a byte of the slots' extents. int64 of shape (slots,)."""
+        ...
+
+    def digest(self, slot: int, layers: range) -> Checksums: ...
+
+
+class Reserved(Extents, Protocol):
+    """Extents that somebody owns, and gives back."""
+
+    layout: PageLayout
+
+    def close(self) -> None: ...
