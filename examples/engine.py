@@ -8,8 +8,8 @@ Requests (seeded random tokens: a long document, then a question of their own) a
 empty one, from the engine's own pool, from the tiers below it, and after a restart of the cache. The tokens have to be
 the same each time. What a preset's model says means nothing: its weights are random.
 
-The engine is in `gdscache/bench/serving/`; this file makes the model, the cache and the requests, and prints what came
-of them.
+The engine is in `gdscache/commands/toy_engine/`; this file makes the model, the cache and the requests, and prints
+what came of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gdscache import CacheEngine, Config, GdsCacheError, load_config
-from gdscache.bench.serving import (
+from gdscache.commands.toy_engine import (
     PRESETS,
     EngineOptions,
     InferenceEngine,
@@ -40,7 +40,7 @@ from gdscache.bench.serving import (
     load_checkpoint,
     random_model,
 )
-from gdscache.bench.serving.report import NEAR_TIE, NO_CACHE, Answer, differences, rows_of, table_of, verdict_of
+from gdscache.commands.toy_engine.report import NEAR_TIE, NO_CACHE, Answer, differences, rows_of, table_of, verdict_of
 from gdscache.config import ModelConfig
 from gdscache.errors import DeviceError, GeometryError, InvalidValueError
 from gdscache.tracing import Timeline, TraceTimeline, timeline_from_environment

@@ -16,16 +16,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gdscache.bench.commands import bench_app
+from gdscache.commands.bench.commands import bench_app
+from gdscache.commands.replay.commands import replay
+from gdscache.commands.replay.make_command import make_trace
+from gdscache.commands.replay.plan_commands import plan_tiers
+from gdscache.commands.timeline.command import show_timeline
 from gdscache.config import Config, config_schema, load_config
 from gdscache.config.start import init
 from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, main
 from gdscache.pages.keys import namespace_digest
-from gdscache.replay.commands import replay
-from gdscache.replay.make_command import make_trace
-from gdscache.replay.plan_commands import plan_tiers
 from gdscache.sizes import about
-from gdscache.timeline.command import show_timeline
 
 __all__ = ["app", "describe", "main"]
 
@@ -101,7 +101,7 @@ def doctor(
     Works without a GPU. With one it takes some seconds, 64 MiB of page-locked memory, and gpu.staging of the GPU's.
     In the directory of an SSD tier it writes and reads 32 MiB with each transport, and leaves nothing there.
     """
-    from gdscache import doctor as checks
+    from gdscache.commands import doctor as checks
 
     asked = checks.defaults() if file is None else checks.Asked(load_config(file))
     asked = dataclasses.replace(asked, directory=directory)
@@ -126,7 +126,7 @@ def inspect_directory(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what lies in the directory of an SSD tier. Changes nothing, and works while an engine uses it."""
-    from gdscache.inspection import inspect, tables
+    from gdscache.commands.inspect import inspect, tables
 
     report = inspect(directory)
     _show(report, tables.inspect_tables, as_json=as_json)
@@ -141,8 +141,8 @@ def verify_directory(
 
     Status 0: all pages are good. 1: bad pages were found. 2: it could not be done, or not for all pages.
     """
-    from gdscache.bench.report import progress_bar
-    from gdscache.inspection import tables, verify
+    from gdscache.commands.bench.report import progress_bar
+    from gdscache.commands.inspect import tables, verify
 
     try:
         with progress_bar() as progress:

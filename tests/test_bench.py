@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gdscache.bench import bare, geometry, index, lookup, machine, measure, memory, plots, ssd_tier
-from gdscache.bench import engine as bench_engine
+from gdscache.commands.bench import bare, geometry, index, lookup, machine, measure, memory, plots, ssd_tier
+from gdscache.commands.bench import engine as bench_engine
 from gdscache.config import ModelConfig
 from gdscache.errors import CapacityError, GdsCacheError, InvalidValueError, IOFailedError, MissingPackageError
 from gdscache.moves import Priority
@@ -169,10 +169,11 @@ def test_commands_import_nothing_heavy() -> None:
     """What measures is imported by the command that runs it. (gdscache itself brings torch.)"""
     code = (
         "import sys, gdscache; before = set(sys.modules); import gdscache.cli; "
-        "print(sorted(m for m in set(sys.modules) - before if m.startswith(('matplotlib', 'gdscache.bench.'))))"
+        "names = ('matplotlib', 'gdscache.commands.bench.'); "
+        "print(sorted(m for m in set(sys.modules) - before if m.startswith(names)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['gdscache.bench.commands']"
+    assert done.stdout.strip() == "['gdscache.commands.bench.commands']"
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
@@ -339,7 +340,7 @@ def test_a_tier_that_lost_pages_is_no_figure(tmp_path: Path) -> None:
 
 
 def test_the_commit_is_the_tree_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(machine.__file__).resolve().parents[2]
+    root = Path(machine.__file__).resolve().parents[3]
     said = machine.commit()
     if not (root / ".git").exists():
         assert said is None
@@ -347,5 +348,5 @@ def test_the_commit_is_the_tree_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     assert said is not None
     assert said["hash"] == head.stdout.strip()
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "gdscache" / "bench" / "machine.py"))
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "gdscache" / "commands" / "bench" / "machine.py"))
     assert machine.commit() is None  # an installed wheel is no source tree

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from gdscache.bench import copy, copy_beside, copy_cells, copy_plot, copy_report, copy_startup, measure
-from gdscache.bench.copy_beside import Beside, Neighbour
-from gdscache.bench.copy_cells import GQA, MLA, MLA_FP8, Cell
-from gdscache.bench.copy_gpu import Gpu, Queued, timed
-from gdscache.bench.copy_pool import Copies, Pool
+from gdscache.commands.bench import copy, copy_beside, copy_cells, copy_plot, copy_report, copy_startup, measure
+from gdscache.commands.bench.copy_beside import Beside, Neighbour
+from gdscache.commands.bench.copy_cells import GQA, MLA, MLA_FP8, Cell
+from gdscache.commands.bench.copy_gpu import Gpu, Queued, timed
+from gdscache.commands.bench.copy_pool import Copies, Pool
 from gdscache.errors import CapacityError, DeviceError, InvalidValueError, IOFailedError
 from gdscache.movers.base import Moved
 from gdscache.movers.host import HostMover
@@ -824,7 +824,7 @@ def test_bad_arguments_are_refused(
 def test_the_command_writes_what_was_measured(
     complete: bool, report: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path
 ) -> None:
-    from gdscache.bench import copy_gpu
+    from gdscache.commands.bench import copy_gpu
 
     asked: list[copy.Settings] = []
 

@@ -22,7 +22,7 @@ import torch
 from posix_transport import PosixTransport
 from transport_parts import refuse_ring
 
-from gdscache.bench import (
+from gdscache.commands.bench import (
     bare,
     io,
     io_cache,
@@ -35,14 +35,14 @@ from gdscache.bench import (
     machine,
     measure,
 )
-from gdscache.bench import io_rows_engine as engine_rows
-from gdscache.bench.io_cells import BY_NAME, OPS, WAYS, Cell, Settings
-from gdscache.bench.io_engine import ColdEngine
-from gdscache.bench.io_files import CallPerPage, FilePerPage, KvikioPerPage
-from gdscache.bench.io_loop import Metered
-from gdscache.bench.io_loop import run as run_cell
-from gdscache.bench.io_rows import RATES, Place
-from gdscache.bench.io_ways import OpenWay
+from gdscache.commands.bench import io_rows_engine as engine_rows
+from gdscache.commands.bench.io_cells import BY_NAME, OPS, WAYS, Cell, Settings
+from gdscache.commands.bench.io_engine import ColdEngine
+from gdscache.commands.bench.io_files import CallPerPage, FilePerPage, KvikioPerPage
+from gdscache.commands.bench.io_loop import Metered
+from gdscache.commands.bench.io_loop import run as run_cell
+from gdscache.commands.bench.io_rows import RATES, Place
+from gdscache.commands.bench.io_ways import OpenWay
 from gdscache.config import SsdConfig
 from gdscache.errors import (
     GdsCacheError,

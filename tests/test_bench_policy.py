@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.bench import policy
-from gdscache.bench import policy_admission as admissions
+from gdscache.commands.bench import policy
+from gdscache.commands.bench import policy_admission as admissions
+from gdscache.commands.replay.synthetic import generate, write_trace
 from gdscache.config import CpuConfig, GpuConfig, SsdConfig
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES
 from gdscache.policies.admission import ADMISSIONS
-from gdscache.replay.synthetic import generate, write_trace
 
 pytestmark = pytest.mark.suite
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from gdscache.bench import commands, ttft, ttft_cells, ttft_plot
-from gdscache.bench.ttft_answers import Answer, compare, worst
-from gdscache.bench.ttft_cells import CACHED, NOWHERE, Cell, Settings, cell_of, cells, chosen, transfer_seconds
-from gdscache.bench.ttft_client import EngineClient
-from gdscache.bench.ttft_python import PLACES
-from gdscache.bench.ttft_report import TTFT_SCHEMA, verdicts
+from gdscache.commands.bench import commands, ttft, ttft_cells, ttft_plot
+from gdscache.commands.bench.ttft_answers import Answer, compare, worst
+from gdscache.commands.bench.ttft_cells import CACHED, NOWHERE, Cell, Settings, cell_of, cells, chosen, transfer_seconds
+from gdscache.commands.bench.ttft_client import EngineClient
+from gdscache.commands.bench.ttft_python import PLACES
+from gdscache.commands.bench.ttft_report import TTFT_SCHEMA, verdicts
 from gdscache.errors import InvalidValueError, IOFailedError
 
 pytestmark = pytest.mark.suite

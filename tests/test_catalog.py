@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gdscache.bench import index as bench_index
+from gdscache.commands.bench import index as bench_index
 from gdscache.disk import catalog as catalog_module
 from gdscache.disk import catalog_file
 from gdscache.disk import recovery as catalog_recovery

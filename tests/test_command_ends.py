@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from gdscache import exits
+from gdscache.commands.replay import trace
 from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
-from gdscache.replay import trace
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 CONFIG = CONFIGS / "cpu_only.yaml"
@@ -228,7 +228,9 @@ runpy.run_module("gdscache", run_name="__main__")
 """
 
 
-LATER = [pytest.param(name, marks=pytest.mark.suite) for name in ("rich.table", "pydantic", "gdscache.replay.trace")]
+LATER = [
+    pytest.param(name, marks=pytest.mark.suite) for name in ("rich.table", "pydantic", "gdscache.commands.replay.trace")
+]
 
 
 @pytest.mark.parametrize("name", ["gdscache.cli", "yaml", *LATER])

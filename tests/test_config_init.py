@@ -18,8 +18,8 @@ import yaml
 from helpers import MHA
 
 from gdscache import cli, load_config
+from gdscache.commands.doctor import defaults, engines
 from gdscache.config import Config
-from gdscache.doctor import defaults, engines
 from gdscache.integrations.sglang.setup import LinkerOptions, storage_config_of
 from gdscache.sizes import GIB, MIB
 
@@ -251,7 +251,7 @@ def test_doctor_says_which_sglang_there_is(monkeypatch: pytest.MonkeyPatch, vers
 
 def test_doctor_imports_no_engine() -> None:
     code = (
-        "import sys; from gdscache.doctor.engines import find_engines; find_engines();"
+        "import sys; from gdscache.commands.doctor.engines import find_engines; find_engines();"
         "assert not {'vllm', 'sglang'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,9 +20,9 @@ import pytest
 from disk_parts import binding, make_older, opened, raw, served, ssd_config, store
 from helpers import Host
 
+from gdscache.commands.inspect import inspect, verify
 from gdscache.disk import conversion as catalog_conversion
 from gdscache.disk.catalog import Catalog, PageRecord
-from gdscache.inspection import inspect, verify
 
 EXTENT = 8192
 DOCUMENTS = range(12)  # of 4 pages: all slots

@@ -17,10 +17,10 @@ import torch
 from rich.console import Console
 from test_paths import DOWN, UP
 
-from gdscache import cli, doctor
-from gdscache.config import Config, GpuConfig, load_config
-from gdscache.doctor import Asked, Facts, Report, Row, copies, defaults, gpu, kernels, storage
-from gdscache.doctor.facts import (
+from gdscache import cli
+from gdscache.commands import doctor
+from gdscache.commands.doctor import Asked, Facts, Report, Row, copies, defaults, gpu, kernels, storage
+from gdscache.commands.doctor.facts import (
     CalibrationFacts,
     CopyFacts,
     DeviceFacts,
@@ -31,6 +31,7 @@ from gdscache.doctor.facts import (
     MoverFacts,
     attempt,
 )
+from gdscache.config import Config, GpuConfig, load_config
 from gdscache.errors import DeviceError, PinnedMemoryError
 from gdscache.extents.host import HostExtents
 from gdscache.movers import calibration as calibrate

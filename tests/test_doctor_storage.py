@@ -22,11 +22,8 @@ from test_doctor import PLAIN, WHOLE
 from transport_parts import refuse_ring
 
 from gdscache import cli
-from gdscache.config import Config
-from gdscache.disk.directory import CacheDirectory
-from gdscache.disk.slab import slab_name
-from gdscache.doctor import disk, storage, trial
-from gdscache.doctor.facts import (
+from gdscache.commands.doctor import disk, storage, trial
+from gdscache.commands.doctor.facts import (
     AlignmentFacts,
     Asked,
     DirectoryFacts,
@@ -42,8 +39,11 @@ from gdscache.doctor.facts import (
     TrialFacts,
     defaults,
 )
-from gdscache.doctor.report import Row
-from gdscache.doctor.storage_rows import ssd_rows
+from gdscache.commands.doctor.report import Row
+from gdscache.commands.doctor.storage_rows import ssd_rows
+from gdscache.config import Config
+from gdscache.disk.directory import CacheDirectory
+from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
 

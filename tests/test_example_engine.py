@@ -17,7 +17,7 @@ from faulty import PLAN, Fault
 from helpers import WAIT, settle
 
 from gdscache import CacheEngine
-from gdscache.bench.serving import (
+from gdscache.commands.toy_engine import (
     CheckpointError,
     EngineOptions,
     InferenceEngine,
@@ -30,8 +30,8 @@ from gdscache.bench.serving import (
     load_checkpoint,
     random_model,
 )
-from gdscache.bench.serving.report import Answer, differences, verdict_of
-from gdscache.bench.serving.shape import MlaShape, RopeScaling, shape_of_config
+from gdscache.commands.toy_engine.report import Answer, differences, verdict_of
+from gdscache.commands.toy_engine.shape import MlaShape, RopeScaling, shape_of_config
 from gdscache.cuda.streams import Fence
 from gdscache.errors import DeadlineError, PoolFullError, TokensError
 from gdscache.storage.base import Op
@@ -868,7 +868,7 @@ def test_the_command_compares_before_it_says_yes() -> None:
 
 def test_what_is_heavy_is_imported_where_it_is_used() -> None:
     light = sys.stdlib_module_names | {"torch", "rich", "gdscache"}
-    files = [ROOT / "examples" / "engine.py", *(ROOT / "gdscache" / "bench" / "serving").glob("*.py")]
+    files = [ROOT / "examples" / "engine.py", *(ROOT / "gdscache" / "commands" / "toy_engine").glob("*.py")]
     assert len(files) > 6
     for path in files:
         for node in ast.parse(path.read_text()).body:

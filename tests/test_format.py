@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import xxhash
 
+from gdscache.commands.inspect import inspect, verify
+from gdscache.commands.inspect.tables import inspect_tables, verify_tables
 from gdscache.disk import catalog_file
 from gdscache.disk.catalog import Catalog, PageRecord
 from gdscache.disk.conversion import convert
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import Slab
 from gdscache.errors import CatalogVersionError, ExtentSizeError
-from gdscache.inspection import inspect, verify
-from gdscache.inspection.tables import inspect_tables, verify_tables
 from gdscache.pages.checksum import bound, first_bad_layer, layer_checksums, unbound
 from gdscache.pages.keys import as_tokens, namespace_digest, page_keys
 from gdscache.pages.layout import PageLayout, Plane

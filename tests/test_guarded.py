@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from policy_models import SlowShadow
 
+from gdscache.commands.replay.simulate import simulate
+from gdscache.commands.replay.trace import Request
+from gdscache.commands.replay.workload import Workload, expand
 from gdscache.policies.base import LRU
 from gdscache.policies.guarded import Bets, Guarded
 from gdscache.policies.levels import Levels
 from gdscache.policies.lifetime import Lifetime
 from gdscache.policies.shadow import LRUShadow
-from gdscache.replay.simulate import simulate
-from gdscache.replay.trace import Request
-from gdscache.replay.workload import Workload, expand
 
 
 def name(*path: object) -> bytes:

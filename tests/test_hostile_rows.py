@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from disk_parts import SLOTS, opened, raw, served, store
 
+from gdscache.commands.inspect import inspect, verify
 from gdscache.errors import GdsCacheError
-from gdscache.inspection import inspect, verify
 
 SINGLE = range(200, 226)  # documents of one page each
 NEW = range(300, 303)

@@ -13,7 +13,7 @@ import gdscache
 
 ROOT = Path(gdscache.__file__).parent
 BASICS = ("errors", "limits", "sizes", "arguments")  # modules of the root that any package may import
-TOOLS = ("cli", "exits", "bench", "doctor", "inspection", "replay", "timeline")  # the commands: nothing imports them
+TOOLS = ("cli", "exits", "commands")  # the commands: nothing imports them
 
 # Package -> packages that it may import, the lowest first.
 MAY_IMPORT = {

@@ -21,6 +21,9 @@ import pytest
 from helpers import drop_from, flip_file, layout_of, make_config, prompt, quiet, run, until
 
 from gdscache import CacheEngine, cli
+from gdscache.commands.inspect import inspect, reading, tables, verification, verify
+from gdscache.commands.inspect import owner as owner_module
+from gdscache.commands.inspect.owner import find_owner
 from gdscache.disk.catalog_file import NEW_NAME
 from gdscache.disk.directory import LOCK_NAME, CacheDirectory
 from gdscache.errors import (
@@ -31,9 +34,6 @@ from gdscache.errors import (
     NotADirectoryPathError,
     NotARegularFileError,
 )
-from gdscache.inspection import inspect, reading, tables, verification, verify
-from gdscache.inspection import owner as owner_module
-from gdscache.inspection.owner import find_owner
 from gdscache.storage.base import PROBE_PREFIX
 
 SLOTS = 12

@@ -23,6 +23,7 @@ from helpers import MHA, SEED, layout_of, read_page, write_page
 from stepped import Order, SteppedExecutor, every_order, random_orders
 from stepped_machine import Choice, SteppedMachine
 
+from gdscache.commands.replay.tiers import ModelSsd, ModelTier
 from gdscache.config import LoadConfig
 from gdscache.errors import EngineClosedError
 from gdscache.extents.host import HostExtents
@@ -37,7 +38,6 @@ from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import GroupSizes
 from gdscache.pages.planes import PagedPlanes
-from gdscache.replay.tiers import ModelSsd, ModelTier
 from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.manager import TierManager
 

@@ -21,8 +21,8 @@ import pytest
 from helpers import WAIT, Host, make_config, prompt, quiet, until
 
 from gdscache import PageStatus
+from gdscache.commands.inspect import inspect
 from gdscache.errors import DirectoryInUseError, DirectoryPermissionsError, IOFailedError, NotARegularFileError
-from gdscache.inspection import inspect
 
 TOKENS, OTHER = prompt(1, 3), prompt(2, 3)
 NAMES = ("lock", "slab-0.bin", "catalog.sqlite", "catalog.sqlite-wal")

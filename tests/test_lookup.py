@@ -8,9 +8,9 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gdscache.commands.replay.tiers import ModelSsd, ModelTier
 from gdscache.index.table import PageState
 from gdscache.pages.keys import Page
-from gdscache.replay.tiers import ModelSsd, ModelTier
 from gdscache.tiers.manager import TierManager
 
 SPACE = b"n" * 32

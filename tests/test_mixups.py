@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from disk_parts import SALTS, SLOTS, document, opened, raw, served, store
 
+from gdscache.commands.inspect import verify
 from gdscache.errors import GdsCacheError
-from gdscache.inspection import verify
 
 BLOCK = 4096
 DOCUMENTS = range(30)

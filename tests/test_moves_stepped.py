@@ -20,6 +20,7 @@ from helpers import SEED, make_config
 from stepped import Order, SteppedExecutor, every_order, random_orders
 from stepped_machine import Choice
 
+from gdscache.commands.replay.tiers import ModelSsd, ModelTier
 from gdscache.config import Config
 from gdscache.cuda.streams import Event, Landed
 from gdscache.errors import EngineClosedError
@@ -27,7 +28,6 @@ from gdscache.index.free_slots import SlotPool
 from gdscache.moves import PLANES
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
-from gdscache.replay.tiers import ModelSsd, ModelTier
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter

@@ -16,17 +16,17 @@ import pytest
 from test_replay import line, request, write
 
 from gdscache import cli
+from gdscache.commands.replay import tier_report
+from gdscache.commands.replay.plan import SCHEMA, plan
+from gdscache.commands.replay.plan_curve import CurveError, Demand, Point, plan_curve, rate_at, read_curve
+from gdscache.commands.replay.plan_machine import BenchReportError, bench_rates
+from gdscache.commands.replay.plan_model import Modeller, grid, hit_curve, thin
+from gdscache.commands.replay.plan_rule import Limits, Rule, mean_of
+from gdscache.commands.replay.simulate import infinite
+from gdscache.commands.replay.tier_setup import Asked
+from gdscache.commands.replay.workload import Workload, expand
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.moves.clock import Machine
-from gdscache.replay import tier_report
-from gdscache.replay.plan import SCHEMA, plan
-from gdscache.replay.plan_curve import CurveError, Demand, Point, plan_curve, rate_at, read_curve
-from gdscache.replay.plan_machine import BenchReportError, bench_rates
-from gdscache.replay.plan_model import Modeller, grid, hit_curve, thin
-from gdscache.replay.plan_rule import Limits, Rule, mean_of
-from gdscache.replay.simulate import infinite
-from gdscache.replay.tier_setup import Asked
-from gdscache.replay.workload import Workload, expand
 
 pytestmark = pytest.mark.suite
 

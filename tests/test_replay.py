@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdscache import cli
+from gdscache.commands.replay.console import listed
+from gdscache.commands.replay.report import capacity_pages
+from gdscache.commands.replay.simulate import Counts, infinite, optimum, plain_lru, simulate
+from gdscache.commands.replay.synthetic import KINDS, LONGEST, Call, Chat, Spread, Text, generate, write_trace
+from gdscache.commands.replay.trace import Request, TraceError, read_trace
+from gdscache.commands.replay.workload import Workload, expand
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES
 from gdscache.policies.base import LRU
-from gdscache.replay.console import listed
-from gdscache.replay.report import capacity_pages
-from gdscache.replay.simulate import Counts, infinite, optimum, plain_lru, simulate
-from gdscache.replay.synthetic import KINDS, LONGEST, Call, Chat, Spread, Text, generate, write_trace
-from gdscache.replay.trace import Request, TraceError, read_trace
-from gdscache.replay.workload import Workload, expand
 
 TRACE = os.environ.get("GDSCACHE_CONVERSATION_TRACE")
 

@@ -14,14 +14,14 @@ import torch
 from test_replay import line, request, write
 from test_replay_tiers import gdscache  # noqa: F401  (a fixture)
 
+from gdscache.commands.replay import tier_report
+from gdscache.commands.replay.real import RealOutcome, WrongBytesError, namespace_of, replay_real, tokens_of, with_keys
+from gdscache.commands.replay.tier_setup import Asked, Setup, setups
+from gdscache.commands.replay.trace import Request, read_trace
+from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
 from gdscache.engine import CacheEngine
 from gdscache.moves.clock import Machine
-from gdscache.replay import tier_report
-from gdscache.replay.real import RealOutcome, WrongBytesError, namespace_of, replay_real, tokens_of, with_keys
-from gdscache.replay.tier_setup import Asked, Setup, setups
-from gdscache.replay.trace import Request, read_trace
-from gdscache.replay.workload import Workload, expand
 
 pytestmark = pytest.mark.suite
 

@@ -17,19 +17,19 @@ from test_imports import PACKAGE, python
 from test_replay import line, request, workloads, write
 
 from gdscache import cli
+from gdscache.commands.replay import tier_report
+from gdscache.commands.replay.hierarchy import Hierarchy
+from gdscache.commands.replay.simulate import infinite, optimum, simulate
+from gdscache.commands.replay.tier_setup import SWEPT_CAPACITIES, Asked, Setup, page_tokens_of, pages_of, setups
+from gdscache.commands.replay.trace import read_trace
+from gdscache.commands.replay.traffic import Found, Outcome, Traffic
+from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config, EvictionOrder
 from gdscache.errors import ConfigError, InvalidValueError
 from gdscache.moves import clock
 from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES
-from gdscache.replay import tier_report
-from gdscache.replay.hierarchy import Hierarchy
-from gdscache.replay.simulate import infinite, optimum, simulate
-from gdscache.replay.tier_setup import SWEPT_CAPACITIES, Asked, Setup, page_tokens_of, pages_of, setups
-from gdscache.replay.trace import read_trace
-from gdscache.replay.traffic import Found, Outcome, Traffic
-from gdscache.replay.workload import Workload, expand
 from gdscache.storage import workers
 
 pytestmark = pytest.mark.suite

@@ -22,11 +22,11 @@ from policy_models import MODELS, Model
 from test_index import IndexMachine, chain, name, put, restore
 
 from gdscache import CacheEngine
+from gdscache.commands.inspect import inspect
 from gdscache.errors import InvalidValueError, IOFailedError, PoolFullError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, PRIORITIES, Expiries, Retention
 from gdscache.index.table import Entry, PageState
-from gdscache.inspection import inspect
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.planner import LoadPlanner
 from gdscache.pages.keys import Page

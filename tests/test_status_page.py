@@ -14,9 +14,9 @@ import xxhash
 from helpers import WAIT, Host, make_config, prompt, quiet, until
 
 from gdscache import cli
+from gdscache.commands.inspect import inspect, tables
 from gdscache.disk import status_page
 from gdscache.disk.catalog_file import FORMAT_VERSION
-from gdscache.inspection import inspect, tables
 
 
 @pytest.fixture

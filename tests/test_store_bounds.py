@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from test_replay_tiers import PAGE, make, run, work_of
 from test_write_policy import dirty, on, open_host, written  # noqa: F401  (a fixture)
 
+from gdscache.commands.replay.hierarchy import Hierarchy, Ledger
 from gdscache.moves.clock import Clock, Machine
 from gdscache.pages.keys import Page
-from gdscache.replay.hierarchy import Hierarchy, Ledger
 from gdscache.storage.base import Op
 from gdscache.store.parcel import Parcel, StoreJob
 

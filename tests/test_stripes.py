@@ -16,6 +16,7 @@ import pytest
 from helpers import Host, flip_file, make_config, prompt, quiet, tokens_of
 
 from gdscache import CacheEngine, PageStatus
+from gdscache.commands.inspect import inspect, verify
 from gdscache.config import Config
 from gdscache.disk import slab as slab_module
 from gdscache.disk import stripes
@@ -27,7 +28,6 @@ from gdscache.errors import (
     NotARegularFileError,
     StripeError,
 )
-from gdscache.inspection import inspect, verify
 
 OpenHost = Callable[..., Host]
 STRETCH = 3  # slots

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from gdscache import cli
+from gdscache.commands.replay import suite
+from gdscache.commands.replay.families import FAMILIES, LONGEST, drawn
+from gdscache.commands.replay.simulate import optimum, plain_lru, simulate
+from gdscache.commands.replay.suite import Settings, capacities, run, summary
+from gdscache.commands.replay.workload import expand
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES
 from gdscache.policies.base import LRU
-from gdscache.replay import suite
-from gdscache.replay.families import FAMILIES, LONGEST, drawn
-from gdscache.replay.simulate import optimum, plain_lru, simulate
-from gdscache.replay.suite import Settings, capacities, run, summary
-from gdscache.replay.workload import expand
 
 SEED = int(os.environ.get("GDSCACHE_SEED", "0"))
 

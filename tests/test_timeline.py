@@ -22,13 +22,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache import CacheEngine, PageStatus
-from gdscache.bench.serving import EngineOptions, InferenceEngine, KVPool, ModelShape, fingerprint, random_model
+from gdscache.commands.timeline.summary import (
+    MODEL_STREAM,
+    both,
+    computing,
+    length,
+    read_trace_file,
+    summary,
+    union,
+    without,
+)
+from gdscache.commands.toy_engine import EngineOptions, InferenceEngine, KVPool, ModelShape, fingerprint, random_model
 from gdscache.errors import InvalidValueError
 from gdscache.load import run as load_run
 from gdscache.native.gpu import Route
 from gdscache.pages.layout import GroupSizes
 from gdscache.storage.base import Op
-from gdscache.timeline.summary import MODEL_STREAM, both, computing, length, read_trace_file, summary, union, without
 from gdscache.tracing import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment
 from gdscache.tracing.tracks import lanes
 

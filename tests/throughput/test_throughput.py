@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gdscache.bench import io, io_trial
-from gdscache.bench.io_cells import BY_NAME, OPS, Settings
+from gdscache.commands.bench import io, io_trial
+from gdscache.commands.bench.io_cells import BY_NAME, OPS, Settings
 
 pytestmark = [pytest.mark.throughput, pytest.mark.suite]
 

@@ -149,7 +149,7 @@ class Bench:
             self.rows.append(row)
 
     def report(self) -> dict[str, Any]:
-        from gdscache.bench import machine
+        from gdscache.commands.bench import machine
 
         given = self.given
         about = {"tokens": given.tokens, "repeat": given.repeat, "shape": given.shape, "block": given.block}
@@ -194,7 +194,7 @@ def line(row: dict[str, Any]) -> str:
 
 def plot(reports: list[dict[str, Any]], path: Path) -> None:
     """A bar a system: milliseconds to the first token."""
-    from gdscache.bench.plots import require
+    from gdscache.commands.bench.plots import require
 
     figure = require(path).figure.Figure(figsize=(6.5 * len(reports), 4), layout="constrained")
     for axes, report in zip(figure.subplots(1, len(reports), squeeze=False)[0], reports, strict=True):

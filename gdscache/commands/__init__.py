@@ -1,0 +1,1 @@
+"""The commands. Nothing of the engine imports them; only `gdscache.cli` does."""

@@ -1,0 +1,167 @@
+"""The ceiling of the SSD tier: threads in C++ that read or write the slab with `O_DIRECT`, and perhaps copy that on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.commands.bench.measure import Progress, Series, interleave, rate, silent
+from gdscache.cuda.driver import Driver
+from gdscache.cuda.host_memory import HostBuffer
+from gdscache.errors import InvalidValueError, IOFailedError
+from gdscache.native.library import address, library, struct
+from gdscache.storage.base import Op
+from gdscache.storage.files import probe_direct_io
+
+if TYPE_CHECKING:
+    import torch
+
+THREADS = (1, 2, 4, 8, 16)
+IO_BYTES = (1 << 20, 4 << 20)
+KEPT = 3  # ways that the scouting round leaves in the race
+
+
+class Way(NamedTuple):
+    """One way to run the loop. `io_bytes` go with one system call."""
+
+    threads: int
+    io_bytes: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.threads} threads, {self.io_bytes >> 10} KiB"
+
+
+class Onward:
+    """Where the loop copies to what it has read: `target`, uint8 of shape (n,), on the host or a GPU.
+
+    `through`: bytes of the loop's memory that all of it goes through; without, each part has memory of its own. With a
+    GPU the loop's memory has to be page-locked, and its copies are the copy engine's.
+    """
+
+    def __init__(self, target: torch.Tensor, through: int | None = None) -> None:
+        self.target, self.through = target, through
+        self.driver = Driver(target.device) if target.is_cuda else None
+
+    def ways(self, ways: Iterable[Way]) -> list[Way]:
+        """Those that this memory has room for, with two parts a thread."""
+        return [way for way in ways if self.through is None or way.threads * 2 * way.io_bytes <= self.through]
+
+
+_Loop = struct(
+    "_Loop",
+    "memory:Q planes:Q driver:Q context:Q device:Q bytes:q piece_bytes:q memory_bytes:q sum_bytes:q "
+    "fd:i write:i threads:i reserved:i",
+)
+
+
+class BareLoop:
+    """Reads or writes the first `total` bytes of a file, each part once, to or from memory of its own.
+
+    As much memory as a tier fills, and of the same kind (huge pages, page-locked where CUDA is: on some devices both
+    make direct I/O faster), touched, with random bytes. A buffer that is used again and again stays in the processor's
+    cache, and made the loop twice as fast on a RAM disk: no cache of pages could be measured by that. Where the file
+    system refuses `O_DIRECT`, `direct` is False and the loop uses the page cache, as the engine's transport does there.
+    """
+
+    def __init__(self, path: Path, total: int) -> None:
+        self.total = total
+        self.direct = not probe_direct_io(path.parent)
+        with contextlib.ExitStack() as undo:
+            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
+            undo.callback(os.close, self._file)
+            if os.fstat(self._file).st_size < total:
+                raise InvalidValueError(f"{path} is shorter than {total} bytes", "measure a larger file")
+            size = max(IO_BYTES)
+            self._buffer = HostBuffer(-(-total // size) * size, "auto", unit=size)
+            noise = np.random.default_rng(0).bytes(size)
+            for at in range(0, self._buffer.nbytes, size):
+                self._buffer.view[at : at + size] = noise
+            self._memory = np.frombuffer(self._buffer.view, np.uint8)
+            undo.pop_all()
+
+    def run(
+        self,
+        op: Op,
+        way: Way,
+        planes: npt.NDArray[np.uint8] | None = None,
+        sum_bytes: int = 0,
+        onward: Onward | None = None,
+    ) -> float:
+        """GB/s of one pass. `planes`, of `total` bytes: what is read is copied there, what is written comes from there.
+        `sum_bytes`: XXH3 of so many bytes at a time is taken on the way."""
+        nbytes = self.total // way.io_bytes * way.io_bytes
+        copied = 0 if planes is None else address(planes)
+        name, context, device = None, 0, 0
+        if onward is not None and onward.driver is None:
+            copied = onward.target.data_ptr()
+        elif onward is not None and onward.driver is not None:
+            name, context = ctypes.create_string_buffer(onward.driver.library.encode()), onward.driver.context
+            device = onward.target.data_ptr()
+        through = len(self._memory) if onward is None or onward.through is None else onward.through
+        loop = _Loop(
+            *(address(self._memory), copied, 0 if name is None else ctypes.addressof(name), context, device),
+            *(nbytes, way.io_bytes, min(through, len(self._memory)), sum_bytes),
+            *(self._file, op is Op.WRITE, way.threads, 0),
+        )
+        elapsed, why = ctypes.c_double(), ctypes.create_string_buffer(200)
+        answer = library().bare(
+            ctypes.addressof(loop), ctypes.addressof(elapsed), ctypes.addressof(why), ctypes.sizeof(why)
+        )
+        if answer < 0:
+            cause = f"a call moved less than {way.io_bytes} bytes" if answer == -errno.ENODATA else os.strerror(-answer)
+            cause = why.value.decode(errors="replace") or cause
+            raise IOFailedError(f"the bare {op.value} loop failed: {cause}", "see the kernel log for the device")
+        return rate(nbytes, elapsed.value)
+
+    def scout(self, op: Op, progress: Progress = silent, onward: Onward | None = None) -> list[Way]:
+        """The `KEPT` best ways by two short rounds, best first."""
+        ways = [
+            way for way in itertools.starmap(Way, itertools.product(THREADS, IO_BYTES)) if way.io_bytes <= self.total
+        ]
+        all_ways = {way.label: way for way in (ways if onward is None else onward.ways(ways))}
+        whole, self.total = self.total, max(self.total // 4, min(self.total, max(IO_BYTES)))
+        try:
+            runs = self.runs(op, list(all_ways.values()), onward)
+            found = interleave(runs, 2, progress, f"bare {op.value} loop, all ways")
+        finally:
+            self.total = whole
+        best = sorted(found, key=lambda label: max(found[label].values), reverse=True)
+        return [all_ways[label] for label in best[:KEPT]]
+
+    def runs(
+        self, op: Op, ways: Iterable[Way] | Mapping[str, Way], onward: Onward | None = None
+    ) -> dict[str, Callable[[], float]]:
+        """The ways, by their labels or other names, as what `interleave` takes."""
+        named = ways if isinstance(ways, Mapping) else {way.label: way for way in ways}
+        return {name: functools.partial(self.run, op, way, onward=onward) for name, way in named.items()}
+
+    def close(self) -> None:
+        """Close the file and give the buffers back."""
+        os.close(self._file)
+        del self._memory
+        self._buffer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def best(ways: list[Way], found: dict[str, Series]) -> Way:
+    """The way of the highest median."""
+    return max(ways, key=lambda way: found[way.label].median)

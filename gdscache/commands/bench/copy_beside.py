@@ -1,0 +1,131 @@
+"""A copy beside a model's work: what either costs the other, against what a plain copy in the same place costs.
+
+The work is queued over and over on a stream of its own, of normal priority; the copy starts once it runs, and ends
+before it. The copy's time is the host's, from before the call to the last byte. The work's time is that of the pieces
+that ran wholly between the return of the copy's first call and its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
+from gdscache.commands.bench.measure import Series, paired, rate, target, turns
+from gdscache.errors import IOFailedError
+
+COPY_TARGET = 0.97
+WORK_TARGET = 1.02
+SUMS_TARGET = 0.98
+
+LEAD = 3  # pieces of work that run before the copy begins
+LEAST = 8  # pieces that a copy should last for
+HEADS, HEAD_DIM = 32, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbour:
+    """Work that a model does. `queue` queues one piece of it on the current stream."""
+
+    name: str
+    size: int
+    queue: Callable[[], object]
+
+
+def matrix_product(gpu: Gpu, edge: int) -> Neighbour:
+    """A bfloat16 product of two matrices of `edge` x `edge`."""
+    a, b, out = (torch.randn(edge, edge, dtype=torch.bfloat16, device=gpu.device) for _ in range(3))
+    return Neighbour("matrix product", edge, lambda: torch.mm(a, b, out=out))
+
+
+def attention(gpu: Gpu, tokens: int) -> Neighbour:
+    """Causal bfloat16 attention of `tokens` tokens to themselves: 32 heads of 128."""
+    q, k, v = (torch.randn(1, HEADS, tokens, HEAD_DIM, dtype=torch.bfloat16, device=gpu.device) for _ in range(3))
+    return Neighbour(
+        "attention", tokens, lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    )  # shape (1, 32, tokens, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """One run of a copy beside work: the copy, and the mean seconds of a piece of work beside it."""
+
+    copy: Timing
+    work_seconds: float
+    pieces: int
+
+
+class Beside:
+    """Runs copies beside a neighbour's work. `repeat` says how often a copy has to be repeated to last long enough."""
+
+    def __init__(self, gpu: Gpu, neighbour: Neighbour, copy: Callable[[int], Way], least_repeat: int) -> None:
+        self.gpu = gpu
+        self.neighbour = neighbour
+        self.alone_seconds = self._alone()
+        gpu.idle()
+        once = min(timed(gpu, copy(1)).seconds for _ in range(3))
+        self.repeat = max(least_repeat, math.ceil(LEAST * self.alone_seconds / once))
+        self._count = LEAD + 2 + math.ceil(2 * self.repeat * once / self.alone_seconds)
+
+    def _alone(self) -> float:
+        """Median seconds of a piece with nothing beside it."""
+        self.gpu.idle()
+        for _ in range(2):  # the first time pays for what is set up at first use
+            marks = self.gpu.busy(self.neighbour.queue, 8)
+            self.gpu.wait(marks[-1])
+        return statistics.median(self.gpu.seconds(a, b) for a, b in itertools.pairwise(marks))
+
+    def run(self, way: Way) -> Together:
+        """Run a way beside the work. Raises `IOFailedError` when the work cannot be made to last."""
+        for _ in range(4):
+            marks = self.gpu.busy(self.neighbour.queue, self._count)
+            self.gpu.wait(marks[LEAD])
+            copy = timed(self.gpu, way)
+            self.gpu.wait(marks[-1])
+            times = [self.gpu.seconds(marks[0], mark) for mark in marks]
+            first, end = (self.gpu.seconds(marks[0], mark) for mark in (copy.first, copy.end))
+            pieces = [b - a for a, b in itertools.pairwise(times) if a >= first and b <= end]
+            if end <= times[-1] and pieces:
+                return Together(copy, statistics.mean(pieces), len(pieces))
+            self._count *= 2
+        raise IOFailedError(
+            f"{self.neighbour.name}: {len(pieces)} of {len(marks) - 1} ran beside a copy of {copy.seconds:.4f} s",
+            "let nothing else use the GPU, or choose a larger --total",
+        )
+
+    def compare(
+        self, ours: Way, other: Way, nbytes: int, pairs: int, copy_target: float | None, work_target: float | None
+    ) -> dict[str, Any]:
+        """Two ways in turns, of `nbytes` each: what the copies and the work come to, as plain data."""
+        for way in (ours, other):
+            self.run(way)
+        mine, others = turns(lambda: self.run(ours), lambda: self.run(other), pairs)
+        seconds = [[run.copy.seconds for run in runs] for runs in (mine, others)]
+        copy = paired(seconds[1], seconds[0])
+        work = paired([run.work_seconds for run in mine], [run.work_seconds for run in others])
+        return {
+            "beside": self.neighbour.name,
+            "size": self.neighbour.size,
+            "bytes": nbytes,
+            "copy": {
+                "gb_per_second": Series(tuple(rate(nbytes, s) for s in seconds[0])).describe(),
+                "against_gb_per_second": Series(tuple(rate(nbytes, s) for s in seconds[1])).describe(),
+                **copy,
+                **({} if copy_target is None else target(copy["ratio"], copy_target, at_least=True)),
+            },
+            "work": {
+                "seconds": Series(tuple(run.work_seconds for run in mine)).describe(),
+                "against_seconds": Series(tuple(run.work_seconds for run in others)).describe(),
+                "alone_seconds": self.alone_seconds,
+                "pieces_beside": min(run.pieces for run in (*mine, *others)),
+                **work,
+                **({} if work_target is None else target(work["ratio"], work_target, at_least=False)),
+            },
+        }

@@ -1,0 +1,197 @@
+"""Pools of one layout, and the copies that are timed between them: the mover's, and plain ones of as many bytes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+
+from gdscache.commands.bench.copy_cells import Cell, layers_of
+from gdscache.commands.bench.copy_gpu import Gpu, Mark, Queued, Way
+from gdscache.cuda.host_memory import MAX_REGISTRATION
+from gdscache.cuda.streams import Event
+from gdscache.errors import CapacityError, IOFailedError
+from gdscache.extents.host import HostExtents
+from gdscache.movers.base import Moved, Mover
+from gdscache.pages.layout import PageLayout
+from gdscache.pages.planes import PagedPlanes
+from gdscache.sizes import GIB, about
+
+SAMPLE = 4  # pages whose bytes are compared
+ASIDE = 1 * GIB  # of GPU memory, for the staging ring and a neighbour's work
+
+
+class Pool:
+    """Page-locked extents and planes for the same pages, four times `total` bytes each, filled with noise.
+
+    Loads use one half of the slots and of the blocks, stores the other; both in random order. Plain copies go between
+    the same page-locked memory (stores: its second half) and `2 * total` bytes of GPU memory.
+
+    Raises `CapacityError` where `total` holds no page, or four times as much is more than one registration.
+    """
+
+    def __init__(self, gpu: Gpu, layout: PageLayout, total: int) -> None:
+        if not layout.extent_bytes <= total <= MAX_REGISTRATION // 4:
+            raise CapacityError(
+                f"a run of {about(total)} with pages of {about(layout.extent_bytes)}",
+                f"choose a total of 8MiB ... {MAX_REGISTRATION // 4 >> 20}MiB",
+            )
+        self.gpu = gpu
+        self.layout = layout
+        self.total = total
+        capacity = 4 * total // layout.extent_bytes * layout.extent_bytes
+        gpu.require(capacity + 2 * total + ASIDE)
+        self.extents = HostExtents(layout, capacity, gpu.pin)
+        try:
+            self.planes = PagedPlanes.allocate(layout, self.extents.slots, gpu.device)
+            self.buffer = torch.empty(2 * total, dtype=torch.uint8, device=gpu.device)
+            self._fill()
+        except BaseException:
+            self.close()
+            raise
+        rng = np.random.default_rng(0)
+        half = self.extents.slots // 2
+        slots, blocks = (rng.permutation(self.extents.slots) for _ in range(2))
+        self.slots = {"load": slots[:half], "store": slots[half:]}
+        self.blocks = {"load": torch.from_numpy(blocks[:half]), "store": torch.from_numpy(blocks[half:])}
+
+    def _fill(self) -> None:
+        """Noise everywhere; the host's is drawn on the GPU, which is faster."""
+        flat = self.extents.rows.view(-1)
+        for at in range(0, len(flat), len(self.buffer)):
+            self.buffer.random_(0, 256)
+            part = flat[at : at + len(self.buffer)]
+            part.copy_(self.buffer[: len(part)])
+        self.buffer.random_(0, 256)
+        for tensor in itertools.chain(*self.planes.tensors):
+            tensor.view(torch.uint8).random_(0, 256)
+        self.gpu.idle()
+
+    def host(self, direction: str, nbytes: int) -> torch.Tensor:
+        """`nbytes` of the page-locked memory in one piece, uint8."""
+        at = 0 if direction == "load" else 2 * self.total
+        return self.extents.rows.view(-1)[at : at + nbytes]
+
+    def device(self, direction: str, nbytes: int) -> torch.Tensor:
+        """`nbytes` of the GPU's memory in one piece, uint8."""
+        at = 0 if direction == "load" else self.total
+        return self.buffer[at : at + nbytes]
+
+    def close(self) -> None:
+        """Give all memory back, once nothing is in flight."""
+        self.gpu.idle()
+        for name in ("planes", "buffer"):
+            self.__dict__.pop(name, None)
+        self.extents.close()
+        self.gpu.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Copies:
+    """What a cell's run moves: `pages` pages, call after call, of other layers each, about `total` bytes each way.
+
+    `nbytes`: of one direction; `entries`: what a run hands to the copy engine or lists for a kernel, by direction.
+    """
+
+    def __init__(self, pool: Pool, cell: Cell) -> None:
+        self.pool = pool
+        self.directions = cell.directions
+        self.pages = max(1, min(len(pool.slots["load"]), pool.total // cell.span_bytes))
+        layers = layers_of(pool.layout, cell.parts[0])
+        whole = pool.layout.n_layers // layers
+        count = max(1, pool.total // (self.pages * cell.span_bytes))
+        self.calls = [range(i % whole * layers, (i % whole + 1) * layers) for i in range(count)]
+        self.nbytes = count * self.pages * cell.span_bytes
+        self._slots = {d: pool.slots[d][: self.pages] for d in self.directions}
+        self._blocks = {d: pool.blocks[d][: self.pages].view(-1, 1) for d in self.directions}
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of all directions together."""
+        return self.nbytes * len(self.directions)
+
+    def entries(self, route: str) -> int:
+        """Copies of one direction and run that are handed to the copy engine, or pages that a kernel finds listed."""
+        pieces = sum(len(self.pool.layout.layers[layer]) for layers in self.calls for layer in layers)
+        return self.pages * (pieces if route == "copy_engine" else len(self.calls))
+
+    def routes(self, mover: Mover, *, sums: bool = False) -> dict[str, str]:
+        """The way that the mover takes, by direction."""
+        gpu, extents = self.pool.gpu, self.pool.extents
+        return {d: gpu.route(mover, d, extents, self.calls[0], sums=sums) for d in self.directions}
+
+    def ours(self, mover: Mover, *, sums: bool = False, repeat: int = 1) -> Way:
+        """All calls, `repeat` times; with `sums` the checksums of all pages are there at the end.
+
+        Loads and stores are queued by a thread each, as in an engine.
+        """
+
+        def queue(after: Sequence[Event]) -> Queued:
+            marks: list[Mark] = []
+
+            def one_way(direction: str) -> list[Moved]:
+                move = mover.scatter if direction == "load" else mover.gather
+                slots, blocks = self._slots[direction], self._blocks[direction]
+                moved = []
+                for layers in self.calls * repeat:
+                    moved.append(move(self.pool.extents, slots, blocks, layers, after, sums=sums))
+                    if not marks:
+                        marks.append(self.pool.gpu.mark())
+                return moved
+
+            ways = [functools.partial(one_way, direction) for direction in self.directions]
+            moved = list(itertools.chain(*self.pool.gpu.together(ways)))
+            finish = (lambda: [m.checksums() for m in moved]) if sums else (lambda: None)
+            return Queued([m.event for m in moved], marks[0], finish)
+
+        return queue
+
+    def plain(self, *, repeat: int = 1) -> Way:
+        """As many bytes by one cudaMemcpyAsync a direction, `repeat` times."""
+        pool = self.pool
+
+        def queue(after: Sequence[Event]) -> Queued:
+            events: list[Event] = []
+            first: Mark = None
+            for _ in range(repeat):
+                for direction in self.directions:
+                    ends = pool.device(direction, self.nbytes), pool.host(direction, self.nbytes)
+                    dst, src = ends if direction == "load" else ends[::-1]
+                    events.append(pool.gpu.copy(direction, dst, src, after))
+                first = first or pool.gpu.mark()
+            return Queued(events, first)
+
+        return queue
+
+    def check(self, mover: Mover) -> None:
+        """Run once and compare bytes of a few pages. Raises `IOFailedError` when they differ."""
+        ends = {d: (self._slots[d][-SAMPLE:], self._blocks[d][-SAMPLE:, 0]) for d in self.directions}
+        pool, moved = self.pool, {layer for layers in self.calls for layer in layers}
+        tensors = [(layer, i, t) for layer in moved for i, t in enumerate(pool.planes.tensors[layer])]
+        for direction, (slots, blocks) in ends.items():
+            if direction == "store":
+                pool.extents.rows[torch.tensor(slots)] = 0
+            for _, _, tensor in tensors if direction == "load" else ():
+                tensor.view(torch.uint8)[blocks.to(tensor.device)] = 0
+        pool.gpu.idle()
+        self.ours(mover)(())
+        pool.gpu.idle()
+        for direction, (slots, blocks) in ends.items():
+            for layer, i, tensor in tensors:
+                piece = pool.layout.pieces[layer][i]
+                in_planes = tensor.view(torch.uint8)[blocks.to(tensor.device)].flatten(1).cpu().numpy()
+                in_extents = pool.extents.rows[torch.tensor(slots), piece.offset : piece.offset + piece.nbytes].numpy()
+                if not np.array_equal(in_planes, in_extents) or not in_planes.any():
+                    raise IOFailedError(f"a {direction} of layer {layer} gave other bytes", "please report it")

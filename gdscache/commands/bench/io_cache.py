@@ -1,0 +1,77 @@
+"""The page cache: pages of a file dropped from it, and whether that worked."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gdscache.commands.bench import machine
+
+IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def in_memory(directory: Path) -> bool:
+    """Whether the files of a directory are nothing but page cache."""
+    return machine.storage(directory)["file_system"] in IN_MEMORY
+
+
+def drop(paths: Iterable[Path]) -> None:
+    """Write what is dirty to the device, and ask the kernel to drop the pages of these files (it may refuse)."""
+    for path in paths:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fdatasync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+
+
+def resident_bytes(path: Path) -> int | None:
+    """Bytes of a file that the page cache holds, by mincore; None where the system does not say."""
+    size = path.stat().st_size
+    if not size:
+        return 0
+    with path.open("rb") as file, contextlib.closing(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) as region:
+        seen = np.frombuffer(region, np.uint8)
+        flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        call = ctypes.CDLL(None, use_errno=True).mincore
+        call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        refused = call(seen.ctypes.data, size, flags.ctypes.data)
+        del seen
+    return None if refused else min(int((flags & 1).sum()) * mmap.PAGESIZE, size)
+
+
+def sync(directory: Path) -> None:
+    """Wait until the file system of a directory has all of its dirty pages on the device. Raises `OSError`."""
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(file):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(directory))
+    finally:
+        os.close(file)
+
+
+def state(paths: Iterable[Path], *, direct: bool) -> dict[str, Any]:
+    """What the page cache had to do with reads of files that were just dropped, as plain data.
+
+    `bypassed`: direct I/O does not fill it; `dropped`: nothing of the files was left in it; `kept`: something was, so
+    reads were not all cold; `memory`: the file system is nothing else; `unknown`: the system does not say.
+    """
+    some = list(paths)
+    if some and in_memory(some[0].parent):
+        return {"state": "memory", "resident_bytes": sum(path.stat().st_size for path in some)}
+    if direct:
+        return {"state": "bypassed", "resident_bytes": 0}
+    left = [resident_bytes(path) for path in some]
+    if None in left:
+        return {"state": "unknown", "resident_bytes": None}
+    found = sum(count or 0 for count in left)
+    return {"state": "kept" if found else "dropped", "resident_bytes": found}

@@ -1,0 +1,249 @@
+"""An engine whose pages lie on the SSD only: cold loads into the planes through the CPU tier, for `bench io`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from gdscache import CacheEngine
+from gdscache.commands.bench.faces import AttachedFace
+from gdscache.commands.bench.geometry import model_of
+from gdscache.commands.bench.measure import rate
+from gdscache.commands.bench.ssd_tier import forget
+from gdscache.config import Config
+from gdscache.cuda.streams import Event
+from gdscache.errors import IOFailedError
+from gdscache.moves.base import Executor, Listener, Move, Moving
+from gdscache.pages.hit import Hit
+from gdscache.pages.planes import PagedPlanes
+
+
+class ColdEngine:
+    """An engine with attached planes on `device`, a CPU tier and an SSD tier (`auto`, no GDS), and one prompt's pages.
+
+    `total` bytes of pages are stored when it is open. It needs about 1.3 times `total` of disk, twice as much of host
+    memory and twice as much on the device.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        page_bytes: int,
+        total: int,
+        threads: int,
+        device: torch.device,
+        ssd: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`ssd`: keys of its section that are to be others."""
+        self.pages = max(1, total // page_bytes)
+        self.nbytes = self.pages * page_bytes
+        self.device = device
+        config = Config.from_dict(
+            {
+                "model": model_of(page_bytes),
+                "gpu": {"device": str(device), "capacity": page_bytes, "staging": max(256 << 20, 2 * page_bytes)},
+                "cpu": {"capacity": self.nbytes},
+                "ssd": {
+                    "path": str(directory / f"cold-{page_bytes}"),
+                    "capacity": (self.pages + self.pages // 4 + 64) * page_bytes,
+                    "threads": threads,
+                    "gds": "off",
+                    **(ssd or {}),
+                },
+                "host_buffer": max(256 << 20, 2 * page_bytes),
+                "store": {"queue": self.nbytes},
+                "load": {"deadline": 600.0},
+            }
+        )
+        layout = config.model.layout()
+        self.page_bytes = page_bytes
+        self.layer_bytes = layout.page_bytes // layout.n_layers
+        self._page_tokens = layout.page_tokens
+        with contextlib.ExitStack() as undo:
+            planes = PagedPlanes.allocate(layout, self.pages, device).tensors
+            for layer in planes:
+                for tensor in layer:
+                    tensor.fill_(1)
+            self.engine = undo.enter_context(CacheEngine.from_config(config, planes))
+            tokens = np.arange(self.pages * layout.page_tokens + 1, dtype=np.uint32)
+            self._face = AttachedFace(self.engine, tokens, self.pages, list(planes))
+            self._face.store("")
+            manager = self.engine.manager
+            assert manager.cpu is not None, "no CPU tier"
+            assert manager.ssd is not None, "no SSD tier"
+            self._cpu = manager.cpu
+            self.slab = next(iter(manager.ssd.path.glob("slab-*.bin")))
+            self._flat: torch.Tensor | None = None
+            self._hit: Hit | None = None
+            self._undo = undo.pop_all()
+
+    @property
+    def transport(self) -> dict[str, Any]:
+        """What the SSD tier's transport says of itself."""
+        found: dict[str, Any] = self.engine.stats()["tiers"]["ssd"]["transport"]
+        return found
+
+    @property
+    def direct(self) -> bool:
+        """Whether the transport bypasses the page cache."""
+        return bool(self.transport["direct"])
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What the bounce reserve has for loads."""
+        bounce = self.engine.executor.machine.bounce
+        assert bounce is not None, "no bounce reserve"
+        return len(bounce.loads) * bounce.extents.layout.extent_bytes
+
+    def prepare(self) -> Hit:
+        """What a load needs: nothing in the CPU tier, and a lookup."""
+        forget(self.engine.manager, self._cpu)
+        self._hit = self.engine.lookup(self._face.tokens)
+        return self._hit
+
+    def load(self) -> float:
+        """Load every page from the SSD into the planes, from the call to the verdict; GB/s."""
+        hit = self._hit or self.prepare()
+        self._hit = None
+        start = time.perf_counter()
+        sources = self.engine.load(hit, self._face.slots).result().bytes_by_tier
+        elapsed = time.perf_counter() - start
+        if sources != {"ssd": self.nbytes}:
+            raise IOFailedError(f"{self.nbytes} bytes were to come from the SSD: {sources}", "see the log")
+        return rate(self.nbytes, elapsed)
+
+    def load_unchecked(self) -> float:
+        """The same without checksums: the verdict takes the stored ones for those of the bytes."""
+        loader = self.engine.loader
+        loader.executor = unchecked = Unchecked(loader.executor)
+        try:
+            found = self.load()
+        finally:
+            loader.executor = unchecked._executor
+        if not unchecked.moves:
+            raise IOFailedError("a load without checksums took some", "please report it")
+        return found
+
+    def forget_all(self) -> None:
+        """What a store needs: no page anywhere."""
+        self.engine.clear()
+        self._hit = None
+
+    def store(self) -> float:
+        """Store every page out of the planes, from the call until all are on the SSD; GB/s."""
+        if self.engine.lookup(self._face.tokens).tokens:
+            self.forget_all()
+        return rate(self.nbytes, self._face.store("", filled=True))
+
+    def load_from_cpu(self) -> float:
+        """Load every page from the CPU tier, where they are since they were loaded or stored; GB/s."""
+        return rate(self.nbytes, self._face.load("cpu"))
+
+    def timed_calls(self, count: int) -> dict[str, list[float]]:
+        """Seconds of `load`, `wait` and `store` for the first page, which is in the CPU tier: so many of each.
+
+        A switch interval goes by before each, as between the steps of a model: a loop of nothing but calls finds its
+        code in the processor's caches, and beside another thread does not.
+        """
+        tokens, slots = self._face.tokens[: self._page_tokens + 1], self._face.slots[:1]
+        found: dict[str, list[float]] = {"load": [], "wait": [], "store": []}
+        for _ in range(count):
+            hit = self.engine.lookup(tokens)
+            time.sleep(sys.getswitchinterval())
+            begin = time.perf_counter()
+            load = self.engine.load(hit, slots)
+            begun = time.perf_counter()
+            load.wait(0)
+            there = time.perf_counter()
+            load.result()
+            time.sleep(sys.getswitchinterval())
+            storing = time.perf_counter()
+            stored = self.engine.store(tokens, slots)
+            taken = time.perf_counter()
+            stored.result(600.0)
+            for name, seconds in (("load", begun - begin), ("wait", there - begun), ("store", taken - storing)):
+                found[name].append(seconds)
+        return found
+
+    def load_passing(self) -> float:
+        """The same past the CPU tier: no page stays there, all go through the bounce reserve."""
+        loader = self.engine.loader
+        before, loader.keep = loader.keep, False
+        try:
+            return self.load()
+        finally:
+            loader.keep = before
+
+    def copy(self) -> float:
+        """One copy of as many bytes from the CPU tier's memory (page-locked where CUDA is) to the device; GB/s."""
+        source = self._cpu.extents.rows.view(-1)[: self.nbytes]
+        if self._flat is None:
+            self._flat = torch.empty_like(source, device=self.device)
+            self._flat.fill_(1)
+        self._idle()
+        start = time.perf_counter()
+        self._flat.copy_(source, non_blocking=True)
+        self._idle()
+        return rate(self.nbytes, time.perf_counter() - start)
+
+    def flat(self) -> torch.Tensor:
+        """Memory on the device for as many bytes as the pages have."""
+        if self._flat is None:
+            self._flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        return self._flat
+
+    def check(self) -> None:
+        """The planes must hold what was stored. Raises `IOFailedError`."""
+        self._face.check()
+
+    def blank(self) -> None:
+        """Overwrite the planes, so that `check` sees only what a load brings."""
+        for layer in self._face.planes:
+            for tensor in layer:
+                tensor.zero_()
+        self._idle()
+
+    def _idle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Close the engine and give all memory back."""
+        self._undo.close()
+        self._flat = None
+        self._face.planes = []
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Unchecked:
+    """An executor that compares no checksums of what is read: its moves name none. `moves` counts them."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.moves = 0
+
+    def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
+        self.moves += 1
+        ways = tuple(dataclasses.replace(way, sums=None) for way in move.ways)
+        return self._executor.begin(dataclasses.replace(move, ways=ways), after, listener)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)

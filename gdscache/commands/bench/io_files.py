@@ -1,0 +1,173 @@
+"""What `gdscache bench io` compares pages with: a file a page, one call a page, kvikio called once a page."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from gdscache.commands.bench import io_cache
+from gdscache.commands.bench.measure import rate
+from gdscache.errors import IOFailedError, ShortIOError, TransportUnavailableError
+from gdscache.storage.files import probe_direct_io
+from gdscache.storage.workers import MAX_RUN
+
+
+class FilePerPage:
+    """A cache that keeps each page in a file of its own, written and read through the page cache, page after page.
+
+    A write goes to a temporary file that is renamed; a read opens the file and reads it into memory that is there.
+    `pages` is a uint8 array of shape (pages, bytes).
+    """
+
+    def __init__(self, directory: Path, pages: int, page_bytes: int) -> None:
+        self.directory = directory
+        rng = np.random.default_rng(2)
+        self.pages = np.frombuffer(bytearray(rng.bytes(pages * page_bytes)), np.uint8).reshape(pages, page_bytes)
+        self._into = np.empty_like(self.pages)
+        self._into.fill(1)
+        self._order: list[int] = rng.permutation(pages).tolist()
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of all pages."""
+        return [self._file(number) for number in range(len(self.pages))]
+
+    def write(self) -> tuple[float, float]:
+        """Write every page; GB/s until the last call returns, and until all bytes are on the device."""
+        start = time.perf_counter()
+        self._each(self._write, 1)
+        returned = time.perf_counter() - start
+        io_cache.sync(self.directory)
+        return rate(self.pages.nbytes, returned), rate(self.pages.nbytes, time.perf_counter() - start)
+
+    def read(self, threads: int = 1) -> float:
+        """Read every page, in random order, shared among threads, dropped from the page cache before; GB/s."""
+        io_cache.drop(self.files)
+        start = time.perf_counter()
+        self._each(self._read, threads)
+        return rate(self.pages.nbytes, time.perf_counter() - start)
+
+    def check(self) -> None:
+        """The last read must have given what was written. Raises `IOFailedError`."""
+        if not np.array_equal(self._into, self.pages):
+            raise IOFailedError("files of pages gave other bytes than were written", "see the kernel log")
+
+    def _each(self, action: Callable[[int], None], threads: int) -> None:
+        if threads == 1:
+            for number in self._order:
+                action(number)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(action, self._order):
+                pass
+
+    def _write(self, number: int) -> None:
+        path = self._file(number)
+        temporary = path.with_suffix(".tmp")
+        self.pages[number].tofile(temporary)
+        os.rename(temporary, path)
+
+    def _read(self, number: int) -> None:
+        with self._file(number).open("rb", buffering=0) as file:
+            moved = file.readinto(self._into[number].data)
+        if moved != self.pages.shape[1]:
+            raise ShortIOError(f"a page's file gave {moved} of {self.pages.shape[1]} bytes")
+
+    def _file(self, number: int) -> Path:
+        return self.directory / f"{number:08x}.bin"
+
+
+class CallPerPage:
+    """Reads the pages of a file into host memory with one task and one `preadv` a page, by `threads` threads."""
+
+    def __init__(self, path: Path, memory: memoryview, page_bytes: int, threads: int) -> None:
+        flag = 0 if probe_direct_io(path.parent) else os.O_DIRECT
+        self.direct = bool(flag)
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
+        self._memory, self._page_bytes = memory, page_bytes
+        self._pool = ThreadPoolExecutor(threads)
+
+    def read(self) -> float:
+        """GB/s of one pass."""
+        start = time.perf_counter()
+        starts = range(0, len(self._memory), self._page_bytes)
+        for moved in [self._pool.submit(self._read, at) for at in starts]:
+            if moved.result() != self._page_bytes:
+                raise ShortIOError(f"a page's read moved {moved.result()} of {self._page_bytes} bytes")
+        return rate(len(self._memory), time.perf_counter() - start)
+
+    def _read(self, at: int) -> int:
+        return os.preadv(self._file, [self._memory[at : at + self._page_bytes]], at)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown()
+        os.close(self._file)
+
+
+class KvikioPerPage:
+    """Reads the pages of a file into GPU memory with one kvikio call a page, without cuFile; all calls in flight.
+
+    Sets kvikio's settings for the whole process. Raises `TransportUnavailableError` where kvikio is missing.
+    """
+
+    def __init__(self, path: Path, memory: torch.Tensor, page_bytes: int, threads: int) -> None:
+        try:
+            import kvikio
+            import kvikio.defaults
+        except (ImportError, RuntimeError, OSError) as error:
+            raise TransportUnavailableError(
+                f"kvikio cannot be imported: {error}", "install gdscache[cuda13]"
+            ) from error
+        settings: dict[str, object] = {
+            "compat_mode": kvikio.CompatMode.ON,
+            "num_threads": threads,
+            "task_size": MAX_RUN,
+            "gds_threshold": 0,
+            "auto_direct_io_read": True,
+        }
+        kvikio.defaults.set(settings)
+        self._path, self._memory, self._page_bytes = path, memory, page_bytes
+        self._file: Any = kvikio.CuFile(path, "r")
+        self._views: Sequence[torch.Tensor] = [memory[at : at + page_bytes] for at in range(0, len(memory), page_bytes)]
+
+    def read(self) -> float:
+        """GB/s of one pass."""
+        start = time.perf_counter()
+        begun = [self._file.pread(view, len(view), i * self._page_bytes) for i, view in enumerate(self._views)]
+        moved = [future.get() for future in begun]  # all of them: kvikio keeps no reference to the memory
+        if self._memory.is_cuda:
+            torch.cuda.synchronize(self._memory.device)
+        elapsed = time.perf_counter() - start
+        if sum(moved) != len(self._memory):
+            raise ShortIOError(f"kvikio read {sum(moved)} of {len(self._memory)} bytes")
+        return rate(len(self._memory), elapsed)
+
+    def check(self) -> None:
+        """The last read must have given what is in the file. Raises `IOFailedError`."""
+        found = self._memory.cpu().numpy()
+        with self._path.open("rb") as file:
+            for at in range(0, len(found), MAX_RUN):
+                part = found[at : at + MAX_RUN]
+                if file.read(len(part)) != part.tobytes():
+                    raise IOFailedError(f"kvikio gave other bytes than the file has, at {at}", "please report it")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,250 @@
+"""Comparisons of `gdscache bench io` that have a target: each part gives rows, of figures that took turns.
+
+Here the parts that need no GPU; those with an engine are in `io_rows_engine`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from gdscache.commands.bench import io_cache, machine
+from gdscache.commands.bench.bare import BareLoop, best
+from gdscache.commands.bench.io_files import CallPerPage, FilePerPage
+from gdscache.commands.bench.io_loop import Metered
+from gdscache.commands.bench.io_ways import OpenWay, engine_way
+from gdscache.commands.bench.measure import Progress, Series, interleave, rate, ratio, target
+from gdscache.commands.bench.ssd_tier import TierUnderTest
+from gdscache.errors import StorageError
+from gdscache.sizes import KIB, MIB, format_size
+from gdscache.storage.base import Op
+
+HOST_TARGET = 0.95
+FILE_READ_TARGET = 2.0
+FILE_WRITE_TARGET = 1.5
+CPU_TARGET = 0.5
+HOST_THREADS = (4, 8, 16)  # that are tried
+SUBMIT_PAGES = 128  # of one submit, as in a load
+CALL_PAGE = 256 * KIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where and how much a part measures. `file` is in `directory`, written, of `nbytes`; `calls`: that are timed."""
+
+    directory: Path
+    file: Path
+    nbytes: int
+    repeat: int
+    threads: int
+    device: torch.device
+    progress: Progress
+    calls: int
+
+    @property
+    def on_disk(self) -> bool:
+        return not io_cache.in_memory(self.directory)
+
+
+Row = dict[str, Any]
+RATES = ("GB/s", "rounds/s")  # units of which more is better
+
+
+def row(
+    place: Place,
+    what: str,
+    page_bytes: int,
+    figures: tuple[Series, str, Series],
+    limit: float | None,
+    *,
+    cpu: bool = False,
+    nbytes: int | None = None,
+    transport: str,
+    threads: int | None = None,
+    **more: Any,
+) -> Row:
+    """A row of plain data: `figures` are ours, the name of what it is compared with, and its figure; GB/s or, with
+    `cpu`, CPU seconds per GiB, which should be at most `limit` times as many. `transport` moved the bytes of ours."""
+    ours, against, other = figures
+    found = ratio(ours, other)
+    return {
+        "what": what,
+        "page_bytes": page_bytes,
+        "bytes": place.nbytes if nbytes is None else nbytes,
+        "file_system": machine.storage(place.directory)["file_system"],
+        "transport": transport,
+        "threads": threads or place.threads,
+        "unit": "CPU s/GiB" if cpu else "GB/s",
+        "figure": ours.describe(),
+        "against": against,
+        "against_figure": other.describe(),
+        **found,
+        **({} if limit is None else target(found["ratio"], limit, at_least=not cpu)),
+        **more,
+    }
+
+
+def host_reads(place: Place) -> list[Row]:
+    """Reads of 1 MiB extents in random order into host memory, submitted as a load does, against the bare loop."""
+    label, scouted, name = "host reads of 1 MiB extents", {}, engine_way(place.directory)
+    with BareLoop(place.file, place.nbytes) as bare:
+        bare_ways = bare.scout(Op.READ, place.progress)
+        for number, threads in enumerate(HOST_THREADS):
+            place.progress(number, len(HOST_THREADS), f"{label}: {threads} threads")
+            with OpenWay(name, place.file, threads, place.nbytes, place.device) as way:
+                read = extents(place, way)
+                scouted[threads] = max(read() for _ in range(3))
+        threads = max(scouted, key=lambda threads: scouted[threads])
+        with OpenWay(name, place.file, threads, place.nbytes, place.device) as way:
+            ways = {"ours": extents(place, way), **bare.runs(Op.READ, bare_ways)}
+            found = interleave(ways, place.repeat, place.progress, label)
+            direct, transport = way.transport.direct, way.transport.name
+        chosen = best(bare_ways, found)
+        state = io_cache.state([place.file], direct=direct and bare.direct)
+    limit = HOST_TARGET if place.on_disk else None
+    figures = found["ours"], f"bare loop, {chosen.label}", found[chosen.label]
+    return [row(place, label, MIB, figures, limit, transport=transport, threads=threads, cache=state)]
+
+
+def extents(place: Place, way: OpenWay) -> Callable[[], float]:
+    """Every extent of the file once, in random order; all submits are made before the first is waited for."""
+    order = np.random.default_rng(3).permutation(place.nbytes // MIB).tolist()
+    submits = [order[at : at + SUBMIT_PAGES] for at in range(0, len(order), SUBMIT_PAGES)]
+
+    def once() -> float:
+        if not way.transport.direct:
+            io_cache.drop([place.file])
+        start = time.perf_counter()
+        begun = [
+            way.transport.submit(Op.READ, way.requests([(n * MIB, n * MIB) for n in some], MIB)) for some in submits
+        ]
+        errors = [error for submission in begun for error in submission.wait() if error is not None]
+        elapsed = time.perf_counter() - start
+        if errors:
+            raise errors[0]
+        return rate(len(order) * MIB, elapsed)
+
+    return once
+
+
+def call_per_page(place: Place) -> list[Row]:
+    """CPU seconds for pages of 256 KiB that are neighbours in the file: one submit of all, against one call a page."""
+    starts = range(0, place.nbytes // CALL_PAGE * CALL_PAGE, CALL_PAGE)
+    some, label = [(at, at) for at in starts], "reads of 256 KiB pages"
+    nbytes = len(starts) * CALL_PAGE
+    with OpenWay(engine_way(place.directory), place.file, place.threads, nbytes, place.device) as way:
+        assert way.host is not None
+        memory = way.host.view[:nbytes]
+        with CallPerPage(place.file, memory, CALL_PAGE, place.threads) as calls:
+            lane = way.lane()
+
+            def submit() -> float:
+                start = time.perf_counter()
+                lane.move(Op.READ, some, CALL_PAGE)
+                return rate(nbytes, time.perf_counter() - start)
+
+            sums = []
+            for read in (submit, calls.read):
+                memory[:] = bytes(nbytes)
+                read()
+                sums.append(xxhash.xxh3_64_intdigest(memory))
+            if sums[0] != sums[1]:
+                raise StorageError("two ways to read the same pages gave different bytes", "please report it")
+            direct, transport = way.transport.direct and calls.direct, way.transport.name
+            ways: dict[str, Callable[[], float]] = {
+                "ours": Metered(submit, nbytes),
+                "calls": Metered(calls.read, nbytes),
+            }
+            found = interleave(ways, place.repeat, place.progress, f"CPU seconds, {label}")
+        state = io_cache.state([place.file], direct=direct)
+    return [
+        row(place, f"CPU, host {label}", CALL_PAGE, cpu_figures(ways, "one call a page"), CPU_TARGET, cpu=True,
+            nbytes=nbytes, transport=transport, cache=state),
+        row(place, f"host {label}", CALL_PAGE, (found["ours"], "one call a page", found["calls"]), None,
+            nbytes=nbytes, transport=transport, cache=state),
+    ]  # fmt: skip
+
+
+def cpu_figures(ways: Mapping[str, Callable[[], float]], against: str) -> tuple[Series, str, Series]:
+    """What two metered ways, ours first, took of the CPU, as `row` takes it."""
+    ours, other = ways.values()
+    assert isinstance(ours, Metered)
+    assert isinstance(other, Metered)
+    return ours.cpu_per_gib, against, other.cpu_per_gib
+
+
+class RandomTier(TierUnderTest):
+    """Loads its pages in random order."""
+
+    _rounds = 0
+
+    def load(self) -> float:
+        self._rounds += 1
+        np.random.default_rng(self._rounds).shuffle(self._names)
+        return super().load()
+
+
+def file_per_page(place: Place, page_bytes: int) -> list[Row]:
+    """The SSD tier against one file a page: stores until on the device, and cold loads of random pages."""
+    label = f"{format_size(page_bytes)} pages"
+    pages = max(1, place.nbytes // page_bytes)
+    with (
+        tempfile.TemporaryDirectory(dir=place.directory) as ours,
+        tempfile.TemporaryDirectory(dir=place.directory) as theirs,
+        RandomTier(Path(ours), page_bytes, pages * page_bytes, place.threads) as tier,
+    ):
+        files = FilePerPage(Path(theirs), pages, page_bytes)
+        returned: list[float] = []
+
+        def store() -> float:
+            seconds = tier.nbytes / tier.store() / 1e9
+            start = time.perf_counter()
+            io_cache.sync(place.directory)
+            return rate(tier.nbytes, seconds + time.perf_counter() - start)
+
+        def write() -> float:
+            until_return, until_device = files.write()
+            returned.append(until_return)
+            return until_device
+
+        def load() -> float:
+            if not tier.direct:
+                io_cache.drop([tier.slab])
+            return tier.load()
+
+        for warm_up in (store, store, write):
+            warm_up()
+        returned.clear()
+        stored = interleave({"ours": store, "files": write}, place.repeat, place.progress, f"{label}: stores, files")
+        io_cache.drop(files.files)
+        state = io_cache.state(files.files, direct=False)
+        ways = {"ours": load, "files": files.read, "threads": lambda: files.read(place.threads)}
+        loaded = interleave(ways, place.repeat, place.progress, f"{label}: loads, files")
+        files.check()
+        transport = tier.transport
+    more: dict[str, Any] = {"nbytes": tier.nbytes, "transport": transport, "cache": state}
+    many = f"a file a page, {place.threads} threads"
+    early = Series(tuple(returned))
+    read = loaded["ours"], "a file a page", loaded["files"]
+    written = stored["ours"], "a file a page, until on the device", stored["files"]
+    return [
+        row(place, f"random {label}, load", page_bytes, read, FILE_READ_TARGET, **more),
+        row(place, f"{label}, store", page_bytes, written, FILE_WRITE_TARGET, **more),
+        row(place, f"random {label}, load", page_bytes, (loaded["ours"], many, loaded["threads"]), None, **more),
+        row(
+            place,
+            f"{label}, store",
+            page_bytes,
+            (stored["ours"], "a file a page, until it returns", early),
+            None,
+            **more,
+        ),
+    ]

@@ -1,0 +1,163 @@
+"""Comparisons of `gdscache bench io` with the bare loop, of bytes and of CPU seconds, and beside threads of Python."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gdscache.commands.bench import io_cache
+from gdscache.commands.bench.bare import BareLoop, Way, best
+from gdscache.commands.bench.io_engine import ColdEngine
+from gdscache.commands.bench.io_loop import Metered
+from gdscache.commands.bench.io_rows import Place, Row, cpu_figures, row
+from gdscache.commands.bench.measure import Series, interleave
+from gdscache.commands.bench.neighbours import LABELS, Kind, Neighbour, beside
+from gdscache.sizes import MIB, format_size
+from gdscache.storage.base import Op
+
+TARGETS = {4 * MIB: (0.85, 0.92), 1 * MIB: (0.78, 0.88)}  # of stores and cold loads, where the planes are the host's
+CPU_TARGET = 1.25
+BESIDE_TARGETS: dict[Kind, float] = {"drawn": 0.96, "busy": 0.55}
+PROGRESS_TARGET = 0.93
+WAIT_TARGET, CALL_TARGET = 2.0, 1.5
+_CALLED_PAGE = 1 * MIB
+_WORD = {"store": "store", "load": "cold load", "cpu": "CPU tier load", "copy": "plain copy"}
+
+
+def stores_and_loads(place: Place, page_bytes: int) -> list[Row]:
+    """Stores until they are on the SSD, and cold loads, against the bare loop on the same slab; both, and the CPU
+    seconds of either, against a loop that copies and sums the same bytes, too."""
+    pages = f"{format_size(page_bytes)} pages"
+    with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, page_bytes) as engine:
+        planes = np.ones(engine.nbytes, np.uint8)
+        rows = []
+        with BareLoop(engine.slab, engine.nbytes) as bare:
+            for (what, ours), op, limit in zip(_ways(engine).items(), Op, TARGETS[page_bytes][::-1], strict=False):
+                rows += _against_bare(place, engine, bare, planes, (f"{_WORD[what]}, {pages}", ours, op, limit))
+    return rows
+
+
+def _against_bare(
+    place: Place,
+    engine: ColdEngine,
+    bare: BareLoop,
+    planes: np.ndarray[Any, np.dtype[np.uint8]],
+    what: tuple[str, Callable[[], float], Op, float],
+) -> list[Row]:
+    label, action, op, limit = what
+    chosen = bare.scout(op, place.progress)
+    layer = engine.layer_bytes
+    whole = Way(max(2, chosen[0].threads), max(way.io_bytes for way in chosen))
+    metered = {
+        "ours": Metered(action, engine.nbytes, engine.prepare if op is Op.READ else engine.forget_all),
+        "loop": Metered(lambda: bare.run(op, whole, planes, layer), engine.nbytes),
+    }
+    found = interleave({**metered, **bare.runs(op, chosen)}, place.repeat, place.progress, label)
+    way = best(chosen, found)
+    host = place.device.type == "cpu" and place.on_disk
+    more = _more(engine, bare)
+    figures = found["ours"], f"bare loop, {way.label}", found[way.label]
+    copied = f"bare loop that copies and sums, {whole.label}"
+    spent = cpu_figures(metered, "bare loop, one copy and the sums")
+    return [
+        row(place, label, engine.page_bytes, figures, limit if host else None, **more),
+        row(place, label, engine.page_bytes, (found["ours"], copied, found["loop"]), None, **more),
+        row(place, f"CPU, {label}", engine.page_bytes, spent, CPU_TARGET if host else None, cpu=True, **more),
+    ]
+
+
+def beside_python(place: Place, page_bytes: int) -> list[Row]:
+    """Stores, cold loads and loads from the CPU tier beside threads of Python, against the same alone; a plain copy
+    beside them, which says what such a thread costs whoever needs no lock; and how far the busy thread came."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, page_bytes) as engine:
+        ways = {**_ways(engine), "cpu": engine.load_from_cpu, "copy": engine.copy}
+        more = _more(engine)
+        for what, action in ways.items():
+            label = f"{_WORD[what]}, {format_size(page_bytes)} pages"
+            runs: dict[str, Callable[[], float]] = {"alone": action}
+            runs.update((kind, beside(kind, action)) for kind in LABELS)
+            if what == "cpu":
+                engine.load()
+            found = interleave(runs, place.repeat, place.progress, label)
+            for kind, limit in BESIDE_TARGETS.items():
+                figures = found[kind], "alone", found["alone"]
+                host = limit if what != "copy" and place.device.type == "cpu" else None
+                rows.append(row(place, f"{label}, beside {LABELS[kind]}", page_bytes, figures, host, **more))
+        rows += _progress(place, engine, more)
+    return rows
+
+
+def _progress(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Row]:
+    """Rounds that the busy thread makes beside cold loads, against those it makes alone."""
+
+    def counted(action: Callable[[], object]) -> Callable[[], float]:
+        def run() -> float:
+            with Neighbour("busy") as neighbour:
+                action()
+            return neighbour.progress
+
+        return run
+
+    runs = {"beside": counted(engine.load), "alone": counted(lambda: time.sleep(0.3))}
+    found = interleave(runs, place.repeat, place.progress, "progress of the busy thread")
+    what = f"{LABELS['busy']}, beside cold loads"
+    figures = found["beside"], "alone", found["alone"]
+    made = row(place, what, engine.page_bytes, figures, PROGRESS_TARGET, **more)
+    return [made | {"unit": "rounds/s"}]
+
+
+def calls_beside_python(place: Place) -> list[Row]:
+    """Microseconds of calls beside the busy thread against alone: medians, and the 99th percentiles."""
+    alone: list[dict[str, list[float]]] = []
+    busy: list[dict[str, list[float]]] = []
+    with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, _CALLED_PAGE) as engine:
+        more = _more(engine) | {"calls": place.calls}
+        engine.load()
+        for number in range(place.repeat):
+            place.progress(number, place.repeat, "calls")
+            alone.append(engine.timed_calls(place.calls))
+            with Neighbour("busy"):
+                busy.append(engine.timed_calls(place.calls))
+    return _call_rows(place, alone, busy, more)
+
+
+def _call_rows(
+    place: Place, alone: list[dict[str, list[float]]], busy: list[dict[str, list[float]]], more: dict[str, Any]
+) -> list[Row]:
+    rows = []
+    slack = 1.5 * sys.getswitchinterval() * 1e6
+    for name in alone[0]:
+        for percent in (50, 99):
+            ours, other = (
+                Series(tuple(float(np.percentile(run[name], percent)) * 1e6 for run in runs)) for runs in (busy, alone)
+            )
+            limit = WAIT_TARGET if name == "wait" else CALL_TARGET if percent == 50 else 1.0
+            against = "alone"
+            if name != "wait" and percent == 99:
+                other, against = Series(tuple(v + slack for v in other.values)), "alone, and 1.5 switch intervals"
+            what = f"{name}(), p{percent}, beside {LABELS['busy']}"
+            made = row(place, what, _CALLED_PAGE, (ours, against, other), limit, cpu=True, **more)
+            rows.append(made | {"unit": "us"})
+    return rows
+
+
+def _ways(engine: ColdEngine) -> dict[str, Callable[[], float]]:
+    """In the order of `Op`: reads, then writes."""
+    return {"load": engine.load, "store": engine.store}
+
+
+def _engine(place: Place, name: str, page_bytes: int) -> ColdEngine:
+    return ColdEngine(Path(name), page_bytes, place.nbytes, place.threads, place.device)
+
+
+def _more(engine: ColdEngine, bare: BareLoop | None = None) -> dict[str, Any]:
+    direct = engine.direct and (bare is None or bare.direct)
+    cache = io_cache.state([engine.slab], direct=direct)
+    return {"nbytes": engine.nbytes, "transport": engine.transport["name"], "cache": cache}

@@ -1,0 +1,144 @@
+"""Comparisons of `gdscache bench io` with an engine: cold loads from the SSD into the planes, through the CPU tier."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gdscache.commands.bench import io_cache
+from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Onward, Way, best
+from gdscache.commands.bench.io_engine import ColdEngine
+from gdscache.commands.bench.io_files import KvikioPerPage
+from gdscache.commands.bench.io_loop import Metered
+from gdscache.commands.bench.io_rows import CPU_TARGET, Place, Row, cpu_figures, row
+from gdscache.commands.bench.measure import interleave
+from gdscache.sizes import KIB, MIB, format_size
+from gdscache.storage.base import Op
+
+COLD_TARGET = 0.93
+ONWARD_TARGETS = {4 * MIB: 0.90, 1 * MIB: 0.90, 256 * KIB: 0.80}  # of the bare loop that copies on
+KVIKIO_PAGE, KVIKIO_TARGET = 256 * KIB, 2.0
+SUMS_TARGET = 0.97
+SUMS_PAGE = 1 * MIB
+
+
+def cold_loads(place: Place) -> list[Row]:
+    """SSD → planes against the bare loop on the same slab, and with checksums against without."""
+    gpu, page_bytes = place.device.type == "cuda", SUMS_PAGE
+    what = f"SSD → {'GPU' if gpu else 'host planes'} via CPU, cold, {format_size(page_bytes)} pages"
+    with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, page_bytes) as engine:
+        with BareLoop(engine.slab, engine.nbytes) as bare:
+            chosen = bare.scout(Op.READ, place.progress)
+            ways = {"ours": _cold(engine, engine.load), "plain": _cold(engine, engine.load_unchecked)}
+            found = interleave({**ways, **bare.runs(Op.READ, chosen)}, place.repeat, place.progress, what)
+            way = best(chosen, found)
+            state = io_cache.state([engine.slab], direct=engine.direct and bare.direct)
+        _check(engine)
+        more = _more(engine, state)
+    figures = found["ours"], f"bare loop, {way.label}", found[way.label]
+    limit = COLD_TARGET if gpu and place.on_disk else None
+    sums = found["ours"], "without checksums", found["plain"]
+    return [
+        row(place, what, page_bytes, figures, limit, **more),
+        row(place, f"checksums, {what}", page_bytes, sums, SUMS_TARGET if gpu else None, **more),
+    ]
+
+
+def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
+    """RAM disk → GPU against the bare loop that reads with as many threads and copies on, and one page-locked copy.
+
+    Once with pages that stay in the CPU tier, and once with pages that pass it by, through the bounce reserve: then the
+    loop has as much memory as loads have of that. Pages of 256 KiB also against kvikio called once a page.
+    """
+    what = f"RAM disk → GPU via CPU, {format_size(page_bytes)} pages"
+    with (
+        tempfile.TemporaryDirectory(dir=place.directory) as name,
+        _engine(place, name, page_bytes) as engine,
+        BareLoop(engine.slab, engine.nbytes) as bare,
+    ):
+        loops = _onward(place, engine, bare)
+        ways: dict[str, Callable[[], float]] = {
+            "ours": _cold(engine, engine.load),
+            "passing": _cold(engine, engine.load_passing),
+            "copy": engine.copy,
+            **{name: run for some in loops.values() for name, run in some.items()},
+        }
+        if page_bytes == SUMS_PAGE:
+            ways["plain"] = _cold(engine, engine.load_unchecked)
+        for measure in ways.values():
+            measure()
+        found = interleave(ways, place.repeat, place.progress, what)
+        state = io_cache.state([engine.slab], direct=engine.direct)
+        _check(engine)
+        more = _more(engine, state)
+        rows = []
+        for kind, label in {"ours": what, "passing": f"{what} that pass the CPU tier by"}.items():
+            loop = max(loops[kind], key=lambda name: found[name].median)
+            against = found[kind], loop, found[loop]
+            rows.append(row(place, label, page_bytes, against, ONWARD_TARGETS[page_bytes], **more))
+            copied = found[kind], "a page-locked copy", found["copy"]
+            rows.append(row(place, label, page_bytes, copied, None, **more))
+        if "plain" in found:
+            sums = found["ours"], "without checksums", found["plain"]
+            rows.append(row(place, f"checksums, {what}", page_bytes, sums, SUMS_TARGET, **more))
+        if page_bytes == KVIKIO_PAGE:
+            rows += _against_kvikio(place, engine, what)
+    return rows
+
+
+def _onward(place: Place, engine: ColdEngine, bare: BareLoop) -> dict[str, dict[str, Callable[[], float]]]:
+    """The bare loops that copy on: for pages that stay, and through memory of the size of the loads' reserve."""
+    found: dict[str, dict[str, Callable[[], float]]] = {}
+    for kind, through in (("ours", None), ("passing", engine.reserve_bytes)):
+        onward = Onward(engine.flat(), through)
+        ways = onward.ways(Way(place.threads, size) for size in IO_BYTES)
+        memory = "" if through is None else f" through {format_size(through)}"
+        runs = bare.runs(Op.READ, ways, onward)
+        found[kind] = {f"bare loop that copies on{memory}, {name}": run for name, run in runs.items()}
+    return found
+
+
+def _against_kvikio(place: Place, engine: ColdEngine, what: str) -> list[Row]:
+    against, nbytes = "kvikio, one call a page", engine.nbytes
+    with KvikioPerPage(engine.slab, engine.flat(), KVIKIO_PAGE, place.threads) as kvikio:
+        kvikio.read()
+        kvikio.check()
+        ways: dict[str, Callable[[], float]] = {
+            "ours": Metered(engine.load, nbytes, engine.prepare),
+            "kvikio": Metered(kvikio.read, nbytes),
+        }
+        found = interleave(ways, place.repeat, place.progress, f"{what}, against kvikio")
+    more = _more(engine, io_cache.state([engine.slab], direct=engine.direct))
+    rates = found["ours"], against, found["kvikio"]
+    return [
+        row(place, what, KVIKIO_PAGE, rates, KVIKIO_TARGET, **more),
+        row(place, f"CPU, {what}", KVIKIO_PAGE, cpu_figures(ways, against), CPU_TARGET, cpu=True, **more),
+    ]
+
+
+def _more(engine: ColdEngine, cache: dict[str, Any]) -> dict[str, Any]:
+    return {"nbytes": engine.nbytes, "transport": engine.transport["name"], "cache": cache}
+
+
+def _engine(place: Place, name: str, page_bytes: int) -> ColdEngine:
+    return ColdEngine(Path(name), page_bytes, place.nbytes, place.threads, place.device)
+
+
+def _cold(engine: ColdEngine, load: Callable[[], float]) -> Callable[[], float]:
+    """The load, with the slab dropped from the page cache before where the transport fills it."""
+
+    def once() -> float:
+        if not engine.direct:
+            io_cache.drop([engine.slab])
+        return load()
+
+    return once
+
+
+def _check(engine: ColdEngine) -> None:
+    """One more load, into planes that were overwritten, and a look at what it brought."""
+    engine.blank()
+    engine.load()
+    engine.check()

@@ -1,0 +1,238 @@
+"""The ways of `gdscache bench io`, opened: a transport on one file, memory for its requests, lanes that move them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from gdscache.commands.bench.io_cells import BY_NAME, Way
+from gdscache.commands.bench.measure import rate
+from gdscache.cuda.host_memory import HostBuffer
+from gdscache.errors import IOFailedError, NativeCallError, StorageError
+from gdscache.sizes import KIB, MIB
+from gdscache.storage import open_transport as open_as_configured
+from gdscache.storage.base import IORequest, Op, Transport
+from gdscache.storage.native import NativeTransport
+
+CHECKED = ((16 * KIB, 16), (1 * MIB, 6))  # request sizes and counts of the byte check
+CHECK_BYTES = 8 * MIB  # that it needs of the file and of memory
+
+Request = tuple[int, int]
+"""Where in the file, where in the memory."""
+
+
+class OpenWay:
+    """A transport with `threads` threads on an existing file, and `nbytes` of memory that its requests may use.
+
+    The bytes end (or begin) in `memory`: on the GPU for the ways that say so, else in host memory. `host_gpu` also has
+    `host`, page-locked memory of the same size, which the transport uses. Raises what the transport raises.
+    """
+
+    def __init__(self, name: str, path: Path, threads: int, nbytes: int, device: torch.device) -> None:
+        self.way: Way = BY_NAME[name]
+        self.path = path
+        self.host: HostBuffer | None = None
+        self.gpu: torch.Tensor | None = None
+        with contextlib.ExitStack() as undo:
+            if self.way.memory == "cuda":
+                self.gpu = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            if name == "host_gpu" or self.way.memory == "host":
+                self.host = undo.enter_context(HostBuffer(nbytes, "on" if name == "host_gpu" else "auto", unit=MIB))
+            _idle(self.gpu)
+            self.transport = undo.enter_context(open_transport(name, threads, device))
+            self._file = self.transport.open(path)
+            buffer = self._io_memory
+            self.transport.register(buffer)
+            undo.callback(self.transport.deregister, buffer)
+            self._undo = undo.pop_all()
+
+    @property
+    def _io_memory(self) -> memoryview | torch.Tensor:
+        """What the transport reads into."""
+        if self.host is not None:
+            return self.host.view
+        assert self.gpu is not None
+        return self.gpu
+
+    def run_bare(self, op: Op, io_bytes: int, threads: int) -> float:
+        """GB/s of a loop in C++ of the same calls of cuFile, over as much of the file as there is memory."""
+        assert isinstance(self.transport, NativeTransport), "kvikio and NIXL have no such loop"
+        assert self.transport.cufile is not None, "cuFile has no part in it"
+        assert self.gpu is not None, "cuFile reads into memory of a GPU"
+        given = self.gpu.data_ptr(), self.gpu.numel(), io_bytes, threads
+        try:
+            return rate(self.gpu.numel(), self.transport.cufile.run_bare(self._file, *given, write=op is Op.WRITE))
+        except NativeCallError as error:
+            raise IOFailedError(f"the bare {op.value} loop failed: {error.message}", "see cuFile's log") from error
+
+    def lane(self) -> Lane:
+        """What one thread moves batches with."""
+        if self.host is None or self.gpu is None:
+            return Lane(self)
+        return CopyingLane(self, self.host, self.gpu)
+
+    def requests(self, some: Sequence[Request], nbytes: int) -> list[IORequest]:
+        """Requests of `nbytes` each."""
+        memory = self._io_memory
+        return [IORequest(self._file, offset, memory[at : at + nbytes]) for offset, at in some]
+
+    def flush(self) -> None:
+        """What was written is on the device when this returns."""
+        self.transport.flush(self._file)
+
+    # -- the bytes, for checks ---------------------------------------------------------------------------------------
+
+    def put(self, content: bytes) -> None:
+        """Set the first bytes of the memory at the far end of this way."""
+        if self.gpu is not None:
+            self.gpu[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.gpu.device)
+            _idle(self.gpu)
+        elif self.host is not None:
+            self.host.view[: len(content)] = content
+
+    def get(self, at: int, nbytes: int) -> bytes:
+        """Bytes of the memory at the far end."""
+        if self.gpu is not None:
+            return bytes(self.gpu[at : at + nbytes].cpu().numpy().tobytes())
+        assert self.host is not None
+        return bytes(self.host.view[at : at + nbytes])
+
+    def close(self) -> None:
+        """Give all of it back, once nothing is in flight."""
+        _idle(self.gpu)
+        self._undo.close()
+        self.gpu = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Lane:
+    """Moves batches, one after the other, in the thread that calls."""
+
+    def __init__(self, way: OpenWay) -> None:
+        self._way = way
+
+    def move(self, op: Op, some: Sequence[Request], nbytes: int) -> list[float]:
+        """Move a batch; how many seconds after the submit each of its requests had ended. Raises its first error."""
+        start = time.perf_counter()
+        return [time.perf_counter() - start for _ in self._ended(op, some, nbytes)]
+
+    def _ended(self, op: Op, some: Sequence[Request], nbytes: int) -> Iterator[int]:
+        """The requests' numbers, as they end. Waits for all of them before it raises."""
+        failure: StorageError | None = None
+        submission = self._way.transport.submit(op, self._way.requests(some, nbytes))
+        for number, error in submission.completions():
+            failure = failure or error
+            if failure is None:
+                yield number
+        if failure is not None:
+            raise failure
+
+
+class CopyingLane(Lane):
+    """Each request goes through page-locked memory: copied on when it was read, or before it is written."""
+
+    def __init__(self, way: OpenWay, host: HostBuffer, gpu: torch.Tensor) -> None:
+        super().__init__(way)
+        self._host, self._gpu = host, gpu
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(gpu.device)  # type: ignore[no-untyped-call]
+
+    def move(self, op: Op, some: Sequence[Request], nbytes: int) -> list[float]:
+        """As `Lane.move`: a read has ended when its bytes are on the GPU, by the GPU's clock."""
+        with torch.cuda.stream(self._stream):
+            if op is Op.WRITE:
+                start = time.perf_counter()
+                for _, at in some:
+                    self._host.tensor[at : at + nbytes].copy_(self._gpu[at : at + nbytes], non_blocking=True)
+                self._stream.synchronize()
+                return [time.perf_counter() - start for _ in self._ended(op, some, nbytes)]
+            begin, ends = self._mark(), []
+            for number in self._ended(op, some, nbytes):
+                at = some[number][1]
+                self._gpu[at : at + nbytes].copy_(self._host.tensor[at : at + nbytes], non_blocking=True)
+                ends.append(self._mark())
+            self._stream.synchronize()
+        return [float(begin.elapsed_time(end)) / 1e3 for end in ends]
+
+    def _mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+
+def open_transport(name: str, threads: int, device: torch.device) -> Transport:
+    """The transport of a way. Raises `TransportUnavailableError` where it cannot work."""
+    if name in ("host", "host_gpu", "uring"):
+        return NativeTransport(threads, uring=name == "uring")
+    if name == "cufile":
+        from gdscache.cuda.driver import Driver
+        from gdscache.storage.cufile import CufileTransport
+
+        return CufileTransport(threads, gpu=Driver(device))
+    if name in ("direct", "kvikio_compat"):
+        from gdscache.storage.kvikio import KvikioTransport
+
+        return KvikioTransport(threads, compat="off" if name == "direct" else "on")
+    from gdscache.storage.nixl import NixlTransport
+
+    return NixlTransport(threads, gds=name == "nixl_gds_mt")
+
+
+def engine_way(directory: Path) -> str:
+    """The way of the transport that an engine takes there by itself, GPUDirect Storage aside."""
+    with open_as_configured(
+        "auto", directory=directory, device="cpu", threads=1, direct_io="auto", gds="off"
+    ) as transport:
+        return "uring" if transport.name == "uring" else "host"
+
+
+def check(way: OpenWay) -> None:
+    """Write and read scattered requests through a way and compare every byte with what plain reads see in the file.
+
+    Uses the first `CHECK_BYTES` of the file and of the memory. Raises `StorageError` where a byte differs.
+    """
+    rng = np.random.default_rng(1)
+    lane = way.lane()
+    for nbytes, count in CHECKED:
+        offsets = (rng.permutation(CHECK_BYTES // nbytes)[:count] * nbytes).tolist()
+        some = [(int(offset), number * nbytes) for number, offset in enumerate(offsets)]
+        content = rng.bytes(count * nbytes)
+        way.put(content)
+        lane.move(Op.WRITE, some, nbytes)
+        way.flush()
+        with way.path.open("rb", buffering=0) as file:
+            for offset, at in some:
+                file.seek(offset)
+                _compare(way, "in the file", offset, file.read(nbytes), content[at : at + nbytes])
+        way.put(bytes(count * nbytes))
+        lane.move(Op.READ, some[::-1], nbytes)
+        for offset, at in some:
+            _compare(way, "read", offset, way.get(at, nbytes), content[at : at + nbytes])
+
+
+def _compare(way: OpenWay, where: str, offset: int, found: bytes, wanted: bytes) -> None:
+    if found != wanted:
+        raise StorageError(
+            f"{way.way.label}: {len(wanted)} bytes {where} at offset {offset} are not those written",
+            "do not use this way here",
+        )
+
+
+def _idle(gpu: torch.Tensor | None) -> None:
+    if gpu is not None and gpu.is_cuda:
+        torch.cuda.synchronize(gpu.device)

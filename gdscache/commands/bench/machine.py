@@ -1,0 +1,98 @@
+"""What a measurement ran on: the machine, the versions, the state of the source tree, the file system it used."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sqlite3
+import subprocess
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "gdscache",
+    "torch",
+    "numpy",
+    "xxhash",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "kvikio-cu12",
+    "kvikio-cu13",
+    "nixl",
+)
+
+
+def describe(directory: Path) -> dict[str, Any]:
+    """The machine as plain data. `directory` is where the measurement keeps its files. What is unknown is None."""
+    import torch
+
+    return {
+        "cpu": _first_value(Path("/proc/cpuinfo"), "model name"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "storage": storage(directory),
+        "python": platform.python_version(),
+        "sqlite": sqlite3.sqlite_version,
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "commit": commit(),
+    }
+
+
+def storage(directory: Path) -> dict[str, Any]:
+    """The file system that holds a directory: its type, mount options and device, and the device's model if known."""
+    device = directory.stat().st_dev
+    major, minor = os.major(device), os.minor(device)
+    kind = source = options = ""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        if left.split()[2] == f"{major}:{minor}":
+            kind, source = right.split()[:2]
+            options = left.split()[5]
+            break
+    block = Path(f"/sys/dev/block/{major}:{minor}").resolve()
+    disk = block if (block / "queue").exists() else block.parent
+    return {
+        "file_system": kind or None,
+        "source": source or None,
+        "options": options or None,
+        "device": disk.name if (disk / "queue").exists() else None,
+        "model": _text(disk / "device" / "model"),
+        "rotational": {"0": False, "1": True}.get(_text(disk / "queue" / "rotational") or ""),
+    }
+
+
+def commit() -> dict[str, Any] | None:
+    """The commit of the source tree that runs, and whether it was changed since; None outside one."""
+    root = Path(__file__).resolve().parents[3]
+    git = shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return None
+    head = subprocess.run([git, "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run([git, "-C", root, "status", "--porcelain"], capture_output=True, text=True, check=False)
+    if head.returncode or changed.returncode:
+        return None
+    return {"hash": head.stdout.strip(), "changed": bool(changed.stdout.strip())}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text().strip() if path.is_file() else None
+
+
+def _first_value(path: Path, key: str) -> str | None:
+    for line in (_text(path) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None

@@ -1,0 +1,173 @@
+"""How the benchmarks measure: ways that are compared run in turns, and a figure is the median of several turns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from gdscache.errors import InvalidValueError, IOFailedError
+
+T = TypeVar("T")
+
+Progress = Callable[[int, int, str], None]
+"""Called as `progress(done, total, text)` while something long goes on."""
+
+
+def silent(done: int, total: int, text: str) -> None:
+    """A progress callback that says nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """The same quantity, measured once a round."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def describe(self) -> dict[str, Any]:
+        """The median, the spread and all values, as plain data."""
+        return {"median": self.median, "min": min(self.values), "max": max(self.values), "values": list(self.values)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A median between bounds that hold the true one with a probability of `coverage`."""
+
+    median: float
+    low: float
+    high: float
+    coverage: float
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The median and the narrowest symmetric pair of order statistics that covers it with `confidence`.
+
+    Nothing is assumed about the distribution (the interval of the sign test), only that values do not depend on each
+    other. Too few of them cover less: then it is the least and the largest, and `coverage` says what that is worth.
+    Raises `InvalidValueError` for no values.
+    """
+    if not values:
+        raise InvalidValueError("no values have no median", "measure at least once")
+    ordered, count = sorted(values), len(values)
+    rank, coverage = 1, 1 - 2 / 2**count  # between the values of this rank from below and from above
+    for further in range(2, (count + 1) // 2 + 1):
+        reached = 1 - 2 * sum(math.comb(count, i) for i in range(further)) / 2**count
+        if reached < confidence:
+            break
+        rank, coverage = further, reached
+    return Interval(statistics.median(ordered), ordered[rank - 1], ordered[-rank], coverage)
+
+
+@contextlib.contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Keep what is there already out of the garbage collector's sight, as servers do once they are up.
+
+    A process with torch holds half a million objects; a full collection looks at all of them, for a tenth of a second,
+    whenever enough has been allocated. What the measured code allocates is collected as ever.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def interleave(
+    ways: Mapping[str, Callable[[], float]], rounds: int, progress: Progress = silent, text: str = ""
+) -> dict[str, Series]:
+    """Run every way once a round, in order, so that whatever drifts on the machine meets all of them alike."""
+    values: dict[str, list[float]] = {name: [] for name in ways}
+    with frozen_heap():
+        for done in range(rounds):
+            progress(done, rounds, text)
+            for name, way in ways.items():
+                values[name].append(way())
+    progress(rounds, rounds, text)
+    return {name: Series(tuple(found)) for name, found in values.items()}
+
+
+def turns(first: Callable[[], T], second: Callable[[], T], rounds: int) -> tuple[list[T], list[T]]:
+    """Two ways in pairs, `rounds` times; in every other pair the second comes first, so that neither has the lead."""
+    found: tuple[list[T], list[T]] = ([], [])
+    for number in range(rounds):
+        for which in (0, 1) if number % 2 == 0 else (1, 0):
+            found[which].append((first, second)[which]())
+    return found
+
+
+def paired(ours: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """Ours over the other, pair by pair: the median of the ratios and its interval."""
+    found = median_interval([a / b for a, b in zip(ours, other, strict=True)])
+    return {
+        "ratio": found.median,
+        "ratio_low": found.low,
+        "ratio_high": found.high,
+        "coverage": found.coverage,
+        "pairs": len(ours),
+    }
+
+
+def ratio(ours: Series, other: Series) -> dict[str, float]:
+    """Ours over the other: of the medians, and the least and largest of single rounds."""
+    by_round = [a / b for a, b in zip(ours.values, other.values, strict=True)]
+    return {"ratio": ours.median / other.median, "ratio_min": min(by_round), "ratio_max": max(by_round)}
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def rate(nbytes: int, elapsed: float) -> float:
+    """GB/s (10^9 bytes)."""
+    return nbytes / elapsed / 1e9
+
+
+def target(value: float, limit: float, *, at_least: bool) -> dict[str, Any]:
+    """A figure's target as plain data, and whether it is met."""
+    return {"target": limit, "met": value >= limit if at_least else value <= limit}
+
+
+def judged(report: Any) -> Sequence[Mapping[str, Any]]:
+    """Every part of a report that has a target, in the order in which they stand there."""
+    if isinstance(report, Mapping):
+        own = [report] if "met" in report else []
+        return [*own, *(found for value in report.values() for found in judged(value))]
+    if isinstance(report, (list, tuple)):
+        return [found for value in report for found in judged(value)]
+    return []
+
+
+def child(
+    module: str, function: str, *arguments: object, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a function of a module of this package, with its plain arguments, in a fresh interpreter; what it prints.
+
+    The function prints one line of JSON. `environment` is added to this process's. Raises `IOFailedError` with the end
+    of the child's complaint when it fails.
+    """
+    call = f"{module}.{function}(*json.loads({json.dumps(arguments)!r}))"
+    code = f"import json; from gdscache.commands.bench import {module}; {call}"
+    variables = {**os.environ, **(environment or {})}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-3:]
+        raise IOFailedError(f"a child process ended with {done.returncode}: {' / '.join(last)}", "run it alone to see")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

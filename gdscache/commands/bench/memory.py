@@ -1,0 +1,129 @@
+"""What the engine and its index keep resident, measured in fresh interpreters: one child process a figure."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from gdscache.commands.bench import measure
+from gdscache.commands.bench.measure import Progress, silent, target
+from gdscache.errors import IOFailedError
+from gdscache.sizes import MIB
+
+TARGET = 150 * MIB
+LAYERS, PAGE_TOKENS, PAGE_BYTES = 32, 4, 8192  # small pages: what is looked for does not grow with the pages' bytes
+HOST_BUFFER = 16 * MIB
+
+
+def run(directory: Path, pages: int, progress: Progress = silent) -> dict[str, Any]:
+    """Resident bytes of an engine with `pages` pages stored, less its pools and an interpreter that imported torch.
+
+    All pools are touched. `peak` is the largest resident size until then, less the same.
+    """
+    progress(0, 2, "memory: an interpreter with torch")
+    torch_only = child("torch_only")
+    progress(1, 2, f"memory: an engine with {pages:,} pages")
+    engine = child("engine_with_pages", str(directory / "memory"), pages)
+    progress(2, 2, f"memory: an engine with {pages:,} pages")
+    beyond = engine["resident"] - engine["pools"] - torch_only["resident"]
+    return {
+        "name": "memory",
+        "pages": engine["pages"],
+        "resident_bytes": engine["resident"],
+        "peak_bytes": engine["peak"],
+        "pool_bytes": engine["pools"],
+        "torch_bytes": torch_only["resident"],
+        "beyond_bytes": beyond,
+        "beyond_bytes_peak": engine["peak"] - engine["pools"] - torch_only["resident"],
+        **target(beyond, TARGET, at_least=False),
+    }
+
+
+def child(function: str, *arguments: object) -> dict[str, Any]:
+    """Run a function of this module, named with its plain arguments, in a fresh interpreter; what it returns."""
+    return measure.child("memory", function, *arguments)
+
+
+def resident() -> int:
+    """Resident bytes of this process now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak() -> int:
+    """The largest that `resident` was in this process."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+# -- what runs in the children -----------------------------------------------------------------------------------------
+
+
+def torch_only() -> None:
+    """The size of an interpreter that imported torch."""
+    import torch  # noqa: F401
+
+    print(json.dumps({"resident": resident()}))
+
+
+def engine_with_pages(directory: str, pages: int) -> None:
+    """The size of an engine on the CPU after storing `pages` pages and loading them again from each tier."""
+    from gdscache import CacheEngine
+
+    pool = pages * PAGE_BYTES
+    model = {"name": "bench", "layers": LAYERS, "kv_heads": 1, "head_dim": 16, "page_tokens": PAGE_TOKENS}
+    config = {
+        "model": model,
+        "gpu": {"device": "cpu", "capacity": pool + PAGE_BYTES},
+        "cpu": {"capacity": pool, "pin": "off"},
+        "ssd": {"path": directory, "capacity": pool + 128 * PAGE_BYTES, "transport": "posix"},
+        "host_buffer": HOST_BUFFER,
+        "store": {"queue": pool},
+    }
+    tokens = list(range(pages * PAGE_TOKENS + 1))
+    with CacheEngine.from_config(config) as engine:
+        with engine.sequence(tokens) as sequence:
+            for layer in range(LAYERS):
+                for plane in engine.gpu.planes(layer):
+                    plane.fill_(layer)
+            sequence.commit()
+        engine.drain(600.0)
+    with CacheEngine.from_config(config) as engine:
+        cpu = engine.manager.cpu
+        assert cpu is not None, "no CPU tier"
+        for source in ("ssd", "cpu"):
+            with engine.sequence(tokens) as sequence:
+                for layer in range(LAYERS):
+                    sequence.wait(layer, 600.0)
+                loaded = sequence.load
+                if loaded is None or loaded.result(600.0).bytes_by_tier != {source: pool}:
+                    raise IOFailedError(f"the pages did not come from the {source} tier", "please report it")
+                if source == "cpu":
+                    sequence.commit()
+        pools = engine.gpu.capacity + cpu.capacity + HOST_BUFFER
+        found = {"resident": resident(), "peak": peak(), "pools": pools, "pages": len(engine.gpu.index)}
+    print(json.dumps(found))
+
+
+def index_of_catalog(directory: str, pages: int, layers: int) -> None:
+    """The growth of an interpreter that opens the SSD tier of a filled directory, then reads every checksum."""
+    import threading
+
+    from gdscache.commands.bench import index
+    from gdscache.tiers.ssd import SsdTier
+
+    layout, config = index.tier_of(Path(directory), pages, layers)
+    before = resident()
+    tier = SsdTier(layout, config, "cpu", threading.RLock())
+    try:
+        opened = resident() - before
+        entries = list(tier.index)
+        for at in range(0, len(entries), 1024):
+            tier.checksums(entries[at : at + 1024])
+        del entries
+        touched = resident() - before
+        found = {"pages": len(tier.index), "opened": opened, "touched": touched, "peak": peak() - before}
+    finally:
+        tier.close()
+    print(json.dumps(found))

@@ -1,0 +1,68 @@
+"""The least that bytes could take, for `gdscache bench ttft`: a plain copy of host memory, and bare O_DIRECT loops."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Onward
+from gdscache.commands.bench.measure import rate
+from gdscache.cuda.host_memory import HostBuffer
+from gdscache.storage.base import Op
+
+
+class Ceilings:
+    """Ways to measure the ceilings on one slab, each called once a round: GB/s by name (`copy`, `read`, `onward`).
+
+    `copy`: one copy of `nbytes` of page-locked host memory to the device, on a CPU-only machine from one part of memory
+    to another. `read`: the best of the bare loops on the slab's first `nbytes`, which hold pages; `onward`: the best of
+    those that copy on to the device what they have read. `loops` says which they are.
+    """
+
+    def __init__(self, device: torch.device, slab: Path, nbytes: int) -> None:
+        nbytes = max(nbytes // max(IO_BYTES), 1) * max(IO_BYTES) if nbytes >= max(IO_BYTES) else nbytes
+        self._device = device
+        with contextlib.ExitStack() as undo:
+            self._host = undo.enter_context(HostBuffer(nbytes, "auto"))
+            self._source = self._host.tensor[:nbytes]
+            self._source.fill_(1)
+            self._target = torch.ones(nbytes, dtype=torch.uint8, device=device)
+            self.ways: dict[str, Callable[[], float]] = {"copy": self._copy}
+            self.loops: dict[str, str] = {}
+            if nbytes >= min(IO_BYTES):
+                loop = undo.enter_context(BareLoop(slab, nbytes))
+                for name, onward in (("read", None), ("onward", Onward(self._target))):
+                    best = loop.scout(Op.READ, onward=onward)[0]
+                    self.loops[name] = f"{best.label}, {'O_DIRECT' if loop.direct else 'through the page cache'}"
+                    self.ways |= loop.runs(Op.READ, {name: best}, onward)
+            undo.callback(self._forget)
+            self._undo = undo.pop_all()
+
+    def _copy(self) -> float:
+        self._idle()
+        start = time.perf_counter()
+        self._target.copy_(self._source, non_blocking=True)
+        self._idle()
+        return rate(self._source.nbytes, time.perf_counter() - start)
+
+    def _idle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _forget(self) -> None:
+        self._idle()
+        del self._source, self._target
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()

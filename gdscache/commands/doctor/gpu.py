@@ -1,0 +1,101 @@
+"""Is there a GPU, does torch see it, and is it the one that the configuration names?"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from gdscache.commands.doctor.facts import Asked, DeviceFacts, DriverFacts, Facts, GpuFacts, attempt
+from gdscache.commands.doctor.report import Row, Verdict
+from gdscache.cuda.streams import resolve_device
+from gdscache.errors import DeviceError
+from gdscache.sizes import about
+
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+
+
+def find_gpu(asked: Asked) -> GpuFacts:
+    """Torch, the driver, the GPUs, and what `gpu.device` means here."""
+    return GpuFacts(
+        torch.__version__,
+        torch.version.cuda,
+        attempt(find_driver),
+        attempt(find_devices),
+        attempt(lambda: str(resolve_device(asked.config.gpu.device))),
+    )
+
+
+def find_driver() -> DriverFacts:
+    """The NVIDIA driver. Raises `DeviceError` where there is none."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        hint = "on a machine with an NVIDIA GPU, install its driver, and give a container its GPUs"
+        raise DeviceError(f"there is no CUDA driver: {error}", hint) from error
+    number, text = ctypes.c_int(), ctypes.c_char_p()
+    library.cuDriverGetVersion(ctypes.byref(number))
+    code = library.cuInit(0)
+    if code:
+        library.cuGetErrorName(code, ctypes.byref(text))
+    cause = f"cuInit answers {code} ({(text.value or b'unknown').decode()})" if code else ""
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", DRIVER_VERSION.read_text()) if DRIVER_VERSION.exists() else None
+    return DriverFacts(number.value, found[0] if found else "", cause)
+
+
+def find_devices() -> tuple[DeviceFacts, ...]:
+    """The GPUs as torch sees them, at least one. Raises `DeviceError` with the cause where it sees none."""
+    if torch.version.cuda is None:
+        raise DeviceError(f"torch {torch.__version__} was built without CUDA", "install a build of torch with CUDA")
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        cause = str(error).partition("\n")[0]
+        raise DeviceError(f"torch sees none: {cause}", "see the driver, and CUDA_VISIBLE_DEVICES") from error
+    found = []
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        found.append(DeviceFacts(p.name, (p.major, p.minor), p.total_memory, p.multi_processor_count))
+    return tuple(found)
+
+
+def gpu_to_look_at(facts: GpuFacts) -> torch.device | None:
+    """The GPU that an engine would use, else the first one; None where torch sees none."""
+    if not facts.devices.value:
+        return None
+    device = torch.device(facts.device.value or "cuda:0")
+    return device if device.type == "cuda" else torch.device("cuda", 0)
+
+
+def gpu_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
+    """Torch, driver, GPUs; `gpu.device`."""
+    gpu, driver = facts.gpu, facts.gpu.driver.value
+    lack: Verdict = "warn" if driver else "info"  # where there is a driver there should be a GPU
+    data = {"version": gpu.torch, "cuda": gpu.torch_cuda}
+    if gpu.torch_cuda:
+        yield Row("torch", f"{gpu.torch}, CUDA {gpu.torch_cuda}", "ok", data=data)
+    else:
+        hint = "install a build of torch with CUDA" if driver else ""
+        yield Row("torch", f"{gpu.torch}, without CUDA", lack, hint, data)
+    if driver is None:
+        yield Row("driver", gpu.driver.cause, "info", gpu.driver.hint)
+    else:
+        parts = [driver.version, f"CUDA {driver.cuda // 1000}.{driver.cuda % 1000 // 10}", driver.cause]
+        verdict: Verdict = "warn" if driver.cause else "ok"
+        hint = "see that nvidia-smi works, and that CUDA_VISIBLE_DEVICES names a GPU" if driver.cause else ""
+        yield Row("driver", ", ".join(filter(None, parts)), verdict, hint, dataclasses.asdict(driver))
+    for index, found in enumerate(gpu.devices.value or ()):
+        capability = ".".join(map(str, found.capability))
+        value = f"{found.name}, compute capability {capability}, {about(found.memory_bytes)}, {found.processors} SMs"
+        yield Row(f"GPU {index}", value, "ok", data=dataclasses.asdict(found))
+    if not facts.has_gpu:
+        yield Row("GPU", gpu.devices.cause or "torch sees none", lack, gpu.devices.hint if driver else "")
+    wanted, device = asked.config.gpu.device, gpu.device.value
+    if device is None:
+        yield Row("gpu.device", f"{wanted}: {gpu.device.cause}", "fail", gpu.device.hint)
+    else:
+        yield Row("gpu.device", f"{wanted}: {device}", "info" if device == "cpu" else "ok", data=device)

@@ -1,0 +1,11 @@
+"""Looking into the directory of an SSD tier without an engine: `gdscache inspect` and `gdscache verify`.
+
+Neither changes anything there, and neither trusts a value that it finds.
+"""
+
+from __future__ import annotations
+
+from gdscache.commands.inspect.survey import inspect
+from gdscache.commands.inspect.verification import verify
+
+__all__ = ["inspect", "verify"]

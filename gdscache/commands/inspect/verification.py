@@ -1,0 +1,265 @@
+"""`gdscache verify`: every committed page of a directory that nobody uses, read and held against its checksums."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gdscache.commands.inspect.reading import (
+    Contents,
+    existing,
+    open_catalog,
+    os_errors,
+    read_contents,
+    regular_file,
+    slab_directories,
+)
+from gdscache.disk.catalog import WHOLE_SUMS
+from gdscache.disk.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
+from gdscache.disk.directory import CacheDirectories
+from gdscache.errors import DirectoryInUseError, IOFailedError
+from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
+from gdscache.pages.layout import PageLayout
+
+SCHEMA = "gdscache.verify/1"
+PIECE_BYTES = 8 << 20  # of neighbouring extents that are read at once; a larger extent is read alone
+THREADS = 4
+REFRESH = 0.1  # seconds between two reports of progress
+KEY_DIGITS = 16  # of a key, as hexadecimal, that name a page
+UNCHECKED = "no_description"
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """A page that is not known to be good. `layer` is the first bad one, where the cause is `checksum`.
+
+    `cause`: `checksum`, `no_checksums` (missing, or not one a layer), `io_error`, `short_read`; `no_description`, where
+    nothing says where the layers of a page lie, so that it could not be checked; or a cause of `Recovered.dropped`.
+    """
+
+    slot: int
+    key: str
+    namespace: str
+    cause: str
+    layer: int | None = None
+
+
+def verify(directory: Path, progress: Progress = lambda done, total, text: None) -> dict[str, Any]:
+    """Read every committed page of `directory` and check it; a report as plain data. Changes only the lock file.
+
+    Owns the directory meanwhile. `progress(done, total, text)` counts pages. Raises `DirectoryInUseError` and what
+    `inspect` raises. A page that cannot be read is a finding, not an error.
+    """
+    directory = existing(directory)
+    with _own(slab_directories(directory)), open_catalog(directory) as connection:
+        contents = read_contents(directory, connection)
+        check = _Check(contents, connection)
+        begun = time.perf_counter()
+        findings = check.run(progress)
+        seconds = time.perf_counter() - begun
+    outside = [Finding(slot, *_name(contents, slot), cause) for slot, cause in contents.faults.items()]
+    findings = sorted([*findings, *outside], key=lambda f: f.slot)
+    bad = [f for f in findings if f.cause != UNCHECKED]
+    pages = len(contents.slots) + len(contents.broken)
+    return {
+        "schema": SCHEMA,
+        "path": str(directory),
+        "pages": pages,
+        "good_pages": pages - len(findings),
+        "bad_pages": len(bad),
+        "unbound_pages": sum(not contents.is_bound(slot) for slot in contents.slots[contents.sound].tolist()),
+        "unchecked_pages": len(findings) - len(bad),
+        "bad": [dataclasses.asdict(f) for f in bad],
+        "unchecked": [dataclasses.asdict(f) for f in findings if f.cause == UNCHECKED],
+        "bytes": check.bytes_read,
+        "seconds": seconds,
+        "gb_per_second": check.bytes_read / seconds / 1e9,
+    }
+
+
+def _own(directories: Sequence[Path]) -> CacheDirectories:
+    try:
+        with contextlib.ExitStack() as undo:
+            owned = undo.enter_context(CacheDirectories.open(directories, sweep=False))
+            owned.hold_slabs()  # an engine that has lost its lock still has these
+            undo.pop_all()
+            return owned
+    except DirectoryInUseError as error:
+        raise DirectoryInUseError(
+            error.message,
+            "verify it when that engine is closed; while it runs, gdscache inspect shows its status, and its check() "
+            "holds its index against its files",
+        ) from error
+
+
+def _name(contents: Contents, slot: int) -> tuple[str, str]:
+    """Key prefix and namespace prefix of the row of a slot; empty where the row is not whole."""
+    row = int(np.searchsorted(contents.slots, slot))
+    if row == len(contents.slots) or contents.slots[row] != slot:
+        return "", ""
+    namespace = contents.names.get(int(contents.namespaces[row]))
+    return contents.keys[row].hex()[:KEY_DIGITS], namespace.digest.hex()[:KEY_DIGITS] if namespace else ""
+
+
+class _Check:
+    """The reading threads of one verification, which take pieces in the order of the slab."""
+
+    def __init__(self, contents: Contents, connection: sqlite3.Connection) -> None:
+        self.bytes_read = 0
+        self._contents = contents
+        self._connection = connection
+        self._extent = contents.slab.extent_bytes
+        layouts = [n.layout for n in contents.names.values() if n.layout is not None]
+        self._layouts = list(dict.fromkeys(layouts))
+        self._pieces = _pieces(contents, max(1, PIECE_BYTES // self._extent))
+        self._lock = threading.Lock()  # guards the connection and what follows
+        self._files: list[int] = []  # descriptors of the slab files
+        self._next = 0
+        self._done = 0
+        self._findings: list[Finding] = []
+        self._stop = False
+
+    def run(self, progress: Progress) -> list[Finding]:
+        total = len(self._contents.sound)
+        with contextlib.ExitStack() as files:
+            for path in self._contents.slab.files:
+                regular_file(path)
+                with os_errors(path):
+                    slab = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                files.callback(os.close, slab)
+                os.posix_fadvise(slab, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read beyond what is asked for
+                self._files.append(slab)
+            with ThreadPoolExecutor(THREADS, "gdscache-verify") as pool:
+                try:
+                    workers = {pool.submit(self._work) for _ in range(min(THREADS, len(self._pieces)))}
+                    waiting = workers
+                    while waiting:
+                        progress(self._done, total, "pages")
+                        ended, waiting = wait(waiting, REFRESH, FIRST_EXCEPTION)
+                        for worker in ended:
+                            worker.result()
+                finally:
+                    self._stop = True
+        progress(total, total, "pages")
+        return self._findings
+
+    def _work(self) -> None:
+        buffer = memoryview(bytearray(max(map(len, self._pieces)) * self._extent))
+        while not self._stop:
+            with self._lock:
+                if self._next == len(self._pieces):
+                    return
+                rows = self._pieces[self._next]
+                self._next += 1
+                sums = self._checksums(rows)
+            findings, nbytes = self._piece(buffer, rows, sums)
+            with self._lock:
+                self._findings += findings
+                self._done += len(rows)
+                self.bytes_read += nbytes
+
+    def _piece(self, buffer: memoryview, rows: range, sums: list[Checksums | None]) -> tuple[list[Finding], int]:
+        """What is wrong with the pages of neighbouring rows, and the bytes that were read."""
+        extent, first = self._extent, int(self._contents.slots[self._contents.sound[rows.start]])
+        number, offset = self._contents.slab.locate(first)
+        try:
+            got = _read(self._files[number], buffer[: len(rows) * extent], offset)
+        except OSError:
+            if len(rows) > 1:  # once more, one by one: only pages that cannot be read are bad
+                parts = [self._piece(buffer, rows[i : i + 1], sums[i : i + 1]) for i in range(len(rows))]
+                return [finding for findings, _ in parts for finding in findings], sum(nbytes for _, nbytes in parts)
+            return [self._finding(rows.start, "io_error", None)], 0
+        found = []
+        for i, row in enumerate(rows):
+            fault = self._fault(row, buffer[i * extent : min((i + 1) * extent, got)], sums[i])
+            if fault is not None:
+                found.append(self._finding(row, *fault))
+        return found, got
+
+    def _fault(self, row: int, data: memoryview, sums: Checksums | None) -> tuple[str, int | None] | None:
+        """Cause and layer, or None for a page that is good."""
+        if len(data) < self._extent:
+            return "short_read", None
+        if sums is None:
+            return "no_checksums", None
+        layout = self._contents.names[int(self._contents.namespaces[self._contents.sound[row]])].layout
+        if layout is None:  # the bytes of a known layout that match 64 bits a layer have that layout
+            return None if any(_matches(data, other, sums) for other in self._layouts) else (UNCHECKED, None)
+        if len(sums) != layout.n_layers:
+            return "no_checksums", None
+        layer = first_bad_layer(data, layout.layer_bounds, sums)
+        return None if layer is None else ("checksum", layer)
+
+    def _finding(self, row: int, cause: str, layer: int | None) -> Finding:
+        slot = int(self._contents.slots[self._contents.sound[row]])
+        return Finding(slot, *_name(self._contents, slot), cause, layer)
+
+    def _checksums(self, rows: range) -> list[Checksums | None]:
+        slots = self._contents.slots[self._contents.sound[rows.start : rows.stop]].tolist()
+        path = self._contents.slab.path.with_name(CATALOG_NAME)
+        try:
+            with sqlite_errors(path, "read"):
+                found = dict(
+                    self._connection.execute(
+                        f"SELECT slot, sums FROM checksums WHERE slot BETWEEN ? AND ? AND {WHOLE_SUMS}",
+                        (slots[0], slots[-1]),
+                    )
+                )
+        except CorruptCatalogError as error:
+            raise IOFailedError(
+                str(error), "the next engine that opens this directory finds these pages without checksums"
+            ) from error
+        keys = (self._contents.keys[row] for row in self._contents.sound[rows.start : rows.stop].tolist())
+        return [self._sums(found.get(slot), slot, key) for slot, key in zip(slots, keys, strict=True)]
+
+    def _sums(self, stored: bytes | None, slot: int, key: bytes) -> Checksums | None:
+        """The checksums of the bytes of a page with this key."""
+        if stored is None:
+            return None
+        values = np.frombuffer(stored, "<u8")
+        return unbound(values[None], [key])[0] if self._contents.is_bound(slot) else values
+
+
+def _matches(data: memoryview, layout: PageLayout, sums: Checksums) -> bool:
+    return first_bad_layer(data, layout.layer_bounds, sums) is None
+
+
+def _pieces(contents: Contents, most: int) -> list[range]:
+    """Runs of at most `most` slots that are neighbours in a file, as ranges of positions in `contents.sound`."""
+    slots = contents.slots[contents.sound]
+    if not len(slots):
+        return []
+    apart = np.diff(slots) != 1
+    if len(contents.slab.files) > 1:
+        apart |= np.diff(slots // contents.slab.stretch) != 0
+    breaks = [0, *(np.flatnonzero(apart) + 1).tolist(), len(slots)]
+    return [
+        range(at, min(at + most, end)) for start, end in itertools.pairwise(breaks) for at in range(start, end, most)
+    ]
+
+
+def _read(slab: int, memory: memoryview, offset: int) -> int:
+    """Fill `memory` from the slab and drop it from the page cache; fewer bytes only at the end of the file."""
+    done = 0
+    try:
+        while done < len(memory):
+            count = os.preadv(slab, [memory[done:]], offset + done)
+            if count == 0:
+                break
+            done += count
+    finally:
+        os.posix_fadvise(slab, offset, len(memory), os.POSIX_FADV_DONTNEED)
+    return done

@@ -1,0 +1,253 @@
+"""All tiers of an engine with virtual time: its real index, policies, stores and writer, moved by a model of a machine.
+
+What is decided here is decided by the engine's own code (`TierManager`, `StorePlanner`, `Storer`, `TierWriter`,
+`LoadPlanner`, `LoadRun`, ...), whose moves a `VirtualExecutor` carries out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from gdscache.commands.replay.tiers import ModelGpu, ModelSsd, ModelTier
+from gdscache.config import Config
+from gdscache.index.retention import DEFAULT, Retention
+from gdscache.load.plan import LoadPlan
+from gdscache.load.planner import LoadPlanner
+from gdscache.load.report import LoadPart
+from gdscache.load.run import LoadRun
+from gdscache.moves import Moving
+from gdscache.moves.clock import Clock, Done, Machine, Process
+from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPool
+from gdscache.pages.keys import Page
+from gdscache.policies.admission import open_admission
+from gdscache.policies.promotion import new_promotion
+from gdscache.store.outlets import Outlet
+from gdscache.store.parcel import Parcel, Receipt
+from gdscache.store.plan import StorePlanner
+from gdscache.store.storer import Storer
+from gdscache.store.writer import Outgoing, TierWriter
+from gdscache.tiers.base import Lease
+from gdscache.tiers.manager import TierManager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gdscache.cuda.streams import Event, Landed
+
+
+class Ledger:
+    """What became of the pages of all stores: a receipt, as the storer wants one. `gathered` is called when the blocks
+    of a store are not read any more."""
+
+    def __init__(self, gathered: Callable[[], None] = lambda: None) -> None:
+        self._gathered = gathered
+        self.offered = 0
+        self.finished = 0
+        self.stored: Counter[str] = Counter()  # by tier
+        self.dropped: Counter[str] = Counter()  # by cause
+
+    def committed(self, pages: Sequence[int], tier: str) -> None:
+        self.stored[tier] += len(pages)
+
+    def finish(self, pages: Sequence[int], cause: str = "") -> None:
+        self.finished += len(pages)
+        if cause:
+            self.dropped[cause] += len(pages)
+
+    def reading(self, lands: Callable[[float], Landed | None]) -> None:
+        """In virtual time a gather has read when it has ended."""
+
+    def read(self, event: Event) -> None:
+        self._gathered()
+
+
+class Moved:
+    """Pages that moved, by tier: read (by loads, and by writes of a page that lies in the CPU tier) and written."""
+
+    def __init__(self, executor: VirtualExecutor) -> None:
+        self._executor = executor
+        self.read, self.written = executor.read, executor.written
+        self.demoted = 0  # from the CPU tier on to the SSD, without a store
+        self.to_ssd = 0  # handed to the writer
+        self.not_written: Counter[str] = Counter()  # ... and dropped there, by cause
+        self.most_queued = 0  # pages accepted and not finished, those on their way to the SSD left out
+        self.most_to_ssd = 0  # pages on their way to the SSD
+
+    @property
+    def promoted(self) -> int:
+        """Pages that loads brought from the SSD into the CPU tier."""
+        return self._executor.promoted
+
+
+class _Handle:
+    """A load that nobody waits for layer by layer."""
+
+    number = 0
+    cancelled = False
+
+    def __init__(self, parts: Sequence[LoadPart]) -> None:
+        self.parts = parts
+
+    def carried_by(self, moving: Moving, *, last: bool) -> None:
+        """Nobody cancels it."""
+
+    def signal(self, layer: int, event: Event) -> None:
+        """Nobody waits for it."""
+
+    def released(self) -> None:
+        """Nobody has the blocks."""
+
+
+class _Planner(StorePlanner):
+    """Counts what is queued, what goes to the SSD without a store, and what the writer drops."""
+
+    def __init__(self, moved: Moved, *args: Any, **options: Any) -> None:
+        self._moved = moved
+        super().__init__(*args, **options)
+
+    def accept(self, pages: Sequence[Page], receipt: Receipt, retention: Retention = DEFAULT) -> list[int]:
+        wanted = super().accept(pages, receipt, retention)
+        self._moved.most_queued = max(self._moved.most_queued, self.queued - len(self.keys))
+        return wanted
+
+    def leaving(self, pages: Iterable[Page]) -> list[Parcel]:
+        parcels = super().leaving(pages)
+        self._moved.demoted += sum(map(len, parcels))
+        return parcels
+
+    def written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
+        if cause:
+            self._moved.not_written[cause] += len(rows)
+        super().written(parcel, outlet, rows, cause)
+
+
+class _Writer(TierWriter):
+    """Counts the pages that are handed to it. `planner`: knows those on their way."""
+
+    def __init__(self, moved: Moved, planner: StorePlanner, *args: Any) -> None:
+        self._moved, self._planner = moved, planner
+        super().__init__(*args)
+
+    def put(self, pages: Sequence[Outgoing]) -> None:
+        self._moved.to_ssd += sum(len(out.pages) for out in pages)
+        self._moved.most_to_ssd = max(self._moved.most_to_ssd, len(self._planner.keys))
+        super().put(pages)
+
+
+def _nothing() -> None:
+    pass
+
+
+class Hierarchy:
+    """The tiers of `config`. `own_pool`: the engine has a GPU pool (`sequence`); else its planes are attached.
+
+    The SSD's route is through host memory, unless the config says `direct`.
+    """
+
+    def __init__(self, config: Config, machine: Machine, clock: Clock, *, own_pool: bool = False) -> None:
+        self.layout = layout = config.model.layout()
+        self.config = config
+        self.clock = clock
+        self.extent_bytes, self.page_bytes = layout.extent_bytes, layout.page_bytes
+        extent = self.extent_bytes
+        gpu = ModelGpu("gpu", config.gpu.capacity // layout.page_bytes, layout.page_bytes, config.gpu.eviction)
+        self.gpu = gpu if own_pool else None
+        self.cpu = self.ssd = None
+        if config.cpu is not None:
+            self.cpu = ModelTier("cpu", config.cpu.capacity // extent, extent, config.cpu.eviction)
+        if config.ssd is not None:
+            self.ssd = ModelSsd(config.ssd.capacity // extent, extent, config.ssd.eviction, config.ssd.reserve)
+        self.lock = threading.RLock()
+        promotion = None
+        if config.ssd is not None and self.cpu is not None:
+            promotion = new_promotion(config.ssd.promotion, self.cpu.index.slots)
+        self.manager = TierManager(
+            self.lock,
+            [tier for tier in (self.gpu, self.cpu, self.ssd) if tier is not None],
+            wall_clock=clock.time,
+            clock=clock.time,
+        )
+        self.admission, admissions = None, {}
+        if config.ssd is not None and self.ssd is not None:
+            self.admission = admissions["ssd"] = open_admission(config.ssd, self.ssd.index.slots, extent, clock.time)
+        marks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
+        self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)
+        self.moved = Moved(self.executor)
+        selective = promotion is not None and promotion.selective
+        self.planner = _Planner(self.moved, self.manager, config.store, extent, admissions, marks, selective=selective)
+        writers = {}
+        if self.ssd is not None:
+            writers["ssd"] = _Writer(self.moved, self.planner, self.manager, self.ssd, self.executor, extent)
+        self._spare = None
+        if config.ssd is not None:
+            half = config.host_buffer // extent // 2
+            self._spare = VirtualPool(clock, range(half, 2 * half))
+        self.storer = Storer(self.manager, self.planner, self.executor, self._spare, writers, extent, config.store)
+        self.loads = LoadPlanner(
+            self.manager,
+            VirtualCondition(clock, self.lock),
+            promotion=promotion,
+            due=[self.storer.offer_earned],
+        )
+        self._keep = config.ssd is None or config.ssd.route != "direct"
+        self.gathered: Callable[[], None] = _nothing  # the GPU pages of a store are not read any more
+        self.ledger = Ledger(lambda: self.gathered())
+        self._idle = config.load.threads  # loads that may begin at once
+        self._waiting: deque[Done] = deque()  # ... and those that may not
+
+    # -- loads -------------------------------------------------------------------------------------------------------
+
+    def plan_load(self, pages: Sequence[Page]) -> LoadPlan:
+        """Lease what a load will move; `load` moves it."""
+        return self.loads.plan([pages], "load", keep=self._keep)
+
+    def load(self, plan: LoadPlan) -> Process:
+        """Move the pages of a plan and end it. At most `load.threads` loads move at once, the first planned first."""
+        if self._idle:
+            self._idle -= 1
+        else:
+            turn = Done(self.clock)
+            self._waiting.append(turn)
+            yield turn
+        blocks = np.zeros((len(plan), 1), dtype=np.int64)
+        handle = _Handle([LoadPart(len(plan))])
+        run = LoadRun(self.loads, self.executor, self.layout, self.config.load, handle, plan, blocks)
+        yield from cast(Process, run.steps())
+        if self._waiting:
+            self._waiting.popleft().fire()
+        else:
+            self._idle += 1
+
+    # -- stores ------------------------------------------------------------------------------------------------------
+
+    def store(self, pages: Sequence[Page], sources: Lease | None = None) -> None:
+        """Accept pages for the tiers below, as an engine does."""
+        self.ledger.offered += len(pages)
+        epoch = self.manager.clearing.epoch(pages[0].namespace) if pages else 0
+        blocks = np.empty((len(pages), 0), dtype=np.int64)
+        self.storer.store(pages, self.ledger, blocks, epoch, None, sources)
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def problems(self) -> list[str]:
+        """What does not add up, once everything that was accepted is done."""
+        manager, moved, ledger = self.manager, self.moved, self.ledger
+        found = manager.check()
+        found += [f"a lease of {lease['pages']} pages is left: {lease['owner']}" for lease in manager.stats()["leases"]]
+        if self.planner.queued or self.planner.keys:
+            found.append(f"{self.planner.queued} pages are queued and {len(self.planner.keys)} on their way")
+        if ledger.offered != ledger.finished:
+            found.append(f"{ledger.offered} pages were offered, {ledger.finished} have an outcome")
+        stored = manager.counts["stored", "ssd"]
+        if moved.to_ssd != stored + sum(moved.not_written.values()):
+            found.append(f"{moved.to_ssd} pages went to the writer, {stored} are stored, {moved.not_written} dropped")
+        if self._spare is not None and self._spare.free_slots != self._spare.slots:
+            found.append(f"{self._spare.slots - self._spare.free_slots} bounce slots are not given back")
+        if self.gpu is not None and self.gpu.private:
+            found.append(f"{len(self.gpu.private)} private slots of the GPU pool are left")
+        return found

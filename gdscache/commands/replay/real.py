@@ -1,0 +1,183 @@
+"""A trace through a real engine: every byte is written, moved by its threads, read back and compared. Imports torch.
+
+The engine has attached planes. Requests come one after the other: lookup, load, the rest of the prompt "computed" (its
+bytes follow from the page's key), store, and everything written before the next one begins. So what it finds does not
+depend on the machine, and `Traffic(..., serial=True)` finds the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gdscache.commands.replay.simulate import Progress, silent
+from gdscache.commands.replay.traffic import Found
+from gdscache.commands.replay.workload import Workload
+from gdscache.config import Config
+from gdscache.engine import CacheEngine
+from gdscache.errors import GdsCacheError
+from gdscache.pages.keys import Page, namespace_digest, page_keys
+from gdscache.pages.layout import PageLayout
+from gdscache.pages.planes import PagedPlanes
+
+Bytes = npt.NDArray[np.uint8]
+WAIT_S = 600.0  # for a request's writes
+_REPORT_EVERY = 16  # requests between two reports of progress
+_JUNK = 0xA5
+
+
+class WrongBytesError(GdsCacheError):
+    """A load said that a page is good, and its bytes are not what was stored."""
+
+
+@dataclasses.dataclass
+class RealOutcome:
+    """What happened. `found[i]` is of request `i`; `failed`: pages of loads that were not good, by status.
+
+    `verified_bytes` were loaded and compared. `stats` is the engine's, before it was closed.
+    """
+
+    found: list[Found]
+    failed: Counter[str] = dataclasses.field(default_factory=Counter)
+    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    misses: int = 0
+    offered: int = 0
+    verified_bytes: int = 0
+    load_seconds: float = 0.0
+    store_seconds: float = 0.0
+    problems: tuple[str, ...] = ()
+    stats: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def requests_that_differ(self, simulated: Sequence[Found | None]) -> int:
+        """Requests whose pages were found in other tiers, or in other numbers, than in a simulation."""
+        return sum(1 for mine, other in zip(self.found, simulated, strict=True) if mine != other)
+
+
+def namespace_of(config: Config) -> bytes:
+    """The namespace that an engine of this config gives its pages."""
+    return namespace_digest(config.model.namespace_fields())
+
+
+def tokens_of(workload: Workload, request: int) -> npt.NDArray[np.uint32]:
+    """Token ids of a request's full pages: those of page `n` of the workload are all `n`."""
+    numbers = np.array(workload.prompts[request].pages, dtype=np.uint32)
+    return np.repeat(numbers, workload.page_tokens)
+
+
+def with_keys(workload: Workload, namespace: bytes) -> Workload:
+    """The workload with the keys that its pages have in an engine of this namespace, by their tokens."""
+    names = list(workload.names)
+    known = bytearray(len(names))
+    for request, prompt in enumerate(workload.prompts):
+        if all(known[number] for number in prompt.pages):
+            continue
+        keys = page_keys(namespace, tokens_of(workload, request), workload.page_tokens)
+        for number, key, parent in zip(prompt.pages, keys, [namespace, *keys], strict=False):
+            names[number] = Page(key, parent, namespace)
+            known[number] = 1
+    return workload._replace(names=names, namespace=namespace)
+
+
+class PlanesUnderTest:
+    """Paged planes of `slots` pages, and what is in them."""
+
+    def __init__(self, layout: PageLayout, slots: int, device: str) -> None:
+        self.layout = layout
+        self.planes = PagedPlanes.allocate(layout, slots, torch.device(device)).tensors
+
+    def write(self, first: int, pages: Bytes) -> None:
+        """Put pages, uint8 of shape (pages, page_bytes), into the slots from `first` on."""
+        at = 0
+        for raw in self._raw():
+            end = at + raw.shape[1]
+            raw[first : first + len(pages)] = torch.from_numpy(np.ascontiguousarray(pages[:, at:end])).to(raw.device)
+            at = end
+
+    def read(self, pages: int) -> Bytes:
+        """The bytes of the first `pages` slots, uint8 of shape (pages, page_bytes)."""
+        return np.concatenate([raw[:pages].cpu().numpy() for raw in self._raw()], axis=1)
+
+    def spoil(self, pages: int) -> None:
+        """Put junk into the first `pages` slots."""
+        for raw in self._raw():
+            raw[:pages] = _JUNK
+
+    def _raw(self) -> list[torch.Tensor]:
+        return [tensor.view(torch.uint8).view(len(tensor), -1) for tensors in self.planes for tensor in tensors]
+
+
+def bytes_of(pages: list[Page], page_bytes: int) -> Bytes:
+    """Bytes that follow from the keys: noise, uint8 of shape (pages, page_bytes)."""
+    rows = np.empty((len(pages), page_bytes), dtype=np.uint8)
+    for row, page in zip(rows, pages, strict=True):
+        seed = np.frombuffer(page.key[:16], dtype=np.uint64)
+        row[:] = np.frombuffer(np.random.Generator(np.random.Philox(key=seed)).bytes(page_bytes), dtype=np.uint8)
+    return rows
+
+
+def replay_real(
+    workload: Workload, config: Config, directory: Path, device: str = "cpu", progress: Progress = silent
+) -> RealOutcome:
+    """Send a workload of full pages through an engine whose SSD tier is in `directory`, which it fills.
+
+    Raises `WrongBytesError` when a page that a load calls good is not what was stored, and what an engine raises.
+    """
+    if config.ssd is not None:
+        config = config.model_copy(update={"ssd": config.ssd.model_copy(update={"path": directory, "stripes": ()})})
+    layout = config.model.layout()
+    under_test = PlanesUnderTest(layout, max((len(p.pages) for p in workload.prompts), default=1) or 1, device)
+    outcome = RealOutcome([])
+    with CacheEngine.from_config(config, planes=under_test.planes) as engine:
+        for i in range(len(workload.prompts)):
+            if i % _REPORT_EVERY == 0:
+                progress(i, len(workload.prompts), "replaying with bytes")
+            _request(engine, workload, i, under_test, outcome)
+        outcome.stats = engine.stats()
+        outcome.problems = engine.check().problems
+    progress(len(workload.prompts), len(workload.prompts), "replaying with bytes")
+    return outcome
+
+
+def _request(engine: CacheEngine, workload: Workload, i: int, planes: PlanesUnderTest, outcome: RealOutcome) -> None:
+    page_tokens = workload.page_tokens
+    tokens = tokens_of(workload, i)
+    pages = engine.pages(tokens)
+    expected = bytes_of(pages, planes.layout.page_bytes)
+    hit = engine.lookup(tokens)
+    engine.drain(WAIT_S)  # what a lookup sends on to the SSD
+    found = len(hit.pages)
+    loaded = 0
+    if found:
+        planes.spoil(found)
+        begun = time.perf_counter()
+        report = engine.load(hit, list(range(found))).result()
+        outcome.load_seconds += time.perf_counter() - begun
+        loaded = report.tokens // page_tokens
+        outcome.failed.update(status.value for status in report.pages[loaded:])
+        got = planes.read(loaded)
+        if not np.array_equal(got, expected[:loaded]):
+            bad = int(np.flatnonzero((got != expected[:loaded]).any(axis=1))[0])
+            raise WrongBytesError(
+                f"request {i}: page {bad} of {loaded} came from {hit.tiers[bad]} with other bytes than were stored",
+                "this is a defect of gdscache, or of the machine: say so with the config and the trace",
+            )
+        outcome.verified_bytes += got.nbytes
+    tiers = Counter(hit.tiers)
+    outcome.found.append(Found(tiers["gpu"], tiers["cpu"], tiers["ssd"], loaded))
+    outcome.misses += len(pages) - found
+    if loaded < len(pages):
+        planes.write(loaded, expected[loaded:])
+        begun = time.perf_counter()
+        handle = engine.store(tokens, list(range(loaded, len(pages))), start=loaded * page_tokens)
+        engine.drain(WAIT_S)
+        outcome.store_seconds += time.perf_counter() - begun
+        outcome.offered += len(pages) - loaded
+        outcome.dropped.update(handle.result(WAIT_S).dropped.values())

@@ -1,0 +1,191 @@
+"""One tier under a trace: the real index with a policy, pages without bytes. And what the tier is compared with.
+
+For all of them a request is one step: its lookup, which counts as hits the consecutive pages from the first on that are
+there; then its store. A page's place may be taken only after the lookup, and never by a page of the same request.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gdscache.commands.replay.trace import BLOCK_TOKENS
+from gdscache.commands.replay.workload import Workload
+from gdscache.errors import InvalidValueError
+from gdscache.index.index import PageIndex
+from gdscache.index.table import PageState
+from gdscache.policies.base import EvictionPolicy
+
+Progress = Callable[[int, int, str], None]
+_REPORT_EVERY = 256  # requests between two reports of progress
+_NEVER = 1 << 62
+
+
+def silent(done: int, total: int, text: str) -> None:
+    """Progress that nobody looks at."""
+
+
+@dataclass
+class Counts:
+    """What happened. Pages looked up are `hits + cold + absent`; `cold + absent` are the misses."""
+
+    hits: int = 0
+    cold: int = 0  # never seen before
+    absent: int = 0  # seen before: evicted since then, or not stored
+    hit_blocks: int = 0  # blocks whose pages all hit
+    hit_tokens: int = 0
+    written: int = 0  # pages
+    evictions: int = 0
+    unstored: int = 0  # pages that found no slot
+
+    def hit(self, workload: Workload, pages: int, length: int, tokens: int) -> None:
+        """Count the first `pages` of a prompt of `length` pages and `tokens` tokens as hits."""
+        self.hits += pages
+        covered = min(pages * workload.page_tokens, tokens)
+        self.hit_tokens += covered
+        whole = pages == length and covered == tokens
+        self.hit_blocks += -(-tokens // BLOCK_TOKENS) if whole else covered // BLOCK_TOKENS
+
+
+def simulate(workload: Workload, capacity: int, policy: EvictionPolicy, progress: Progress = silent) -> Counts:
+    """Replay a trace on one tier of `capacity` pages with the real `PageIndex` and an empty `policy`.
+
+    A request touches the pages that it hits, tail first, and stores the others as a store of the engine does: it
+    evicts tails before heads, never a page of its own prefix, and what finds no slot is cut from the tail.
+    """
+    _check(capacity)
+    counts = Counts()
+    index = PageIndex(capacity, policy)
+    names = workload.names
+    seen = bytearray(len(names))
+    total = len(workload.prompts)
+    for done, (pages, tokens) in enumerate(workload.prompts):
+        if done % _REPORT_EVERY == 0:
+            progress(done, total, "replaying")
+        hits = next((i for i, page in enumerate(pages) if not index.has(names[page].key)), len(pages))
+        counts.hit(workload, hits, len(pages), tokens)
+        index.touch([names[page].key for page in reversed(pages[:hits])])
+        lacking = pages[hits:]  # no page is in the tier without those before it: tails go before heads
+        for page in lacking:
+            if seen[page]:
+                counts.absent += 1
+            else:
+                counts.cold += 1
+                seen[page] = 1
+        if not lacking:
+            continue
+        slots = index.allocate_some(len(lacking), keep={names[page].key for page in pages})
+        for page, slot in zip(lacking, slots, strict=False):
+            entry = index.insert(names[page], slot, PageState.PENDING)
+            index.lease(entry)
+            index.commit(entry)
+            index.release(entry)
+        counts.written += len(slots)
+        counts.unstored += len(lacking) - len(slots)
+    counts.evictions = index.evictions
+    progress(total, total, "replaying")
+    return counts
+
+
+def infinite(workload: Workload) -> Counts:
+    """A tier that keeps everything."""
+    counts = Counts()
+    seen = bytearray(len(workload.names))
+    for pages, tokens in workload.prompts:
+        hits = next((i for i, page in enumerate(pages) if not seen[page]), len(pages))
+        counts.hit(workload, hits, len(pages), tokens)
+        for page in pages[hits:]:
+            seen[page] = 1
+        counts.cold += len(pages) - hits
+    counts.written = counts.cold
+    return counts
+
+
+def plain_lru(workload: Workload, capacity: int) -> Counts:
+    """The textbook's LRU, page reference by page reference, blind to prefixes: the baseline of published figures.
+
+    Each reference hits or takes the place of the page that was used least recently, in the middle of a prompt too; a
+    page behind a missing one counts as a hit. Blocks and tokens of hits are not counted.
+    """
+    _check(capacity)
+    counts = Counts()
+    order: OrderedDict[int, None] = OrderedDict()
+    seen = bytearray(len(workload.names))
+    for pages, _ in workload.prompts:
+        for page in pages:
+            if page in order:
+                counts.hits += 1
+                order.move_to_end(page)
+                continue
+            counts.absent += seen[page]
+            counts.cold += 1 - seen[page]
+            seen[page] = 1
+            order[page] = None
+            if len(order) > capacity:
+                order.popitem(last=False)
+                counts.evictions += 1
+    counts.written = counts.cold + counts.absent
+    return counts
+
+
+def optimum(workload: Workload, capacity: int) -> Counts:
+    """The most hits that any policy can have, knowing the future: Belady's rule, one request a step. Exact.
+
+    After a request the tier keeps, of what it had and of the request's pages, the `capacity` pages that are needed
+    soonest; of those needed by the same request, the ones nearest to its start. It need not store a page at all, so
+    admission filters are bounded too. A page is never needed before its parent, so a parent is kept wherever its child
+    is: the same hits count whether or not a hit must be consecutive. Source: L. A. Belady, A study of replacement
+    algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966.
+    """
+    _check(capacity)
+    counts = Counts()
+    following = _next_uses(workload)
+    seen = bytearray(len(workload.names))
+    kept: dict[int, tuple[int, int]] = {}  # page -> (request that needs it next, its place there), both negative
+    heap: list[tuple[int, int, int]] = []  # the one needed last first; some are outdated
+    for (pages, tokens), needs in zip(workload.prompts, following, strict=True):
+        hits = next((i for i, page in enumerate(pages) if page not in kept), len(pages))
+        counts.hit(workload, hits, len(pages), tokens)
+        fresh = set()
+        for place, (page, need) in enumerate(zip(pages, needs, strict=True)):
+            if page not in kept:
+                counts.absent += seen[page]
+                counts.cold += 1 - seen[page]
+                seen[page] = 1
+                fresh.add(page)
+            if need == _NEVER:
+                kept.pop(page, None)
+                fresh.discard(page)
+                continue
+            kept[page] = (-need, -place)
+            heapq.heappush(heap, (-need, -place, page))
+        while len(kept) > capacity:
+            need, place, page = heapq.heappop(heap)
+            if kept.get(page) == (need, place):
+                del kept[page]
+                if page in fresh:
+                    fresh.remove(page)
+                else:
+                    counts.evictions += 1
+        counts.written += len(fresh)
+    return counts
+
+
+def _next_uses(workload: Workload) -> list[list[int]]:
+    """For each page of each prompt, the request that needs it next."""
+    last = [_NEVER] * len(workload.names)
+    found = []
+    for at in range(len(workload.prompts) - 1, -1, -1):
+        pages = workload.prompts[at].pages
+        found.append([last[page] for page in pages])
+        for page in pages:
+            last[page] = at
+    found.reverse()
+    return found
+
+
+def _check(capacity: int) -> None:
+    if capacity < 1:
+        raise InvalidValueError(f"a tier of {capacity} pages holds none", "set --capacity to at least one page")

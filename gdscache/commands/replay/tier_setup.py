@@ -1,0 +1,231 @@
+"""From options to configurations: which tiers are simulated, of which sizes, with which policies."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from gdscache.arguments import shown
+from gdscache.commands.replay.trace import BLOCK_TOKENS
+from gdscache.config import Config, EvictionOrder, ModelConfig, StoreConfig
+from gdscache.config.file import read_mapping
+from gdscache.errors import InvalidValueError
+from gdscache.policies.admission import ADMISSIONS
+from gdscache.sizes import GIB, MIB, parse_size
+
+TOKEN_BYTES = {  # of the KV cache of a whole model in bfloat16
+    "llama-3-8b": 2 * 2 * 32 * 8 * 128,
+    "llama-3-70b": 2 * 2 * 80 * 8 * 128,
+    "qwen3-32b": 2 * 2 * 64 * 8 * 128,
+    "deepseek-v3": 2 * 61 * (512 + 64),
+}
+SWEPT_CAPACITIES = ("1%", "2%", "5%", "10%", "25%", "50%")
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+_KEYS = {  # what is varied, and the keys of a config that it sets
+    "cpu": ("cpu.capacity",),
+    "ssd": ("ssd.capacity",),
+    "eviction": ("gpu.eviction", "cpu.eviction", "ssd.eviction"),
+    "write": ("store.write_policy",),
+    "admission": ("ssd.admission",),
+    "promotion": ("ssd.promotion",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """One run: a configuration, and those of its settings that the runs of a report differ in."""
+
+    config: Config
+    varied: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the options ask for. Capacities are texts: `4GiB`, pages (`5000`), percent of the unique pages (`10%`).
+
+    A tier's tuple is empty where nothing was said of it; `none` is no such tier. So are the tuples of policies: then
+    the config decides. `sets`: keys of the config, with values as in YAML (`store.queue=8GiB`).
+    """
+
+    config: Path | None = None
+    model: str = "llama-3-8b"
+    page_bytes: str | None = None
+    page_tokens: int = BLOCK_TOKENS
+    gpu: str | None = None
+    cpu: tuple[str, ...] = ()
+    ssd: tuple[str, ...] = ()
+    eviction: tuple[str, ...] = ()
+    write: tuple[str, ...] = ()
+    admission: tuple[str, ...] = ()
+    promotion: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
+    sweep: bool = False
+
+    def base(self) -> dict[str, Any]:
+        """The config that everything else is set in."""
+        if self.config is not None:
+            return dict(read_mapping(self.config.expanduser()))
+        return _by_hand(self.model, self.page_bytes, self.page_tokens)
+
+
+def page_tokens_of(asked: Asked) -> int:
+    """Tokens of a page of the config that is asked for. Raises a `ConfigError`."""
+    model = asked.base().get("model")
+    if asked.config is None or not isinstance(model, Mapping):
+        return asked.page_tokens
+    return _model(dict(model), str(asked.config)).page_tokens
+
+
+def setups(asked: Asked, unique: int) -> list[Setup]:
+    """All runs that are asked for: every combination of what is given several times.
+
+    With `sweep`, what is not given is varied too: the capacity of the lowest tier in every run (the SSD, unless there
+    is none), and the policies one at a time, the others staying as they are in the config. `unique`: pages of the trace
+    that differ.
+    Raises a `ConfigError` for a config that an engine would refuse, and `InvalidValueError`.
+    """
+    base = asked.base()
+    given = {name: getattr(asked, name) for name in _KEYS}
+    if asked.sweep:
+        no_ssd = asked.config is not None and not (asked.ssd or base.get("ssd"))
+        lowest = "cpu" if "none" in asked.ssd or no_ssd else "ssd"
+        given[lowest] = given[lowest] or SWEPT_CAPACITIES
+    runs = [
+        dict(zip(given, values, strict=True)) for values in itertools.product(*(v or (None,) for v in given.values()))
+    ]
+    if asked.sweep:
+        runs = [{**run, **other} for run in runs for other in _one_at_a_time(given, lowest)]
+    found: dict[tuple[str, ...], Setup] = {}
+    for run in runs:
+        config = _config(asked, base, run, unique)
+        values = _values(config, run)
+        found.setdefault(tuple(values.values()), Setup(config, values))
+    several = [name for name in _KEYS if len({setup.varied[name] for setup in found.values()}) > 1]
+    return [Setup(s.config, {name: s.varied[name] for name in several}) for s in found.values()]
+
+
+def _one_at_a_time(given: Mapping[str, Sequence[str]], lowest: str) -> list[dict[str, str]]:
+    """The config as it is, and with each other value of each policy of which nothing was said."""
+    swept: dict[str, Sequence[str]] = {"eviction": get_args(EvictionOrder)}
+    if lowest == "ssd":
+        swept |= {"write": WRITE_POLICIES, "admission": tuple(ADMISSIONS)}
+    return [{}, *({name: value} for name, values in swept.items() if not given[name] for value in values)]
+
+
+def _values(config: Config, run: Mapping[str, str | None]) -> dict[str, str]:
+    """The values of what runs may differ in; where nothing was said, what the config has."""
+    there = {
+        "eviction": (config.ssd or config.cpu or config.gpu).eviction,
+        "write": config.store.write_policy,
+        "admission": config.ssd.admission if config.ssd else "none",
+        "promotion": config.ssd.promotion if config.ssd else "none",
+    }
+    return {name: run[name] or there.get(name, "as configured") for name in _KEYS}
+
+
+def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None], unique: int) -> Config:
+    fields = copy.deepcopy(dict(base))
+    source = "the options" if asked.config is None else str(asked.config)
+    extent = _model(fields.get("model"), source).layout().extent_bytes
+    if asked.config is None:
+        fields |= _roomy(extent)
+    for name in ("cpu", "ssd"):
+        text = run[name]
+        if text == "none":
+            fields[name] = None
+        elif text is not None:
+            fields[name] = {**({"path": "simulated"} if name == "ssd" else {}), **(fields.get(name) or {})}
+            fields[name]["capacity"] = extent * pages_of(text, unique, extent, f"--{name}")
+    if asked.gpu is not None:
+        fields["gpu"] = {**(fields.get("gpu") or {}), "capacity": extent * pages_of(asked.gpu, unique, extent, "--gpu")}
+    for name in ("eviction", "write", "admission", "promotion"):
+        value = run[name]
+        for key in _KEYS[name] if value is not None else ():
+            section = key.split(".")[0]
+            if section in ("gpu", "store") or fields.get(section):
+                _set(fields, key, value)
+    for text in asked.sets:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise InvalidValueError(f"--set {shown(text)} has no value", "write --set store.queue=8GiB")
+        try:
+            _set(fields, key.strip(), yaml.safe_load(value))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise InvalidValueError(
+                f"--set {shown(text)} is not YAML: {error}", "write --set store.queue=8GiB"
+            ) from None
+    return Config.from_dict(fields, source=source)
+
+
+def _model(section: object, source: str) -> ModelConfig:
+    """The model section by itself, in whatever room it needs."""
+    return Config.from_dict({"model": section, **_roomy(1 << 40)}, source=source).model
+
+
+def _set(fields: dict[str, Any], key: str, value: object) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = fields.get(section)
+        fields[section] = fields = dict(inner) if isinstance(inner, Mapping) else {}
+    fields[last] = value
+
+
+def pages_of(text: str, unique: int, extent: int, option: str) -> int:
+    """Pages that a capacity means: `4GiB`, `5000` (pages), `12.5%` of `unique` pages (rounded down); at least one.
+
+    Raises `InvalidValueError`.
+    """
+    digits = text.strip()
+    percent = digits.endswith("%")
+    try:
+        value = Decimal(digits.removesuffix("%"))
+        pages = int(value * unique / 100) if percent else int(value)
+        good = value > 0 and (percent or value == pages)
+    except (InvalidOperation, ValueError, OverflowError):
+        try:
+            pages, good = parse_size(digits) // extent, True
+        except ValueError:
+            good = False
+    if not good:
+        raise InvalidValueError(
+            f"{option} {text!r} is no capacity", f"write {option} 64GiB, {option} 5000 (pages) or {option} 10%"
+        )
+    return max(1, pages)
+
+
+def _by_hand(model: str, page_bytes: str | None, page_tokens: int) -> dict[str, Any]:
+    """A config of one plane whose pages have the bytes that are asked for."""
+    if page_bytes is None:
+        if model not in TOKEN_BYTES:
+            raise InvalidValueError(f"no model is named {model!r}", f"--model is one of {', '.join(TOKEN_BYTES)}")
+        row = TOKEN_BYTES[model]
+    else:
+        try:
+            nbytes = parse_size(page_bytes)
+        except ValueError as error:
+            raise InvalidValueError(f"--page-bytes {page_bytes!r}: {error}", "write --page-bytes 8MiB") from None
+        row, rest = divmod(nbytes, page_tokens)
+        if rest or not row:
+            raise InvalidValueError(
+                f"--page-bytes {page_bytes} is no whole number of bytes for each of {page_tokens} tokens",
+                f"use a multiple of {page_tokens}",
+            )
+    plane = {"name": "rows", "shape": [row], "dtype": "uint8"}
+    section = {"name": "replay", "kind": "planes", "layers": 1, "page_tokens": page_tokens, "planes": [plane]}
+    return {"model": section}
+
+
+def _roomy(extent: int) -> dict[str, Any]:
+    """Buffers and a queue that hold a few pages at least, however large they are."""
+    return {
+        "gpu": {"device": "cpu", "capacity": max(GIB, extent), "staging": max(256 * MIB, 8 * extent)},
+        "host_buffer": max(64 * MIB, 8 * extent),
+        "store": {"queue": max(StoreConfig.model_fields["queue"].default, 16 * extent)},
+    }

@@ -1,0 +1,293 @@
+"""A trace through all tiers: what each request finds, loads, computes and stores, and when."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gdscache.commands.replay.hierarchy import Hierarchy
+from gdscache.commands.replay.simulate import Progress, silent
+from gdscache.commands.replay.workload import Workload
+from gdscache.index.table import Entry, PageState
+from gdscache.load.plan import LoadPlan
+from gdscache.moves.clock import Done, Machine, Process
+from gdscache.pages.keys import Page
+from gdscache.tiers.base import Lease
+
+TIERS = ("gpu", "cpu", "ssd")
+SAMPLES = 240  # of a run, over time
+_REPORT_EVERY = 64  # requests between two reports of progress
+
+
+class Found(NamedTuple):
+    """Pages that a request's lookup found, by tier, and how many of them it got."""
+
+    gpu: int
+    cpu: int
+    ssd: int
+    loaded: int
+
+
+class Sample(NamedTuple):
+    """Pages moved from the begin of a run up to `seconds`."""
+
+    seconds: float
+    requests: int
+    hit_pages: int
+    lookup_pages: int
+    ssd_read: int
+    ssd_written: int
+    queued: int
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What happened in a run. Pages looked up are the hits of all tiers and the misses of all causes.
+
+    Misses: `cold` (never seen before), `behind` (in a tier, behind a page that is in none), `absent` (in no tier any
+    more, or never stored). `found[i]` is of request `i`, None where its prompt did not fit the GPU pool, which is
+    counted in `refused`. Times to the first token in seconds, by request.
+    """
+
+    found: list[Found | None]
+    misses: Counter[str] = dataclasses.field(default_factory=Counter)
+    loaded_from_ssd: int = 0  # different pages
+    refused: int = 0  # requests: the GPU pool is smaller than their prompt
+    waited: int = 0  # times that a request waited for the GPU pool
+    first_token: list[float] = dataclasses.field(default_factory=list)
+    uncached: list[float] = dataclasses.field(default_factory=list)
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0  # of virtual time, from the first request to the end of the last one
+
+    def hits(self, tier: str) -> int:
+        """Pages that lookups found first in this tier."""
+        at = TIERS.index(tier)
+        return sum(found[at] for found in self.found if found is not None)
+
+
+class Traffic:
+    """Requests of a workload on a hierarchy. `run` once.
+
+    Pages that a lookup found are loaded, the others computed and then stored, from the first one on. With a GPU pool of
+    its own (`own_pool`) a request does what `gdscache.sequence` does; it leaves when its prompt is computed.
+
+    `serial`: a request ends entirely, writes included, before the next one begins; what a lookup sends on to the SSD is
+    there before the load. That is what `real` does. Else requests come at their time, `speed` times as fast.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        hierarchy: Hierarchy,
+        machine: Machine,
+        times: Sequence[float],
+        *,
+        serial: bool = False,
+    ) -> None:
+        """`times`: of the requests, in seconds, ascending."""
+        self._work = workload
+        self._tiers = hierarchy
+        self._manager = hierarchy.manager
+        self._clock = hierarchy.clock
+        self._machine = machine
+        self._times = times
+        self._serial = serial
+        self._seen = bytearray(len(workload.names))
+        self._from_ssd = bytearray(len(workload.names))
+        self._line: deque[Done] = deque()  # requests that wait for the GPU pool, each for its turn
+        hierarchy.gathered = self._next_in_line
+        self.outcome = Outcome([None] * len(workload.prompts))
+
+    def run(self, progress: Progress = silent) -> Outcome:
+        """All requests, to the end of the last one and of everything that was stored."""
+        clock, outcome, total = self._clock, self.outcome, len(self._work.prompts)
+        outcome.first_token = [0.0] * total
+        outcome.uncached = [0.0] * total
+        begin = self._times[0] if total else 0.0
+        every = max(1, total // SAMPLES)
+        for i in range(total):
+            if i % _REPORT_EVERY == 0:
+                progress(i, total, "replaying")
+            if i % every == 0:
+                self._sample(i)
+            if self._serial:
+                self._one(i)
+            else:
+                clock.run(until=self._times[i] - begin)
+                clock.start(self._request(i))
+        clock.run()
+        assert not self._line, "requests wait for slots that nobody has"
+        outcome.seconds = clock.now
+        outcome.loaded_from_ssd = sum(self._from_ssd)
+        self._sample(total)
+        progress(total, total, "replaying")
+        return outcome
+
+    def _one(self, i: int) -> None:
+        """A request by itself: whatever it begins ends before its next step."""
+        for done in self._request(i):
+            self._clock.run()
+            assert done.happened, "a request waits for what nobody does"
+        self._clock.run()
+
+    def _request(self, i: int) -> Process:
+        prompt, names = self._work.prompts[i], self._work.names
+        pages = [names[number] for number in prompt.pages]
+        if self._tiers.gpu is None:
+            yield from self._attached(i, pages, prompt.tokens)
+        else:
+            yield from self._sequence(i, pages, prompt.tokens)
+
+    # -- an engine with planes of its own ----------------------------------------------------------------------------
+
+    def _attached(self, i: int, pages: Sequence[Page], tokens: int) -> Process:
+        arrival = self._clock.now
+        found = self._manager.lookup(pages, 0)
+        self._missed(i, pages, len(found))
+        if self._serial:
+            yield self._clock.past
+        plan = self._tiers.plan_load(pages[: len(found)])
+        loaded = self._found(i, found, plan)
+        yield from self._load_and_compute(plan, tokens, loaded)
+        self._first_token(i, arrival, tokens)
+        if loaded < len(pages):
+            self._tiers.store(pages[loaded:])
+
+    def _load_and_compute(self, plan: LoadPlan, tokens: int, cached: int) -> Process:
+        """Load, then compute what is not `cached` of the prompt, a token at least; or both at once."""
+        begun = self._clock.now
+        if plan.pages:
+            yield from self._tiers.load(plan)
+        else:
+            self._tiers.loads.end(plan)
+        seconds = max(1, tokens - cached * self._work.page_tokens) / self._machine.prefill
+        if self._machine.overlap:
+            seconds -= self._clock.now - begun
+        if seconds > 0:
+            yield self._clock.wait(seconds)
+
+    # -- an engine whose pool is ours --------------------------------------------------------------------------------
+
+    def _sequence(self, i: int, pages: Sequence[Page], tokens: int) -> Process:
+        gpu, manager, clock = self._tiers.gpu, self._manager, self._clock
+        assert gpu is not None, "no pool"
+        arrival, page_tokens = clock.now, self._work.page_tokens
+        needed = -(-tokens // page_tokens)
+        candidates = pages[: max(0, tokens - 1) // page_tokens]
+        if needed > gpu.index.slots:
+            self.outcome.refused += 1
+            yield clock.wait(tokens / self._machine.prefill)
+            self._first_token(i, arrival, tokens)
+            return
+        if self._line:
+            yield self._stand_in_line()
+        while True:
+            found = manager.lookup(candidates, 0)
+            lease = manager.lease("sequence")
+            entries: list[Entry | None] = []
+            for page in candidates:
+                entry = gpu.index.get(page.key)
+                if entry is None:
+                    break
+                lease.add(gpu.index, entry)
+                entries.append(entry)
+            slots = gpu.take(needed - len(entries))
+            if slots is not None:
+                break
+            manager.end(lease)
+            yield self._stand_in_line(first=True)
+        self._next_in_line()
+        self._missed(i, candidates, len(found))
+        if self._serial:
+            yield clock.past
+        shared = len(entries)
+        entries += [None] * len(slots)
+        slots = [0] * shared + slots
+        plan = self._tiers.plan_load(candidates[shared:])
+        cached = self._found(i, found, plan, shared)
+        yield from self._load_and_compute(plan, tokens, cached)
+        self._first_token(i, arrival, tokens)
+        sources = self._publish(pages, entries, slots, lease)
+        self._tiers.store([entry.page for _, entry in sources], sources)
+        gpu.give(slot for slot, entry in zip(slots, entries, strict=True) if entry is None)
+        manager.end(lease)
+        self._next_in_line()
+
+    def _stand_in_line(self, *, first: bool = False) -> Done:
+        """Until somebody has left the pool and it is one's turn."""
+        self.outcome.waited += 1
+        turn = Done(self._clock)
+        if first:
+            self._line.appendleft(turn)
+        else:
+            self._line.append(turn)
+        return turn
+
+    def _next_in_line(self) -> None:
+        """Slots may be free: let the first one that waits try."""
+        if self._line:
+            self._line.popleft().fire()
+
+    def _publish(self, pages: Sequence[Page], entries: list[Entry | None], slots: Sequence[int], lease: Lease) -> Lease:
+        """Every full page is in the pool, and pinned until it is stored. As `gdscache.sequence`."""
+        gpu, manager = self._tiers.gpu, self._manager
+        assert gpu is not None, "no pool"
+        sources = manager.lease("store")
+        for i, page in enumerate(pages):
+            entry = entries[i] or gpu.index.find(page.key)
+            if entry is None:
+                gpu.private.remove(slots[i])
+                entry = entries[i] = gpu.index.insert(page, slots[i], PageState.VERIFIED)
+                lease.add(gpu.index, entry)
+                self._tiers.moved.written["gpu"] += 1
+            if not entry.dropped:
+                sources.add(gpu.index, entry)
+        gpu.index.touch([page.key for page in reversed(pages)])
+        return sources
+
+    # -- counting ----------------------------------------------------------------------------------------------------
+
+    def _missed(self, i: int, pages: Sequence[Page], hits: int) -> None:
+        """Why the pages behind the first `hits` were not found. From now on all pages of the prompt have been seen."""
+        numbers, seen, misses = self._work.prompts[i].pages, self._seen, self.outcome.misses
+        for number, page in zip(numbers[hits : len(pages)], pages[hits:], strict=True):
+            if not seen[number]:
+                misses["cold"] += 1
+            elif any(tier.index.has(page.key) for tier in self._manager.tiers.values()):
+                misses["behind"] += 1
+            else:
+                misses["absent"] += 1
+        for number in numbers[hits:]:
+            seen[number] = 1
+
+    def _found(self, i: int, found: Sequence[str], plan: LoadPlan, shared: int = 0) -> int:
+        """Note what a request found, and got: the pages that it does not compute."""
+        got = shared + len(plan)
+        self.outcome.found[i] = Found(found.count("gpu"), found.count("cpu"), found.count("ssd"), got)
+        numbers = self._work.prompts[i].pages
+        for run in plan.runs:
+            if run.tier.name == "ssd":
+                for row in run.rows:
+                    self._from_ssd[numbers[shared + row]] = 1
+        return got
+
+    def _first_token(self, i: int, arrival: float, tokens: int) -> None:
+        self.outcome.first_token[i] = self._clock.now - arrival
+        self.outcome.uncached[i] = tokens / self._machine.prefill
+
+    def _sample(self, requests: int) -> None:
+        moved, counts = self._tiers.moved, self._manager.counts
+        hits = sum(counts["hits", name] for name in TIERS)
+        self.outcome.samples.append(
+            Sample(
+                self._clock.now,
+                requests,
+                hits,
+                counts["lookups", "pages"],
+                moved.read["ssd"],
+                moved.written["ssd"],
+                self._tiers.planner.queued,
+            )
+        )

@@ -1,0 +1,81 @@
+"""A trace as the cache sees it: for each request, the pages of its prompt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gdscache.commands.replay.trace import BLOCK_TOKENS, Request
+from gdscache.errors import InvalidValueError
+from gdscache.limits import KEY_BYTES
+from gdscache.pages.keys import Page, namespace_digest
+
+
+class Prompt(NamedTuple):
+    """One request: the numbers of its pages, first page first, and the tokens of its input."""
+
+    pages: list[int]
+    tokens: int
+
+
+class Workload(NamedTuple):
+    """Prompts in the order of their arrival. Page `i` is named `names[i]`, in the order of first use."""
+
+    page_tokens: int
+    partial: bool
+    prompts: list[Prompt]
+    names: list[Page]
+    namespace: bytes
+
+    @property
+    def references(self) -> int:
+        """Pages of all prompts, each use counted."""
+        return sum(len(prompt.pages) for prompt in self.prompts)
+
+    @property
+    def tokens(self) -> int:
+        return sum(prompt.tokens for prompt in self.prompts)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all prompts, each use counted, partial ones included."""
+        return sum(-(-prompt.tokens // BLOCK_TOKENS) for prompt in self.prompts)
+
+
+def expand(requests: Sequence[Request], page_tokens: int = BLOCK_TOKENS, *, partial: bool = True) -> Workload:
+    """The pages of `page_tokens` tokens of every request.
+
+    The key of a page is BLAKE2b-256 of the key before it, the block's id and the page's place in the block: it names
+    the whole prefix, as keys of tokens do. `partial` counts what is left at a prompt's end as a page, as published
+    figures do with blocks; an engine stores full pages only. Raises `InvalidValueError` for a `page_tokens` that does
+    not divide a block.
+    """
+    if page_tokens < 1 or BLOCK_TOKENS % page_tokens:
+        raise InvalidValueError(
+            f"pages of {page_tokens} tokens do not divide the trace's blocks of {BLOCK_TOKENS}",
+            "set --page-tokens to 1, 2, 4, ... 512",
+        )
+    namespace = namespace_digest({"replay": "mooncake", "page_tokens": page_tokens})
+    names: list[Page] = []
+    numbers: dict[int, list[int]] = {}  # block -> its pages, as far as they were needed
+    prompts = []
+    for request in requests:
+        pages: list[int] = []
+        left = request.input_tokens if partial else request.input_tokens // page_tokens * page_tokens
+        for block in request.blocks:
+            wanted = -(-min(left, BLOCK_TOKENS) // page_tokens)
+            left -= min(left, BLOCK_TOKENS)
+            known = numbers.setdefault(block, [])
+            for place in range(len(known), wanted):
+                above = known[-1] if known else pages[-1] if pages else None
+                known.append(len(names))
+                names.append(_named(namespace, namespace if above is None else names[above].key, block, place))
+            pages += known if len(known) == wanted else known[:wanted]
+        prompts.append(Prompt(pages, request.input_tokens))
+    return Workload(page_tokens, partial, prompts, names, namespace)
+
+
+def _named(namespace: bytes, parent: bytes, block: int, place: int) -> Page:
+    text = b"%b %d %d" % (parent, block, place)
+    return Page(hashlib.blake2b(text, digest_size=KEY_BYTES, key=namespace).digest(), parent, namespace)
