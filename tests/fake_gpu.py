@@ -27,6 +27,7 @@ from gdscache.movers.base import Moved, Mover
 from gdscache.movers.choice import Direction
 from gdscache.native.gpu import ROUTES, NativeGpu, Point, Route
 from gdscache.pages.planes import PagedPlanes
+from gdscache.tracing import OFF
 
 ROOT = Path(__file__).resolve().parent.parent
 _SOURCES = ROOT / "csrc" / "host"
@@ -195,9 +196,9 @@ def use(
 
     real = build.open_mover
 
-    def opened(planes: PagedPlanes, config: Any) -> Mover:
+    def opened(planes: PagedPlanes, config: Any, timeline: Any = OFF) -> Mover:
         if planes.device.type != "cpu":
-            return real(planes, config)
+            return real(planes, config, timeline)
         return FakeGpuMover(planes, route, kernels=kernels, staging=staging)
 
     monkeypatch.setattr(build, "open_mover", opened)

@@ -369,7 +369,6 @@ def test_off_keeps_nothing(open_host: Callable[..., Host]) -> None:
     engine = host.engine
     assert engine.timeline is OFF
     assert engine.manager.timeline is OFF
-    assert engine._parts.mover.timeline is OFF
     tokens = prompt(1, 2)
     host.store(tokens)
     quiet(engine)

@@ -9,6 +9,7 @@ from gdscache.errors import KernelUnavailableError
 from gdscache.movers.base import Mover
 from gdscache.pages.planes import PagedPlanes
 from gdscache.runtime.allocation import allocating
+from gdscache.tracing import OFF, Timeline
 
 if TYPE_CHECKING:
     from gdscache.config import GpuConfig
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gdscache")
 
 
-def open_mover(planes: PagedPlanes, config: GpuConfig) -> Mover:
+def open_mover(planes: PagedPlanes, config: GpuConfig, timeline: Timeline = OFF) -> Mover:
     """The mover for these planes. Raises `KernelUnavailableError` where `gpu.kernels: on` cannot be had."""
     if planes.device.type == "cpu":
         from gdscache.movers.host import HostMover
@@ -45,4 +46,5 @@ def open_mover(planes: PagedPlanes, config: GpuConfig) -> Mover:
         return CudaMover(
             *(planes, config.staging, config.load_path, config.store_path, kernels, cause),
             calibrate=calibrated_if_possible,
+            timeline=timeline,
         )

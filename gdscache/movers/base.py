@@ -21,7 +21,6 @@ from gdscache.movers.choice import Direction
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
-from gdscache.tracing import OFF, Timeline
 
 if TYPE_CHECKING:
     from gdscache.native.gpu import NativeGpu
@@ -63,7 +62,6 @@ class Mover(abc.ABC):
     name: str
     planes: PagedPlanes
     layout: PageLayout
-    timeline: Timeline = OFF
 
     def scatter(
         self,

@@ -22,6 +22,7 @@ from gdscache.movers.base import Moved, Mover, Slots
 from gdscache.movers.choice import Calibration, Choice, Direction, Paths
 from gdscache.native.gpu import ROUTES, ChunkSizes, NativeGpu, Route, events_of
 from gdscache.pages.planes import PagedPlanes
+from gdscache.tracing import OFF, Timeline
 
 
 def staged(driver: Driver) -> None:
@@ -47,6 +48,7 @@ class CudaMover(Mover):
         cause: str = "",
         sizes: ChunkSizes | None = None,
         calibrate: Callable[[Driver], Calibration | None] = staged,
+        timeline: Timeline = OFF,
     ) -> None:
         self.name = "cuda" if kernels is not None else "copy_engine"
         self.planes = planes
@@ -54,6 +56,7 @@ class CudaMover(Mover):
         self.kernels = kernels
         self.driver = Driver(planes.device)
         self._cause = cause
+        self._timeline = timeline
         share, extent = staging_bytes // 2, self.layout.extent_bytes
         if share < extent:
             raise CapacityError(
@@ -86,7 +89,7 @@ class CudaMover(Mover):
         route = self.path(direction, extents, layers, sums=sums)
         load = direction == "load"
         about = {"layers": layers, "pages": len(slots)}
-        with self.timeline.span("scatter" if load else "gather", **about):
+        with self._timeline.span("scatter" if load else "gather", **about):
             point, read, ticket = self.gpu.queue(
                 extents, slots, blocks, layers, events_of(after), route, load=load, sums=sums
             )

@@ -26,6 +26,7 @@ from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPoo
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
 from gdscache.policies.promotion import new_promotion
+from gdscache.store.earned import Earned
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel, Receipt
 from gdscache.store.plan import StorePlanner
@@ -166,20 +167,26 @@ class Hierarchy:
         promotion = None
         if config.ssd is not None and self.cpu is not None:
             promotion = new_promotion(config.ssd.promotion, self.cpu.index.slots)
+        self.admission, outlets = None, []
+        if config.ssd is not None and self.ssd is not None:
+            self.admission = open_admission(config.ssd, self.ssd.index.slots, extent, clock.time)
+            outlets = [Outlet(self.ssd, self.admission, config.store.queue // extent)]
+        index = None if self.cpu is None else self.cpu.index
+        earned = Earned(index, outlets, config.store.write_policy, config.store.write_hits)
         self.manager = TierManager(
             self.lock,
             [tier for tier in (self.gpu, self.cpu, self.ssd) if tier is not None],
             wall_clock=clock.time,
             clock=clock.time,
+            on_use=earned.used,
         )
-        self.admission, admissions = None, {}
-        if config.ssd is not None and self.ssd is not None:
-            self.admission = admissions["ssd"] = open_admission(config.ssd, self.ssd.index.slots, extent, clock.time)
-        marks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
         self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)
         self.moved = Moved(self.executor)
+        marks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
         selective = promotion is not None and promotion.selective
-        self.planner = _Planner(self.moved, self.manager, config.store, extent, admissions, marks, selective=selective)
+        self.planner = _Planner(
+            self.moved, self.manager, config.store, extent, outlets, earned, marks, selective=selective
+        )
         writers = {}
         if self.ssd is not None:
             writers["ssd"] = _Writer(self.moved, self.planner, self.manager, self.ssd, self.executor, extent)
