@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from window import Window
 
 from gdscache.extents.base import Extents
-from gdscache.extents.window import Window
 from gdscache.moves.library import DIGEST, CopyJob, IoJob, Limits, NativeMoves, Space
 from gdscache.tiers.bounce import Bounce
 

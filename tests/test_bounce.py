@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from window import Window
 
 from gdscache.extents.base import Reserved
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
-from gdscache.extents.window import Window
 from gdscache.index.free_slots import SlotPool
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane

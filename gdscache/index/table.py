@@ -28,7 +28,6 @@ class PageState(enum.Enum):
     """What may be done with a page's bytes."""
 
     PENDING = "pending"  # reserved, the bytes are on their way
-    UNVERIFIED = "unverified"  # bytes are there, their checksums were not compared yet
     VERIFIED = "verified"
 
 

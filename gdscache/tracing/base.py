@@ -65,10 +65,6 @@ class Timeline:
         """`span`, and the time of what is queued within it on the current stream of `device`, where that is CUDA's."""
         return _NOTHING
 
-    def on_stream(self, kind: str, track: str, stream: torch.cuda.Stream, /, **about: Any) -> Span:
-        """Time of what the calling thread queues on a stream; spans of a track follow each other."""
-        return _NOTHING
-
     def flight(self, kind: str, track: str, /, **about: Any) -> Flight:
         """Time of what is under way somewhere else; spans of a track may overlap."""
         return _NOTHING

@@ -90,9 +90,6 @@ class NvtxTimeline(Timeline):
     def compute(self, kind: str, device: torch.device | None, /, **about: Any) -> Span:
         return _Range(self._nvtx, _text(kind, about))
 
-    def on_stream(self, kind: str, track: str, stream: torch.cuda.Stream, /, **about: Any) -> Span:
-        return _Range(self._nvtx, _text(kind, about))
-
     def flight(self, kind: str, track: str, /, **about: Any) -> Flight:
         return _ProcessRange(self._nvtx, _text(kind, about))
 
