@@ -21,7 +21,7 @@ from posix_transport import PosixTransport
 from gdscache.disk import catalog_file, stripes
 from gdscache.disk.catalog import Catalog
 from gdscache.storage.base import Op
-from gdscache.storage.workers import Result, Run
+from gdscache.storage.workers import IORun, Result
 
 FULL = 2  # PRAGMA synchronous: a commit that returned is on the disk
 SMALL_WAL = 24  # pages of log after which SQLite copies it into the catalogue: that happens within a tape, too
@@ -138,7 +138,7 @@ class RecordingTransport(PosixTransport):
         TAPE.add(Opened(path.name, path.stat().st_size))
         return file
 
-    def move(self, run: Run) -> list[Result]:
+    def move(self, run: IORun) -> list[Result]:
         if run.op is Op.READ:
             return super().move(run)
         number = TAPE.number()

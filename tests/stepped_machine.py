@@ -17,7 +17,7 @@ import torch
 from window import Window
 
 from gdscache.extents.base import Extents
-from gdscache.moves.library import DIGEST, CopyJob, IoJob, Limits, NativeMoves, Space
+from gdscache.moves.library import DIGEST, CopyJob, IoJob, MoveLimits, NativeMoves, Space
 from gdscache.tiers.bounce import Bounce
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class SteppedMachine:
         bounce: Bounce,
         *,
         breaks: int = 0,
-        limits: Limits | None = None,
+        limits: MoveLimits | None = None,
     ) -> None:
         self.now = 0.0
         self.memories = memories
@@ -101,7 +101,7 @@ class SteppedMachine:
             spaces,
             mover.planes.blocks_per_page,
             reserve=("bounce", bounce.loads.start, len(bounce.loads)),
-            limits=limits or Limits(),
+            limits=limits or MoveLimits(),
         )
 
     def choices(self) -> list[Choice]:

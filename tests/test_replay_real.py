@@ -21,7 +21,7 @@ from gdscache.commands.replay.trace import Request, read_trace
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
 from gdscache.engine import CacheEngine
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 
 pytestmark = pytest.mark.suite
 
@@ -70,7 +70,7 @@ def agree(requests: Sequence[Request], sets: Sequence[str], directory: Path, cpu
     )
     work = with_keys(work, namespace_of(setup.config))
     outcome = replay_real(work, setup.config, directory)
-    modelled = tier_report.simulate(work, [0.0] * len(requests), setup, Machine(), serial=True)
+    modelled = tier_report.simulate(work, [0.0] * len(requests), setup, MachineModel(), serial=True)
     assert tier_report.totals(modelled) == []
     assert outcome.problems == ()
     assert outcome.failed == {}
@@ -163,7 +163,7 @@ def test_a_config_of_its_own_geometry(tmp_path: Path) -> None:
     work: Workload = expand(conversations(50), 128, partial=False)
     work = with_keys(work, namespace_of(config))
     outcome = replay_real(work, config, tmp_path)
-    modelled = tier_report.simulate(work, [0.0] * 50, Setup(config, {}), Machine(), serial=True)
+    modelled = tier_report.simulate(work, [0.0] * 50, Setup(config, {}), MachineModel(), serial=True)
     assert outcome.requests_that_differ(modelled["found"]) == 0
     assert outcome.verified_bytes > 0
     assert outcome.stats["tiers"]["ssd"]["evictions"] > 0

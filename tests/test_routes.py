@@ -24,7 +24,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ANY: Any = None  # what is not looked at where nothing is measured
 
 
-def choose(asked: Any, *kinds: str, device: torch.device = CUDA, keep: bool = True) -> routes.Choice:
+def choose(asked: Any, *kinds: str, device: torch.device = CUDA, keep: bool = True) -> routes.RouteChoice:
     io: Any = SimpleNamespace(memory_kinds=frozenset(kinds))
     return routes.choose(ANY, device, SsdConfig(path=Path("slab"), route=asked), io, ANY, keep=keep)
 

@@ -36,7 +36,7 @@ from gdscache.commands.timeline.summary import (
 from gdscache.commands.toy_engine import EngineOptions, InferenceEngine, KVPool, ModelShape, fingerprint, random_model
 from gdscache.errors import InvalidValueError
 from gdscache.load import run as load_run
-from gdscache.native.gpu import Route
+from gdscache.native.gpu import CopyRoute
 from gdscache.pages.layout import GroupSizes
 from gdscache.storage.base import Op
 from gdscache.tracing import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment
@@ -254,7 +254,7 @@ def finished(timeline: TraceTimeline) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("route", ["staged", "copy_engine"])
 def test_what_the_streams_of_a_gpu_did(
-    traced: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: Route
+    traced: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: CopyRoute
 ) -> None:
     """Copies and kernels of both directions, on tracks of their own, within the load that they are of."""
     fake_gpu.use(monkeypatch, route)

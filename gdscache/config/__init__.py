@@ -25,7 +25,7 @@ from pydantic import (
 
 from gdscache.config.file import read_places
 from gdscache.config.model import ModelConfig, PlaneConfig
-from gdscache.config.problems import COLLECT, NOWHERE, Section, explain, reject
+from gdscache.config.problems import COLLECT, NOWHERE, ConfigSection, explain, reject
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
 from gdscache.limits import MAX_COUNT, MAX_DEVICE_INDEX, MAX_SECONDS
 from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size
@@ -127,7 +127,7 @@ ClassPath = Annotated[str, AfterValidator(_class_path), WithJsonSchema({"type": 
 Directory = Annotated[Path, BeforeValidator(_expand), WithJsonSchema({"type": "string", "minLength": 1})]
 
 
-class GpuConfig(Section):
+class GpuConfig(ConfigSection):
     """The paged pool on the GPU, or in host memory where there is none, and its staging ring."""
 
     device: Device = Field(default="auto", description="auto (cuda if there is one, else cpu), cpu, cuda or cuda:N")
@@ -148,7 +148,7 @@ class GpuConfig(Section):
     )
 
 
-class CpuConfig(Section):
+class CpuConfig(ConfigSection):
     """The pinned pool in host memory."""
 
     capacity: Size = Field(default=4 * GIB, description="page pool in host memory, allocated when the tier opens")
@@ -170,7 +170,7 @@ class CpuConfig(Section):
         return self
 
 
-class SsdConfig(Section):
+class SsdConfig(ConfigSection):
     """The slab and its catalogue on an SSD."""
 
     path: Directory = Field(
@@ -216,7 +216,7 @@ class SsdConfig(Section):
     )
 
 
-class TierConfig(Section):
+class TierConfig(ConfigSection):
     """A further tier, of a class of yours."""
 
     tier: ClassPath = Field(description="package.module:Class, a subclass of gdscache.tiers.base.DurableTier")
@@ -227,7 +227,7 @@ class TierConfig(Section):
     )
 
 
-class StoreConfig(Section):
+class StoreConfig(ConfigSection):
     """How pages are stored."""
 
     queue: Size = Field(
@@ -251,7 +251,7 @@ class StoreConfig(Section):
     )
 
 
-class LoadConfig(Section):
+class LoadConfig(ConfigSection):
     """How pages are loaded."""
 
     threads: int = Field(default=4, ge=1, le=1024, description="loads that run at once, 1 to 1024")
@@ -267,7 +267,7 @@ class LoadConfig(Section):
     )
 
 
-class PrefetchConfig(Section):
+class PrefetchConfig(ConfigSection):
     """How pages are brought from the SSD into the CPU tier ahead of their load."""
 
     stop: Literal["best_effort", "wait_complete", "timeout"] = Field(
@@ -304,7 +304,7 @@ class PrefetchConfig(Section):
     )
 
 
-class EventsConfig(Section):
+class EventsConfig(ConfigSection):
     """KV events: what tiers have got and lost, for routers."""
 
     enabled: bool = Field(default=False, description="whether there are any, for callbacks and for endpoint")
@@ -319,7 +319,7 @@ class EventsConfig(Section):
     kept: int = Field(default=10_000, ge=1, le=MAX_COUNT, description="batches that can be asked for again")
 
 
-class Config(Section):
+class Config(ConfigSection):
     """One engine. `cpu` and `ssd` are None where there is no such tier."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, Strict, ValidationInfo, WithJsonSchema, model_validator
 
-from gdscache.config.problems import Section, reject
+from gdscache.config.problems import ConfigSection, reject
 from gdscache.errors import ConfigError, GeometryError
 from gdscache.limits import MAX_COUNT, MAX_EXTENT_BYTES, MAX_LAYERS
 from gdscache.pages.layout import DTYPE_BYTES, MAX_PAGE_TOKENS, PageLayout, Plane
@@ -23,7 +23,7 @@ Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
-class PlaneConfig(Section):
+class PlaneConfig(ConfigSection):
     """One kind of per-token row, for `kind: planes`."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
@@ -38,7 +38,7 @@ class PlaneConfig(Section):
     )
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """The model whose cache this is, and the part of it that this process holds."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError

@@ -18,9 +18,9 @@ from gdscache.cuda.streams import Event
 from gdscache.errors import CapacityError, KernelUnavailableError
 from gdscache.extents.base import Extents
 from gdscache.kernels.cuda import PageKernels, plane_runs
-from gdscache.movers.base import Moved, Mover, Slots
+from gdscache.movers.base import Mover, QueuedCopies, Slots
 from gdscache.movers.choice import Calibration, Choice, Direction, Paths
-from gdscache.native.gpu import ROUTES, ChunkSizes, NativeGpu, Route, events_of
+from gdscache.native.gpu import ROUTES, ChunkSizes, CopyRoute, NativeGpu, events_of
 from gdscache.pages.planes import PagedPlanes
 from gdscache.tracing import OFF, Timeline
 
@@ -70,7 +70,7 @@ class CudaMover(Mover):
                     raise KernelUnavailableError(f"a path is {choice}, and {cause}", "set gpu.kernels to auto")
             load_path = store_path = "copy_engine"
         self.paths = Paths(load_path, store_path, functools.partial(calibrate, self.driver))
-        self._routes: dict[tuple[Direction, range, bool], Route] = {}
+        self._routes: dict[tuple[Direction, range, bool], CopyRoute] = {}
         self.gpu: NativeGpu = NativeGpu(planes, self.driver, self._runs, kernels, staging_bytes, sizes)
 
     def _move(
@@ -83,9 +83,9 @@ class CudaMover(Mover):
         after: Sequence[Event],
         *,
         sums: bool,
-    ) -> Moved:
+    ) -> QueuedCopies:
         if not len(slots) or not layers:
-            return Moved(None, None, lambda: np.empty((len(slots), len(layers)), np.uint64))
+            return QueuedCopies(None, None, lambda: np.empty((len(slots), len(layers)), np.uint64))
         route = self.path(direction, extents, layers, sums=sums)
         load = direction == "load"
         about = {"layers": layers, "pages": len(slots)}
@@ -93,15 +93,15 @@ class CudaMover(Mover):
             point, read, ticket = self.gpu.queue(
                 extents, slots, blocks, layers, events_of(after), route, load=load, sums=sums
             )
-        return Moved(point, read, functools.partial(self.gpu.finish, ticket, len(slots), len(layers)))
+        return QueuedCopies(point, read, functools.partial(self.gpu.finish, ticket, len(slots), len(layers)))
 
-    def path(self, direction: Direction, extents: Extents, layers: range, *, sums: bool) -> Route:
+    def path(self, direction: Direction, extents: Extents, layers: range, *, sums: bool) -> CopyRoute:
         """The way that these layers of a page take; `device` where the extents are in GPU memory themselves."""
         if extents.rows.is_cuda:
             return "device"
         return self.route(direction, layers, sums=sums) if extents.pinned else "staged"
 
-    def route(self, direction: Direction, layers: range, *, sums: bool) -> Route:
+    def route(self, direction: Direction, layers: range, *, sums: bool) -> CopyRoute:
         """The way of these layers of a page between the planes and page-locked memory."""
         key = direction, layers, sums
         found = self._routes.get(key)

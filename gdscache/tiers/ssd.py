@@ -43,7 +43,7 @@ from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 if TYPE_CHECKING:
     import torch
 
-    from gdscache.tiers.ssd_route import Choice
+    from gdscache.tiers.ssd_route import RouteChoice
 
 _log = logging.getLogger("gdscache.ssd")
 _TOUCHES_KEPT = 1 << 16
@@ -70,7 +70,7 @@ class SsdTier(DurableTier):
         config: SsdConfig,
         device: str,
         lock: threading.RLock,
-        choose: Callable[[SlabIO, PageIndex], Choice] | None = None,
+        choose: Callable[[SlabIO, PageIndex], RouteChoice] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.layout = layout

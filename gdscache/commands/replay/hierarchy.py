@@ -21,7 +21,7 @@ from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
 from gdscache.moves import Moving
-from gdscache.moves.clock import Clock, Done, Machine, Process
+from gdscache.moves.clock import Clock, Done, MachineModel, Process
 from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPool
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
@@ -150,7 +150,7 @@ class Hierarchy:
     The SSD's route is through host memory, unless the config says `direct`.
     """
 
-    def __init__(self, config: Config, machine: Machine, clock: Clock, *, own_pool: bool = False) -> None:
+    def __init__(self, config: Config, machine: MachineModel, clock: Clock, *, own_pool: bool = False) -> None:
         self.layout = layout = config.model.layout()
         self.config = config
         self.clock = clock
