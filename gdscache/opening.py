@@ -38,7 +38,7 @@ from gdscache.policies.admission import Admission, new_admission, open_admission
 from gdscache.policies.promotion import Promotion, new_promotion
 from gdscache.prefetch.prefetcher import Prefetcher, held_pages
 from gdscache.runtime.calls import Caller
-from gdscache.store.earned import Earned
+from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
@@ -47,9 +47,9 @@ from gdscache.tiers import ssd_route
 from gdscache.tiers.base import DurableTier, Tier
 from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.cpu import CpuTier
+from gdscache.tiers.custom import open_tier
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.named import open_tier
 from gdscache.tiers.quarantine import Quarantine
 from gdscache.tiers.ssd import SsdTier
 from gdscache.tracing import OFF, Timeline
@@ -131,7 +131,7 @@ def build(
         chain: list[Tier | None] = [gpu, cpu, ssd, *further]
         outlets = _outlets(config, layout, ssd, further)
         index = None if cpu is None else cpu.index
-        earned = Earned(index, outlets, config.store.write_policy, config.store.write_hits)
+        earned = EarnedOffers(index, outlets, config.store.write_policy, config.store.write_hits)
         manager = TierManager(
             lock,
             [tier for tier in chain if tier is not None],

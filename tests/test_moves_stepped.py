@@ -28,7 +28,7 @@ from gdscache.index.free_slots import SlotPool
 from gdscache.moves import PLANES
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
-from gdscache.store.earned import Earned
+from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
@@ -104,7 +104,7 @@ class Run(Order):
         files = [tier for tier in (self.ssd, self.far) if tier is not None]
         limit = config.store.queue // 4096
         outlets = [Outlet(tier, open_admission(config.ssd, small.ssd, 4096), limit) for tier in files]
-        earned = Earned(None if self.cpu is None else self.cpu.index, outlets, small.policy, hits=1)
+        earned = EarnedOffers(None if self.cpu is None else self.cpu.index, outlets, small.policy, hits=1)
         self.manager = TierManager(threading.RLock(), self.tiers, on_use=earned.used)
         self.planner = StorePlanner(self.manager, config.store, 4096, outlets, earned, watermarks=(0.3, 0.5))
         self.spare = SlotPool(range(small.spare))

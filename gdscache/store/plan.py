@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.pages.keys import Page
-from gdscache.store.earned import Earned
+from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Nobody, Parcel, Receipt, StoreJob
 
@@ -69,7 +69,7 @@ class StorePlanner:
         config: StoreConfig,
         extent_bytes: int,
         outlets: Sequence[Outlet],
-        earned: Earned,
+        earned: EarnedOffers,
         watermarks: tuple[float, float],
         *,
         selective: bool = False,

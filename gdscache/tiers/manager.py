@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from gdscache.gate.busy import BusyPeriods
+from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.gate.costs import Costs
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention

@@ -26,7 +26,7 @@ from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPoo
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
 from gdscache.policies.promotion import new_promotion
-from gdscache.store.earned import Earned
+from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel, Receipt
 from gdscache.store.plan import StorePlanner
@@ -172,7 +172,7 @@ class Hierarchy:
             self.admission = open_admission(config.ssd, self.ssd.index.slots, extent, clock.time)
             outlets = [Outlet(self.ssd, self.admission, config.store.queue // extent)]
         index = None if self.cpu is None else self.cpu.index
-        earned = Earned(index, outlets, config.store.write_policy, config.store.write_hits)
+        earned = EarnedOffers(index, outlets, config.store.write_policy, config.store.write_hits)
         self.manager = TierManager(
             self.lock,
             [tier for tier in (self.gpu, self.cpu, self.ssd) if tier is not None],

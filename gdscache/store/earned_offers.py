@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _MOST_HITS = 255  # counted a page
 
 
-class Earned:
+class EarnedOffers:
     """Notes uses, and starts nothing. The manager's lock guards it.
 
     With `write_through_selective` a page has to be hit `hits` times since it came. With `write_through` hits offer
