@@ -17,7 +17,6 @@ import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from gdscache.disk.catalog_file import CATALOG_NAME
 from gdscache.disk.catalog_image import LOG_SUFFIX
@@ -107,9 +106,7 @@ class CacheDirectory:
     def __enter__(self) -> CacheDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -148,9 +145,7 @@ class CacheDirectories:
     def __enter__(self) -> CacheDirectories:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gdscache.errors import InvalidValueError
@@ -48,13 +47,11 @@ class _Recorded(Flight):
         self._timeline.begin(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._nested:
             self._timeline.stack.pop()
-        if kind is not None:
-            self.about["error"] = kind.__name__
+        if isinstance(error[0], type):
+            self.about["error"] = error[0].__name__
         if not self._followed:
             self._timeline.end(self)
 
@@ -88,14 +85,12 @@ class _OnStream(Span):
         self._host.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             end = self._timeline.times.mark(self._stream)
             self._timeline.add_on_stream(self._kind, self._stream, self._start, end, self._about)
         finally:
-            self._host.__exit__(kind, error, trace)
+            self._host.__exit__(*error)
 
 
 class TraceTimeline(Timeline):
