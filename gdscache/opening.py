@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import torch
 
-from gdscache.config import Config, EventsConfig, GpuConfig
+from gdscache.config import Config, EventsConfig
 from gdscache.config.concerns import concerns
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION
 from gdscache.disk.status_page import Figures, StatusWriter
-from gdscache.errors import PinnedMemoryError, TierUnavailableError
+from gdscache.errors import TierUnavailableError
 from gdscache.events.base import KVEventHub
 from gdscache.extents.base import Extents
 from gdscache.extents.device import DeviceExtents
@@ -127,7 +127,6 @@ def build(
         bounce = _bounce(config, layout, planes.device, cpu, files, direct, quarantine)
         if bounce is not None:
             undo.callback(bounce.close)
-        _check_paths(config.gpu, planes.device, [tier.extents for tier in (cpu, bounce) if tier is not None])
         chain: list[Tier | None] = [gpu, cpu, ssd, *further]
         outlets = _outlets(config, layout, ssd, further)
         index = None if cpu is None else cpu.index
@@ -143,9 +142,8 @@ def build(
         mover = open_mover(planes, config.gpu, timeline)
         undo.callback(mover.close)
         promotion = _promotion(config, cpu)
-        marks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
         selective = promotion is not None and promotion.selective
-        planner = StorePlanner(manager, config.store, layout.extent_bytes, outlets, earned, marks, selective=selective)
+        planner = StorePlanner(manager, config.store, layout.extent_bytes, outlets, earned, selective=selective)
         executor = _executor(mover, manager, bounce)
         undo.callback(executor.close)
         held = held_pages(manager, config.prefetch)
@@ -198,8 +196,8 @@ def _open_events(config: EventsConfig, page_tokens: int) -> KVEventHub:
     if config.endpoint is not None:
         from gdscache.events.socket import ZmqPublisher
 
-        publisher = ZmqPublisher(config.endpoint, config.replay, config.topic, config.kept)
-    return KVEventHub(page_tokens, config.queue, publisher)
+        publisher = ZmqPublisher(config.endpoint, config.replay, config.topic)
+    return KVEventHub(page_tokens, publisher)
 
 
 def _about(config: Config, device: torch.device) -> dict[str, str]:
@@ -264,17 +262,6 @@ def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
             raise TierUnavailableError(
                 f"pages of tier {tier.name!r} come into the CPU tier, and there is none", "add a cpu section"
             )
-
-
-def _check_paths(config: GpuConfig, device: torch.device, extents: Sequence[Extents]) -> None:
-    """Refuse a path that host memory as it is cannot take; the mover would stage."""
-    if device.type == "cuda" and not all(e.pinned for e in extents):
-        for name, path in (("load_path", config.load_path), ("store_path", config.store_path)):
-            if path not in ("auto", "staged"):
-                raise PinnedMemoryError(
-                    f"gpu.{name} is {path}, and host memory is not page-locked",
-                    f"set cpu.pin to on, or gpu.{name} to auto",
-                )
 
 
 def _bounce(

@@ -36,7 +36,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "no_ssd_tier": ("ssd=null",),
     "selective": ("store.write_policy=write_through_selective", "store.write_hits=1", "cpu.eviction=lru"),
     "write_back": ("store.write_policy=write_back", "ssd.eviction=lru"),
-    "write_back_in_bulk": ("store.write_policy=write_back", "cpu.low_watermark=0.1", "cpu.high_watermark=0.6"),
+    "write_back_in_bulk": ("store.write_policy=write_back",),
     "second_offer": ("ssd.admission=second_offer", "ssd.promotion=second_hit"),
     "tinylfu": ("ssd.admission=tinylfu", "ssd.promotion=never", "cpu.eviction=lru"),
     "back_and_tinylfu": ("store.write_policy=write_back", "ssd.admission=tinylfu", "ssd.promotion=second_hit"),

@@ -325,14 +325,13 @@ def configs(draw: st.DrawFn) -> Config:
     if cpu is None and policy in ("write_through_selective", "write_back"):
         policy = "write_through"
     eviction = st.sampled_from(sorted(get_args(EvictionOrder)))
-    low = draw(st.floats(0, 0.99))
     return make(
         cpu,
         ssd,
         draw(st.integers(1, 8)),
         draw(st.sampled_from([8, 16384])),  # with the latter a batch is four pages
         gpu_={"eviction": draw(eviction), "staging": "64MiB"},
-        cpu_={"eviction": draw(eviction), "low_watermark": low, "high_watermark": draw(st.floats(low, 0.99))},
+        cpu_={"eviction": draw(eviction)},
         ssd_={
             "eviction": draw(eviction),
             "reserve": draw(st.integers(0, 4)),

@@ -107,9 +107,6 @@ def _variable(match: re.Match[str]) -> str:
     return os.environ[name]
 
 
-CopyPath = Literal["auto", "staged", "zero_copy", "copy_engine"]
-
-
 def _kept_order(value: object) -> object:
     """Orders that engines had, and that are only replayed now."""
     if value in ("slru", "s3fifo", "lfu", "credit_lru"):
@@ -140,12 +137,6 @@ class GpuConfig(ConfigSection):
         default="auto",
         description="CUDA kernels for pages: auto (else the copy engine alone), on (or refuse to open), off",
     )
-    load_path: CopyPath = Field(
-        default="auto", description="host to GPU: auto (as calibrated), staged, zero_copy or copy_engine"
-    )
-    store_path: CopyPath = Field(
-        default="auto", description="GPU to host: auto (as calibrated), staged, zero_copy or copy_engine"
-    )
 
 
 class CpuConfig(ConfigSection):
@@ -154,20 +145,6 @@ class CpuConfig(ConfigSection):
     capacity: Size = Field(default=4 * GIB, description="page pool in host memory, allocated when the tier opens")
     eviction: Eviction = Field(default="lifetime", description="which pages go when it is full: lru or lifetime")
     pin: Switch = Field(default="auto", description="page-lock the pool: auto (where CUDA is), on, off")
-    high_watermark: float = Field(
-        default=0.5,
-        ge=0,
-        lt=1,
-        description="write_back: share of the slots whose pages the SSD has not got; above it the coldest are written",
-    )
-    low_watermark: float = Field(default=0.25, ge=0, lt=1, description="write_back: ... down to this share")
-
-    @model_validator(mode="after")
-    def _marks_in_order(self, info: ValidationInfo) -> Self:
-        if self.low_watermark > self.high_watermark:
-            message = f"cpu.low_watermark is {self.low_watermark}, above cpu.high_watermark, {self.high_watermark}"
-            raise reject(InvalidValueError, message, "set low_watermark to high_watermark or less", info)
-        return self
 
 
 class SsdConfig(ConfigSection):
@@ -275,26 +252,17 @@ class PrefetchConfig(ConfigSection):
         description="when wait() stops a prefetch: best_effort (at once), wait_complete (never, within load.deadline), "
         "timeout",
     )
-    timeout_base: float = Field(
-        default=1.0, ge=0, le=MAX_SECONDS, description="timeout: seconds that every prefetch has, and ..."
-    )
-    timeout_per_1024_tokens: float = Field(
-        default=0.25,
+    timeout: float = Field(
+        default=1.0,
         ge=0,
         le=MAX_SECONDS,
-        description="timeout: ... seconds more for each 1,024 tokens that the SSD has of it",
-    )
-    threshold: int = Field(
-        default=0, ge=0, le=MAX_COUNT, description="tokens; what the SSD has fewer of is not prefetched"
+        description="timeout: seconds that a prefetch has, and 0.25 more for each 1,024 tokens that the SSD has of it",
     )
     quota: float = Field(
         default=0.5,
         gt=0,
         le=1,
         description="share of the CPU tier's slots for prefetched pages that nobody has used yet; one page at least",
-    )
-    queue: int = Field(
-        default=1024, ge=1, le=MAX_COUNT, description="prefetches that are under way or wait; more end at once"
     )
     chunk: Size = Field(
         default=128 * MIB, description="bytes that move before it is another prefetch's turn; one page at least"
@@ -313,10 +281,6 @@ class EventsConfig(ConfigSection):
     )
     replay: str | None = Field(default=None, description="ZeroMQ endpoint where batches can be asked for again")
     topic: str = Field(default="", description="topic of the messages")
-    queue: int = Field(
-        default=1 << 18, ge=1, le=MAX_COUNT, description="pages whose events wait to be told; more are dropped, counted"
-    )
-    kept: int = Field(default=10_000, ge=1, le=MAX_COUNT, description="batches that can be asked for again")
 
 
 class Config(ConfigSection):

@@ -24,10 +24,6 @@ def open_mover(planes: PagedPlanes, config: GpuConfig, timeline: Timeline = OFF)
 
         if config.kernels == "on":
             raise KernelUnavailableError("gpu.kernels is on and the planes are in host memory", "set it to auto")
-        for name, path in (("load_path", config.load_path), ("store_path", config.store_path)):
-            if path != "auto":  # a path that was asked for by name is had, or the engine does not open
-                cause = f"gpu.{name} is {path}, but the planes are in host memory"
-                raise KernelUnavailableError(cause, f"set gpu.{name} to auto")
         return HostMover(planes)
     from gdscache.kernels.cuda import PageKernels
     from gdscache.movers.calibration import calibrated_if_possible
@@ -44,7 +40,7 @@ def open_mover(planes: PagedPlanes, config: GpuConfig, timeline: Timeline = OFF)
             _log.warning("pages are copied by the copy engine alone, and summed on the host: %s", error)
     with allocating("gpu.staging", config.staging, planes.device):
         return CudaMover(
-            *(planes, config.staging, config.load_path, config.store_path, kernels, cause),
+            *(planes, config.staging, "auto", "auto", kernels, cause),
             calibrate=calibrated_if_possible,
             timeline=timeline,
         )

@@ -8,7 +8,7 @@ there is an *outlet* (store/outlets.py). With one of them, the SSD:
 * `write_through_selective`: a page that was hit `store.write_hits` times since it came. A lookup only notes that; the
   next load or store sends the page on.
 * `write_back`: a page that the CPU tier is about to give up. Until then it is *dirty* there, which eviction respects;
-  the coldest are written ahead when more than `cpu.high_watermark` of the slots are dirty, down to `cpu.low_watermark`.
+  the coldest are written ahead when more than half of the slots are dirty, down to a quarter (`WATERMARKS`).
 * `never`: none.
 
 What the policy would write still has to pass the SSD's admission. Whoever runs the plan (the storer) moves the bytes
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 # What one gather, and one write batch, takes at once: each costs turns at the locks that a model's thread wants, too.
 _FIRST_ROUND_BYTES, _ROUND_BYTES, _ROUND_PAGES = 32 << 20, 128 << 20, 512
+WATERMARKS = (0.25, 0.5)  # of `write_back`: shares of the landing tier's slots that are dirty
 _UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes for which no byte of a page went out
 _NOBODY = Nobody()
 
@@ -70,7 +71,7 @@ class StorePlanner:
         extent_bytes: int,
         outlets: Sequence[Outlet],
         earned: EarnedOffers,
-        watermarks: tuple[float, float],
+        watermarks: tuple[float, float] | None = None,
         *,
         selective: bool = False,
     ) -> None:
@@ -86,7 +87,7 @@ class StorePlanner:
         self._selective = selective
         self._limit = config.queue // extent_bytes
         slots = 0 if self._landing is None else self._landing.index.slots
-        low, high = watermarks
+        low, high = WATERMARKS if watermarks is None else watermarks
         self._low, self._high = int(low * slots), int(high * slots)
         # CPU slots that may be held by what is not on the SSD yet: pages on their way, or dirty ones.
         self._most_held = (self._high + slots) // 2 if self._policy == "write_back" else slots // 2

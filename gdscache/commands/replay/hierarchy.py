@@ -182,11 +182,8 @@ class Hierarchy:
         )
         self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)
         self.moved = Moved(self.executor)
-        marks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
         selective = promotion is not None and promotion.selective
-        self.planner = _Planner(
-            self.moved, self.manager, config.store, extent, outlets, earned, marks, selective=selective
-        )
+        self.planner = _Planner(self.moved, self.manager, config.store, extent, outlets, earned, selective=selective)
         writers = {}
         if self.ssd is not None:
             writers["ssd"] = _Writer(self.moved, self.planner, self.manager, self.ssd, self.executor, extent)

@@ -228,7 +228,7 @@ def describe_config(config: Config) -> dict[str, Any]:
         "ssd": None,
     }
     if config.cpu is not None:
-        found["cpu"] = config.cpu.model_dump(include={"capacity", "eviction", "low_watermark", "high_watermark"})
+        found["cpu"] = config.cpu.model_dump(include={"capacity", "eviction"})
     if config.ssd is not None:
         wanted = {"capacity", "eviction", "reserve", "admission", "admission_offers", "endurance", "promotion"}
         found["ssd"] = config.ssd.model_dump(include=wanted)
