@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference_pages as reference
 import torch
 from helpers import EXTRA, MHA, MLA, SENTINEL, expected, layout_of, new_planes, read_page, untouched, write_page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.kernels import reference
 from gdscache.kernels.cuda import ExtentArray, Indices, PageKernels
 from gdscache.pages.layout import DTYPE_BYTES, PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes

@@ -66,17 +66,6 @@ class NativePool:
         """Copy layers of pages into the planes: the inverse of `gather`."""
         return self._move(self._library.scatter, blocks, parts, layers, streamed=streamed, sums=sums)
 
-    def digest(self, parts: UInt64Array, layers: range) -> Checksums:
-        """The checksums of layers that lie in extents."""
-        sums = np.empty((len(parts), len(layers)), np.uint64)
-        checked(
-            self._library.digest(
-                *(self._open(), len(parts), layers.start, layers.stop, address(parts), address(sums)),
-            ),
-            "digest",
-        )
-        return sums
-
     def close(self) -> None:
         """Forget the planes. Again is fine."""
         handle, self.handle = self.handle, None
