@@ -13,8 +13,8 @@ import torch
 from helpers import EXTRA, MHA, MLA, SENTINEL, expected, layout_of, new_planes, read_page, untouched, write_page
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_launcher import ExtentArray, Indices, Launcher
 
-from gdscache.kernels.cuda import ExtentArray, Indices, PageKernels
 from gdscache.pages.layout import DTYPE_BYTES, PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
 
@@ -48,7 +48,7 @@ class Cuda:
 
     @staticmethod
     def move(name: str, planes: PagedPlanes, blocks: Any, extents: Any, rows: Any, layers: Any) -> None:
-        kernels = PageKernels(planes)
+        kernels = Launcher(planes)
         array = ExtentArray(extents.data_ptr(), extents.stride(0), len(extents))
         indices = Indices(blocks.data_ptr(), rows.data_ptr(), len(rows), wide=True)
         which = range(min(layers), max(layers) + 1)
