@@ -402,12 +402,6 @@ def test_a_refusal_costs_the_page_no_offer() -> None:
     assert admission.admit(two) == "", "whoever keeps the head elsewhere may store the tail"
 
 
-def test_the_caller_may_know_that_a_page_is_out_of_reach() -> None:
-    admission = gate(endurance=16 * EXTENT)
-    assert admission.admit(page(1, name("nowhere")), reachable=False) == "no_prefix"
-    assert admission.admit(page(1, name("nowhere"))) == ""
-
-
 def test_refused_pages_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REFUSED_KEPT", 3)
     admission = gate(admission="second_offer")
@@ -428,8 +422,7 @@ def test_what_is_refused_for_another_cause_costs_no_budget() -> None:
     admission = gate(admission="second_offer", endurance=8 * EXTENT)
     left = 1 * EXTENT
     assert admission.admit(page(1)) == "second_offer"
-    assert admission.admit(page(2, name("?")), reachable=False) == "second_offer"
-    assert admission.admit(page(2, name("?")), reachable=False) == "no_prefix"
+    assert [admission.admit(page(2, page(1).key)) for _ in range(2)] == ["second_offer", "no_prefix"]
     assert admission.describe()["endurance"] == {
         "bytes_per_day": 8 * EXTENT,
         "burst_bytes": left,
