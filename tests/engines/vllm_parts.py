@@ -143,9 +143,14 @@ def first_drift(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 
 def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    """The tokens are those of a run without a cache, and the first one's probabilities nearly."""
+    """The tokens are those of a run without a cache, and the first one's probabilities nearly.
+
+    On a GPU kernels for latents differ by how much of a prompt is cached, and a tie of two tokens may go either way:
+    there the probabilities alone count, which one wrong block moves by three times `DRIFT`.
+    """
     assert [answer["why"] for answer in found] == ["length"] * len(wanted)
-    drifts = [drift(a, b) for a, b in zip(found, wanted, strict=True)]
+    apart = first_drift if KIND == "mla" and torch.cuda.is_available() else drift
+    drifts = [apart(a, b) for a, b in zip(found, wanted, strict=True)]
     assert max(drifts) < DRIFT, (drifts, [a["tokens"] for a in found], [b["tokens"] for b in wanted])
 
 
