@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_vllm_contract import changes
+
+from tests.engines.test_vllm_contract import changes
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent
@@ -34,7 +35,7 @@ PAIRED = {"killed", "after_the_kill"}
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     if not PYTHON.exists():
         pytest.skip(MISSING)
-    paths = [ROOT, ROOT / "tests", ROOT / "tests/stand_ins/sglang"]
+    paths = [ROOT, ROOT / "tests/support/stand_ins/sglang"]
     settings = {
         **os.environ,
         "PYTHONPATH": ":".join(map(str, paths)),

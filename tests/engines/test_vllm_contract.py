@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm_parts as parts
+
+from tests.engines import vllm_parts as parts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent
