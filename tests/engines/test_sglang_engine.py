@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.engines import vllm_parts as parts
-from tests.engines.test_sglang import PYTHON
-from tests.engines.test_vllm_trace import requests
+from tests.engines.sglang_parts import PYTHON
+from tests.engines.vllm_parts import requests
 
 pytestmark = [
     pytest.mark.engines,

@@ -21,12 +21,8 @@ from gdscache.commands import doctor
 from gdscache.commands.doctor import Asked, Facts, Report, Row, copies, defaults, gpu, kernels, storage
 from gdscache.commands.doctor.facts import (
     CalibrationFacts,
-    CopyFacts,
-    DeviceFacts,
     DriverFacts,
     Found,
-    GpuFacts,
-    KernelFacts,
     MoverFacts,
     attempt,
 )
@@ -36,65 +32,21 @@ from gdscache.extents.host import HostExtents
 from gdscache.movers import calibration as calibrate
 from gdscache.movers import choice as paths
 from gdscache.movers import open_mover
-from gdscache.movers.choice import Calibration, Choice, Rates
+from gdscache.movers.choice import Choice, Rates
 from gdscache.movers.cuda import CudaMover
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import about
+from tests.support.doctor_facts import HINT, KEY, MEASURED, PLAIN, WHOLE, changed, lacking
 from tests.support.places import ROOT
-from tests.unit.movers.test_paths import DOWN, UP
+from tests.support.rates import DOWN, UP
 
 pytestmark = pytest.mark.suite
 
 CONFIGS = ROOT / "configs"
 MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128, "page_tokens": 16}  # 64 KiB a layer
-KEY = {"gpu": "H200", "gpu_uuid": "GPU-1", "driver": "13000", "copy_engine": "batch_13", "kernels": "0123456789abcdef"}
-MEASURED = Calibration(UP, DOWN, KEY, 0.5)
-HINT = "install it"
 SECTIONS = ["GPU", "Kernels", "GPU <-> CPU", "SSD", "Inference engines"]
 
-WHOLE = Facts(
-    GpuFacts(
-        "2.11.0",
-        "13.0",
-        Found(DriverFacts(13000, "580.82.07")),
-        Found((DeviceFacts("NVIDIA H200", (9, 0), 140 << 30, 132),)),
-        Found("cuda:0"),
-    ),
-    KernelFacts(Found("14.2.0"), Found("13.0"), Found("/home/somebody/.cupy/kernel_cache"), Found(0.25)),
-    CopyFacts(
-        Found(0.01), None, Found("batch_13"), Found(CalibrationFacts(MEASURED, "/c/calibration.json", True, True))
-    ),
-    Found(MoverFacts("cuda")),
-)
 
-
-def changed(facts: Facts, **parts: Any) -> Facts:
-    """Facts with fields of `gpu`, `kernels` and `copies` replaced, by their names; and `mover`."""
-    for part in ("gpu", "kernels", "copies"):
-        inside = getattr(facts, part)
-        mine = {name: parts.pop(name) for name in list(parts) if name in inside.__dataclass_fields__}
-        facts = dataclasses.replace(facts, **{part: dataclasses.replace(inside, **mine)})
-    return dataclasses.replace(facts, **parts)
-
-
-def lacking(cause: str, hint: str = HINT) -> Any:
-    return Found(None, cause, hint)
-
-
-PLAIN = changed(  # no GPU, as torch's CPU build shows it
-    WHOLE,
-    torch_cuda=None,
-    driver=lacking("there is no CUDA driver"),
-    devices=lacking("torch was built without CUDA"),
-    device=Found("cpu"),
-    cupy=lacking("No module named 'cupy'", ""),
-    nvrtc=lacking("not tried", ""),
-    built=lacking("not tried", ""),
-    pinned=lacking("CUDA is not available"),
-    api=lacking("not tried", ""),
-    calibration=lacking("not tried", ""),
-    mover=Found(MoverFacts("native", "the planes are in host memory")),
-)
 NO_CUPY = changed(
     WHOLE,
     cupy=lacking("No module named 'cupy'", ""),

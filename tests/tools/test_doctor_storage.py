@@ -41,11 +41,11 @@ from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
+from tests.support.doctor_facts import PLAIN, WHOLE
 from tests.support.helpers import WAIT
 from tests.support.native_parts import has_ring
 from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import refuse_ring
-from tests.tools.test_doctor import PLAIN, WHOLE
 
 pytestmark = pytest.mark.suite
 

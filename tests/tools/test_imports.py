@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gdscache
+from tests.support.interpreters import python
 
-PACKAGE = Path(gdscache.__file__).parent
 SHARE = 0.6  # of the processor time of importing torch: what importing gdscache may add
 OPTIONAL = ["cupy", "kvikio", "nixl", "transformers", "matplotlib", "mooncake", "pylibcudf", "numba", "typer", "rich"]
 LIGHT = [
@@ -29,15 +25,6 @@ LIGHT = [
     "tiers.manager",
     "cli",
 ]
-
-
-def python(code: str, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
 
 
 IMPORT = f"""

@@ -27,7 +27,7 @@ from gdscache.commands.replay.workload import Workload, expand
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.moves.clock import Machine
 from tests.support.places import ROOT
-from tests.tools.test_replay import line, request, write
+from tests.support.traces import line, request, write
 
 pytestmark = pytest.mark.suite
 

@@ -20,8 +20,7 @@ from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
 from gdscache.engine import CacheEngine
 from gdscache.moves.clock import Machine
-from tests.tools.test_replay import line, request, write
-from tests.tools.test_replay_tiers import gdscache  # noqa: F401  (a fixture)
+from tests.support.traces import line, request, write
 
 pytestmark = pytest.mark.suite
 
@@ -176,7 +175,7 @@ def trace(tmp_path: Path) -> Path:
     return write(tmp_path / "trace.jsonl", *[line(blocks, timestamp=i) for i, blocks in enumerate(prompts)])
 
 
-def test_the_command(gdscache: Any, trace: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command(gdscache: Any, trace: Path, tmp_path: Path) -> None:
     where = tmp_path / "here"
     where.mkdir()
     options = ["--real", "--cpu", "3", "--ssd", "5", "--set", "ssd.reserve=0", "--dir", where]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -14,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache import cli
 from gdscache.commands.replay import tier_report
 from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.simulate import infinite, optimum, simulate
 from gdscache.commands.replay.tier_setup import SWEPT_CAPACITIES, Asked, Setup, page_tokens_of, pages_of, setups
 from gdscache.commands.replay.trace import read_trace
-from gdscache.commands.replay.traffic import Found, Outcome, Traffic
+from gdscache.commands.replay.traffic import Found, Traffic
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config, EvictionOrder
 from gdscache.errors import ConfigError, InvalidValueError
@@ -29,46 +27,13 @@ from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES
 from gdscache.storage import workers
-from tests.tools.test_imports import PACKAGE, python
-from tests.tools.test_replay import line, request, workloads, write
+from tests.support.interpreters import PACKAGE, python
+from tests.support.replays import INSTANT, PAGE, make, run, work_of
+from tests.support.traces import line, request, workloads, write
 
 pytestmark = pytest.mark.suite
 
 TRACE = os.environ.get("GDSCACHE_CONVERSATION_TRACE")
-PAGE = 4096  # bytes; 512 tokens of 8
-INSTANT = Machine()
-
-
-def make(cpu: int | None = 4, ssd: int | None = 8, gpu: int = 1, row: int = 8, **sections: dict[str, Any]) -> Config:
-    """A config of so many pages a tier."""
-    extent = row * 512
-    plane = {"name": "rows", "shape": [row], "dtype": "uint8"}
-    parts = {name: sections.pop(f"{name}_", {}) for name in ("gpu", "cpu", "ssd")}
-    fields: dict[str, Any] = {
-        "model": {"name": "tiny", "kind": "planes", "layers": 1, "page_tokens": 512, "planes": [plane]},
-        "gpu": {"device": "cpu", "capacity": gpu * extent} | parts["gpu"],
-        "cpu": None if cpu is None else {"capacity": cpu * extent} | parts["cpu"],
-        "ssd": None if ssd is None else {"path": "none", "capacity": ssd * extent, "reserve": 0} | parts["ssd"],
-    }
-    return Config.from_dict(fields | sections)
-
-
-def work_of(*prompts: list[int], tokens: int | None = None) -> Workload:
-    return expand([request(blocks, tokens) for blocks in prompts], partial=False)
-
-
-def run(
-    work: Workload,
-    config: Config,
-    machine: Machine = INSTANT,
-    times: list[float] | None = None,
-    *,
-    serial: bool = True,
-    own_pool: bool = False,
-) -> tuple[Hierarchy, Outcome]:
-    tiers = Hierarchy(config, machine, Clock(), own_pool=own_pool)
-    at = [0.0] * len(work.prompts) if times is None else times
-    return tiers, Traffic(work, tiers, machine, at, serial=serial).run()
 
 
 # -- time ---------------------------------------------------------------------------------------------------------
@@ -492,20 +457,6 @@ def test_a_config_is_taken_as_it_is_and_keys_can_be_set(tmp_path: Path) -> None:
 
 
 # -- the command --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gdscache(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Run the entry point: (exit status, stdout, stderr)."""
-
-    def start(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gdscache", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, *capfd.readouterr()
-
-    return start
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from gdscache import CacheEngine
 from gdscache.errors import GeometryError, SequenceStateError, TokensError, UnsupportedRequestError
 from gdscache.integrations.transformers import PrefixCache, model_section
 
-from tests.engine.integrations.test_transformers import PAGE, PROMPT, SMALL, build, generate, options, serve, tokens  # isort: skip
+from tests.support.tiny_transformers import PAGE, PROMPT, SMALL, build, generate, options, serve, tokens  # isort: skip
 
 PADS = 11
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache import CacheEngine, PageStatus
-from gdscache.errors import DeadlineError, DeviceError
+from gdscache.errors import DeviceError
 from gdscache.load import run as load_run
-from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import native
 from gdscache.moves.library import Limits
 from gdscache.pages.layout import EXTENT_ALIGNMENT, GROUP_BYTES, GroupSizes, PageLayout, Plane, read_groups
@@ -25,12 +23,9 @@ from gdscache.testing.faults import ExtentPart, FaultRule
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
-    MHA,
     SENTINEL,
     WAIT,
-    Bytes,
     Host,
-    Planes,
     drop_from,
     expected,
     layout_of,
@@ -42,31 +37,31 @@ from tests.support.helpers import (
     tokens_of,
     until,
 )
-from tests.unit.pages.test_layout import layouts
+from tests.support.layerwise_parts import (
+    BAD,
+    CANCELLED,
+    DEADLINE,
+    EVEN,
+    FAULTY,
+    LOADED,
+    MODELS,
+    PAGES,
+    SIZES,
+    SOON,
+    UNEVEN,
+    groups_of,
+    layer_bytes,
+    lies,
+    met,
+    quarantined,
+    right,
+    seen,
+    waits,
+    whole,
+)
+from tests.support.layouts import layouts
 
 OpenHost = Callable[..., Host]
-FAULTY = "tests.support.faulty:FaultyTransport"
-SOON = 0.5  # seconds of a deadline that is to pass
-CANCELLED, DEADLINE, LOADED = PageStatus.CANCELLED, PageStatus.DEADLINE, PageStatus.LOADED
-PAGES = 4
-
-# Six layers of 4,608 bytes: in groups (0), (1, 2), (3, 4), (5), no border of which lies on a sector.
-EVEN = MHA | {"layers": 6, "head_dim": 72}
-UNEVEN = {  # layers of 3,312 and 7,712 bytes
-    "name": "tiny",
-    "kind": "planes",
-    "layers": 10,
-    "dtype": "bfloat16",
-    "page_tokens": 4,
-    "planes": [
-        {"name": "k", "shape": [4, 72]},
-        {"name": "v", "shape": [4, 30]},
-        {"name": "scale", "shape": [3], "dtype": "float32"},
-        {"name": "index", "shape": [1100], "dtype": "float8_e4m3fn", "layers": [0, 3]},
-    ],
-}
-MODELS = {"even": EVEN, "uneven": UNEVEN}
-SIZES = GroupSizes(least=4096, first=1)
 
 
 @pytest.fixture(autouse=True)
@@ -127,22 +122,10 @@ def test_one_group_where_extents_or_loads_are_small(layer_bytes: int, pages: int
 # -- loads ------------------------------------------------------------------------------------------------------------
 
 
-def groups_of(host: Host) -> tuple[range, ...]:
-    groups = read_groups(host.layout, PAGES, SIZES)
-    assert len(groups) >= 4
-    return groups
-
-
 def only(host: Host, group: range) -> ExtentPart:
     """What is read for one group, and for no other."""
     start, stop = host.layout.read_span(group)
     return ExtentPart(start, min(stop, host.layout.page_bytes), host.layout.extent_bytes)
-
-
-def lies(host: Host, tokens: Sequence[int], page: int) -> Callable[[int], bool]:
-    """Whether a request is for this page, wherever in it."""
-    slot = host.engine.manager.tiers["ssd"].index.slot(host.engine.pages(tokens)[page].key)
-    return lambda offset: offset // host.layout.extent_bytes == slot
 
 
 def stored(host: Host, seed: int = 1, resident: int = 0) -> list[int]:
@@ -160,37 +143,6 @@ def again(host: Host, tokens: list[int], resident: int) -> None:
     if resident:
         assert host.load(tokens[: 4 * resident]).tokens == 4 * resident
     assert host.engine.lookup(tokens).tiers == ("cpu",) * resident + ("ssd",) * (PAGES - resident)
-
-
-def layer_bytes(planes: Planes, layout: PageLayout, layer: int, blocks: Sequence[int]) -> Bytes:
-    return read_page([planes[layer]], layout, blocks)
-
-
-def right(host: Host, layer: int, key: bytes) -> Bytes:
-    start, stop = host.layout.layer_bounds[layer]
-    return expected(host.layout, key)[start:stop]
-
-
-def seen(host: Host, load: LayerwiseLoad, blocks: list[int], layer: int) -> list[Bytes]:
-    """What a forward would read of each page in this layer."""
-    load.wait(layer)
-    return [layer_bytes(host.planes, host.layout, layer, host.page(blocks, i)) for i in range(PAGES)]
-
-
-def whole(host: Host, load: LayerwiseLoad, blocks: list[int], keys: list[bytes], layers: range | None = None) -> None:
-    """Each layer of every page is right when its wait returns."""
-    for layer in range(host.layout.n_layers) if layers is None else layers:
-        for i, found in enumerate(seen(host, load, blocks, layer)):
-            assert np.array_equal(found, right(host, layer, keys[i])), f"layer {layer} of page {i}"
-
-
-def met(rule: FaultRule, times: int = 1) -> None:
-    until(lambda: rule.met >= times, "the group is read")
-
-
-def waits(load: LayerwiseLoad, layer: int) -> None:
-    with pytest.raises(DeadlineError):
-        load.wait(layer, 0.1)
 
 
 @pytest.mark.parametrize("resident", [0, 2])
@@ -230,14 +182,6 @@ def test_layer_0_is_ready_while_the_last_layer_hangs_in_a_pool_of_the_engine(
         PLAN.reset()
         assert seq.verify(WAIT) == 4 * PAGES
     assert run(engine, tokens) == 4 * PAGES
-
-
-BAD = {
-    Fault.EIO: PageStatus.IO_ERROR,
-    Fault.SHORT: PageStatus.SHORT_READ,
-    Fault.FLIP: PageStatus.CHECKSUM,
-    Fault.ZERO: PageStatus.CHECKSUM,
-}
 
 
 @pytest.mark.parametrize("resident", [0, 2])
@@ -311,11 +255,6 @@ def test_a_page_that_fails_in_several_groups_has_the_first_verdict_and_one(open_
 
 
 # -- late reads -------------------------------------------------------------------------------------------------------
-
-
-def quarantined(host: Host) -> dict[str, Any]:
-    found: dict[str, Any] = host.engine.stats()["tiers"]["ssd"]["quarantine"]
-    return found
 
 
 def left(host: Host, late: int) -> None:

@@ -16,7 +16,9 @@ from gdscache.moves.library import Limits
 from gdscache.pages.layout import EXTENT_ALIGNMENT, FIRST_BYTES, GroupSizes
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart, FaultRule
-from tests.engine.load.test_layerwise import (
+from tests.support.faulty import PLAN, Fault
+from tests.support.helpers import WAIT, Host, drop_from, prompt, quiet, settle, until
+from tests.support.layerwise_parts import (
     BAD,
     CANCELLED,
     DEADLINE,
@@ -36,8 +38,6 @@ from tests.engine.load.test_layerwise import (
     waits,
     whole,
 )
-from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, Host, drop_from, prompt, quiet, settle, until
 
 OpenHost = Callable[..., Host]
 PLACES: dict[str, dict[str, Any]] = {

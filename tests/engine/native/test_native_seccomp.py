@@ -23,7 +23,8 @@ if cause := forbid_ring(int(sys.argv[2])):
 from gdscache.errors import TransportUnavailableError
 from gdscache.native.library import library
 from tests.support.helpers import Host, drop_from, make_config, prompt, quiet
-from tests.engine.native.test_native_leaks import EXTENT, PAGES, Heard, Small, a_load
+from tests.support.small_executor import EXTENT, PAGES, Small, a_load
+from tests.support.executor_machine import Heard
 
 directory, said = Path(sys.argv[1]), {}
 for transport in ("posix", "auto", "uring"):

@@ -33,7 +33,7 @@ from gdscache.pages.keys import Page
 from gdscache.prefetch.queue import DEMAND_PAUSE_S
 from gdscache.storage.base import Op
 from gdscache.tiers.pins import Claim
-from tests.engine.tiers.test_retention import Clock, bare_manager
+from tests.support.bare_manager import Clock, bare_manager
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     LONG,

@@ -15,10 +15,10 @@ from gdscache.moves.clock import Clock, Machine
 from gdscache.pages.keys import Page
 from gdscache.storage.base import Op
 from gdscache.store.parcel import Parcel, StoreJob
-from tests.engine.store.test_write_policy import dirty, on, open_host, written  # noqa: F401  (a fixture)
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, Host, prompt, quiet, settle, until
-from tests.tools.test_replay_tiers import PAGE, make, run, work_of
+from tests.support.replays import PAGE, make, run, work_of
+from tests.support.write_parts import dirty, on, open_host, written  # noqa: F401  (a fixture)
 
 OpenHost = Callable[..., Host]
 PAGES = 5  # of each prompt

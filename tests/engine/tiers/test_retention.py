@@ -30,11 +30,10 @@ from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers import expiry as keeping
-from gdscache.tiers.base import Tier
-from gdscache.tiers.manager import TierManager
+from tests.support.bare_manager import Clock, bare_manager
 from tests.support.helpers import WAIT, Host, drop_from, fill, prompt, quiet, run, tokens_of
+from tests.support.index_machine import IndexMachine, chain, name, put, restore
 from tests.support.policy_models import MODELS, Model
-from tests.unit.index.test_index import IndexMachine, chain, name, put, restore
 
 Open = Callable[..., CacheEngine]
 OpenHost = Callable[..., Host]
@@ -43,16 +42,6 @@ T = TypeVar("T")
 priorities = st.sampled_from(PRIORITIES)
 ends = st.one_of(st.none(), st.integers(0, 12).map(float))
 retentions = st.builds(Retention, priorities, ends)
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self, now: float = 1e9) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def set_clock(engine: CacheEngine) -> Clock:
@@ -402,32 +391,6 @@ def test_a_default_page_costs_nothing() -> None:
 
 
 # -- a manager over indexes, against a dict --------------------------------------------------------------------------
-
-
-class BareTier(Tier):
-    """An index without bytes."""
-
-    def __init__(self, tier: str, slots: int) -> None:
-        self.name = tier
-        self.kind = "memory" if tier == "cpu" else "files"
-        self.index = PageIndex(slots)
-
-    @property
-    def capacity(self) -> int:
-        return self.index.slots
-
-    def describe(self) -> dict[str, Any]:
-        return {}
-
-    def retain(self, key: bytes, retention: Retention) -> None:
-        self.index.retain(key, retention)
-
-    def close(self) -> None: ...
-
-
-def bare_manager(slots: int, clock: Clock) -> TierManager:
-    tiers: list[Any] = [BareTier("cpu", slots), BareTier("ssd", slots)]
-    return TierManager(threading.RLock(), tiers, wall_clock=clock, clock=clock)
 
 
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)

@@ -15,8 +15,8 @@ from gdscache.load.planner import LoadPlanner
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
 from gdscache.tiers.manager import TierManager
-from tests.engine.tiers.test_retention import Clock, bare_manager
-from tests.unit.index.test_index import chain
+from tests.support.bare_manager import Clock, bare_manager
+from tests.support.index_machine import chain
 
 SLOTS = 12  # of each tier
 

@@ -12,7 +12,6 @@ import math
 import os
 import pwd
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from hypothesis import strategies as st
 from gdscache.movers import calibration as calibrate
 from gdscache.movers import choice as paths
 from gdscache.movers.choice import COPY_ENGINE_FROM, Calibration, Choice, Direction, Paths, Rates
+from tests.support.rates import DOWN, UP
 
 KEY = {
     "gpu": "NVIDIA H200",
@@ -34,16 +34,6 @@ KEY = {
     "gdscache": "0.1.0",
     "kernels": "0123456789abcdef",
 }
-UP = Rates(
-    {4096: 3.0, 16384: 12.0, 65536: 40.0, 262144: 50.0, 1048576: 54.0},
-    {COPY_ENGINE_FROM: 44.0, 4 * COPY_ENGINE_FROM: 52.0, 16 * COPY_ENGINE_FROM: 54.5},
-    50.0,
-)
-DOWN = Rates(
-    {4096: 2.0, 16384: 8.0, 65536: 30.0, 262144: 52.0, 1048576: 53.0},
-    {COPY_ENGINE_FROM: 28.0, 4 * COPY_ENGINE_FROM: 54.0, 16 * COPY_ENGINE_FROM: 56.5},
-    30.0,
-)
 MEASURED = Calibration(UP, DOWN, KEY, 0.5)
 CHOICES: list[Choice] = ["staged", "zero_copy", "copy_engine"]
 BOTH: list[Direction] = ["load", "store"]
@@ -551,31 +541,6 @@ def test_an_interrupt_leaves_nothing_behind(directory: Path, monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         paths.write(MEASURED)
     assert list(directory.iterdir()) == []
-
-
-def test_two_writers_at_once_leave_a_whole_file(directory: Path) -> None:
-    written = [dataclasses.replace(MEASURED, seconds=0.25), dataclasses.replace(MEASURED, seconds=0.75)]
-    paths.write(written[0])
-    start, stop = threading.Barrier(3), threading.Event()
-
-    def writes(calibration: Calibration) -> None:
-        start.wait()
-        while not stop.is_set():
-            paths.write(calibration)
-
-    writers = [threading.Thread(target=writes, args=(calibration,)) for calibration in written]
-    for writer in writers:
-        writer.start()
-    start.wait()
-    try:
-        found = [paths.read(KEY) for _ in range(1000)]
-    finally:
-        stop.set()
-        for writer in writers:
-            writer.join()
-    assert all(calibration in written for calibration in found)  # a torn file would be None
-    assert all(calibration in found for calibration in written)
-    assert [file.name for file in directory.iterdir()] == ["calibration-GPU-1.json"]
 
 
 # --- where it is kept --------------------------------------------------------------------------------------------

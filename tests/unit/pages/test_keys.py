@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -99,20 +98,6 @@ def test_what_is_remembered_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch)
     names.forget()
     names.of(NAMESPACE, as_tokens(system))
     assert hashed[-1] == 3
-
-
-def test_threads_share_what_is_remembered() -> None:
-    """Eight threads grow sequences with one beginning in few places: each name is right, whoever wrote it there."""
-    names, tokens = PageNames(2, kept=3), [[1, 2, 3, 4, *[thread] * 40] for thread in range(8)]
-
-    def grow(thread: int) -> None:
-        for length in range(2, len(tokens[thread]), 2):
-            pages = names.of(NAMESPACE, as_tokens(tokens[thread][:length]))
-            assert [page.key for page in pages] == slow_keys(NAMESPACE, tokens[thread][:length], 2)
-
-    with ThreadPoolExecutor(len(tokens)) as pool:
-        for done in [pool.submit(grow, thread) for thread in range(len(tokens))]:
-            done.result(60)
 
 
 def test_the_key_of_a_known_page_never_changes() -> None:

@@ -21,16 +21,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gdscache import CacheEngine
 from gdscache.config import Config, EvictionOrder
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES, S3FIFO, SLRU, new_policy
 from gdscache.policies.base import LRU, EvictionPolicy
-from gdscache.policies.guarded import Guarded
 from gdscache.policies.levels import Levels
 from gdscache.policies.lifetime import Lifetime
 from gdscache.policies.reuse import ReuseMonitor
-from tests.support.helpers import make_config, prompt, run, settle
+from tests.support.helpers import make_config
 from tests.support.policy_models import MODELS, Model, SlowLifetime
 
 
@@ -271,33 +269,6 @@ def test_nothing_grows_with_the_pages_that_are_gone(policy: str) -> None:
         assert order._levels == {}
     if isinstance(order, S3FIFO):
         assert not order._ghosts
-
-
-@pytest.mark.parametrize("policy", get_args(EvictionOrder))
-def test_an_engine_evicts_as_its_configuration_says(policy: str, slab: Path) -> None:
-    """Three small tiers under more pages than they hold, and again after a restart."""
-    data = make_config(slab, gpu=6, cpu=6, ssd=10)
-    for tier in ("gpu", "cpu", "ssd"):
-        data[tier]["eviction"] = policy
-    for _ in range(2):
-        with CacheEngine.from_config(data) as engine:
-            for tier in engine.manager.tiers.values():
-                assert type(tier.index._orders.policy) is POLICIES[policy]
-            for seed in (1, 2, 1, 3, 4, 1, 5):
-                run(engine, prompt(seed, 4, extra=1))
-            settle(engine)
-            for name_, tier in engine.manager.tiers.items():
-                assert tier.index.check(elsewhere=list(getattr(tier, "_returned", ()))) == [], name_
-                assert len(tier.index) > 0
-            assert any(tier.index.evictions for tier in engine.manager.tiers.values())
-
-
-def test_each_tier_has_a_policy_of_its_own(slab: Path) -> None:
-    data = make_config(slab)
-    data["cpu"]["eviction"] = "lru"
-    with CacheEngine.from_config(data) as engine:
-        kinds = {name_: type(tier.index._orders.policy) for name_, tier in engine.manager.tiers.items()}
-    assert kinds == {"gpu": Guarded, "cpu": LRU, "ssd": Guarded}
 
 
 @pytest.mark.parametrize("order", ["slru", "s3fifo", "lfu", "credit_lru"])
