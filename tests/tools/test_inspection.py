@@ -21,7 +21,6 @@ import pytest
 
 from gdscache import CacheEngine, cli
 from gdscache.commands.inspect import inspect, reading, tables, verification, verify
-from gdscache.commands.inspect import owner as owner_module
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.disk.catalog_file import NEW_NAME
 from gdscache.disk.directory import LOCK_NAME, CacheDirectory
@@ -283,8 +282,7 @@ def test_the_owner_is_found_without_taking_the_lock(cache: Path, monkeypatch: py
     (cache / LOCK_NAME).write_text(json.dumps(lock))
     assert find_owner(cache, catalog_open=True).state == "unknown"  # a container's, whose locks are not shown
     assert find_owner(cache, catalog_open=False).state == "free"
-    monkeypatch.setattr(owner_module, "_LOCKS", cache / "none")
-    assert find_owner(cache, catalog_open=False).state == "unknown"
+    assert find_owner(cache, catalog_open=False, locks=cache / "none").state == "unknown"
     (cache / LOCK_NAME).unlink()
     assert find_owner(cache, catalog_open=False).state == "free"
     (cache / LOCK_NAME).mkdir()

@@ -19,8 +19,15 @@ from hypothesis import strategies as st
 from gdscache.config import Config, SsdConfig
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.pages.keys import Page
-from gdscache.policies import admission as module
-from gdscache.policies.admission import ADMISSIONS, REMEMBERED, Admission, SecondOffer, TinyLFU, open_admission
+from gdscache.policies.admission import (
+    ADMISSIONS,
+    REMEMBERED,
+    Admission,
+    SecondOffer,
+    TinyLFU,
+    new_admission,
+    open_admission,
+)
 from gdscache.policies.endurance import EnduranceBudget
 from gdscache.policies.sketch import BloomFilter, FrequencySketch, RecentCounter
 from tests.support.admission_models import DAY, ExactAdmission, ExactBudget, ExactFrequency, ExactRecent
@@ -408,9 +415,8 @@ def test_the_caller_may_know_that_a_page_is_out_of_reach() -> None:
     assert admission.admit(page(1, name("nowhere"))) == ""
 
 
-def test_refused_pages_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_REFUSED_KEPT", 3)
-    admission = gate(admission="second_offer")
+def test_refused_pages_are_remembered_up_to_a_bound() -> None:
+    admission = Admission(new_admission("second_offer", 64), EXTENT, kept=3)
     parents = [page(i) for i in range(5)]
     children = [page(("child", i), parent.key) for i, parent in enumerate(parents)]
     for child in children:
