@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import random
 import subprocess
 import time
 from pathlib import Path
@@ -156,3 +157,38 @@ def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
 
 def cached(found: list[dict[str, Any]]) -> list[int]:
     return [answer["cached"] for answer in found]
+
+
+# What later versions have besides, and that the connector may do without.
+LATER = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """In words, what is gone, new or has other parameters."""
+    gone = [f"{name} is gone" for name in before.keys() - now.keys()]
+    new = [f"{name} is new: {now[name]}" for name in now.keys() - before.keys() - LATER]
+    other = [
+        f"{name}: {now[name]}, was {before[name]}" for name in before.keys() & now.keys() if before[name] != now[name]
+    ]
+    return sorted(gone + new + other)
+
+
+TURNS, MOST_TOKENS = 5, 1900
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    """Conversations of `TURNS` requests each, several at a time, whose prompts begin with one of four instructions."""
+    draw = random.Random(0)
+    open_: list[list[list[int]]] = []
+    found: list[dict[str, Any]] = []
+    seeds = iter(range(100, 1 << 30))
+    while len(found) < count:
+        if len(open_) < max(4, count // 40):
+            open_.append([[draw.randrange(4), draw.choice((300, 500))]])
+        talk = draw.choice(open_)
+        talk.append([next(seeds), draw.randrange(20, 300)])
+        if sum(number for _, number in talk) <= MOST_TOKENS:
+            found.append({"parts": [list(part) for part in talk], "most": draw.choice((8, 24))})
+        if len(talk) > TURNS:
+            open_.remove(talk)
+    return found
