@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-HEAVY = ("cupy", "kvikio", "nixl", "mooncake", "transformers", "matplotlib")
+HEAVY = ("cupy", "cuda.core", "kvikio", "nixl", "mooncake", "transformers", "matplotlib")
 
 
 def test_core_dependencies_are_the_promised_ones() -> None:
@@ -25,7 +25,19 @@ def test_core_dependencies_are_the_promised_ones() -> None:
     assert names == {"torch", "numpy", "pydantic", "pyyaml", "xxhash", "typer", "rich", "prometheus-client"}
     assert PROJECT["project"]["requires-python"] == ">=3.11"
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"cuda12", "cuda13", "hf", "plot", "mooncake", "events", "test", "dev"}
+    assert set(extras) == {
+        "cuda12",
+        "cuda13",
+        "kernels",
+        "cupy12",
+        "cupy13",
+        "hf",
+        "plot",
+        "mooncake",
+        "events",
+        "test",
+        "dev",
+    }
 
 
 def test_every_package_of_the_tree_is_shipped() -> None:
@@ -252,7 +264,8 @@ def extra(major: int, name: str) -> str:
 def test_the_libraries_of_the_extra_are_installed_without_what_is_never_imported(installer: ModuleType) -> None:
     assert installer.main([]) == 0
     assert installer.calls == [
-        [extra(13, "cupy")],
+        [extra(13, "cuda-core")],
+        [extra(13, "cuda-bindings")],
         ["--no-deps", extra(13, "kvikio")],
         ["--no-deps", "libkvikio-cu13==26.10.*"],
         ["--no-deps", "packaging", "cuda-pathfinder", "rapids-logger==0.3.*", "nvidia-cufile"],
@@ -351,7 +364,7 @@ def test_nvrtc_goes_into_a_directory_of_its_own(installer: ModuleType, prefix: P
     assert installer.main(["--only-nvrtc", str(major)]) == 0
     directory = prefix / f"nvrtc{major}"
     assert installer.nvrtc_directory(major) == directory
-    wanted = [extra(major, "cupy"), "cuda-pathfinder>=1.3.4,<2", nvrtc]
+    wanted = [extra(major, "cuda-core"), extra(major, "cuda-bindings"), "cuda-pathfinder>=1.4.2,<2", nvrtc]
     assert installer.calls == [["--no-deps", "--no-compile", "--target", str(directory), *wanted]]
     assert installer.main(["--only-nvrtc", str(major)]) == 0
     assert len(installer.calls) == 1, "it was there"
