@@ -24,10 +24,10 @@ ROOT = Path(__file__).parents[1]
 FIRST = [ROOT / "README.md", ROOT / "docs" / "embedding.md", ROOT / "docs" / "howto.md"]  # in which a newcomer reads
 PAGES = [*FIRST, *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in FIRST)]
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-LANGUAGES = {"python", "bash", "sh", "yaml", "text"}
+LANGUAGES = {"python", "bash", "sh", "yaml", "sql", "text"}
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
-NAMED_FILE = re.compile(r"`((?:gdscache|csrc|tests|docs|examples|configs|tools)/[\w./*{},-]*)`")
-NAMED_MODULE = re.compile(r"`(gdscache(?:\.\w+)+)")
+NAMED_FILE = re.compile(r"`((?:gdscache|csrc|docs|examples|configs|tools)/[\w./*{},-]*|\w+/\w+\.py)`")
+NAMED_MODULE = re.compile(r"`(gdscache(?:\.\w+)+)(?![\w/.])")
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -40,13 +40,13 @@ def runs(page: Path) -> bool:
     return any(language in ("python", "bash") for language, _ in blocks(page))
 
 
-def script(page: Path) -> str:
+def script(page: Path, *, shell: bool) -> str:
     """A page as one program: its Python, with its `bash` blocks at their places."""
     parts = ["import subprocess as _shell"]
     for language, text in blocks(page):
         if language == "python":
             parts.append(text)
-        elif language == "bash":
+        elif language == "bash" and shell:
             parts.append(f"_shell.run(['bash', '-euc', {text!r}], check=True)")
     return "\n".join(parts)
 
@@ -57,9 +57,9 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("newcomer")
 
 
-def run(page: Path, directory: Path) -> str:
+def run(page: Path, directory: Path, *, shell: bool = True) -> str:
     file = directory / "page.py"
-    file.write_text(script(page), encoding="utf-8")
+    file.write_text(script(page, shell=shell), encoding="utf-8")
     commands = Path(sys.executable).parent
     surroundings = {
         **os.environ,
@@ -80,7 +80,7 @@ def test_the_blocks_of_a_page_run_as_they_stand(page: Path, newcomer: Path) -> N
     first = run(page, newcomer)
     promised = re.findall(r"the second time it prints `(.*?)`", text)
     assert promised or page.name != "README.md"
-    second = run(page, newcomer) if promised else ""
+    second = run(page, newcomer, shell=False) if promised else ""
     for words in promised:
         assert words in second
         assert words not in first
@@ -172,8 +172,9 @@ def test_files_and_modules_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for name in NAMED_FILE.findall(text):
         for one in expanded(name):
-            assert one.endswith(".so") or list(ROOT.glob(one.rstrip("/"))), name
-    for name in NAMED_MODULE.findall(text):
+            places = (ROOT.glob(one.rstrip("/")), (ROOT / "gdscache").glob(one))  # the second for a short name
+            assert one.endswith(".so") or any(map(list, places)), name
+    for name in set(NAMED_MODULE.findall(text)) - loggers():
         assert is_module(name), name
 
 
@@ -195,9 +196,29 @@ def is_module(name: str) -> bool:
     return False
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    linked = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall(text) if "://" not in link}
-    design = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    linked |= {(ROOT / "docs" / link.partition("#")[0]).resolve() for link in LINK.findall(design) if "://" not in link}
-    assert {page.resolve() for page in PAGES if page.name != "README.md" or page.parent != ROOT} <= linked
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, new = set(), {ROOT / "README.md"}
+    while new:
+        page = new.pop()
+        reached.add(page)
+        links = [link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
+        found = {(page.parent / link).resolve() for link in links if link.endswith(".md")}
+        new |= found - reached
+    assert set(PAGES) <= reached
+
+
+def loggers() -> set[str]:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "gdscache").rglob("*.py")]
+    return set(re.findall(r'getLogger\("(gdscache[\w.]*)"\)', "\n".join(sources)))
+
+
+def test_metrics_and_loggers_that_are_named_exist() -> None:
+    text = (ROOT / "docs" / "howto.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"(?s)\| logger \| says \|\n(.*?)\n\n", text)
+    named = {name for row in table.splitlines() for name in re.findall(r"`([\w.]+)`", row.split("|")[1])}
+    assert named
+    assert named <= loggers()
+    metrics = set(re.findall(r'"(gdscache_\w+)"', (ROOT / "gdscache" / "metrics.py").read_text(encoding="utf-8")))
+    rules = re.findall(r"(gdscache_\w+)[{ ]", "".join(block for kind, block in blocks(FIRST[2]) if kind == "yaml"))
+    assert rules
+    assert {name.removesuffix("_total") for name in rules} <= metrics
