@@ -113,7 +113,7 @@ CopyPath = Literal["auto", "staged", "zero_copy", "copy_engine"]
 def _kept_order(value: object) -> object:
     """Orders that engines had, and that are only replayed now."""
     if value in ("slru", "s3fifo", "lfu", "credit_lru"):
-        raise ValueError("is not an engine's order any more, since no measurement chose it: set lifetime, or lru")
+        raise ValueError("is no longer an engine's order, because no measurement chose it: set lifetime or lru")
     return value
 
 
@@ -488,7 +488,7 @@ def _labels(section: object, source: str) -> Mapping[str, object]:
         raise InvalidValueError(f"{source}: `model` is {type(section).__name__}", f"it may have {', '.join(_LABELS)}")
     if others := [str(key) for key in section if key not in _LABELS]:
         raise GeometryError(
-            f"{source}: {', '.join(f'`model.{key}`' for key in others)}: the inference engine says what the model is",
+            f"{source}: {', '.join(f'`model.{key}`' for key in others)}: the inference engine describes its model",
             f"take it out; model may have {', '.join(_LABELS)} here",
         )
     return section

@@ -112,7 +112,8 @@ class ModelConfig(Section):
             for key in (*theirs, *also)
             if self._given(key)
         ]
-        problems = [f"model.kind is {self.kind!r}, but {', '.join(missing)} is not given"] if missing else []
+        verb = "is" if len(missing) == 1 else "are"
+        problems = [f"model.kind is {self.kind!r}, but {', '.join(missing)} {verb} not given"] if missing else []
         if foreign:
             problems.append(f"model.kind is {self.kind!r}, which does not use {', '.join(foreign)}")
         return problems
