@@ -25,7 +25,7 @@ from pydantic import (
 
 from gdscache.config.file import read_places
 from gdscache.config.model import ModelConfig, PlaneConfig
-from gdscache.config.problems import COLLECT, NOWHERE, Section, explain, reject
+from gdscache.config.problems import COLLECT, NOWHERE, ConfigSection, explain, reject
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
 from gdscache.limits import MAX_COUNT, MAX_DEVICE_INDEX, MAX_SECONDS
 from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size
@@ -107,9 +107,6 @@ def _variable(match: re.Match[str]) -> str:
     return os.environ[name]
 
 
-CopyPath = Literal["auto", "staged", "zero_copy", "copy_engine"]
-
-
 def _kept_order(value: object) -> object:
     """Orders that engines had, and that are only replayed now."""
     if value in ("slru", "s3fifo", "lfu", "credit_lru"):
@@ -127,7 +124,7 @@ ClassPath = Annotated[str, AfterValidator(_class_path), WithJsonSchema({"type": 
 Directory = Annotated[Path, BeforeValidator(_expand), WithJsonSchema({"type": "string", "minLength": 1})]
 
 
-class GpuConfig(Section):
+class GpuConfig(ConfigSection):
     """The paged pool on the GPU, or in host memory where there is none, and its staging ring."""
 
     device: Device = Field(
@@ -148,17 +145,9 @@ class GpuConfig(Section):
         description="CUDA kernels that move pages: auto (the copy engine alone where they cannot be built), "
         "on (fail without them), off",
     )
-    load_path: CopyPath = Field(
-        default="auto",
-        description="way from host memory to the GPU: auto (by calibration), staged, zero_copy or copy_engine",
-    )
-    store_path: CopyPath = Field(
-        default="auto",
-        description="way from the GPU to host memory: auto (by calibration), staged, zero_copy or copy_engine",
-    )
 
 
-class CpuConfig(Section):
+class CpuConfig(ConfigSection):
     """The pinned pool in host memory."""
 
     capacity: Size = Field(
@@ -169,26 +158,9 @@ class CpuConfig(Section):
         description="order in which a full tier evicts pages: lifetime (learned, its loss bounded by LRU) or lru",
     )
     pin: Switch = Field(default="auto", description="page-lock the pool: auto (if CUDA is available), on, off")
-    high_watermark: float = Field(
-        default=0.5,
-        ge=0,
-        lt=1,
-        description="write_back: share of the slots with pages that are not on the SSD; above it the coldest "
-        "are written",
-    )
-    low_watermark: float = Field(
-        default=0.25, ge=0, lt=1, description="write_back: share down to which they are written"
-    )
-
-    @model_validator(mode="after")
-    def _marks_in_order(self, info: ValidationInfo) -> Self:
-        if self.low_watermark > self.high_watermark:
-            message = f"cpu.low_watermark is {self.low_watermark}, above cpu.high_watermark, {self.high_watermark}"
-            raise reject(InvalidValueError, message, "set low_watermark to high_watermark or less", info)
-        return self
 
 
-class SsdConfig(Section):
+class SsdConfig(ConfigSection):
     """The slab and its catalogue on an SSD."""
 
     path: Directory = Field(
@@ -245,7 +217,7 @@ class SsdConfig(Section):
     )
 
 
-class TierConfig(Section):
+class TierConfig(ConfigSection):
     """A further tier, of a class of yours."""
 
     tier: ClassPath = Field(description="package.module:Class, a subclass of gdscache.tiers.base.DurableTier")
@@ -256,7 +228,7 @@ class TierConfig(Section):
     )
 
 
-class StoreConfig(Section):
+class StoreConfig(ConfigSection):
     """How pages are stored."""
 
     queue: Size = Field(
@@ -284,7 +256,7 @@ class StoreConfig(Section):
     )
 
 
-class LoadConfig(Section):
+class LoadConfig(ConfigSection):
     """How pages are loaded."""
 
     threads: int = Field(default=4, ge=1, le=1024, description="number of loads that run at once, 1 to 1024")
@@ -302,7 +274,7 @@ class LoadConfig(Section):
     )
 
 
-class PrefetchConfig(Section):
+class PrefetchConfig(ConfigSection):
     """How pages are brought from the SSD into the CPU tier ahead of their load."""
 
     stop: Literal["best_effort", "wait_complete", "timeout"] = Field(
@@ -310,27 +282,17 @@ class PrefetchConfig(Section):
         description="when wait() stops a prefetch: best_effort (at once), wait_complete (never, within "
         "load.deadline) or timeout",
     )
-    timeout_base: float = Field(default=1.0, ge=0, le=MAX_SECONDS, description="timeout: seconds for every prefetch")
-    timeout_per_1024_tokens: float = Field(
-        default=0.25,
+    timeout: float = Field(
+        default=1.0,
         ge=0,
         le=MAX_SECONDS,
-        description="timeout: additional seconds for each 1,024 tokens that the SSD has",
-    )
-    threshold: int = Field(
-        default=0, ge=0, le=MAX_COUNT, description="smallest number of tokens on the SSD that is prefetched"
+        description="timeout: seconds for a prefetch, and 0.25 more for each 1,024 tokens that the SSD has",
     )
     quota: float = Field(
         default=0.5,
         gt=0,
         le=1,
         description="share of the CPU tier's slots for prefetched pages that no load has used; at least one page",
-    )
-    queue: int = Field(
-        default=1024,
-        ge=1,
-        le=MAX_COUNT,
-        description="number of prefetches that may run or wait; further ones end at once",
     )
     chunk: Size = Field(default=128 * MIB, description="bytes of one turn of a prefetch; at least one page")
     concurrent: int = Field(
@@ -341,7 +303,7 @@ class PrefetchConfig(Section):
     )
 
 
-class EventsConfig(Section):
+class EventsConfig(ConfigSection):
     """KV events: what tiers have got and lost, for routers."""
 
     enabled: bool = Field(default=False, description="emit KV events, to callbacks and to endpoint")
@@ -353,16 +315,9 @@ class EventsConfig(Section):
         default=None, description="ZeroMQ endpoint at which missed batches can be requested; null means none"
     )
     topic: str = Field(default="", description="topic of the messages")
-    queue: int = Field(
-        default=1 << 18,
-        ge=1,
-        le=MAX_COUNT,
-        description="number of pages whose events may wait; further events are dropped and counted",
-    )
-    kept: int = Field(default=10_000, ge=1, le=MAX_COUNT, description="number of batches that can be requested again")
 
 
-class Config(Section):
+class Config(ConfigSection):
     """One engine. `cpu` and `ssd` are None where there is no such tier."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError

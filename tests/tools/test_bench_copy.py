@@ -24,7 +24,7 @@ from gdscache.commands.bench.copy_cells import GQA, MLA, MLA_FP8, Cell
 from gdscache.commands.bench.copy_gpu import Gpu, Queued, timed
 from gdscache.commands.bench.copy_pool import Copies, Pool
 from gdscache.errors import CapacityError, DeviceError, InvalidValueError, IOFailedError
-from gdscache.movers.base import Moved
+from gdscache.movers.base import QueuedCopies
 from gdscache.movers.host import HostMover
 from gdscache.pages.planes import PagedPlanes
 
@@ -119,7 +119,7 @@ class StandMover(HostMover):
 
     def _timed(
         self, direction: str, extents: Any, slots: Any, blocks: Any, layers: range, after: Any, sums: bool
-    ) -> Moved:
+    ) -> QueuedCopies:
         assert isinstance(slots, np.ndarray)  # a list would be converted within the time that counts
         bounds = self.layout.layer_bounds
         nbytes = len(slots) * (bounds[layers.stop - 1][1] - bounds[layers.start][0])
@@ -128,7 +128,7 @@ class StandMover(HostMover):
             (super().scatter if direction == "load" else super().gather)(extents, slots, blocks, layers)
         rate = RATES[self.path] * (0.99 if sums else 1.0)
         event: Any = self.gpu.take(direction, nbytes, rate, after)
-        return Moved(event, None, lambda: np.zeros((len(slots), len(layers)), dtype=np.uint64))
+        return QueuedCopies(event, None, lambda: np.zeros((len(slots), len(layers)), dtype=np.uint64))
 
     def scatter(
         self, extents: Any, slots: Any, blocks: Any, layers: Any = None, after: Any = (), *, sums: bool = False
@@ -372,7 +372,7 @@ def test_copies_that_bring_no_bytes_are_no_figure(gpu: Stand, pool: Pool, part: 
 
 def test_one_wrong_byte_is_found(gpu: Stand, pool: Pool) -> None:
     class OffByOne(StandMover):
-        def scatter(self, extents: Any, slots: Any, blocks: Any, *rest: Any, **options: Any) -> Moved:
+        def scatter(self, extents: Any, slots: Any, blocks: Any, *rest: Any, **options: Any) -> QueuedCopies:
             moved = super().scatter(extents, slots, blocks, *rest, **options)
             self.planes.tensors[3][1].view(torch.uint8)[blocks[-1], 15, 7, 255] ^= 1
             return moved
