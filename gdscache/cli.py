@@ -1,5 +1,5 @@
 """The command line: `gdscache config schema`, `config check FILE`, `config init ENGINE`, `doctor`, `inspect DIR`,
-`verify DIR`, `replay TRACE`, `bench engine | index | copy | io`."""
+`verify DIR`, `replay TRACE`, `bench index | copy | io | ttft | pool`."""
 
 from __future__ import annotations
 

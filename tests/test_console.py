@@ -125,7 +125,7 @@ def test_three_significant_digits(value: float, text: str) -> None:
 
 def test_times_and_shares_choose_their_unit() -> None:
     assert [duration(s) for s in (90.0, 1.5, 0.99996, 0.0123, 4.56e-6, 7.8e-8, 0)] == [
-        *("90.0 s", "1.50 s", "1.00 s", "12.3 ms", "4.56 us", "78.0 ns", "0 ns")
+        *("90.0 s", "1.50 s", "1.00 s", "12.3 ms", "4.56 us", "78.0 ns", "0 s")
     ]
     assert percent(0.12345) == "12.3 %"
     assert [about(n) for n in (12, 3 * GIB, 1500 * MIB, 100 * GIB + 7, 1000 * KIB + 1)] == [

@@ -14,8 +14,7 @@ import numpy as np
 from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.bare import BareLoop, Way, best
 from gdscache.commands.bench.io_engine import ColdEngine
-from gdscache.commands.bench.io_loop import Metered
-from gdscache.commands.bench.io_rows import Place, Row, cpu_figures, row
+from gdscache.commands.bench.io_rows import Metered, Place, Row, cpu_figures, row
 from gdscache.commands.bench.measure import Series, interleave
 from gdscache.commands.bench.neighbours import LABELS, Kind, Neighbour, beside
 from gdscache.sizes import MIB, format_size
@@ -68,7 +67,7 @@ def _against_bare(
     return [
         row(place, label, engine.page_bytes, figures, limit if host else None, **more),
         row(place, label, engine.page_bytes, (found["ours"], copied, found["loop"]), None, **more),
-        row(place, f"CPU, {label}", engine.page_bytes, spent, CPU_TARGET if host else None, cpu=True, **more),
+        row(place, f"CPU, {label}", engine.page_bytes, spent, CPU_TARGET if host else None, unit="CPU s/GiB", **more),
     ]
 
 
@@ -107,10 +106,9 @@ def _progress(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Ro
 
     runs = {"beside": counted(engine.load), "alone": counted(lambda: time.sleep(0.3))}
     found = interleave(runs, place.repeat, place.progress, "progress of the busy thread")
-    what = f"{LABELS['busy']}, beside cold loads"
+    what = f"{LABELS['busy']}, beside cold loads of {format_size(engine.page_bytes)} pages"
     figures = found["beside"], "alone", found["alone"]
-    made = row(place, what, engine.page_bytes, figures, PROGRESS_TARGET, **more)
-    return [made | {"unit": "rounds/s"}]
+    return [row(place, what, engine.page_bytes, figures, PROGRESS_TARGET, unit="rounds/s", **more)]
 
 
 def calls_beside_python(place: Place) -> list[Row]:
@@ -143,8 +141,7 @@ def _call_rows(
             if name != "wait" and percent == 99:
                 other, against = Series(tuple(v + slack for v in other.values)), "alone, and 1.5 switch intervals"
             what = f"{name}(), p{percent}, beside {LABELS['busy']}"
-            made = row(place, what, _CALLED_PAGE, (ours, against, other), limit, cpu=True, **more)
-            rows.append(made | {"unit": "us"})
+            rows.append(row(place, what, _CALLED_PAGE, (ours, against, other), limit, unit="us", **more))
     return rows
 
 

@@ -11,9 +11,10 @@ from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Onward, Way, best
 from gdscache.commands.bench.io_engine import ColdEngine
 from gdscache.commands.bench.io_files import KvikioPerPage
-from gdscache.commands.bench.io_loop import Metered
-from gdscache.commands.bench.io_rows import CPU_TARGET, Place, Row, cpu_figures, row
+from gdscache.commands.bench.io_rows import CPU_TARGET, Metered, Place, Row, cpu_figures, extents, row
+from gdscache.commands.bench.io_ways import OpenWay
 from gdscache.commands.bench.measure import interleave
+from gdscache.commands.bench.neighbours import LABELS, beside
 from gdscache.sizes import KIB, MIB, format_size
 from gdscache.storage.base import Op
 
@@ -22,6 +23,9 @@ ONWARD_TARGETS = {4 * MIB: 0.90, 1 * MIB: 0.90, 256 * KIB: 0.80}  # of the bare 
 KVIKIO_PAGE, KVIKIO_TARGET = 256 * KIB, 2.0
 SUMS_TARGET = 0.97
 SUMS_PAGE = 1 * MIB
+DIRECT_TARGET, DIRECT_BESIDE_TARGET = 0.95, 0.55
+_DIRECT_SSD = {"transport": "cufile", "gds": "auto", "route": "direct"}
+_PAGE = 1 * MIB
 
 
 def cold_loads(place: Place) -> list[Row]:
@@ -114,8 +118,40 @@ def _against_kvikio(place: Place, engine: ColdEngine, what: str) -> list[Row]:
     rates = found["ours"], against, found["kvikio"]
     return [
         row(place, what, KVIKIO_PAGE, rates, KVIKIO_TARGET, **more),
-        row(place, f"CPU, {what}", KVIKIO_PAGE, cpu_figures(ways, against), CPU_TARGET, cpu=True, **more),
+        row(place, f"CPU, {what}", KVIKIO_PAGE, cpu_figures(ways, against), CPU_TARGET, unit="CPU s/GiB", **more),
     ]
+
+
+def direct_reads(place: Place) -> list[Row]:
+    """SSD → GPU by cuFile with calls of 1 MiB: extents that Python submits, and an engine's cold loads, which it does
+    not; against a loop in C++ of the same calls with as many threads, and beside a thread that runs Python."""
+    rows = []
+    with OpenWay("cufile", place.file, place.threads, place.nbytes, place.device) as way:
+        label = "direct GPU reads of 1 MiB extents"
+        ways = {"ours": extents(place, way), "loop": lambda: way.run_bare(Op.READ, _PAGE, place.threads)}
+        found = interleave(ways, place.repeat, place.progress, label)
+        state = io_cache.state([place.file], direct=way.transport.direct)
+        figures = found["ours"], f"bare cuFile loop, {place.threads} threads, 1 MiB", found["loop"]
+        rows.append(row(place, label, _PAGE, figures, DIRECT_TARGET, transport=way.transport.name, cache=state))
+    with (
+        tempfile.TemporaryDirectory(dir=place.directory) as name,
+        ColdEngine(Path(name), _PAGE, place.nbytes, place.threads, place.device, _DIRECT_SSD) as engine,
+        OpenWay("cufile", engine.slab, place.threads, engine.nbytes, place.device) as way,
+    ):
+        label = "SSD → GPU direct, cold, 1 MiB pages"
+        loops = {"ours": engine.load, "loop": lambda: way.run_bare(Op.READ, _PAGE, place.threads)}
+        loops["beside"] = beside("busy", engine.load)
+        found = interleave(loops, place.repeat, place.progress, label)
+        engine.blank()
+        engine.load()
+        engine.check()
+        state = io_cache.state([engine.slab], direct=engine.direct)
+        figures = found["ours"], f"bare cuFile loop, {place.threads} threads, 1 MiB", found["loop"]
+        more = {"nbytes": engine.nbytes, "transport": engine.transport["name"], "cache": state}
+        rows.append(row(place, label, _PAGE, figures, DIRECT_TARGET, **more))
+        figures = found["beside"], "alone", found["ours"]
+        rows.append(row(place, f"{label}, beside {LABELS['busy']}", _PAGE, figures, DIRECT_BESIDE_TARGET, **more))
+    return rows
 
 
 def _more(engine: ColdEngine, cache: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from gdscache.commands.bench import kit
 from gdscache.errors import InvalidValueError
 
 CACHED = (0, 50, 90, 99)  # percent of a prompt, down to a page
@@ -18,7 +19,7 @@ SAME_LOAD = "nothing is loaded, so neither overlap nor gate changes it: measured
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(kit.Settings):
     """How much is measured. `prompts`: tokens, short, middle and long; `preset` the shape of the model.
 
     The default profile measures the middle prompt wholly and `SHORT_PLACES` of the short one, the full one everything.
@@ -26,7 +27,6 @@ class Settings:
     compared with those of a run without a cache. `ceiling_bytes` are moved at most for a figure of a ceiling.
     """
 
-    profile: str = "default"
     client: str = "engine"
     preset: str = "8b"
     device: str = "cuda"
@@ -60,21 +60,17 @@ class Settings:
         prompts = (512, 2048, 8192)
         return cls(profile, "engine", "tiny", device, _dtype(device), prompts, budget_seconds=budget)
 
-    def describe(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "prompts": list(self.prompts)}
+    def check(self) -> None:
+        """Raises `InvalidValueError` for settings that measure nothing."""
+        if self.client not in CLIENTS:
+            raise InvalidValueError(f"unknown client {self.client!r}", f"choose of {', '.join(CLIENTS)}")
+        for tokens in self.prompts:
+            if tokens < 4 * self.page_tokens:
+                raise InvalidValueError(f"a prompt of {tokens} tokens", f"use at least {4 * self.page_tokens}")
 
 
 def _dtype(device: str) -> str:
     return "bfloat16" if device.startswith("cuda") else "float32"
-
-
-def check(settings: Settings) -> None:
-    """Raises `InvalidValueError` for settings that measure nothing."""
-    if settings.client not in CLIENTS:
-        raise InvalidValueError(f"unknown client {settings.client!r}", f"choose of {', '.join(CLIENTS)}")
-    for tokens in settings.prompts:
-        if tokens < 4 * settings.page_tokens:
-            raise InvalidValueError(f"a prompt of {tokens} tokens", f"use at least {4 * settings.page_tokens}")
 
 
 @dataclasses.dataclass(frozen=True)

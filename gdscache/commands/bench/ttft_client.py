@@ -18,7 +18,7 @@ import torch
 
 from gdscache import CacheEngine, Config
 from gdscache.commands.bench import io_cache
-from gdscache.commands.bench.io_cells import RAM_THREADS
+from gdscache.commands.bench.io import RAM_THREADS
 from gdscache.commands.bench.ttft_answers import Answer, stored_bytes
 from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens, expected_tiers
 from gdscache.commands.toy_engine import PRESETS, EngineOptions, InferenceEngine, KVPool, fingerprint, random_model
