@@ -201,9 +201,7 @@ def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
         (("io", "--dir", "{}", "--total", "much"), "--total 'much'"),
         (("io", "--dir", "{}", "--require-gds", "--way", "host"), "add --way cufile"),
         (("ttft", "--dir", "{}", "--full", "--quick"), "choose one"),
-        (("ttft", "--dir", "{}", "--client", "vllm"), "unknown client 'vllm'"),
         (("ttft", "--dir", "{}", "--preset", "90b"), "unknown preset '90b'"),
-        (("copy", "--full", "--quick"), "choose one"),
         (("copy", "--total", "much"), "--total 'much'"),
         (("copy", "--pin", "all"), "--pin 'all'"),
     ],
@@ -388,7 +386,7 @@ def test_tables_of_a_bench_are_whole_on_80_columns(index_run: tuple[dict[str, An
 
 def test_the_index_s_report_has_every_figure(index_run: tuple[dict[str, Any], str]) -> None:
     index_report, _ = index_run
-    own = ["lookup", "catalog_recovery", "reopen", "memory"]
+    own = ["lookup", "reopen", "memory"]
     head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
     assert list(index_report) == ["schema", "machine", "settings", *head, *own]
     assert index_report["done"] == own
@@ -400,7 +398,7 @@ def test_the_index_s_report_has_every_figure(index_run: tuple[dict[str, Any], st
     assert found["ratio"] == pytest.approx(found["numpy_seconds"]["median"] / found["hash_seconds"]["median"])
     check_series(found["again_seconds"], 20)
     assert found["met"] == (found["ratio"] <= 3)
-    assert index_report["catalog_recovery"]["pages"] == index_report["reopen"]["pages"] == 3000
+    assert index_report["reopen"]["pages"] == 3000
     check_series(index_report["reopen"]["seconds"], 1)
     held = index_report["memory"]
     # keys and parents, and 33 checksums of 8 bytes once they were read
@@ -428,9 +426,7 @@ def test_the_hash_loop_is_what_makes_keys() -> None:
 
 
 def test_a_tier_that_lost_pages_is_no_figure(tmp_path: Path) -> None:
-    with index.filled(20, 2, directory=tmp_path) as (path, commits):
-        recovered = index.recovery(path, 20, 2, 2, commits)
-        assert 0 < recovered["open_seconds"] < recovered["open_and_recover_seconds"]
+    with index.filled(20, 2, directory=tmp_path) as path:
         assert index.reopen(path, 20, 2, 1)["pages"] == 20
         with pytest.raises(RuntimeError, match="20 of 21"):
             index.reopen(path, 21, 2, 1)

@@ -260,22 +260,6 @@ def test_pages_that_are_not_where_they_are_needed(client: EngineClient) -> None:
         client.place(tokens, cached, "ssd_via_cpu")
 
 
-def test_the_transformers_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    settings = dataclasses.replace(SMALL, client="transformers")
-    wanted, others = chosen(settings)
-    assert {(cell.where, cell.overlap, cell.gate) for cell in wanted} == {
-        ("cpu", False, False), ("ssd_via_cpu", False, False)
-    }  # fmt: skip
-    assert len(wanted) + len(others) == len(cells(settings))
-    monkeypatch.setattr(ttft, "chosen", lambda _: ([cell for cell in wanted if cell.cached == 50], others))
-    found = BENCH.run(settings, tmp_path)
-    assert (found["failed"], found["left"]) == ([], 0)
-    assert [(row["where"], row["sources"], row["tokens"]) for row in found["cells"]] == [
-        ("cpu", {"cpu": 48}, "same"), ("ssd_via_cpu", {"ssd": 48}, "same")
-    ]  # fmt: skip
-
-
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
@@ -418,8 +402,6 @@ def test_settings_that_measure_nothing() -> None:
     SMALL.check()
     with pytest.raises(InvalidValueError, match="a prompt of 63 tokens"):
         dataclasses.replace(SMALL, prompts=(63,), page_tokens=16).check()
-    with pytest.raises(InvalidValueError, match="unknown client"):
-        dataclasses.replace(SMALL, client="none").check()
     assert np.isfinite(Settings().budget_seconds or 0.0)
 
 

@@ -62,12 +62,11 @@ def index(
 @bench_app.command("copy")
 def copy(
     total: Annotated[str | None, typer.Option(help="Bytes moved each way in a run. Default: 1GiB.")] = None,
-    pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of runs for a figure with a target.")] = None,
+    pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of runs a figure. Default: 30.")] = None,
     pin: Annotated[str | None, typer.Option(help="The pool that is page-locked. Default: 16GiB.")] = None,
     resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
-    full: Annotated[bool, typer.Option("--full", help="Every path, page size, geometry, direction and part.")] = False,
     quick: Quick = False,
 ) -> None:
     """Copies of pages between host and GPU against cudaMemcpyAsync, alone and beside a model's work. Needs a GPU.
@@ -78,7 +77,7 @@ def copy(
     from gdscache.commands.bench.copy_gpu import Gpu
 
     given = {"total": _size("--total", total), "pairs": pairs, "pin": _size("--pin", pin)}
-    settings = _replaced(measured.Settings.of(_profile(full=full, quick=quick)), given)
+    settings = _replaced(measured.Settings.of(_profile(quick=quick)), given)
     measured.bench(Gpu()).command(settings, Path(), json_file, plot, resume)
 
 
@@ -129,7 +128,6 @@ def ttft(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Directory of the SSD tier. Default: /dev/shm, where it is a RAM disk.")
     ] = None,
-    client: Annotated[str, typer.Option(help="What asks for tokens: engine or transformers.")] = "engine",
     preset: Annotated[str | None, typer.Option(help="Shape of the model. Default: 8b; without a GPU tiny.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     repeat: Repeat = None,
@@ -153,7 +151,7 @@ def ttft(
     if preset is not None and preset not in PRESETS:
         raise InvalidValueError(f"unknown preset {preset!r}", f"choose of {', '.join(PRESETS)}")
     settings = Settings.of(_profile(full=full, quick=quick), str(resolve_device(device)))
-    settings = _replaced(settings, {"client": client, "preset": preset, "repeat": repeat})
+    settings = _replaced(settings, {"preset": preset, "repeat": repeat})
     settings.check()
     measured.BENCH.command(settings, measured.place(directory), json_file, plot, resume)
 

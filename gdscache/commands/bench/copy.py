@@ -13,7 +13,7 @@ from typing import Any
 
 from gdscache.commands.bench import copy_startup, kit
 from gdscache.commands.bench.copy_beside import COPY_TARGET, SUMS_TARGET, WORK_TARGET, Beside, attention, matrix_product
-from gdscache.commands.bench.copy_cells import GROUP_BYTES, PATHS, Cell, selected
+from gdscache.commands.bench.copy_cells import GROUP_BYTES, Cell, cells
 from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
 from gdscache.commands.bench.copy_pool import Copies, Pool
 from gdscache.commands.bench.measure import Series, frozen_heap, paired, rate, target, turns
@@ -26,24 +26,20 @@ MEMCPY = "cudaMemcpyAsync"
 NO_SUMS = "without checksums"
 BESIDE_CELL = ("gqa", 64, "all", "load")  # geometry, page_tokens, part, direction of what runs beside a model's work
 KERNELS, PINNING = "building the kernels", "page-locking"
-_LEAST_PAIRS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(kit.Settings):
     """How much is measured: sizes in bytes.
 
-    `total` is moved each way in a run, `beside_total` beside a model's work; `pairs` of runs make a figure with a
-    target, up to `matrix_pairs` any other: as many as fit into `cell_seconds`. `product` and `attention` are the edge
-    of the matrices and the tokens; `pin` is the pool that is page-locked, `pin_pairs` times each way; `builds` the
-    rounds of building kernels. `full` is the whole matrix.
+    `total` is moved each way in a run, `beside_total` beside a model's work; `pairs` of runs make a figure. `product`
+    and `attention` are the edge of the matrices and the tokens; `pin` is the pool that is page-locked, `pin_pairs`
+    times each way; `builds` the rounds of building kernels.
     """
 
     total: int = 1 * GIB
     beside_total: int = 1 * GIB
     pairs: int = 30
-    matrix_pairs: int = 8
-    cell_seconds: float = 0.25
     product: int = 8192
     attention: int = 8192
     pin: int = 16 * GIB
@@ -53,8 +49,8 @@ class Settings(kit.Settings):
     @classmethod
     def of(cls, profile: str) -> Settings:
         if profile == "quick":
-            return cls(profile, 32 * MIB, 128 * MIB, 2, 1, 0.0, 4096, 4096, 64 * MIB, 1, 1)
-        return cls(profile, cell_seconds=2.0, builds=3) if profile == "full" else cls(profile)
+            return cls(profile, 32 * MIB, 128 * MIB, 2, 4096, 4096, 64 * MIB, 1, 1)
+        return cls(profile)
 
 
 def bench(gpu: Gpu, *, startup: bool = True) -> kit.Bench:
@@ -72,15 +68,14 @@ def bench(gpu: Gpu, *, startup: bool = True) -> kit.Bench:
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, startup: bool) -> None:
-    """Every cell of the profile, with one pool a layout and one mover a path, in the same memory.
+    """Every cell, with one pool and one mover a layout.
 
     Raises `KernelUnavailableError` where the kernels cannot be built, and `CapacityError` and `PinnedMemoryError` where
     memory is short. A case fails where copies give other bytes.
     """
-    cells = selected(settings.profile)
-    run.plan([*map(label, cells), *((KERNELS, PINNING) if startup else ())])
+    run.plan([*map(label, cells()), *((KERNELS, PINNING) if startup else ())])
     with frozen_heap():
-        for (geometry, page_tokens), of_layout in itertools.groupby(cells, lambda c: (c.geometry, c.page_tokens)):
+        for (geometry, page_tokens), of_layout in itertools.groupby(cells(), lambda c: (c.geometry, c.page_tokens)):
             wanted = [cell for cell in of_layout if run.wants(label(cell))]
             if wanted:
                 with Pool(gpu, geometry.layout(page_tokens), settings.total) as pool:
@@ -89,30 +84,27 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, star
     run.case(PINNING, lambda: {"pinning": copy_startup.pinning(settings.pin, settings.pin_pairs, run.progress)})
 
 
-def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: Pool, cells: Sequence[Cell]) -> None:
-    for path, of_path in itertools.groupby(cells, lambda cell: cell.path):
-        with contextlib.closing(gpu.open_mover(pool.planes, path)) as mover:
-            if path == "auto" and not run.found["mover"]:
-                run.found["mover"] = gpu.describe(mover)
-            for cell in of_path:
-                run.case(label(cell), functools.partial(measure_cell, settings, gpu, pool, mover, cell))
-        del mover  # its kernels hold the planes
+def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: Pool, some: Sequence[Cell]) -> None:
+    with contextlib.closing(gpu.open_mover(pool.planes)) as mover:  # its kernels hold the planes, until this returns
+        run.found["mover"] = run.found["mover"] or gpu.describe(mover)
+        for cell in some:
+            run.case(label(cell), functools.partial(measure_cell, settings, gpu, pool, mover, cell))
 
 
 def measure_cell(settings: Settings, gpu: Gpu, pool: Pool, mover: Mover, cell: Cell) -> dict[str, list[dict[str, Any]]]:
-    """The rows of one cell: against a plain copy; where that has a target, with checksums against without; and for one
-    layout also beside a model's work."""
+    """The rows of one cell: against a plain copy; with checksums against without; and for one layout also beside a
+    model's work."""
     copies, limit = Copies(pool, cell), cell.target
+    assert limit is not None, "a cell has a target"
     copies.check(mover)
     compare = functools.partial(_row, settings, gpu, mover, cell, copies)
-    found = {"copies": [compare(copies.ours(mover), copies.plain(), MEMCPY, limit, sums=False)]}
-    if limit is not None:
-        with_sums = copies.ours(mover, sums=True)
-        found["checksums"] = [compare(with_sums, copies.ours(mover), NO_SUMS, SUMS_TARGET, sums=True)]
+    ours, with_sums = copies.ours(mover), copies.ours(mover, sums=True)
     here = (cell.geometry.name, cell.page_tokens, cell.parts[-1], cell.direction) == BESIDE_CELL
-    if here and (limit is not None or settings.profile == "full"):
-        found["beside"] = _beside(settings, gpu, mover, cell, copies)
-    return found
+    return {
+        "copies": [compare(ours, copies.plain(), MEMCPY, limit, sums=False)],
+        "checksums": [compare(with_sums, ours, NO_SUMS, SUMS_TARGET, sums=True)],
+        "beside": _beside(settings, gpu, mover, cell, copies) if here else [],
+    }
 
 
 def _row(
@@ -124,16 +116,14 @@ def _row(
     ours: Way,
     other: Way,
     against: str,
-    limit: float | None,
+    limit: float,
     *,
     sums: bool,
 ) -> dict[str, Any]:
     """Two ways in turns, as plain data."""
-    once = sum(timed(gpu, way).seconds for way in (ours, other))
-    pairs = settings.pairs
-    if limit is None:
-        pairs = min(settings.matrix_pairs, max(_LEAST_PAIRS, int(settings.cell_seconds / once)))
-    mine, others = turns(lambda: timed(gpu, ours), lambda: timed(gpu, other), pairs)
+    for way in (ours, other):  # the first run warms up
+        timed(gpu, way)
+    mine, others = turns(lambda: timed(gpu, ours), lambda: timed(gpu, other), settings.pairs)
     routes, nbytes = copies.routes(mover, sums=sums), copies.moved_bytes
     entries = sum(copies.entries(route) for route in routes.values())
     submit = statistics.median(run.submit_seconds for run in mine)
@@ -154,7 +144,7 @@ def _row(
         "against": against,
         "against_gb_per_second": _rates(nbytes, others),
         **found,
-        **({} if limit is None else target(found["ratio"], limit, at_least=True)),
+        **target(found["ratio"], limit, at_least=True),
     }
 
 
@@ -164,18 +154,15 @@ def _rates(nbytes: int, runs: Iterable[Timing]) -> dict[str, Any]:
 
 def _beside(settings: Settings, gpu: Gpu, mover: Mover, cell: Cell, copies: Copies) -> list[dict[str, Any]]:
     """A load beside matrix products and beside attention: against a plain copy, and with checksums or without."""
-    rows, least, judged = [], max(1, settings.beside_total // copies.nbytes), cell.target is not None
-    limits = (COPY_TARGET, SUMS_TARGET, WORK_TARGET) if judged else (None, None, None)
-    pairs = settings.pairs if judged else settings.matrix_pairs
+    rows, least = [], max(1, settings.beside_total // copies.nbytes)
     for make, size in ((matrix_product, settings.product), (attention, settings.attention)):
         beside = Beside(gpu, make(gpu, size), lambda n: copies.ours(mover, repeat=n), least)
         n, nbytes = beside.repeat, beside.repeat * copies.moved_bytes
         plain, ours = copies.plain(repeat=n), copies.ours(mover, repeat=n)
-        compared = [(MEMCPY, False, ours, plain, limits[0])]
-        if judged:
-            compared.append((NO_SUMS, True, copies.ours(mover, sums=True, repeat=n), ours, limits[1]))
+        with_sums = copies.ours(mover, sums=True, repeat=n)
+        compared = ((MEMCPY, False, ours, plain, COPY_TARGET), (NO_SUMS, True, with_sums, ours, SUMS_TARGET))
         for against, sums, mine, other, limit in compared:
-            found = beside.compare(mine, other, nbytes, pairs, limit, limits[2])
+            found = beside.compare(mine, other, nbytes, settings.pairs, limit, WORK_TARGET)
             routes = copies.routes(mover, sums=sums)
             rows.append({**cell.describe(), "sums": sums, "routes": routes, "against": against, **found})
     return rows
@@ -183,7 +170,7 @@ def _beside(settings: Settings, gpu: Gpu, mover: Mover, cell: Cell, copies: Copi
 
 def label(cell: Cell) -> str:
     """A cell in a few words."""
-    return f"{what(cell.describe())}, {cell.path}"
+    return what(cell.describe())
 
 
 # -- tables and the plot -----------------------------------------------------------------------------------------------
@@ -203,36 +190,24 @@ def tables(report: kit.Report) -> list[Table]:
     found = [
         lines_table(title, [Line.of(f"{what(r)} ({_routes(r)})", r, **names) for r in rows], judged=judged)
         for title, rows in (
-            ("Copies against cudaMemcpyAsync", [r for r in report["copies"] if "target" in r]),
+            ("Copies against cudaMemcpyAsync", report["copies"]),
             ("Checksums on, against off", report["checksums"]),
         )
     ]
     beside = lines_table("Beside a model's work", _beside_lines(report["beside"]), judged=judged)
-    return [found[0], _matrix(report["copies"]), found[1], beside, _startup(report, judged=judged)]
-
-
-def _matrix(rows: Sequence[Row]) -> Table:
-    """All ratios, a column a path."""
-    table = Table("Ratio to cudaMemcpyAsync, and GB/s, by path", "pages", *PATHS)
-    found: dict[str, dict[str, str]] = {}
-    for r in rows:
-        shown = f"{figure(r['ratio'])} ({figure(r['gb_per_second']['median'])})"
-        found.setdefault(what(r), {})[r["path"]] = shown
-    for name, by_path in found.items():
-        table.add_row(name, *(by_path.get(path, "") for path in PATHS))
-    return table
+    return [*found, beside, _startup(report, judged=judged)]
 
 
 def _beside_lines(rows: Sequence[Row]) -> list[Line]:
     """Two lines a row: the copy, and the work beside it."""
     lines = []
     for r in rows:
-        way = "with checksums" if r["sums"] else r["path"]
+        sums = ", with checksums" if r["sums"] else ""
         of = {"against": r["against"]}
         names = {"ours": "gb_per_second", "other": "against_gb_per_second"}
-        lines.append(Line.of(f"copy beside {r['beside']}, {way}", {**of, **r["copy"]}, **names))
+        lines.append(Line.of(f"copy beside {r['beside']}{sums}", {**of, **r["copy"]}, **names))
         names = {"ours": "seconds", "other": "against_seconds"}
-        lines.append(Line.of(f"{r['beside']} beside it, {way}", {**of, **r["work"]}, unit="s", **names))
+        lines.append(Line.of(f"{r['beside']} beside it{sums}", {**of, **r["work"]}, unit="s", **names))
     return lines
 
 
@@ -278,7 +253,7 @@ def plot(report: kit.Report, drawn: Any) -> None:
     judged = not kit.quick(report)
     drawn.set_size_inches(13, 5)
     left, right = drawn.subplots(1, 2)
-    bars(left, grouped([r for r in report["copies"] if "target" in r], judged=judged), judged=judged)
+    bars(left, grouped(report["copies"], judged=judged), judged=judged)
     left.set_title("Copies: GB/s / GB/s of cudaMemcpyAsync")
     bars(right, _beside_lines(report["beside"]), judged=judged)
     right.set_title("Beside a model's work")

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ import numpy as np
 
 from gdscache.commands.bench import kit, memory
 from gdscache.commands.bench.lookup import lookup
-from gdscache.commands.bench.measure import Series, seconds, target
+from gdscache.commands.bench.measure import Series, target
 from gdscache.commands.console import Progress, Table, duration, figure, silent, verdict
 from gdscache.config import Config, SsdConfig
 from gdscache.disk.catalog import Catalog, PageRecord
 from gdscache.disk.slab import Slab
 from gdscache.pages.layout import PageLayout
-from gdscache.sizes import about
 from gdscache.tiers.ssd import SsdTier
 
 BATCH_PAGES = 1024
@@ -55,9 +54,8 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
         run.case("lookup", lambda: {"lookup": lookup(*looked_up)})
     if not any(map(run.wants, BENCH.sections)):
         return
-    with filled(pages, layers, run.progress, directory) as (path, commits):
+    with filled(pages, layers, run.progress, directory) as path:
         size = path, pages, layers
-        run.case("catalog_recovery", lambda: {"catalog_recovery": recovery(*size, repeat, commits)})
         run.case("reopen", lambda: {"reopen": reopen(*size, repeat)})
         run.case("memory", lambda: {"memory": index_memory(*size)})
 
@@ -83,9 +81,6 @@ def tables(report: kit.Report) -> list[Table]:
         spread = f"({figure(found['ratio_min'])} to {figure(found['ratio_max'])})"
         row("lookup / hash loop, numpy", f"{figure(found['ratio'])} {spread}", found)
         row("lookup / hash loop, list", figure(found["list_ratio"]))
-    if (found := report["catalog_recovery"]) is not None:
-        row(f"catalogue of {found['pages']:,} pages", about(found["catalog_bytes"]))
-        row("catalogue, opened and recovered", duration(found["open_and_recover_seconds"]))
     if (found := report["reopen"]) is not None:
         row("SSD tier, reopened", duration(found["seconds"]["median"]), found)
     if (found := report["memory"]) is not None:
@@ -94,7 +89,7 @@ def tables(report: kit.Report) -> list[Table]:
     return [table]
 
 
-SECTIONS = dict.fromkeys(("lookup", "catalog_recovery", "reopen", "memory"))
+SECTIONS = dict.fromkeys(("lookup", "reopen", "memory"))
 BENCH = kit.Bench("index", "gdscache.bench.index/2", SECTIONS, measure, tables)
 
 
@@ -145,10 +140,8 @@ def tier_of(path: Path, pages: int, layers: int) -> tuple[PageLayout, SsdConfig]
 
 
 @contextlib.contextmanager
-def filled(
-    pages: int, layers: int, progress: Progress = silent, directory: Path | None = None
-) -> Iterator[tuple[Path, Sequence[float]]]:
-    """A temporary directory whose catalogue has `pages` synthetic pages, and the seconds of each commit.
+def filled(pages: int, layers: int, progress: Progress = silent, directory: Path | None = None) -> Iterator[Path]:
+    """A temporary directory whose catalogue has `pages` synthetic pages, used in random order.
 
     The slab is preallocated and never written: nothing here reads a page.
     """
@@ -156,45 +149,13 @@ def filled(
         path = Path(name)
         layout, _ = tier_of(path, pages, layers)
         Slab.open(path, layout.extent_bytes, pages)
-        commits = []
         with Catalog.open(path, extent_bytes=layout.extent_bytes, durability="process") as catalog:
             done = 0
             for batch in _batches(pages, layers, layout.page_bytes):
-                commits.append(seconds(lambda batch=batch: catalog.commit(batch, (), {})))  # type: ignore[misc]
+                catalog.commit(batch, (), {})
                 done += len(batch)
                 progress(done, pages, "committing pages")
-        yield path, commits
-
-
-def recovery(path: Path, pages: int, layers: int, repeat: int, commits: Sequence[float]) -> dict[str, Any]:
-    """Open and recover the catalogue of a filled directory `repeat` times, with recency in random order, as after use.
-
-    The file is in the system's page cache, as after a restart of the process. Times are in seconds and the medians of
-    `repeat`; `commit_seconds` is one batch of `BATCH_PAGES`.
-    """
-    extent_bytes = tier_of(path, pages, layers)[0].extent_bytes
-    opened, recovered = [], []
-    for _ in range(repeat):
-        gc.collect()
-        start = time.perf_counter()
-        with Catalog.open(path, extent_bytes=extent_bytes, durability="process") as catalog:
-            opened.append(time.perf_counter() - start)
-            found = len(catalog.recover(pages))
-            recovered.append(time.perf_counter() - start)
-        _expect(found, pages)
-    size = (path / "catalog.sqlite").stat().st_size
-    return {
-        "pages": pages,
-        "layers": layers,
-        "repeat": repeat,
-        "open_seconds": statistics.median(opened),
-        "open_and_recover_seconds": statistics.median(recovered),
-        "open_and_recover_seconds_worst": max(recovered),
-        "commit_seconds": statistics.median(commits),
-        "commit_pages": min(BATCH_PAGES, pages),
-        "catalog_bytes": size,
-        "catalog_bytes_per_page": size / pages,
-    }
+        yield path
 
 
 def _expect(found: int, pages: int) -> None:

@@ -59,19 +59,15 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _client(settings: Settings, directory: Path, longest: int) -> Iterator[EngineClient]:
-    with tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as name:
-        make: type[EngineClient] = EngineClient
-        if settings.client == "transformers":
-            from gdscache.commands.bench.ttft_transformers import TransformersClient
-
-            make = TransformersClient
-        with contextlib.closing(make(settings, longest, Path(name))) as client:
-            ssd, free = client.config("via_cpu").ssd, shutil.disk_usage(directory).free
-            needed = 0 if ssd is None else ssd.capacity
-            if free < needed:
-                said = f"{directory} has {about(free)} free, {about(needed)} are needed"
-                raise CapacityError(said, "name another --dir")
-            yield client
+    with (
+        tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as name,
+        contextlib.closing(EngineClient(settings, longest, Path(name))) as client,
+    ):
+        ssd, free = client.config("via_cpu").ssd, shutil.disk_usage(directory).free
+        needed = 0 if ssd is None else ssd.capacity
+        if free < needed:
+            raise CapacityError(f"{directory} has {about(free)} free, {about(needed)} are needed", "name another --dir")
+        yield client
 
 
 def _route(run: kit.Run, client: EngineClient, route: str, cells: Sequence[Cell]) -> None:
@@ -154,14 +150,8 @@ def _hits(run: kit.Run, client: EngineClient, cells: Sequence[Cell], ceilings: C
             run.fail(cell.label, broken[cell])
         else:
             row = _row(client, cell, answers, counted, ceilings.loops)
-            waits = [ttft_waits.measure(client, cell)] if _waits_too(client, cell) else []
+            waits = [ttft_waits.measure(client, cell)] if ttft_waits.after(cell) else []
             run.add(cell.label, {"cells": [row], "waits": waits}, wrong=_wrong(cell, row, answers[cell]))
-
-
-def _waits_too(client: EngineClient, cell: Cell) -> bool:
-    """Whether the waits of several requests are measured after a cell: once for each length of prompt."""
-    here = cell.where == "cpu" and cell.cached == 50 and cell.overlap and not cell.gate
-    return here and client.settings.client == "engine"
 
 
 def _row(

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 REQUESTS = 4
 
 
+def after(cell: Cell) -> bool:
+    """Whether that is measured after a cell: once for each length of prompt."""
+    return cell.where == "cpu" and cell.cached == 50 and cell.overlap and not cell.gate
+
+
 def measure(client: EngineClient, cell: Cell) -> dict[str, Any]:
     """`REQUESTS` hits of the CPU tier in one load, and one forward pass over the tokens behind them, some times.
 
