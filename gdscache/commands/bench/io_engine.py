@@ -8,15 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
 from gdscache import CacheEngine
 from gdscache.commands.bench.geometry import model_of
-from gdscache.commands.bench.measure import rate
+from gdscache.commands.bench.measure import Closing, rate
 from gdscache.commands.bench.ssd_tier import forget
 from gdscache.config import Config
 from gdscache.cuda.streams import Event
@@ -26,7 +25,7 @@ from gdscache.pages.hit import Hit
 from gdscache.pages.planes import PagedPlanes
 
 
-class ColdEngine:
+class ColdEngine(Closing):
     """An engine with attached planes on `device`, a CPU tier and an SSD tier (`auto`, no GDS), and one prompt's pages.
 
     `total` bytes of pages are stored when it is open. It needs about 1.3 times `total` of disk, twice as much of host
@@ -243,14 +242,6 @@ class ColdEngine:
         self._planes = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Unchecked:

@@ -6,13 +6,11 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
 
-from gdscache.commands.bench.measure import rate
+from gdscache.commands.bench.measure import Closing, rate
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, NativeCallError, StorageError
 from gdscache.sizes import KIB, MIB
@@ -50,7 +48,7 @@ WAYS = (
 BY_NAME = {way.name: way for way in WAYS}
 
 
-class OpenWay:
+class OpenWay(Closing):
     """A transport with `threads` threads on an existing file, and `nbytes` of memory that its requests may use.
 
     The bytes end (or begin) in `memory`: on the GPU for the ways that say so, else in host memory. `host_gpu` also has
@@ -149,14 +147,6 @@ class OpenWay:
         self.gpu = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_transport(name: str, threads: int, device: torch.device) -> Transport:

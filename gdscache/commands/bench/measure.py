@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import gc
@@ -10,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from gdscache.commands.console import Progress as Progress
 from gdscache.commands.console import silent as silent
@@ -64,6 +65,20 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
             break
         rank, coverage = further, reached
     return Interval(statistics.median(ordered), ordered[rank - 1], ordered[-rank], coverage)
+
+
+class Closing(abc.ABC):
+    """Something that the end of a `with` block closes."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back what it holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from gdscache.commands.bench.geometry import model_of
-from gdscache.commands.bench.measure import rate
+from gdscache.commands.bench.measure import Closing, rate
 from gdscache.config import Config
 from gdscache.errors import IOFailedError
 from gdscache.opening import build
@@ -40,7 +40,7 @@ def forget(manager: TierManager, tier: Tier) -> None:
                 tier.index.drop(entry)
 
 
-class TierUnderTest:
+class TierUnderTest(Closing):
     """An SSD tier below a CPU pool of `total` bytes that is touched and full of random bytes."""
 
     def __init__(self, directory: Path, page_bytes: int, total: int, threads: int) -> None:
@@ -128,12 +128,6 @@ class TierUnderTest:
     def close(self) -> None:
         self._writer.close(drain=True)
         self._parts.close(drain=True)
-
-    def __enter__(self) -> TierUnderTest:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _names(generation: int, pages: int) -> list[Page]:
