@@ -214,7 +214,7 @@ def _beside_lines(rows: Sequence[Row]) -> list[Line]:
 def _startup(report: kit.Report, *, judged: bool) -> Table:
     table = Table("Once a process", "what", "takes", "", *(["target"] if judged else []))
     for kind, r in (report["kernel_build"] or {}).items():
-        whole = f"{duration(r['with_import_seconds']['median'])} with the import of cupy"
+        whole = f"{duration(r['with_import_seconds']['median'])} with the import of the compiler"
         said = [verdict(r, "at most", "{:g} s".format)] if judged else []
         table.add_row(f"building the kernels, {kind} process", duration(r["seconds"]["median"]), whole, *said)
     if (r := report["pinning"]) is not None:
