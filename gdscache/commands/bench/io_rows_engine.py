@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,13 @@ def cold_loads(place: Place) -> list[Row]:
     """SSD → planes against the bare loop on the same slab, and with checksums against without."""
     gpu, page_bytes = place.device.type == "cuda", SUMS_PAGE
     what = f"SSD → {'GPU' if gpu else 'host planes'} via CPU, cold, {format_size(page_bytes)} pages"
-    with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, page_bytes) as engine:
+    with opened(place, page_bytes) as engine:
         with BareLoop(engine.slab, engine.nbytes) as bare:
             chosen = bare.scout(Op.READ, place.progress)
             ways = {"ours": _cold(engine, engine.load), "plain": _cold(engine, engine.load_unchecked)}
             found = interleave({**ways, **bare.runs(Op.READ, chosen)}, place.repeat, place.progress, what)
-            way = best(chosen, found)
-            state = io_cache.state([engine.slab], direct=engine.direct and bare.direct)
+            way, more = best(chosen, found), facts(engine, direct=bare.direct)
         _check(engine)
-        more = _more(engine, state)
     figures = found["ours"], f"bare loop, {way.label}", found[way.label]
     limit = COLD_TARGET if gpu and place.on_disk else None
     sums = found["ours"], "without checksums", found["plain"]
@@ -57,11 +56,7 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
     loop has as much memory as loads have of that. Pages of 256 KiB also against kvikio called once a page.
     """
     what = f"RAM disk → GPU via CPU, {format_size(page_bytes)} pages"
-    with (
-        tempfile.TemporaryDirectory(dir=place.directory) as name,
-        _engine(place, name, page_bytes) as engine,
-        BareLoop(engine.slab, engine.nbytes) as bare,
-    ):
+    with opened(place, page_bytes) as engine, BareLoop(engine.slab, engine.nbytes) as bare:
         loops = _onward(place, engine, bare)
         ways: dict[str, Callable[[], float]] = {
             "ours": _cold(engine, engine.load),
@@ -74,9 +69,8 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
         for measure in ways.values():
             measure()
         found = interleave(ways, place.repeat, place.progress, what)
-        state = io_cache.state([engine.slab], direct=engine.direct)
+        more = facts(engine)
         _check(engine)
-        more = _more(engine, state)
         rows = []
         for kind, label in {"ours": what, "passing": f"{what} that pass the CPU tier by"}.items():
             loop = max(loops[kind], key=lambda name: found[name].median)
@@ -114,7 +108,7 @@ def _against_kvikio(place: Place, engine: ColdEngine, what: str) -> list[Row]:
             "kvikio": Metered(kvikio.read, nbytes),
         }
         found = interleave(ways, place.repeat, place.progress, f"{what}, against kvikio")
-    more = _more(engine, io_cache.state([engine.slab], direct=engine.direct))
+    more = facts(engine)
     rates = found["ours"], against, found["kvikio"]
     return [
         row(place, what, KVIKIO_PAGE, rates, KVIKIO_TARGET, **more),
@@ -134,32 +128,36 @@ def direct_reads(place: Place) -> list[Row]:
         figures = found["ours"], f"bare cuFile loop, {place.threads} threads, 1 MiB", found["loop"]
         rows.append(row(place, label, _PAGE, figures, DIRECT_TARGET, transport=way.transport.name, cache=state))
     with (
-        tempfile.TemporaryDirectory(dir=place.directory) as name,
-        ColdEngine(Path(name), _PAGE, place.nbytes, place.threads, place.device, _DIRECT_SSD) as engine,
+        opened(place, _PAGE, _DIRECT_SSD) as engine,
         OpenWay("cufile", engine.slab, place.threads, engine.nbytes, place.device) as way,
     ):
         label = "SSD → GPU direct, cold, 1 MiB pages"
         loops = {"ours": engine.load, "loop": lambda: way.run_bare(Op.READ, _PAGE, place.threads)}
         loops["beside"] = beside("busy", engine.load)
         found = interleave(loops, place.repeat, place.progress, label)
-        engine.blank()
-        engine.load()
-        engine.check()
-        state = io_cache.state([engine.slab], direct=engine.direct)
+        more = facts(engine)
+        _check(engine)
         figures = found["ours"], f"bare cuFile loop, {place.threads} threads, 1 MiB", found["loop"]
-        more = {"nbytes": engine.nbytes, "transport": engine.transport["name"], "cache": state}
         rows.append(row(place, label, _PAGE, figures, DIRECT_TARGET, **more))
         figures = found["beside"], "alone", found["ours"]
         rows.append(row(place, f"{label}, beside {LABELS['busy']}", _PAGE, figures, DIRECT_BESIDE_TARGET, **more))
     return rows
 
 
-def _more(engine: ColdEngine, cache: dict[str, Any]) -> dict[str, Any]:
+@contextlib.contextmanager
+def opened(place: Place, page_bytes: int, ssd: Mapping[str, Any] | None = None) -> Iterator[ColdEngine]:
+    """An engine in a directory of its own, which is deleted. `ssd`: keys of its section that are to be others."""
+    with (
+        tempfile.TemporaryDirectory(dir=place.directory) as name,
+        ColdEngine(Path(name), page_bytes, place.nbytes, place.threads, place.device, ssd) as engine,
+    ):
+        yield engine
+
+
+def facts(engine: ColdEngine, *, direct: bool = True) -> dict[str, Any]:
+    """What rows of an engine say of its bytes. `direct`: whether what it is compared with passes the page cache by."""
+    cache = io_cache.state([engine.slab], direct=engine.direct and direct)
     return {"nbytes": engine.nbytes, "transport": engine.transport["name"], "cache": cache}
-
-
-def _engine(place: Place, name: str, page_bytes: int) -> ColdEngine:
-    return ColdEngine(Path(name), page_bytes, place.nbytes, place.threads, place.device)
 
 
 def _cold(engine: ColdEngine, load: Callable[[], float]) -> Callable[[], float]:
