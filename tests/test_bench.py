@@ -21,7 +21,7 @@ from gdscache.commands.bench import bare, geometry, index, kit, lookup, machine,
 from gdscache.commands.bench.measure import ChildDiedError
 from gdscache.commands.console import Table
 from gdscache.config import ModelConfig
-from gdscache.errors import InvalidValueError, IOFailedError
+from gdscache.errors import CapacityError, InvalidValueError, IOFailedError
 from gdscache.moves import Priority
 from gdscache.pages.keys import page_keys
 from gdscache.storage.base import Op
@@ -81,6 +81,18 @@ def test_a_defect_is_raised_and_the_report_kept(tmp_path: Path) -> None:
             kit.Settings(), tmp_path, keep=lambda found: kept.append(len(found["r"]))
         )
     assert kept[-1] == 1
+
+
+def test_a_run_that_does_not_begin_leaves_the_file_alone(tmp_path: Path) -> None:
+    def refused(run: kit.Run, settings: kit.Settings, directory: Path) -> None:
+        run.plan(["a"])
+        raise CapacityError("no room", "")
+
+    file = tmp_path / "r.json"
+    file.write_text("an old report")
+    with pytest.raises(CapacityError):
+        dataclasses.replace(toy({}), measure=refused).command(kit.Settings(), tmp_path, file)
+    assert file.read_text() == "an old report"
 
 
 def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(tmp_path: Path) -> None:

@@ -713,7 +713,12 @@ def test_tables_have_every_figure(report: dict[str, Any], width: int) -> None:
         assert console.figure(row["ratio"]) in text
         assert console.figure(row["gb_per_second"]["median"]) in text
     if width == 300:
-        for words in ("load, gqa, 64 tokens, all (staged)", "load, mla, 1 token, group/all", "16GiB", "import of the compiler"):
+        for words in (
+            "load, gqa, 64 tokens, all (staged)",
+            "load, mla, 1 token, group/all",
+            "16GiB",
+            "import of the compiler",
+        ):
             assert words in text, words
     assert "MISSED" not in printed({**report, "settings": {"profile": "quick"}}, width)
 

@@ -96,7 +96,7 @@ class Run:
         """The names of all cases. After `budget_seconds` no further case is begun."""
         self._planned = list(names)
         self._until = None if budget_seconds is None else time.monotonic() + budget_seconds
-        self.save()
+        self._count()
 
     def wants(self, name: str) -> bool:
         """Whether a case is planned, not measured yet, and may be begun."""
@@ -153,10 +153,13 @@ class Run:
 
     def save(self) -> None:
         """Hand the report to `keep`."""
+        self._count()
+        self._keep(self.found)
+
+    def _count(self) -> None:
         over = self._over()
         self.found["left"] = sum(name not in over for name in self._planned)
         self.found["complete"] = not self.found["left"] and not self.found["interrupted"]
-        self._keep(self.found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +187,7 @@ class Bench:
             self.measure(run, settings, directory)
         except KeyboardInterrupt:
             run.found["interrupted"] = True
-        finally:
-            run.save()
+        run.save()
         return run.found
 
     def command(
