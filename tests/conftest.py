@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Host, make_config, settle
 from hypothesis import HealthCheck, settings
 
 from gdscache import CacheEngine
 from gdscache.errors import TransportUnavailableError
 from gdscache.storage import cufile_library, probe, probe_nixl
+from tests.support.helpers import Host, make_config, settle
 
 # Tests run beside each other, and threads of torch that have no core to themselves spin. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

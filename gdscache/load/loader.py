@@ -25,7 +25,7 @@ from gdscache.pages.layout import GroupSizes, PageLayout
 from gdscache.pages.planes import Blocks
 from gdscache.runtime.threads import log_failure
 
-FIRST_PAGES = 64  # of a large load, and at least `FIRST_BYTES`, are planned before the first of them moves
+FIRST_PAGES = 16  # of a large load, and at least `FIRST_BYTES`, are planned before the first of them moves
 FIRST_BYTES = 64 << 20
 _Request = tuple[Sequence[Page], Blocks, int]
 

@@ -88,6 +88,7 @@ class Cell:
             "parts": list(self.parts),
             "layers": self.layers,
             "span_bytes": self.span_bytes,
+            "path": "auto",  # `gpu.load_path` and `gpu.store_path`: `gdscache plan --bench` looks for it
         }
 
 
