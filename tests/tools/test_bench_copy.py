@@ -22,6 +22,7 @@ from gdscache.commands.bench.copy_beside import Beside, Neighbour
 from gdscache.commands.bench.copy_cells import GQA, MLA, MLA_FP8, Cell
 from gdscache.commands.bench.copy_gpu import Gpu, Queued, timed
 from gdscache.commands.bench.copy_pool import Copies, Pool
+from gdscache.commands.replay.plan_machine import bench_rates
 from gdscache.errors import CapacityError, DeviceError, InvalidValueError, IOFailedError
 from gdscache.movers.base import Moved
 from gdscache.movers.host import HostMover
@@ -625,6 +626,11 @@ class Interrupted(Stand):
         if self.opened == 1:
             raise KeyboardInterrupt
         return super().open_mover(planes)
+
+
+def test_a_plan_takes_its_rates_from_the_report(report: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(report))
+    assert bench_rates([tmp_path / "r.json"]) == {"link": pytest.approx(RATE, rel=0.1)}
 
 
 def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) -> None:
