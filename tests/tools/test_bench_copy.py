@@ -545,7 +545,7 @@ def found() -> dict[str, Any]:
     )
     pools, cells = 8, len(copy_cells.cells())
     assert gpu.released == pools
-    assert {count for _, count in kept} == set(range(cells + 1)), "the report is kept after each cell"
+    assert {count for _, count in kept} == set(range(1, cells + 1)), "the report is kept after each cell"
     assert [complete for complete, _ in kept].count(True) == 2
     assert gpu.opened == pools
     assert [done for done, _, _ in texts] == list(range(cells))
