@@ -8,7 +8,6 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -29,7 +28,7 @@ from gdscache.errors import (
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
-from gdscache.limits import KEY_BYTES
+from gdscache.limits import KEY_BYTES, MAX_SECONDS
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.moves.native import NativeExecutor
@@ -42,6 +41,7 @@ from gdscache.prefetch.handle import Prefetch
 from gdscache.runtime.calls import Calls
 from gdscache.runtime.threads import Flag
 from gdscache.sequence import Sequence as TokenSequence
+from gdscache.sizes import MAX_SIZE
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
@@ -231,6 +231,19 @@ class CacheEngine:
         costs = self.manager.costs
         self.brief(lambda: costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds))
 
+    def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
+        """Tell the gate that a tier (`cpu`, `ssd` or another's name) gave `nbytes` bytes in `seconds`.
+
+        The engine reports its own loads itself: this is for figures that are known before it has any. Raises
+        `InvalidValueError` for no such tier and for numbers that cannot be.
+        """
+        costs, tiers = self.manager.costs, self.manager.tiers
+        if arguments.text(tier, "tier") not in tiers:
+            raise InvalidValueError(f"there is no tier {arguments.shown(tier)}", f"name one of {', '.join(tiers)}")
+        moved = arguments.whole(nbytes, "nbytes", 1, MAX_SIZE)
+        took = arguments.span(seconds, "seconds", MAX_SECONDS)
+        self.brief(lambda: costs.observe_load(tier, moved, took))
+
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.
 
@@ -397,7 +410,7 @@ class CacheEngine:
     def invalidate(self, namespace: bytes) -> dict[str, int]:
         """Drop every page of one namespace (see `namespace()`) from every tier; the pages removed, by tier."""
         if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
-            raise InvalidValueError(f"{arguments.shown(namespace)} is no namespace", "pass engine.namespace(salt)")
+            raise InvalidValueError(f"{arguments.shown(namespace)} is not a namespace", "pass engine.namespace(salt)")
         return self.call(lambda: self.manager.clearing.clear(namespace))
 
     def drain(self, seconds: float | None = None) -> None:
@@ -473,9 +486,7 @@ class CacheEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property

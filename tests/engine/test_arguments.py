@@ -140,6 +140,9 @@ def calls_of_an_attached(engine: CacheEngine) -> dict[str, Call]:
         "observe.cached": lambda v: engine.observe_prefill(4, v, 1.0),
         "observe.seconds": lambda v: engine.observe_prefill(4, 0, v),
         "observe.load_seconds": lambda v: engine.observe_prefill(4, 0, 1.0, v),
+        "observe_load.tier": lambda v: engine.observe_load(v, 1, 1.0),
+        "observe_load.nbytes": lambda v: engine.observe_load("cpu", v, 1.0),
+        "observe_load.seconds": lambda v: engine.observe_load("cpu", 1, v),
         "load.hit": lambda v: engine.load(v, [0]).result(WAIT),
         "load.slots": lambda v: engine.load(hit, v).result(WAIT),
         "load.after": lambda v: engine.load(hit, [0], v).result(WAIT),
@@ -284,7 +287,7 @@ def test_a_salt_is_a_text_in_whatever_order_they_come(tmp_path: Path) -> None:
             for salt in (first, 1, True, 1.0):
                 with pytest.raises(InvalidValueError, match="salt is") as caught:
                     engine.sequence(PROMPT, salt)
-                said(caught.value, "no text")
+                said(caught.value, "not text")
             assert engine.namespace("1") != engine.namespace("")
 
 

@@ -119,7 +119,7 @@ def test_what_a_restart_brings_back_is_told(open_host: OpenHost, tmp_path: Any) 
     keys = [page.key for page in host.engine.pages(prompt(1, 4))]
     host.engine.close()
     again = open_host(cpu=8, ssd=16, path=tmp_path)
-    hub, view = KVEventHub(4, 1000), CacheView()
+    hub, view = KVEventHub(4, queue=1000), CacheView()
     hub.add(view.apply)
     with again.engine.manager.lock:
         hub.watch(again.engine.manager.tiers.values())
@@ -140,7 +140,7 @@ def page(n: int) -> Page:
 
 
 def test_what_finds_no_room_leaves_a_number_out() -> None:
-    hub, heard, gate = KVEventHub(4, 4), list[KVEventBatch](), threading.Event()
+    hub, heard, gate = KVEventHub(4, queue=4), list[KVEventBatch](), threading.Event()
     view = CacheView()
 
     def slow(batch: KVEventBatch) -> None:
@@ -166,7 +166,7 @@ def test_what_finds_no_room_leaves_a_number_out() -> None:
 
 
 def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    hub, heard = KVEventHub(4, 100), list[KVEventBatch]()
+    hub, heard = KVEventHub(4, queue=100), list[KVEventBatch]()
 
     def raises(batch: KVEventBatch) -> None:
         raise ValueError("no")
@@ -183,7 +183,7 @@ def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture)
 
 
 def test_pages_that_do_not_follow_each_other_are_events_of_their_own() -> None:
-    hub, heard = KVEventHub(4, 100), list[KVEventBatch]()
+    hub, heard = KVEventHub(4, queue=100), list[KVEventBatch]()
     hub.add(heard.append)
     hub.note("stored", CPU, [page(0), page(1), page(5), page(6)])
     hub.note("removed", SSD, [page(1).key])

@@ -9,12 +9,12 @@ import pytest
 
 from gdscache import PageStatus
 from gdscache.errors import DeviceError
-from gdscache.native.gpu import Route
+from gdscache.native.gpu import CopyRoute
 from tests.support import fake_gpu
 from tests.support.helpers import EXTRA, MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
 
 OpenHost = Callable[..., Host]
-ROUTES: list[Route] = ["staged", "zero_copy", "copy_engine"]
+ROUTES: list[CopyRoute] = ["staged", "zero_copy", "copy_engine"]
 
 
 @pytest.mark.parametrize("model", [MHA, EXTRA], ids=["mha", "extra"])
@@ -22,7 +22,7 @@ ROUTES: list[Route] = ["staged", "zero_copy", "copy_engine"]
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("cpu", [None, 8])
 def test_pages_come_back_from_every_tier(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None, route: Route, kernels: bool, model: Any
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None, route: CopyRoute, kernels: bool, model: Any
 ) -> None:
     fake_gpu.use(monkeypatch, route, kernels=kernels)
     host = open_host(cpu=cpu, ssd=24, bounce=16, model=model)

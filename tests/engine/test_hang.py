@@ -19,7 +19,7 @@ import pytest
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DeadlineError, DeviceError, DirectoryInUseError, GdsCacheError, IOFailedError
 from gdscache.load.report import LoadReport
-from gdscache.storage.base import Op, Span, Submission
+from gdscache.storage.base import FileRange, Op, Submission
 from gdscache.tiers import manager as manager_module
 from gdscache.tiers import ssd as ssd_module
 from gdscache.tiers.quarantine import Late, Quarantine
@@ -450,7 +450,7 @@ def test_a_load_under_way_stops_reading_when_the_tier_is_switched_off(open_host:
 
 def a_batch(n: int) -> tuple[Submission, dict[int, Late], list[int]]:
     given: list[int] = []
-    submission = Submission(Op.READ, [Span("file", i, 1) for i in range(n)], [1] * n)
+    submission = Submission(Op.READ, [FileRange("file", i, 1) for i in range(n)], [1] * n)
 
     return submission, {i: Late("read", "cpu", "ssd", i, functools.partial(given.append, i)) for i in range(n)}, given
 
@@ -505,7 +505,9 @@ def test_two_late_reads_of_one_page_hide_it_until_both_end() -> None:
 
 
 def test_on_end_calls_once_a_request_when_its_last_piece_has_ended() -> None:
-    submission = Submission(Op.READ, [Span("file", 0, 10), Span("file", 10, 20), Span("file", 30, 5)], [1, 2, 1])
+    submission = Submission(
+        Op.READ, [FileRange("file", 0, 10), FileRange("file", 10, 20), FileRange("file", 30, 5)], [1, 2, 1]
+    )
     seen: list[tuple[str, int]] = []
     submission.finish([(0, 10, None)])
     submission.on_end(lambda i: seen.append(("a", i)))
@@ -520,7 +522,7 @@ def test_on_end_calls_once_a_request_when_its_last_piece_has_ended() -> None:
 
 def test_on_end_misses_nothing_while_requests_end() -> None:
     for _ in range(50):
-        submission = Submission(Op.WRITE, [Span("file", i, 1) for i in range(64)], [1] * 64)
+        submission = Submission(Op.WRITE, [FileRange("file", i, 1) for i in range(64)], [1] * 64)
         seen: list[int] = []
         start = threading.Barrier(3)
 
@@ -540,7 +542,7 @@ def test_on_end_misses_nothing_while_requests_end() -> None:
 
 
 def test_a_callback_may_ask_the_submission() -> None:
-    submission = Submission(Op.READ, [Span("file", 0, 1)], [1])
+    submission = Submission(Op.READ, [FileRange("file", 0, 1)], [1])
     seen: list[int] = []
     submission.on_end(lambda _: seen.append(submission.pending))
     submission.finish([(0, 1, None)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -32,7 +33,7 @@ from gdscache.commands.timeline.summary import (
 from gdscache.commands.toy_engine import EngineOptions, InferenceEngine, KVPool, ModelShape, fingerprint, random_model
 from gdscache.errors import InvalidValueError
 from gdscache.load import run as load_run
-from gdscache.native.gpu import Route
+from gdscache.native.gpu import CopyRoute
 from gdscache.pages.layout import GroupSizes
 from gdscache.storage.base import Op
 from gdscache.tracing import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment
@@ -253,7 +254,7 @@ def finished(timeline: TraceTimeline) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("route", ["staged", "copy_engine"])
 def test_what_the_streams_of_a_gpu_did(
-    traced: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: Route
+    traced: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: CopyRoute
 ) -> None:
     """Copies and kernels of both directions, on tracks of their own, within the load that they are of."""
     fake_gpu.use(monkeypatch, route)
@@ -369,7 +370,6 @@ def test_off_keeps_nothing(open_host: Callable[..., Host]) -> None:
     engine = host.engine
     assert engine.timeline is OFF
     assert engine.manager.timeline is OFF
-    assert engine._parts.mover.timeline is OFF
     tokens = prompt(1, 2)
     host.store(tokens)
     quiet(engine)
@@ -377,7 +377,7 @@ def test_off_keeps_nothing(open_host: Callable[..., Host]) -> None:
     assert load.number == 0
     host.finish(load, blocks, keys)
     assert not hasattr(OFF, "__dict__")
-    spans = [OFF.span("a", layer=1), OFF.compute("b", None), OFF.flight("c", "d"), OFF.on_stream("e", "f", None)]  # type: ignore[arg-type]
+    spans = [OFF.span("a", layer=1), OFF.compute("b", None), OFF.flight("c", "d")]
     assert len({id(span) for span in spans}) == 1
     with pytest.raises(ZeroDivisionError), OFF.span("a"):
         raise ZeroDivisionError
@@ -867,20 +867,30 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "Stream", anchor_stream)
         self.stream = SimpleNamespace(name="work", device=torch.device("cuda", 0))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def clock(self) -> int:
         self.now += 1000
         return self.now
 
 
+@contextlib.contextmanager
+def on_stream(timeline: TraceTimeline, gpu: FakeGpu) -> Iterator[None]:
+    """Time of a stream alone, without the thread's."""
+    start = timeline.times.mark(gpu.stream)  # type: ignore[arg-type]
+    yield
+    timeline.add_on_stream("copies", gpu.stream, start, timeline.times.mark(gpu.stream), {})  # type: ignore[arg-type]
+
+
 def test_times_of_a_stream_are_put_on_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch, lag=3_000_000)
     timeline = TraceTimeline(clock=gpu.clock)
     begun = gpu.now
-    with timeline.span("load", load=5), timeline.on_stream("kernel", "loads: kernel stream", gpu.stream, pages=2):
+    with timeline.span("load", load=5), timeline.compute("kernel", torch.device("cuda", 0), pages=2):
         gpu.now += 2_000_000
     gpu.now += 10_000_000
-    (kernel,) = events(timeline, "kernel")
+    _, kernel = sorted(events(timeline, "kernel"), key=lambda event: event["ts"])  # the thread's, the stream's
     assert kernel["args"] == {"pages": 2, "load": 5}
     assert kernel["ts"] == pytest.approx((begun + 3_000_000 - timeline._zero) / 1000, abs=10)
     assert kernel["dur"] == pytest.approx(2000, abs=10)
@@ -890,7 +900,7 @@ def test_an_anchor_is_taken_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -
     gpu = FakeGpu(monkeypatch)
     timeline = TraceTimeline(clock=gpu.clock)
     for _ in range(12):
-        with timeline.on_stream("copies", "loads: copy stream", gpu.stream):
+        with on_stream(timeline, gpu):
             gpu.now += 1_000_000_000
     assert gpu.synced == 3 * 3
     assert len(events(timeline, "copies")) == 12
@@ -905,7 +915,7 @@ def test_what_a_stream_never_reaches_is_counted(monkeypatch: pytest.MonkeyPatch)
     timeline = TraceTimeline(clock=gpu.clock, limit=3)
     for hangs in (False, True, False, False):
         gpu.hangs = hangs
-        with timeline.on_stream("copies", "loads: copy stream", gpu.stream):
+        with on_stream(timeline, gpu):
             gpu.now += 1000
     data = timeline.describe()
     check_schema(data)
@@ -916,7 +926,6 @@ def test_what_a_stream_never_reaches_is_counted(monkeypatch: pytest.MonkeyPatch)
 
 def test_computing_is_a_span_of_the_thread_and_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch, lag=5_000_000)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.stream)
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     timeline = TraceTimeline(clock=gpu.clock)

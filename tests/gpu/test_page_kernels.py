@@ -12,7 +12,7 @@ import xxhash
 
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import SlotRangeError, UnsupportedRequestError
-from gdscache.kernels.cuda import SHORTEST, ExtentArray, Indices, PageKernels
+from gdscache.kernels.cuda import SHORTEST
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
 from tests.support.helpers import (
@@ -27,6 +27,7 @@ from tests.support.helpers import (
     untouched,
     write_page,
 )
+from tests.support.kernel_launcher import ExtentArray, Indices, Launcher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,7 +81,7 @@ class Rig:
         self.layout, self.pages = layout, pages
         self.pool = new_planes(layout, pages * per_page + 3, tokens, "cuda", order)
         self.planes = PagedPlanes(layout, self.pool)
-        self.kernels = PageKernels(self.planes)
+        self.kernels = Launcher(self.planes)
         rng = np.random.default_rng(3)
         self.blocks = rng.permutation(pages * per_page + 3)[: pages * per_page].reshape(pages, per_page)
         self.rows = rng.permutation(pages + 2)[:pages]
@@ -297,7 +298,7 @@ def test_offsets_beyond_four_gib() -> None:
     pages = (5 << 30) // layout.page_bytes
     pool = [[torch.zeros((pages, 512, 4096), dtype=torch.uint8, device="cuda")]]
     planes = PagedPlanes(layout, pool)
-    kernels = PageKernels(planes)
+    kernels = Launcher(planes)
     extents = torch.zeros((pages, layout.extent_bytes), dtype=torch.uint8, device="cuda")
     blocks, rows = torch.tensor([pages - 1, 0, pages - 2]).cuda(), torch.tensor([0, pages - 1, pages - 2]).cuda()
     fresh = torch.randint(0, 256, (3, 512, 4096), dtype=torch.uint8, device="cuda")

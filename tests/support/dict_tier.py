@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from gdscache.arrays import Int64Array
 from gdscache.errors import IOFailedError, StorageError
 from gdscache.extents.base import Extents
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
-from gdscache.moves.page_io import Positions
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
@@ -53,8 +53,8 @@ class DictFiles:
     def transfer(
         self,
         op: Op,
-        slots: Positions,
-        ends: Sequence[tuple[Extents, Positions]],
+        slots: Int64Array,
+        ends: Sequence[tuple[Extents, Int64Array]],
         span: tuple[int, int] | None = None,
     ) -> DictIO:
         start, stop = span or (0, self._extent_bytes)

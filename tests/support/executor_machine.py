@@ -22,7 +22,7 @@ from gdscache.movers.base import Mover
 from gdscache.movers.host import HostMover
 from gdscache.moves import PageStatus
 from gdscache.moves import native as native_module
-from gdscache.moves.library import Limits
+from gdscache.moves.library import MoveLimits
 from gdscache.moves.machine import Machine
 from gdscache.moves.native import NativeExecutor
 from gdscache.native.library import address, checked, integers, library
@@ -139,10 +139,10 @@ def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
 
 @contextlib.contextmanager
 def _executor(machine: Machine, case: Case) -> Iterator[NativeExecutor]:
-    limits = Limits()
+    limits = MoveLimits()
     if case.tight:
         extent = case.layout.extent_bytes
-        limits = Limits(4 * extent, 2 * extent, extent, 3 * extent, 2 * extent)
+        limits = MoveLimits(4 * extent, 2 * extent, extent, 3 * extent, 2 * extent)
     with mock.patch.object(native_module, "LIMITS", limits):
         library().executor_faulty(1)
         try:

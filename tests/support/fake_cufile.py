@@ -19,7 +19,7 @@ import pytest
 
 from gdscache import opening as build
 from gdscache import storage
-from gdscache.extents.base import Places
+from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.layout import PageLayout
 from gdscache.storage import cufile
@@ -121,7 +121,7 @@ class FakeDeviceExtents:
     def flat(self) -> Any:
         return self.rows
 
-    def where(self, slots: Places, byte: int) -> Places:
+    def where(self, slots: Int64Array, byte: int) -> Int64Array:
         return slots * self.layout.extent_bytes + byte
 
     def digest(self, slot: int, layers: range) -> Checksums:
@@ -153,7 +153,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *, kernels: bool = True, batched: int =
         storage, "_open_cufile", lambda threads, direct_io, device: opened(threads, direct_io, batched=batched)
     )
     monkeypatch.setattr(build, "DeviceExtents", FakeDeviceExtents)
-    monkeypatch.setattr(routes, "choose", lambda *_, **__: routes.Choice("direct", "a test"))
+    monkeypatch.setattr(routes, "choose", lambda *_, **__: routes.RouteChoice("direct", "a test"))
 
 
 @contextmanager

@@ -22,10 +22,11 @@ import torch
 from gdscache import opening as build
 from gdscache.cuda.streams import Event
 from gdscache.kernels.cuda import SHORTEST, PlaneRuns, can_look, plane_runs
-from gdscache.movers.base import Moved, Mover
+from gdscache.movers.base import Mover, QueuedCopies
 from gdscache.movers.choice import Direction
-from gdscache.native.gpu import ROUTES, NativeGpu, Point, Route
+from gdscache.native.gpu import ROUTES, CopyRoute, NativeGpu, StreamPoint
 from gdscache.pages.planes import PagedPlanes
+from gdscache.tracing import OFF
 from tests.support.places import ROOT
 
 _SOURCES = ROOT / "csrc" / "host"
@@ -125,13 +126,13 @@ class _Kernels:
         return 1, 4, self._sums, self._looks
 
 
-class _Point(Point):
+class _Point(StreamPoint):
     def wait(self, stream: Any = None) -> None:
         self.synchronize()  # the caller has no stream
 
 
 class _Gpu(NativeGpu):
-    def point(self, number: int) -> Point:
+    def point(self, number: int) -> StreamPoint:
         return _Point(self, number)
 
 
@@ -141,7 +142,7 @@ class FakeGpuMover(Mover):
     name = "cuda"
 
     def __init__(
-        self, planes: PagedPlanes, route: Route = "staged", *, kernels: bool = True, staging: int = _STAGING
+        self, planes: PagedPlanes, route: CopyRoute = "staged", *, kernels: bool = True, staging: int = _STAGING
     ) -> None:
         self.planes = planes
         self.layout = planes.layout
@@ -170,7 +171,7 @@ class FakeGpuMover(Mover):
     def routes(self, direction: Direction, layers: range) -> tuple[int, int]:
         return ROUTES.index(self._route), ROUTES.index(self._route)
 
-    def _move(self, *args: Any, **options: Any) -> Moved:
+    def _move(self, *args: Any, **options: Any) -> QueuedCopies:
         raise AssertionError("an executor asks the GPU itself")
 
     def mark_stores(self) -> Event:
@@ -187,16 +188,16 @@ class FakeGpuMover(Mover):
 
 
 def use(
-    monkeypatch: pytest.MonkeyPatch, route: Route = "staged", *, kernels: bool = True, staging: int = _STAGING
+    monkeypatch: pytest.MonkeyPatch, route: CopyRoute = "staged", *, kernels: bool = True, staging: int = _STAGING
 ) -> None:
     """Engines that are opened from now on, with planes in host memory, copy as on a GPU."""
     driver()
 
     real = build.open_mover
 
-    def opened(planes: PagedPlanes, config: Any) -> Mover:
+    def opened(planes: PagedPlanes, config: Any, timeline: Any = OFF) -> Mover:
         if planes.device.type != "cpu":
-            return real(planes, config)
+            return real(planes, config, timeline)
         return FakeGpuMover(planes, route, kernels=kernels, staging=staging)
 
     monkeypatch.setattr(build, "open_mover", opened)

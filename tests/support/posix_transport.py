@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import Op, failed, host_memory
 from gdscache.storage.files import DirectFiles
-from gdscache.storage.workers import QueuedTransport, Result, Run
+from gdscache.storage.workers import IORun, QueuedTransport, Result
 
 
 class PosixTransport(DirectFiles, QueuedTransport):
@@ -20,7 +20,7 @@ class PosixTransport(DirectFiles, QueuedTransport):
     name = "python"
     memory_kinds = frozenset({"host"})
 
-    def move(self, run: Run) -> list[Result]:
+    def move(self, run: IORun) -> list[Result]:
         pieces = run.pieces
         try:
             moved = _transfer(run.op, run.file, [host_memory(piece.memory) for piece in pieces], run.offset, run.nbytes)
@@ -28,7 +28,7 @@ class PosixTransport(DirectFiles, QueuedTransport):
             if len(pieces) == 1:
                 return [(pieces[0].index, 0, failed(run.op.value, self._path(run.file), run.offset, error))]
             # One bad sector must not cost its neighbours.
-            return [r for p in pieces for r in self.move(Run(run.op, run.file, run.submission, [p], p.nbytes))]
+            return [r for p in pieces for r in self.move(IORun(run.op, run.file, run.submission, [p], p.nbytes))]
         if moved == run.nbytes:
             return [(piece.index, piece.nbytes, None) for piece in pieces]
         end = run.offset + moved

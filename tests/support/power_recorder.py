@@ -18,7 +18,7 @@ from unittest import mock
 from gdscache.disk import catalog_file, stripes
 from gdscache.disk.catalog import Catalog
 from gdscache.storage.base import Op
-from gdscache.storage.workers import Result, Run
+from gdscache.storage.workers import IORun, Result
 from tests.support.kill_record import Log
 from tests.support.posix_transport import PosixTransport
 
@@ -137,7 +137,7 @@ class RecordingTransport(PosixTransport):
         TAPE.add(Opened(path.name, path.stat().st_size))
         return file
 
-    def move(self, run: Run) -> list[Result]:
+    def move(self, run: IORun) -> list[Result]:
         if run.op is Op.READ:
             return super().move(run)
         number = TAPE.number()

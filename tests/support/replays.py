@@ -8,12 +8,12 @@ from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.traffic import Outcome, Traffic
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
-from gdscache.moves.clock import Clock, Machine
+from gdscache.moves.clock import Clock, MachineModel
 from tests.support.traces import request
 
 PAGE = 4096  # bytes; 512 tokens of 8
 
-INSTANT = Machine()
+INSTANT = MachineModel()
 
 
 def make(cpu: int | None = 4, ssd: int | None = 8, gpu: int = 1, row: int = 8, **sections: dict[str, Any]) -> Config:
@@ -37,7 +37,7 @@ def work_of(*prompts: list[int], tokens: int | None = None) -> Workload:
 def run(
     work: Workload,
     config: Config,
-    machine: Machine = INSTANT,
+    machine: MachineModel = INSTANT,
     times: list[float] | None = None,
     *,
     serial: bool = True,

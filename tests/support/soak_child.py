@@ -68,7 +68,7 @@ def varied(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         "promotion": rng.choice(list(PROMOTIONS)),
     }
     store = config["store"] | {"write_policy": rng.choice(WRITES), "write_hits": rng.randint(1, 3)}
-    prefetch = {"stop": rng.choice(STOPS), "timeout_base": 0.01, "quota": rng.choice((0.2, 0.5, 1.0))}
+    prefetch = {"stop": rng.choice(STOPS), "timeout": 0.01, "quota": rng.choice((0.2, 0.5, 1.0))}
     return config | {"cpu": cpu, "ssd": ssd, "store": store, "prefetch": prefetch}
 
 

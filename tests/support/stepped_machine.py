@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from gdscache.extents.base import Extents
-from gdscache.extents.window import Window
-from gdscache.moves.library import DIGEST, CopyJob, IoJob, Limits, NativeMoves, Space
+from gdscache.moves.library import DIGEST, CopyJob, IoJob, MoveLimits, NativeMoves, Space
 from gdscache.tiers.bounce import Bounce
+from tests.support.window import Window
 
 if TYPE_CHECKING:
     from gdscache.extents.host import HostExtents
@@ -79,7 +79,7 @@ class SteppedMachine:
         bounce: Bounce,
         *,
         breaks: int = 0,
-        limits: Limits | None = None,
+        limits: MoveLimits | None = None,
     ) -> None:
         self.now = 0.0
         self.memories = memories
@@ -101,7 +101,7 @@ class SteppedMachine:
             spaces,
             mover.planes.blocks_per_page,
             reserve=("bounce", bounce.loads.start, len(bounce.loads)),
-            limits=limits or Limits(),
+            limits=limits or MoveLimits(),
         )
 
     def choices(self) -> list[Choice]:

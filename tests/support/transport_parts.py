@@ -15,7 +15,7 @@ from gdscache.native.library import address, checked, integers
 from gdscache.storage import Op, native
 from gdscache.storage.base import Switch
 from gdscache.storage.native import NativeTransport
-from gdscache.storage.workers import QueuedTransport, Result, Run
+from gdscache.storage.workers import IORun, QueuedTransport, Result
 from gdscache.testing.suite_base import FILE_BYTES, SECTOR, odd_extents, soon
 
 __all__ = [
@@ -83,11 +83,11 @@ class Gated(QueuedTransport):
     def __init__(self, threads: int) -> None:
         self.gate = threading.Event()
         self.order: list[Op] = []
-        self.runs: list[Run] = []
+        self.runs: list[IORun] = []
         super().__init__(threads)
         self.add_file(1, Path("gated"))
 
-    def move(self, run: Run) -> list[Result]:
+    def move(self, run: IORun) -> list[Result]:
         self.gate.wait()
         self.order.append(run.op)
         self.runs.append(run)

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from gdscache.commands.bench.copy_gpu import Gpu, Queued, timed
 from gdscache.commands.bench.copy_pool import Copies, Pool
 from gdscache.commands.replay.plan_machine import bench_rates
 from gdscache.errors import CapacityError, DeviceError, InvalidValueError, IOFailedError
-from gdscache.movers.base import Moved
+from gdscache.movers.base import QueuedCopies
 from gdscache.movers.host import HostMover
 from gdscache.pages.planes import PagedPlanes
 
@@ -68,12 +69,13 @@ class Stand(Gpu):
     def together(self, ways: Sequence[Callable[[], T]]) -> list[T]:
         return [way() for way in ways]
 
-    def open_mover(self, planes: PagedPlanes) -> Any:
+    def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
         self.opened += 1
+        self.path = path
         return StandMover(self, planes)
 
     def route(self, mover: Any, direction: str, extents: Any, layers: range, *, sums: bool) -> str:
-        return "staged"
+        return "staged" if self.path == "auto" else str(self.path)
 
     def thread_blocks(self, mover: Any, route: str) -> int:
         return {"copy_engine": 0, "zero_copy": 4}.get(route, 132)
@@ -119,7 +121,7 @@ class StandMover(HostMover):
 
     def _timed(
         self, direction: str, extents: Any, slots: Any, blocks: Any, layers: range, after: Any, sums: bool
-    ) -> Moved:
+    ) -> QueuedCopies:
         assert isinstance(slots, np.ndarray)  # a list would be converted within the time that counts
         bounds = self.layout.layer_bounds
         nbytes = len(slots) * (bounds[layers.stop - 1][1] - bounds[layers.start][0])
@@ -128,7 +130,7 @@ class StandMover(HostMover):
             (super().scatter if direction == "load" else super().gather)(extents, slots, blocks, layers)
         rate = RATE * (0.99 if sums else 1.0)
         event: Any = self.gpu.take(direction, nbytes, rate, after)
-        return Moved(event, None, lambda: np.zeros((len(slots), len(layers)), dtype=np.uint64))
+        return QueuedCopies(event, None, lambda: np.zeros((len(slots), len(layers)), dtype=np.uint64))
 
     def scatter(
         self, extents: Any, slots: Any, blocks: Any, layers: Any = None, after: Any = (), *, sums: bool = False
@@ -340,7 +342,7 @@ def test_copies_that_bring_no_bytes_are_no_figure(gpu: Stand, pool: Pool, part: 
 
 def test_one_wrong_byte_is_found(gpu: Stand, pool: Pool) -> None:
     class OffByOne(StandMover):
-        def scatter(self, extents: Any, slots: Any, blocks: Any, *rest: Any, **options: Any) -> Moved:
+        def scatter(self, extents: Any, slots: Any, blocks: Any, *rest: Any, **options: Any) -> QueuedCopies:
             moved = super().scatter(extents, slots, blocks, *rest, **options)
             self.planes.tensors[3][1].view(torch.uint8)[blocks[-1], 15, 7, 255] ^= 1
             return moved
@@ -622,15 +624,23 @@ def test_a_load_runs_beside_both_kinds_of_work(found: dict[str, Any]) -> None:
 class Interrupted(Stand):
     """Ctrl-C in the second pool."""
 
-    def open_mover(self, planes: PagedPlanes) -> Any:
+    def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
         if self.opened == 1:
             raise KeyboardInterrupt
-        return super().open_mover(planes)
+        return super().open_mover(planes, path)
 
 
 def test_a_plan_takes_its_rates_from_the_report(report: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps(report))
     assert bench_rates([tmp_path / "r.json"]) == {"link": pytest.approx(RATE, rel=0.1)}
+
+
+def test_a_path_can_be_forced() -> None:
+    found = copy.bench(Stand(), startup=False).run(settings(path="zero_copy", pairs=1))
+    for row in (*found["copies"], *found["checksums"], *found["beside"]):
+        assert (row["path"], set(row["routes"].values())) == ("zero_copy", {"zero_copy"})
+    with pytest.raises(InvalidValueError, match="unknown path 'fast'"):
+        copy.bench(Stand(), startup=False).run(settings(path="fast"))
 
 
 def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) -> None:
@@ -651,8 +661,8 @@ def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) ->
 
 def test_wrong_bytes_fail_their_cells_and_no_other(found: dict[str, Any]) -> None:
     class Wrong(Stand):
-        def open_mover(self, planes: PagedPlanes) -> Any:
-            super().open_mover(planes)
+        def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
+            super().open_mover(planes, path)
             return StandMover(self, planes, broken=self.opened == 2)
 
     bad = copy.bench(Wrong(), startup=False).run(settings())
@@ -665,10 +675,10 @@ def test_wrong_bytes_fail_their_cells_and_no_other(found: dict[str, Any]) -> Non
 
 def test_what_was_measured_is_kept_when_no_mover_opens() -> None:
     class Broken(Stand):
-        def open_mover(self, planes: PagedPlanes) -> Any:
+        def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
             if self.opened:
                 raise RuntimeError("an illegal memory access")
-            return super().open_mover(planes)
+            return super().open_mover(planes, path)
 
     kept: list[int] = []
     with pytest.raises(RuntimeError, match="illegal"):
@@ -809,7 +819,8 @@ def numbers(data: Any, path: str = "") -> Iterator[tuple[str, float]]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
-    pytest.importorskip("cupy", reason="the kernels need cupy")
+    if not (find_spec("cupy") or find_spec("cuda.core")):
+        pytest.skip("neither cuda-core nor CuPy is installed")
     command = [sys.executable, "-W", "error", "-m", "gdscache", "bench", "copy", "--quick"]
     command += ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

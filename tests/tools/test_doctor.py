@@ -29,10 +29,11 @@ from gdscache.commands.doctor.facts import (
 from gdscache.config import Config, GpuConfig, load_config
 from gdscache.errors import DeviceError, PinnedMemoryError
 from gdscache.extents.host import HostExtents
+from gdscache.kernels import compilers
 from gdscache.movers import calibration as calibrate
 from gdscache.movers import choice as paths
 from gdscache.movers import open_mover
-from gdscache.movers.choice import Choice, Rates
+from gdscache.movers.choice import Rates
 from gdscache.movers.cuda import CudaMover
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import about
@@ -47,10 +48,10 @@ MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128, "page_tokens"
 SECTIONS = ["GPU", "Kernels", "GPU <-> CPU", "SSD", "Inference engines"]
 
 
-NO_CUPY = changed(
+NO_COMPILER = changed(
     WHOLE,
-    cupy=lacking("No module named 'cupy'", ""),
-    nvrtc=lacking("not tried: no cupy", ""),
+    compiler=lacking("neither cuda-core nor CuPy is installed", ""),
+    nvrtc=lacking("not tried: no compiler", ""),
     built=lacking("cannot build pages.cu"),
     calibration=lacking("not tried: no kernels", ""),
     mover=Found(MoverFacts("copy_engine", "cannot build pages.cu")),
@@ -112,17 +113,12 @@ def test_a_gpu_that_torch_does_not_see_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("facts", "asked", "fails"),
     [
-        (PLAIN, asks(gpu={"device": "cpu", "load_path": "zero_copy"}), {"gpu.load_path"}),
         (PLAIN, asks(cpu={"pin": "on"}), {"cpu.pin"}),
         (NO_SUCH_GPU, asks(gpu={"device": "cuda:7"}), {"gpu.device"}),
         (NO_SUCH_GPU, asks(gpu={"device": "cuda:7", "kernels": "on"}), {"gpu.device", "gpu.kernels"}),
         (changed(PLAIN, mover=lacking("the planes are in host memory")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
-        (changed(NO_CUPY, mover=lacking("cannot build pages.cu")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
-        (NO_CUPY, asks(gpu={"store_path": "staged"}), {"gpu.store_path"}),
+        (changed(NO_COMPILER, mover=lacking("cannot build pages.cu")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
         (NOT_PINNED, asks(cpu={"pin": "on"}), {"cpu.pin"}),
-        (NOT_PINNED, asks(gpu={"load_path": "zero_copy"}), {"gpu.load_path"}),
-        (NOT_PINNED, asks(gpu={"store_path": "copy_engine"}), {"gpu.store_path"}),
-        (WHOLE, asks(cpu={"pin": "off"}, gpu={"load_path": "zero_copy"}), {"gpu.load_path"}),
         (changed(WHOLE, mover=lacking("half of gpu.staging is 131072 bytes")), asks(), {"gpu.kernels"}),
         (changed(WHOLE, mover=lacking("OutOfMemoryError", "")), asks(), {"gpu.kernels"}),
     ],
@@ -137,9 +133,8 @@ def test_what_would_not_be_as_asked_for_fails(facts: Facts, asked: Asked, fails:
 @pytest.mark.parametrize(
     ("facts", "asked", "warns"),
     [
-        (NO_CUPY, asks(), {"cupy", "NVRTC", "kernels", "calibration", "gpu.kernels"}),
+        (NO_COMPILER, asks(), {"compiler", "NVRTC", "kernels", "calibration", "gpu.kernels"}),
         (NOT_PINNED, asks(), {"page-locking", "cpu.pin"}),
-        (NOT_PINNED, asks(gpu={"load_path": "staged"}), {"page-locking", "cpu.pin"}),
         (NOT_PINNED, asks(cpu={"pin": "off"}), {"page-locking"}),
         (changed(WHOLE, api=Found("single")), asks(), {"copy engine"}),
         (
@@ -147,7 +142,7 @@ def test_what_would_not_be_as_asked_for_fails(facts: Facts, asked: Asked, fails:
             asks(),
             {"calibration"},
         ),
-        (changed(WHOLE, calibration=lacking("cuMemAlloc")), asks(), {"calibration", "gpu.load_path", "gpu.store_path"}),
+        (changed(WHOLE, calibration=lacking("cuMemAlloc")), asks(), {"calibration", "load path", "store path"}),
         (changed(WHOLE, nvrtc=lacking("no libnvrtc.so.13", "")), asks(), {"NVRTC"}),
     ],
 )
@@ -163,9 +158,9 @@ def test_what_is_switched_off_is_no_warning() -> None:
 
 
 def test_what_to_install_fits_torch() -> None:
-    said = rows(doctor.examine(changed(NO_CUPY, torch_cuda="12.8"), asks()))
-    assert "cuda12" in said["cupy"].next_step
-    assert "cuda13" not in said["cupy"].next_step
+    said = rows(doctor.examine(changed(NO_COMPILER, torch_cuda="12.8"), asks()))
+    assert "cuda12" in said["compiler"].next_step
+    assert "cuda13" not in said["compiler"].next_step
     assert said["gpu.kernels"].next_step == HINT
 
 
@@ -200,22 +195,22 @@ def test_where_a_kernel_always_wins_nothing_is_staged() -> None:
 def test_the_paths_of_a_model() -> None:
     said = rows(doctor.examine(WHOLE, asks()))
     # 64 KiB a layer and 256 KiB in all: the crossover of loads is at 256 KiB, that of stores at 64 KiB.
-    expected = {"load_path, all layers": "staged", "load_path, one layer": "zero_copy"}
-    expected |= {"store_path, all layers": "staged", "store_path, one layer": "staged"}
-    assert {name: said[f"gpu.{name}"].data["path"] for name in expected} == expected
-    assert said["gpu.load_path, one layer"].data == {
+    expected = {"load path, all layers": "staged", "load path, one layer": "zero_copy"}
+    expected |= {"store path, all layers": "staged", "store path, one layer": "staged"}
+    assert {name: said[name].data["path"] for name in expected} == expected
+    assert said["load path, one layer"].data == {
         "path": "zero_copy",
         "layers": 1,
         "extent_bytes": 64 << 10,
         "plane_bytes": 32 << 10,
     }
-    assert rows(doctor.examine(WHOLE, defaults())).keys().isdisjoint(f"gpu.{name}" for name in expected)
+    assert rows(doctor.examine(WHOLE, defaults())).keys().isdisjoint(name for name in expected)
 
 
 def test_a_load_also_shows_the_group_of_layers_that_it_moves_at_a_time() -> None:
     said = rows(doctor.examine(WHOLE, asks(model=MODEL | {"layers": 7})))
-    assert said["gpu.load_path, 4 layers"].data["extent_bytes"] == 256 << 10
-    assert "gpu.store_path, 4 layers" not in said
+    assert said["load path, 4 layers"].data["extent_bytes"] == 256 << 10
+    assert "store path, 4 layers" not in said
 
 
 ODD = {  # layers that a kernel sums only while it moves them: a row of 4,001 bytes a token
@@ -234,44 +229,32 @@ def test_the_copy_engine_may_do_it_alone_with_checksums_and_without() -> None:
     facts = changed(WHOLE, calibration=Found(CalibrationFacts(fast, "/c", True, True)))
     for verify in ("once", "always"):
         said = rows(doctor.examine(facts, asks(model=large, load={"verify": verify})))
-        for path in ("load_path, one layer", "store_path, one layer"):
-            assert said[f"gpu.{path}"].data["path"] == "copy_engine"
-            assert "checksums" not in said[f"gpu.{path}"].value
+        for path in ("load path, one layer", "store path, one layer"):
+            assert said[path].data["path"] == "copy_engine"
+            assert "checksums" not in said[path].value
     said = rows(doctor.examine(WHOLE, asks(model=large, load={"verify": "once"})))
-    assert said["gpu.load_path, one layer"].data["path"] == "copy_engine"
+    assert said["load path, one layer"].data["path"] == "copy_engine"
     said = rows(doctor.examine(WHOLE, asks(model=large, load={"verify": "always"})))
-    assert said["gpu.load_path, one layer"].data["path"] == "staged"  # with checksums it has to be faster
+    assert said["load path, one layer"].data["path"] == "staged"  # with checksums it has to be faster
 
 
 def test_where_the_kernel_that_moves_the_bytes_sums_them_the_copy_engine_is_not_alone() -> None:
     once, always = (rows(doctor.examine(WHOLE, asks(model=ODD, load={"verify": v}))) for v in ("once", "always"))
-    assert once["gpu.load_path, one layer"].data["path"] == "copy_engine"
-    assert always["gpu.load_path, one layer"].data["path"] == "staged"
-    assert once["gpu.store_path, one layer"].data["path"] == "staged"  # stores always take checksums
-    forced = rows(doctor.examine(WHOLE, asks(model=ODD, gpu={"store_path": "copy_engine"})))
-    assert forced["gpu.store_path, all layers"].data["path"] == "copy_engine"
-    assert "checksums on the host" in forced["gpu.store_path, all layers"].value
-    even = rows(doctor.examine(WHOLE, asks(gpu={"store_path": "copy_engine"})))
-    assert "checksums" not in even["gpu.store_path, all layers"].value
+    assert once["load path, one layer"].data["path"] == "copy_engine"
+    assert always["load path, one layer"].data["path"] == "staged"
+    assert once["store path, one layer"].data["path"] == "staged"  # stores always take checksums
 
 
 def test_the_smallest_plane_decides_whether_the_copy_engine_may_do_it_alone() -> None:
     mla = {"name": "m", "kind": "mla", "layers": 2, "kv_lora_rank": 512, "rope_dim": 64, "page_tokens": 512}
-    said = rows(doctor.examine(WHOLE, asks(model=mla, load={"verify": "once"})))["gpu.load_path, all layers"]
+    said = rows(doctor.examine(WHOLE, asks(model=mla, load={"verify": "once"})))["load path, all layers"]
     assert (said.data["plane_bytes"], said.data["path"]) == (64 << 10, "staged")
-
-
-@pytest.mark.parametrize("choice", ["staged", "zero_copy", "copy_engine"])
-def test_a_forced_path_needs_no_calibration(choice: Choice) -> None:
-    facts = changed(WHOLE, calibration=lacking("not tried"))
-    said = rows(doctor.examine(facts, asks(gpu={"load_path": choice})))
-    assert said["gpu.load_path, all layers"].data["path"] == choice
 
 
 def test_a_pool_without_tiers_below_copies_nothing() -> None:
     said = rows(doctor.examine(WHOLE, asks(cpu=None)))
     assert "nothing is copied" in said["paths"].value
-    assert not {"cpu.pin", "gpu.load_path, all layers"} & said.keys()
+    assert not {"cpu.pin", "load path, all layers"} & said.keys()
 
 
 # --- finding out -------------------------------------------------------------------------------------------------
@@ -298,12 +281,13 @@ def test_any_other_error_is_not_hidden(error: BaseException) -> None:
         attempt(raises(error))
 
 
-def test_cupy_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
     found = kernels.find_kernels(None)
-    assert (found.cupy.value, found.nvrtc.value, found.built.value) == (None, None, None)
-    assert "cupy" in found.cupy.cause
-    assert found.nvrtc.cause == "not tried: no cupy"
+    assert (found.compiler.value, found.nvrtc.value, found.built.value) == (None, None, None)
+    assert found.compiler.cause == "neither cuda-core nor CuPy is installed"
+    assert found.nvrtc.cause == "not tried: no compiler"
 
 
 def test_cupy_without_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -313,9 +297,10 @@ def test_cupy_without_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(cuda, "nvrtc", nvrtc, raising=False)
     for module in (cupy, cuda, nvrtc):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     found = kernels.find_kernels(None)
-    assert found.cupy == Found("14.2.0")
+    assert found.compiler == Found("cupy 14.2.0")
     assert "libnvrtc.so.13" in found.nvrtc.cause
     assert found.cache == Found(str(tmp_path))
     monkeypatch.setattr(nvrtc, "getVersion", lambda: (13, 0))
@@ -457,7 +442,6 @@ def test_a_host_pool_is_copied_by_numpy_and_the_table_says_what_the_json_says(
     [
         ("gpu: {device: 'cuda:99'}", {"gpu.device"}),
         ("gpu: {device: cpu, kernels: on}", {"gpu.kernels"}),
-        ("gpu: {device: cpu, store_path: staged}\ncpu: {}", {"gpu.store_path"}),
         ("gpu: {device: 'cuda:99', kernels: on}", {"gpu.device", "gpu.kernels"}),
     ],
 )
@@ -525,7 +509,7 @@ def test_a_gpu_is_calibrated_once(run, tmp_path: Path) -> None:
     for path, pieces in (("staged", calibrate.PIECES), ("copy engine", calibrate.ENGINE_PIECES)):
         sizes = [row["data"]["bytes"] for name, row in first.items() if name.startswith(f"{path}, pieces of ")]
         assert sizes == sorted(pieces)
-    assert first["gpu.load_path, all layers"]["data"]["path"] in ("staged", "zero_copy", "copy_engine")
+    assert first["load path, all layers"]["data"]["path"] in ("staged", "zero_copy", "copy_engine")
     again = by_name(run("--json")[1])["calibration"]["data"]
     assert again == calibration | {"cached": True}
     anew = by_name(run("--json", "--recalibrate")[1])["calibration"]["data"]

@@ -25,7 +25,7 @@ from gdscache.commands.replay.simulate import infinite
 from gdscache.commands.replay.tier_setup import Asked
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.errors import CapacityError, InvalidValueError
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from tests.support.places import ROOT
 from tests.support.traces import line, request, write
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.suite
 
 PAGE = 4096  # bytes
 GEOMETRY = Asked(page_bytes=str(PAGE), eviction=("lru",))
-MACHINE = Machine(ssd_read=1e9, ssd_write=1e9, link=10e9, prefill=1000.0)
+MACHINE = MachineModel(ssd_read=1e9, ssd_write=1e9, link=10e9, prefill=1000.0)
 WORKING_SET = 24  # pages
 
 
@@ -214,7 +214,7 @@ def test_a_limit_of_wear_is_kept_and_says_that_it_binds() -> None:
 
 def test_without_times_there_is_no_wear_and_no_limit_of_it() -> None:
     work, times = of([[0]] * 3 + [[1]] * 3)
-    instant = Machine(prefill=math.inf)
+    instant = MachineModel(prefill=math.inf)
     at_once = [0.0] * len(times)
     with pytest.raises(InvalidValueError, match="takes no time"):
         planned((work, at_once), Limits(written=1e9), machine=instant)
@@ -285,7 +285,7 @@ def test_a_rule_without_sense_is_refused(rule: dict[str, float]) -> None:
 
 POINTS = [Point(100, 0.1), Point(400, 0.5), Point(1600, 0.52)]
 DEMAND = Demand(1000.0, 2.0)
-FAST = Machine(ssd_read=1e6, link=1e7, prefill=100.0)
+FAST = MachineModel(ssd_read=1e6, link=1e7, prefill=100.0)
 
 
 def test_a_curve_is_read_between_its_points() -> None:

@@ -19,7 +19,7 @@ from gdscache.commands.replay.trace import Request, read_trace
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
 from gdscache.engine import CacheEngine
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from tests.support.traces import line, request, write
 
 pytestmark = pytest.mark.suite
@@ -35,7 +35,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "no_ssd_tier": ("ssd=null",),
     "selective": ("store.write_policy=write_through_selective", "store.write_hits=1", "cpu.eviction=lru"),
     "write_back": ("store.write_policy=write_back", "ssd.eviction=lru"),
-    "write_back_in_bulk": ("store.write_policy=write_back", "cpu.low_watermark=0.1", "cpu.high_watermark=0.6"),
+    "write_back_in_bulk": ("store.write_policy=write_back",),
     "second_offer": ("ssd.admission=second_offer", "ssd.promotion=second_hit"),
     "tinylfu": ("ssd.admission=tinylfu", "ssd.promotion=never", "cpu.eviction=lru"),
     "back_and_tinylfu": ("store.write_policy=write_back", "ssd.admission=tinylfu", "ssd.promotion=second_hit"),
@@ -69,7 +69,7 @@ def agree(requests: Sequence[Request], sets: Sequence[str], directory: Path, cpu
     )
     work = with_keys(work, namespace_of(setup.config))
     outcome = replay_real(work, setup.config, directory)
-    modelled = tier_report.simulate(work, [0.0] * len(requests), setup, Machine(), serial=True)
+    modelled = tier_report.simulate(work, [0.0] * len(requests), setup, MachineModel(), serial=True)
     assert tier_report.totals(modelled) == []
     assert outcome.problems == ()
     assert outcome.failed == {}
@@ -162,7 +162,7 @@ def test_a_config_of_its_own_geometry(tmp_path: Path) -> None:
     work: Workload = expand(conversations(50), 128, partial=False)
     work = with_keys(work, namespace_of(config))
     outcome = replay_real(work, config, tmp_path)
-    modelled = tier_report.simulate(work, [0.0] * 50, Setup(config, {}), Machine(), serial=True)
+    modelled = tier_report.simulate(work, [0.0] * 50, Setup(config, {}), MachineModel(), serial=True)
     assert outcome.requests_that_differ(modelled["found"]) == 0
     assert outcome.verified_bytes > 0
     assert outcome.stats["tiers"]["ssd"]["evictions"] > 0

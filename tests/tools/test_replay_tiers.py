@@ -23,7 +23,7 @@ from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config, EvictionOrder
 from gdscache.errors import ConfigError, InvalidValueError
 from gdscache.moves import clock
-from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
+from gdscache.moves.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES
 from gdscache.storage import workers
@@ -67,7 +67,7 @@ def test_an_infinite_pipe_takes_no_time() -> None:
 
 def test_a_disk_alone_has_its_rate_and_latency_does_not_keep_it_busy() -> None:
     clock = Clock()
-    disk = Disk(clock, read=10.0, write=5.0, latency=0.5)
+    disk = DiskModel(clock, read=10.0, write=5.0, latency=0.5)
     assert ends(clock, a=disk.read(20), b=disk.read(10)) == {"a": 2.5, "b": 3.5}
     start = clock.now
     assert ends(clock, w=disk.write(10)) == {"w": start + 2.5}
@@ -75,7 +75,7 @@ def test_a_disk_alone_has_its_rate_and_latency_does_not_keep_it_busy() -> None:
 
 def test_reads_go_before_writes_which_keep_their_share() -> None:
     clock = Clock()
-    disk = Disk(clock, read=8.0, write=1.0)  # together: in 2 s, 8 bytes are read and 1 written
+    disk = DiskModel(clock, read=8.0, write=1.0)  # together: in 2 s, 8 bytes are read and 1 written
     found = ends(clock, w=disk.write(2), r=disk.read(8))
     assert found["r"] == pytest.approx(2.0)
     assert found["w"] == pytest.approx(2.0 + 1.0)  # one byte was left, and the disk its own
@@ -83,7 +83,7 @@ def test_reads_go_before_writes_which_keep_their_share() -> None:
 
 def test_reads_that_never_end_do_not_starve_writes() -> None:
     clock = Clock()
-    disk = Disk(clock, read=100.0, write=50.0)
+    disk = DiskModel(clock, read=100.0, write=50.0)
     reads = {f"r{i}": disk.read(80) for i in range(50)}
     found = ends(clock, w=disk.write(10), **reads)
     assert found["w"] == pytest.approx(1.0)  # of a second for 80 bytes read and 10 written
@@ -106,7 +106,7 @@ def test_things_of_one_time_happen_in_order_and_time_does_not_go_back() -> None:
 @pytest.mark.parametrize("bad", [{"ssd_read": 0}, {"link": -1}, {"prefill": math.nan}, {"latency": -1}])
 def test_machines_that_are_none_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(InvalidValueError):
-        Machine(**bad)
+        MachineModel(**bad)
 
 
 def test_what_is_said_twice_is_the_same() -> None:
@@ -167,30 +167,30 @@ def test_misses_have_their_cause() -> None:
 
 
 def test_a_load_takes_the_time_of_its_bytes_and_the_rest_is_computed() -> None:
-    machine = Machine(ssd_read=4 * PAGE, ssd_write=math.inf, link=8 * PAGE, latency=0.0, prefill=512.0)
+    machine = MachineModel(ssd_read=4 * PAGE, ssd_write=math.inf, link=8 * PAGE, latency=0.0, prefill=512.0)
     work = expand([request([1, 2], tokens=1024 + 256), request([3, 4]), request([1, 2, 5])], partial=False)
     _, outcome = run(work, make(cpu=2, ssd=8), machine)
     # the third reads two pages (0.5 s), copies them at once (0.25 s) and computes one
     assert outcome.first_token == pytest.approx([2.5, 2.0, 0.5 + 0.25 + 1.0])
     assert outcome.uncached == pytest.approx([2.5, 2.0, 3.0])
-    _, outcome = run(work, make(cpu=2, ssd=8), Machine(4 * PAGE, math.inf, 8 * PAGE, 0.0, 512.0, overlap=True))
+    _, outcome = run(work, make(cpu=2, ssd=8), MachineModel(4 * PAGE, math.inf, 8 * PAGE, 0.0, 512.0, overlap=True))
     assert outcome.first_token[2] == pytest.approx(1.0)
 
 
 def test_a_prompt_that_is_there_computes_a_token() -> None:
-    _, outcome = run(work_of([1], [1]), make(), Machine(prefill=512.0))
+    _, outcome = run(work_of([1], [1]), make(), MachineModel(prefill=512.0))
     assert outcome.first_token == pytest.approx([1.0, 1 / 512])
 
 
 def test_pages_that_are_still_computed_are_no_hits() -> None:
-    work, machine = work_of([1, 2], [1, 2], [1, 2]), Machine(prefill=512.0)
+    work, machine = work_of([1, 2], [1, 2], [1, 2]), MachineModel(prefill=512.0)
     _, outcome = run(work, make(), machine, [0.0, 1.0, 3.0], serial=False)
     assert [found and found.cpu for found in outcome.found] == [0, 0, 2]
     assert outcome.misses == {"cold": 2, "absent": 2}
 
 
 def test_two_loads_read_a_page_of_the_ssd_once() -> None:
-    machine = Machine(ssd_read=PAGE, link=math.inf)
+    machine = MachineModel(ssd_read=PAGE, link=math.inf)
     work = work_of([1, 2], [3, 4], [1, 2], [1, 2])
     tiers, outcome = run(work, make(cpu=2, ssd=8), machine, [0.0, 1.0, 2.0, 2.5], serial=False)
     assert tiers.moved.read["ssd"] == 2
@@ -199,7 +199,7 @@ def test_two_loads_read_a_page_of_the_ssd_once() -> None:
 
 
 def test_only_so_many_loads_move_at_once() -> None:
-    machine = Machine(ssd_read=PAGE, link=math.inf)
+    machine = MachineModel(ssd_read=PAGE, link=math.inf)
     work = work_of([1], [2], [1], [2])
     config = make(cpu=None, ssd=8, load={"threads": 1})
     _, outcome = run(work, config, machine, [0.0, 1.0, 5.0, 5.0], serial=False)
@@ -207,7 +207,7 @@ def test_only_so_many_loads_move_at_once() -> None:
 
 
 def test_a_full_queue_drops_tails_and_counts_them() -> None:
-    machine = Machine(ssd_write=PAGE)
+    machine = MachineModel(ssd_write=PAGE)
     config = make(cpu=8, ssd=8, store={"queue": 3 * PAGE})
     tiers, outcome = run(work_of([1, 2, 3, 4, 5], [1, 2, 3, 4, 5]), config, machine, [0.0, 100.0], serial=False)
     assert tiers.ledger.dropped == {"queue_full": 2}
@@ -216,7 +216,7 @@ def test_a_full_queue_drops_tails_and_counts_them() -> None:
 
 
 def test_a_batch_that_misses_its_deadline_is_dropped() -> None:
-    machine = Machine(ssd_write=PAGE)
+    machine = MachineModel(ssd_write=PAGE)
     tiers, _ = run(work_of([1, 2, 3]), make(cpu=8, ssd=8, store={"deadline": 2.0}), machine)
     assert tiers.ledger.dropped == {"deadline": 3}
     assert tiers.ssd is not None
@@ -225,7 +225,7 @@ def test_a_batch_that_misses_its_deadline_is_dropped() -> None:
 
 
 def test_stores_wait_for_the_bounce_reserve() -> None:
-    machine = Machine(ssd_write=PAGE)
+    machine = MachineModel(ssd_write=PAGE)
     tiers, outcome = run(work_of([1, 2, 3, 4, 5]), make(cpu=None, ssd=8, host_buffer=4 * PAGE), machine)
     assert tiers.moved.written == {"ssd": 5}
     assert outcome.seconds == pytest.approx(5.0)
@@ -248,7 +248,7 @@ def test_a_pool_shares_pages_and_one_token_is_always_computed() -> None:
 
 
 def test_requests_wait_for_the_pool_in_line_and_too_long_ones_go_without() -> None:
-    machine = Machine(prefill=512.0)
+    machine = MachineModel(prefill=512.0)
     work = work_of([1, 2], [3, 4], [5, 6], [7, 8, 9, 10])
     tiers, outcome = run(work, make(gpu=3), machine, [0.0, 0.5, 0.6, 0.7], serial=False, own_pool=True)
     assert outcome.first_token == pytest.approx([2.0, 3.5, 5.4, 4.0])
@@ -290,14 +290,13 @@ def configs(draw: st.DrawFn) -> Config:
     if cpu is None and policy in ("write_through_selective", "write_back"):
         policy = "write_through"
     eviction = st.sampled_from(sorted(get_args(EvictionOrder)))
-    low = draw(st.floats(0, 0.99))
     return make(
         cpu,
         ssd,
         draw(st.integers(1, 8)),
         draw(st.sampled_from([8, 16384])),  # with the latter a batch is four pages
         gpu_={"eviction": draw(eviction), "staging": "64MiB"},
-        cpu_={"eviction": draw(eviction), "low_watermark": low, "high_watermark": draw(st.floats(low, 0.99))},
+        cpu_={"eviction": draw(eviction)},
         ssd_={
             "eviction": draw(eviction),
             "reserve": draw(st.integers(0, 4)),
@@ -316,7 +315,7 @@ def configs(draw: st.DrawFn) -> Config:
 
 
 machines = st.builds(
-    Machine,
+    MachineModel,
     st.sampled_from([math.inf, 1e6, 1e4]),
     st.sampled_from([math.inf, 1e6, 1e4]),
     st.sampled_from([math.inf, 1e6, 1e4]),
@@ -336,7 +335,7 @@ machines = st.builds(
     st.booleans(),
 )
 def test_everything_adds_up(
-    work: Workload, config: Config, machine: Machine, gaps: list[float], serial: bool, own_pool: bool
+    work: Workload, config: Config, machine: MachineModel, gaps: list[float], serial: bool, own_pool: bool
 ) -> None:
     work = work._replace(partial=False)
     times = [sum(gaps[: i + 1]) for i in range(len(work.prompts))]
@@ -533,7 +532,7 @@ def test_the_conversation_trace_takes_seconds() -> None:
     work = expand(requests, partial=False)
     asked = Asked(page_bytes="4KiB", cpu=("2000",), ssd=("17000",), eviction=("lru",))
     [setup] = setups(asked, len(work.names))
-    machine = Machine(6e9, 3e9, 50e9, 1e-4, 20000.0)
+    machine = MachineModel(6e9, 3e9, 50e9, 1e-4, 20000.0)
     begun = time.process_time()
     found = tier_report.simulate(work, [r.timestamp / 1000 for r in requests], setup, machine)
     assert time.process_time() - begun <= 10

@@ -12,7 +12,7 @@ import pytest
 import gdscache
 
 ROOT = Path(gdscache.__file__).parent
-BASICS = ("errors", "limits", "sizes", "arguments")  # modules of the root that any package may import
+BASICS = ("arrays", "errors", "limits", "sizes", "arguments")  # modules of the root that any package may import
 TOOLS = ("cli", "exits", "commands")  # the commands: nothing imports them
 
 # Package -> packages that it may import, the lowest first.
@@ -33,8 +33,8 @@ MAY_IMPORT = {
     "disk": "moves pages runtime storage",
     "events": "pages runtime",
     "gate": "disk",
-    "pool": "cuda moves native pages runtime storage",
-    "tiers": "config cuda disk extents gate index moves native pages policies pool runtime storage tracing",
+    "pool": "cuda native pages runtime storage",
+    "tiers": "config cuda disk extents gate index native pages policies pool runtime storage tracing",
     "load": "config cuda index moves native pages policies runtime tiers tracing",
     "prefetch": "config load moves pages runtime",
     "store": "cuda index moves native pages runtime tiers",
@@ -132,3 +132,25 @@ def test_nothing_of_the_engine_imports_a_command() -> None:
         if package(other) in TOOLS and package(module) not in TOOLS and module != "__main__"
     ]
     assert not wrong
+
+
+# Classes that a package of the engine and a command call by the same name.
+TWICE = {
+    "Call": "to a pool; of a simulated client in a replay's trace",
+    "Lane": "of an executor's steps; a loop's worker in bench io",
+    "Place": "of an event; of a page in a row of bench io",
+    "Pool": "beyond one machine; of planes in bench copy",
+    "Span": "of a timeline; of tokens in the toy engine",
+    "Way": "of pages from space to space; of a bench's bytes",
+}
+
+
+def test_no_two_packages_have_a_public_class_of_one_name() -> None:
+    """Each command is a package here, and may have words that other commands have."""
+    homes: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(package(module))
+    twice = {name: found for name, found in homes.items() if len(found) > 1}
+    assert twice.keys() == TWICE.keys(), twice

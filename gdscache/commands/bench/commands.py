@@ -64,6 +64,9 @@ def copy(
     total: Annotated[str | None, typer.Option(help="Bytes moved each way in a run. Default: 1GiB.")] = None,
     pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of runs a figure. Default: 30.")] = None,
     pin: Annotated[str | None, typer.Option(help="The pool that is page-locked. Default: 16GiB.")] = None,
+    path: Annotated[
+        str, typer.Option(help="By which copies go: auto, as an engine chooses; staged, zero_copy or copy_engine.")
+    ] = "auto",
     resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
@@ -76,8 +79,9 @@ def copy(
     from gdscache.commands.bench import copy as measured
     from gdscache.commands.bench.copy_gpu import Gpu
 
-    given = {"total": _size("--total", total), "pairs": pairs, "pin": _size("--pin", pin)}
+    given = {"total": _size("--total", total), "pairs": pairs, "pin": _size("--pin", pin), "path": path}
     settings = _replaced(measured.Settings.of(_profile(quick=quick)), given)
+    settings.check()
     measured.bench(Gpu()).command(settings, Path(), json_file, plot, resume)
 
 

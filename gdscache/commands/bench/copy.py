@@ -13,12 +13,13 @@ from typing import Any
 
 from gdscache.commands.bench import copy_startup, kit
 from gdscache.commands.bench.copy_beside import COPY_TARGET, SUMS_TARGET, WORK_TARGET, Beside, attention, matrix_product
-from gdscache.commands.bench.copy_cells import GROUP_BYTES, Cell, cells
+from gdscache.commands.bench.copy_cells import GROUP_BYTES, PATHS, Cell, cells
 from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
 from gdscache.commands.bench.copy_pool import Copies, Pool
 from gdscache.commands.bench.measure import Series, frozen_heap, paired, rate, target, turns
 from gdscache.commands.bench.rows import Line, bars, lines_table
 from gdscache.commands.console import Table, duration, figure, verdict
+from gdscache.errors import InvalidValueError
 from gdscache.movers.base import Mover
 from gdscache.sizes import GIB, MIB, about
 
@@ -34,7 +35,7 @@ class Settings(kit.Settings):
 
     `total` is moved each way in a run, `beside_total` beside a model's work; `pairs` of runs make a figure. `product`
     and `attention` are the edge of the matrices and the tokens; `pin` is the pool that is page-locked, `pin_pairs`
-    times each way; `builds` the rounds of building kernels.
+    times each way; `builds` the rounds of building kernels. `path`: by which copies go; `auto` chooses as an engine does.
     """
 
     total: int = 1 * GIB
@@ -45,12 +46,18 @@ class Settings(kit.Settings):
     pin: int = 16 * GIB
     pin_pairs: int = 3
     builds: int = 2
+    path: str = "auto"
 
     @classmethod
     def of(cls, profile: str) -> Settings:
         if profile == "quick":
             return cls(profile, 32 * MIB, 128 * MIB, 2, 4096, 4096, 64 * MIB, 1, 1)
         return cls(profile)
+
+    def check(self) -> None:
+        """Raises `InvalidValueError` for settings that measure nothing."""
+        if self.path not in PATHS:
+            raise InvalidValueError(f"unknown path {self.path!r}", f"choose of {', '.join(PATHS)}")
 
 
 def bench(gpu: Gpu, *, startup: bool = True) -> kit.Bench:
@@ -73,6 +80,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, star
     Raises `KernelUnavailableError` where the kernels cannot be built, and `CapacityError` and `PinnedMemoryError` where
     memory is short. A case fails where copies give other bytes.
     """
+    settings.check()
     run.plan([*map(label, cells()), *((KERNELS, PINNING) if startup else ())])
     with frozen_heap():
         for (geometry, page_tokens), of_layout in itertools.groupby(cells(), lambda c: (c.geometry, c.page_tokens)):
@@ -85,7 +93,9 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, star
 
 
 def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: Pool, some: Sequence[Cell]) -> None:
-    with contextlib.closing(gpu.open_mover(pool.planes)) as mover:  # its kernels hold the planes, until this returns
+    with contextlib.closing(
+        gpu.open_mover(pool.planes, settings.path)
+    ) as mover:  # its kernels hold the planes, until this returns
         run.found["mover"] = run.found["mover"] or gpu.describe(mover)
         for cell in some:
             run.case(label(cell), functools.partial(measure_cell, settings, gpu, pool, mover, cell))
@@ -130,6 +140,7 @@ def _row(
     found = paired([run.seconds for run in others], [run.seconds for run in mine])
     return {
         **cell.describe(),
+        "path": settings.path,
         "sums": sums,
         "routes": routes,
         "thread_blocks": {d: gpu.thread_blocks(mover, route) for d, route in routes.items()},
@@ -164,7 +175,8 @@ def _beside(settings: Settings, gpu: Gpu, mover: Mover, cell: Cell, copies: Copi
         for against, sums, mine, other, limit in compared:
             found = beside.compare(mine, other, nbytes, settings.pairs, limit, WORK_TARGET)
             routes = copies.routes(mover, sums=sums)
-            rows.append({**cell.describe(), "sums": sums, "routes": routes, "against": against, **found})
+            own = {"path": settings.path, "sums": sums, "routes": routes, "against": against}
+            rows.append({**cell.describe(), **own, **found})
     return rows
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.sizes import MIB
 
+PATHS = ("auto", "staged", "zero_copy", "copy_engine")
 PAGE_TOKENS = (64, 1, 256, 16)  # in the order of measuring
 DIRECTIONS = ("load", "store", "both")
 PARTS = ("one", "group", "all")  # layers a call
@@ -88,7 +89,6 @@ class Cell:
             "parts": list(self.parts),
             "layers": self.layers,
             "span_bytes": self.span_bytes,
-            "path": "auto",  # `gpu.load_path` and `gpu.store_path`: `gdscache plan --bench` looks for it
         }
 
 

@@ -75,14 +75,14 @@ class Gpu:
 
     # -- movers --------------------------------------------------------------------------------------------------------
 
-    def open_mover(self, planes: PagedPlanes) -> Mover:
-        """The mover that an engine has."""
+    def open_mover(self, planes: PagedPlanes, path: Any) -> Mover:
+        """The mover that an engine has, with one path for both directions."""
         from gdscache.kernels.cuda import PageKernels
         from gdscache.movers.calibration import calibrated_if_possible
         from gdscache.movers.cuda import CudaMover
 
         kernels = PageKernels(planes)
-        return CudaMover(planes, STAGING, "auto", "auto", kernels, calibrate=calibrated_if_possible)
+        return CudaMover(planes, STAGING, path, path, kernels, calibrate=calibrated_if_possible)
 
     def route(self, mover: Any, direction: str, extents: Extents, layers: range, *, sums: bool) -> str:
         """The way that a mover takes for these layers of pages."""

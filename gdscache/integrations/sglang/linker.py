@@ -152,7 +152,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return [slot // self._page_tokens for slot in slots.tolist()]
 
     def _slots_free(self) -> Event:
-        """When nothing that was launched before writes to the slots of a load any more. Asked for in the forward pass."""
+        """After this event nothing that was launched before the forward pass writes to the slots of a load."""
         return record_on(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
 
     def _alone(self) -> bool:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gdscache import CacheEngine, Config
 from gdscache.errors import InvalidValueError
-from gdscache.gate.busy import AT_MOST, BusyPeriods
+from gdscache.gate.busy_periods import AT_MOST, BusyPeriods
 from gdscache.gate.costs import Costs, Prices
 from gdscache.gate.fit import CHANGE, ENOUGH, Fit
 from gdscache.gate.gate import EXPLORE_EVERY, Gate, GateMode

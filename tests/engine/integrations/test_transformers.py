@@ -380,7 +380,7 @@ def test_an_engine_of_another_model_is_refused(tmp_path: Path) -> None:
         pytest.raises(GeometryError, match="layer 2"),
     ):
         generate(qwen, tokens(), cache)
-    one_plane = {"name": "m", "kind": "mla", "layers": 3, "kv_lora_rank": 24, "rope_dim": 8, "mla_split": False}
+    one_plane = {"name": "m", "kind": "planes", "layers": 3, "planes": [{"name": "latent", "shape": [32]}]}
     with (
         CacheEngine.from_config({**config, "model": one_plane, "ssd": None}) as engine,
         pytest.raises(GeometryError, match="1 planes"),

@@ -16,7 +16,7 @@ from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DeviceError
 from gdscache.load import run as load_run
 from gdscache.moves import native
-from gdscache.moves.library import Limits
+from gdscache.moves.library import MoveLimits
 from gdscache.pages.layout import EXTENT_ALIGNMENT, GROUP_BYTES, GroupSizes, PageLayout, Plane, read_groups
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart, FaultRule
@@ -198,7 +198,7 @@ def test_a_page_may_fail_anywhere_and_no_layer_is_read_before_it_is_there(
     """Every page x every group, with random delays of all reads; planes are poisoned before each load."""
     if submits > 1:  # a page or so a submit, and few ahead
         extent = layout_of(MODELS[model]).extent_bytes
-        monkeypatch.setattr(native, "LIMITS", Limits(flying=2 * extent, foreign_io=2 * extent // 3))
+        monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=2 * extent, foreign_io=2 * extent // 3))
     host = open_host(device=device, model=MODELS[model], transport=FAULTY, cpu=8)
     rng = random.Random(f"{model} {resident} {submits}")
     tokens = stored(host, resident=resident)
@@ -226,7 +226,7 @@ def test_a_page_may_fail_anywhere_and_no_layer_is_read_before_it_is_there(
 
 
 def test_a_page_that_failed_is_not_read_further(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "LIMITS", Limits(flying=1))  # each group when the one before has ended
+    monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=1))  # each group when the one before has ended
     host = open_host(model=EVEN, transport=FAULTY, cpu=8)
     tokens = stored(host)
     bad, groups = lies(host, tokens, 1), groups_of(host)
@@ -318,7 +318,7 @@ def test_every_group_hangs(open_host: OpenHost) -> None:
 def test_groups_that_were_not_begun_when_the_tier_was_switched_off_are_not_read(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "LIMITS", Limits(flying=1))
+    monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=1))
     host = open_host(model=EVEN, transport=FAULTY, cpu=8)
     tokens = stored(host)
     groups = groups_of(host)
@@ -465,7 +465,7 @@ def test_random_loads_beside_each_other(
     rng = random.Random(seed)
     model = rng.choice([EVEN, UNEVEN])
     extent = layout_of(model).extent_bytes
-    limits = Limits(flying=rng.choice([1, 2, 100]) * extent, foreign_io=rng.choice([1, 3, 100]) * extent)
+    limits = MoveLimits(flying=rng.choice([1, 2, 100]) * extent, foreign_io=rng.choice([1, 3, 100]) * extent)
     monkeypatch.setattr(native, "LIMITS", limits)
     host = open_host(device=device, model=model, transport=FAULTY, cpu=rng.choice([3, 8, 14]))
     monkeypatch.setattr(load_run, "GROUP_SIZES", GroupSizes(4096, 1, rng.choice([1, 4, 8])))

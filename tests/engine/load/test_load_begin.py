@@ -14,7 +14,7 @@ from gdscache.load import loader
 from gdscache.load import run as load_run
 from gdscache.load.plan import LoadPlan
 from gdscache.moves import native
-from gdscache.moves.library import Limits
+from gdscache.moves.library import MoveLimits
 from gdscache.pages.layout import GroupSizes, read_groups
 from gdscache.storage.base import Op
 from tests.support import fake_gpu
@@ -85,7 +85,7 @@ def test_the_layers_of_a_hit_need_no_thread_of_the_loads(
 
 def test_the_first_reads_are_under_way_when_load_returns(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """They do not wait for a thread of the pool, which is busy here."""
-    monkeypatch.setattr(native, "LIMITS", Limits(flying=1, foreign_io=1))
+    monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=1, foreign_io=1))
     host = open_host(model=EVEN, transport=FAULTY, cpu=16, load={"threads": 1})
     tokens = stored(host, 1)
     drop_from(host.engine, "cpu")
@@ -196,7 +196,7 @@ def between(host: Host, monkeypatch: pytest.MonkeyPatch, do: Callable[[LoadPlan]
 
 @pytest.mark.parametrize(
     ("pages", "page_bytes", "part"),
-    [(128, 8 << 20, None), (129, 8 << 20, 64), (512, 1 << 18, None), (513, 1 << 18, 256)],
+    [(32, 8 << 20, None), (33, 8 << 20, 16), (512, 1 << 18, None), (513, 1 << 18, 256)],
 )
 def test_which_loads_are_planned_in_parts(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, pages: int, page_bytes: int, part: int | None

@@ -12,7 +12,7 @@ import pytest
 
 from gdscache.load import run as load_run
 from gdscache.moves import native
-from gdscache.moves.library import Limits
+from gdscache.moves.library import MoveLimits
 from gdscache.pages.layout import EXTENT_ALIGNMENT, FIRST_BYTES, GroupSizes
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart, FaultRule
@@ -50,7 +50,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(load_run, "GROUP_SIZES", SIZES)
-    monkeypatch.setattr(native, "LIMITS", Limits(foreign_io=4 * 4096))
+    monkeypatch.setattr(native, "LIMITS", MoveLimits(foreign_io=4 * 4096))
     PLAN.reset()
     yield
     PLAN.reset()

@@ -24,8 +24,9 @@ LEDGER = ("stored", "dropped", "refused", "stores", "promotion", "loaded")
 
 
 @pytest.fixture
-def open_host(tmp_path: Path) -> Iterator[Callable[..., Host]]:
+def open_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Host]]:
     PLAN.reset()
+    monkeypatch.setattr("gdscache.store.plan.WATERMARKS", (0.1, 0.2))
     hosts: list[Host] = []
 
     def opened(policy: str, admission: str, **options: Any) -> Host:
@@ -38,7 +39,6 @@ def open_host(tmp_path: Path) -> Iterator[Callable[..., Host]]:
             store=store,
             **options,
         )
-        config["cpu"] |= {"low_watermark": 0.1, "high_watermark": 0.2} if policy == "write_back" else {}
         hosts.append(Host(config, 128))
         return hosts[-1]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gdscache.errors import DeadlineError, IOFailedError, ShortIOError
 from gdscache.moves.page_io import PageIO, stretches
-from gdscache.storage.base import IORequest, Op, Span, Submission
+from gdscache.storage.base import FileRange, IORequest, Op, Submission
 
 
 @given(
@@ -50,7 +50,7 @@ class Device:
         self.io = PageIO(self._submit, requests, firsts, counts, lambda page: IORequest(0, page, memoryview(b"1")))
 
     def _submit(self, requests: Sequence[IORequest]) -> Submission:
-        spans = [Span("slab", r.offset, len(r.memory)) for r in requests]  # type: ignore[arg-type]
+        spans = [FileRange("slab", r.offset, len(r.memory)) for r in requests]  # type: ignore[arg-type]
         submission = Submission(Op.READ, spans, [1] * len(spans))
         self.submissions.append(([r.offset for r in requests], submission))
         return submission

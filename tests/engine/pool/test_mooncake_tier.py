@@ -585,13 +585,6 @@ def test_it_is_refused_where_nothing_could_come_back(tmp_path: Any, master: str,
     assert pool.registered  # it was open, and is not any more: its client says so where memory is left
 
 
-def test_what_is_asked_for_has_to_be_worth_it(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
-    tokens = stored(host)
-    other = shared(open_host, master, prefetch={"threshold": 4 * PAGES + 1})
-    assert not other.engine.prefetch(tokens).asking
-    assert not pool.calls["exist"]
-
-
 def test_a_prefetch_that_is_cancelled_while_it_asks_is_over(host: Host, pool: FakePool) -> None:
     tokens = stored(host)
     drop_from(host.engine, "cpu")

@@ -14,7 +14,7 @@ import pytest
 from gdscache import CacheEngine, Prefetch, PrefetchEnd
 from gdscache.errors import DeadlineError, EngineClosedError
 from gdscache.prefetch import queue as prefetching
-from gdscache.prefetch.queue import DEMAND_PAUSE_S
+from gdscache.prefetch.queue import DEMAND_PAUSE_S, MOST
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import LONG, WAIT, Host, drop_from, make_config, prompt, quiet, run, settle, tokens_of, until
@@ -368,11 +368,11 @@ def test_wait_complete_gives_up_after_the_deadline_of_loads(open_host: OpenHost)
 
 
 def test_timeout_waits_so_long_and_no_longer(open_host: OpenHost) -> None:
-    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout_base": 1.8, "timeout_per_1024_tokens": 10.24})
+    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout": 2.05})
     tokens = stored(host, 1, 6)
     with PLAN.rule(Op.READ, Fault.HANG, skip=2):
         begun = time.monotonic()
-        prefetch = host.engine.prefetch(tokens)  # 1.8 s and 0.24 s for 24 tokens
+        prefetch = host.engine.prefetch(tokens)  # 2.05 s, and some ms for 24 tokens
         until(lambda: PLAN.held == 1, "the third chunk hangs")
         assert prefetch.wait() == 8
         assert 2.0 < time.monotonic() - begun < WAIT / 2
@@ -381,7 +381,7 @@ def test_timeout_waits_so_long_and_no_longer(open_host: OpenHost) -> None:
 
 
 def test_timeout_waits_no_longer_than_the_pages_take(open_host: OpenHost) -> None:
-    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout_base": WAIT})
+    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout": WAIT})
     tokens = stored(host, 1, 2)
     begun = time.monotonic()
     assert host.engine.prefetch(tokens).wait() == 8
@@ -390,7 +390,7 @@ def test_timeout_waits_no_longer_than_the_pages_take(open_host: OpenHost) -> Non
 
 def test_timeout_ends_it_though_nobody_asks(open_host: OpenHost) -> None:
     limit = 0.5
-    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout_base": limit, "timeout_per_1024_tokens": 0.0})
+    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout": limit})
     tokens = stored(host, 1, 20)
     with PLAN.rule(Op.READ, Fault.HANG):
         prefetch = host.engine.prefetch(tokens)
@@ -400,17 +400,6 @@ def test_timeout_ends_it_though_nobody_asks(open_host: OpenHost) -> None:
     report = prefetch.result(WAIT)
     assert report.end is PrefetchEnd.STOPPED
     assert report.pages["loaded"] == 1
-
-
-def test_short_hits_are_left_alone_and_the_cause_is_said(open_host: OpenHost) -> None:
-    host = slow_host(open_host, prefetch={"threshold": 12})
-    tokens = stored(host, 1, 4)
-    assert ended(host.engine.prefetch(tokens[:11])) == (0, "threshold")
-    assert ended(host.engine.prefetch(tokens, start=8)) == (0, "threshold")
-    assert host.engine.prefetch(tokens[:8]).result(0).pages == {"left": 2}
-    assert ended(host.engine.prefetch(tokens[:12])) == (3, "complete")
-    assert ended(host.engine.prefetch(tokens)) == (3, "threshold"), "one page is to come"
-    assert ended(host.engine.prefetch(prompt(9, 9))) == (0, "complete"), "there is nothing to come"
 
 
 def test_the_quota_holds_until_somebody_uses_what_is_there(open_host: OpenHost) -> None:
@@ -479,14 +468,16 @@ def test_it_does_not_push_out_what_comes_before_it(open_host: OpenHost) -> None:
 
 
 def test_more_than_the_queue_holds_end_at_once(open_host: OpenHost) -> None:
-    host = slow_host(open_host, prefetch={"queue": 2})
-    prompts = [stored(host, seed, 2) for seed in range(4)]
+    host = slow_host(open_host)
+    tokens, other = (stored(host, seed, 2) for seed in range(2))
     with PLAN.rule(Op.READ, Fault.HANG):
-        prefetches = [host.engine.prefetch(tokens) for tokens in prompts]
-        assert [p.done() for p in prefetches] == [False, False, True, True]
-        assert prefetch_stats(host.engine)["under_way"] == 2
-    assert [ended(p) for p in prefetches] == [(2, "complete")] * 2 + [(0, "queue_full")] * 2
-    assert ended(host.engine.prefetch(prompts[2])) == (2, "complete")
+        prefetches = [host.engine.prefetch(tokens) for _ in range(MOST)]
+        more = host.engine.prefetch(other)
+        assert not any(p.done() for p in prefetches)
+        assert ended(more) == (0, "queue_full")
+        assert prefetch_stats(host.engine)["under_way"] == MOST
+    assert {ended(p)[1] for p in prefetches} == {"complete"}
+    assert ended(host.engine.prefetch(other)) == (2, "complete")
 
 
 @pytest.mark.parametrize(
@@ -652,7 +643,7 @@ def test_many_threads_prefetch_load_cancel_and_clear(open_host: OpenHost, transp
         cpu=10,
         ssd=32,
         blocks=128,
-        prefetch={"chunk": 2 * EXTENT, "concurrent": 2, "quota": 0.4, "queue": 4},
+        prefetch={"chunk": 2 * EXTENT, "concurrent": 2, "quota": 0.4},
     )
     engine, failures, end = host.engine, [], time.monotonic() + seconds
     prompts = [prompt(seed, 6) for seed in range(5)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gdscache.errors import TransportUnavailableError
-from gdscache.storage import open_transport, probe, probe_nixl
+from gdscache.storage import open_transport, probe
 from gdscache.storage.probe import ProbeResult
 from tests.support import cufile_child
 from tests.support.cufile_parts import HANG, IO_FAILED, NOT_ON_THIS_FILE, SOURCES, Call, Fault, build, missing
@@ -101,7 +101,7 @@ class Machine:
 
     def ask(self, name: str, deadline_s: float) -> ProbeResult:
         self.has_a_torch_for(name)
-        asked = {"kvikio": probe.probe_kvikio, "nixl": probe_nixl.probe_nixl, "cufile": probe.probe_cufile}
+        asked = {"kvikio": probe.probe_kvikio, "nixl": probe.probe_nixl, "cufile": probe.probe_cufile}
         return asked[name](self.directory, 0, deadline_s)
 
     def is_left_alone(self) -> None:
@@ -162,7 +162,7 @@ def test_when_cufile_never_opens_auto_goes_on_and_on_does_not(
     """`auto` says in one line what it chose and why not GDS; `on` fails with the cause and what to change."""
     machine.goes_wrong(OPEN_HANGS)
     machine.has_a_torch_for(name)
-    for module, function in ((probe, "probe_kvikio"), (probe, "probe_cufile"), (probe_nixl, "probe_nixl")):
+    for module, function in ((probe, "probe_kvikio"), (probe, "probe_cufile"), (probe, "probe_nixl")):
         quick = functools.partial(getattr(module, function), deadline_s=DEADLINE_S[name])
         monkeypatch.setattr(module, function, quick)
     options: dict[str, Any] = {"directory": machine.directory, "device": "cuda:0", "threads": 1, "direct_io": "auto"}

@@ -15,7 +15,7 @@ from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError
 from gdscache.native.disk import cut_and_merge
 from gdscache.storage import IORequest, Op
-from gdscache.storage.base import Span
+from gdscache.storage.base import FileRange
 from gdscache.storage.batch import IOBatch, Spans
 from tests.support.transport_parts import opened, soon
 
@@ -88,7 +88,7 @@ def test_a_batch_is_a_sequence_of_requests() -> None:
     with pytest.raises(IndexError):
         batch[2]
     spans = Spans(batch, {7: "slab", 8: "other"})
-    assert list(spans) == [Span("slab", 5 * SECTOR, SECTOR), Span("slab", 9 * SECTOR, 2 * SECTOR)] == spans[:]
+    assert list(spans) == [FileRange("slab", 5 * SECTOR, SECTOR), FileRange("slab", 9 * SECTOR, 2 * SECTOR)] == spans[:]
 
 
 @given(

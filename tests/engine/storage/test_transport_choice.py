@@ -189,7 +189,7 @@ def test_a_class_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_imports_take_in_what_is_chosen_only() -> None:
     code = """if True:
         import sys, gdscache.storage
-        names = ("cufile", "kvikio", "native", "nixl", "probe", "probe_nixl")
+        names = ("cufile", "kvikio", "native", "nixl", "probe")
         chosen = {"kvikio", "nixl", *(f"gdscache.storage.{name}" for name in names)}
         assert not chosen & set(sys.modules)
         import gdscache.cuda.host_memory, torch

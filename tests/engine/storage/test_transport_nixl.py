@@ -25,7 +25,7 @@ from gdscache.errors import (
     ShortIOError,
     TransportUnavailableError,
 )
-from gdscache.storage import IORequest, Op, Transport, open_transport, probe, probe_nixl
+from gdscache.storage import IORequest, Op, Transport, open_transport, probe
 from gdscache.storage.nixl import NixlTransport
 from gdscache.storage.workers import READS_PER_WRITE
 from gdscache.testing.suite_order import mappings_of
@@ -470,7 +470,7 @@ def test_cufile_needs_proc_modules(stand_in, tmp_path: Path, monkeypatch: pytest
         NixlTransport(1, gds=True)
     monkeypatch.setattr(probe, "PROC_MODULES", tmp_path / "missing")
     monkeypatch.setattr(probe, "run_child", lambda *_: pytest.fail("it would hang"))
-    assert probe_nixl.probe_nixl(tmp_path, 0).mode == "posix"
+    assert probe.probe_nixl(tmp_path, 0).mode == "posix"
 
 
 # The choice.
@@ -503,7 +503,7 @@ def test_gpu_memory_only_where_it_is_proven(
 
     monkeypatch.setattr(nixl_module, "NixlTransport", Recorded)
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "")
-    monkeypatch.setattr(probe_nixl, "probe_nixl", lambda *_: probe.ProbeResult(mode != "posix", mode, "because"))
+    monkeypatch.setattr(probe, "probe_nixl", lambda *_: probe.ProbeResult(mode != "posix", mode, "because"))
     if want is None:
         with pytest.raises(TransportUnavailableError):
             opened(tmp_path, device, gds)

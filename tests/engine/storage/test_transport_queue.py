@@ -9,7 +9,7 @@ from gdscache.errors import (
     DeadlineError,
 )
 from gdscache.storage import IORequest, Op, Submission
-from gdscache.storage.base import Span
+from gdscache.storage.base import FileRange
 from gdscache.storage.workers import MAX_PIECES, MAX_RUN, READS_PER_WRITE
 from tests.support.transport_parts import FILE_BYTES, SECTOR, Gated, soon
 
@@ -87,7 +87,7 @@ def test_runs_are_bounded_and_cover_each_byte_once(buffer: HostBuffer, threads: 
 
 
 def test_completions_come_before_the_batch_has_ended() -> None:
-    submission = Submission(Op.READ, [Span("f", 0, 10), Span("f", 10, 20)], [1, 2])
+    submission = Submission(Op.READ, [FileRange("f", 0, 10), FileRange("f", 10, 20)], [1, 2])
     submission.finish([(1, 10, None)])
     assert submission.pending == 2
     submission.finish([(0, 10, None)])
@@ -102,7 +102,7 @@ def test_completions_come_before_the_batch_has_ended() -> None:
 
 
 def test_a_watcher_wakes_with_each_end_while_another_waits_for_all() -> None:
-    submission = Submission(Op.READ, [Span("f", 0, 1), Span("f", 1, 1)], [1, 1])
+    submission = Submission(Op.READ, [FileRange("f", 0, 1), FileRange("f", 1, 1)], [1, 1])
     all_ended: list[object] = []
     waiter = threading.Thread(target=lambda: all_ended.append(submission.wait(soon())))
     waiter.start()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdscache.commands.replay.hierarchy import Hierarchy, Ledger
-from gdscache.moves.clock import Clock, Machine
+from gdscache.moves.clock import Clock, MachineModel
 from gdscache.pages.keys import Page
 from gdscache.storage.base import Op
 from gdscache.store.parcel import Parcel, StoreJob
@@ -94,7 +94,7 @@ class Driven:
 
     def __init__(self, limit: int, slots: int) -> None:
         config = make(slots, 64, store={"queue": limit * PAGE})
-        self.tiers = Hierarchy(config, Machine(), Clock())
+        self.tiers = Hierarchy(config, MachineModel(), Clock())
         self.planner, self.manager = self.tiers.planner, self.tiers.manager
         self.ledger, self.out = Ledger(), deque[Parcel]()
         self.jobs: deque[tuple[StoreJob, int]] = deque()
@@ -205,7 +205,7 @@ def test_an_ssd_that_is_too_slow_finds_no_fewer_pages_than_none(policy: str, que
     """Forty conversations of three turns; the SSD writes a page in ten seconds."""
     work = work_of(*([100 * c + i for i in range(2 + 2 * turn)] for c in range(40) for turn in range(3)))
     times = [float(i) for i in range(len(work.prompts))]
-    machine = Machine(ssd_write=PAGE / 10)
+    machine = MachineModel(ssd_write=PAGE / 10)
     store = {"queue": queue * PAGE, "write_policy": policy, "write_hits": 1, "deadline": 1e6}
     cpu = {"eviction": "lru"}
     alone, _ = run(
@@ -223,14 +223,14 @@ def test_an_ssd_that_is_too_slow_finds_no_fewer_pages_than_none(policy: str, que
 
 
 def test_a_prompt_as_large_as_the_cpu_tier_goes_to_an_idle_ssd_whole() -> None:
-    tiers, _ = run(work_of(list(range(8))), make(cpu=8, ssd=16), Machine(ssd_write=PAGE))
+    tiers, _ = run(work_of(list(range(8))), make(cpu=8, ssd=16), MachineModel(ssd_write=PAGE))
     assert tiers.ledger.stored == {"cpu": 8, "ssd": 8}
     assert tiers.manager.counts["refused", "queue_full"] == 0
 
 
 def test_a_page_without_a_cpu_slot_takes_a_bounce_slot_and_does_not_wait_for_one() -> None:
     """The first prompt holds the whole tier until it is written, at four seconds; there is one bounce slot."""
-    machine = Machine(ssd_write=PAGE)
+    machine = MachineModel(ssd_write=PAGE)
     work = work_of([1, 2, 3, 4], [5, 6, 7], [8], [8, 9])
     config = make(cpu=4, ssd=16, host_buffer=2 * PAGE)
     tiers, _ = run(work, config, machine, [0.0, 0.5, 1.0, 20.0], serial=False)
@@ -243,7 +243,7 @@ def test_a_page_without_a_cpu_slot_takes_a_bounce_slot_and_does_not_wait_for_one
 def test_a_page_without_a_cpu_slot_is_dropped_at_once_where_the_queue_is_full() -> None:
     """1 to 4 hold the CPU tier, 5 the bounce slot; that makes five on their way, and 6 does not wait."""
     config = make(cpu=4, ssd=16, host_buffer=2 * PAGE, store={"queue": 5 * PAGE})
-    tiers, _ = run(work_of([1], [2, 3, 4, 5, 6]), config, Machine(ssd_write=PAGE), [0.0, 0.5], serial=False)
+    tiers, _ = run(work_of([1], [2, 3, 4, 5, 6]), config, MachineModel(ssd_write=PAGE), [0.0, 0.5], serial=False)
     assert tiers.ledger.dropped == {"queue_full": 1}
     assert tiers.ledger.stored == {"cpu": 4, "ssd": 5}
     assert tiers.problems() == []
@@ -252,7 +252,7 @@ def test_a_page_without_a_cpu_slot_is_dropped_at_once_where_the_queue_is_full() 
 def test_dirty_pages_wait_for_room_while_the_cpu_tier_has_some() -> None:
     """Six dirty pages of eight, four too many, of which two at a time may be on their way."""
     config = make(cpu=8, ssd=16, store={"queue": 2 * PAGE, "write_policy": "write_back"})
-    tiers, _ = run(work_of([1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]), config, Machine(ssd_write=PAGE / 10))
+    tiers, _ = run(work_of([1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]), config, MachineModel(ssd_write=PAGE / 10))
     assert (tiers.moved.demoted, tiers.moved.most_to_ssd) == (2, 2)
     assert tiers.manager.counts["refused", "queue_full"] == 0
     assert tiers.cpu is not None
@@ -264,7 +264,7 @@ def test_dirty_pages_wait_for_room_while_the_cpu_tier_has_some() -> None:
 def test_without_a_cpu_tier_both_ways_together_are_the_queue(queue: int, pages: int, rate: float) -> None:
     work = work_of(list(range(pages)), list(range(100, 100 + pages)))
     config = make(None, 64, store={"queue": queue * PAGE, "deadline": 1e6})
-    tiers, _ = run(work, config, Machine(ssd_write=rate), [0.0, 0.0], serial=False)
+    tiers, _ = run(work, config, MachineModel(ssd_write=rate), [0.0, 0.0], serial=False)
     dropped = tiers.ledger.dropped["queue_full"]
     assert tiers.ledger.stored["ssd"] + dropped == 2 * pages
     assert dropped == max(0, 2 * pages - queue)

@@ -96,7 +96,7 @@ def test_write_back_writes_a_page_once(open_host: OpenHost) -> None:
 
 
 def test_dirty_pages_are_not_evicted_and_others_pass_by(open_host: OpenHost) -> None:
-    host = open_host("write_back", cpu=4, marks={"high_watermark": 0.99, "low_watermark": 0.99})
+    host = open_host("write_back", cpu=4, watermarks=(0.99, 0.99))
     kept, clean, other = prompt(1, 3), prompt(2, 1), prompt(3, 3)
     stored(host, kept)  # three dirty pages of four
     with host.engine.manager.lock:
@@ -200,10 +200,3 @@ def test_without_a_cpu_tier_such_policies_are_refused(tmp_path: Path, policy: st
     with pytest.raises(InvalidValueError, match=f"store.write_policy is {policy}.*there is none") as caught:
         Config.from_dict(make_config(tmp_path, cpu=None, store={"write_policy": policy}))
     assert "cpu section" in caught.value.hint
-
-
-def test_marks_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    config["cpu"] |= {"low_watermark": 0.9, "high_watermark": 0.5}
-    with pytest.raises(InvalidValueError, match=r"cpu.low_watermark is 0.9, above cpu.high_watermark, 0.5"):
-        Config.from_dict(config)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from gdscache.extents.base import Reserved
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
-from gdscache.extents.window import Window
 from gdscache.index.free_slots import SlotPool
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.quarantine import Quarantine
+from tests.support.window import Window
 
 SLOTS = 12
 

@@ -13,26 +13,20 @@ import pytest
 import torch
 
 from gdscache import CacheEngine
+from gdscache.config import SsdConfig
 from gdscache.errors import ConfigError, ShortIOError, TransportUnavailableError
 from gdscache.storage.base import Switch
 from gdscache.storage.nixl import NixlTransport
 from gdscache.tiers import ssd_route as routes
 from tests.support.helpers import MHA, MLA, Host, drop_from, make_config, prompt, settle
 
-
-class Tier:
-    """As much of an SSD tier as the choice looks at."""
-
-    def __init__(self, *kinds: str) -> None:
-        self.io, self.path = SimpleNamespace(memory_kinds=frozenset(kinds)), Path("slab")
-
-
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-LAYOUT: Any = None
+ANY: Any = None  # what is not looked at where nothing is measured
 
 
-def choose(asked: Any, *kinds: str, device: torch.device = CUDA, keep: bool = True) -> routes.Choice:
-    return routes.choose(asked, Tier(*kinds), LAYOUT, device, keep=keep)  # type: ignore[arg-type]
+def choose(asked: Any, *kinds: str, device: torch.device = CUDA, keep: bool = True) -> routes.RouteChoice:
+    io: Any = SimpleNamespace(memory_kinds=frozenset(kinds))
+    return routes.choose(ANY, device, SsdConfig(path=Path("slab"), route=asked), io, ANY, keep=keep)
 
 
 @pytest.fixture(autouse=True)

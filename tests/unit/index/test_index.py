@@ -69,7 +69,7 @@ def test_what_counts_later_counts_as_if_it_had_at_once(policy: str, steps: list[
     chains = [chain(number, 6) for number in range(4)]
     later, at_once = (PageIndex(12, new_policy(policy)) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gdscache.index.orders._CHANGES_KEPT", kept)
+        patch.setattr("gdscache.index.eviction_orders._CHANGES_KEPT", kept)
         for what, given_ in steps:
             for index in (later, at_once):
                 if what == "touch":

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.kernels import reference
-from gdscache.kernels.cuda import ExtentArray, Indices, PageKernels
 from gdscache.pages.layout import DTYPE_BYTES, PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
+from tests.support import reference_pages as reference
 from tests.support.helpers import (
     EXTRA,
     MHA,
@@ -28,6 +27,7 @@ from tests.support.helpers import (
     untouched,
     write_page,
 )
+from tests.support.kernel_launcher import ExtentArray, Indices, Launcher
 
 ODD = PageLayout.uniform([Plane("k", (3,), "float8_e4m3fn"), Plane("v", (5, 7), "bfloat16")], 2, 3)
 WIDE = PageLayout.uniform([Plane("k", (2, 8), "float16"), Plane("v", (2, 8), "float16")], 2, 4)
@@ -59,7 +59,7 @@ class Cuda:
 
     @staticmethod
     def move(name: str, planes: PagedPlanes, blocks: Any, extents: Any, rows: Any, layers: Any) -> None:
-        kernels = PageKernels(planes)
+        kernels = Launcher(planes)
         array = ExtentArray(extents.data_ptr(), extents.stride(0), len(extents))
         indices = Indices(blocks.data_ptr(), rows.data_ptr(), len(rows), wide=True)
         which = range(min(layers), max(layers) + 1)

@@ -25,6 +25,8 @@ from gdscache.index.free_slots import SlotPool
 from gdscache.moves import PLANES
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
+from gdscache.store.earned_offers import EarnedOffers
+from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter
@@ -90,9 +92,7 @@ class Run(Order):
 
     def __init__(self, small: Small, path: Any, order: Sequence[int], rng: random.Random | None = None) -> None:
         super().__init__(order, rng, small.faults)
-        config = Config.from_dict(
-            make_config(path, cpu=small.cpu, ssd=small.ssd, store={"write_policy": small.policy, "write_hits": 1})
-        )
+        config = Config.from_dict(make_config(path, cpu=small.cpu, ssd=small.ssd, store={"write_policy": small.policy}))
         assert config.ssd is not None
         self.executor = executor = SteppedExecutor(self.choose)
         self.cpu = None if small.cpu is None else ModelTier("cpu", small.cpu, 4096, "lru")
@@ -101,10 +101,12 @@ class Run(Order):
         if self.far is not None:
             self.far.name = "far"
         self.tiers: list[ModelTier] = [tier for tier in (self.cpu, self.ssd, self.far) if tier is not None]
-        self.manager = TierManager(threading.RLock(), self.tiers)
-        admissions = {tier.name: open_admission(config.ssd, small.ssd, 4096) for tier in self.manager.files}
-        marks = (0.0, 0.0) if config.cpu is None else (0.3, 0.5)
-        self.planner = StorePlanner(self.manager, config.store, 4096, admissions, marks)
+        files = [tier for tier in (self.ssd, self.far) if tier is not None]
+        limit = config.store.queue // 4096
+        outlets = [Outlet(tier, open_admission(config.ssd, small.ssd, 4096), limit) for tier in files]
+        earned = EarnedOffers(None if self.cpu is None else self.cpu.index, outlets, small.policy, hits=1)
+        self.manager = TierManager(threading.RLock(), self.tiers, on_use=earned.used)
+        self.planner = StorePlanner(self.manager, config.store, 4096, outlets, earned, watermarks=(0.3, 0.5))
         self.spare = SlotPool(range(small.spare))
         writers = {tier.name: TierWriter(self.manager, tier, executor, 4096) for tier in self.manager.files}
         self.storer = Storer(self.manager, self.planner, executor, self.spare, writers, 4096, config.store)

@@ -213,7 +213,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (MLA, {}),
     (MLA, {"kv_lora_rank": 128}),
     (MLA, {"rope_dim": 32}),
-    (MLA, {"mla_split": False}),
+    (MLA, {"kind": "planes", "planes": [{"name": "latent", "shape": [576]}], "kv_lora_rank": None, "rope_dim": None}),
     (EXTRA, {}),
     (EXTRA, {"planes": EXTRA["planes"][:3]}),
     (EXTRA, {"planes": EXTRA["planes"][::-1]}),

@@ -118,18 +118,16 @@ class Queue(RuleBasedStateMachine):
         concurrent=st.integers(1, 3),
         limit=st.sampled_from([1, 2, 4, 8, 100]),
         stop=st.sampled_from(["best_effort", "best_effort", "timeout"]),
-        threshold=st.sampled_from([0, 0, 8]),
         queue=st.sampled_from([100, 100, 2]),
     )
-    def begin_with(self, concurrent: int, limit: int, stop: Any, threshold: int, queue: int) -> None:
+    def begin_with(self, concurrent: int, limit: int, stop: Any, queue: int) -> None:
         self.now = 100.0
         self.tier: dict[bytes, int] = {}
         self.held = PrefetchedPages(limit, self.tier.get)
-        self.config = PrefetchConfig(
-            concurrent=concurrent, stop=stop, threshold=threshold, timeout_base=0.3, queue=queue, quota=0.5
-        )
+        self.config = PrefetchConfig(concurrent=concurrent, stop=stop, timeout=0.3, quota=0.5)
+        self.most = queue
         self.ended: list[PrefetchRequest] = []
-        self.queue = PrefetchQueue(self.config, 3, self.held, self.ended.append, lambda: self.now)
+        self.queue = PrefetchQueue(self.config, 3, self.held, self.ended.append, lambda: self.now, queue)
         self.requests: list[PrefetchRequest] = []
         self.left: dict[PrefetchRequest, int] = {}
         self.limits: dict[PrefetchRequest, float] = {}
@@ -160,7 +158,7 @@ class Queue(RuleBasedStateMachine):
 
     @rule(pages=st.sampled_from([0, 1, 4, 7, 9, 9]))
     def add(self, pages: int) -> None:
-        request, full = PrefetchRequest(pages), len(self.live()) >= self.config.queue
+        request, full = PrefetchRequest(pages), len(self.live()) >= self.most
         self.requests.append(request)
         self.left[request] = pages
         self.turn[request] = self.turns = self.turns + 1
@@ -170,8 +168,6 @@ class Queue(RuleBasedStateMachine):
             self.decide(request, PrefetchEnd.COMPLETE)
         elif full:
             self.decide(request, PrefetchEnd.QUEUE_FULL)
-        elif 4 * pages < self.config.threshold:
-            self.decide(request, PrefetchEnd.THRESHOLD)
         self.queue.add(request, 4 * pages)
 
     @rule(
@@ -362,9 +358,9 @@ def test_loads_without_end_leave_a_chunk_in_a_tenth_of_a_second() -> None:
 
 def test_time_is_told_by_the_clock_alone() -> None:
     now = 50.0
-    queue, ended = new_queue(lambda: now, stop="timeout", timeout_base=2.0, timeout_per_1024_tokens=0.5)
+    queue, ended = new_queue(lambda: now, stop="timeout", timeout=2.0)
     request = PrefetchRequest(8)
-    queue.add(request, 2048)
+    queue.add(request, 4096)
     assert request.limit == 53.0
     assert queue.patience(request, 30.0) == (3.0, PrefetchEnd.STOPPED)
     assert queue.wake() == 3.0

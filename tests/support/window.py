@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gdscache.extents.base import Places, Reserved
+from gdscache.arrays import Int64Array
+from gdscache.extents.base import Reserved
 from gdscache.pages.checksum import Checksums, layer_checksums
 
 
@@ -36,7 +37,7 @@ class Window:
     def flat(self) -> memoryview | torch.Tensor:
         return self._extents.flat
 
-    def where(self, slots: Places, byte: int) -> Places:
+    def where(self, slots: Int64Array, byte: int) -> Int64Array:
         return self._first + byte + slots * self._part
 
     def digest(self, slot: int, layers: range) -> Checksums:

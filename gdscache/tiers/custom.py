@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import functools
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gdscache.errors import TierUnavailableError
+from gdscache.runtime.named_class import named_class
 from gdscache.tiers.base import DurableTier
 
 if TYPE_CHECKING:
@@ -23,23 +22,9 @@ def open_tier(config: TierConfig, layout: PageLayout, lock: threading.RLock) -> 
 
     Raises `TierUnavailableError` where there is no such class, or it does not take these; and what the class raises.
     """
-    module_name, _, class_name = config.tier.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise _bad_class(config.tier, f"{module_name} cannot be imported: {error}") from error
-    found = getattr(module, class_name, None)
-    if not (inspect.isclass(found) and issubclass(found, DurableTier)):
-        raise _bad_class(config.tier, f"{class_name!r} of {module_name} is no subclass of DurableTier")
-    if inspect.isabstract(found):
-        raise _bad_class(config.tier, f"it lacks {', '.join(sorted(found.__abstractmethods__))}")
-    constructor: Callable[..., DurableTier] = found
-    options = config.options or {}
-    try:
-        inspect.signature(constructor).bind(layout, config.capacity, lock, **options)
-    except TypeError as error:
-        raise _bad_class(config.tier, f"it does not take the options {sorted(options)}: {error}") from error
-    tier = constructor(layout, config.capacity, lock, **options)
+    given, options = (layout, config.capacity, lock), config.options or {}
+    refuse = functools.partial(_bad_class, config.tier)
+    tier: DurableTier = named_class(config.tier, DurableTier, refuse, *given, **options)(*given, **options)
     if tier.name in _TAKEN:
         tier.close()
         raise _bad_class(config.tier, f"its name is {tier.name!r}, which another tier or memory has")
