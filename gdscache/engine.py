@@ -28,7 +28,7 @@ from gdscache.errors import (
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
-from gdscache.limits import KEY_BYTES
+from gdscache.limits import KEY_BYTES, MAX_SECONDS
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.moves.native import NativeExecutor
@@ -41,6 +41,7 @@ from gdscache.prefetch.handle import Prefetch
 from gdscache.runtime.calls import Calls
 from gdscache.runtime.threads import Flag
 from gdscache.sequence import Sequence as TokenSequence
+from gdscache.sizes import MAX_SIZE
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
@@ -229,6 +230,19 @@ class CacheEngine:
         """
         costs = self.manager.costs
         self.brief(lambda: costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds))
+
+    def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
+        """Tell the gate that a tier (`cpu`, `ssd` or another's name) gave `nbytes` bytes in `seconds`.
+
+        The engine reports its own loads itself: this is for figures that are known before it has any. Raises
+        `InvalidValueError` for no such tier and for numbers that cannot be.
+        """
+        costs, tiers = self.manager.costs, self.manager.tiers
+        if arguments.text(tier, "tier") not in tiers:
+            raise InvalidValueError(f"there is no tier {arguments.shown(tier)}", f"name one of {', '.join(tiers)}")
+        moved = arguments.whole(nbytes, "nbytes", 1, MAX_SIZE)
+        took = arguments.span(seconds, "seconds", MAX_SECONDS)
+        self.brief(lambda: costs.observe_load(tier, moved, took))
 
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.

@@ -65,7 +65,7 @@ class LayerwiseLoad:
         self._calls: Caller = Direct() if calls is None else calls
         self._over = Flag()
         self._error: BaseException | None = None  # what broke the run off
-        self.broken: BaseException | None = None  # what broke its begin off, in the caller's thread
+        self._broken: BaseException | None = None  # what broke its begin off, in the caller's thread
 
     @property
     def tokens(self) -> int:
@@ -171,9 +171,13 @@ class LayerwiseLoad:
 
     def begun(self) -> None:
         """Raises what broke the begin off, when nothing is under way any more."""
-        if self.broken is not None:
+        if self._broken is not None:
             self._over.wait()
-            raise self.broken
+            raise self._broken
+
+    def broken_off(self, error: BaseException) -> None:
+        """Called where it begins: that was broken off, which `begun` raises when the load is over."""
+        self._broken = error
 
     def carried_by(self, moving: Moving, *, last: bool) -> None:
         """Called by the worker: what `cancel` is passed on to. `last`: with this move the layers are there."""

@@ -130,7 +130,7 @@ class Loader:
             with self.manager.lock:
                 self._leave(load, run, plan, requests)
         except BaseException as error:  # noqa: BLE001 - `LayerwiseLoad.begun` raises it
-            load.broken = error
+            load.broken_off(error)
             self._lane.start(self._lost(load, run))
 
     def _leave(self, load: LayerwiseLoad, run: LoadRun, plan: LoadPlan, requests: Sequence[_Request]) -> None:

@@ -190,19 +190,18 @@ class Admission:
         self._policy.use(keys)
         return refused
 
-    def admit(self, page: Page, victim: bytes | None = None, *, reachable: bool = True, room: bool = True) -> str:
+    def admit(self, page: Page, victim: bytes | None = None, *, room: bool = True) -> str:
         """Why the page must not be written; "" when it may.
 
-        `victim`: the key of the page that would have to go, None while there is room; `reachable`: False where the
-        caller knows that no lookup can get to the page; `room`: False where as many pages as may are on their way
-        already. Counts an offer. Where nothing is written after all, tell
+        `victim`: the key of the page that would have to go, None while there is room; `room`: False where as
+        many pages as may are on their way already. Counts an offer. Where nothing is written after all, tell
         `not_written`.
         """
         if not self._policy.offer(page.key, victim):
             return self._refuse(page, self._policy.name, victim)
         if not room:
             return self._refuse(page, "queue_full", victim)
-        if not reachable or page.parent in self._lately:
+        if page.parent in self._lately:
             return self._refuse(page, "no_prefix", victim)
         if self._budget is not None and not self._budget.take(self._extent_bytes):
             return self._refuse(page, "endurance", victim)

@@ -76,6 +76,7 @@ def _calls(engine: CacheEngine, tokens: list[int]) -> dict[str, Callable[[], obj
         "stats": engine.stats,
         "check": engine.check,
         "observe_prefill": lambda: engine.observe_prefill(10, 0, 0.1),
+        "observe_load": lambda: engine.observe_load("cpu", 10, 0.1),
         "manager": lambda: engine.manager,
         "loader": lambda: engine.loader,
     }

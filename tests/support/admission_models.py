@@ -90,15 +90,15 @@ class ExactAdmission:
         self.frequency.add(keys)
         return again
 
-    def admit(self, page: Page, victim: bytes | None, reachable: bool, room: bool, nbytes: int, now: Fraction) -> str:
-        cause = self._cause(page, victim, reachable, room, nbytes, now)
+    def admit(self, page: Page, victim: bytes | None, room: bool, nbytes: int, now: Fraction) -> str:
+        cause = self._cause(page, victim, room, nbytes, now)
         if not cause:
             self.refused = [key for key in self.refused if key != page.key]
         elif page.key not in self.refused:
             self.refused = [*self.refused, page.key][-self.kept :]
         return cause
 
-    def _cause(self, page: Page, victim: bytes | None, reachable: bool, room: bool, nbytes: int, now: Fraction) -> str:
+    def _cause(self, page: Page, victim: bytes | None, room: bool, nbytes: int, now: Fraction) -> str:
         if self.policy == "second_offer" and self.recent.add(page.key) < self.offers - 1:
             return "second_offer"
         count = self.frequency.count
@@ -106,7 +106,7 @@ class ExactAdmission:
             return "tinylfu"
         if not room:
             return "queue_full"
-        if not reachable or page.parent in self.refused:
+        if page.parent in self.refused:
             return "no_prefix"
         if self.budget is not None and not self.budget.take(nbytes, now):
             return "endurance"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gdscache.storage.base import Op
+from gdscache.store.plan import WATERMARKS
 from tests.support.faulty import PLAN
 from tests.support.helpers import Host, make_config, settle
 
@@ -15,16 +16,16 @@ FAULTY = "tests.support.faulty:FaultyTransport"
 
 
 @pytest.fixture
-def open_host(tmp_path: Path) -> Any:
+def open_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Engines over the same directory, with the write policy named; all of them settled and closed at the end."""
     PLAN.reset()
     hosts: list[Host] = []
 
     def opened(policy: str, **options: Any) -> Host:
-        hits, marks = options.pop("hits", 2), options.pop("marks", {})
+        hits = options.pop("hits", 2)
+        monkeypatch.setattr("gdscache.store.plan.WATERMARKS", options.pop("watermarks", WATERMARKS))
         sections = {"store": {"write_policy": policy, "write_hits": hits, **options.pop("store", {})}}
         config = make_config(tmp_path / "cache", transport=FAULTY, **(sections | options))
-        config["cpu"] |= marks
         host = Host(config)
         hosts.append(host)
         return host

@@ -196,7 +196,7 @@ def between(host: Host, monkeypatch: pytest.MonkeyPatch, do: Callable[[LoadPlan]
 
 @pytest.mark.parametrize(
     ("pages", "page_bytes", "part"),
-    [(128, 8 << 20, None), (129, 8 << 20, 64), (512, 1 << 18, None), (513, 1 << 18, 256)],
+    [(32, 8 << 20, None), (33, 8 << 20, 16), (512, 1 << 18, None), (513, 1 << 18, 256)],
 )
 def test_which_loads_are_planned_in_parts(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, pages: int, page_bytes: int, part: int | None

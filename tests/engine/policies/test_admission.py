@@ -409,12 +409,6 @@ def test_a_refusal_costs_the_page_no_offer() -> None:
     assert admission.admit(two) == "", "whoever keeps the head elsewhere may store the tail"
 
 
-def test_the_caller_may_know_that_a_page_is_out_of_reach() -> None:
-    admission = gate(endurance=16 * EXTENT)
-    assert admission.admit(page(1, name("nowhere")), reachable=False) == "no_prefix"
-    assert admission.admit(page(1, name("nowhere"))) == ""
-
-
 def test_refused_pages_are_remembered_up_to_a_bound() -> None:
     admission = Admission(new_admission("second_offer", 64), EXTENT, kept=3)
     parents = [page(i) for i in range(5)]
@@ -434,8 +428,7 @@ def test_what_is_refused_for_another_cause_costs_no_budget() -> None:
     admission = gate(admission="second_offer", endurance=8 * EXTENT)
     left = 1 * EXTENT
     assert admission.admit(page(1)) == "second_offer"
-    assert admission.admit(page(2, name("?")), reachable=False) == "second_offer"
-    assert admission.admit(page(2, name("?")), reachable=False) == "no_prefix"
+    assert [admission.admit(page(2, page(1).key)) for _ in range(2)] == ["second_offer", "no_prefix"]
     assert admission.describe()["endurance"] == {
         "bytes_per_day": 8 * EXTENT,
         "burst_bytes": left,
@@ -460,7 +453,7 @@ _pages = st.integers(0, 11)  # of three prompts of four pages
 _operations = st.lists(
     st.one_of(
         st.tuples(st.just("use"), st.lists(_pages, max_size=5, unique=True)),
-        st.tuples(st.just("admit"), st.tuples(_pages, st.none() | _pages, st.booleans(), st.booleans())),
+        st.tuples(st.just("admit"), st.tuples(_pages, st.none() | _pages, st.booleans())),
         st.tuples(st.just("store"), st.tuples(st.integers(0, 2), st.none() | _pages)),
         st.tuples(st.just("sleep"), st.sampled_from([1, 3600, DAY // 7, 2 * DAY])),
         st.tuples(st.just("not_written"), st.integers(0, 2)),
@@ -485,21 +478,21 @@ def test_the_gate_is_its_model(
         model.budget = ExactBudget(endurance, Fraction(1000))
     answers: list[str] = []
 
-    def admit(i: int, victim: int | None, reachable: bool, room: bool) -> None:
+    def admit(i: int, victim: int | None, room: bool) -> None:
         gone = None if victim is None else pages[victim].key
-        answers.append(admission.admit(pages[i], gone, reachable=reachable, room=room))
-        assert answers[-1] == model.admit(pages[i], gone, reachable, room, 10, Fraction(int(clock.now)))
+        answers.append(admission.admit(pages[i], gone, room=room))
+        assert answers[-1] == model.admit(pages[i], gone, room, 10, Fraction(int(clock.now)))
 
     for what, given_ in operations:
         match what, given_:
             case "use", list(numbers):
                 keys = [pages[i].key for i in numbers]
                 assert admission.use(keys) == model.use(keys)
-            case "admit", (int(i), victim, bool(reachable), bool(room)):
-                admit(i, victim, reachable, room)
+            case "admit", (int(i), victim, bool(room)):
+                admit(i, victim, room)
             case "store", (int(seed), victim):
                 for i in range(4 * seed, 4 * seed + 4):
-                    admit(i, victim, True, True)
+                    admit(i, victim, True)
             case "sleep", int(seconds):
                 clock.now += seconds
             case "not_written", int(n):
