@@ -34,8 +34,8 @@ class Pin:
     def tokens(self) -> int:
         """Tokens of the prefix that it holds now.
 
-        Fewer than asked for where pages were not cached, or where every tier that has the next page has as many pinned
-        as it may (`PIN_SHARE` of its slots); 0 once it has ended.
+        Fewer than asked for if pages were not cached, or if every tier that has the next page has pinned all it may
+        (`PIN_SHARE` of its slots). 0 once the pin has ended.
         """
         return self._pins.manager.calls.brief(self._count)
 
