@@ -13,7 +13,7 @@ from gdscache.errors import DeadlineError, InvalidValueError
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, Host, make_config, prompt, quiet
-from tests.support.write_parts import dirty, on, written
+from tests.support.write_parts import dirty, on, open_host, written  # noqa: F401  (a fixture)
 
 OpenHost = Callable[..., Host]
 
@@ -28,7 +28,7 @@ def stored(host: Host, tokens: list[int], start: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("hits", [1, 2, 3])
-def test_selective_writes_a_page_after_so_many_hits(open_host: OpenHost, hits: int) -> None:
+def test_selective_writes_a_page_after_so_many_hits(open_host: OpenHost, hits: int) -> None:  # noqa: F811
     host = open_host("write_through_selective", hits=hits, cpu=8)
     tokens = prompt(1, 3)
     report = stored(host, tokens)
@@ -45,7 +45,7 @@ def test_selective_writes_a_page_after_so_many_hits(open_host: OpenHost, hits: i
     assert written() == (2 if hits > 1 else 3), "a clean page was written again, or one that was not hit enough"
 
 
-def test_selective_counts_hits_of_the_page_and_not_of_its_slot(open_host: OpenHost) -> None:
+def test_selective_counts_hits_of_the_page_and_not_of_its_slot(open_host: OpenHost) -> None:  # noqa: F811
     host = open_host("write_through_selective", hits=2, cpu=2, ssd=12)
     first, second = prompt(1, 2), prompt(2, 2)
     stored(host, first)
@@ -59,7 +59,7 @@ def test_selective_counts_hits_of_the_page_and_not_of_its_slot(open_host: OpenHo
     assert on(host, "ssd", second) == [0, 1]
 
 
-def test_selective_drops_what_finds_no_slot_in_the_cpu_tier(open_host: OpenHost) -> None:
+def test_selective_drops_what_finds_no_slot_in_the_cpu_tier(open_host: OpenHost) -> None:  # noqa: F811
     host = open_host("write_through_selective", cpu=2, ssd=12)
     report = stored(host, prompt(1, 4))
     assert report.dropped == {2: "cpu_full", 3: "cpu_full"}
@@ -69,7 +69,7 @@ def test_selective_drops_what_finds_no_slot_in_the_cpu_tier(open_host: OpenHost)
 # -- write_back ------------------------------------------------------------------------------------------------------
 
 
-def test_write_back_writes_the_coldest_above_the_mark_and_no_more_than_to_the_other(open_host: OpenHost) -> None:
+def test_write_back_writes_the_coldest_above_the_mark_and_no_more_than_to_the_other(open_host: OpenHost) -> None:  # noqa: F811
     host = open_host("write_back", cpu=8)  # more than 4 dirty pages: down to 2
     old, new = prompt(1, 3), prompt(2, 3)
     stored(host, old)
@@ -83,7 +83,7 @@ def test_write_back_writes_the_coldest_above_the_mark_and_no_more_than_to_the_ot
     assert dirty(host) <= 2
 
 
-def test_write_back_writes_a_page_once(open_host: OpenHost) -> None:
+def test_write_back_writes_a_page_once(open_host: OpenHost) -> None:  # noqa: F811
     host = open_host("write_back", cpu=8)
     for seed in (1, 2, 1, 2, 1):
         stored(host, prompt(seed, 3))
@@ -95,7 +95,7 @@ def test_write_back_writes_a_page_once(open_host: OpenHost) -> None:
     assert host.engine.stats()["stored"] == {"cpu": 6, "ssd": 6}
 
 
-def test_dirty_pages_are_not_evicted_and_others_pass_by(open_host: OpenHost) -> None:
+def test_dirty_pages_are_not_evicted_and_others_pass_by(open_host: OpenHost) -> None:  # noqa: F811
     host = open_host("write_back", cpu=4, watermarks=(0.99, 0.99))
     kept, clean, other = prompt(1, 3), prompt(2, 1), prompt(3, 3)
     stored(host, kept)  # three dirty pages of four
@@ -116,7 +116,7 @@ def test_dirty_pages_are_not_evicted_and_others_pass_by(open_host: OpenHost) -> 
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_close_writes_what_is_dirty_or_drops_it(open_host: OpenHost, drain: bool) -> None:
+def test_close_writes_what_is_dirty_or_drops_it(open_host: OpenHost, drain: bool) -> None:  # noqa: F811
     host = open_host("write_back", cpu=8)
     tokens = prompt(1, 3)
     stored(host, tokens)
@@ -126,7 +126,7 @@ def test_close_writes_what_is_dirty_or_drops_it(open_host: OpenHost, drain: bool
     assert again.load(tokens).tokens == (12 if drain else 0)
 
 
-def test_a_page_that_cannot_be_written_is_dropped_once_and_may_be_evicted(open_host: OpenHost) -> None:
+def test_a_page_that_cannot_be_written_is_dropped_once_and_may_be_evicted(open_host: OpenHost) -> None:  # noqa: F811
     host = open_host("write_back", cpu=8)
     tokens = prompt(1, 3)
     stored(host, tokens)
@@ -141,7 +141,7 @@ def test_a_page_that_cannot_be_written_is_dropped_once_and_may_be_evicted(open_h
     assert written() == tried, "it is tried for ever"
 
 
-def test_clear_takes_dirty_pages_along(open_host: OpenHost) -> None:
+def test_clear_takes_dirty_pages_along(open_host: OpenHost) -> None:  # noqa: F811
     host = open_host("write_back", cpu=8)
     stored(host, prompt(1, 3))
     assert host.engine.clear() == {"cpu": 3, "ssd": 0}
@@ -153,7 +153,7 @@ def test_clear_takes_dirty_pages_along(open_host: OpenHost) -> None:
     assert dirty(host) == 0
 
 
-def test_flush_says_when_it_is_not_done_in_time(open_host: OpenHost) -> None:
+def test_flush_says_when_it_is_not_done_in_time(open_host: OpenHost) -> None:  # noqa: F811
     host = open_host("write_back", cpu=8)
     stored(host, prompt(1, 3))
     with PLAN.rule(Op.WRITE, Fault.HANG), pytest.raises(DeadlineError, match=r"after 0\.2 s"):
@@ -162,7 +162,7 @@ def test_flush_says_when_it_is_not_done_in_time(open_host: OpenHost) -> None:
     assert (written(), dirty(host)) == (3, 0)
 
 
-def test_flush_is_drain_for_the_other_policies(open_host: OpenHost) -> None:
+def test_flush_is_drain_for_the_other_policies(open_host: OpenHost) -> None:  # noqa: F811
     host = open_host("write_through_selective", cpu=8)
     stored(host, prompt(1, 3))
     host.engine.flush(WAIT)
@@ -173,7 +173,7 @@ def test_flush_is_drain_for_the_other_policies(open_host: OpenHost) -> None:
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_what_is_offered_while_it_is_in_flight_is_sent_once(open_host: OpenHost, policy: str) -> None:
+def test_what_is_offered_while_it_is_in_flight_is_sent_once(open_host: OpenHost, policy: str) -> None:  # noqa: F811
     host = open_host(policy, cpu=8)
     tokens = prompt(1, 3)
     with PLAN.rule(Op.WRITE, Fault.HANG):
@@ -188,7 +188,7 @@ def test_what_is_offered_while_it_is_in_flight_is_sent_once(open_host: OpenHost,
     assert host.engine.stats()["stored"] == {"cpu": 3, "ssd": 3}
 
 
-def test_never_writes_nothing(open_host: OpenHost) -> None:
+def test_never_writes_nothing(open_host: OpenHost) -> None:  # noqa: F811
     host = open_host("never", cpu=8)
     assert stored(host, prompt(1, 3)).tiers == (("cpu",),) * 3
     host.engine.flush(WAIT)
