@@ -410,7 +410,7 @@ class CacheEngine:
     def invalidate(self, namespace: bytes) -> dict[str, int]:
         """Drop every page of one namespace (see `namespace()`) from every tier; the pages removed, by tier."""
         if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
-            raise InvalidValueError(f"{arguments.shown(namespace)} is no namespace", "pass engine.namespace(salt)")
+            raise InvalidValueError(f"{arguments.shown(namespace)} is not a namespace", "pass engine.namespace(salt)")
         return self.call(lambda: self.manager.clearing.clear(namespace))
 
     def drain(self, seconds: float | None = None) -> None:

@@ -260,7 +260,7 @@ def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
     for tier in tiers:
         if not tier.served and cpu is None:
             raise TierUnavailableError(
-                f"pages of tier {tier.name!r} come into the CPU tier, and there is none", "add a cpu section"
+                f"pages of tier {tier.name!r} are brought into the CPU tier, but there is none", "add a cpu section"
             )
 
 

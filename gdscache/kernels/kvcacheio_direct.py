@@ -147,7 +147,7 @@ def _copy(
     if len(sources) != len(targets) or len(sources) % whole("page_size", page_size):
         raise TransferArgumentError(
             f"there are {len(sources)} source and {len(targets)} destination indices, in pages of {page_size}",
-            "give as many of both, and whole pages",
+            "give equal numbers of both, in whole pages",
         )
     _check_range("source", sources, src)
     _check_range("destination", targets, dst)

@@ -37,7 +37,9 @@ def open_mover(planes: PagedPlanes, config: GpuConfig, timeline: Timeline = OFF)
             if config.kernels == "on":
                 raise
             cause = error.message
-            _log.warning("pages are copied by the copy engine alone, and summed on the host: %s", error)
+            _log.warning(
+                "pages are copied by the copy engine alone, and their checksums are taken on the host: %s", error
+            )
     with allocating("gpu.staging", config.staging, planes.device):
         return CudaMover(
             *(planes, config.staging, "auto", "auto", kernels, cause),

@@ -238,7 +238,7 @@ class Admission:
         self.refused[cause] += 1
         if self.refused[cause] == 1:
             said = self._said(page, cause, victim)
-            _log.warning("the SSD refuses pages (%s): %s. This is said once; stats() counts on", cause, said)
+            _log.warning("the SSD refuses pages (%s): %s. This is logged once; stats() keeps counting", cause, said)
         self._lately[page.key] = None
         if len(self._lately) > self._kept:
             self._lately.popitem(last=False)

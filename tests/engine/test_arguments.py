@@ -287,7 +287,7 @@ def test_a_salt_is_a_text_in_whatever_order_they_come(tmp_path: Path) -> None:
             for salt in (first, 1, True, 1.0):
                 with pytest.raises(InvalidValueError, match="salt is") as caught:
                     engine.sequence(PROMPT, salt)
-                said(caught.value, "no text")
+                said(caught.value, "not text")
             assert engine.namespace("1") != engine.namespace("")
 
 

@@ -33,7 +33,7 @@ WHOLE = Facts(
         Found((DeviceFacts("NVIDIA H200", (9, 0), 140 << 30, 132),)),
         Found("cuda:0"),
     ),
-    KernelFacts(Found("14.2.0"), Found("13.0"), Found("/home/somebody/.cupy/kernel_cache"), Found(0.25)),
+    KernelFacts(Found("cuda-core 1.2.2"), Found("13.0"), Found("/home/somebody/.cache/gdscache/kernels"), Found(0.25)),
     CopyFacts(
         Found(0.01), None, Found("batch_13"), Found(CalibrationFacts(MEASURED, "/c/calibration.json", True, True))
     ),
@@ -60,7 +60,7 @@ PLAIN = changed(  # no GPU, as torch's CPU build shows it
     driver=lacking("there is no CUDA driver"),
     devices=lacking("torch was built without CUDA"),
     device=Found("cpu"),
-    cupy=lacking("No module named 'cupy'", ""),
+    compiler=lacking("neither cuda-core nor CuPy is installed", ""),
     nvrtc=lacking("not tried", ""),
     built=lacking("not tried", ""),
     pinned=lacking("CUDA is not available"),

@@ -29,6 +29,7 @@ from gdscache.commands.doctor.facts import (
 from gdscache.config import Config, GpuConfig, load_config
 from gdscache.errors import DeviceError, PinnedMemoryError
 from gdscache.extents.host import HostExtents
+from gdscache.kernels import compilers
 from gdscache.movers import calibration as calibrate
 from gdscache.movers import choice as paths
 from gdscache.movers import open_mover
@@ -47,10 +48,10 @@ MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128, "page_tokens"
 SECTIONS = ["GPU", "Kernels", "GPU <-> CPU", "SSD", "Inference engines"]
 
 
-NO_CUPY = changed(
+NO_COMPILER = changed(
     WHOLE,
-    cupy=lacking("No module named 'cupy'", ""),
-    nvrtc=lacking("not tried: no cupy", ""),
+    compiler=lacking("neither cuda-core nor CuPy is installed", ""),
+    nvrtc=lacking("not tried: no compiler", ""),
     built=lacking("cannot build pages.cu"),
     calibration=lacking("not tried: no kernels", ""),
     mover=Found(MoverFacts("copy_engine", "cannot build pages.cu")),
@@ -116,7 +117,7 @@ def test_a_gpu_that_torch_does_not_see_is_a_warning() -> None:
         (NO_SUCH_GPU, asks(gpu={"device": "cuda:7"}), {"gpu.device"}),
         (NO_SUCH_GPU, asks(gpu={"device": "cuda:7", "kernels": "on"}), {"gpu.device", "gpu.kernels"}),
         (changed(PLAIN, mover=lacking("the planes are in host memory")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
-        (changed(NO_CUPY, mover=lacking("cannot build pages.cu")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
+        (changed(NO_COMPILER, mover=lacking("cannot build pages.cu")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
         (NOT_PINNED, asks(cpu={"pin": "on"}), {"cpu.pin"}),
         (changed(WHOLE, mover=lacking("half of gpu.staging is 131072 bytes")), asks(), {"gpu.kernels"}),
         (changed(WHOLE, mover=lacking("OutOfMemoryError", "")), asks(), {"gpu.kernels"}),
@@ -132,7 +133,7 @@ def test_what_would_not_be_as_asked_for_fails(facts: Facts, asked: Asked, fails:
 @pytest.mark.parametrize(
     ("facts", "asked", "warns"),
     [
-        (NO_CUPY, asks(), {"cupy", "NVRTC", "kernels", "calibration", "gpu.kernels"}),
+        (NO_COMPILER, asks(), {"compiler", "NVRTC", "kernels", "calibration", "gpu.kernels"}),
         (NOT_PINNED, asks(), {"page-locking", "cpu.pin"}),
         (NOT_PINNED, asks(cpu={"pin": "off"}), {"page-locking"}),
         (changed(WHOLE, api=Found("single")), asks(), {"copy engine"}),
@@ -157,9 +158,9 @@ def test_what_is_switched_off_is_no_warning() -> None:
 
 
 def test_what_to_install_fits_torch() -> None:
-    said = rows(doctor.examine(changed(NO_CUPY, torch_cuda="12.8"), asks()))
-    assert "cuda12" in said["cupy"].next_step
-    assert "cuda13" not in said["cupy"].next_step
+    said = rows(doctor.examine(changed(NO_COMPILER, torch_cuda="12.8"), asks()))
+    assert "cuda12" in said["compiler"].next_step
+    assert "cuda13" not in said["compiler"].next_step
     assert said["gpu.kernels"].next_step == HINT
 
 
@@ -280,12 +281,13 @@ def test_any_other_error_is_not_hidden(error: BaseException) -> None:
         attempt(raises(error))
 
 
-def test_cupy_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
     found = kernels.find_kernels(None)
-    assert (found.cupy.value, found.nvrtc.value, found.built.value) == (None, None, None)
-    assert "cupy" in found.cupy.cause
-    assert found.nvrtc.cause == "not tried: no cupy"
+    assert (found.compiler.value, found.nvrtc.value, found.built.value) == (None, None, None)
+    assert found.compiler.cause == "neither cuda-core nor CuPy is installed"
+    assert found.nvrtc.cause == "not tried: no compiler"
 
 
 def test_cupy_without_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -295,9 +297,10 @@ def test_cupy_without_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(cuda, "nvrtc", nvrtc, raising=False)
     for module in (cupy, cuda, nvrtc):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     found = kernels.find_kernels(None)
-    assert found.cupy == Found("14.2.0")
+    assert found.compiler == Found("cupy 14.2.0")
     assert "libnvrtc.so.13" in found.nvrtc.cause
     assert found.cache == Found(str(tmp_path))
     monkeypatch.setattr(nvrtc, "getVersion", lambda: (13, 0))

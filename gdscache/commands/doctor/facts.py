@@ -28,7 +28,7 @@ class Found(Generic[T]):
 
 
 def attempt(find: Callable[[], T]) -> Found[T]:
-    """What `find` returns, or why it could not: errors of gdscache, imports, the system, and CUDA in torch and cupy."""
+    """What `find` returns, or why it could not: errors of gdscache, imports, the system, and CUDA's."""
     try:
         return Found(find())
     except GdsCacheError as error:
@@ -109,9 +109,10 @@ class MoverFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """`built`: the seconds that building the kernels took; `cache`: where cupy keeps them."""
+    """`compiler`: name and version of what compiles kernels; `cache`: the directory that keeps them; `built`: the
+    seconds that building them took."""
 
-    cupy: Found[str]
+    compiler: Found[str]
     nvrtc: Found[str]
     cache: Found[str]
     built: Found[float]

@@ -2,52 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from gdscache.commands.doctor.facts import Asked, Facts, Found, KernelFacts, MoverFacts, attempt
 from gdscache.commands.doctor.report import Row, Verdict, answer
 from gdscache.kernels import jit
+from gdscache.kernels.compilers import find_compiler
 from gdscache.kernels.cuda import FORMS, SOURCE
 from gdscache.movers import open_mover
 from gdscache.pages.planes import PagedPlanes
 
 
 def find_kernels(gpu: torch.device | None) -> KernelFacts:
-    """cupy, NVRTC, and a build for `gpu`."""
-    cupy: Found[str] = attempt(find_cupy)
-    nvrtc: Found[str] = attempt(find_nvrtc) if cupy.value else Found(None, "not tried: no cupy")
-    built: Found[float] = attempt(lambda: build_seconds(gpu)) if gpu else Found(None, "not tried: no GPU")
-    return KernelFacts(cupy, nvrtc, attempt(find_cache), built)
+    """What compiles kernels, its NVRTC, and a build for `gpu`."""
+    compiler = attempt(find_compiler)
+    if compiler.value is None:
+        missing: Found[str] = Found(None, "not tried: no compiler")
+        return KernelFacts(Found(None, compiler.cause, compiler.hint), missing, missing, _built(gpu))
+    found = compiler.value
+    nvrtc = attempt(lambda: ".".join(map(str, found.nvrtc())))
+    return KernelFacts(Found(f"{found.name} {found.version}"), nvrtc, attempt(found.cache), _built(gpu))
 
 
-def find_cupy() -> str:
-    """cupy's version. Raises what importing it does, mostly `ImportError`."""
-    with jit.cache_directory():
-        import cupy
-
-        return str(cupy.__version__)
-
-
-def find_nvrtc() -> str:
-    """The version of the NVRTC that cupy loads. Raises a `RuntimeError` where it finds none."""
-    from cupy.cuda import nvrtc
-
-    return ".".join(map(str, nvrtc.getVersion()))
-
-
-def find_cache() -> str:
-    """Where cupy keeps compiled kernels. Raises `KernelUnavailableError` where there is no place for them."""
-    with jit.cache_directory():
-        return str(Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser())
+def _built(gpu: torch.device | None) -> Found[float]:
+    return attempt(lambda: build_seconds(gpu)) if gpu else Found(None, "not tried: no GPU")
 
 
 def build_seconds(gpu: torch.device) -> float:
-    """Build the kernels and see how long it takes: far less where cupy has them on disk."""
+    """Build the kernels and see how long it takes: far less where they are on disk."""
     began = time.perf_counter()
     jit.build(SOURCE, FORMS, gpu, VECTOR=16)
     return time.perf_counter() - began
@@ -65,13 +50,13 @@ def find_mover(asked: Asked, device: torch.device) -> MoverFacts:
 
 
 def kernel_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
-    """cupy, NVRTC, the build; `gpu.kernels`."""
+    """The compiler, NVRTC, the build; `gpu.kernels`."""
     found = facts.kernels
     lack: Verdict = "warn" if facts.has_gpu else "info"
     major = (facts.gpu.torch_cuda or "").partition(".")[0]
     extra = f"install gdscache[cuda{major}]" if major else "install gdscache[cuda13] or gdscache[cuda12]"
-    nvrtc = "install NVRTC (nvidia-cuda-nvrtc) for cupy's CUDA version" if found.cupy.value else ""
-    yield answer("cupy", found.cupy, lack, extra)
+    nvrtc = "install NVRTC (nvidia-cuda-nvrtc) for the compiler's CUDA version" if found.compiler.value else ""
+    yield answer("compiler", found.compiler, lack, extra)
     yield answer("NVRTC", found.nvrtc, lack, nvrtc)
     yield answer("kernels", found.built, lack, show=lambda seconds: f"built in {seconds:.2f} s")
     yield answer("kernel cache", found.cache, lack)

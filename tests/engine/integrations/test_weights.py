@@ -194,7 +194,7 @@ def test_a_name_of_the_hub_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert model_directory("org/name", cache=tmp_path / "hf" / "hub", environment={}) == snapshot
     assert model_directory(str(snapshot)) == snapshot
     for name, revision in (("org/other", None), ("org/name", "v2"), ("org/name", OTHER), ("org/name", "../../x")):
-        with pytest.raises(WeightsNotFoundError, match="is no path") as raised:
+        with pytest.raises(WeightsNotFoundError, match="is not a path") as raised:
             model_directory(name, revision, cache=tmp_path / "hf" / "hub")
         assert "model.weights" in raised.value.hint
 
