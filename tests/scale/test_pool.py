@@ -235,7 +235,7 @@ def test_the_bench_measures_both(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert report.exists(), done.stdout + done.stderr
     found = json.loads(report.read_text())
-    assert found["schema"] == "gdscache.bench.pool/1"
+    assert found["schema"] == "gdscache.bench.pool/2"
     assert {*found["pool"]} == {"put", "get"}
     assert {*found["dead_master"]} == {"lookup", "load"}
     assert all(row["ratio"] > 0 for part in ("pool", "dead_master") for row in found[part].values())

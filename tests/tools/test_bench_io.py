@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import re
-import subprocess
 import sys
-import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,31 +17,21 @@ import numpy as np
 import pytest
 import torch
 
-from gdscache.commands.bench import (
-    bare,
-    io,
-    io_cache,
-    io_cells,
-    io_measure,
-    io_plot,
-    io_report,
-    io_trial,
-    io_ways,
-    machine,
-    measure,
-)
+from gdscache.commands import console
+from gdscache.commands.bench import bare, io, io_cache, io_rows, io_sweep, io_ways, measure
 from gdscache.commands.bench import io_rows_engine as engine_rows
-from gdscache.commands.bench.io_cells import BY_NAME, OPS, WAYS, Cell, Settings
+from gdscache.commands.bench.io import BENCH, Settings
 from gdscache.commands.bench.io_engine import ColdEngine
 from gdscache.commands.bench.io_files import CallPerPage, FilePerPage, KvikioPerPage
-from gdscache.commands.bench.io_loop import Metered
-from gdscache.commands.bench.io_loop import run as run_cell
-from gdscache.commands.bench.io_rows import RATES, Place
-from gdscache.commands.bench.io_ways import OpenWay
+from gdscache.commands.bench.io_rows import Metered, Place
+from gdscache.commands.bench.io_sweep import OPS, Sweep, measure_way
+from gdscache.commands.bench.io_ways import BY_NAME, WAYS, OpenWay
+from gdscache.commands.bench.rows import RATES
+from gdscache.commands.replay.plan_machine import bench_rates
 from gdscache.config import SsdConfig
 from gdscache.errors import (
+    CapacityError,
     GdsCacheError,
-    InvalidValueError,
     IOFailedError,
     ShortIOError,
     StorageError,
@@ -53,6 +40,7 @@ from gdscache.errors import (
 from gdscache.storage import files, open_transport
 from gdscache.storage.base import Op
 from tests.support.posix_transport import PosixTransport
+from tests.support.terminal import on_terminal
 from tests.support.transport_parts import refuse_ring
 
 pytestmark = pytest.mark.suite
@@ -60,27 +48,29 @@ pytestmark = pytest.mark.suite
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
 TINY = dataclasses.replace(
-    Settings.quick(), total=16 * MIB, row_total=4 * MIB, ways=("host",), repeat=1, cell_seconds=0.005
+    Settings.of("quick"), total=16 * MIB, row_total=4 * MIB, ways=("host",), repeat=1, sweep_sizes=(64 * KIB,)
 )
 RAM = Path("/dev/shm")
 HAS_RAM = RAM.is_dir() and os.access(RAM, os.W_OK) and io_cache.in_memory(RAM)
 
 
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-W", "error", "-m", "gdscache", "bench", "io", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A quick run: its directory, and what a terminal of 80 columns showed."""
+    path, before = tmp_path_factory.mktemp("io"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        line = "-W", "error", "-m", "gdscache", "bench", "io", "--quick", "--dir", str(path)
+        status, shown = on_terminal([*line, "--json", str(path / "r.json"), "--plot", str(path / "r.svg")])
+    finally:
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        os.environ.update({} if before is None else {"CUDA_VISIBLE_DEVICES": before})
+    assert status == 0, shown
+    return path, shown
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    path = tmp_path_factory.mktemp("io")
-    done = command("--quick", "--dir", path, "--json", path / "r.json", "--plot", path / "r.svg")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return path, done
-
-
-@pytest.fixture(scope="module")
-def report(quick: tuple[Path, Any]) -> dict[str, Any]:
+def report(quick: tuple[Path, str]) -> dict[str, Any]:
     found = json.loads((quick[0] / "r.json").read_text())
     assert isinstance(found, dict)
     return found
@@ -90,9 +80,8 @@ def report(quick: tuple[Path, Any]) -> dict[str, Any]:
 
 
 def test_every_way_is_measured_or_listed_with_its_cause(report: dict[str, Any]) -> None:
-    assert report["schema"] == "gdscache.bench.io/1"
-    assert report["complete"] is True
-    assert report["failed"] == []
+    assert report["schema"] == "gdscache.bench.io/2"
+    assert (report["complete"], report["left"], report["failed"]) == (True, 0, [])
     assert [way["way"] for way in report["ways"]] == [way.name for way in WAYS]
     measured = {cell["way"] for cell in report["cells"]}
     listed = {entry["what"]: entry["cause"] for entry in report["cannot"]}
@@ -100,195 +89,175 @@ def test_every_way_is_measured_or_listed_with_its_cause(report: dict[str, Any]) 
         assert (way["way"] in measured) == (not way["cause"])
         assert way["cause"] == listed.get(way["label"], "")
     assert "host" in measured
-    assert listed["direct GPU, native"] == "torch sees no CUDA device"
+    assert listed["direct GPU, native"] == listed["direct reads"] == "torch sees no CUDA device"
     for cell in report["cells"]:
-        assert len(cell["gb_per_second"]["values"]) == report["settings"]["cell_rounds"]
+        assert len(cell["gb_per_second"]["values"]) == report["settings"]["sweep_rounds"]
         assert cell["ratio"] == pytest.approx(cell["gb_per_second"]["median"] / cell["ceiling_gb_per_second"]["median"])
-        assert cell["iops"] == pytest.approx(cell["gb_per_second"]["median"] * 1e9 / cell["io_bytes"])
-        latency = cell["latency_seconds"]
-        assert 0 < latency["p50"] <= latency["p99"] <= latency["max"]
-        assert cell["bytes"] == cell["requests"] * cell["io_bytes"]
-        assert cell["cpu_seconds_per_gib"]["median"] > 0
-    assert {cell["op"] for cell in report["cells"]} == set(OPS)
+        assert cell["bytes"] % cell["io_bytes"] == 0 < cell["bytes"]
+    for way in measured:
+        found = [(cell["op"], cell["io_bytes"]) for cell in report["cells"] if cell["way"] == way]
+        assert found == list(itertools.product(OPS, report["settings"]["sweep_sizes"]))
 
 
 def test_comparisons_say_what_they_are_held_against(report: dict[str, Any]) -> None:
     rows = {(r["what"], r["against"].partition(",")[0]): r for r in report["comparisons"]}
-    targets = {r["part"]: r["target"] for r in measure.judged(report)}
-    assert targets["a file a page, 256KiB pages"] in (2.0, 1.5)
-    assert targets["one call a page"] == 0.5
-    assert ("host reads" in targets) == (report["machine"]["storage"]["file_system"] not in io_cache.IN_MEMORY)
+    targets = {(r["case"], r["target"]) for r in measure.judged(report["comparisons"])}
+    assert {("a file a page, 256KiB pages", 2.0), ("a file a page, 256KiB pages", 1.5)} <= targets
+    assert {("SSD tier, 1MiB pages", 0.85), ("SSD tier, 4MiB pages", 0.85), ("one call a page", 0.5)} <= targets
+    on_disk = report["machine"]["storage"]["file_system"] not in io_cache.IN_MEMORY
+    assert (("host reads", 0.95) in targets) == on_disk
+    beside = {
+        (f"beside threads of Python, {size} pages", limit) for size in ("1MiB", "4MiB") for limit in (0.96, 0.55, 0.93)
+    }
+    assert beside <= targets
+    assert {("calls beside a thread of Python", limit) for limit in (2.0, 1.5, 1.0)} <= targets
+    stores = {("stores and loads, 4MiB pages", 0.85), ("stores and loads, 1MiB pages", 0.78)}
+    assert (stores <= targets) == on_disk
     assert {r["transport"] for r in rows.values()} == {engine_transport(Path())}
-    threads = {r["threads"] for r in rows.values() if r["part"] != "host reads"}  # those are scouted
+    threads = {r["threads"] for r in rows.values() if r["case"] != "host reads"}  # those are scouted
     assert threads == {report["settings"]["threads"]}
     for r in rows.values():
         assert r["ratio"] == pytest.approx(r["figure"]["median"] / r["against_figure"]["median"])
         if "target" in r:
             better = r["ratio"] >= r["target"] if r["unit"] in RATES else r["ratio"] <= r["target"]
             assert r["met"] is better
+    assert report["memory"]["pages"] == report["settings"]["memory_pages"]
     causes = [entry["what"] for entry in report["cannot"]]
-    assert [f"loads from a RAM disk, {size} pages" for size in ("4MiB", "1MiB", "256KiB")] == causes[-3:]
+    assert [f"loads from a RAM disk, {size} pages" for size in ("4MiB", "1MiB", "256KiB")] == causes[:3]
 
 
-def test_people_get_tables_and_the_directory_back(quick: tuple[Path, Any], report: dict[str, Any]) -> None:
-    path, done = quick
+def test_a_plan_takes_its_rates_from_the_report(quick: tuple[Path, str], report: dict[str, Any]) -> None:
+    rates = {op: report["ceilings"][op]["gb_per_second"]["median"] * 1e9 for op in ("read", "write")}
+    assert bench_rates([quick[0] / "r.json"]) == {"ssd_read": rates["read"], "ssd_write": rates["write"]}
+
+
+def test_people_get_whole_tables_and_the_directory_back(quick: tuple[Path, str], report: dict[str, Any]) -> None:
+    path, shown = quick
     assert {p.name for p in path.iterdir()} == {"r.json", "r.svg"}
-    assert done.stderr == ""
-    assert "…" not in done.stdout, "every table fits"
-    for words in ("Ways that work here", "Comparisons", "Ceilings", "Not measured here", "torch sees no CUDA device"):
-        assert words in done.stdout
-    assert f"by {engine_transport(path)}, {report['settings']['threads']} threads" in done.stdout
-    assert "Failed" not in done.stdout
-    missed = [r for r in measure.judged(report) if not r["met"]]
-    assert done.stdout.count("MISSED") == len(missed)
-    assert "host only" in (path / "r.svg").read_text()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    for words in ("Comparisons", "Ceilings", "Memory of an engine", "Cannot be measured here", "no CUDA device"):
+        assert words in shown
+    assert not {"met:", "MISSED:", "Failed"} & set(shown.split())
+    for row in report["comparisons"]:
+        assert console.figure(row["ratio"]) in shown, row["what"]
+    drawn = (path / "r.svg").read_text()
+    assert "host only" in drawn
+    assert drawn.count("<!-- SSD tier, ") == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--dir", "{}/none"), "not a directory"),
-        (("--dir", "{}", "--way", "gds"), "unknown way 'gds'"),
-        (("--dir", "{}", "--total", "1MiB"), "use at least 16MiB"),
-        (("--dir", "{}", "--total", "much"), "--total 'much'"),
-        (("--dir", "{}", "--full", "--quick"), "choose one"),
-        (("--dir", "{}", "--resume", "{}/none.json"), "cannot be read"),
-        (("--dir", "{}", "--json", "{}/none/r.json"), "--json"),
-        (("--dir", "{}", "--plot", "{}/r.doc"), "r.doc"),
-        (("--dir", "{}", "--require-gds", "--way", "host"), "add --way cufile"),
-    ],
-)
-def test_bad_arguments_are_refused_before_anything_runs(
-    arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    from gdscache import cli
-
-    monkeypatch.setattr(sys, "argv", ["gdscache", "bench", "io", *(a.format(tmp_path) for a in arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 2
-    assert words in capfd.readouterr().err
+def test_gds_that_is_required_is_proven_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TransportUnavailableError, match=r"not proven to work .* torch sees no CUDA device"):
+        BENCH.run(dataclasses.replace(TINY, ways=("cufile",), require_gds=True), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_gds_that_is_required_is_proven_or_refused(tmp_path: Path) -> None:
-    done = command("--quick", "--require-gds", "--dir", tmp_path)
-    assert done.returncode == 2
-    assert "GPUDirect Storage is not proven to work" in done.stderr
-    assert "torch sees no CUDA device" in done.stderr
-    assert not list(tmp_path.iterdir())
+# -- the sweep ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("no_trials")
-def test_a_way_that_failed_is_the_exit_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+class Watched(PosixTransport):
+    """Counts the requests in flight, and refuses one that uses memory of another."""
+
+    def submit(self, op: Op, requests: Any) -> Any:
+        self.open_now = getattr(self, "open_now", 0) + len(requests)
+        self.most = max(getattr(self, "most", 0), self.open_now)
+        submission = super().submit(op, requests)
+        plain = submission.completions
+
+        def completions(*rest: Any) -> Iterator[Any]:
+            yield from plain(*rest)
+            self.open_now -= len(requests)
+
+        submission.completions = completions
+        return submission
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_a_pass_moves_each_part_once_with_so_many_in_flight(
+    op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gdscache import cli
-
-    def broken(*_: object, **__: object) -> None:
-        raise IOFailedError("the disk is on fire", "leave")
-
-    monkeypatch.setattr(io_measure, "run", broken)
-    monkeypatch.setattr(io._Bench, "_parts", lambda self: [])
-    monkeypatch.setattr(sys, "argv", ["gdscache", "bench", "io", "--quick", "--way", "host", "--dir", str(tmp_path)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 1
-    assert "the disk is on fire" in capfd.readouterr().out
-
-
-# -- cells -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_matrix() -> None:
-    full, default = (io_cells.cells(profile, BY_NAME, 4 << 30) for profile in ("full", "default"))
-    for some in (full, default):
-        assert len({cell.key for cell in some}) == len(some)
-        assert all(cell.depth < 128 and cell.depth * cell.io_bytes <= io_cells.MEMORY for cell in some)
-        assert [key for key, _ in itertools.groupby(cell.way for cell in some)] == list(BY_NAME)
-        assert all(cell.lanes * cell.batch == cell.depth for cell in some)
-    assert set(default) < set(full)
-    wanted = itertools.product(BY_NAME, OPS, io_cells.SIZES, io_cells.DEPTHS, io_cells.THREADS)
-    missing = set(wanted) - {cell.key for cell in full}
-    assert all(io_bytes * depth > io_cells.MEMORY for _, _, io_bytes, depth, _ in missing)
-    for way in BY_NAME:
-        own = [cell for cell in default if cell.way == way]
-        assert [cell.op for cell in own[: len(OPS)]] == list(OPS), "the most telling first"
-        for field, values in (("io_bytes", io_cells.SIZES), ("depth", io_cells.DEPTHS), ("threads", io_cells.THREADS)):
-            assert {getattr(c, field) for c in own if c.op == "random read"} == set(values)
-    small = io_cells.cells("default", ["host"], 16 * MIB)
-    assert small
-    assert all(cell.depth * cell.io_bytes <= 16 * MIB for cell in small)
+    path, size = tmp_path / "io.bin", 4 * KIB
+    path.write_bytes(np.random.default_rng(5).bytes(8 * MIB))
+    monkeypatch.setattr(io_ways, "open_transport", lambda name, threads, device: Watched(threads))
+    moved: list[int] = []
+    with OpenWay("host", path, 2, io_sweep.DEPTH * size, CPU) as way, bare.BareLoop(path, 8 * MIB) as loop:
+        begin = way.begin
+        monkeypatch.setattr(way, "begin", lambda op, some, n: moved.extend(at for at, _ in some) or begin(op, some, n))
+        rates = {"gb_per_second": {"median": 1.0}, "threads": 1, "io_bytes": MIB}
+        swept = Sweep(way, loop, {"seconds": 0.01, "rounds": 1, "require_gds": False}, {"read": rates, "write": rates})
+        swept.one_pass(op, 1 * MIB, size)
+        assert way.transport.most == io_sweep.DEPTH  # type: ignore[attr-defined]
+        assert way.transport.open_now == 0  # type: ignore[attr-defined]
+    assert sorted(moved) == list(range(0, MIB, size))
+    assert moved != sorted(moved)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_a_pass_covers_the_file_once(op: str) -> None:
-    offsets = Cell("host", op, MIB, 8, 1).offsets(64 * MIB)
-    assert sorted(offsets.tolist()) == [i * MIB for i in range(64)]
-    in_order = offsets.tolist() == sorted(offsets.tolist())
-    assert in_order == (op in ("read", "write"))
+def test_a_way_in_a_child_that_hangs_dies_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not come back is a way that this machine does not have; an error of what worked is a failure."""
+    path = tmp_path / "io.bin"
+    path.write_bytes(bytes(16 * MIB))
+    ceilings = {op: {"gb_per_second": {"median": 1.0}, "threads": 2, "io_bytes": MIB} for op in ("read", "write")}
+    given = {"seconds": 0.01, "rounds": 1, "sizes": [64 * KIB, 256 * MIB], "require_gds": False}
+    found = io_sweep.sweep(path, "host", "cpu", 16 * MIB, given, ceilings)
+    direct = not files.probe_direct_io(tmp_path)
+    assert (found["cause"], found["word"], found["direct"]) == ("", "posix", direct)
+    assert [(cell["op"], cell["io_bytes"]) for cell in found["cells"]] == [(op, 64 * KIB) for op in OPS]
+    assert path.stat().st_size == 16 * MIB
+    missing = io_sweep.sweep(path, "kvikio_compat", "cuda:99", 16 * MIB, given, ceilings)
+    assert missing["cause"]
+    assert missing["cells"] == []
+    with monkeypatch.context() as patch:
+        patch.setattr(io_sweep, "DEADLINE_S", 0.2)
+        assert "no answer within 0.2 s" in io_sweep.sweep(path, "host", "cpu", 16 * MIB, given, ceilings)["cause"]
+    with pytest.raises(IOFailedError, match="the bare read loop failed"):
+        io_sweep.sweep(path, "host", "cpu", 16 * MIB, given, {**ceilings, "read": {**ceilings["read"], "threads": 0}})
 
 
-def test_a_quarter_of_what_is_mixed_is_written() -> None:
-    cell = Cell("host", "mixed", MIB, 8, 1)
-    assert [cell.op_of(batch) for batch in range(8)].count(Op.WRITE) == 2
-    assert io_cells.mixed_rate(4.0, 4.0) == pytest.approx(4.0)
-    assert io_cells.mixed_rate(6.0, 2.0) == pytest.approx(4.0)  # 3 GB in 0.5 s, 1 GB in 0.5 s
+def test_a_transport_that_is_missing_is_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.bin"
+    path.write_bytes(bytes(io_ways.CHECK_BYTES))
+
+    def missing(name: str, threads: int, device: object) -> NoReturn:
+        raise TransportUnavailableError("nixl cannot be\nimported", "install it")
+
+    monkeypatch.setattr(io_ways, "open_transport", missing)
+    found = measure_way(str(path), "nixl_posix", "cpu", 8 * MIB, {"sizes": [64 * KIB]}, {})
+    assert found == io_sweep.lacking("nixl cannot be imported")
 
 
-def test_percentiles_occurred() -> None:
-    found = io_cells.percentiles(np.arange(1.0, 101.0))
-    assert found == {"p50": 51.0, "p99": 100.0, "max": 100.0}
+def sweep_of(path: Path, **settings: Any) -> dict[str, Any]:
+    """A sweep in this process."""
+    ceilings = {op: {"gb_per_second": {"median": 1.0}, "threads": 2, "io_bytes": MIB} for op in ("read", "write")}
+    given = {"seconds": 0.01, "rounds": 2, "sizes": [64 * KIB], "require_gds": False, **settings}
+    return measure_way(str(path), "host", "cpu", path.stat().st_size, given, ceilings)
 
 
-# -- the loop ----------------------------------------------------------------------------------------------------------
+def test_reads_through_the_page_cache_are_cold(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where O_DIRECT is refused, the file is dropped before each pass, and the report says so."""
+    for module in (files, bare):
+        monkeypatch.setattr(module, "probe_direct_io", lambda directory: "open answers Invalid argument")
+    dropped: list[int] = []
+    drop = io_cache.drop
+    monkeypatch.setattr(io_cache, "drop", lambda paths: dropped.append(1) or drop(paths))
+    found = sweep_of(file)
+    expected = "memory" if io_cache.in_memory(file.parent) else "dropped"
+    assert [(cell["direct"], cell["cache"]["state"]) for cell in found["cells"]] == [(False, expected)] * 2
+    assert len(dropped) == 2 * (1 + 2 * 2)  # before the look at the cache, and before each pass of either
 
 
-class Recorder:
-    """A lane that moves nothing and says that each request took 2 s."""
-
-    def __init__(self, moved: list[tuple[Op, int, int]], error_at: int | None = None) -> None:
-        self.moved, self.error_at = moved, error_at
-        self.start = threading.Barrier(1)
-
-    def move(self, op: Op, some: Sequence[tuple[int, int]], nbytes: int) -> list[float]:
-        start, self.start = self.start, threading.Barrier(1)
-        start.wait(60)
-        self.moved += [(op, offset, at) for offset, at in some]
-        if self.error_at is not None and len(self.moved) > self.error_at:
-            raise IOFailedError("broken", "")
-        return [2.0] * len(some)
-
-
-def test_a_run_moves_each_part_once_and_counts() -> None:
-    cell, moved = Cell("host", "mixed", 64 * KIB, 8, 1), []  # type: ignore[var-annotated]
-    lanes = [Recorder(moved) for _ in range(cell.lanes)]
-    together = threading.Barrier(cell.lanes)  # so that each lane has a batch
-    for lane in lanes:
-        lane.start = together
-    found = run_cell(cell, lanes, 4 * MIB, 60.0, again=False)
-    assert sorted(offset for _, offset, _ in moved) == [i * 64 * KIB for i in range(64)]
-    assert found.nbytes == 4 * MIB
-    assert found.latencies.tolist() == [2.0] * 64
-    assert sum(op is Op.WRITE for op, _, _ in moved) == 16
-    places = {at for _, _, at in moved}
-    assert places == {i * 64 * KIB for i in range(8)}, "lanes share no memory, and use no more than depth requests"
-
-
-def test_a_run_ends_with_its_time_or_goes_round() -> None:
-    cell, moved = Cell("host", "read", 64 * KIB, 4, 1), []  # type: ignore[var-annotated]
-    lanes = [Recorder(moved) for _ in range(cell.lanes)]
-    assert run_cell(cell, lanes, 4 * MIB, 0.0, again=True).nbytes >= cell.lanes * cell.batch * cell.io_bytes
-    moved.clear()
-    found = run_cell(cell, lanes, 256 * KIB, 0.05, again=True)
-    assert len(moved) * cell.io_bytes == found.nbytes > 256 * KIB
-    assert found.seconds < 5
-
-
-def test_a_run_that_fails_is_no_figure() -> None:
-    cell, moved = Cell("host", "read", 64 * KIB, 4, 1), []  # type: ignore[var-annotated]
-    with pytest.raises(IOFailedError, match="broken"):
-        run_cell(cell, [Recorder(moved, 10) for _ in range(cell.lanes)], 4 * MIB, 60.0, again=True)
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_way_without_gds_fails_where_it_is_required(
+    counted: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operations = itertools.count()
+    monkeypatch.setitem(BY_NAME, "host", io_ways.Way("host", "host only", "host", cufile=True))
+    monkeypatch.setattr(io_sweep, "gds_operations", lambda: (next(operations), 0) if counted else (5, 5))
+    if counted:
+        assert all(cell["nvidia_fs"] == {"reads": 1, "writes": 0} for cell in sweep_of(file, require_gds=True)["cells"])
+    else:
+        with pytest.raises(IOFailedError, match="nvidia-fs counted no I/O"):
+            sweep_of(file, require_gds=True)
 
 
 def test_what_is_metered() -> None:
@@ -353,71 +322,24 @@ def test_the_byte_check_finds_what_is_wrong(
         io_ways.check(way)
 
 
-def test_a_lane_raises_the_error_of_a_request(file: Path) -> None:
+def test_the_error_of_a_request_is_raised(file: Path) -> None:
     with OpenWay("host", file, 2, MIB, CPU) as way, pytest.raises(ShortIOError):
-        way.lane().move(Op.READ, [(0, 0), (io_ways.CHECK_BYTES, 4 * KIB)], 4 * KIB)
-
-
-class Clock:
-    """CUDA's streams and events, for copies that are done when the call returns."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self.at = 0.0
-
-    def record(self, stream: object) -> None:
-        import time
-
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, end: Clock) -> float:
-        return (end.at - self.at) * 1e3
-
-    def synchronize(self) -> None: ...
+        way.move(Op.READ, [(0, 0), (io_ways.CHECK_BYTES, 4 * KIB)], 4 * KIB)
 
 
 def test_host_then_gpu_goes_through_both(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lane that copies, with a GPU that is played by host memory."""
-    for name in ("Stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, Clock)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    """With a GPU that is played by host memory."""
     monkeypatch.setattr(io_ways, "HostBuffer", lambda nbytes, pin, unit: real(nbytes, "off", unit))
     from gdscache.cuda.host_memory import HostBuffer as real  # noqa: N813
 
     with OpenWay("host_gpu", file, 2, io_ways.CHECK_BYTES, CPU) as way:
-        assert type(way.lane()) is io_ways.CopyingLane
         io_ways.check(way)
         assert way.host is not None
         assert way.gpu is not None
-        latencies = way.lane().move(Op.READ, [(0, 0), (MIB, MIB)], 64 * KIB)
-        assert len(latencies) == 2
-        assert all(0 < seconds < 60 for seconds in latencies)
         way.gpu.zero_()
         monkeypatch.setattr(way, "put", lambda content: None)
         with pytest.raises(StorageError, match="in the file"):  # what is written comes from the GPU, not from the host
             io_ways.check(way)
-
-
-def test_trials_of_what_hangs_dies_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    direct = not files.probe_direct_io(tmp_path)
-    assert io_trial.try_way("host", tmp_path, 2, "cpu") == io_trial.Trial("host", word="posix", direct=direct)
-    monkeypatch.setattr(io_trial, "_CODE", "import time; time.sleep(600)")
-    assert "no answer within 0.5 s" in io_trial.try_way("host", tmp_path, 2, "cpu", 0.5).cause
-    monkeypatch.setattr(io_trial, "_CODE", "import os; print('so long', flush=True); os.kill(os.getpid(), 11)")
-    assert io_trial.try_way("host", tmp_path, 2, "cpu").cause == "so long (exit status -11)"
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_transport_that_is_missing_is_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    path = tmp_path / "t.bin"
-    path.write_bytes(bytes(io_ways.CHECK_BYTES))
-
-    def missing(name: str, threads: int, device: object) -> NoReturn:
-        raise TransportUnavailableError("nixl cannot be\nimported", "install it")
-
-    monkeypatch.setattr(io_ways, "open_transport", missing)
-    monkeypatch.setattr(sys, "argv", ["-c", "nixl_posix", str(path), "1", "cpu"])
-    io_trial.main()
-    assert capsys.readouterr().out == '\ntrial: {"cause": "nixl cannot be imported"}\n'
 
 
 # -- the page cache ----------------------------------------------------------------------------------------------------
@@ -544,7 +466,7 @@ def test_loads_without_checksums_take_none(cold: ColdEngine) -> None:
     size = cold.slab.stat().st_size
     cold.slab.write_bytes(bytes(size))
     assert cold.load_unchecked() > 0
-    with pytest.raises(IOFailedError, match="were to come from the SSD"):
+    with pytest.raises(IOFailedError, match="were to come from the ssd tier"):
         cold.load()
 
 
@@ -560,11 +482,12 @@ def test_what_is_compared_is_what_an_engine_would_use(tmp_path: Path, monkeypatc
     for refused, wanted in ((False, here), (True, "posix")):
         if refused:
             refuse_ring(monkeypatch)
-        (row,) = io.io_rows.host_reads(place(tmp_path))
+        (row,) = io_rows.host_reads(place(tmp_path))
         assert row["transport"] == wanted
-        assert row["threads"] in io.io_rows.HOST_THREADS
-        assert {r["transport"] for r in io.io_rows.call_per_page(place(tmp_path))} == {wanted}
-        assert {r["transport"] for r in io.io_rows.file_per_page(place(tmp_path), MIB)} == {wanted}
+        assert row["threads"] in io_rows.HOST_THREADS
+        assert {r["transport"] for r in io_rows.call_per_page(place(tmp_path))} == {wanted}
+        assert {r["transport"] for r in io_rows.file_per_page(place(tmp_path), MIB)} == {wanted}
+        assert {r["transport"] for r in io_rows.ssd_tier(place(tmp_path), MIB)} == {wanted}
         assert {r["transport"] for r in engine_rows.cold_loads(place(tmp_path))} == {wanted}
 
 
@@ -582,17 +505,14 @@ def test_threads_of_comparisons_are_the_engine_s_and_more_on_a_ram_disk(
     seen: list[tuple[bool, int]] = []
     parts = [io.Part("a", lambda place: seen.append((False, place.threads)) or [])]  # type: ignore[func-returns-value]
     parts += [io.Part("b", lambda place: seen.append((True, place.threads)) or [], ram=True)]  # type: ignore[func-returns-value]
-    monkeypatch.setattr(io._Bench, "_parts", lambda self: parts)
-    monkeypatch.setattr(io_cells, "cells", lambda *_: [])
-    monkeypatch.setattr(io, "cells", lambda *_: [])
-    monkeypatch.setattr(io_trial, "try_ways", lambda *_: [])
+    monkeypatch.setattr(io, "parts", lambda *_: parts)
     monkeypatch.setattr(io_cache, "in_memory", lambda directory: directory.is_relative_to(ram))
-    io.run(tmp_path, dataclasses.replace(TINY, threads=None, ram_disk=str(ram)))
+    BENCH.run(dataclasses.replace(TINY, threads=None, ways=(), ram_disk=str(ram), memory_pages=10), tmp_path)
     assert seen == [(False, default), (True, max(default, 12))]
 
 
 def place(directory: Path, nbytes: int = 4 * MIB) -> Place:
-    return Place(directory, directory / "io.bin", nbytes, 1, 2, CPU, measure.silent, 5)
+    return Place(directory, directory / "io.bin", nbytes, 1, 2, CPU, console.silent, 5)
 
 
 def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -629,190 +549,89 @@ def test_kvikio_with_wrong_bytes_is_no_figure(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.fixture
-def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials cost a child each."""
-    monkeypatch.setattr(
-        io_trial, "try_ways", lambda ways, *_: [io_trial.Trial(name, "", "posix", direct=True) for name in ways]
-    )
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways are measured in this process, and the memory of an engine is not: each costs a child."""
+    monkeypatch.setattr(measure, "child", lambda module, function, *arguments, **_: measure_way(*arguments))
+    monkeypatch.setattr(io.memory, "engine_memory", lambda directory, pages: {"pages": pages})
 
 
-@pytest.mark.usefixtures("no_trials")
+@pytest.mark.usefixtures("here")
 def test_a_run_goes_on_where_a_report_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, kept = tmp_path / "r.json", []
-    head = {"schema": io_report.IO_SCHEMA, "machine": machine.describe(tmp_path), "settings": TINY.describe()}
-
-    def keep(found: dict[str, Any]) -> None:
-        io.write_json(path, {**head, **found})
-        kept.append(json.loads(path.read_text()))
-
-    whole = io.run(tmp_path, TINY, keep=keep)
+    kept: list[dict[str, Any]] = []
+    whole = BENCH.run(TINY, tmp_path, keep=lambda found: kept.append(json.loads(json.dumps(found))))
     assert whole["complete"]
-    counts = [len(found["cells"]) for found in kept]
-    assert counts == sorted(counts)
-    assert set(counts) == set(range(len(whole["cells"]) + 1)), "the file is written after each cell"
-    assert kept[-1]["cells"] == whole["cells"]
+    assert [len(found["done"]) for found in kept] == sorted(len(found["done"]) for found in kept)
+    assert kept[-1] == whole
 
-    def never(*_: object) -> None:
+    def never(*_: object, **__: object) -> NoReturn:
         raise AssertionError("measured again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(io_measure.Matrix, "_cell", never)
-        patch.setattr(io_measure.Matrix, "_ceiling", never)
-        for part in ("host_reads", "call_per_page", "file_per_page"):
-            patch.setattr(io.io_rows, part, never)
+        for module, name in ((io_sweep, "ceiling"), (io_sweep, "sweep"), (io_rows, "host_reads")):
+            patch.setattr(module, name, never)
         patch.setattr(engine_rows, "cold_loads", never)
-        done = io.resumed(path, io_report.IO_SCHEMA, TINY, tmp_path)
-        again = io.run(tmp_path, TINY, done=done)
-    assert (again["cells"], again["comparisons"]) == (whole["cells"], whole["comparisons"])
+        again = BENCH.run(TINY, tmp_path, done=whole)
+    assert (again["cells"], again["comparisons"], again["ways"]) == (
+        whole["cells"],
+        whole["comparisons"],
+        whole["ways"],
+    )
     assert again["complete"]
-
-    part = done["comparisons"][0]["part"]
-    done["comparisons"] = [r for r in done["comparisons"] if r["part"] != part]
-    gone = done["cells"].pop(1)
-    mended = io.run(tmp_path, TINY, done=done)
-    assert io_cells.key_of(mended["cells"][-1]) == io_cells.key_of(gone)
-    assert mended["cells"][-1] != gone
+    gone = whole["comparisons"][0]["case"]
+    part = {**whole, "done": [name for name in whole["done"] if name not in (gone, "host only")]}
+    mended = BENCH.run(TINY, tmp_path, done=part)
+    assert mended["complete"]
     assert len(mended["cells"]) == len(whole["cells"])
-    assert mended["comparisons"][-1]["part"] == part
-    assert {p.name for p in tmp_path.iterdir()} == {"r.json"}
-
-    with pytest.raises(InvalidValueError, match="measured with repeat 1, now it is 2"):
-        io.resumed(path, io_report.IO_SCHEMA, dataclasses.replace(TINY, repeat=2), tmp_path)
-    io.resumed(path, io_report.IO_SCHEMA, dataclasses.replace(TINY, profile="full", ways=("host", "direct")), tmp_path)
-    path.write_text(json.dumps({**kept[-1], "machine": {**head["machine"], "cores": 999}}))
-    with pytest.raises(InvalidValueError, match="measured with cores 999"):
-        io.resumed(path, io_report.IO_SCHEMA, TINY, tmp_path)
-    path.write_text('{"schema": "gdscache.bench.copy/1"}')
-    with pytest.raises(InvalidValueError, match="no report of bench io"):
-        io.resumed(path, io_report.IO_SCHEMA, TINY, tmp_path)
+    assert mended["cells"] != whole["cells"]
+    assert mended["comparisons"][-1]["case"] == gone
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def cells_only(no_trials: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io._Bench, "_parts", lambda self: [])
-
-
-@pytest.mark.usefixtures("cells_only")
-def test_reads_through_the_page_cache_are_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where O_DIRECT is refused, the file is dropped before each run, is read once, and the report says so."""
-    for module in (files, bare):
-        monkeypatch.setattr(module, "probe_direct_io", lambda directory: "open answers Invalid argument")
-    found = io.run(tmp_path, dataclasses.replace(TINY, cell_seconds=60.0))
-    assert found["failed"] == []
-    expected = "memory" if io_cache.in_memory(tmp_path) else "dropped"
-    for cell in found["cells"]:
-        assert cell["direct"] is False
-        assert cell["cache"]["state"] == expected
-        assert cell["bytes"] == TINY.total, "no part is read a second time, when the page cache would have it"
-    assert found["ceilings"]["read"]["direct"] is False
-
-
-@pytest.mark.usefixtures("cells_only")
-def test_time_that_is_over_leaves_cells_and_says_so(tmp_path: Path) -> None:
-    found = io.run(tmp_path, dataclasses.replace(TINY, budget_seconds=0.0))
-    assert found["cells"] == []
-    assert found["complete"] is False
-    assert found["left"] == len(io_cells.cells("quick", ["host"], TINY.total)) > 0
-    tables = io_report.io_tables({**found, "machine": {}})
-    assert any("--resume" in str(cell) for table in tables for cell in table.columns[0].cells)
-
-
-@pytest.mark.usefixtures("cells_only")
+@pytest.mark.usefixtures("here")
 def test_one_broken_way_does_not_cost_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Second(OpenWay):
-        def __init__(self, name: str, *rest: Any) -> None:
-            super().__init__("host", *rest)
-            if name == "nixl_posix":
-                self.close()
-                raise TransportUnavailableError("gone since the trial", "")
+    plain = io_sweep.measure_way
 
-    monkeypatch.setattr(io_measure, "OpenWay", Second)
-    found = io.run(tmp_path, dataclasses.replace(TINY, ways=("nixl_posix", "host")))
-    assert [entry["cause"] for entry in found["failed"]] == ["gone since the trial"]
-    assert found["failed"][0]["what"].startswith("NIXL POSIX, read")
+    def way(path: str, name: str, *rest: Any) -> dict[str, Any]:
+        if name == "nixl_posix":
+            raise IOFailedError("gone since the check", "")
+        return plain(path, name, *rest)
+
+    monkeypatch.setattr(io, "parts", lambda *_: [])
+    monkeypatch.setattr(measure, "child", lambda module, function, *arguments, **_: way(*arguments))
+    found = BENCH.run(dataclasses.replace(TINY, ways=("nixl_posix", "host")), tmp_path)
+    assert found["failed"] == [{"what": "NIXL POSIX", "cause": "gone since the check"}]
     assert {cell["way"] for cell in found["cells"]} == {"host"}
-    assert found["left"] == len(io_cells.cells("quick", ["nixl_posix"], TINY.total))
-    assert found["complete"] is False
+    assert found["left"] == 0
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("cells_only")
-def test_ctrl_c_leaves_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls, kept = io_measure.Matrix._cell, [], []
-
-    def interrupted(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    monkeypatch.setattr(io_measure.Matrix, "_cell", interrupted)
-    found = io.run(tmp_path, TINY, keep=lambda found: kept.append(len(found["cells"])))
-    assert (found["interrupted"], found["complete"], len(found["cells"])) == (True, False, 2)
-    assert kept[-1] == 2
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("cells_only")
-@pytest.mark.parametrize("counted", [False, True])
-def test_a_cell_without_gds_fails_where_it_is_required(
-    counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    operations = itertools.count()
-    monkeypatch.setattr(io_trial, "require_gds", lambda directory: "proven once")
-    monkeypatch.setitem(BY_NAME, "host", io_cells.Way("host", "host only", "host", cufile=True))
-    monkeypatch.setattr(io_measure, "gds_operations", lambda: (next(operations), 0) if counted else (5, 5))
-    found = io.run(tmp_path, dataclasses.replace(TINY, require_gds=True))
-    assert found["gds_proof"] == "proven once"
-    if counted:
-        assert found["failed"] == []
-        assert all(cell["nvidia_fs"] == {"reads": 1, "writes": 0} for cell in found["cells"])
-    else:
-        assert found["cells"] == []
-        assert "nvidia-fs counted no I/O" in found["failed"][0]["cause"]
-
-
-@pytest.mark.usefixtures("no_trials")
+@pytest.mark.usefixtures("here")
 def test_a_comparison_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(place: Place) -> list[Any]:
         raise GdsCacheError("no luck", "")
 
-    monkeypatch.setattr(
-        io._Bench, "_parts", lambda self: [io.Part("a part", broken), io.Part("b", broken, cause="why")]
-    )
-    found = io.run(tmp_path, TINY)
+    parts = [io.Part("a part", broken), io.Part("b", broken, cause="why")]
+    monkeypatch.setattr(io, "parts", lambda *_: parts)
+    found = BENCH.run(TINY, tmp_path)
     assert found["failed"] == [{"what": "a part", "cause": "no luck"}]
     assert {"what": "b", "cause": "why"} in found["cannot"]
     assert found["cells"]
 
 
-def test_a_report_is_replaced_in_one_step(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    io.write_json(path, {"a": 1})
-    assert oct(path.stat().st_mode & 0o777) == "0o644"
-    inode = path.stat().st_ino
-    path.chmod(0o600)
-    io.write_json(path, {"a": 2})
-    assert path.stat().st_ino != inode
-    assert oct(path.stat().st_mode & 0o777) == "0o600"
-    assert json.loads(path.read_text()) == {"a": 2}
-    with pytest.raises(TypeError):
-        io.write_json(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": 2}
-    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
-    io.write_json(Path("/dev/null"), {"a": 3})
-
-
 def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(GdsCacheError, match="are needed"):
-        io.run(tmp_path, dataclasses.replace(TINY, total=1 << 60))
+    with pytest.raises(CapacityError, match="are needed"):
+        BENCH.run(dataclasses.replace(TINY, total=1 << 60), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_part_of_a_report_can_be_drawn(report: dict[str, Any], tmp_path: Path) -> None:
-    none = {**report, "cells": [], "comparisons": [], "ceilings": {}}
-    io_plot.io_plot(none, tmp_path / "none.svg")
-    assert (tmp_path / "none.svg").stat().st_size
+    import matplotlib.figure
+
+    for part in ({"cells": [], "comparisons": [], "ceilings": None, "memory": None}, {"cells": report["cells"][:1]}):
+        figure = matplotlib.figure.Figure()
+        io.plot({**report, **part}, figure)
+        figure.savefig(tmp_path / "part.svg")
+        assert all(len(line) <= 80 for table in io.tables({**report, **part}) for line in table.lines(80))
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -822,8 +641,7 @@ def test_part_of_a_report_can_be_drawn(report: dict[str, Any], tmp_path: Path) -
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_every_way_on_a_gpu(tmp_path: Path) -> None:
     """Whatever works here is byte-checked and measured; what does not has a cause."""
-    settings = dataclasses.replace(Settings.quick(), pages=(256 * KIB,))
-    found = io.run(tmp_path, settings)
+    found = BENCH.run(Settings.of("quick"), tmp_path)
     assert found["failed"] == []
     words = {way["way"]: way for way in found["ways"]}
     assert words["host_gpu"]["cause"] == ""

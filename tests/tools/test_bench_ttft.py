@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,20 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from gdscache.commands.bench import commands, ttft, ttft_cells, ttft_plot
+from gdscache.commands.bench import ttft, ttft_cells, ttft_report
+from gdscache.commands.bench.ttft import BENCH
 from gdscache.commands.bench.ttft_answers import Answer, compare, worst
 from gdscache.commands.bench.ttft_cells import CACHED, NOWHERE, Cell, Settings, cell_of, cells, chosen, transfer_seconds
 from gdscache.commands.bench.ttft_client import EngineClient
-from gdscache.commands.bench.ttft_python import PLACES
-from gdscache.commands.bench.ttft_report import TTFT_SCHEMA, verdicts
+from gdscache.commands.bench.ttft_report import verdicts
+from gdscache.commands.console import duration
 from gdscache.errors import InvalidValueError, IOFailedError
+from tests.support.terminal import on_terminal
 
 pytestmark = pytest.mark.suite
 
 SMALL = dataclasses.replace(Settings.of("quick", "cpu"), prompts=(96,), page_tokens=8, block_tokens=8, repeat=1)
 KEYS = [
-    "schema", "machine", "settings", "complete", "interrupted", "left", "model", "cells", "waits", "python",
-    "cannot", "failed", "not_run", "verdicts",
+    "schema", "machine", "settings", "complete", "interrupted", "left", "done", "cannot", "failed",
+    "model", "cells", "waits", "not_run", "verdicts",
 ]  # fmt: skip
 
 
@@ -41,36 +40,35 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-W", "error", "-m", "gdscache", "bench", "ttft", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(line, capture_output=True, text=True, env=environment, check=False)
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """A quick run on the CPU: its directory, its report and what it printed."""
+    """A quick run on the CPU: its directory, its report and what a terminal of 80 columns showed."""
     path = tmp_path_factory.mktemp("ttft")
-    files = ("--json", path / "r.json", "--plot", path / "r.svg")
-    done = command("--quick", "--device", "cpu", "--dir", path, "--repeat", 1, *files)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return path, json.loads((path / "r.json").read_text()), done.stdout
+    files = ("--dir", str(path), "--json", str(path / "r.json"), "--plot", str(path / "r.svg"))
+    line = ("-W", "error", "-m", "gdscache", "bench", "ttft", "--quick", "--device", "cpu", "--repeat", "1", *files)
+    status, shown = on_terminal(line)
+    assert status == 0, shown
+    return path, json.loads((path / "r.json").read_text()), shown
 
 
 def test_every_cell_has_a_figure_or_a_cause(quick: tuple[Path, dict[str, Any], str]) -> None:
     path, report, printed = quick
     assert list(report) == KEYS
-    assert (report["schema"], report["complete"], report["left"]) == (TTFT_SCHEMA, True, 0)
-    rows = [row for name in ("cells", "cannot", "failed", "not_run") for row in report[name]]
-    wanted = cells(Settings.of("quick", "cpu"))
-    assert sorted(cell_of(row).label for row in rows) == sorted(cell.label for cell in wanted)
+    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/3", True, 0)
+    wanted = [cell.label for cell in cells(Settings.of("quick", "cpu"))]
+    listed = [row["what"] for name in ("cannot", "failed", "not_run") for row in report[name]]
+    assert sorted([*(cell_of(row).label for row in report["cells"]), *listed]) == sorted(wanted)
     assert report["failed"] == report["not_run"] == []
-    assert {row["where"] for row in report["cannot"]} == {"ssd_direct"}
+    assert all("ssd direct" in row["what"] for row in report["cannot"])
     assert all("the planes are on cpu" in row["cause"] for row in report["cannot"])
-    assert "the planes are on cpu" in printed
+    assert "the planes are" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    for row in report["cells"]:
+        assert duration(row["ttft_seconds"]["median"]) in printed
+    assert not {"met:", "MISSED:", "…"} & set(printed.split())
     assert (path / "r.svg").stat().st_size > 1000
     assert sorted(file.name for file in path.iterdir()) == ["r.json", "r.svg"]  # the tier's files are gone
 
@@ -106,31 +104,6 @@ def test_the_figures_are_what_they_say(quick: tuple[Path, dict[str, Any], str]) 
     assert (waits["requests"], waits["wait_seconds"]["count"]) == (4, 4)
     assert not any("met" in row for row in report["verdicts"])  # the targets are those of a GPU
     assert {row["name"] for row in report["verdicts"]} >= {"ideal", "gate", "gate better", "wait", "miss"}
-
-
-def test_the_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
-    for arguments, said in (
-        ({"full": True, "quick": True}, "both given"),
-        ({"client": "vllm"}, "unknown client 'vllm'"),
-        ({"preset": "90b"}, "unknown preset '90b'"),
-        ({"directory": tmp_path / "none"}, "is not a directory"),
-        ({"resume": tmp_path / "none.json"}, "cannot be read"),
-        ({"plot": tmp_path / "plot.txt"}, "no plot can be written"),
-    ):
-        with pytest.raises(InvalidValueError, match=said):
-            commands.ttft(device="cpu", **arguments)
-
-
-def test_a_report_of_other_settings_is_not_gone_on_with(
-    quick: tuple[Path, dict[str, Any], str], tmp_path: Path
-) -> None:
-    path, report, _ = quick
-    settings = dataclasses.replace(Settings.of("quick", "cpu"), repeat=1)
-    assert ttft.resumed(path / "r.json", TTFT_SCHEMA, settings, path) == report
-    with pytest.raises(InvalidValueError, match="measured with repeat 1"):
-        ttft.resumed(path / "r.json", TTFT_SCHEMA, dataclasses.replace(settings, repeat=3), path)
-    with pytest.raises(InvalidValueError, match="is no report of bench ttft"):
-        ttft.resumed(path / "r.json", "gdscache.bench.io/1", settings, path)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -169,26 +142,26 @@ def test_it_goes_on_where_it_was_ended(
         return plain(self, cell)
 
     monkeypatch.setattr(EngineClient, "hit", hit)
-    found = ttft.run(tmp_path, SMALL, keep=lambda found: None)
+    found = BENCH.run(SMALL, tmp_path)
     assert (found["interrupted"], found["complete"], found["left"]) == (True, False, 2)
     assert {cell_of(row) for row in found["cells"]} == set(wanted[:3])
     assert not any(tmp_path.iterdir())
     kept += [json.loads(json.dumps(found))]
     measured.clear()
-    again = ttft.run(tmp_path, SMALL, done=kept[0])
+    again = BENCH.run(SMALL, tmp_path, done=kept[0])
     assert set(measured) == set(wanted[3:])
     assert again["cells"][:3] == kept[0]["cells"]
     assert {cell_of(row) for row in again["cells"]} == set(wanted)
     assert (again["interrupted"], again["complete"], again["left"]) == (False, True, 0)
     assert again["waits"] == kept[0]["waits"]
     measured.clear()
-    over = ttft.run(tmp_path, SMALL, done=again)
+    over = BENCH.run(SMALL, tmp_path, done=again)
     assert (measured, over["complete"], over["cells"]) == ([], True, again["cells"])
 
 
 def test_a_budget_that_is_spent_leaves_cells(tmp_path: Path, some: Callable[..., None]) -> None:
     some(a_cell(), a_cell("gpu", 99))
-    found = ttft.run(tmp_path, dataclasses.replace(SMALL, budget_seconds=0.0))
+    found = BENCH.run(dataclasses.replace(SMALL, budget_seconds=0.0), tmp_path)
     assert (found["cells"], found["left"], found["complete"], found["failed"]) == ([], 2, False, [])
 
 
@@ -208,17 +181,17 @@ def test_other_tokens_and_errors_are_failures(
         return dataclasses.replace(found, sources={"ssd": 48}) if cell == elsewhere else found
 
     monkeypatch.setattr(EngineClient, "hit", hit)
-    found = ttft.run(tmp_path, SMALL)
-    causes = {cell_of(row): row["cause"] for row in found["failed"]}
+    found = BENCH.run(SMALL, tmp_path)
+    causes = {row["what"]: row["cause"] for row in found["failed"]}
     assert causes == {
-        wrong: "it gave other tokens than without a cache",
-        broken: "the disk is on fire",
-        elsewhere: "tokens came from {'ssd': 48}",
+        wrong.label: "it gave other tokens than without a cache",
+        broken.label: "the disk is on fire",
+        elsewhere.label: "tokens came from {'ssd': 48}",
     }
     assert found["complete"]
     assert {cell_of(row) for row in found["cells"]} == {wrong, good, elsewhere}
     monkeypatch.setattr(EngineClient, "hit", plain)
-    mended = ttft.run(tmp_path, SMALL, done=found)
+    mended = BENCH.run(SMALL, tmp_path, done=found)
     assert (mended["failed"], len(mended["cells"])) == ([], 4)
     assert [row["tokens"] for row in mended["cells"]] == ["same"] * 4
 
@@ -233,7 +206,7 @@ def test_a_failing_baseline_fails_its_cells(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(EngineClient, step, fail)
-    found = ttft.run(tmp_path, SMALL)
+    found = BENCH.run(SMALL, tmp_path)
     assert [row["cause"] for row in found["failed"]] == ["out of memory"] * 2
     assert (found["cells"], found["left"]) == ([], 0)
 
@@ -285,22 +258,6 @@ def test_pages_that_are_not_where_they_are_needed(client: EngineClient) -> None:
     client.cache.clear()
     with pytest.raises(IOFailedError, match="pages are not where ssd_via_cpu needs them"):
         client.place(tokens, cached, "ssd_via_cpu")
-
-
-def test_the_transformers_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    settings = dataclasses.replace(SMALL, client="transformers")
-    wanted, others = chosen(settings)
-    assert {(cell.where, cell.overlap, cell.gate) for cell in wanted} == {
-        ("cpu", False, False), ("ssd_via_cpu", False, False)
-    }  # fmt: skip
-    assert len(wanted) + len(others) == len(cells(settings))
-    monkeypatch.setattr(ttft, "chosen", lambda _: ([cell for cell in wanted if cell.cached == 50], others))
-    found = ttft.run(tmp_path, settings)
-    assert (found["failed"], found["left"]) == ([], 0)
-    assert [(row["where"], row["sources"], row["tokens"]) for row in found["cells"]] == [
-        ("cpu", {"cpu": 48}, "same"), ("ssd_via_cpu", {"ssd": 48}, "same")
-    ]  # fmt: skip
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -431,32 +388,20 @@ def test_tokens_are_compared() -> None:
 
 
 def test_a_plot_of_what_there_is(tmp_path: Path, quick: tuple[Path, dict[str, Any], str]) -> None:
-    pytest.importorskip("matplotlib")
+    import matplotlib.figure
+
     _, report, _ = quick
     for name, some in (("none", []), ("one", report["cells"][2:3])):
-        ttft_plot.ttft_plot({**report, "cells": some, "model": None}, tmp_path / f"{name}.png")
+        figure = matplotlib.figure.Figure()
+        ttft_report.plot({**report, "cells": some, "model": None}, figure)
+        figure.savefig(tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
 
 
-def test_hits_beside_threads_of_python(quick: tuple[Path, dict[str, Any], str]) -> None:
-    _, report, said = quick
-    rows = report["python"]
-    expected = [(kind, where) for kind in ("3 ms of Python in 8 to 18", "Python without pause") for where in PLACES]
-    assert [(row["beside"], row["where"]) for row in rows] == expected
-    for row in rows:
-        assert (row["cached_percent"], row["overlap"], row["gate"]) == (90, True, False)
-        c, t, mine = row["resident_seconds"]["median"], row["transfer_seconds"], row["ttft_seconds"]["median"]
-        assert row["ideal_ratio"] == max(c, t) / mine
-        assert min(c, t, mine) > 0
-    assert "Beside threads of Python" in said
-
-
 def test_settings_that_measure_nothing() -> None:
-    ttft_cells.check(SMALL)
+    SMALL.check()
     with pytest.raises(InvalidValueError, match="a prompt of 63 tokens"):
-        ttft_cells.check(dataclasses.replace(SMALL, prompts=(63,), page_tokens=16))
-    with pytest.raises(InvalidValueError, match="unknown client"):
-        ttft_cells.check(dataclasses.replace(SMALL, client="none"))
+        dataclasses.replace(SMALL, prompts=(63,), page_tokens=16).check()
     assert np.isfinite(Settings().budget_seconds or 0.0)
 
 
@@ -468,7 +413,7 @@ def test_a_quick_run_on_a_gpu(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     settings = dataclasses.replace(Settings.of("quick", "cuda:0"), repeat=1)
-    found = ttft.run(tmp_path, settings)
+    found = BENCH.run(settings, tmp_path)
     assert (found["failed"], found["left"]) == ([], 0)
-    assert {row["where"] for row in found["cannot"]} <= {"ssd_direct"}
+    assert all("ssd direct" in row["what"] for row in found["cannot"])
     assert {row["tokens"] for row in found["cells"]} <= {"same", "near tie"}

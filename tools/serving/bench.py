@@ -195,9 +195,9 @@ def line(row: dict[str, Any]) -> str:
 
 def plot(reports: list[dict[str, Any]], path: Path) -> None:
     """A bar a system: milliseconds to the first token."""
-    from gdscache.commands.bench.plots import require
+    from gdscache.commands.console import require_matplotlib
 
-    figure = require(path).figure.Figure(figsize=(6.5 * len(reports), 4), layout="constrained")
+    figure = require_matplotlib(path).figure.Figure(figsize=(6.5 * len(reports), 4), layout="constrained")
     for axes, report in zip(figure.subplots(1, len(reports), squeeze=False)[0], reports, strict=True):
         bars: list[tuple[str, float, str]] = []
         plain = next(row for row in report["rows"] if row["way"] == "none")["first"]

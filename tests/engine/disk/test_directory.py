@@ -25,7 +25,7 @@ from gdscache.errors import (
     NotARegularFileError,
 )
 
-PACKAGE = Path(directory.__file__).parent
+PACKAGE = Path(directory.__file__).parent.parent
 # The child takes the modules without the package's own imports: it starts in a tenth of a second.
 OWN = f"""
 import sys, types

@@ -18,7 +18,7 @@ from gdscache.store.parcel import Parcel, StoreJob
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, Host, prompt, quiet, settle, until
 from tests.support.replays import PAGE, make, run, work_of
-from tests.support.write_parts import dirty, on, open_host, written  # noqa: F401  (a fixture)
+from tests.support.write_parts import dirty, on, written
 
 OpenHost = Callable[..., Host]
 PAGES = 5  # of each prompt
@@ -290,12 +290,12 @@ def stored(host: Host, *prompts: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize(("queue", "first"), [(3, (3,)), (64, (3, 3))])
 def test_pages_are_found_in_the_cpu_tier_while_the_ssd_stalls(
-    open_host: OpenHost,  # noqa: F811
+    policy_host: OpenHost,
     queue: int,
     first: Sequence[int],
 ) -> None:
     """By `store.queue`, or by half of the CPU tier, which is four pages."""
-    host = open_host("write_through", cpu=8, ssd=24, queue=queue)
+    host = policy_host("write_through", cpu=8, ssd=24, queue=queue)
     early = [prompt(seed, n) for seed, n in enumerate(first, 1)]
     with PLAN.rule(Op.WRITE, Fault.HANG):
         under_way = [host.store(tokens) for tokens in early]
@@ -323,8 +323,8 @@ def test_pages_are_found_in_the_cpu_tier_while_the_ssd_stalls(
     settle(host.engine)
 
 
-def test_the_gatherer_does_not_wait_for_a_bounce_slot_while_the_ssd_is_behind(open_host: OpenHost) -> None:  # noqa: F811
-    host = open_host("write_through", cpu=3, ssd=24, bounce=2)
+def test_the_gatherer_does_not_wait_for_a_bounce_slot_while_the_ssd_is_behind(policy_host: OpenHost) -> None:
+    host = policy_host("write_through", cpu=3, ssd=24, bounce=2)
     with PLAN.rule(Op.WRITE, Fault.HANG):
         host.store(prompt(1, 3))
         until(lambda: in_cpu(host) == 3, "the CPU tier is full of pages on their way")
@@ -335,8 +335,8 @@ def test_the_gatherer_does_not_wait_for_a_bounce_slot_while_the_ssd_is_behind(op
     settle(host.engine)
 
 
-def test_the_next_store_offers_what_was_refused(open_host: OpenHost) -> None:  # noqa: F811
-    host = open_host("write_through", cpu=8, ssd=24, queue=3)
+def test_the_next_store_offers_what_was_refused(policy_host: OpenHost) -> None:
+    host = policy_host("write_through", cpu=8, ssd=24, queue=3)
     with PLAN.rule(Op.WRITE, Fault.HANG):
         host.store(prompt(1, 3))
         until(lambda: host.engine.stats()["store_queue"]["to_ssd_bytes"] > 0, "the first pages are on their way")
@@ -347,8 +347,8 @@ def test_the_next_store_offers_what_was_refused(open_host: OpenHost) -> None:  #
     assert refused(host) == {"queue_full": 2}
 
 
-def test_hits_that_find_no_room_count_and_the_next_one_offers_again(open_host: OpenHost) -> None:  # noqa: F811
-    host = open_host("write_through_selective", hits=1, cpu=8, queue=2)
+def test_hits_that_find_no_room_count_and_the_next_one_offers_again(policy_host: OpenHost) -> None:
+    host = policy_host("write_through_selective", hits=1, cpu=8, queue=2)
     with PLAN.rule(Op.WRITE, Fault.HANG):
         for seed in (1, 2):
             stored(host, prompt(seed, 2))
@@ -366,8 +366,8 @@ def test_hits_that_find_no_room_count_and_the_next_one_offers_again(open_host: O
 
 
 @pytest.mark.parametrize("queue", [2, 64])
-def test_dirty_pages_do_not_fill_the_cpu_tier_while_the_ssd_stalls(open_host: OpenHost, queue: int) -> None:  # noqa: F811
-    host = open_host("write_back", cpu=8, ssd=40, queue=queue)
+def test_dirty_pages_do_not_fill_the_cpu_tier_while_the_ssd_stalls(policy_host: OpenHost, queue: int) -> None:
+    host = policy_host("write_back", cpu=8, ssd=40, queue=queue)
     with PLAN.rule(Op.WRITE, Fault.HANG):
         for seed in range(1, 13):
             [report] = stored(host, prompt(seed, 2))
@@ -388,11 +388,11 @@ def test_dirty_pages_do_not_fill_the_cpu_tier_while_the_ssd_stalls(open_host: Op
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @pytest.mark.parametrize("drain", [True, False])
 def test_what_is_reported_as_written_survives_a_close(
-    open_host: OpenHost,  # noqa: F811
+    policy_host: OpenHost,
     policy: str,
     drain: bool,
 ) -> None:
-    host = open_host(policy, cpu=8, ssd=24, queue=3)
+    host = policy_host(policy, cpu=8, ssd=24, queue=3)
     handles = []
     with PLAN.rule(Op.WRITE, Fault.HANG):
         for n, seed in enumerate((1, 2), 1):
@@ -400,7 +400,7 @@ def test_what_is_reported_as_written_survives_a_close(
             until(lambda n=n: in_cpu(host) == 3 * n, "its pages are in the CPU tier")  # type: ignore[misc]
     host.engine.close(drain=drain)
     reported = [i for handle in handles for i, tiers in enumerate(handle.result(0).tiers) if "ssd" in tiers]
-    again = open_host(policy, cpu=8, ssd=24, queue=3)
+    again = policy_host(policy, cpu=8, ssd=24, queue=3)
     kept = [i for seed in (1, 2) for i in on(again, "ssd", prompt(seed, 3))]
     if policy == "write_through":
         assert kept == reported
@@ -409,8 +409,8 @@ def test_what_is_reported_as_written_survives_a_close(
         assert kept == [0, 1, 2, 0, 1, 2]
 
 
-def test_clear_while_the_ssd_stalls_leaves_nothing(open_host: OpenHost) -> None:  # noqa: F811
-    host = open_host("write_through", cpu=8, ssd=24, queue=3)
+def test_clear_while_the_ssd_stalls_leaves_nothing(policy_host: OpenHost) -> None:
+    host = policy_host("write_through", cpu=8, ssd=24, queue=3)
     with PLAN.rule(Op.WRITE, Fault.HANG):
         host.store(prompt(1, 3))
         until(lambda: host.engine.stats()["store_queue"]["to_ssd_bytes"] > 0, "the first pages are on their way")

@@ -28,8 +28,8 @@ def stored(host: Host, tokens: list[int], start: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("hits", [1, 2, 3])
-def test_selective_writes_a_page_after_so_many_hits(open_host: OpenHost, hits: int) -> None:
-    host = open_host("write_through_selective", hits=hits, cpu=8)
+def test_selective_writes_a_page_after_so_many_hits(policy_host: OpenHost, hits: int) -> None:
+    host = policy_host("write_through_selective", hits=hits, cpu=8)
     tokens = prompt(1, 3)
     report = stored(host, tokens)
     assert report.tiers == (("cpu",),) * 3
@@ -45,8 +45,8 @@ def test_selective_writes_a_page_after_so_many_hits(open_host: OpenHost, hits: i
     assert written() == (2 if hits > 1 else 3), "a clean page was written again, or one that was not hit enough"
 
 
-def test_selective_counts_hits_of_the_page_and_not_of_its_slot(open_host: OpenHost) -> None:
-    host = open_host("write_through_selective", hits=2, cpu=2, ssd=12)
+def test_selective_counts_hits_of_the_page_and_not_of_its_slot(policy_host: OpenHost) -> None:
+    host = policy_host("write_through_selective", hits=2, cpu=2, ssd=12)
     first, second = prompt(1, 2), prompt(2, 2)
     stored(host, first)
     host.engine.lookup(first)
@@ -59,8 +59,8 @@ def test_selective_counts_hits_of_the_page_and_not_of_its_slot(open_host: OpenHo
     assert on(host, "ssd", second) == [0, 1]
 
 
-def test_selective_drops_what_finds_no_slot_in_the_cpu_tier(open_host: OpenHost) -> None:
-    host = open_host("write_through_selective", cpu=2, ssd=12)
+def test_selective_drops_what_finds_no_slot_in_the_cpu_tier(policy_host: OpenHost) -> None:
+    host = policy_host("write_through_selective", cpu=2, ssd=12)
     report = stored(host, prompt(1, 4))
     assert report.dropped == {2: "cpu_full", 3: "cpu_full"}
     assert host.engine.stats()["dropped"] == {"cpu_full": 2}
@@ -69,8 +69,8 @@ def test_selective_drops_what_finds_no_slot_in_the_cpu_tier(open_host: OpenHost)
 # -- write_back ------------------------------------------------------------------------------------------------------
 
 
-def test_write_back_writes_the_coldest_above_the_mark_and_no_more_than_to_the_other(open_host: OpenHost) -> None:
-    host = open_host("write_back", cpu=8)  # more than 4 dirty pages: down to 2
+def test_write_back_writes_the_coldest_above_the_mark_and_no_more_than_to_the_other(policy_host: OpenHost) -> None:
+    host = policy_host("write_back", cpu=8)  # more than 4 dirty pages: down to 2
     old, new = prompt(1, 3), prompt(2, 3)
     stored(host, old)
     assert (dirty(host), written()) == (3, 0)
@@ -83,8 +83,8 @@ def test_write_back_writes_the_coldest_above_the_mark_and_no_more_than_to_the_ot
     assert dirty(host) <= 2
 
 
-def test_write_back_writes_a_page_once(open_host: OpenHost) -> None:
-    host = open_host("write_back", cpu=8)
+def test_write_back_writes_a_page_once(policy_host: OpenHost) -> None:
+    host = policy_host("write_back", cpu=8)
     for seed in (1, 2, 1, 2, 1):
         stored(host, prompt(seed, 3))
         host.engine.lookup(prompt(seed, 3))
@@ -95,8 +95,8 @@ def test_write_back_writes_a_page_once(open_host: OpenHost) -> None:
     assert host.engine.stats()["stored"] == {"cpu": 6, "ssd": 6}
 
 
-def test_dirty_pages_are_not_evicted_and_others_pass_by(open_host: OpenHost) -> None:
-    host = open_host("write_back", cpu=4, watermarks=(0.99, 0.99))
+def test_dirty_pages_are_not_evicted_and_others_pass_by(policy_host: OpenHost) -> None:
+    host = policy_host("write_back", cpu=4, watermarks=(0.99, 0.99))
     kept, clean, other = prompt(1, 3), prompt(2, 1), prompt(3, 3)
     stored(host, kept)  # three dirty pages of four
     with host.engine.manager.lock:
@@ -116,18 +116,18 @@ def test_dirty_pages_are_not_evicted_and_others_pass_by(open_host: OpenHost) -> 
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_close_writes_what_is_dirty_or_drops_it(open_host: OpenHost, drain: bool) -> None:
-    host = open_host("write_back", cpu=8)
+def test_close_writes_what_is_dirty_or_drops_it(policy_host: OpenHost, drain: bool) -> None:
+    host = policy_host("write_back", cpu=8)
     tokens = prompt(1, 3)
     stored(host, tokens)
     host.engine.close(drain=drain)
     assert written() == (3 if drain else 0)
-    again = open_host("write_back", cpu=8)
+    again = policy_host("write_back", cpu=8)
     assert again.load(tokens).tokens == (12 if drain else 0)
 
 
-def test_a_page_that_cannot_be_written_is_dropped_once_and_may_be_evicted(open_host: OpenHost) -> None:
-    host = open_host("write_back", cpu=8)
+def test_a_page_that_cannot_be_written_is_dropped_once_and_may_be_evicted(policy_host: OpenHost) -> None:
+    host = policy_host("write_back", cpu=8)
     tokens = prompt(1, 3)
     stored(host, tokens)
     with PLAN.rule(Op.WRITE, Fault.EIO):
@@ -141,8 +141,8 @@ def test_a_page_that_cannot_be_written_is_dropped_once_and_may_be_evicted(open_h
     assert written() == tried, "it is tried for ever"
 
 
-def test_clear_takes_dirty_pages_along(open_host: OpenHost) -> None:
-    host = open_host("write_back", cpu=8)
+def test_clear_takes_dirty_pages_along(policy_host: OpenHost) -> None:
+    host = policy_host("write_back", cpu=8)
     stored(host, prompt(1, 3))
     assert host.engine.clear() == {"cpu": 3, "ssd": 0}
     assert dirty(host) == 0
@@ -153,8 +153,8 @@ def test_clear_takes_dirty_pages_along(open_host: OpenHost) -> None:
     assert dirty(host) == 0
 
 
-def test_flush_says_when_it_is_not_done_in_time(open_host: OpenHost) -> None:
-    host = open_host("write_back", cpu=8)
+def test_flush_says_when_it_is_not_done_in_time(policy_host: OpenHost) -> None:
+    host = policy_host("write_back", cpu=8)
     stored(host, prompt(1, 3))
     with PLAN.rule(Op.WRITE, Fault.HANG), pytest.raises(DeadlineError, match=r"after 0\.2 s"):
         host.engine.flush(0.2)
@@ -162,8 +162,8 @@ def test_flush_says_when_it_is_not_done_in_time(open_host: OpenHost) -> None:
     assert (written(), dirty(host)) == (3, 0)
 
 
-def test_flush_is_drain_for_the_other_policies(open_host: OpenHost) -> None:
-    host = open_host("write_through_selective", cpu=8)
+def test_flush_is_drain_for_the_other_policies(policy_host: OpenHost) -> None:
+    host = policy_host("write_through_selective", cpu=8)
     stored(host, prompt(1, 3))
     host.engine.flush(WAIT)
     assert written() == 0
@@ -173,8 +173,8 @@ def test_flush_is_drain_for_the_other_policies(open_host: OpenHost) -> None:
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_what_is_offered_while_it_is_in_flight_is_sent_once(open_host: OpenHost, policy: str) -> None:
-    host = open_host(policy, cpu=8)
+def test_what_is_offered_while_it_is_in_flight_is_sent_once(policy_host: OpenHost, policy: str) -> None:
+    host = policy_host(policy, cpu=8)
     tokens = prompt(1, 3)
     with PLAN.rule(Op.WRITE, Fault.HANG):
         first = host.store(tokens)
@@ -188,8 +188,8 @@ def test_what_is_offered_while_it_is_in_flight_is_sent_once(open_host: OpenHost,
     assert host.engine.stats()["stored"] == {"cpu": 3, "ssd": 3}
 
 
-def test_never_writes_nothing(open_host: OpenHost) -> None:
-    host = open_host("never", cpu=8)
+def test_never_writes_nothing(policy_host: OpenHost) -> None:
+    host = policy_host("never", cpu=8)
     assert stored(host, prompt(1, 3)).tiers == (("cpu",),) * 3
     host.engine.flush(WAIT)
     assert (written(), dirty(host)) == (0, 0)
