@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 from typing import Annotated, Any
@@ -49,12 +50,20 @@ def format_size(size: int) -> str:
     return str(size)
 
 
+def significant(value: float, digits: int = 3) -> str:
+    """A number for people, rounded to `digits` significant digits: `12,300`, `31.4`, `0.0120`."""
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    rounded = float(f"{value:.{digits - 1}e}")
+    return f"{rounded:,.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
+
+
 def about(size: int) -> str:
-    """A size for people: `1.50 GiB`; exact below 10 KiB."""
+    """A size for people, with three significant digits: `1.50 GiB`; exact below 10 KiB."""
     for letter in "PTGMK":
         unit = UNITS[f"{letter}iB"]
         if size >= 10 * unit or (letter != "K" and size >= unit):
-            return format_size(size) if size % unit == 0 else f"{size / unit:.2f} {letter}iB"
+            return format_size(size) if size % unit == 0 else f"{significant(size / unit)} {letter}iB"
     return f"{size} bytes"
 
 

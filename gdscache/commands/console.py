@@ -1,0 +1,223 @@
+"""What every command shows: tables, figures, a progress bar, a JSON file, the way to a plot.
+
+    table = Table("Copies", "page", "what", "GB/s")  # without columns: pairs of a name and a text
+    table.add_row("2MiB", "load", figure(31.42))
+    show(table, "a line below")
+
+A table is as wide as its cells where there is room, as in a pipe. On a narrower terminal the widest columns wrap at
+words; where the words do not fit side by side, each row becomes a block of lines, one a column. Nothing is left out,
+and a number stays whole, with its unit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import typer
+
+from gdscache.errors import InvalidValueError, MissingPackageError
+from gdscache.sizes import significant
+
+Progress = Callable[[int, int, str], None]
+"""Called as `progress(done, total, text)` while something long goes on."""
+
+PLOT_FORMATS = (".png", ".svg", ".pdf")
+
+_GAP = "  "
+_LONG_WORD = 24  # a longer word, such as a path or a digest, may go on in the next line
+_HARD_SPACE = "\N{NO-BREAK SPACE}"
+_TOGETHER = re.compile(r"(?<![\w.])[-+~]?[0-9][0-9.,]* [A-Za-z%µ/][\w/%]*|\([^()]{1,20}\)")
+_NUMBER = re.compile(r"[-+~<]?[0-9][0-9.,]*( ?[A-Za-z%µ/]+)?( \([^()]*\))?")
+
+
+def silent(done: int, total: int, text: str) -> None:
+    """A progress callback that says nothing."""
+
+
+class Table:
+    """Rows of texts below a title and the names of the columns. Columns of numbers are aligned to the right."""
+
+    def __init__(self, title: str = "", *columns: str, caption: str = "") -> None:
+        self.title, self.columns, self.caption = title, columns, caption
+        self._rows: list[tuple[str, ...]] = []
+        self._colors: list[str] = []
+
+    def add_row(self, *cells: str, color: str = "") -> None:
+        """A row, which may end before the last column. `color` is that of its first cell on a terminal."""
+        self._rows.append(cells)
+        self._colors.append(color)
+
+    def lines(self, width: int | None = None) -> list[str]:
+        """The table as lines of at most `width` characters; None: as wide as it is. Without rows it has no lines."""
+        if not self._rows:
+            return []
+        count = max(map(len, [self.columns, *self._rows]))
+        grid = [[_together(cell) for cell in [*row, *[""] * (count - len(row))]] for row in [self.columns, *self._rows]]
+        widths = _widths(list(zip(*grid, strict=True)), math.inf if width is None else width - len(_GAP) * (count - 1))
+        if widths is None:
+            body = [line for row, color in self._colored(grid) for line in _block(row, grid[0], color, width)]
+        else:
+            right = [_is_numbers(column) for column in zip(*grid[1:], strict=True)]
+            head = _beside(grid[0], widths, right, "", low=True) if self.columns else []
+            body = head + [line for row, color in self._colored(grid) for line in _beside(row, widths, right, color)]
+        around = [_wrap(text, width) for text in (self.title, self.caption)]
+        return [line.replace(_HARD_SPACE, " ").rstrip() for line in around[0] + body + around[1]]
+
+    def _colored(self, grid: Sequence[list[str]]) -> Iterator[tuple[list[str], str]]:
+        return zip(grid[1:], self._colors, strict=True)
+
+
+def show(*parts: Table | str) -> None:
+    """Print tables and texts, with an empty line between them, as wide as the terminal; whole lines into a pipe."""
+    width = None
+    if sys.stdout.isatty():
+        width = max(_LONG_WORD, os.get_terminal_size(sys.stdout.fileno()).columns or 80)
+    shown = [part.lines(width) if isinstance(part, Table) else _wrap(part, width) for part in parts]
+    typer.echo("\n\n".join("\n".join(lines) for lines in shown if lines))
+
+
+def figure(value: float, unit: str = "") -> str:
+    """A number with three significant digits, and its unit: `31.4 GB/s`."""
+    return f"{significant(value)} {unit}".rstrip()
+
+
+def duration(seconds: float) -> str:
+    """A time with three significant digits, in the unit that suits it: `1.25 ms`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if abs(seconds) * scale >= 0.9995:
+            return figure(seconds * scale, unit)
+    return figure(seconds * 1e9, "ns")
+
+
+def percent(share: float) -> str:
+    """A share of 1 with three significant digits: `12.5 %`."""
+    return figure(100 * share, "%")
+
+
+def verdict(part: Mapping[str, Any], relation: str, show_limit: Callable[[Any], str] = "{:g}".format) -> str:
+    """Of a figure with a `target`, whether it is `met`: `met: at least 0.95`."""
+    return f"{'met' if part['met'] else 'MISSED'}: {relation} {show_limit(part['target'])}"
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar on standard error that follows a `Progress`; not drawn where standard error is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """Raise `InvalidValueError` now, and not after minutes of work, when `path` cannot be a file."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise InvalidValueError(f"{option} {path} cannot be written", "name a file in a directory that exists")
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report in one step: a reader finds the old file or the new one, after a crash too."""
+    text = json.dumps(report, indent=2) + "\n"
+    if path.exists() and not path.is_file():  # a pipe or a device
+        path.write_text(text)
+        return
+    file, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.absolute().parent)
+    try:
+        with open(file, "w") as out:
+            out.write(text)
+        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def require_matplotlib(path: Path) -> ModuleType:
+    """matplotlib, ready to draw into `path`; it is imported here, and nowhere before.
+
+    Raises `MissingPackageError` where it is not installed and `InvalidValueError` for a file name of unknown kind.
+    """
+    if path.suffix.lower() not in PLOT_FORMATS:
+        raise InvalidValueError(f"no plot can be written as {path.name!r}", f"use a name in {', '.join(PLOT_FORMATS)}")
+    try:
+        import matplotlib.figure
+    except ImportError as error:
+        raise MissingPackageError(
+            f"a plot needs matplotlib, which cannot be imported: {error}", "install gdscache[plot]"
+        ) from error
+    return matplotlib
+
+
+def _together(text: str) -> str:
+    """A text in which lines do not end between a number and its unit, or in short parentheses."""
+    return _TOGETHER.sub(lambda found: found[0].replace(" ", _HARD_SPACE), text)
+
+
+def _is_numbers(column: Sequence[str]) -> bool:
+    return all(_NUMBER.fullmatch(cell.replace(_HARD_SPACE, " ")) for cell in column if cell)
+
+
+def _widths(columns: Sequence[Sequence[str]], room: float) -> list[int] | None:
+    """A width for each column that together take `room`; None where the words of the columns do not fit."""
+    widths = [max(map(len, column)) for column in columns]
+    least = [
+        max((min(len(word), _LONG_WORD) for cell in column for word in cell.split(" ")), default=0)
+        for column in columns
+    ]
+    if sum(least) > room:
+        return None
+    while sum(widths) > room:
+        widest = max((i for i, width in enumerate(widths) if width > least[i]), key=lambda i: widths[i])
+        widths[widest] -= 1
+    return widths
+
+
+def _wrap(text: str, width: int | None) -> list[str]:
+    if not text or width is None:
+        return [text] if text else []
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _beside(
+    row: Sequence[str], widths: Sequence[int], right: Sequence[bool], color: str, low: bool = False
+) -> list[str]:
+    """The lines of one row, its cells side by side; `low`: short cells stand at the bottom."""
+    cells = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+    height = max(map(len, cells))
+    lines = []
+    for number in range(height):
+        texts = []
+        for cell, width, to_right in zip(cells, widths, right, strict=True):
+            at = number - (height - len(cell) if low else 0)
+            text = cell[at] if 0 <= at < len(cell) else ""
+            texts.append(text.rjust(width) if to_right else text.ljust(width))
+        lines.append(_GAP.join([_painted(texts[0], color), *texts[1:]]))
+    return lines
+
+
+def _block(row: Sequence[str], names: Sequence[str], color: str, width: int | None) -> list[str]:
+    """The lines of one row, its cells below one another."""
+    lines = [_painted(line, color) for line in _wrap(row[0], width)]
+    for name, cell in zip(names[1:], row[1:], strict=True):
+        text = _wrap(f"{name}: {cell}" if name else cell, None if width is None else width - len(_GAP))
+        lines += [f"{_GAP}{line}" for line in text if cell]
+    return lines
+
+
+def _painted(text: str, color: str) -> str:
+    return typer.style(text, fg=color) if color else text
