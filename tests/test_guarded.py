@@ -264,10 +264,10 @@ def test_it_is_the_other_order_or_lru() -> None:
 def test_a_good_order_is_set_free_again_by_its_bets() -> None:
     """LRU's worst case behind traffic in which the order has lost its budget."""
     policy = Guarded()
-    policy.following = True
+    policy.judged = True
     work = trace([[i % 300, 0] for i in range(9000)])
     found = simulate(work, 400, policy)
-    assert not policy.following
+    assert not policy.judged
     assert found.hits > 200
     assert simulate(work, 400, LRU()).hits == 0
 
@@ -324,7 +324,7 @@ def test_a_sample_tells_what_all_pages_would(restored: bool) -> None:
     assert abs(policy.debt - exact.debt) < 0.1 * exact._shadow.hits
     assert policy._shadow.hits << policy._shift == pytest.approx(exact._shadow.hits, rel=0.2)
     for order in (policy, exact):
-        order.following = True
+        order.judged = True
         assert set(order) == set(present)
     for key in present:
         policy.remove(key)
