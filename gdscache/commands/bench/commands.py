@@ -266,53 +266,6 @@ def ttft(
     _end(report)
 
 
-@bench_app.command("policy")
-def policy(
-    trace: Annotated[
-        list[Path] | None, typer.Option(help="Recorded traffic: a Mooncake trace, may be repeated for its parts.")
-    ] = None,
-    kinds: Annotated[list[str] | None, typer.Option("--kind", help="Made-up traffic, may be repeated.")] = None,
-    policies: Annotated[list[str] | None, typer.Option("--policy", help="Order, may be repeated.")] = None,
-    json_file: Json = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw the figures into this file (.png, .svg, .pdf), those of admissions into NAME-admission."
-        ),
-    ] = None,
-    quick: Quick = False,
-) -> None:
-    """Eviction orders on recorded and made-up traffic, against plain LRU and the optimum; what each admission and write
-    policy finds and writes; the index's cost a page.
-
-    No bytes move. About half an hour on one core.
-    """
-    from gdscache.commands.bench import policy as measured
-    from gdscache.commands.bench import policy_report
-
-    _check_plot(plot)
-    given: dict[str, Any] = {
-        "traces": tuple(trace) if trace else None,
-        "kinds": tuple(kinds) if kinds else None,
-        "policies": tuple(dict.fromkeys([measured.DEFAULT, *policies])) if policies else None,
-    }
-    settings = measured.Settings.quick() if quick else measured.Settings()
-    settings = _replaced(settings, given)
-    measured.check(settings)
-    report = _measured(
-        Path(),
-        json_file,
-        policy_report.POLICY_SCHEMA,
-        {**settings.describe(), "quick": quick},
-        lambda progress, _: measured.run(settings, progress),
-        policy_report.policy_tables,
-    )
-    if plot is not None:
-        policy_report.policy_plot(report, plot)
-        if report["admission"]["runs"]:
-            policy_report.admission_plot(report, plot.with_stem(f"{plot.stem}-admission"))
-
-
 @bench_app.command("pool")
 def pool(
     pages: Annotated[int | None, typer.Option(min=1, help="Pages of 1 MiB that move in a round. Default: 128.")] = None,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay.trace import BLOCK_TOKENS
 from gdscache.commands.replay.workload import Workload
 from gdscache.errors import InvalidValueError
@@ -19,13 +19,8 @@ from gdscache.index.retention import DEFAULT
 from gdscache.index.table import PageState
 from gdscache.policies.base import EvictionPolicy
 
-Progress = Callable[[int, int, str], None]
 _REPORT_EVERY = 256  # requests between two reports of progress
 _NEVER = 1 << 62
-
-
-def silent(done: int, total: int, text: str) -> None:
-    """Progress that nobody looks at."""
 
 
 @dataclass
