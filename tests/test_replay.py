@@ -391,7 +391,7 @@ def test_capacities_are_pages_or_percent(text: str, pages: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "%", "0", "-1", "0%", "1.5", "x", "nan", "inf%", "1/2", "5GiB"])
 def test_other_capacities_are_refused(text: str) -> None:
-    with pytest.raises(InvalidValueError, match="--capacity .* is no capacity"):
+    with pytest.raises(InvalidValueError, match=r"--capacity .* is no capacity"):
         pages_of(text, 190, None, "--capacity")
 
 
