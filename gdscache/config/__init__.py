@@ -25,7 +25,7 @@ from pydantic import (
 
 from gdscache.config.file import read_places
 from gdscache.config.model import ModelConfig, PlaneConfig
-from gdscache.config.problems import COLLECT, NOWHERE, Section, explain, reject
+from gdscache.config.problems import COLLECT, NOWHERE, ConfigSection, explain, reject
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
 from gdscache.limits import MAX_COUNT, MAX_DEVICE_INDEX, MAX_SECONDS
 from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size
@@ -107,9 +107,6 @@ def _variable(match: re.Match[str]) -> str:
     return os.environ[name]
 
 
-CopyPath = Literal["auto", "staged", "zero_copy", "copy_engine"]
-
-
 def _kept_order(value: object) -> object:
     """Orders that engines had, and that are only replayed now."""
     if value in ("slru", "s3fifo", "lfu", "credit_lru"):
@@ -127,7 +124,7 @@ ClassPath = Annotated[str, AfterValidator(_class_path), WithJsonSchema({"type": 
 Directory = Annotated[Path, BeforeValidator(_expand), WithJsonSchema({"type": "string", "minLength": 1})]
 
 
-class GpuConfig(Section):
+class GpuConfig(ConfigSection):
     """The paged pool on the GPU, or in host memory where there is none, and its staging ring."""
 
     device: Device = Field(default="auto", description="auto (cuda if there is one, else cpu), cpu, cuda or cuda:N")
@@ -140,37 +137,17 @@ class GpuConfig(Section):
         default="auto",
         description="CUDA kernels for pages: auto (else the copy engine alone), on (or refuse to open), off",
     )
-    load_path: CopyPath = Field(
-        default="auto", description="host to GPU: auto (as calibrated), staged, zero_copy or copy_engine"
-    )
-    store_path: CopyPath = Field(
-        default="auto", description="GPU to host: auto (as calibrated), staged, zero_copy or copy_engine"
-    )
 
 
-class CpuConfig(Section):
+class CpuConfig(ConfigSection):
     """The pinned pool in host memory."""
 
     capacity: Size = Field(default=4 * GIB, description="page pool in host memory, allocated when the tier opens")
     eviction: Eviction = Field(default="lifetime", description="which pages go when it is full: lru or lifetime")
     pin: Switch = Field(default="auto", description="page-lock the pool: auto (where CUDA is), on, off")
-    high_watermark: float = Field(
-        default=0.5,
-        ge=0,
-        lt=1,
-        description="write_back: share of the slots whose pages the SSD has not got; above it the coldest are written",
-    )
-    low_watermark: float = Field(default=0.25, ge=0, lt=1, description="write_back: ... down to this share")
-
-    @model_validator(mode="after")
-    def _marks_in_order(self, info: ValidationInfo) -> Self:
-        if self.low_watermark > self.high_watermark:
-            message = f"cpu.low_watermark is {self.low_watermark}, above cpu.high_watermark, {self.high_watermark}"
-            raise reject(InvalidValueError, message, "set low_watermark to high_watermark or less", info)
-        return self
 
 
-class SsdConfig(Section):
+class SsdConfig(ConfigSection):
     """The slab and its catalogue on an SSD."""
 
     path: Directory = Field(
@@ -216,7 +193,7 @@ class SsdConfig(Section):
     )
 
 
-class TierConfig(Section):
+class TierConfig(ConfigSection):
     """A further tier, of a class of yours."""
 
     tier: ClassPath = Field(description="package.module:Class, a subclass of gdscache.tiers.base.DurableTier")
@@ -227,7 +204,7 @@ class TierConfig(Section):
     )
 
 
-class StoreConfig(Section):
+class StoreConfig(ConfigSection):
     """How pages are stored."""
 
     queue: Size = Field(
@@ -251,7 +228,7 @@ class StoreConfig(Section):
     )
 
 
-class LoadConfig(Section):
+class LoadConfig(ConfigSection):
     """How pages are loaded."""
 
     threads: int = Field(default=4, ge=1, le=1024, description="loads that run at once, 1 to 1024")
@@ -267,7 +244,7 @@ class LoadConfig(Section):
     )
 
 
-class PrefetchConfig(Section):
+class PrefetchConfig(ConfigSection):
     """How pages are brought from the SSD into the CPU tier ahead of their load."""
 
     stop: Literal["best_effort", "wait_complete", "timeout"] = Field(
@@ -275,26 +252,17 @@ class PrefetchConfig(Section):
         description="when wait() stops a prefetch: best_effort (at once), wait_complete (never, within load.deadline), "
         "timeout",
     )
-    timeout_base: float = Field(
-        default=1.0, ge=0, le=MAX_SECONDS, description="timeout: seconds that every prefetch has, and ..."
-    )
-    timeout_per_1024_tokens: float = Field(
-        default=0.25,
+    timeout: float = Field(
+        default=1.0,
         ge=0,
         le=MAX_SECONDS,
-        description="timeout: ... seconds more for each 1,024 tokens that the SSD has of it",
-    )
-    threshold: int = Field(
-        default=0, ge=0, le=MAX_COUNT, description="tokens; what the SSD has fewer of is not prefetched"
+        description="timeout: seconds that a prefetch has, and 0.25 more for each 1,024 tokens that the SSD has of it",
     )
     quota: float = Field(
         default=0.5,
         gt=0,
         le=1,
         description="share of the CPU tier's slots for prefetched pages that nobody has used yet; one page at least",
-    )
-    queue: int = Field(
-        default=1024, ge=1, le=MAX_COUNT, description="prefetches that are under way or wait; more end at once"
     )
     chunk: Size = Field(
         default=128 * MIB, description="bytes that move before it is another prefetch's turn; one page at least"
@@ -304,7 +272,7 @@ class PrefetchConfig(Section):
     )
 
 
-class EventsConfig(Section):
+class EventsConfig(ConfigSection):
     """KV events: what tiers have got and lost, for routers."""
 
     enabled: bool = Field(default=False, description="whether there are any, for callbacks and for endpoint")
@@ -313,13 +281,9 @@ class EventsConfig(Section):
     )
     replay: str | None = Field(default=None, description="ZeroMQ endpoint where batches can be asked for again")
     topic: str = Field(default="", description="topic of the messages")
-    queue: int = Field(
-        default=1 << 18, ge=1, le=MAX_COUNT, description="pages whose events wait to be told; more are dropped, counted"
-    )
-    kept: int = Field(default=10_000, ge=1, le=MAX_COUNT, description="batches that can be asked for again")
 
 
-class Config(Section):
+class Config(ConfigSection):
     """One engine. `cpu` and `ssd` are None where there is no such tier."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError

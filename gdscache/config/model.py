@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, Strict, ValidationInfo, WithJsonSchema, model_validator
 
-from gdscache.config.problems import Section, reject
+from gdscache.config.problems import ConfigSection, reject
 from gdscache.errors import ConfigError, GeometryError
 from gdscache.limits import MAX_COUNT, MAX_EXTENT_BYTES, MAX_LAYERS
 from gdscache.pages.layout import DTYPE_BYTES, MAX_PAGE_TOKENS, PageLayout, Plane
@@ -23,7 +23,7 @@ Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
-class PlaneConfig(Section):
+class PlaneConfig(ConfigSection):
     """One kind of per-token row, for `kind: planes`."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
@@ -38,7 +38,7 @@ class PlaneConfig(Section):
     )
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """The model whose cache this is, and the part of it that this process holds."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
@@ -62,9 +62,6 @@ class ModelConfig(Section):
     v_head_dim: Positive | None = Field(default=None, description="mha: elements of a head of V; null is head_dim")
     kv_lora_rank: Positive | None = Field(default=None, description="mla: elements of the latent part")
     rope_dim: Positive | None = Field(default=None, description="mla: elements of the rope part")
-    mla_split: bool = Field(
-        default=True, description="mla: true is two planes, latent and rope; false is one with both"
-    )
     planes: Annotated[tuple[PlaneConfig, ...], Strict(False)] = Field(
         default=(), description="planes: the list of planes, each with name, shape, dtype and layers"
     )
@@ -127,7 +124,7 @@ class ModelConfig(Section):
             rows = {"k": (heads, k_dim), "v": (heads, self.v_head_dim or k_dim)}
         else:
             latent, rope = self.kv_lora_rank or 0, self.rope_dim or 0
-            rows = {"latent": (latent,), "rope": (rope,)} if self.mla_split else {"latent": (latent + rope,)}
+            rows = {"latent": (latent,), "rope": (rope,)}
         return [(Plane(name, shape, self.dtype), None) for name, shape in rows.items()]
 
     def layout(self) -> PageLayout:
@@ -165,11 +162,11 @@ class ModelConfig(Section):
 # For each kind: the keys it needs, and those it may have besides.
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mha": (("kv_heads", "head_dim"), ("v_head_dim",)),
-    "mla": (("kv_lora_rank", "rope_dim"), ("mla_split",)),
+    "mla": (("kv_lora_rank", "rope_dim"), ()),
     "planes": (("planes",), ()),
 }
 _HINTS: dict[str, Any] = {
     "mha": "mha needs kv_heads and head_dim, and may have v_head_dim",
-    "mla": "mla needs kv_lora_rank and rope_dim, and may have mla_split",
+    "mla": "mla needs kv_lora_rank and rope_dim; for one plane with both, list it (kind: planes)",
     "planes": "planes needs a list of planes, and every layer needs one",
 }

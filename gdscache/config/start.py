@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from gdscache.config import load_config
-from gdscache.config.engines import WRITTEN_FOR, InferenceEngine, Sizes
+from gdscache.config.engines import WRITTEN_FOR, Sizes, SupportedEngine
 from gdscache.errors import ConfigFileError, GdsCacheError, InvalidValueError
 from gdscache.sizes import GIB, MIB, about, format_size, parse_size
 
@@ -23,7 +23,7 @@ _SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # to c
 
 
 def init(
-    engine: Annotated[InferenceEngine, typer.Argument(help="The inference engine that reads it.")],
+    engine: Annotated[SupportedEngine, typer.Argument(help="The inference engine that reads it.")],
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("gdscache.yaml"),
     cpu: Annotated[str | None, typer.Option("--cpu", metavar="SIZE", help="cpu.capacity, e.g. 32GiB.")] = None,
     ssd: Annotated[str | None, typer.Option("--ssd", metavar="SIZE", help="ssd.capacity, e.g. 500GiB.")] = None,

@@ -15,11 +15,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.index.eviction import EvictablePages
+from gdscache.index.eviction_orders import NO_RETENTIONS
 from gdscache.index.free_slots import FreeSlots
-from gdscache.index.orders import NO_RETENTIONS
 from gdscache.index.retention import Retention
 from gdscache.index.table import PENDING, VERIFIED, Entry, PageState
-from gdscache.index.victims import EvictablePages
 from gdscache.pages.keys import Page
 from gdscache.policies.base import LRU, EvictionPolicy
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gdscache.pages.keys import Page
 
 REMEMBERED = 4  # `second_offer`: an offer is remembered during so many offers a slot of the SSD, up to twice as many
-_REFUSED_KEPT = 4096  # pages that were refused and not used since then
+REFUSED_KEPT = 4096  # pages that were refused and not used since then
 _log = logging.getLogger("gdscache.store")
 
 
@@ -154,7 +154,14 @@ class Admission:
     Remembers up to 4,096 refused pages besides what the policy does. The manager's lock guards it.
     """
 
-    def __init__(self, policy: AdmissionPolicy, extent_bytes: int, budget: EnduranceBudget | None = None) -> None:
+    def __init__(
+        self,
+        policy: AdmissionPolicy,
+        extent_bytes: int,
+        budget: EnduranceBudget | None = None,
+        kept: int = REFUSED_KEPT,
+    ) -> None:
+        self._kept = kept
         self.admitted = 0
         self.refused: Counter[str] = Counter()
         self._policy = policy
@@ -234,7 +241,7 @@ class Admission:
             said = self._said(page, cause, victim)
             _log.warning("the SSD refuses pages (%s): %s. This is said once; stats() counts on", cause, said)
         self._lately[page.key] = None
-        if len(self._lately) > _REFUSED_KEPT:
+        if len(self._lately) > self._kept:
             self._lately.popitem(last=False)
         return cause
 

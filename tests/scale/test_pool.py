@@ -14,9 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pool_parts import EXTENT, PAGES, PYTHON, RealPool, end_fence, eventually, fence, needs_mooncake, real_pool
 
 from gdscache.pool.io import TRAILER_BYTES
+from tests.scale.pool_parts import (
+    EXTENT,
+    PAGES,
+    PYTHON,
+    RealPool,
+    end_fence,
+    eventually,
+    fence,
+    needs_mooncake,
+    real_pool,
+)
 
 pytestmark = pytest.mark.scale
 MANY = 4 * PAGES  # 8 MiB: some tens of milliseconds

@@ -101,9 +101,10 @@ class Bench:
             "block": given.block,
             "kv_cache": 9 * gib,
             "token_bytes": TOKEN_BYTES,
-            "cpu": (1 if small else 10 if way == "storage" else 18) * gib,
+            "cpu": (1 if small else 18) * gib,
             "ssd": f"{1 if small else 22}GiB",
             "host_buffer": "64MiB" if small else "512MiB",
+            "threads": 16 if where == "ram" else 8,  # the default, 8, keeps a disk busy and no RAM disk
         }
 
     def stage(self, ways: list[tuple[str, bool, str, bool]]) -> None:

@@ -17,7 +17,7 @@ from gdscache.cuda.host_memory import MAX_REGISTRATION
 from gdscache.cuda.streams import Event
 from gdscache.errors import CapacityError, IOFailedError
 from gdscache.extents.host import HostExtents
-from gdscache.movers.base import Moved, Mover
+from gdscache.movers.base import Mover, QueuedCopies
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import GIB, about
@@ -141,7 +141,7 @@ class Copies:
         def queue(after: Sequence[Event]) -> Queued:
             marks: list[Mark] = []
 
-            def one_way(direction: str) -> list[Moved]:
+            def one_way(direction: str) -> list[QueuedCopies]:
                 move = mover.scatter if direction == "load" else mover.gather
                 slots, blocks = self._slots[direction], self._blocks[direction]
                 moved = []

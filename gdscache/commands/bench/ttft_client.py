@@ -23,7 +23,7 @@ from gdscache.commands.bench.ttft_answers import Answer, stored_bytes
 from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens, expected_tiers
 from gdscache.commands.toy_engine import PRESETS, EngineOptions, InferenceEngine, KVPool, fingerprint, random_model
 from gdscache.errors import IOFailedError
-from gdscache.gate.busy import BusyPeriods
+from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
 from gdscache.sizes import MIB

@@ -56,8 +56,7 @@ def build_seconds(gpu: torch.device) -> float:
 def find_mover(asked: Asked, device: torch.device) -> MoverFacts:
     """What an engine would copy this model's pages with: it is opened for a moment, for a pool of one page."""
     planes = PagedPlanes.allocate(asked.config.model.layout(), 1, device)
-    paths = {"load_path": "auto", "store_path": "auto"}  # these have rows of their own
-    mover = open_mover(planes, asked.config.gpu.model_copy(update=paths))
+    mover = open_mover(planes, asked.config.gpu)
     try:
         found = mover.describe()
     finally:

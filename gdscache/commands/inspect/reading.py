@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from gdscache.arrays import Int64Array
 from gdscache.disk import catalog_file, catalog_image, stripes
 from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
 from gdscache.disk.namespaces import descriptions
@@ -34,8 +34,6 @@ from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 
 ATTEMPTS = 20  # to read a catalogue that is being opened or closed at this moment
 PAUSE = 0.05  # seconds between two attempts
-
-Integers = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,12 +64,12 @@ class Contents:
     catalog_bytes: int
     slab: Slab
     slab_bytes: tuple[int, ...]
-    slots: Integers
+    slots: Int64Array
     keys: list[bytes]
     parents: list[bytes]
-    namespaces: Integers
-    lengths: Integers
-    recency: Integers
+    namespaces: Int64Array
+    lengths: Int64Array
+    recency: Int64Array
     broken: list[int]
     retentions: dict[int, tuple[int, float | None]]
     broken_retentions: list[int]
@@ -104,7 +102,7 @@ class Contents:
         return found | dict.fromkeys(self.slots[left[circular(find(keys, parents))]].tolist(), "parent")
 
     @cached_property
-    def sound(self) -> Integers:
+    def sound(self) -> Int64Array:
         """Rows without such a fault, in the order of slots."""
         return np.flatnonzero(~np.isin(self.slots, list(self.faults)))
 

@@ -16,7 +16,7 @@ from gdscache.commands.replay.trace import BLOCK_TOKENS, read_trace
 from gdscache.commands.replay.workload import expand
 from gdscache.config import CpuConfig
 from gdscache.errors import InvalidValueError
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from gdscache.policies import POLICIES
 
 SWEEP = ("0.5%", "1%", "2%", "5%", "10%", "25%", "50%")
@@ -126,7 +126,7 @@ def replay(
     if tiers and capacity:
         raise InvalidValueError("--capacity is that of one tier without time", "give --cpu and --ssd, or it alone")
     rate = math.inf if prefill is None else prefill
-    machine = Machine(ssd_read * 1e9, ssd_write * 1e9, link * 1e9, latency * 1e-6, rate, overlap)
+    machine = MachineModel(ssd_read * 1e9, ssd_write * 1e9, link * 1e9, latency * 1e-6, rate, overlap)
 
     def replayed(progress: Progress) -> dict[str, Any]:
         from gdscache.commands.replay import report as reports

@@ -14,7 +14,7 @@ from gdscache.commands.replay.setup import Asked, Setup, setups
 from gdscache.commands.replay.simulate import infinite, optimum, simulate
 from gdscache.commands.replay.workload import Workload
 from gdscache.errors import CapacityError, InvalidValueError
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from gdscache.policies import new_policy
 from gdscache.policies.admission import ADMISSIONS
 from gdscache.sizes import about
@@ -61,7 +61,7 @@ def plan(
     workload: Workload,
     times: Sequence[float],
     asked: Asked,
-    machine: Machine,
+    machine: MachineModel,
     limits: Limits,
     *,
     points: int = POINTS,
@@ -139,7 +139,7 @@ class _Search:
         workload: Workload,
         times: Sequence[float],
         asked: Asked,
-        machine: Machine,
+        machine: MachineModel,
         limits: Limits,
         progress: Progress,
     ) -> None:

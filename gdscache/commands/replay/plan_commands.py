@@ -12,7 +12,7 @@ from gdscache.commands.replay.setup import Asked, page_tokens_of
 from gdscache.commands.replay.trace import read_trace
 from gdscache.commands.replay.workload import expand
 from gdscache.errors import InvalidValueError
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from gdscache.sizes import parse_size
 
 _LIMITS = "Limits"
@@ -55,7 +55,7 @@ def plan_tiers(
     if plot is not None:
         require_matplotlib(plot)
         check_writable(plot, "--plot")
-    machine = Machine(ssd_read * 1e9, ssd_write * 1e9, link * 1e9, 100e-6, prefill)
+    machine = MachineModel(ssd_read * 1e9, ssd_write * 1e9, link * 1e9, 100e-6, prefill)
     budgets = (cpu_budget, "--cpu-budget"), (ssd_budget, "--ssd-budget"), (writes_a_day, "--writes-a-day")
     cpu, ssd, written = (_size(text, option) for text, option in budgets)
     asked = Asked(config=config, model=model, sets=tuple(sets or ()))

@@ -28,7 +28,7 @@ from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
 from gdscache.engine import CacheEngine
 from gdscache.errors import GdsCacheError, InvalidValueError
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from gdscache.pages.keys import Page, namespace_digest, page_keys
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
@@ -203,7 +203,7 @@ def real_report(
         outcome = replay_real(workload, config, Path(name), device, progress)
         took = time.perf_counter() - begun
     times = [0.0] * len(workload.prompts)
-    modelled = report.tiers(workload, times, Setup(config, {}), Machine(), serial=True)
+    modelled = report.tiers(workload, times, Setup(config, {}), MachineModel(), serial=True)
     stats, forever = outcome.stats, infinite(workload)
     hits = {name: sum(getattr(found, name) for found in outcome.found) for name in stats["tiers"]}
     hit = sum(hits.values())

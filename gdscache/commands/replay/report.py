@@ -17,7 +17,7 @@ from gdscache.commands.replay.traffic import TIERS, Outcome, Traffic
 from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
 from gdscache.errors import InvalidValueError
-from gdscache.moves.clock import Clock, Machine
+from gdscache.moves.clock import Clock, MachineModel
 from gdscache.policies import POLICIES
 
 SCHEMA = "gdscache.replay/2"
@@ -110,7 +110,7 @@ def all_tiers(
     workload: Workload,
     times: Sequence[float],
     setups: Iterable[Setup],
-    machine: Machine,
+    machine: MachineModel,
     *,
     serial: bool = False,
     own_pool: bool = False,
@@ -176,7 +176,7 @@ def tiers(
     workload: Workload,
     times: Sequence[float],
     setup: Setup,
-    machine: Machine,
+    machine: MachineModel,
     *,
     serial: bool = False,
     own_pool: bool = False,
@@ -311,7 +311,7 @@ def describe_config(config: Config) -> dict[str, Any]:
         "store": config.store.model_dump(include={"queue", "write_policy", "write_hits"}),
         "host_buffer": config.host_buffer,
         "gpu": config.gpu.model_dump(include={"capacity", "eviction"}),
-        "cpu": cpu and cpu.model_dump(include={"capacity", "eviction", "low_watermark", "high_watermark"}),
+        "cpu": cpu and cpu.model_dump(include={"capacity", "eviction"}),
         "ssd": ssd and ssd.model_dump(include=of_ssd),
     }
 

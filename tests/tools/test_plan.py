@@ -1,0 +1,324 @@
+"""`gdscache plan`: sizes that are known beforehand, limits, wear that adds up, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdscache import cli
+from gdscache.commands.replay import report as reports
+from gdscache.commands.replay.plan import HOST_PRICE, SCHEMA, Limits, cost, grid, mean_of, plan
+from gdscache.commands.replay.setup import Asked, setups
+from gdscache.commands.replay.workload import Workload, expand
+from gdscache.errors import CapacityError, InvalidValueError
+from gdscache.moves.clock import MachineModel
+from tests.support.traces import line, request, write
+
+pytestmark = pytest.mark.suite
+
+PAGE = 4096  # bytes
+GEOMETRY = Asked(page_bytes=str(PAGE), eviction=("lru",))
+MACHINE = MachineModel(ssd_read=1e9, ssd_write=1e9, link=10e9, prefill=1000.0)
+WORKING_SET = 24  # pages
+
+
+def loop(pages: int = WORKING_SET, rounds: int = 8, fresh: int = 1) -> tuple[Workload, list[float]]:
+    """Prompts of one page each, over and over, with pages among them that come once. A request a second."""
+    new = itertools.count(1000)
+    prompts: list[list[int]] = []
+    for _ in range(rounds):
+        for page in range(pages):
+            prompts.append([page])
+            if page % 8 == 0:
+                prompts += [[next(new)] for _ in range(fresh)]
+    return of(prompts)
+
+
+def tree(seed: int = 1, requests: int = 120) -> tuple[Workload, list[float]]:
+    """Prompts that share prefixes: a popular page in front, then a Zipf-like choice of branches of up to 12 pages."""
+    draw = random.Random(seed)
+    ids: dict[tuple[int, ...], int] = {}
+    prompts = []
+    for _ in range(requests):
+        branch = int(80 * draw.random() ** 3)
+        path = [0, *(branch * 100 + i for i in range(draw.randint(2, 12)))]
+        prompts.append([ids.setdefault(tuple(path[: i + 1]), len(ids)) for i in range(len(path))])
+    return of(prompts)
+
+
+def of(prompts: Sequence[Sequence[int]]) -> tuple[Workload, list[float]]:
+    return expand([request(blocks) for blocks in prompts], partial=False), [float(i) for i in range(len(prompts))]
+
+
+NO_LIMITS = Limits()
+
+
+def planned(work: tuple[Workload, list[float]], limits: Limits = NO_LIMITS, **options: Any) -> dict[str, Any]:
+    machine = options.pop("machine", MACHINE)
+    asked = options.pop("asked", GEOMETRY)
+    report = plan(*work, asked, machine, limits, points=options.pop("points", 3), **options)
+    assert report["problems"] == []
+    return report
+
+
+# -- what is recommended -------------------------------------------------------------------------------------------
+
+
+def test_the_knee_of_a_loop_is_its_working_set() -> None:
+    """LRU hits nothing of a loop that is larger than itself; the pages that come once need a little room beside it."""
+    report = planned(loop())
+    below = [row for row in report["curve"] if row["capacity_pages"] < WORKING_SET]
+    assert below
+    assert all(row["hit_rate"] < 0.05 for row in below)
+    assert report["knee"] == next(row for row in report["curve"] if row["capacity_pages"] > WORKING_SET)
+
+
+def test_the_pool_that_is_recommended_for_a_loop_is_its_working_set() -> None:
+    report = planned(loop(), Limits(ssd=0))
+    chosen = report["recommended"]
+    assert chosen["ssd_bytes"] == 0
+    assert WORKING_SET <= chosen["cpu_pages"] <= 1.3 * (WORKING_SET + 3)
+    assert report["met"]
+    assert report["binds"] == ["traffic"]
+    assert mean_of(chosen) <= report["target_seconds"] <= 1.051 * mean_of(report["infinite"])
+    assert chosen["cpu_bytes"] == chosen["cpu_pages"] * PAGE
+
+
+def test_a_loop_larger_than_the_host_budget_goes_to_the_ssd() -> None:
+    report = planned(loop(), Limits(cpu=8 * PAGE))
+    chosen = report["recommended"]
+    assert chosen["cpu_pages"] <= 8
+    assert chosen["ssd_pages"] >= WORKING_SET
+    assert report["met"]
+    alone = planned(loop(), Limits(cpu=8 * PAGE, ssd=0))
+    assert not alone["met"]
+    assert alone["recommended"]["ssd_pages"] == 0
+    assert mean_of(alone["recommended"]) > 2 * mean_of(chosen)
+    assert alone["binds"] == ["cpu_budget"]
+
+
+def test_no_other_candidate_passes_at_less_cost() -> None:
+    report = planned(tree())
+    chosen = report["recommended"]
+    assert chosen["ssd_pages"] > 0  # host memory is dear
+    assert cost(chosen) == HOST_PRICE * chosen["cpu_bytes"] + chosen["ssd_bytes"]
+    for row in report["candidates"]:
+        if row["within_limits"] and mean_of(row) <= report["target_seconds"]:
+            assert cost(chosen) <= cost(row)
+
+
+@pytest.mark.parametrize(("cpu", "ssd"), [(30, 60), (7, 1000), (5, 0)])
+def test_budgets_are_kept(cpu: int, ssd: int) -> None:
+    report = planned(tree(), Limits(cpu=cpu * PAGE + 17, ssd=ssd * PAGE + (17 if ssd else 0)))
+    for row in (*report["candidates"], report["recommended"]):
+        assert 0 < row["cpu_bytes"] <= cpu * PAGE
+        assert row["ssd_bytes"] <= ssd * PAGE
+        assert not row["ssd_bytes"] or row["ssd_pages"] > row["cpu_pages"]
+
+
+def test_more_capacity_hits_no_less_and_answers_no_later() -> None:
+    report = planned(tree(), Limits(ssd=0), points=4)
+    rates = [row["hit_rate"] for row in report["curve"]]
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1]
+    assert all(row["hit_rate"] <= row["optimum_hit_rate"] + 1e-9 for row in report["curve"])
+    assert rates[-1] == pytest.approx(report["infinite"]["hit_rate"])
+    pools = [row for row in report["candidates"] if not row["ssd_pages"]]
+    pools.sort(key=lambda row: row["cpu_pages"])
+    for less, more in itertools.pairwise(pools):
+        assert less["hit_rate"] <= more["hit_rate"] + 0.02
+        assert mean_of(more) <= mean_of(less) * 1.02
+
+
+def test_a_target_takes_the_place_of_within() -> None:
+    usual = planned(tree(), Limits(ssd=0))
+    best = mean_of(usual["infinite"])
+    loose, tight = (planned(tree(), Limits(ssd=0, first_token=best * n)) for n in (2, 0.5))
+    assert loose["met"]
+    assert mean_of(loose["recommended"]) <= best * 2
+    assert loose["recommended"]["cpu_bytes"] <= usual["recommended"]["cpu_bytes"]
+    assert not tight["met"]
+    assert tight["binds"] == ["target"]
+
+
+def test_an_ssd_that_is_slower_than_the_prefill_is_said_and_not_taken() -> None:
+    slow = dataclasses.replace(MACHINE, ssd_read=100.0)  # 8 bytes a token: 12.5 tokens a second
+    report = planned(loop(), Limits(cpu=8 * PAGE), machine=slow)
+    assert report["recommended"]["ssd_pages"] == 0
+    assert "ssd_read" in report["binds"]
+
+
+def test_a_full_queue_is_said() -> None:
+    slow = dataclasses.replace(MACHINE, ssd_write=PAGE / 4)
+    asked = dataclasses.replace(GEOMETRY, sets=(f"store.queue={4 * PAGE}", "ssd.admission=all"))
+    report = planned(loop(), Limits(cpu=8 * PAGE), machine=slow, asked=asked)
+    assert report["recommended"]["ssd_refused_pages"].get("queue_full", 0) == 0 or "ssd_write" in report["binds"]
+    assert not {"queue", "ssd_write"} & set(planned(loop(), Limits(cpu=8 * PAGE))["binds"])
+
+
+# -- wear ----------------------------------------------------------------------------------------------------------
+
+
+def test_wear_is_that_of_the_simulation() -> None:
+    work, times = loop()
+    report = planned((work, times), Limits(cpu=8 * PAGE))
+    chosen = report["recommended"]
+    asked = dataclasses.replace(GEOMETRY, cpu=(str(chosen["cpu_pages"]),), ssd=(str(chosen["ssd_pages"]),))
+    [setup] = setups(asked, len(work.names))
+    found = reports.tiers(work, times, setup, MACHINE)
+    assert chosen["ssd_written_bytes"] == found["ssd"]["written_bytes"] > 0
+    assert chosen["ssd_written_bytes"] == found["tiers"]["ssd"]["stored_pages"] * PAGE
+    span = max(found["virtual_seconds"], times[-1])
+    assert chosen["ssd_written_bytes_per_day"] == pytest.approx(chosen["ssd_written_bytes"] * 86_400 / span)
+    assert chosen["drive_writes_per_day"] == pytest.approx(found["ssd"]["drive_writes_per_day"])
+    for name in ("hit_rate", "token_hit_rate", "first_token_seconds"):
+        assert chosen[name] == pytest.approx(found[name])
+    assert report["no_cache_first_token_seconds"] == pytest.approx(found["first_token_seconds_no_cache"])
+
+
+def test_a_limit_of_wear_is_kept_and_says_that_it_binds() -> None:
+    free = planned(loop(), Limits(cpu=8 * PAGE), points=2)
+    written = free["recommended"]["ssd_written_bytes_per_day"]
+    half = planned(loop(), Limits(cpu=8 * PAGE, written=int(written / 1.5)), points=2)
+    assert half["recommended"]["ssd_written_bytes_per_day"] <= written / 1.5
+    assert {row["admission"] for row in half["candidates"] if row["ssd_pages"]} == {"all", "second_offer", "tinylfu"}
+    none = planned(loop(), Limits(cpu=8 * PAGE, written=PAGE), points=2)
+    assert none["recommended"]["ssd_pages"] == 0
+    assert "wear" in none["binds"]
+    fixed = dataclasses.replace(GEOMETRY, sets=("ssd.admission=tinylfu", "ssd.admission=second_offer"))
+    some = planned(loop(), Limits(cpu=8 * PAGE, written=int(written)), points=2, asked=fixed)
+    assert {row["admission"] for row in some["candidates"] if row["ssd_pages"]} == {"second_offer", "tinylfu"}
+
+
+def test_without_times_there_is_no_wear_and_no_limit_of_it() -> None:
+    work, times = of([[0]] * 3 + [[1]] * 3)
+    instant = MachineModel(prefill=math.inf)
+    at_once = [0.0] * len(times)
+    with pytest.raises(InvalidValueError, match="takes no time"):
+        planned((work, at_once), Limits(written=10**9), machine=instant)
+
+
+def test_the_grid_ends_at_the_budget() -> None:
+    assert grid(100, 4, None) == [12, 25, 50, 100]
+    assert grid(100, 4, 60) == [12, 25, 50, 60]
+    assert grid(100, 4, 5) == [5]
+    assert grid(100, 4, 0) == []
+    assert grid(1, 4, None) == [1]
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_without_room_for_a_page_is_refused() -> None:
+    for limits, option in ((Limits(cpu=PAGE - 1), "--cpu-budget"), (Limits(ssd=PAGE - 1), "--ssd-budget")):
+        with pytest.raises(CapacityError, match=f"{option} is 4095 bytes and a page 4096 bytes"):
+            planned(loop(), limits)
+
+
+@pytest.mark.parametrize("limits", [Limits(written=0), Limits(first_token=0), Limits(first_token=math.nan)])
+def test_a_limit_that_is_none_is_refused(limits: Limits) -> None:
+    with pytest.raises(InvalidValueError):
+        planned(loop(), limits)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gdscache", "plan", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    lines = [line([page], timestamp=1000 * (8 * n + page)) for n in range(6) for page in range(8)]
+    return write(tmp_path / "trace.jsonl", *lines)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> tuple[str | Path, ...]:
+    """Pages of 512 tokens, 8 bytes each."""
+    plane = "{name: rows, shape: [8], dtype: uint8}"
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model: {{name: m, kind: planes, layers: 1, page_tokens: 512, planes: [{plane}]}}\n")
+    return "--prefill-tokens-per-second", "1000", "--config", config
+
+
+def test_the_command_prints_a_plan(command: Command, trace: Path, options: tuple[str, ...]) -> None:
+    status, out, err = command(trace, *options)
+    assert (status, err) == (0, "")
+    for word in ("CPU pool", "SSD", "tokens hit", "TTFT mean", "TTFT p99", "target", "binds", "knee", "infinite"):
+        assert word in out
+    assert len(out.splitlines()) < 50
+
+
+def test_the_json_of_a_plan(command: Command, trace: Path, options: tuple[str, ...]) -> None:
+    limits = ("--cpu-budget", "16KiB", "--ssd-budget", "1MiB", "--writes-a-day", "1GB")
+    status, out, err = command(trace, *options, *limits, "--json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert report["schema"] == SCHEMA
+    assert report["model"] == {"page_tokens": 512, "page_bytes": PAGE, "token_bytes": 8.0}
+    assert report["limits"] == {"cpu": 16384, "ssd": 1 << 20, "written": 10**9, "first_token": None}
+    chosen = report["recommended"]
+    assert chosen["cpu_bytes"] <= 16384
+    assert {"mean", "p50", "p90", "p99"} == set(chosen["first_token_seconds"])
+    keys = {"cpu_bytes", "ssd_bytes", "hit_rate", "token_hit_rate", "ssd_written_bytes_per_day", "within_limits"}
+    assert keys <= set(chosen)
+    assert all(keys <= set(row) for row in report["candidates"])
+    for key in ("traces", "machine", "rule", "infinite", "binds", "knee", "curve", "target_seconds", "met"):
+        assert key in report
+
+
+def test_a_plan_is_drawn(command: Command, trace: Path, options: tuple[str, ...], tmp_path: Path) -> None:
+    """The star is on a point that was replayed."""
+    pytest.importorskip("matplotlib", reason="a plot needs matplotlib")
+    status, _, err = command(trace, *options, "--plot", tmp_path / "plan.svg")
+    assert (status, err) == (0, "")
+    drawn = (tmp_path / "plan.svg").read_text()
+    for text in ("recommended", "optimum", "CPU pool alone", "no cache"):
+        assert f"<!-- {text}" in drawn or text in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "no trace is named"),
+        (("TRACE",), "--prefill-tokens-per-second"),
+        (("TRACE", "OPTIONS", "--cpu-budget", "1KiB"), "--cpu-budget is 1024 bytes and a page 4096 bytes"),
+        (("TRACE", "OPTIONS", "--cpu-budget", "much"), "--cpu-budget 'much'"),
+        (("TRACE", "OPTIONS", "--set", "store.queue"), "has no value"),
+        (("EMPTY", "OPTIONS"), "no block in 0 requests"),
+        (("SHORT", "OPTIONS"), "no prompt of the trace has a full page"),
+    ],
+)
+def test_the_command_refuses(
+    command: Command, trace: Path, options: tuple[str, ...], tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    write(tmp_path / "short.jsonl", line([1], 100))
+    files = {"TRACE": [trace], "EMPTY": [tmp_path / "empty.jsonl"], "SHORT": [tmp_path / "short.jsonl"]}
+    given = {**files, "OPTIONS": list(options)}
+    status, out, err = command(*(part for argument in arguments for part in given.get(argument, [argument])))
+    assert (status, out) == (2, "")
+    assert said in err
+    assert "hint: " in err
