@@ -197,7 +197,7 @@ class Guarded:
     def bound(self) -> float:
         """Hits that LRU may be ahead at most, by what it has had so far; the pages of one store come on top."""
         shadow = self._shadow
-        return (self._most() + shadow.room * (1 + 1 / self.PATIENCE)) * (1 << self._shift)
+        return (self._most() + shadow.room) * (1 << self._shift)
 
     @property
     def debt(self) -> int:
@@ -209,13 +209,13 @@ class Guarded:
 
     @property
     def following(self) -> bool:
-        """Whether it gives up the pages that LRU has given up, by the judge or by what is at stake."""
+        """Whether it gives up the pages that LRU has given up: it was judged so, or too much is lost or at stake."""
         if self.judged:
             return True
         shadow = self._shadow
-        hits, seen = shadow.hits, shadow.seen
+        debt, hits, seen = shadow.debt, shadow.hits, shadow.seen
         stake = self.STAKE * shadow.room + self.STAKE_HITS * (hits + self.STAKE_SEEN * seen)
-        return shadow.debt * seen + hits * len(shadow.owed) > stake * seen
+        return debt > self._most() or debt * seen + hits * len(shadow.owed) > stake * seen
 
     def _judge(self) -> None:
         shadow, debt = self._shadow, self._shadow.debt
