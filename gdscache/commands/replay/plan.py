@@ -258,7 +258,7 @@ def _binds(search: _Search, token_bytes: float) -> list[str]:
     if not search.met:
         fastest = min(search.allowed, key=mean_of)
         for name, budget in (("cpu", limits.cpu), ("ssd", limits.ssd)):
-            if budget is not None and fastest[f"{name}_bytes"] >= 0.9 * budget:
+            if budget and fastest[f"{name}_bytes"] >= 0.9 * budget:
                 found.append(f"{name}_budget")
         worn = [mean_of(row) for row in search.rows if not row["within_limits"]]
         if min(worn, default=math.inf) < mean_of(chosen):
