@@ -58,11 +58,14 @@ def plan_plot(report: Row, path: Path) -> None:
     _hits(left, report)
     _seconds(right, report)
     chosen = report["recommended"]
-    for axes, share in ((left, 100 * chosen["hit_rate"]), (right, chosen["first_token_seconds"]["mean"])):
+    tried = sorted({_size(row) for row in report["candidates"]})
+    tiers = sorted({*tried, *(row["capacity_bytes"] / GIB for row in report["curve"])})
+    seconds = chosen["first_token_seconds"]["mean"]
+    for axes, share, every in ((left, 100 * chosen["hit_rate"], tiers), (right, seconds, tried)):
         axes.plot([_size(chosen)], [share], "*", ms=14, color="C3", label="recommended", zorder=3)
         axes.set_xscale("log")
-        sizes = apart(sorted({_size(row) for row in report["candidates"]}))
-        axes.set_xticks(sizes, [f"{size:.3g}" for size in sizes])
+        sizes = apart(every, 0.13)
+        axes.set_xticks(sizes, [about(round(size * GIB)) for size in sizes])
         axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
@@ -85,7 +88,7 @@ def _hits(axes: Any, report: Row) -> None:
     axes.plot(*points, "o", ms=3, color="C3", alpha=0.4, label="CPU pool, and an SSD or none")
     axes.axvline(report["knee"]["capacity_bytes"] / GIB, color="C0", linestyle="--", label="knee")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("capacity of the larger tier, GiB")
+    axes.set_xlabel("capacity of the larger tier")
     axes.set_ylabel("pages hit, %")
 
 
@@ -103,7 +106,7 @@ def _seconds(axes: Any, report: Row) -> None:
         several = admission == alike and len(rows) > 1
         style = {"label": f"CPU {about(size)} and an SSD"} if several else {"color": "0.7", "linestyle": ""}
         _line(axes, rows, **style)
-    axes.set_xlabel("capacity of the SSD, or of the CPU pool alone, GiB")
+    axes.set_xlabel("capacity of the SSD, or of the CPU pool alone")
     axes.set_ylabel("mean TTFT, s")
 
 

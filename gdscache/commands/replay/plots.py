@@ -84,11 +84,11 @@ def _written(run: Row) -> tuple[float, float]:
     return run["ssd"]["written_bytes"] / _GB, 100 * run["hit_rate"]
 
 
-def apart(values: list[float]) -> list[float]:
-    """Those of ascending values that are far enough from the one before to have labels on an axis of logarithms."""
+def apart(values: list[float], share: float = 0.06) -> list[float]:
+    """Those of ascending values that have room for a label, a `share` of an axis of logarithms that ends with them."""
     found: list[float] = []
     for value in values:
-        if not found or value >= found[-1] * (values[-1] / values[0]) ** 0.06:
+        if not found or value >= found[-1] * (values[-1] / values[0]) ** share:
             found.append(value)
     return found
 
