@@ -145,7 +145,7 @@ def verify_directory(
 
     Status 0: all pages are good. 1: bad pages were found. 2: not every page could be checked.
     """
-    from gdscache.commands.bench.report import progress_bar
+    from gdscache.commands.console import progress_bar
     from gdscache.commands.inspect import tables, verify
 
     try:

@@ -67,6 +67,10 @@ class Guarded:
     pages were used before LRU gave them up too. Past that it *follows*: it gives up the pages that LRU has given up,
     and so becomes LRU little by little. It is free again when it has won bets on its victims against LRU's.
 
+    Traffic that changes may want all of these pages at once, whatever was their part before. So it follows, eviction by
+    eviction, also while the debt, and of these pages as large a part as LRU finds of all that is asked for, are above
+    what may be at `STAKE`.
+
     The bound: with a debt L and d pages that only LRU has, following never raises L + d, since each hit that only LRU
     has takes a page from d. So L never passes the budget within which the order is free by more than d, and d is at
     most the tier's pages: over any traffic the order has LRU's hits, less `MOST_HITS` of them, less a constant of the
@@ -80,8 +84,11 @@ class Guarded:
     SAMPLE = 8192
     TRIAL = 0.025  # budget of each time that the order is free: a share of the pages, ...
     TRIAL_HITS = 0.002  # ... and of the hits that LRU had meanwhile
-    MOST = 0.04  # budget of all times together: a share of the pages, ...
-    MOST_HITS = 0.008  # ... and of all hits that LRU had
+    MOST = 0.02  # budget of all times together: a share of the pages, ...
+    MOST_HITS = 0.003  # ... and of all hits that LRU had
+    STAKE = 0.025  # a share of the pages, ...
+    STAKE_HITS = 0.0175  # ... and of LRU's hits and of `STAKE_SEEN` of all that was asked for
+    STAKE_SEEN = 0.01
     CREDIT = 0.25  # hits ahead of LRU that count at most, a share of the pages: what was won long ago is not lost now
     LEAST_RISK = 0.02
     SUSPECT = 16  # pages that count as used in `risk`, before any is known
@@ -90,7 +97,7 @@ class Guarded:
     order: ClassVar[type[Lifetime]] = Lifetime
     __slots__ = (
         *("_bets", "_chosen", "_due", "_fading", "_from", "_hits_from", "_order", "_recency", "_seen", "_shadow"),
-        *("_shift", "_wagered", "following"),
+        *("_shift", "_wagered", "judged"),
     )
 
     def __init__(self) -> None:
@@ -104,7 +111,7 @@ class Guarded:
         self._order.restore(keys, order)
         self._bets = Bets()
         self._wagered = self._bets.open
-        self.following = False
+        self.judged = False  # it follows until it has won bets
         self._from = 0.0  # the debt that the budget of this time counts from
         self._hits_from = 0
         self._seen = (0, 0)  # `lost` and `spared` of the shadow at the last fading ...
@@ -190,7 +197,7 @@ class Guarded:
     def bound(self) -> float:
         """Hits that LRU may be ahead at most, by what it has had so far; the pages of one store come on top."""
         shadow = self._shadow
-        return (self._most() + shadow.room * (1 + 1 / self.PATIENCE)) * (1 << self._shift)
+        return (self._most() + shadow.room) * (1 << self._shift)
 
     @property
     def debt(self) -> int:
@@ -200,19 +207,29 @@ class Guarded:
     def _most(self) -> float:
         return self.MOST * self._shadow.room + self.MOST_HITS * self._shadow.hits
 
+    @property
+    def following(self) -> bool:
+        """Whether it gives up the pages that LRU has given up: it was judged so, or too much is lost or at stake."""
+        if self.judged:
+            return True
+        shadow = self._shadow
+        debt, hits, seen = shadow.debt, shadow.hits, shadow.seen
+        stake = self.STAKE * shadow.room + self.STAKE_HITS * (hits + self.STAKE_SEEN * seen)
+        return debt > self._most() or debt * seen + hits * len(shadow.owed) > stake * seen
+
     def _judge(self) -> None:
         shadow, debt = self._shadow, self._shadow.debt
-        if self.following:
+        if self.judged:
             self._bet()
             if self._bets.won and debt < self._most():
                 self._bets.clear()
-                self.following = False
+                self.judged = False
                 self._from, self._hits_from = debt, shadow.hits
             return
         self._from = min(self._from, debt + self.CREDIT * shadow.room)
         trial = self._from + self.TRIAL * shadow.room + self.TRIAL_HITS * (shadow.hits - self._hits_from)
         if debt + self._risk() * len(shadow.owed) > min(trial, self._most()):
-            self.following = True
+            self.judged = True
 
     def _risk(self) -> float:
         """The part of the pages that only LRU has which will be a hit of it, by those of the last two periods or so."""

@@ -21,7 +21,7 @@ class LRUShadow:
 
     __slots__ = (
         *("_aside", "_children", "_peak", "_ready", "_recent", "_stored"),
-        *("gained", "left", "lost", "owed", "pages", "room", "spared", "used"),
+        *("gained", "left", "lost", "owed", "pages", "room", "seen", "spared", "used"),
     )
 
     def __init__(self, keys: Iterable[bytes] = ()) -> None:
@@ -36,6 +36,7 @@ class LRUShadow:
         self._stored = 0  # in this period
         self.lost = 0  # hits that only LRU had
         self.gained = 0  # hits that it had not
+        self.seen = 0  # pages that were asked for: used, or stored
         self.used = 0  # hits of the tier
         self.spared = 0  # pages of `owed` that LRU gave up before any use
 
@@ -65,8 +66,8 @@ class LRUShadow:
         thin.pages = len(thin) - len(thin.owed) + len(thin.left)
         thin.room = thin._peak = max(self.room >> shift, thin.pages)
         thin._stored = self._stored >> shift
-        counted = (n >> shift for n in (self.lost, self.gained, self.used, self.spared))
-        thin.lost, thin.gained, thin.used, thin.spared = counted
+        counted = (n >> shift for n in (self.lost, self.gained, self.seen, self.used, self.spared))
+        thin.lost, thin.gained, thin.seen, thin.used, thin.spared = counted
         return thin
 
     def __len__(self) -> int:
@@ -74,6 +75,7 @@ class LRUShadow:
 
     def insert(self, key: bytes, parent: bytes) -> None:
         """The tier stores a page that it lacked. `parent`: the page before it, present or not; b"" for none known."""
+        self.seen += 1
         self.pages += 1
         if self.pages > self._peak:
             self._peak = self.pages
@@ -93,6 +95,7 @@ class LRUShadow:
 
     def touch(self, key: bytes) -> None:
         """The tier uses a page that it has."""
+        self.seen += 1
         self.used += 1
         if key in self._recent:
             self._recent.move_to_end(key)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from gdscache.commands.replay.plan_machine import bench_rates
 
 from gdscache.commands import console
 from gdscache.commands.bench import copy, copy_beside, copy_cells, copy_startup, measure
@@ -23,7 +24,6 @@ from gdscache.commands.bench.copy_beside import Beside, Neighbour
 from gdscache.commands.bench.copy_cells import GQA, MLA, MLA_FP8, Cell
 from gdscache.commands.bench.copy_gpu import Gpu, Queued, timed
 from gdscache.commands.bench.copy_pool import Copies, Pool
-from gdscache.commands.replay.plan_machine import bench_rates
 from gdscache.errors import CapacityError, DeviceError, InvalidValueError, IOFailedError
 from gdscache.movers.base import QueuedCopies
 from gdscache.movers.host import HostMover

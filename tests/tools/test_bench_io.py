@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
+from gdscache.commands.replay.plan_machine import bench_rates
 
 from gdscache.commands import console
 from gdscache.commands.bench import bare, io, io_cache, io_rows, io_sweep, io_ways, measure
@@ -27,7 +28,6 @@ from gdscache.commands.bench.io_rows import Metered, Place
 from gdscache.commands.bench.io_sweep import OPS, Sweep, measure_way
 from gdscache.commands.bench.io_ways import BY_NAME, WAYS, OpenWay
 from gdscache.commands.bench.rows import RATES
-from gdscache.commands.replay.plan_machine import bench_rates
 from gdscache.config import SsdConfig
 from gdscache.errors import (
     CapacityError,

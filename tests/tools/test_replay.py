@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdscache import cli
-from gdscache.commands.replay.console import listed
-from gdscache.commands.replay.report import capacity_pages
+from gdscache.commands.replay.options import listed
+from gdscache.commands.replay.setup import pages_of
 from gdscache.commands.replay.simulate import Counts, infinite, optimum, plain_lru, simulate
 from gdscache.commands.replay.synthetic import KINDS, LONGEST, Call, Chat, Spread, Text, generate, write_trace
 from gdscache.commands.replay.trace import Request, TraceError, read_trace
@@ -358,13 +358,13 @@ def trace(tmp_path: Path) -> Path:
     [("5", 5), ("1e3", 1000), ("10%", 19), ("0.5%", 1), ("100%", 190), (" 5 ", 5), ("0.001%", 1), ("55.5 %", 105)],
 )
 def test_capacities_are_pages_or_percent(text: str, pages: int) -> None:
-    assert capacity_pages(text, 190) == pages
+    assert pages_of(text, 190, None, "--capacity") == pages
 
 
 @pytest.mark.parametrize("text", ["", "%", "0", "-1", "0%", "1.5", "x", "nan", "inf%", "1/2", "5GiB"])
 def test_other_capacities_are_refused(text: str) -> None:
-    with pytest.raises(InvalidValueError, match="neither pages nor percent"):
-        capacity_pages(text, 190)
+    with pytest.raises(InvalidValueError, match=r"--capacity .* is no capacity"):
+        pages_of(text, 190, None, "--capacity")
 
 
 def test_options_are_lists_by_commas_or_given_twice() -> None:
@@ -373,10 +373,10 @@ def test_options_are_lists_by_commas_or_given_twice() -> None:
 
 
 def test_the_report_as_json(gdscache, trace: Path) -> None:
-    status, out, err = gdscache("replay", trace, "--capacity", "3", "--json")
+    status, out, err = gdscache("replay", trace, "--capacity", "3", "--policy", "lru", "--json")
     assert (status, err) == (0, "")
     report = json.loads(out)
-    assert report["traces"] == [str(trace)]
+    assert (report["schema"], report["mode"], report["traces"]) == ("gdscache.replay/2", "one_tier", [str(trace)])
     assert report["workload"] == {
         "requests": 5,
         "page_tokens": 512,
@@ -385,6 +385,7 @@ def test_the_report_as_json(gdscache, trace: Path) -> None:
         "unique_pages": 5,
         "blocks": 9,
         "tokens": 4608,
+        "seconds": 0.0,
     }
     [row] = report["runs"]
     assert row.pop("seconds") >= 0
@@ -428,7 +429,7 @@ def test_the_table_names_every_run(gdscache, trace: Path) -> None:
     status, out, err = gdscache("replay", trace, "--capacity", "60%")
     assert (status, err) == (0, "")
     first = [row.split()[0] for row in out.splitlines() if row.strip()]
-    assert first == ["5", "policy", "infinite", "optimum", "plain", "lru"]
+    assert first == ["5", "policy", "infinite", "optimum", "plain", "lifetime"]
     assert "0.4444" in out
     assert "0.2222" in out
 
@@ -447,7 +448,7 @@ def test_a_plot_is_drawn(gdscache, trace: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--capacity", "much"], "neither pages nor percent"),
+        (["--capacity", "much"], "is no capacity"),
         (["--policy", "clock"], "no policy is named 'clock'"),
         (["--page-tokens", "100"], "do not divide"),
         (["--plot", "hits.txt"], "no plot can be written"),
@@ -566,6 +567,14 @@ def test_make_trace_writes_what_replay_reads(gdscache, tmp_path: Path) -> None:
     assert (status, err) == (0, "")
     assert "a.gz" in out
     assert read_trace([tmp_path / "a.gz"]) == generate("agents", 2, 300)
+    for name in ("a.gz", "a.GZ"):
+        (tmp_path / "a.GZ").write_text("mine")
+        before = (tmp_path / name).read_bytes()
+        status, _, err = gdscache("make-trace", "chat", tmp_path / name, "--seconds", "300")
+        assert (status, (tmp_path / name).read_bytes()) == (2, before)
+        assert "--force" in err
+    assert gdscache("make-trace", "agents", tmp_path / "a.GZ", "--seed", "2", "--seconds", "300", "--force")[0] == 0
+    assert read_trace([tmp_path / "a.GZ"]) == generate("agents", 2, 300)
     status, _, err = gdscache("make-trace", "poems", tmp_path / "b")
     assert (status, (tmp_path / "b").exists()) == (2, False)
     assert "no kind of traffic" in err
@@ -584,7 +593,7 @@ def test_the_figures_of_the_conversation_trace() -> None:
     work = expand(read_trace([Path(TRACE)]))
     assert (len(work.prompts), work.references, len(work.names)) == (12_031, 288_500, 182_790)
     assert infinite(work).hits / work.references == pytest.approx(0.3664, abs=5e-5)
-    sizes = [capacity_pages(text, len(work.names)) for text in ("1%", "5%", "10%", "25%", "50%")]
+    sizes = [len(work.names) * part // 100 for part in (1, 5, 10, 25, 50)]
     rates = [plain_lru(work, pages).hits / work.references for pages in sizes]
     assert [round(rate, 4) for rate in rates] == [0.0523, 0.1954, 0.2784, 0.3535, 0.3631]
     rates = [optimum(work, pages).hits / work.references for pages in sizes]

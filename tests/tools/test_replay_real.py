@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache.commands.replay import tier_report
+from gdscache.commands.replay import report as reports
 from gdscache.commands.replay.real import RealOutcome, WrongBytesError, namespace_of, replay_real, tokens_of, with_keys
-from gdscache.commands.replay.tier_setup import Asked, Setup, setups
+from gdscache.commands.replay.setup import Asked, Setup, setups
 from gdscache.commands.replay.trace import Request, read_trace
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
@@ -69,8 +69,8 @@ def agree(requests: Sequence[Request], sets: Sequence[str], directory: Path, cpu
     )
     work = with_keys(work, namespace_of(setup.config))
     outcome = replay_real(work, setup.config, directory)
-    modelled = tier_report.simulate(work, [0.0] * len(requests), setup, MachineModel(), serial=True)
-    assert tier_report.totals(modelled) == []
+    modelled = reports.tiers(work, [0.0] * len(requests), setup, MachineModel(), serial=True)
+    assert modelled["problems"] == []
     assert outcome.problems == ()
     assert outcome.failed == {}
     differing = [
@@ -162,7 +162,7 @@ def test_a_config_of_its_own_geometry(tmp_path: Path) -> None:
     work: Workload = expand(conversations(50), 128, partial=False)
     work = with_keys(work, namespace_of(config))
     outcome = replay_real(work, config, tmp_path)
-    modelled = tier_report.simulate(work, [0.0] * 50, Setup(config, {}), MachineModel(), serial=True)
+    modelled = reports.tiers(work, [0.0] * 50, Setup(config, {}), MachineModel(), serial=True)
     assert outcome.requests_that_differ(modelled["found"]) == 0
     assert outcome.verified_bytes > 0
     assert outcome.stats["tiers"]["ssd"]["evictions"] > 0

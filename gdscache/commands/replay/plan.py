@@ -1,34 +1,60 @@
-"""How big the tiers should be: candidates on a grid, each replayed through all tiers, and a rule that picks one.
-
-The search runs on a thinned trace where the trace is long (`plan_model`). What is picked is replayed once more with the
-whole trace; those figures are reported, and how far the thinned ones are from them.
-"""
+"""How big the tiers should be: pairs of sizes, each replayed through all tiers, and a rule that picks one."""
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gdscache.commands.replay import tier_report
-from gdscache.commands.replay.plan_model import Modeller, Writing, grid, hit_curve, keep_one_of, with_reserve
-from gdscache.commands.replay.plan_rule import Limits, Rule, binds, keeps, mean_of
-from gdscache.commands.replay.simulate import Progress, silent
-from gdscache.commands.replay.tier_setup import WRITE_POLICIES, Asked
+from gdscache.commands.console import Progress, silent
+from gdscache.commands.replay import report
+from gdscache.commands.replay.setup import Asked, Setup, setups
+from gdscache.commands.replay.simulate import infinite, optimum, simulate
 from gdscache.commands.replay.workload import Workload
+from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.moves.clock import MachineModel
+from gdscache.policies import new_policy
 from gdscache.policies.admission import ADMISSIONS
+from gdscache.sizes import about
 
-SCHEMA = "gdscache.plan/1"
+SCHEMA = "gdscache.plan/2"
 POINTS = 6  # sizes of each tier in the grid, each twice the one before
+WITHIN = 0.05  # the mean TTFT may be so much above the best
+HOST_PRICE = 20.0  # what a byte of host memory costs, in bytes of the SSD
 _CURVE_POINTS = 8
 _NEAR = 1.15  # sizes that differ by less are not told apart
 _REFINED = 3  # runs for each tier, after the grid
-_STEP = 1000  # of the progress of one run
+_SOME = 0.01  # share of the pages that find no room, which is worth a word
+_DAY = 86_400.0
 
 Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a plan must keep to; None is no limit. Bytes of the tiers; bytes `written` to the SSD a day.
+
+    `first_token`: seconds, the mean of all requests; it takes the place of `WITHIN`.
+    """
+
+    cpu: int | None = None
+    ssd: int | None = None
+    written: int | None = None
+    first_token: float | None = None
+
+    def check(self, page_bytes: int) -> None:
+        """Raises `CapacityError` for a budget that holds no page, and `InvalidValueError` for a limit that is none."""
+        for size, option in ((self.cpu, "--cpu-budget"), (self.ssd, "--ssd-budget")):
+            if size is not None and size < page_bytes and (size or option == "--cpu-budget"):
+                raise CapacityError(
+                    f"{option} is {about(size)} and a page {about(page_bytes)}",
+                    f"raise {option}, or use smaller pages (model.page_tokens)",
+                )
+        for value, option in ((self.written, "--writes-a-day"), (self.first_token, "--ttft-target")):
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidValueError(f"{option} is {value:g}", "set it to more than 0")
 
 
 def plan(
@@ -37,182 +63,223 @@ def plan(
     asked: Asked,
     machine: MachineModel,
     limits: Limits,
-    rule: Rule,
     *,
     points: int = POINTS,
-    every: int | None = None,
-    own_pool: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """The report of `gdscache plan` for a trace.
+    """The report of `gdscache plan` for a workload of full pages.
 
-    `asked`: model, policies and keys; its capacities are not read. `every`: one of so many pages is kept for the
-    search; None decides by the length of the trace. Raises `CapacityError` for a budget that holds no page and
-    `InvalidValueError` for a workload without pages.
+    `asked`: model, policies and keys; its capacities are not read. Raises `CapacityError` for a budget that holds no
+    page and `InvalidValueError` for a workload without pages, and for a limit of wear on a trace that takes no time.
     """
-    tier_report.check(workload)
+    report.check(workload)
     begun = time.process_time()
-    config = Modeller(workload, times, asked, machine, 1, own_pool=own_pool).setup(1, 2).config
-    layout = config.model.layout()
-    limits.check(layout.extent_bytes)
-    every = keep_one_of(workload, config) if every is None else every
-    search = _Search(Modeller(workload, times, asked, machine, every, own_pool=own_pool), limits, rule, progress)
-    curve = hit_curve(
-        workload,
-        search.modeller.sample,
-        config.cpu.eviction if config.cpu else config.gpu.eviction,
-        layout.extent_bytes,
-        _CURVE_POINTS,
-        rule.within,
-        search.stage,
-    )
-    unique, extent = len(workload.names), layout.extent_bytes
+    search = _Search(workload, times, asked, machine, limits, progress)
+    config = search.configs(1, 2)[0].config
+    extent, unique = config.model.layout().extent_bytes, len(workload.names)
+    limits.check(extent)
     reserve = config.ssd.reserve if config.ssd else 0
     cpu = grid(unique, points, None if limits.cpu is None else limits.cpu // extent)
-    ssd = [with_reserve(n, reserve) for n in grid(unique, points, None)]
-    if limits.ssd is not None:
-        ssd = sorted({n for n in ssd if n * extent <= limits.ssd} | ({limits.ssd // extent} - {0}))
-        ssd = [n for n in ssd if n <= with_reserve(unique, reserve)]
-    search.run(cpu, ssd, _writings(asked, limits))
-    chosen = search.chosen
-    others = _others(asked) if chosen["ssd_pages"] else []
-    beside = [search.row(chosen["cpu_pages"], chosen["ssd_pages"], writing, "other settings") for writing in others]
-    sample, best, forever = None, chosen, search.forever
-    if every > 1:
-        search.modeller = Modeller(workload, times, asked, machine, 1, own_pool=own_pool)
-        best = search.row(chosen["cpu_pages"], chosen["ssd_pages"], _writing(chosen), "the whole trace")
-        forever = search.row(unique, 0, Writing(), "the whole trace")
-        best["within_limits"] = keeps(best, limits)
-        sample = {
-            "every": every,
-            "pages": search.sampled_pages,
-            "hit_rate": chosen["hit_rate"],
-            "mean_first_token_seconds": mean_of(chosen),
-            "hit_rate_error": chosen["hit_rate"] - best["hit_rate"],
-            "mean_first_token_error": mean_of(chosen) / mean_of(best) - 1 if mean_of(best) else 0.0,
-        }
+    # An SSD of so many pages has its reserve, an eighth of it at most, beside them.
+    wanted = [n + min(reserve, n // 7 + 1) for n in grid(unique, points, None)]
+    most = wanted[-1] if limits.ssd is None else limits.ssd // extent
+    ssd = sorted({min(n, most) for n in wanted} - {0})
+    search.run(cpu, ssd)
+    chosen, forever = search.chosen, search.forever
+    curve = _curve(workload, config.cpu.eviction if config.cpu else config.gpu.eviction, extent)
+    counts = infinite(workload)
+    everything = {"hit_rate": counts.hits / workload.references, "token_hit_rate": counts.hit_tokens / workload.tokens}
+    enough = (1 - WITHIN) * everything["hit_rate"]
     progress(1, 1, "done")
     return {
         "schema": SCHEMA,
-        "mode": "trace",
-        "workload": tier_report.describe_workload(workload, times),
+        "workload": report.describe_workload(workload, times),
         "machine": machine.describe(),
         "model": {
             "page_tokens": workload.page_tokens,
             "page_bytes": extent,
             "token_bytes": extent / workload.page_tokens,
         },
-        "limits": limits.describe(),
-        "rule": rule.describe(limits),
-        "sample": sample,
-        "recommended": {**best, "above_infinite": mean_of(best) / mean_of(forever) - 1 if mean_of(forever) else 0.0},
-        "no_cache_first_token_seconds": best["no_cache_first_token_seconds"],
-        "infinite": {**curve.infinite, "bytes": unique * extent, "first_token_seconds": forever["first_token_seconds"]},
+        "limits": dataclasses.asdict(limits),
+        "rule": {"within": WITHIN, "host_price": HOST_PRICE},
+        "recommended": {**chosen, "above_infinite": mean_of(chosen) / mean_of(forever) - 1 if mean_of(forever) else 0},
+        "no_cache_first_token_seconds": search.without,
+        "infinite": {**everything, "bytes": unique * extent, "first_token_seconds": forever["first_token_seconds"]},
         "target_seconds": search.target,
         "met": search.met,
-        "binds": binds(
-            search.rows,
-            chosen,
-            limits,
-            rule,
-            machine,
-            extent / workload.page_tokens,
-            unique * extent,
-            met=search.met,
-            infinite=mean_of(search.forever),
-        ),
-        "knee": curve.knee,
-        "curve": curve.rows,
+        "binds": _binds(search, extent / workload.page_tokens),
+        "knee": next((row for row in curve if row["hit_rate"] >= enough), curve[-1]),
+        "curve": curve,
         "candidates": search.rows,
-        "other_settings": beside,
-        "problems": sorted({text for row in (*search.rows, best, forever) for text in row["problems"]}),
+        "problems": sorted({text for row in (*search.rows, forever) for text in row["problems"]}),
         "seconds": time.process_time() - begun,
     }
 
 
-def _writing(row: Row) -> Writing:
-    return Writing(row["admission"], row["write_policy"]) if row["ssd_pages"] else Writing()
+def grid(most: int, points: int, budget: int | None) -> list[int]:
+    """`most`, its half, ... down to `points` sizes; where the budget is less, it and those below it. Ascending."""
+    sizes = {max(1, most >> i) for i in range(points)}
+    return sorted(sizes if budget is None else {min(size, budget) for size in sizes} - {0})
 
 
-def _writings(asked: Asked, limits: Limits) -> list[Writing]:
-    """Settings that the search varies: those that were given, and every admission where wear is limited."""
-    admissions: Sequence[str | None] = asked.admission or (tuple(ADMISSIONS) if limits.of_wear else (None,))
-    return [Writing(*both) for both in itertools.product(admissions, asked.write or (None,))]
+def mean_of(row: Row) -> float:
+    """Seconds to the first token."""
+    return float(row["first_token_seconds"]["mean"])
 
 
-def _others(asked: Asked) -> list[Writing]:
-    """Settings beside the recommended ones, one at a time, where nothing was said of them."""
-    found = [Writing(admission=name) for name in ADMISSIONS] if not asked.admission else []
-    return found + ([Writing(write=name) for name in WRITE_POLICIES] if not asked.write else [])
-
-
-def candidates(
-    cpu: Sequence[int], ssd: Sequence[int], writings: Sequence[Writing]
-) -> Iterator[tuple[int, int, Writing]]:
-    """Every CPU pool by itself, and with every SSD that is larger."""
-    for above in cpu:
-        yield above, 0, Writing()
-        yield from ((above, below, writing) for below in ssd if below > above for writing in writings)
+def cost(row: Row) -> float:
+    return HOST_PRICE * float(row["cpu_bytes"]) + float(row["ssd_bytes"])
 
 
 class _Search:
-    """The grid, the choice, and smaller sizes near it. Sizes in pages of the whole trace."""
+    """The grid, the choice, and smaller sizes near it."""
 
-    def __init__(self, modeller: Modeller, limits: Limits, rule: Rule, progress: Progress) -> None:
-        self.modeller = modeller
-        self.sampled_pages = modeller.sample.workload.references
-        self.limits = limits
-        self.rule = rule
-        self.rows: list[dict[str, Any]] = []
+    def __init__(
+        self,
+        workload: Workload,
+        times: Sequence[float],
+        asked: Asked,
+        machine: MachineModel,
+        limits: Limits,
+        progress: Progress,
+    ) -> None:
+        self._work, self._times, self._asked = workload, times, asked
+        self.machine, self.limits = machine, limits
         self._progress = progress
-        self._done, self._total = 0, 1
+        self._known: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        self._total = 1
+        self.rows: list[dict[str, Any]] = []
 
-    def stage(self, done: int, total: int, text: str) -> None:
-        self._progress(done, 4 * total, text)
+    def configs(self, cpu: int, ssd: int) -> list[Setup]:
+        """One for each setting that is searched at these sizes: every admission where wear is limited."""
+        fixed = self.limits.written is None or any(text.startswith("ssd.admission=") for text in self._asked.sets)
+        asked = dataclasses.replace(
+            self._asked,
+            cpu=(str(cpu),),
+            ssd=(str(ssd) if ssd else "none",),
+            admission=() if fixed or not ssd else tuple(ADMISSIONS),
+            sets=tuple(text for text in self._asked.sets if ssd or not text.startswith("ssd.")),
+        )
+        return setups(asked, len(self._work.names))
 
-    def row(self, cpu: int, ssd: int, writing: Writing, text: str) -> dict[str, Any]:
-        done, total = self._done, max(self._total, self._done + 1)
+    def _candidates(self, cpu: int, ssd: int, text: str) -> list[dict[str, Any]]:
+        if (cpu, ssd) not in self._known:
+            done = len(self._known)
 
-        def step(at: int, of: int, _: str) -> None:
-            self._progress(_STEP * done + _STEP * at // max(1, of), _STEP * total, text)
+            def step(at: int, of: int, _: str) -> None:
+                self._progress(1000 * done + 1000 * at // max(1, of), 1000 * self._total, text)
 
-        self._done += 1
-        return self.modeller.row(cpu, ssd, writing, step)
+            self._known[cpu, ssd] = [self._row(cpu, ssd, setup, step) for setup in self.configs(cpu, ssd)]
+            self.rows += self._known[cpu, ssd]
+        return self._known[cpu, ssd]
 
-    def _candidate(self, cpu: int, ssd: int, writing: Writing, text: str) -> dict[str, Any]:
-        row = self.row(cpu, ssd, writing, text)
-        row["within_limits"] = keeps(row, self.limits)
-        if not any(row is known for known in self.rows):
-            self.rows.append(row)
-        return row
+    def _row(self, cpu: int, ssd: int, setup: Setup, progress: Progress) -> dict[str, Any]:
+        """What a pair of tiers gives."""
+        found = report.tiers(self._work, self._times, setup, self.machine, progress=progress)
+        self.without = found["first_token_seconds_no_cache"]
+        config, wear = setup.config, found["ssd"] or {}
+        extent = config.model.layout().extent_bytes
+        tokens = self._work.tokens
+        a_day = wear.get("drive_writes_per_day", 0.0)
+        written = a_day and a_day * ssd * extent
+        if ssd and written is None and self.limits.written is not None:
+            raise InvalidValueError("the trace takes no time, so nothing is known of a day", "leave --writes-a-day out")
+        return {
+            "cpu_pages": cpu,
+            "cpu_bytes": cpu * extent,
+            "ssd_pages": ssd,
+            "ssd_bytes": ssd * extent,
+            "admission": config.ssd.admission if config.ssd else None,
+            "write_policy": config.store.write_policy if config.ssd else None,
+            "hit_rate": found["hit_rate"],
+            "token_hit_rate": found["token_hit_rate"],
+            "tier_token_hit_rates": {name: tier["hit_tokens"] / tokens for name, tier in found["tiers"].items()},
+            "first_token_seconds": found["first_token_seconds"],
+            "ssd_written_bytes": wear.get("written_bytes", 0),
+            "ssd_written_bytes_per_day": written,
+            "drive_writes_per_day": a_day,
+            "write_amplification": wear.get("write_amplification"),
+            "dropped_pages": found["stores"]["dropped_pages"],
+            "offered_pages": found["stores"]["offered_pages"],
+            "ssd_refused_pages": wear.get("refused_pages", {}),
+            "ssd_offered_pages": wear.get("offered_pages", 0),
+            "within_limits": self.limits.written is None or not ssd or written <= self.limits.written,
+            "problems": found["problems"],
+        }
 
-    def run(self, cpu: Sequence[int], ssd: Sequence[int], writings: Sequence[Writing]) -> None:
-        """Raises `InvalidValueError` where wear is limited and the trace takes no time."""
-        wanted = list(candidates(cpu, ssd, writings))
-        self._total = len(wanted) + 1 + 2 * _REFINED + 2
-        self.forever = self.row(self.modeller.unique, 0, Writing(), "infinite tiers")
-        for number, (above, below, writing) in enumerate(wanted, 1):
-            self._candidate(above, below, writing, f"candidate {number} of {len(wanted)}")
-        allowed = [row for row in self.rows if row["within_limits"]]
-        self.best = min(mean_of(row) for row in (self.forever, *allowed))
-        self.target, self.met = self.rule.target(allowed, self.best, self.limits)
-        chosen = self.rule.choose(allowed, self.target)
-        writing, above, below = _writing(chosen), chosen["cpu_pages"], chosen["ssd_pages"]
-        above = self._smaller(above, cpu, lambda n: self._passes(n, below, writing))
+    def run(self, cpu: Sequence[int], ssd: Sequence[int]) -> None:
+        wanted = [(above, below) for above in cpu for below in (0, *ssd) if below > above or not below]
+        self._total = len(wanted) + 1 + 2 * _REFINED
+        self.forever = self._candidates(len(self._work.names), 0, "infinite tiers")[0]
+        self.rows.clear()
+        if (len(self._work.names), 0) in wanted:
+            self.rows.append(self.forever)
+        for number, (above, below) in enumerate(wanted, 1):
+            self._candidates(above, below, f"candidate {number} of {len(wanted)}")
+        best = min(mean_of(row) for row in (self.forever, *self.allowed))
+        fastest = min(map(mean_of, self.allowed))
+        self.target = self.limits.first_token or best * (1 + WITHIN)
+        self.met = fastest <= self.target
+        if not self.met:
+            self.target = fastest * (1 + WITHIN)
+        above, below = self.chosen["cpu_pages"], self.chosen["ssd_pages"]
+        above = self._smaller([(n, below) for n in cpu], (above, below))[0]
         if below:
-            below = self._smaller(below, [n for n in ssd if n > above], lambda n: self._passes(above, n, writing))
-        self.chosen = self._candidate(above, below, writing, "the choice")
+            self._smaller([(above, n) for n in ssd if n > above], (above, below))
 
-    def _passes(self, cpu: int, ssd: int, writing: Writing) -> bool:
-        row = self._candidate(cpu, ssd, writing, "smaller sizes")
-        return bool(row["within_limits"]) and mean_of(row) <= self.target
+    @property
+    def allowed(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["within_limits"]]
 
-    def _smaller(self, high: int, sizes: Sequence[int], passes: Callable[[int], bool]) -> int:
-        """The least size that passes, between `high`, which does, and the next one below it in the grid."""
-        low = max((n for n in sizes if n < high), default=high)
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The row that costs least, of those within the limits that reach the target."""
+        return min(self._reaching(self.allowed), key=lambda row: (cost(row), mean_of(row)))
+
+    def _reaching(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [row for row in rows if row["within_limits"] and mean_of(row) <= self.target]
+
+    def _smaller(self, sizes: Sequence[tuple[int, int]], high: tuple[int, int]) -> tuple[int, int]:
+        """The least pair that reaches the target, between `high`, which does, and the next one below it in the grid."""
+        low = max((pair for pair in sizes if pair < high), default=high)
         for _ in range(_REFINED):
-            middle = round(math.sqrt(low * high))
-            if not low < middle < high or high < _NEAR * low:
+            middle = round(math.sqrt(low[0] * high[0])), round(math.sqrt(low[1] * high[1]))
+            if not low < middle < high or sum(high) < _NEAR * sum(low):
                 break
-            low, high = (low, middle) if passes(middle) else (middle, high)
+            reaches = self._reaching(self._candidates(*middle, "smaller sizes"))
+            low, high = (low, middle) if reaches else (middle, high)
         return high
+
+
+def _binds(search: _Search, token_bytes: float) -> list[str]:
+    """What keeps the chosen tiers from giving more, the limits first."""
+    chosen, limits = search.chosen, search.limits
+    found = []
+    if not search.met:
+        fastest = min(search.allowed, key=mean_of)
+        for name, budget in (("cpu", limits.cpu), ("ssd", limits.ssd)):
+            if budget and fastest[f"{name}_bytes"] >= 0.9 * budget:
+                found.append(f"{name}_budget")
+        worn = [mean_of(row) for row in search.rows if not row["within_limits"]]
+        if min(worn, default=math.inf) < mean_of(chosen):
+            found.append("wear")
+        found = found or ["target"]
+    for name, refused, offered in (("queue", "dropped_pages", ""), ("ssd_write", "ssd_refused_pages", "ssd_")):
+        if chosen[refused].get("queue_full", 0) > _SOME * chosen[f"{offered}offered_pages"]:
+            found.append(name)
+    if search.machine.ssd_read / token_bytes < search.machine.prefill:
+        found.append("ssd_read")
+    return [*found, "traffic"] if search.met else found
+
+
+def _curve(workload: Workload, eviction: str, page_bytes: int) -> list[dict[str, Any]]:
+    """Hits of one tier over its capacity, without time."""
+    return [
+        {
+            "capacity_pages": pages,
+            "capacity_bytes": pages * page_bytes,
+            "hit_rate": simulate(workload, pages, new_policy(eviction)).hits / workload.references,
+            "optimum_hit_rate": optimum(workload, pages).hits / workload.references,
+        }
+        for pages in grid(len(workload.names), _CURVE_POINTS, None)
+    ]

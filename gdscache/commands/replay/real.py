@@ -8,6 +8,7 @@ depend on the machine, and `Traffic(..., serial=True)` finds the same.
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,12 +19,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gdscache.commands.replay.simulate import Progress, silent
+from gdscache.commands.console import Progress, silent
+from gdscache.commands.replay import report
+from gdscache.commands.replay.setup import Setup
+from gdscache.commands.replay.simulate import infinite
 from gdscache.commands.replay.traffic import Found
 from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
 from gdscache.engine import CacheEngine
-from gdscache.errors import GdsCacheError
+from gdscache.errors import GdsCacheError, InvalidValueError
+from gdscache.moves.clock import MachineModel
 from gdscache.pages.keys import Page, namespace_digest, page_keys
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
@@ -181,3 +186,59 @@ def _request(engine: CacheEngine, workload: Workload, i: int, planes: PlanesUnde
         outcome.store_seconds += time.perf_counter() - begun
         outcome.offered += len(pages) - loaded
         outcome.dropped.update(handle.result(WAIT_S).dropped.values())
+
+
+def real_report(
+    workload: Workload, setups: Sequence[Setup], directory: Path | None, device: str, progress: Progress = silent
+) -> dict[str, Any]:
+    """The report of one engine that moves bytes, and of the simulation of the same. `directory`: for its SSD tier."""
+    if len(setups) > 1:
+        raise InvalidValueError(f"--real is one engine, and {len(setups)} are asked for", "give every option once")
+    config = setups[0].config
+    config = config.model_copy(update={"gpu": config.gpu.model_copy(update={"device": device})})
+    workload = with_keys(workload, namespace_of(config))
+    report.slots(config, own_pool=False)
+    with tempfile.TemporaryDirectory(prefix="gdscache-replay-", dir=directory) as name:
+        begun = time.perf_counter()
+        outcome = replay_real(workload, config, Path(name), device, progress)
+        took = time.perf_counter() - begun
+    times = [0.0] * len(workload.prompts)
+    modelled = report.tiers(workload, times, Setup(config, {}), MachineModel(), serial=True)
+    stats, forever = outcome.stats, infinite(workload)
+    hits = {name: sum(getattr(found, name) for found in outcome.found) for name in stats["tiers"]}
+    hit = sum(hits.values())
+    return {
+        "schema": report.SCHEMA,
+        "mode": "real",
+        "workload": report.describe_workload(workload),
+        "settings": modelled["settings"],
+        "device": stats["device"],
+        "lookup_pages": hit + outcome.misses,
+        "hit_pages": hit,
+        "hit_rate": hit / (hit + outcome.misses),
+        "hit_tokens": hit * workload.page_tokens,
+        "token_hit_rate": hit * workload.page_tokens / workload.tokens,
+        "miss_pages": outcome.misses,
+        "infinite_hit_rate": forever.hits / workload.references,
+        "tiers": {
+            name: {
+                "capacity_pages": tier["slots"],
+                "hit_pages": hits[name],
+                "hit_tokens": hits[name] * workload.page_tokens,
+                "read_bytes": stats.get("bytes_loaded", {}).get(name, 0),
+                "stored_pages": stats.get("stored", {}).get(name, 0),
+                "evictions": tier["evictions"],
+            }
+            for name, tier in stats["tiers"].items()
+        },
+        "stores": {"offered_pages": outcome.offered, "dropped_pages": dict(outcome.dropped)},
+        "refused_pages": stats.get("refused", {}),
+        "failed_pages": dict(outcome.failed),
+        "verified_bytes": outcome.verified_bytes,
+        "load_seconds": outcome.load_seconds,
+        "store_seconds": outcome.store_seconds,
+        "seconds": took,
+        "simulated_hit_pages": {name: tier["hit_pages"] for name, tier in modelled["tiers"].items()},
+        "agrees": outcome.requests_that_differ(modelled["found"]) == 0,
+        "problems": [*outcome.problems, *modelled["problems"]],
+    }

@@ -1,111 +1,326 @@
-"""Runs over capacities and policies, as plain data. Behind `gdscache replay`."""
+"""Runs of a trace beside what they are compared with, as plain data. Behind `gdscache replay`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
-from gdscache.commands.replay.simulate import Counts, Progress, infinite, optimum, plain_lru, silent, simulate
+import numpy as np
+
+from gdscache.commands.console import Progress, silent
+from gdscache.commands.replay.hierarchy import Hierarchy
+from gdscache.commands.replay.setup import Setup, pages_of
+from gdscache.commands.replay.simulate import Counts, infinite, optimum, plain_lru, simulate
+from gdscache.commands.replay.traffic import TIERS, Outcome, Traffic
 from gdscache.commands.replay.workload import Workload
+from gdscache.config import Config
 from gdscache.errors import InvalidValueError
+from gdscache.moves.clock import Clock, MachineModel
 from gdscache.policies import POLICIES
 
-SCHEMA = 1
-_MOST_PAGES = 10**15  # of 4 KiB they are half of what a file can have
+SCHEMA = "gdscache.replay/2"
 _STEP = 1000  # of the progress of one run
+_DAY = 86_400.0
 
 
-def capacity_pages(text: str, unique: int) -> int:
-    """Pages that a capacity means: `5000`, or `12.5%` of the trace's `unique` pages (rounded down, at least one).
+class Run(NamedTuple):
+    """A replay to come: what it is called, the pages of all its tiers, and what gives its row of the report."""
 
-    Raises `InvalidValueError` for anything else and for less than a page.
+    label: str
+    pages: int
+    row: Callable[[Progress], dict[str, Any]]
+
+
+def compare(workload: Workload, runs: Sequence[Run], progress: Progress = silent) -> dict[str, Any]:
+    """All runs, beside an infinite tier, the optimum and plain LRU of a single tier as large as all of theirs.
+
+    `progress(done, total, text)` is called now and then. Raises `InvalidValueError` for a workload without a page.
     """
-    digits = text.strip()
-    percent = digits.endswith("%")
-    try:
-        value = Decimal(digits.removesuffix("%"))
-    except InvalidOperation:
-        value = Decimal("NaN")
-    if not value.is_finite() or not 0 < value <= _MOST_PAGES or (not percent and value != int(value)):
-        raise InvalidValueError(
-            f"capacity {text[:40]!r} is neither pages nor percent",
-            f"write --capacity 5000 or --capacity 12.5%; at most {_MOST_PAGES:,} pages",
-        )
-    return max(1, int(value * unique / 100)) if percent else int(value)
+    check(workload)
+    sizes = sorted({run.pages for run in runs})
+    total = _STEP * (len(sizes) + len(runs))
+    bounds: dict[int, tuple[Counts, Counts]] = {}
+    for size in sizes:
+        progress(_STEP * len(bounds), total, f"optimum, {size:,} pages")
+        bounds[size] = optimum(workload, size), plain_lru(workload, size)
 
+    def row(number: int, run: Run) -> dict[str, Any]:
+        def step(done: int, of: int, _: str) -> None:
+            progress(_STEP * (len(sizes) + number) + _STEP * done // max(1, of), total, run.label)
 
-def run(
-    workload: Workload, capacities: Sequence[str], policies: Sequence[str], progress: Progress = silent
-) -> dict[str, Any]:
-    """Replay a workload on a tier of each capacity with each policy, and find what they are compared with.
+        best, base = (counts.hits for counts in bounds[run.pages])
+        found = run.row(step)
+        hits = found["hit_pages"]
+        compared = {
+            "of_optimum": hits / best if best else None,
+            "of_plain_lru": hits / base if base else None,
+            "gap_closed": (hits - base) / (best - base) if best != base else None,
+        }
+        return {**found, **_size(workload, run.pages), **compared}
 
-    `seconds` of a run are of the processor. `progress(done, total, text)` is called now and then. Raises
-    `InvalidValueError` for a capacity that cannot be understood and a policy that is not in `POLICIES`, before anything
-    runs.
-    """
-    for name in policies:
-        if name not in POLICIES:
-            raise InvalidValueError(f"no policy is named {name!r}", f"--policy is one of {', '.join(POLICIES)}")
-    references, unique = workload.references, len(workload.names)
-    if not references:
-        raise InvalidValueError(
-            f"no prompt of the trace has a full page of {workload.page_tokens} tokens", "set --page-tokens to less"
-        )
-    sizes = sorted({capacity_pages(text, unique) for text in capacities})
-    total = _STEP * (1 + len(sizes) * (2 + len(policies)))
-    finished = 0
-
-    def step(text: str) -> Progress:
-        return lambda done, of, _: progress(finished + _STEP * done // of, total, text)
-
-    progress(finished, total, "infinite")
-    forever = _described(infinite(workload), workload)
-    finished += _STEP
-    runs, bounds, plain = [], [], []
-    for pages in sizes:
-        size = {"capacity_pages": pages, "capacity_percent": 100 * pages / unique}
-        progress(finished, total, f"optimum, {pages:,} pages")
-        best = optimum(workload, pages)
-        bounds.append({**size, **_described(best, workload)})
-        finished += _STEP
-        progress(finished, total, f"plain LRU, {pages:,} pages")
-        base = plain_lru(workload, pages)
-        plain.append({**size, **_flat(base, workload)})
-        finished += _STEP
-        for name in policies:
-            start = time.process_time()
-            counts = simulate(workload, pages, POLICIES[name](), step(f"{name}, {pages:,} pages"))
-            took = time.process_time() - start
-            gap = best.hits - base.hits
-            compared = {
-                "of_optimum": counts.hits / best.hits if best.hits else None,
-                "of_plain_lru": counts.hits / base.hits if base.hits else None,
-                "gap_closed": (counts.hits - base.hits) / gap if gap else None,
-            }
-            runs.append({"policy": name, **size, **_described(counts, workload), **compared, "seconds": took})
-            finished += _STEP
+    rows = [row(number, run) for number, run in enumerate(runs)]
     progress(total, total, "done")
     return {
-        "schema": SCHEMA,
-        "workload": {
-            "requests": len(workload.prompts),
-            "page_tokens": workload.page_tokens,
-            "partial_pages": workload.partial,
-            "pages": references,
-            "unique_pages": unique,
-            "blocks": workload.blocks,
-            "tokens": workload.tokens,
-        },
-        "infinite": forever,
-        "optimum": bounds,
-        "plain_lru": plain,
-        "runs": runs,
+        "infinite": _counted(infinite(workload), workload),
+        "optimum": [{**_size(workload, n), **_counted(best, workload)} for n, (best, _) in bounds.items()],
+        "plain_lru": [{**_size(workload, n), **_pages(base, workload)} for n, (_, base) in bounds.items()],
+        "runs": rows,
     }
 
 
-def _flat(counts: Counts, workload: Workload) -> dict[str, Any]:
+def check(workload: Workload) -> None:
+    """Raises `InvalidValueError` for a workload without a page."""
+    if not workload.references:
+        raise InvalidValueError(
+            f"no prompt of the trace has a full page of {workload.page_tokens} tokens", "use smaller pages"
+        )
+
+
+def one_tier(
+    workload: Workload, capacities: Iterable[str], policies: Iterable[str], progress: Progress = silent
+) -> dict[str, Any]:
+    """A tier of each capacity with each order of `POLICIES`, without time. Raises `InvalidValueError`.
+
+    It is the index and the order alone, in half the time of all that an engine decides; a CPU tier alone, in series,
+    finds the same pages. `seconds` of a run are of the processor.
+    """
+
+    def row(pages: int, name: str, progress: Progress) -> dict[str, Any]:
+        begun = time.process_time()
+        counts = simulate(workload, pages, POLICIES[name](), progress)
+        return {"policy": name, **_counted(counts, workload), "seconds": time.process_time() - begun}
+
+    policies = list(policies)
+    for name in policies:
+        if name not in POLICIES:
+            raise InvalidValueError(f"no policy is named {name!r}", f"--policy is one of {', '.join(POLICIES)}")
+    sizes = sorted({pages_of(text, len(workload.names), None, "--capacity") for text in capacities})
+    runs = [Run(f"{name}, {n:,} pages", n, partial(row, n, name)) for n in sizes for name in policies]
+    return {
+        "schema": SCHEMA,
+        "mode": "one_tier",
+        "workload": describe_workload(workload),
+        **compare(workload, runs, progress),
+    }
+
+
+def all_tiers(
+    workload: Workload,
+    times: Sequence[float],
+    setups: Iterable[Setup],
+    machine: MachineModel,
+    *,
+    serial: bool = False,
+    own_pool: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Tiers of each setup under a workload of full pages, as `tiers` has them. Raises `InvalidValueError`.
+
+    Of the runs with an SSD, `frontier` says that no other one of as many pages, with the same order of eviction, writes
+    less at its hits or more.
+    """
+
+    def row(setup: Setup, progress: Progress) -> dict[str, Any]:
+        found = tiers(workload, times, setup, machine, serial=serial, own_pool=own_pool, progress=progress)
+        del found["found"]
+        return found
+
+    runs = [
+        Run(
+            ", ".join(f"{name} {value}" for name, value in setup.varied.items()) or "all tiers",
+            slots(setup.config, own_pool=own_pool),
+            partial(row, setup),
+        )
+        for setup in setups
+    ]
+    found = compare(workload, runs, progress)
+    mark_frontier(found["runs"])
+    return {
+        "schema": SCHEMA,
+        "mode": "simulate",
+        "workload": describe_workload(workload, times),
+        "machine": machine.describe(),
+        "serial": serial,
+        "own_pool": own_pool,
+        **found,
+    }
+
+
+def mark_frontier(rows: Sequence[dict[str, Any]]) -> None:
+    """Set `frontier` of each row, None without an SSD."""
+
+    def group(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return row["capacity_pages"], *(row["settings"][name] and row["settings"][name]["eviction"] for name in TIERS)
+
+    def cost(row: Mapping[str, Any]) -> tuple[int, int]:
+        return row["ssd"]["written_bytes"], -row["hit_pages"]
+
+    for row in rows:
+        as_good = [o for o in rows if o["ssd"] and o["hit_pages"] >= row["hit_pages"] and group(o) == group(row)]
+        row["frontier"] = min(map(cost, as_good)) == cost(row) if row["ssd"] else None
+
+
+def slots(config: Config, *, own_pool: bool) -> int:
+    """Pages that all tiers hold together, each page counted in one of them."""
+    layout = config.model.layout()
+    lower = [tier.capacity // layout.extent_bytes for tier in (config.cpu, config.ssd) if tier is not None]
+    found = sum(lower) + (config.gpu.capacity // layout.page_bytes if own_pool else 0)
+    if not found:
+        raise InvalidValueError("there is no tier", "give --cpu, --ssd or --gpu, or a config with such a section")
+    return found
+
+
+def tiers(
+    workload: Workload,
+    times: Sequence[float],
+    setup: Setup,
+    machine: MachineModel,
+    *,
+    serial: bool = False,
+    own_pool: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """One run through all tiers. `times`: of the requests, in seconds, ascending; `found`: by request.
+
+    `problems`: what does not add up afterwards: nothing, or there is a defect.
+    """
+    begun = time.process_time()
+    hierarchy = Hierarchy(setup.config, machine, Clock(), own_pool=own_pool)
+    outcome = Traffic(workload, hierarchy, machine, times, serial=serial).run(progress)
+    took = time.process_time() - begun
+    span = max(outcome.seconds, times[-1] - times[0])
+    counts = hierarchy.manager.counts
+    hits = {name: outcome.hits(name) for name in hierarchy.manager.tiers}
+    hit = sum(hits.values())
+    looked = hit + sum(outcome.misses.values())
+    found = {
+        "varied": dict(setup.varied),
+        "settings": describe_config(setup.config),
+        "lookup_pages": looked,
+        "hit_pages": hit,
+        "hit_rate": hit / looked if looked else 0.0,
+        "hit_tokens": hit * workload.page_tokens,
+        "token_hit_rate": hit * workload.page_tokens / workload.tokens,
+        "miss_pages": {cause: outcome.misses[cause] for cause in ("cold", "absent", "behind")},
+        "tiers": {name: _tier(hierarchy, workload, name, hits[name]) for name in hierarchy.manager.tiers},
+        "stores": {
+            "offered_pages": hierarchy.ledger.offered,
+            "present_pages": counts["stores", "present"],
+            "dropped_pages": dict(hierarchy.ledger.dropped),
+            "most_queued_pages": hierarchy.moved.most_queued,
+            "most_queued_bytes": hierarchy.moved.most_queued * hierarchy.extent_bytes,
+        },
+        "ssd": _ssd(hierarchy, outcome, span),
+        "first_token_seconds": spread(outcome.first_token),
+        "first_token_seconds_no_cache": spread(outcome.uncached),
+        "requests_refused": outcome.refused,
+        "requests_waited": outcome.waited,
+        "virtual_seconds": outcome.seconds,
+        "found": outcome.found,
+        "seconds": took,
+    }
+    return {**found, "problems": [*hierarchy.problems(), *totals(found)]}
+
+
+def _tier(hierarchy: Hierarchy, workload: Workload, name: str, hits: int) -> dict[str, Any]:
+    tier, moved = hierarchy.manager.tiers[name], hierarchy.moved
+    nbytes = hierarchy.page_bytes if name == "gpu" else hierarchy.extent_bytes
+    promoted = moved.promoted if name == "cpu" else 0
+    return {
+        "capacity_pages": tier.index.slots,
+        "capacity_bytes": tier.capacity,
+        "hit_pages": hits,
+        "hit_tokens": hits * workload.page_tokens,
+        "read_bytes": moved.read[name] * nbytes,
+        "written_bytes": (moved.written[name] + promoted) * nbytes,
+        "stored_pages": moved.written[name],
+        "promoted_pages": promoted,
+        "evictions": tier.index.evictions,
+    }
+
+
+def _ssd(hierarchy: Hierarchy, outcome: Outcome, span: float) -> dict[str, Any] | None:
+    ssd, moved, counts = hierarchy.ssd, hierarchy.moved, hierarchy.manager.counts
+    if ssd is None:
+        return None
+    written = moved.written["ssd"] * hierarchy.extent_bytes
+    useful = outcome.loaded_from_ssd * hierarchy.extent_bytes
+    refused = {name: n for (group, name), n in counts.items() if group == "refused"}
+    return {
+        "written_bytes": written,
+        "read_bytes": moved.read["ssd"] * hierarchy.extent_bytes,
+        "used_bytes": useful,
+        "write_amplification": written / useful if useful else None,
+        "drive_writes_per_day": written / ssd.capacity * _DAY / span if span > 0 else None,
+        "offered_pages": moved.to_ssd + sum(refused.values()),
+        "refused_pages": refused,
+        "dropped_pages": dict(moved.not_written),
+        "most_queued_pages": moved.most_to_ssd,
+        "demoted_pages": moved.demoted,
+        "promotions_declined": counts["promotion", "declined"],
+    }
+
+
+def totals(run: Mapping[str, Any]) -> list[str]:
+    """What does not add up in a run's figures."""
+    found = []
+    if run["lookup_pages"] != run["hit_pages"] + sum(run["miss_pages"].values()):
+        found.append("lookups are not hits and misses")
+    if run["hit_pages"] != sum(tier["hit_pages"] for tier in run["tiers"].values()):
+        found.append("hits are not those of the tiers")
+    ssd = run["ssd"]
+    if ssd is not None:
+        given = run["tiers"]["ssd"]["stored_pages"] + sum(ssd["refused_pages"].values())
+        given += sum(n for cause, n in ssd["dropped_pages"].items() if cause != "deadline")
+        if ssd["offered_pages"] != given:
+            found.append(f"{ssd['offered_pages']} pages were offered to the SSD, {given} written, refused or dropped")
+    return found
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles."""
+    if not seconds:
+        return dict.fromkeys(("mean", "p50", "p90", "p99"), 0.0)
+    p50, p90, p99 = np.percentile(seconds, (50, 90, 99))
+    return {"mean": float(np.mean(seconds)), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
+
+
+def describe_workload(workload: Workload, times: Sequence[float] = ()) -> dict[str, Any]:
+    return {
+        "requests": len(workload.prompts),
+        "page_tokens": workload.page_tokens,
+        "partial_pages": workload.partial,
+        "pages": workload.references,
+        "unique_pages": len(workload.names),
+        "blocks": workload.blocks,
+        "tokens": workload.tokens,
+        "seconds": times[-1] - times[0] if times else 0.0,
+    }
+
+
+def describe_config(config: Config) -> dict[str, Any]:
+    """What of a configuration decides what is simulated."""
+    layout = config.model.layout()
+    cpu, ssd = config.cpu, config.ssd
+    of_ssd = {"capacity", "eviction", "reserve", "admission", "admission_offers", "endurance", "promotion"}
+    return {
+        "extent_bytes": layout.extent_bytes,
+        "page_tokens": layout.page_tokens,
+        "store": config.store.model_dump(include={"queue", "write_policy", "write_hits"}),
+        "host_buffer": config.host_buffer,
+        "gpu": config.gpu.model_dump(include={"capacity", "eviction"}),
+        "cpu": cpu and cpu.model_dump(include={"capacity", "eviction"}),
+        "ssd": ssd and ssd.model_dump(include=of_ssd),
+    }
+
+
+def _size(workload: Workload, pages: int) -> dict[str, Any]:
+    return {"capacity_pages": pages, "capacity_percent": 100 * pages / len(workload.names)}
+
+
+def _pages(counts: Counts, workload: Workload) -> dict[str, Any]:
     return {
         "hit_rate": counts.hits / workload.references,
         "hit_pages": counts.hits,
@@ -115,9 +330,9 @@ def _flat(counts: Counts, workload: Workload) -> dict[str, Any]:
     }
 
 
-def _described(counts: Counts, workload: Workload) -> dict[str, Any]:
+def _counted(counts: Counts, workload: Workload) -> dict[str, Any]:
     return {
-        **_flat(counts, workload),
+        **_pages(counts, workload),
         "hit_blocks": counts.hit_blocks,
         "miss_blocks": workload.blocks - counts.hit_blocks,
         "hit_tokens": counts.hit_tokens,

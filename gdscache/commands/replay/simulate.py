@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay.trace import BLOCK_TOKENS
 from gdscache.commands.replay.workload import Workload
 from gdscache.errors import InvalidValueError
 from gdscache.index.index import PageIndex
+from gdscache.index.retention import DEFAULT
 from gdscache.index.table import PageState
 from gdscache.policies.base import EvictionPolicy
 
-Progress = Callable[[int, int, str], None]
 _REPORT_EVERY = 256  # requests between two reports of progress
 _NEVER = 1 << 62
-
-
-def silent(done: int, total: int, text: str) -> None:
-    """Progress that nobody looks at."""
 
 
 @dataclass
@@ -77,11 +73,10 @@ def simulate(workload: Workload, capacity: int, policy: EvictionPolicy, progress
         if not lacking:
             continue
         slots = index.allocate_some(len(lacking), keep={names[page].key for page in pages})
-        for page, slot in zip(lacking, slots, strict=False):
-            entry = index.insert(names[page], slot, PageState.PENDING)
-            index.lease(entry)
-            index.commit(entry)
-            index.release(entry)
+        stored = [names[page] for page in lacking[: len(slots)]]
+        entries = index.insert_all(stored, slots, PageState.PENDING, [DEFAULT] * len(slots), leases=1)
+        index.commit_all(entries)
+        index.release_all(entries)
         counts.written += len(slots)
         counts.unstored += len(lacking) - len(slots)
     counts.evictions = index.evictions

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from gdscache.commands.bench.measure import target
+from gdscache.commands.console import Progress, Table, silent, verdict
 from gdscache.commands.replay.families import FAMILIES, drawn
-from gdscache.commands.replay.simulate import Progress, optimum, plain_lru, silent, simulate
+from gdscache.commands.replay.simulate import optimum, plain_lru, simulate
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import CpuConfig
 from gdscache.errors import InvalidValueError
@@ -55,26 +55,18 @@ def run(settings: Settings, progress: Progress = silent) -> dict[str, Any]:
         workload = expand(drawn(family, seed, settings.references))
         rows += _trace(family, seed, workload, settings)
     progress(len(traces), len(traces), "done")
-    found = {name: summary([row for row in rows if row["policy"] == name]) for name in settings.policies}
+
+    def of(policy: str, *families: str) -> dict[str, Any] | None:
+        return summary([row for row in rows if row["policy"] == policy and row["family"] in families])
+
+    found = {name: of(name, *settings.families) for name in settings.policies}
     hindsight = _hindsight(rows, settings.policies)
     return {
         "schema": SUITE_SCHEMA,
         "default": DEFAULT,
-        "settings": {
-            "seed": settings.seed,
-            "seeds": settings.seeds,
-            "references": settings.references,
-            "families": list(settings.families),
-            "percent": list(settings.percent),
-        },
+        "settings": {name: value for name, value in asdict(settings).items() if name != "policies"},
         "policies": found,
-        "families": {
-            name: {
-                family: summary([row for row in rows if row["policy"] == name and row["family"] == family])
-                for family in settings.families
-            }
-            for name in settings.policies
-        },
+        "families": {name: {family: of(name, family) for family in settings.families} for name in settings.policies},
         "hindsight": hindsight,
         "targets": _targets(found.get(DEFAULT), hindsight),
         "rows": rows,
@@ -144,32 +136,71 @@ def _hindsight(rows: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> di
     """What the best of all orders gives, chosen anew for each trace and capacity; None with fewer than two."""
     if len(policies) < 2:
         return None
-    best: dict[tuple[Any, ...], float] = {}
     won: dict[str, int] = dict.fromkeys(policies, 0)
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["optimum"] > DECIDED:
             groups.setdefault((row["family"], row["seed"], row["capacity_pages"]), []).append(row)
-    for cell, group in groups.items():
-        first = max(group, key=lambda row: row["ratio"])
-        best[cell] = first["ratio"]
-        won[first["policy"]] += 1
-    return {"geometric_mean": _mean(list(best.values())), "best_in_rows": won}
+    best = [max(group, key=lambda row: row["ratio"]) for group in groups.values()]
+    for row in best:
+        won[row["policy"]] += 1
+    return {"geometric_mean": _mean([row["ratio"] for row in best]), "best_in_rows": won}
 
 
 def _targets(found: Mapping[str, Any] | None, hindsight: Mapping[str, Any] | None) -> dict[str, Any]:
     """The default against what is asked of it, as far as that was measured."""
     if found is None:
         return {}
-    targets = {"worst": {"value": found["worst"], **target(found["worst"], WORST, at_least=True)}}
-    if found["fifth_percentile"] is not None:
-        fifth = found["fifth_percentile"]
-        targets["fifth_percentile"] = {"value": fifth, **target(fifth, FIFTH, at_least=True)}
-        if hindsight is not None and hindsight["geometric_mean"] > 1:
-            share = (found["geometric_mean"] - 1) / (hindsight["geometric_mean"] - 1)
-            targets["of_hindsight"] = {"value": share, **target(share, OF_HINDSIGHT, at_least=True)}
-    return targets
+    measured = {"worst": (found["worst"], WORST), "fifth_percentile": (found["fifth_percentile"], FIFTH)}
+    if found["geometric_mean"] and hindsight is not None and hindsight["geometric_mean"] > 1:
+        share = (found["geometric_mean"] - 1) / (hindsight["geometric_mean"] - 1)
+        measured["of_hindsight"] = share, OF_HINDSIGHT
+    return {
+        name: {"value": value, "target": least, "met": value >= least}
+        for name, (value, least) in measured.items()
+        if value is not None
+    }
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def tables(report: Mapping[str, Any]) -> list[Table]:
+    """A table of the orders, one of each order by family, and the default's targets."""
+    names = ("traces x sizes", "worst", "where", "5th percentile", "geometric mean", "the optimum", "written")
+    title = "Hits against plain LRU's, 1 % of the references added to both"
+    parts = {(title, "policy"): report["policies"]}
+    parts |= {(f"{name}, by family", "family"): families for name, families in report["families"].items()}
+    found = []
+    for (heading, first), rows in parts.items():
+        table = Table(heading, first, *names)
+        for name, row in rows.items():
+            if row is not None:
+                table.add_row(f"{name} (default)" if name == report["default"] else name, *_cells(row))
+        found.append(table)
+    hindsight = report["hindsight"]
+    if hindsight is not None:
+        best = _ratio(hindsight["geometric_mean"])
+        found[0].add_row("the best of them, in hindsight", "", "", "", "", best)
+    judged = Table(f"The default, {report['default']}", "figure", "", "target")
+    for name, row in report["targets"].items():
+        judged.add_row(name.replace("_", " "), f"{row['value']:.4f}", verdict(row, "at least"))
+    return [*found, judged]
+
+
+def _cells(found: Mapping[str, Any]) -> tuple[str, ...]:
+    where = found["worst_row"]
+    return (
+        f"{found['rows']:,} ({found['rows_with_something_to_gain']:,})",
+        f"{found['worst']:.4f}",
+        f"{where['family']} {where['seed']}, {where['capacity_pages']:,} of {where['unique_pages']:,}",
+        _ratio(found["fifth_percentile"]),
+        _ratio(found["geometric_mean"]),
+        _ratio(found["optimum_geometric_mean"]),
+        f"{found['written_pages'] / found['plain_lru_written_pages']:.3f}",
+    )
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay.hierarchy import Hierarchy
-from gdscache.commands.replay.simulate import Progress, silent
 from gdscache.commands.replay.workload import Workload
 from gdscache.index.table import Entry, PageState
 from gdscache.load.plan import LoadPlan
@@ -17,7 +17,6 @@ from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease
 
 TIERS = ("gpu", "cpu", "ssd")
-SAMPLES = 240  # of a run, over time
 _REPORT_EVERY = 64  # requests between two reports of progress
 
 
@@ -28,18 +27,6 @@ class Found(NamedTuple):
     cpu: int
     ssd: int
     loaded: int
-
-
-class Sample(NamedTuple):
-    """Pages moved from the begin of a run up to `seconds`."""
-
-    seconds: float
-    requests: int
-    hit_pages: int
-    lookup_pages: int
-    ssd_read: int
-    ssd_written: int
-    queued: int
 
 
 @dataclasses.dataclass
@@ -58,7 +45,6 @@ class Outcome:
     waited: int = 0  # times that a request waited for the GPU pool
     first_token: list[float] = dataclasses.field(default_factory=list)
     uncached: list[float] = dataclasses.field(default_factory=list)
-    samples: list[Sample] = dataclasses.field(default_factory=list)
     seconds: float = 0.0  # of virtual time, from the first request to the end of the last one
 
     def hits(self, tier: str) -> int:
@@ -106,12 +92,9 @@ class Traffic:
         outcome.first_token = [0.0] * total
         outcome.uncached = [0.0] * total
         begin = self._times[0] if total else 0.0
-        every = max(1, total // SAMPLES)
         for i in range(total):
             if i % _REPORT_EVERY == 0:
                 progress(i, total, "replaying")
-            if i % every == 0:
-                self._sample(i)
             if self._serial:
                 self._one(i)
             else:
@@ -121,7 +104,6 @@ class Traffic:
         assert not self._line, "requests wait for slots that nobody has"
         outcome.seconds = clock.now
         outcome.loaded_from_ssd = sum(self._from_ssd)
-        self._sample(total)
         progress(total, total, "replaying")
         return outcome
 
@@ -276,18 +258,3 @@ class Traffic:
     def _first_token(self, i: int, arrival: float, tokens: int) -> None:
         self.outcome.first_token[i] = self._clock.now - arrival
         self.outcome.uncached[i] = tokens / self._machine.prefill
-
-    def _sample(self, requests: int) -> None:
-        moved, counts = self._tiers.moved, self._manager.counts
-        hits = sum(counts["hits", name] for name in TIERS)
-        self.outcome.samples.append(
-            Sample(
-                self._clock.now,
-                requests,
-                hits,
-                counts["lookups", "pages"],
-                moved.read["ssd"],
-                moved.written["ssd"],
-                self._tiers.planner.queued,
-            )
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -28,6 +29,7 @@ TOKEN_BYTES = {  # of the KV cache of a whole model in bfloat16
 }
 SWEPT_CAPACITIES = ("1%", "2%", "5%", "10%", "25%", "50%")
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+_MOST_PAGES = 10**15  # of 4 KiB they are half of what a file can have
 _KEYS = {  # what is varied, and the keys of a config that it sets
     "cpu": ("cpu.capacity",),
     "ssd": ("ssd.capacity",),
@@ -51,7 +53,8 @@ class Asked:
     """What the options ask for. Capacities are texts: `4GiB`, pages (`5000`), percent of the unique pages (`10%`).
 
     A tier's tuple is empty where nothing was said of it; `none` is no such tier. So are the tuples of policies: then
-    the config decides. `sets`: keys of the config, with values as in YAML (`store.queue=8GiB`).
+    the config decides. `sets`: keys of the config, with values as in YAML (`store.queue=8GiB`); a key that is given
+    several times is varied.
     """
 
     config: Path | None = None
@@ -92,42 +95,42 @@ def setups(asked: Asked, unique: int) -> list[Setup]:
     Raises a `ConfigError` for a config that an engine would refuse, and `InvalidValueError`.
     """
     base = asked.base()
-    given = {name: getattr(asked, name) for name in _KEYS}
+    given: dict[str, tuple[str, ...]] = {name: getattr(asked, name) for name in _KEYS}
+    for text in asked.sets:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise InvalidValueError(f"--set {shown(text)} has no value", "write --set store.queue=8GiB")
+        name = f"={key.strip()}"  # no name of `_KEYS`
+        given[name] = (*given.get(name, ()), value)
+    others: list[dict[str, str]] = [{}]
     if asked.sweep:
         no_ssd = asked.config is not None and not (asked.ssd or base.get("ssd"))
         lowest = "cpu" if "none" in asked.ssd or no_ssd else "ssd"
         given[lowest] = given[lowest] or SWEPT_CAPACITIES
-    runs = [
-        dict(zip(given, values, strict=True)) for values in itertools.product(*(v or (None,) for v in given.values()))
-    ]
-    if asked.sweep:
-        runs = [{**run, **other} for run in runs for other in _one_at_a_time(given, lowest)]
+        swept: dict[str, Sequence[str]] = {"eviction": get_args(EvictionOrder)}
+        if lowest == "ssd":
+            swept |= {"write": WRITE_POLICIES, "admission": tuple(ADMISSIONS)}
+        others += [{name: value} for name, values in swept.items() if not given[name] for value in values]
     found: dict[tuple[str, ...], Setup] = {}
-    for run in runs:
-        config = _config(asked, base, run, unique)
-        values = _values(config, run)
-        found.setdefault(tuple(values.values()), Setup(config, values))
-    several = [name for name in _KEYS if len({setup.varied[name] for setup in found.values()}) > 1]
-    return [Setup(s.config, {name: s.varied[name] for name in several}) for s in found.values()]
+    for values in itertools.product(*(several or (None,) for several in given.values())):
+        for other in others:
+            run = {**dict(zip(given, values, strict=True)), **other}
+            config = _config(asked, base, run, unique)
+            texts = {**run, **_policies(config)} | {name: text for name, text in run.items() if text is not None}
+            named = {name: text or "as configured" for name, text in texts.items()}
+            found.setdefault(tuple(named.values()), Setup(config, named))
+    varied = [name for name in given if len({setup.varied[name] for setup in found.values()}) > 1]
+    return [Setup(s.config, {name.lstrip("="): s.varied[name] for name in varied}) for s in found.values()]
 
 
-def _one_at_a_time(given: Mapping[str, Sequence[str]], lowest: str) -> list[dict[str, str]]:
-    """The config as it is, and with each other value of each policy of which nothing was said."""
-    swept: dict[str, Sequence[str]] = {"eviction": get_args(EvictionOrder)}
-    if lowest == "ssd":
-        swept |= {"write": WRITE_POLICIES, "admission": tuple(ADMISSIONS)}
-    return [{}, *({name: value} for name, values in swept.items() if not given[name] for value in values)]
-
-
-def _values(config: Config, run: Mapping[str, str | None]) -> dict[str, str]:
-    """The values of what runs may differ in; where nothing was said, what the config has."""
-    there = {
+def _policies(config: Config) -> dict[str, str]:
+    """What a config has where nothing is said."""
+    return {
         "eviction": (config.ssd or config.cpu or config.gpu).eviction,
         "write": config.store.write_policy,
         "admission": config.ssd.admission if config.ssd else "none",
         "promotion": config.ssd.promotion if config.ssd else "none",
     }
-    return {name: run[name] or there.get(name, "as configured") for name in _KEYS}
 
 
 def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None], unique: int) -> Config:
@@ -136,31 +139,27 @@ def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None]
     extent = _model(fields.get("model"), source).layout().extent_bytes
     if asked.config is None:
         fields |= _roomy(extent)
-    for name in ("cpu", "ssd"):
-        text = run[name]
-        if text == "none":
-            fields[name] = None
-        elif text is not None:
-            fields[name] = {**({"path": "simulated"} if name == "ssd" else {}), **(fields.get(name) or {})}
-            fields[name]["capacity"] = extent * pages_of(text, unique, extent, f"--{name}")
     if asked.gpu is not None:
         fields["gpu"] = {**(fields.get("gpu") or {}), "capacity": extent * pages_of(asked.gpu, unique, extent, "--gpu")}
-    for name in ("eviction", "write", "admission", "promotion"):
-        value = run[name]
-        for key in _KEYS[name] if value is not None else ():
-            section = key.split(".")[0]
-            if section in ("gpu", "store") or fields.get(section):
-                _set(fields, key, value)
-    for text in asked.sets:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise InvalidValueError(f"--set {shown(text)} has no value", "write --set store.queue=8GiB")
-        try:
-            _set(fields, key.strip(), yaml.safe_load(value))
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise InvalidValueError(
-                f"--set {shown(text)} is not YAML: {error}", "write --set store.queue=8GiB"
-            ) from None
+    for name, value in run.items():
+        if value is None:
+            continue
+        if name in ("cpu", "ssd"):
+            path = {"path": "simulated"} if name == "ssd" else {}
+            room = None if value == "none" else extent * pages_of(value, unique, extent, f"--{name}")
+            fields[name] = None if room is None else {**path, **(fields.get(name) or {}), "capacity": room}
+        elif name in _KEYS:
+            for key in _KEYS[name]:
+                section = key.split(".")[0]
+                if section in ("gpu", "store") or fields.get(section):
+                    _set(fields, key, value)
+        else:
+            try:
+                _set(fields, name.lstrip("="), yaml.safe_load(value))
+            except (yaml.YAMLError, ValueError, RecursionError) as error:
+                text = shown(f"{name.lstrip('=')}={value}")
+                hint = "write --set store.queue=8GiB"
+                raise InvalidValueError(f"--set {text} is not YAML: {error}", hint) from None
     return Config.from_dict(fields, source=source)
 
 
@@ -177,27 +176,27 @@ def _set(fields: dict[str, Any], key: str, value: object) -> None:
     fields[last] = value
 
 
-def pages_of(text: str, unique: int, extent: int, option: str) -> int:
-    """Pages that a capacity means: `4GiB`, `5000` (pages), `12.5%` of `unique` pages (rounded down); at least one.
-
-    Raises `InvalidValueError`.
+def pages_of(text: str, unique: int, extent: int | None, option: str) -> int:
+    """Pages that a capacity means: `5000`, `12.5%` of `unique` pages (rounded down), or, of pages of `extent` bytes,
+    `4GiB`; at least one. Raises `InvalidValueError`.
     """
-    digits = text.strip()
+    digits, pages = text.strip(), 0
     percent = digits.endswith("%")
     try:
         value = Decimal(digits.removesuffix("%"))
-        pages = int(value * unique / 100) if percent else int(value)
-        good = value > 0 and (percent or value == pages)
-    except (InvalidOperation, ValueError, OverflowError):
-        try:
-            pages, good = parse_size(digits) // extent, True
-        except ValueError:
-            good = False
-    if not good:
+    except InvalidOperation:
+        with contextlib.suppress(ValueError):
+            pages = 0 if extent is None else max(1, parse_size(digits) // extent)
+    else:
+        if value.is_finite() and 0 < value <= _MOST_PAGES and (percent or value == int(value)):
+            pages = max(1, int(value * unique / 100) if percent else int(value))
+    if not pages:
+        size = "" if extent is None else f"{option} 64GiB, "
         raise InvalidValueError(
-            f"{option} {text!r} is no capacity", f"write {option} 64GiB, {option} 5000 (pages) or {option} 10%"
+            f"{option} {shown(text)} is no capacity",
+            f"write {size}{option} 5000 (pages) or {option} 10%; at most {_MOST_PAGES:,} pages",
         )
-    return max(1, pages)
+    return pages
 
 
 def _by_hand(model: str, page_bytes: str | None, page_tokens: int) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""What `gdscache replay` and `gdscache plan` share on the command line: options, lists, and a run under a bar."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gdscache.commands.console import Progress, progress_bar
+from gdscache.commands.replay.setup import TOKEN_BYTES
+from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED
+
+TIERS, MACHINE = "Tiers", "The machine of the simulation"
+MODEL = next(iter(TOKEN_BYTES))
+
+Traces = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="TRACE...", help="Mooncake traces, also gzip, parts of one; or synthetic:KIND[:SEED]."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", rich_help_panel=TIERS, help="Model and policies of this configuration.")
+]
+Model = Annotated[
+    str, typer.Option(rich_help_panel=TIERS, help=f"Bytes of a token, without --config: {', '.join(TOKEN_BYTES)}.")
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", rich_help_panel=TIERS, help="Any key of the configuration."),
+]
+SsdRead = Annotated[
+    float, typer.Option("--ssd-read-gbps", rich_help_panel=MACHINE, help="GB/s read from the SSD; or inf.")
+]
+SsdWrite = Annotated[
+    float, typer.Option("--ssd-write-gbps", rich_help_panel=MACHINE, help="GB/s written to the SSD; or inf.")
+]
+Link = Annotated[
+    float, typer.Option("--link-gbps", rich_help_panel=MACHINE, help="GB/s host to GPU, each way; or inf.")
+]
+Prefill = Annotated[
+    float | None,
+    typer.Option("--prefill-tokens-per-second", rich_help_panel=MACHINE, help="What a request computes; models TTFT."),
+]
+
+
+def listed(texts: list[str] | None) -> tuple[str, ...]:
+    """Values of an option given several times, with commas, or both; each once."""
+    return tuple(dict.fromkeys(part.strip() for text in texts or () for part in text.split(",")))
+
+
+def watched(work: Callable[[Progress], dict[str, Any]], lost: str) -> dict[str, Any]:
+    """Done under a progress bar; Ctrl-C ends it, and says what is `lost`."""
+    try:
+        with progress_bar() as progress, _quiet_stores():
+            progress(0, 1, "reading the trace")
+            return work(progress)
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: {lost}", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def print_json(report: Mapping[str, Any]) -> None:
+    typer.echo(json.dumps(report, indent=2))
+
+
+def end(problems: Sequence[str]) -> None:
+    """Say what does not add up, and fail where anything does not."""
+    for problem in problems:
+        typer.echo(f"does not add up: {problem}", err=True)
+    if problems:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@contextlib.contextmanager
+def _quiet_stores() -> Iterator[None]:
+    """A run would say once for each tier what its report counts."""
+    log = logging.getLogger("gdscache.store")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

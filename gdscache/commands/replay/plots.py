@@ -1,0 +1,127 @@
+"""The plots of `gdscache replay`. matplotlib is imported when a plot is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gdscache.commands.console import require_matplotlib
+
+Row = Mapping[str, Any]
+_SIZES = ("cpu", "ssd")  # what capacities are varied by
+_GB = 1e9
+
+
+def replay_plot(report: Row, path: Path) -> None:
+    """Draw the pages hit over the capacity: a line a policy, the optimum on top, what cannot be passed above. With an
+    SSD, beside it the pages hit over the bytes written, a point a run; the line is the frontier.
+
+    Raises `MissingPackageError` without matplotlib and `InvalidValueError` for a file name of unknown kind.
+    """
+    matplotlib = require_matplotlib(path)
+    written = [run for run in report["runs"] if run.get("ssd")]
+    figure = matplotlib.figure.Figure(figsize=(13 if written else 8, 6), layout="constrained")
+    panels = figure.subplots(1, 2 if written else 1, squeeze=False)[0]
+    lines: dict[str, list[Row]] = {}
+    for run in report["runs"]:
+        lines.setdefault(_label(run), []).append(run)
+    colors = {label: f"C{number % 10}" for number, label in enumerate(lines)}
+    _over_capacity(panels[0], report, lines, colors)
+    if written:
+        _over_writes(panels[1], written, colors)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    workload = report["workload"]
+    figure.suptitle(f"{workload['requests']:,} requests, pages of {workload['page_tokens']} tokens")
+    figure.savefig(path, dpi=150)
+
+
+def _label(run: Row) -> str:
+    if "policy" in run:
+        return str(run["policy"])
+    return ", ".join(f"{k} {v}" for k, v in run["varied"].items() if k not in _SIZES) or "as configured"
+
+
+def _over_capacity(axes: Any, report: Row, lines: Mapping[str, list[Row]], colors: Mapping[str, str]) -> None:
+    axes.axhline(100 * report["infinite"]["hit_rate"], color="0.6", linestyle=":", label="infinite cache")
+    _line(axes, report["optimum"], label="optimum (Belady)", color="black")
+    for label, runs in lines.items():
+        _line(axes, runs, label=label, color=colors[label])
+    _line(axes, report["plain_lru"], label="plain LRU, blind to prefixes", color="0.6", linestyle="--")
+    axes.set_xscale("log")
+    percent = sorted({row["capacity_percent"] for row in report["optimum"]})
+    axes.set_xticks(apart(percent), [f"{value:.3g}" for value in apart(percent)])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("capacity of all tiers, % of the trace's unique pages")
+    axes.set_ylabel("pages hit, %")
+    axes.grid(alpha=0.3)
+
+
+def _line(axes: Any, rows: list[Row], **style: str) -> None:
+    points = sorted((row["capacity_percent"], 100 * row["hit_rate"]) for row in rows)
+    axes.plot(*zip(*points, strict=True), marker="o", markersize=3, **style)
+
+
+def _over_writes(axes: Any, runs: list[Row], colors: Mapping[str, str]) -> None:
+    for size in sorted({run["capacity_pages"] for run in runs}):
+        same = [run for run in runs if run["capacity_pages"] == size]
+        best = sorted(_written(run) for run in same if run["frontier"])
+        axes.plot(*zip(*best, strict=True), color="0.6", linewidth=0.8, drawstyle="steps-post")
+        top = max(same, key=lambda run: run["hit_pages"])
+        where = {"textcoords": "offset points", "xytext": (0, 6), "fontsize": 8, "ha": "right"}
+        axes.annotate(f"{top['capacity_percent']:.3g} %", _written(top), **where)
+    for run in runs:
+        axes.plot(*_written(run), marker="o", markersize=5, color=colors[_label(run)])
+    axes.set_xlim(left=0)
+    axes.margins(y=0.1)
+    axes.set_xlabel("GB written to the SSD (grey: the frontier of each capacity)")
+    axes.set_ylabel("pages hit, %")
+    axes.grid(alpha=0.3)
+
+
+def _written(run: Row) -> tuple[float, float]:
+    return run["ssd"]["written_bytes"] / _GB, 100 * run["hit_rate"]
+
+
+def apart(values: list[float], share: float = 0.06) -> list[float]:
+    """Those of ascending values that have room for a label, a `share` of an axis of logarithms that ends with them."""
+    found: list[float] = []
+    for value in values:
+        if not found or value >= found[-1] * (values[-1] / values[0]) ** share:
+            found.append(value)
+    return found
+
+
+def suite_plot(report: Row, path: Path) -> None:
+    """Draw, for each order and family, the worst ratio beside the geometric mean; what does not fit has its number.
+
+    Raises as `replay_plot` does.
+    """
+    matplotlib = require_matplotlib(path)
+    names = list(report["policies"])
+    figure = matplotlib.figure.Figure(figsize=(11, 2 + 2.4 * len(names)), layout="constrained")
+    panels = figure.subplots(len(names), 1, squeeze=False, sharex=True)[:, 0]
+    for axes, name in zip(panels, names, strict=True):
+        parts = {"all": report["policies"][name], **report["families"][name]}
+        drawn = [label for label, part in parts.items() if part is not None]
+        for shift, key, label in ((-0.2, "worst", "worst"), (0.2, "geometric_mean", "geometric mean")):
+            values = [parts[family][key] or 1.0 for family in drawn]
+            axes.bar([i + shift for i in range(len(drawn))], [v - 1 for v in values], 0.38, bottom=1.0, label=label)
+            for i, value in enumerate(values):
+                if not _LOW < value < _HIGH:
+                    at = {"ha": "center", "va": "bottom" if value < 1 else "top", "fontsize": 7}
+                    axes.text(i + shift, _LOW if value < 1 else _HIGH, f"{value:.2f}", **at)
+        axes.axhline(1.0, color="0.3", linewidth=0.8)
+        axes.set_xticks(range(len(drawn)), drawn, rotation=30)
+        axes.set_ylim(_LOW, _HIGH)
+        axes.set_ylabel("hits, of plain LRU's")
+        axes.set_title(f"{name} (default)" if name == report["default"] else name, fontsize=10)
+        axes.grid(axis="y", alpha=0.3)
+    panels[0].legend(loc="upper left", ncols=2, fontsize=8)
+    first, seeds = report["settings"]["seed"], report["settings"]["seeds"]
+    figure.suptitle(f"Drawn traffic, seeds {first} to {first + seeds - 1}; 1 % of the references added to hits")
+    figure.savefig(path, dpi=120)
+
+
+_LOW, _HIGH = 0.5, 1.5  # of the ratios that are drawn
