@@ -322,6 +322,7 @@ def test_it_comes_back_by_itself(open_host: OpenHost, host: Host, master: str, p
         assert state(some)["pages"] == 0  # what it knew is forgotten there
     tokens = stored(host, 9)
     assert fetched(other, tokens) == PAGES
+    assert len(pool.registered) == 2 * 3  # the clients are the same, and so is what is registered with them
 
 
 def test_an_engine_opens_without_a_master_and_finds_it_later(
