@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gdscache.commands.bench.commands import bench_app
+from gdscache.commands.console import show
 from gdscache.commands.replay.commands import replay
 from gdscache.commands.replay.make_command import make_trace
 from gdscache.commands.replay.plan_commands import plan_tiers
@@ -109,14 +110,11 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(report.describe(), indent=2))
     else:
-        console = _console()
-        for table in checks.tables(report):
-            console.print(table)
-            console.print()
         subject = str(file) if file else "the defaults"
         failed = ", ".join(row.name for row in report.failed)
-        console.print(f"{subject}: not as asked for: {failed}" if failed else f"{subject}: no check fails")
-    if not report.ok:
+        end = f"{subject}: not as asked for: {failed}" if failed else f"{subject}: no check fails"
+        show(*checks.tables(report), end)
+    if report.failed:
         raise typer.Exit(EXIT_FAILED)
 
 
