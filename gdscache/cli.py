@@ -1,5 +1,4 @@
-"""The command line: `gdscache config schema`, `config check FILE`, `config init ENGINE`, `doctor`, `inspect DIR`,
-`verify DIR`, `replay TRACE`, `bench engine | index | copy | io`."""
+"""The command line. `gdscache --help` lists the commands."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from gdscache.commands.replay.make_command import make_trace
 from gdscache.commands.replay.plan_commands import plan_tiers
 from gdscache.commands.timeline.command import show_timeline
 from gdscache.config import Config, config_schema, load_config
-from gdscache.config.start import init
+from gdscache.config.start import init, print_shipped
 from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, main
 from gdscache.pages.keys import namespace_digest
 from gdscache.sizes import about
@@ -37,9 +36,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Look at configuration files, and write one.", no_args_is_help=True)
+config_app = typer.Typer(help="Check, print and write configuration files.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 config_app.command("init")(init)
+config_app.command("print")(print_shipped)
 app.add_typer(bench_app, name="bench")
 app.command("replay")(replay)
 app.command("make-trace")(make_trace)

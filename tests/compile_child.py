@@ -1,9 +1,9 @@
-"""Compiles CUDA sources with the NVRTC of one directory, through cupy. No GPU and no driver are needed.
+"""Compiles CUDA sources with the NVRTC of one directory, as the package does. Needs neither a GPU nor a driver.
 
 usage: compile_child.py DIRECTORY MAJOR, with DIRECTORY (of `tools/install_gpu.py --only-nvrtc MAJOR`) on PYTHONPATH.
 
-Reads a JSON list of {name, source, options, arch}. Writes a JSON line {version, cupy}, then one for each compilation
-as soon as it is done: {kernels, log}, with what the cubin holds (null: there is none) and what the compiler said.
+Reads a JSON list of {path, macros, arch}. Writes a JSON line {version, core}, then one for each compilation as soon as
+it is done: {kernels, log}, with what the cubin holds (null: there is none) and what the compiler said.
 """
 
 from __future__ import annotations
@@ -16,30 +16,21 @@ from pathlib import Path
 from typing import Any
 
 
-def load_nvrtc(directory: Path, major: int) -> Any:
-    """cupy's wrapper of NVRTC over the library in `directory`, and no other: torch may have brought one as well."""
+def load_nvrtc(directory: Path, major: int) -> None:
+    """Load the NVRTC in `directory`, and no other: torch may have brought one as well."""
     (library,) = directory.glob(f"nvidia/*/lib/libnvrtc.so.{major}")
     (builtins,) = library.parent.glob(f"libnvrtc-builtins.so.{major}.*")  # not every version finds its own
     for path in (builtins, library):
         ctypes.CDLL(str(path))  # what is loaded is not looked for elsewhere
-    from cupy.cuda import nvrtc
-
-    return nvrtc
 
 
-def compile_one(nvrtc: Any, job: dict[str, Any]) -> dict[str, Any]:
+def compile_one(compiler: Any, job: dict[str, Any]) -> dict[str, Any]:
     """What came of one job: see above."""
-    # As cupy.RawModule calls it, but without the directories of cupy's own headers: csrc/ includes nothing of them.
-    options = (*job["options"], "-ftz=true", f"-arch=sm_{job['arch']}", "--device-as-default-execution-space")
-    program = nvrtc.createProgram(job["source"], job["name"], (), ())
     try:
-        nvrtc.compileProgram(program, options)
-    except nvrtc.NVRTCError as error:
-        return {"kernels": None, "log": f"{error}\n{nvrtc.getProgramLog(program)}"}
-    else:
-        return {"kernels": kernels(nvrtc.getCUBIN(program)), "log": nvrtc.getProgramLog(program)}
-    finally:
-        nvrtc.destroyProgram(program)
+        cubin, log = compiler.compile(Path(job["path"]), job["macros"], f"sm_{job['arch']}")
+    except Exception as error:  # noqa: BLE001  (whatever the compiler raises is the outcome)
+        return {"kernels": None, "log": f"{type(error).__name__}: {error}"}
+    return {"kernels": kernels(cubin), "log": log}
 
 
 def kernels(cubin: bytes) -> list[str]:
@@ -50,12 +41,15 @@ def kernels(cubin: bytes) -> list[str]:
 
 def main(directory: Path, major: int) -> None:
     jobs = json.load(sys.stdin)
-    nvrtc = load_nvrtc(directory, major)
-    import cupy
+    load_nvrtc(directory, major)
+    import cuda.core
 
-    print(json.dumps({"version": nvrtc.getVersion(), "cupy": cupy.__file__}), flush=True)
+    from gdscache.kernels.compilers import CudaCore
+
+    compiler = CudaCore()
+    print(json.dumps({"version": compiler.nvrtc(), "core": cuda.core.__file__}), flush=True)
     for job in jobs:
-        print(json.dumps(compile_one(nvrtc, job)), flush=True)
+        print(json.dumps(compile_one(compiler, job)), flush=True)
 
 
 if __name__ == "__main__":

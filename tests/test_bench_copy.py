@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -765,7 +766,7 @@ def test_tables_have_every_figure(report: dict[str, Any]) -> None:
         "matrix product 16",
         "attention 16",
         "16GiB",
-        "cupy",
+        "the import of the compiler",
     ):
         assert words in text, words
     for row in report["copies"]:
@@ -868,7 +869,8 @@ def numbers(data: Any, path: str = "") -> Iterator[tuple[str, float]]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
-    pytest.importorskip("cupy", reason="the kernels need cupy")
+    if not (find_spec("cupy") or find_spec("cuda.core")):
+        pytest.skip("neither cuda-core nor CuPy is installed")
     command = [sys.executable, "-W", "error", "-m", "gdscache", "bench", "copy", "--quick"]
     command += ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

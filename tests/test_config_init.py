@@ -20,9 +20,11 @@ from helpers import MHA
 from gdscache import cli, load_config
 from gdscache.commands.doctor import defaults, engines
 from gdscache.config import Config
+from gdscache.config.start import Shipped
 from gdscache.integrations.sglang.setup import LinkerOptions, storage_config_of
 from gdscache.sizes import GIB, MIB
 
+ROOT = Path(__file__).resolve().parent.parent
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -154,6 +156,43 @@ def test_sizes_follow_from_the_machine(
     assert config.cpu.capacity == cpu
 
 
+# -- the files that gdscache ships -----------------------------------------------------------------------------------
+
+
+def test_every_file_of_configs_is_shipped() -> None:
+    assert {kind.value for kind in Shipped} == {file.stem for file in (ROOT / "configs").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", [kind.value for kind in Shipped])
+def test_a_shipped_file_is_written_and_printed_as_it_is(
+    gdscache: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    text = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    status, out, err = gdscache(name, "mine.yaml")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{Path('mine.yaml').resolve()}: written")
+    assert Path("mine.yaml").read_text(encoding="utf-8") == text
+    assert load_config("mine.yaml") == load_config(ROOT / "configs" / f"{name}.yaml")
+    monkeypatch.setattr(sys, "argv", ["gdscache", "config", "print", name])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capfd.readouterr() == (text, "")
+    assert json.loads(gdscache(name, "again.yaml", "--json")[1])["name"] == name
+
+
+def test_a_shipped_file_has_sizes_of_its_own(gdscache: Run) -> None:
+    for option in (["--cpu", "1GiB"], ["--ssd", "1GiB"], ["--dir", "/x"]):
+        status, out, err = gdscache("llama3_8b", *option)
+        assert (status, out) == (2, "")
+        assert f"{option[0]}: llama3_8b has sizes and a path of its own" in err
+    assert not os.listdir()
+
+
+def test_default_is_what_is_written_where_nothing_is_named(gdscache: Run) -> None:
+    assert gdscache()[0] == 0
+    assert Path("gdscache.yaml").read_text() == (ROOT / "configs" / "default.yaml").read_text()
+
+
 # -- what it refuses -------------------------------------------------------------------------------------------------
 
 
@@ -168,7 +207,7 @@ def test_nothing_is_written_over(gdscache: Run, kind: str) -> None:
         file.symlink_to("x")
     status, out, err = gdscache("vllm")
     assert (status, out) == (2, "")
-    assert "gdscache.yaml is there already" in err
+    assert "gdscache.yaml exists already" in err
     assert "--force" in err
     assert os.listdir() == ["gdscache.yaml"]
     if kind == "file":

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ WHOLE = Facts(
     driver=Found(Driver(13000, "580.82.07")),
     devices=Found((Gpu("NVIDIA H200", (9, 0), 140 << 30, 132),)),
     device=Found("cuda:0"),
-    cupy=Found("14.2.0"),
+    compiler=Found("cuda-core 1.2.2"),
     nvrtc=Found("13.0"),
     built=Found(0.25),
     mover=Found(("cuda", "")),
@@ -70,7 +70,7 @@ PLAIN = changed(  # no GPU, as torch's CPU build shows it
     driver=lacking("there is no CUDA driver"),
     devices=lacking("torch was built without CUDA"),
     device=Found("cpu"),
-    cupy=lacking("No module named 'cupy'", ""),
+    compiler=lacking("neither cuda-core nor CuPy is installed", ""),
     nvrtc=None,
     built=None,
     pinned=lacking("CUDA is not available"),
@@ -78,9 +78,9 @@ PLAIN = changed(  # no GPU, as torch's CPU build shows it
     calibration=None,
     mover=Found(("native", "the planes are in host memory")),
 )
-NO_CUPY = changed(
+NO_COMPILER = changed(
     WHOLE,
-    cupy=lacking("No module named 'cupy'", ""),
+    compiler=lacking("neither cuda-core nor CuPy is installed", ""),
     nvrtc=None,
     built=lacking("cannot build pages.cu"),
     calibration=None,
@@ -149,8 +149,8 @@ def test_a_gpu_that_torch_does_not_see_is_a_warning() -> None:
         (NO_SUCH_GPU, asks(gpu={"device": "cuda:7"}), {"gpu.device"}),
         (NO_SUCH_GPU, asks(gpu={"device": "cuda:7", "kernels": "on"}), {"gpu.device", "gpu.kernels"}),
         (changed(PLAIN, mover=lacking("the planes are in host memory")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
-        (changed(NO_CUPY, mover=lacking("cannot build pages.cu")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
-        (NO_CUPY, asks(gpu={"store_path": "staged"}), {"gpu.store_path"}),
+        (changed(NO_COMPILER, mover=lacking("cannot build pages.cu")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
+        (NO_COMPILER, asks(gpu={"store_path": "staged"}), {"gpu.store_path"}),
         (NOT_PINNED, asks(cpu={"pin": "on"}), {"cpu.pin"}),
         (NOT_PINNED, asks(gpu={"load_path": "zero_copy"}), {"gpu.load_path"}),
         (NOT_PINNED, asks(gpu={"store_path": "copy_engine"}), {"gpu.store_path"}),
@@ -169,7 +169,7 @@ def test_what_would_not_be_as_asked_for_fails(facts: Facts, asked: Asked, fails:
 @pytest.mark.parametrize(
     ("facts", "asked", "warns"),
     [
-        (NO_CUPY, asks(), {"cupy", "kernels", "gpu.kernels"}),
+        (NO_COMPILER, asks(), {"compiler", "kernels", "gpu.kernels"}),
         (NOT_PINNED, asks(), {"page-locking", "cpu.pin"}),
         (NOT_PINNED, asks(gpu={"load_path": "staged"}), {"page-locking", "cpu.pin"}),
         (NOT_PINNED, asks(cpu={"pin": "off"}), {"page-locking"}),
@@ -195,9 +195,9 @@ def test_what_is_switched_off_is_no_warning() -> None:
 
 
 def test_what_to_install_fits_torch() -> None:
-    said = rows(doctor.examine(changed(NO_CUPY, torch_cuda="12.8"), asks()))
-    assert "cuda12" in said["cupy"].next_step
-    assert "cuda13" not in said["cupy"].next_step
+    said = rows(doctor.examine(changed(NO_COMPILER, torch_cuda="12.8"), asks()))
+    assert "cuda12" in said["compiler"].next_step
+    assert "cuda13" not in said["compiler"].next_step
     assert said["gpu.kernels"].next_step == HINT
 
 
@@ -330,25 +330,12 @@ def test_any_other_error_is_not_hidden(error: BaseException) -> None:
         attempt(raises(error))
 
 
-def test_cupy_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    found = attempt(kernels.find_cupy)
-    assert found.value is None
-    assert "cupy" in found.cause
-
-
-def test_cupy_without_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cupy, cuda, nvrtc = (ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nvrtc"))
-    monkeypatch.setattr(cupy, "__version__", "14.2.0", raising=False)
-    monkeypatch.setattr(nvrtc, "getVersion", raises(RuntimeError('Failure finding "libnvrtc.so.13"')), raising=False)
-    monkeypatch.setattr(cuda, "nvrtc", nvrtc, raising=False)
-    for module in (cupy, cuda, nvrtc):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
-    assert kernels.find_cupy() == "14.2.0"
-    assert "libnvrtc.so.13" in attempt(kernels.find_nvrtc).cause
-    monkeypatch.setattr(nvrtc, "getVersion", lambda: (13, 0))
-    assert kernels.find_nvrtc() == "13.0"
+def test_nvrtc_that_is_not_there() -> None:
+    lacks = raises(RuntimeError('Failure finding "libnvrtc.so.13"'))
+    missing: Any = SimpleNamespace(nvrtc=lacks)
+    assert "libnvrtc.so.13" in attempt(lambda: kernels.nvrtc_version(missing)).cause
+    found: Any = SimpleNamespace(nvrtc=lambda: (13, 0))
+    assert kernels.nvrtc_version(found) == "13.0"
 
 
 class FakeCuda:

@@ -1,4 +1,4 @@
-"""The examples run and do what they say, and so does every block of Python in the README and in docs/."""
+"""The examples run and do what they say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -18,8 +17,6 @@ from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if "```python" in p.read_text()]
 
 
 def run(device: str, directory: Path, *arguments: str) -> str:
@@ -163,28 +160,3 @@ def load_demo(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "demo", module)  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module
-
-
-# -- documentation -----------------------------------------------------------------------------------------------------
-
-
-def test_the_readme_has_python_to_run() -> None:
-    assert ROOT / "README.md" in PAGES
-    for page in PAGES:
-        assert len(BLOCK.findall(page.read_text())) == page.read_text().count("```python"), (
-            f"{page}: a block is not found"
-        )
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_the_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
-    text = page.read_text()
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    (tmp_path / "page.py").write_text("\n".join(BLOCK.findall(text)))
-    first = run("cpu", tmp_path, "page.py")
-    promised = re.findall(r"the second time it prints `(.*?)`", text)
-    assert promised or page.name != "README.md"
-    second = run("cpu", tmp_path, "page.py") if promised else ""
-    for words in promised:
-        assert words in second
-        assert words not in first

@@ -1,11 +1,10 @@
-"""Building kernels: what names a compiled kernel, where cupy may keep it, and what is said where there is none."""
+"""Building kernels: what compiles them, what names a compiled one, where it is kept, and what is said where none is."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import os
-import runpy
 import struct
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache.errors import GdsCacheError, KernelUnavailableError
-from gdscache.kernels import jit
+from gdscache.kernels import compilers, jit
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_HOME = "/proc/nonexistent"  # where not even root can make a directory
@@ -55,7 +54,8 @@ def write(directory: Path, tree: Tree) -> Path:
 
 def surroundings(**variables: str) -> dict[str, str]:
     """The environment of a process that is told nothing of where to cache, but for these variables."""
-    return {name: value for name, value in os.environ.items() if name != "CUPY_CACHE_DIR"} | variables
+    places = ("CUPY_CACHE_DIR", "GDSCACHE_CACHE_DIR", "XDG_CACHE_HOME")
+    return {name: value for name, value in os.environ.items() if name not in places} | variables
 
 
 # -- what names a compiled kernel ------------------------------------------------------------------------------------
@@ -106,24 +106,19 @@ def test_what_no_kernel_includes_does_not_change_the_digest(tmp_path: Path) -> N
     assert jit.source_digest(sources) == digest
 
 
-def test_options_name_the_sources_and_the_macros(tmp_path: Path) -> None:
+def test_the_macros_name_the_sources(tmp_path: Path) -> None:
     sources = write(tmp_path / "sources", TREE)
-    options = jit.options(sources, WIDTH=16, KIND="char")
-    assert options == (
-        "-std=c++17",
-        f"-I{sources}",
-        f"-DGDSCACHE_SOURCE=0x{jit.source_digest(sources)}ULL",
-        "-DKIND=char",
-        "-DWIDTH=16",
-    )
-    assert jit.options(sources, KIND="char", WIDTH=16) == options
+    defines = jit.defines(sources, WIDTH=16, KIND="char")
+    assert defines == {"GDSCACHE_SOURCE": f"0x{jit.source_digest(sources)}ULL", "KIND": "char", "WIDTH": "16"}
+    assert list(jit.defines(sources, KIND="char", WIDTH=16).items()) == list(defines.items())
     (sources / "b.cuh").write_bytes(b"Three")
-    assert set(options) - set(jit.options(sources, WIDTH=16, KIND="char")) == {options[2]}
+    changed = jit.defines(sources, WIDTH=16, KIND="char")
+    assert {name for name in defines if defines[name] != changed[name]} == {"GDSCACHE_SOURCE"}
 
 
 def test_the_sources_are_those_of_the_package() -> None:
     assert (jit.SOURCES / "pages.cu").is_file()
-    assert f"0x{jit.source_digest()}ULL" in jit.options()[2]
+    assert jit.defines() == {"GDSCACHE_SOURCE": f"0x{jit.source_digest()}ULL"}
 
 
 # -- where nothing can be built --------------------------------------------------------------------------------------
@@ -155,26 +150,59 @@ def refused(sources: Path, source: str = "probe.cu") -> KernelUnavailableError:
 
 
 @pytest.mark.usefixtures("home")
-def test_without_cupy_the_hint_names_what_to_install(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
+def test_without_a_compiler_the_hint_names_what_to_install(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
     error = refused(sources)
-    assert "cupy" in error.message
+    assert error.message == "cannot build probe.cu: neither cuda-core nor CuPy is installed"
     assert "gdscache[cuda13]" in error.hint
     assert "gdscache[cuda12]" in error.hint
-    assert isinstance(error.__cause__, ImportError)
+
+
+def install(place: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
+    """Modules that are found before all others: `cupy="..."`, `cuda_core="..."` for cuda/core.py."""
+    there = [name for name in sys.modules if name.split(".")[0] in ("cupy", "cuda")]
+    for name in {*there, "cupy", "cuda", "cuda.core"}:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that what is there afterwards goes again
+        del sys.modules[name]
+    place.mkdir(exist_ok=True)
+    for name, text in files.items():
+        file = place / f"{name.replace('_', '/')}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(place)
 
 
 @pytest.mark.usefixtures("home")
 def test_a_cupy_that_cannot_be_imported_is_told_with_its_cause(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sources: Path
 ) -> None:
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "cupy.py").write_text("raise RuntimeError('first\\n\\nsecond')\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path / "lib")
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
+    install(tmp_path / "lib", monkeypatch, cupy="raise RuntimeError('first\\n\\nsecond')\n")
     error = refused(sources)
     assert error.message == "cannot build probe.cu: RuntimeError: first | second"
     assert "install" not in error.hint
+
+
+@pytest.mark.usefixtures("home")
+def test_cuda_core_comes_first_and_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sources: Path
+) -> None:
+    """Where both are installed, and cuda-core does not work, its cause is told; CuPy does not step in."""
+    install(tmp_path / "lib", monkeypatch, cupy="", cuda_core="raise ImportError('no NVRTC here')\n")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"cuda-core": "9.9"}[name])
+    assert (compilers.find_compiler().name, compilers.find_compiler().version) == ("cuda-core", "9.9")
+    error = refused(sources)
+    assert "no NVRTC here" in error.message
+    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
+    (tmp_path / "lib" / "cupy.py").write_text("__version__ = '14.0'\n", encoding="utf-8")
+    assert (compilers.find_compiler().name, compilers.find_compiler().version) == ("cupy", "14.0")
+
+
+def test_what_others_put_into_cuda_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(tmp_path / "lib", monkeypatch, cuda_pathfinder="")
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    assert not compilers._installed("cuda", "core")
 
 
 @pytest.fixture
@@ -186,9 +214,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
         def __init__(self, code: str, options: tuple[str, ...]) -> None:
             seen.code, seen.options, seen.cache = code, options, os.environ.get("CUPY_CACHE_DIR")
 
-        def get_function(self, name: str) -> SimpleNamespace:
+        def compile(self) -> None:
             if seen.error is not None:
                 raise seen.error
+
+        def get_function(self, name: str) -> SimpleNamespace:
             return SimpleNamespace(kernel=SimpleNamespace(ptr=1000 + len(name)))
 
     class Driver:
@@ -198,10 +228,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
         def launch(self, *arguments: Any) -> None:
             seen.launches.append(arguments)
 
-    cupy = ModuleType("cupy")
-    cupy.RawModule = RawModule  # type: ignore[attr-defined]
-    cupy.cuda = SimpleNamespace(nvrtc=SimpleNamespace(getVersion=lambda: seen.version))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    cupy, cuda, nvrtc = (ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nvrtc"))
+    cupy.RawModule, cupy.__version__ = RawModule, "14.0"  # type: ignore[attr-defined]
+    nvrtc.getVersion = lambda: seen.version  # type: ignore[attr-defined]
+    cuda.nvrtc = nvrtc  # type: ignore[attr-defined]
+    for module in (cupy, cuda, nvrtc):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
     monkeypatch.setattr(jit, "Driver", Driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return seen
@@ -211,10 +244,92 @@ def test_a_kernel_is_asked_for_with_its_sources_and_macros(stand_in: SimpleNames
     kernels = jit.build("probe.cu", {"fill": "PI", "triple": "PI"}, DEVICE, sources=sources, WIDTH=4)
     assert list(kernels) == ["fill", "triple"]
     assert stand_in.code == PROBE.decode()
-    assert stand_in.options == jit.options(sources, WIDTH=4)
+    digest = f"-DGDSCACHE_SOURCE=0x{jit.source_digest(sources)}ULL"
+    assert stand_in.options == ("-std=c++17", f"-I{sources}", digest, "-DWIDTH=4")
     stand_in.version = (13, 0)
     jit.build("probe.cu", {"fill": "PI"}, DEVICE, sources=sources, WIDTH=4)
-    assert stand_in.options == (*jit.options(sources, WIDTH=4), "--split-compile=0")
+    assert stand_in.options[-1] == "--split-compile=0"
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
+    """A cuda-core whose compiler is a counter; `cubins` are those that were loaded."""
+    seen = SimpleNamespace(compiled=[], cubins=[], version=(13, 0))
+
+    def from_cubin(cubin: bytes, name: str) -> SimpleNamespace:
+        seen.cubins.append(cubin)
+        return SimpleNamespace(get_kernel=lambda kernel: SimpleNamespace(handle=2000 + len(kernel)))
+
+    def compile(self: Any, source: Path, macros: dict[str, str], arch: str) -> tuple[bytes, str]:
+        seen.compiled.append((source.name, macros, arch))
+        return f"cubin {len(seen.compiled)}".encode(), ""
+
+    cuda, part = ModuleType("cuda"), ModuleType("cuda.core")
+    part.ObjectCode = SimpleNamespace(from_cubin=from_cubin)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", cuda)
+    monkeypatch.setitem(sys.modules, "cuda.core", part)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.2")
+    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cuda")
+    monkeypatch.setattr(compilers.CudaCore, "compile", compile)
+    monkeypatch.setattr(compilers.CudaCore, "nvrtc", lambda self: seen.version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(jit, "Driver", lambda device: None)
+    for variable in ("GDSCACHE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    return seen
+
+
+def kernel(sources: Path, **macros: int) -> int:
+    return jit.build("probe.cu", {"fill": "P"}, DEVICE, sources=sources, **macros)["fill"].pointer
+
+
+def test_a_cubin_is_compiled_once_and_kept(core: SimpleNamespace, sources: Path, home: Path) -> None:
+    assert [kernel(sources, WIDTH=4), kernel(sources, WIDTH=4)] == [2004] * 2
+    digest = f"0x{jit.source_digest(sources)}ULL"
+    assert core.compiled == [("probe.cu", {"GDSCACHE_SOURCE": digest, "WIDTH": "4"}, "sm_90")]
+    assert core.cubins == [b"cubin 1"] * 2
+    assert len(list((home / ".cache/gdscache/kernels").iterdir())) == 1, "nothing half-written beside it"
+
+
+def test_whatever_changes_a_cubin_names_another(
+    core: SimpleNamespace, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel(sources)
+    kernel(sources, WIDTH=4)
+    (sources / "value.cuh").write_bytes(b"#define VALUE 8\n")
+    kernel(sources)
+    core.version = (13, 1)
+    kernel(sources)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    kernel(sources)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.3")
+    kernel(sources)
+    assert len(core.compiled) == 6
+    assert len(set(core.cubins)) == 6
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 32 + b"cubin 1"])
+def test_a_kept_cubin_that_is_damaged_is_compiled_again(
+    core: SimpleNamespace, sources: Path, home: Path, damage: bytes
+) -> None:
+    kernel(sources)
+    (file,) = (home / ".cache/gdscache/kernels").iterdir()
+    file.write_bytes(damage)
+    kernel(sources)
+    assert core.cubins == [b"cubin 1", b"cubin 2"]
+    kernel(sources)
+    assert core.cubins[-1] == b"cubin 2"
+
+
+def test_without_a_home_cubins_are_kept_in_a_directory_of_ours(
+    core: SimpleNamespace, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", NO_HOME)
+    kernel(sources)
+    assert len(list(ours(tmp_path).iterdir())) == 1
+    monkeypatch.setenv("GDSCACHE_CACHE_DIR", str(tmp_path / "given"))
+    kernel(sources)
+    assert len(list((tmp_path / "given" / "kernels").iterdir())) == 1
 
 
 def test_a_launch_packs_its_arguments_as_c_does(stand_in: SimpleNamespace, sources: Path) -> None:
@@ -241,7 +356,7 @@ def test_a_long_compile_error_is_cut(stand_in: SimpleNamespace, sources: Path) -
 def inside() -> str | None:
     """CUPY_CACHE_DIR while cupy is imported and compiles; the environment is as before afterwards."""
     before = dict(os.environ)
-    with jit.cache_directory():
+    with compilers.cache_directory():
         found = os.environ.get("CUPY_CACHE_DIR")
     assert dict(os.environ) == before
     return found
@@ -320,13 +435,13 @@ def test_a_home_of_another_user_is_no_usable_home() -> None:
     """By a process that gives its rights away: root may write anywhere."""
     script = f"""
 import os, sys, tempfile
-from gdscache.kernels import jit
+from gdscache.kernels import compilers
 os.environ["HOME"] = sys.argv[1] + "/home"
 os.environ.pop("CUPY_CACHE_DIR", None)
 tempfile.tempdir = sys.argv[1]
 if os.getuid() == 0:
     os.setuid({os.getuid() or 54321})
-with jit.cache_directory():
+with compilers.cache_directory():
     print(os.environ.get("CUPY_CACHE_DIR"))
 """
     with tempfile.TemporaryDirectory() as place:
@@ -353,7 +468,7 @@ def test_threads_do_not_take_it_from_each_other(monkeypatch: pytest.MonkeyPatch,
     found: list[str | None] = []
 
     def enter() -> None:
-        with jit.cache_directory():
+        with compilers.cache_directory():
             time.sleep(0.01)
             found.append(os.environ.get("CUPY_CACHE_DIR"))
 
@@ -394,7 +509,12 @@ def plain_file(path: Path) -> None:
     path.touch(mode=0o600)
 
 
-@pytest.mark.usefixtures("home")
+@pytest.fixture
+def only_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
+
+
+@pytest.mark.usefixtures("home", "only_cupy")
 @pytest.mark.parametrize(
     "prepare",
     [link_to_a_directory_of_ours, dangling_link, for_the_group, for_everybody, readable_by_everybody, plain_file],
@@ -404,7 +524,11 @@ def test_a_directory_that_others_could_have_prepared_is_refused(
 ) -> None:
     prepare(ours(tmp_path))
     monkeypatch.setenv("HOME", NO_HOME)
-    for call in (jit.private_directory, inside, lambda: jit.build("probe.cu", {"fill": "PI"}, DEVICE, sources=sources)):
+    for call in (
+        lambda: compilers.private_directory("CUPY_CACHE_DIR"),
+        inside,
+        lambda: jit.build("probe.cu", {"fill": "PI"}, DEVICE, sources=sources),
+    ):
         with pytest.raises(KernelUnavailableError) as caught:
             call()
         assert str(ours(tmp_path)) in caught.value.message
@@ -417,10 +541,10 @@ def test_a_directory_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch)
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.raises(KernelUnavailableError, match=f"gdscache-{owner + 1}"):
-        jit.private_directory()
+        compilers.private_directory("CUPY_CACHE_DIR")
 
 
-@pytest.mark.usefixtures("home")
+@pytest.mark.usefixtures("home", "only_cupy")
 @pytest.mark.parametrize("temporary", [NO_HOME, None], ids=["that cannot be written", "none at all"])
 def test_without_a_temporary_directory_there_are_no_kernels(
     monkeypatch: pytest.MonkeyPatch, sources: Path, temporary: str | None
@@ -437,12 +561,13 @@ def test_without_a_temporary_directory_there_are_no_kernels(
 
 @pytest.mark.suite
 def test_cupy_itself_can_be_imported_without_a_home(tmp_path: Path) -> None:
-    directory = runpy.run_path(str(ROOT / "tools" / "install_gpu.py"))["nvrtc_directory"](13)
-    if importlib.util.find_spec("cupy") is None and not directory.is_dir():
-        pytest.skip(f"no cupy here: {sys.executable} tools/install_gpu.py --only-nvrtc 13")
-    paths = [str(directory)] * directory.is_dir() + [os.environ.get("PYTHONPATH", "")]
-    script = "from gdscache.kernels import jit\nwith jit.cache_directory():\n    import cupy\nprint(cupy.__name__)"
-    environment = surroundings(HOME=NO_HOME, TMPDIR=str(tmp_path), PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("CuPy is not installed: gdscache[cupy13]")
+    script = (
+        "from gdscache.kernels import compilers\n"
+        "with compilers.cache_directory():\n    import cupy\nprint(cupy.__name__)"
+    )
+    environment = surroundings(HOME=NO_HOME, TMPDIR=str(tmp_path))
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "cupy\n", done.stderr
@@ -472,8 +597,19 @@ print(*set(out.tolist()))
 def gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if importlib.util.find_spec("cupy") is None:
-        pytest.skip("cupy is not installed")
+    try:
+        compilers.find_compiler()
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def kept_in(place: Path) -> list[Path]:
+    """The files below a directory for compiled kernels, whoever has written them."""
+    return [path for path in place.rglob("*") if path.is_file()]
+
+
+def in_cache(place: Path) -> dict[str, str]:
+    return {"CUPY_CACHE_DIR": str(place), "GDSCACHE_CACHE_DIR": str(place)}
 
 
 def fill(sources: Path, processes: int = 1, **environment: str) -> list[int]:
@@ -511,11 +647,11 @@ def fill(sources: Path, processes: int = 1, **environment: str) -> list[int]:
 @pytest.mark.usefixtures("gpu")
 def test_processes_that_build_at_once_all_get_the_kernel(tmp_path: Path, sources: Path) -> None:
     cache = tmp_path / "cache"
-    assert fill(sources, 4, CUPY_CACHE_DIR=str(cache)) == [7] * 4
-    assert len(list(cache.iterdir())) == 1, "one kernel, and nothing half-written beside it"
-    (compiled,) = cache.iterdir()
+    assert fill(sources, 4, **in_cache(cache)) == [7] * 4
+    assert len(kept_in(cache)) == 1, "one kernel, and nothing half-written beside it"
+    (compiled,) = kept_in(cache)
     compiled.write_bytes(compiled.read_bytes()[:1000])
-    assert fill(sources, CUPY_CACHE_DIR=str(cache)) == [7], "a kernel that was cut short is compiled again"
+    assert fill(sources, **in_cache(cache)) == [7], "a kernel that was cut short is compiled again"
 
 
 @pytest.mark.gpu
@@ -532,15 +668,14 @@ def test_without_a_home_the_kernel_is_built_and_kept(tmp_path: Path, sources: Pa
 def test_an_edited_header_is_another_kernel(tmp_path: Path, sources: Path) -> None:
     for value in (7, 8, 8, 7, 9):
         (sources / "value.cuh").write_text(f"#define VALUE {value}\n", encoding="utf-8")
-        assert fill(sources, CUPY_CACHE_DIR=str(tmp_path / "cache")) == [value]
-    assert len(list((tmp_path / "cache").iterdir())) == 3
+        assert fill(sources, **in_cache(tmp_path / "cache")) == [value]
+    assert len(kept_in(tmp_path / "cache")) == 3
 
 
 STREAMS = """
 import gc
 import sys
 from pathlib import Path
-import cupy
 import torch
 from gdscache.kernels import jit
 
@@ -569,9 +704,8 @@ assert legacy.cuda_stream == 0
 for _ in range(3):
     for stream in (legacy, side):
         in_order(stream)
-        with cupy.cuda.Stream(non_blocking=True) as other:  # what cupy would launch on
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # another one is current meanwhile
             in_order(stream)
-            assert cupy.cuda.get_current_stream() == other
     gc.collect()  # what wraps a stream does not end it
 """
 
@@ -584,7 +718,7 @@ def test_a_launch_takes_its_turn_on_its_stream(tmp_path: Path, sources: Path, de
         pytest.skip("needs two CUDA devices")
     done = subprocess.run(
         [sys.executable, "-c", STREAMS, str(sources), str(device)],
-        env=surroundings(CUPY_CACHE_DIR=str(tmp_path / "cache")),
+        env=surroundings(**in_cache(tmp_path / "cache")),
         capture_output=True,
         text=True,
         timeout=120,
@@ -614,7 +748,7 @@ def test_what_cannot_be_built_says_why(tmp_path: Path, sources: Path) -> None:
     (sources / "broken.cu").write_bytes(PROBE.replace(b"VALUE;", b"VALUE"))
     done = subprocess.run(
         [sys.executable, "-c", REFUSED, str(sources)],
-        env=surroundings(CUPY_CACHE_DIR=str(tmp_path / "cache")),
+        env=surroundings(**in_cache(tmp_path / "cache")),
         capture_output=True,
         text=True,
         timeout=120,
@@ -622,6 +756,7 @@ def test_what_cannot_be_built_says_why(tmp_path: Path, sources: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     broken, absent = done.stdout.splitlines()
-    assert broken.startswith("cannot build broken.cu: CompileException: ")
+    assert broken.startswith("cannot build broken.cu: ")
     assert 'error: expected a ";"' in broken
-    assert absent.startswith("cannot build probe.cu: CUDADriverError: CUDA_ERROR_NOT_FOUND")
+    assert absent.startswith("cannot build probe.cu: ")
+    assert "CUDA_ERROR_NOT_FOUND" in absent

@@ -29,6 +29,7 @@ from gdscache.kernels import jit
 pytestmark = pytest.mark.suite
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 SOME = (75, 90, 120)  # the oldest, Hopper, and the newest: for the short form
 MAJORS = (12, 13)
@@ -76,7 +77,7 @@ def jobs_for(architectures: tuple[int, ...]) -> tuple[Job, ...]:
 
 
 def directory_of(major: int) -> Path:
-    """Where cupy and NVRTC for that CUDA version are; skips the test where they are not."""
+    """Where cuda-core and NVRTC for that CUDA version are; skips the test where they are not."""
     tool = runpy.run_path(str(TESTS.parent / "tools" / "install_gpu.py"))
     directory: Path = tool["nvrtc_directory"](major)
     if not directory.is_dir():
@@ -85,7 +86,7 @@ def directory_of(major: int) -> Path:
 
 
 class Compiler:
-    """Jobs on their way in a process that has cupy and NVRTC of one CUDA version, and nothing else's."""
+    """Jobs on their way in a process that has cuda-core and NVRTC of one CUDA version, and nothing else's."""
 
     def __init__(self, major: int, jobs: Sequence[Job], place: Path) -> None:
         directory = directory_of(major)
@@ -95,7 +96,7 @@ class Compiler:
         with open(self._errors, "wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, str(TESTS / "compile_child.py"), str(directory), str(major)],
-                env={**os.environ, "PYTHONPATH": str(directory), "CUPY_CACHE_DIR": str(place / "cache")},
+                env={**os.environ, "PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -110,9 +111,8 @@ class Compiler:
     def _start(self, directory: Path, major: int, jobs: Sequence[Job]) -> None:
         told = [
             {
-                "name": job.source,
-                "source": (job.sources / job.source).read_text(encoding="utf-8"),
-                "options": (*jit.options(job.sources, **dict(job.macros)), *jit.parallel((major, 9))),
+                "path": str(job.sources / job.source),
+                "macros": jit.defines(job.sources, **dict(job.macros)),
                 "arch": job.arch,
             }
             for job in jobs
@@ -121,7 +121,7 @@ class Compiler:
         with self._process.stdin as pipe:
             pipe.write(json.dumps(told))
         used = self._line()
-        assert Path(used["cupy"]).is_relative_to(directory)
+        assert Path(used["core"]).is_relative_to(directory)
         assert used["version"][0] == major
         assert tuple(used["version"]) >= FIRST_NVRTC
 
@@ -207,7 +207,7 @@ def test_a_wrapper_says_what_it_builds(source: str) -> None:
 
 
 def test_sources_are_ascii() -> None:
-    for path in jit.SOURCES.iterdir():  # cupy writes them to a file in whatever encoding the locale has
+    for path in jit.SOURCES.iterdir():  # CuPy writes them to a file in whatever encoding the locale has
         if path.is_file():
             assert path.read_bytes().isascii(), path
 

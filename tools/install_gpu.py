@@ -4,8 +4,8 @@ The requirements are those of the extras `cuda12` and `cuda13` in pyproject.toml
 their declared dependencies, of which most (1.3 GB of CUDA libraries for kvikio, every CUDA version for NIXL) are never
 imported; of kvikio's the few that it does import follow.
 
-cupy and NVRTC, for the tests that compile every kernel on any machine, go into a directory of their own for each CUDA
-version: cupy's wheels for two versions cannot live in one environment.
+cuda-core and NVRTC, for the tests that compile every kernel on any machine, go into a directory of their own for each
+CUDA version: cuda-bindings for two versions cannot live in one environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"  # the newest versions that were tested
-# Brought by torch or cupy, in the versions that they want; cuda-toolkit is a name for a set of such packages.
+# Brought by torch, or for nothing that is imported; cuda-toolkit is a name for a set of such packages.
 PROVIDED = ("cupy", "numpy", "torch", "cuda-toolkit")
 CUFILE = {12: "nvidia-cufile-cu12", 13: "nvidia-cufile"}  # what kvikio loads
 NVRTC = {12: "nvidia-cuda-nvrtc-cu12>=12.8", 13: "nvidia-cuda-nvrtc>=13,<14"}  # 12.8 is the first that knows sm_100
@@ -100,14 +100,14 @@ def install_nixl(requirement: str) -> None:
 
 
 def nvrtc_directory(major: int) -> Path:
-    """Where `install_nvrtc` puts cupy and NVRTC for that CUDA version: a directory for PYTHONPATH."""
+    """Where `install_nvrtc` puts cuda-core and NVRTC for that CUDA version: a directory for PYTHONPATH."""
     return Path(sys.prefix) / f"nvrtc{major}"
 
 
 def install_nvrtc(major: int) -> None:
-    """cupy as the extra wants it, NVRTC, and what finds NVRTC, in `nvrtc_directory`; at once where they are there."""
-    cupy = [text for text in extra_requirements(major) if text.startswith("cupy")]
-    wanted = [*cupy, "cuda-pathfinder>=1.3.4,<2", NVRTC[major]]
+    """cuda-core as the extra wants it, NVRTC, and what finds it, in `nvrtc_directory`; nothing where they are there."""
+    core = [text for text in extra_requirements(major) if text.startswith(("cuda-core", "cuda-bindings"))]
+    wanted = [*core, "cuda-pathfinder>=1.4.2,<2", NVRTC[major]]
     directory = nvrtc_directory(major)
     # Written last: without it, or when it differs, whatever lies there is of no use. Wheels are for one Python version.
     complete = directory / "complete.txt"
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--only-nvrtc",
         type=int,
         choices=sorted(NVRTC),
-        help="cupy and NVRTC for that CUDA version, GPU or not, in a directory of their own: tests compile kernels",
+        help="cuda-core and NVRTC for that CUDA version, GPU or not, in a directory of their own; for tests",
     )
     options = parser.parse_args(arguments)
     if options.only_kvikio is not None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from native_build import WHEELS
 
 ROOT = Path(__file__).resolve().parent.parent
-TREE = ("gdscache", "csrc", "tools", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+TREE = ("gdscache", "configs", "csrc", "tools", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 
 
 def run(*command: str | Path, cwd: Path) -> None:

@@ -1,10 +1,14 @@
-"""`gdscache config init ENGINE`: a configuration to begin with, for an inference engine that knows its model itself."""
+"""`gdscache config init NAME` and `config print NAME`: a configuration to begin with.
+
+NAME is a file of configs/, which the wheel has too, or an inference engine, which describes its model itself.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,31 +26,95 @@ _LEAST = 256 * MIB
 _SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # to check what is written with
 
 
+class Shipped(Enum):
+    """The files of configs/."""
+
+    DEFAULT = "default"
+    CPU_ONLY = "cpu_only"
+    THREE_TIER_GDS = "three_tier_gds"
+    SSD_DIRECT = "ssd_direct"
+    LLAMA3_8B = "llama3_8b"
+    DEEPSEEK_V3_MLA = "deepseek_v3_mla"
+
+
+Start = Enum("Start", {kind.name: kind.value for kind in (*InferenceEngine, *Shipped)})  # type: ignore[misc]
+
+
+def shipped_text(name: str) -> str:
+    """The text of a file of configs/: inside the package as installed, beside it in a source tree."""
+    package = Path(__file__).resolve().parents[1]
+    inside, beside = package / "configs", package.parent / "configs"
+    return ((inside if inside.is_dir() else beside) / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def print_shipped(
+    name: Annotated[Shipped, typer.Argument(help="One of the files that gdscache ships.")] = Shipped.DEFAULT,
+) -> None:
+    """Print a configuration that gdscache ships. `default` has every key with its default value."""
+    typer.echo(shipped_text(name.value), nl=False)
+
+
 def init(
-    engine: Annotated[InferenceEngine, typer.Argument(help="The inference engine that reads it.")],
+    name: Annotated[
+        Start, typer.Argument(help="An inference engine, or one of the files that gdscache ships.")
+    ] = Start("default"),  # noqa: B008
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("gdscache.yaml"),
-    cpu: Annotated[str | None, typer.Option("--cpu", metavar="SIZE", help="cpu.capacity, e.g. 32GiB.")] = None,
-    ssd: Annotated[str | None, typer.Option("--ssd", metavar="SIZE", help="ssd.capacity, e.g. 500GiB.")] = None,
-    directory: Annotated[str | None, typer.Option("--dir", help="ssd.path: a directory on a fast local disk.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    cpu: Annotated[
+        str | None, typer.Option("--cpu", metavar="SIZE", help="cpu.capacity for an inference engine, e.g. 32GiB.")
+    ] = None,
+    ssd: Annotated[
+        str | None, typer.Option("--ssd", metavar="SIZE", help="ssd.capacity for an inference engine, e.g. 500GiB.")
+    ] = None,
+    directory: Annotated[
+        str | None, typer.Option("--dir", help="ssd.path for an inference engine: a directory on a fast local disk.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a configuration for an inference engine, and print the command that uses it.
+    """Write a configuration file. For an inference engine, also print the command that uses the file.
 
-    Sizes that are not given follow from this machine: a quarter of the memory that is available, half of the disk's
-    free space. The file is checked before it is written, and never written over another one without --force.
+    An inference engine describes its model itself, so its file has no model section. Sizes that you leave out are
+    chosen for this machine: a quarter of the available memory, and half of the free disk space. The file is checked
+    before it is written. An existing file is replaced only with --force.
     """
+    if name.value in {kind.value for kind in Shipped}:
+        if given := [option for option, value in (("--cpu", cpu), ("--ssd", ssd), ("--dir", directory)) if value]:
+            raise InvalidValueError(
+                f"{' and '.join(given)}: {name.value} has sizes and a path of its own",
+                "leave the option out and edit the file, or name an inference engine",
+            )
+        target = file.expanduser()
+        _write(target, shipped_text(name.value), force=force, model=None)
+        absolute = str(target.resolve())
+        if as_json:
+            typer.echo(json.dumps({"name": name.value, "file": absolute}, indent=2))
+        else:
+            typer.echo(f"{absolute}: written. Change model and ssd.path in it, then: gdscache config check {file}")
+        return
+    _init_for(InferenceEngine(name.value), file, cpu, ssd, directory, force=force, as_json=as_json)
+
+
+def _init_for(
+    engine: InferenceEngine,
+    file: Path,
+    cpu: str | None,
+    ssd: str | None,
+    directory: str | None,
+    *,
+    force: bool,
+    as_json: bool,
+) -> None:
     if directory is None:
         directory = _DIRECTORY.format(engine=engine.value)
     if not directory.startswith(("/", "~", "$")):
         directory = str(Path.cwd() / directory)  # the engine may start elsewhere
     written_for = WRITTEN_FOR[engine]
     if cpu is not None and not written_for.cpu:
-        raise InvalidValueError("--cpu is given, and HiCache keeps pages in host memory itself", "leave --cpu out")
+        raise InvalidValueError("--cpu is given, but HiCache keeps pages in host memory itself", "leave --cpu out")
     sizes = choose(cpu, ssd, directory)
     text = written_for.text(sizes, directory)
     target = file.expanduser()
-    _write(target, text, force=force)
+    _write(target, text, force=force, model=_SAMPLE)
     absolute = str(target.resolve())
     command = written_for.command(absolute)
     if as_json:
@@ -102,15 +170,15 @@ def _whole(nbytes: int, most: int) -> int:
     return max(_LEAST, min(most, nbytes // step * step))
 
 
-def _write(file: Path, text: str, *, force: bool) -> None:
-    """Check a configuration and put it into a file: whole, or not at all."""
+def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) -> None:
+    """Check a configuration and put it into a file: whole, or not at all. `model`: what the file leaves out."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         if not force and (file.exists() or file.is_symlink()):
-            raise ConfigFileError(f"{file} is there already", "name another file, or pass --force")
+            raise ConfigFileError(f"{file} exists already", "name another file, or pass --force")
         try:
             beside.write_text(text, encoding="utf-8")
-            load_config(beside, model=_SAMPLE)
+            load_config(beside, model=model)
             if force:
                 beside.replace(file)
             else:
@@ -118,7 +186,7 @@ def _write(file: Path, text: str, *, force: bool) -> None:
         finally:
             beside.unlink(missing_ok=True)
     except FileExistsError:
-        raise ConfigFileError(f"{file} is there already", "name another file, or pass --force") from None
+        raise ConfigFileError(f"{file} exists already", "name another file, or pass --force") from None
     except OSError as error:
         raise ConfigFileError(
             f"{file}: cannot be written: {error.strerror}", "name a file in a directory of yours"

@@ -94,7 +94,7 @@ def _python(rows: Sequence[Row]) -> Table:
 def _startup(report: Mapping[str, Any]) -> Table:
     table = new_table("Once a process", "what", "seconds", "", "")
     for kind, r in (report["kernel_build"] or {}).items():
-        whole = f"{r['with_import_seconds']['median']:.2f} with the import of cupy"
+        whole = f"{r['with_import_seconds']['median']:.2f} with the import of the compiler"
         seconds = f"{r['seconds']['median']:.3f}"
         table.add_row(f"kernels built, {kind} process", seconds, whole, verdict(r, "at most", "{:g} s".format))
     if report["pinning"] is not None:

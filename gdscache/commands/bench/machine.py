@@ -16,6 +16,7 @@ PACKAGES = (
     "torch",
     "numpy",
     "xxhash",
+    "cuda-core",
     "cupy-cuda12x",
     "cupy-cuda13x",
     "kvikio-cu12",

@@ -18,6 +18,7 @@ from gdscache.commands.doctor.ssd import ssd_rows
 from gdscache.commands.doctor.storage import find_ssd
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.streams import resolve_device
+from gdscache.kernels.compilers import find_compiler
 from gdscache.kernels.copy_engine import CopyEngine
 
 __all__ = ["CHECKS", "Asked", "Facts", "Report", "Row", "Section", "defaults", "examine", "find", "tables"]
@@ -39,7 +40,8 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
     devices = attempt(gpu.find_devices)
     device: Found[str] = attempt(lambda: str(resolve_device(asked.config.gpu.device)))
     card = gpu.gpu_to_look_at(devices, device)
-    cupy = attempt(kernels.find_cupy)
+    compiler = attempt(find_compiler)
+    found = compiler.value
     built = attempt(lambda: kernels.build_seconds(card)) if card else None
     calibration = None
     if card and built and built.value is not None:
@@ -56,8 +58,8 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
         driver=attempt(gpu.find_driver),
         devices=devices,
         device=device,
-        cupy=cupy,
-        nvrtc=attempt(kernels.find_nvrtc) if cupy.value else None,
+        compiler=Found(f"{found.name} {found.version}" if found else None, compiler.cause, compiler.hint),
+        nvrtc=attempt(lambda: kernels.nvrtc_version(found)) if found else None,
         built=built,
         mover=mover,
         pinned=attempt(copies.pin_seconds),

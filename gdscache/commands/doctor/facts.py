@@ -136,7 +136,8 @@ class Ssd:
 class Facts:
     """Everything; None is what was not tried.
 
-    `torch_cuda`: the CUDA version that torch was built with. `device`: what `gpu.device` means here. `built`: seconds
+    `torch_cuda`: the CUDA version that torch was built with. `device`: what `gpu.device` means here. `compiler`: name
+    and version of what compiles kernels. `built`: seconds
     that the kernels took. `mover`: what an engine would copy pages with, and why not with something faster. `pinned`:
     seconds that page-locking 64 MiB took. `engines`: what is to be said of inference engines.
     """
@@ -146,7 +147,7 @@ class Facts:
     driver: Found[Driver]
     devices: Found[tuple[Gpu, ...]]
     device: Found[str]
-    cupy: Found[str]
+    compiler: Found[str]
     nvrtc: Found[str] | None
     built: Found[float] | None
     mover: Found[tuple[str, str]] | None

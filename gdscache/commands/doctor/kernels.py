@@ -11,28 +11,19 @@ import torch
 from gdscache.commands.doctor.facts import Asked, Facts
 from gdscache.commands.doctor.report import Row, Verdict, answer, comes_to
 from gdscache.kernels import jit
+from gdscache.kernels.compilers import Compiler
 from gdscache.kernels.cuda import FORMS, SOURCE
 from gdscache.movers import open_mover
 from gdscache.pages.planes import PagedPlanes
 
 
-def find_cupy() -> str:
-    """cupy's version. Raises what importing it does, mostly `ImportError`."""
-    with jit.cache_directory():
-        import cupy
-
-        return str(cupy.__version__)
-
-
-def find_nvrtc() -> str:
-    """The version of the NVRTC that cupy loads. Raises a `RuntimeError` where it finds none."""
-    from cupy.cuda import nvrtc
-
-    return ".".join(map(str, nvrtc.getVersion()))
+def nvrtc_version(compiler: Compiler) -> str:
+    """Raises what the compiler's library raises where there is no NVRTC."""
+    return ".".join(map(str, compiler.nvrtc()))
 
 
 def build_seconds(gpu: torch.device) -> float:
-    """Build the kernels and see how long it takes: far less where cupy has them on disk."""
+    """Build the kernels and see how long it takes: far less where they are on disk."""
     began = time.perf_counter()
     jit.build(SOURCE, FORMS, gpu, VECTOR=16)
     return time.perf_counter() - began
@@ -50,12 +41,12 @@ def find_mover(asked: Asked, device: torch.device) -> tuple[str, str]:
 
 
 def kernel_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
-    """cupy, NVRTC, the build; `gpu.kernels`."""
+    """The compiler, NVRTC, the build; `gpu.kernels`."""
     lack: Verdict = "warn" if facts.has_gpu else "info"
     major = (facts.torch_cuda or "").partition(".")[0]
     extra = f"install gdscache[cuda{major}]" if major else "install gdscache[cuda13] or gdscache[cuda12]"
-    yield from answer("cupy", facts.cupy, lack, extra)
-    yield from answer("NVRTC", facts.nvrtc, lack, "install NVRTC (nvidia-cuda-nvrtc) for cupy's CUDA version")
+    yield from answer("compiler", facts.compiler, lack, extra)
+    yield from answer("NVRTC", facts.nvrtc, lack, "install NVRTC (nvidia-cuda-nvrtc) for the compiler's CUDA version")
     yield from answer("kernels", facts.built, lack, show=lambda seconds: f"built in {seconds:.2f} s")
     name, wanted = "gpu.kernels", asked.config.gpu.kernels
     if facts.mover is None:  # there is no device, and `gpu.device` has failed already
