@@ -66,7 +66,7 @@ def _policies(config: Config) -> Iterator[str]:
     extent = config.model.layout().extent_bytes
     if ssd is not None:
         slots = ssd.capacity // extent
-        if ssd.reserve > slots // 8:
+        if "reserve" in ssd.model_fields_set and ssd.reserve > slots // 8:
             yield (
                 f"ssd.reserve is {_pages(ssd.reserve)} of {slots:,}: an eighth, {slots // 8:,}, is kept. Lower it, or "
                 f"raise ssd.capacity"
