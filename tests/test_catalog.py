@@ -688,12 +688,12 @@ def test_writers_take_turns(tmp_path: Path) -> None:
 GROUPS, GROUP = 12, 8
 COMMITTER = f"""
 import sys, types
-package = types.ModuleType("gdscache"); package.__path__ = [{str(Path(catalog_module.__file__).parent)!r}]
+package = types.ModuleType("gdscache"); package.__path__ = [{str(Path(catalog_module.__file__).parents[1])!r}]
 sys.modules["gdscache"] = package
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import os
 from pathlib import Path
-from gdscache import catalog_file
+from gdscache.disk import catalog_file
 from gdscache.disk.catalog import Catalog, PageRecord
 catalog_file.WAL_PAGES = 16                         # checkpoints often: a kill must find some
 exec(sys.argv[3])
