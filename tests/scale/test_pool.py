@@ -180,14 +180,14 @@ def test_an_engine_that_dies_takes_its_segment_and_nothing_else(pool: RealPool) 
 def test_an_engine_that_starts_again_finds_its_pages_in_the_pool(pool: RealPool) -> None:
     pool.new_owner()
     engine = pool.new_engine()
-    for end in ("close", "kill"):
-        assert stored_in_both(engine.call("store", seed=1, pages=PAGES))
+    for seed, end in enumerate(("close", "kill")):
+        assert stored_in_both(engine.call("store", seed=seed, pages=PAGES))
         if end == "close":
             engine.call("close")
         else:
             engine.kill()
         engine = pool.new_engine()
-        found = engine.call("fetch", seed=1, pages=PAGES)
+        found = engine.call("fetch", seed=seed, pages=PAGES)
         assert found["good"] == PAGES, end
         assert found["tiers"] == ["mooncake"] * PAGES
         assert engine.call("check") == []
