@@ -142,7 +142,6 @@ wheels: $(VENV)/.installed-dev
 	$(BIN)/python tools/wheels.py dist
 
 bench: $(VENV)/.installed $(NATIVE)
-	$(BIN)/gdscache bench engine
 	$(BIN)/gdscache bench index
 	$(BIN)/gdscache bench io
 

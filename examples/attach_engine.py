@@ -2,8 +2,8 @@
 
     python examples/attach_engine.py
 
-The engine below is a toy (its "attention" writes numbers that follow from token, position and layer, so that every row
-can be checked), but what it asks of the cache, and in which order, is what a real one does.
+The engine is a toy: its "attention" writes numbers that follow from token, position and layer, so that every row can be
+checked. It calls the cache as a real engine does, in the same order.
 """
 
 from __future__ import annotations

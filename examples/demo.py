@@ -5,7 +5,7 @@
 A small Llama-shaped model with seeded random weights reads real text byte by byte (the help pages that come with
 Python). Each answer is computed without any cache too, and must be the same, token for token, wherever the document's
 KV cache came from: the GPU pool, the CPU pool, the SSD, or the SSD after a restart. On a machine without a GPU the GPU
-pool lies in host memory. The answers mean nothing; that they are the same is the point.
+pool lies in host memory. The answers themselves mean nothing.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
     python examples/engine.py --preset 8b --config configs/llama3_8b.yaml --prefix 8192
     python examples/engine.py --model ~/models/Qwen3-8B --prefix 8192 --json runs.json
 
-Requests (seeded random tokens: a long document, then a question of their own) are answered without a cache, with an
-empty one, from the engine's own pool, from the tiers below it, and after a restart of the cache. The tokens have to be
-the same each time. What a preset's model says means nothing: its weights are random.
+Each request is a long document and a question, of seeded random tokens. It is answered without a cache, with an empty
+one, from the engine's own pool, from the tiers below it, and after a restart of the cache. The tokens must be the same
+each time. A preset's weights are random, so its answers mean nothing.
 
-The engine is in `gdscache/commands/toy_engine/`; this file makes the model, the cache and the requests, and prints
-what came of them.
+The engine is in `gdscache/commands/toy_engine/`. This file makes the model, the cache and the requests, and prints the
+results.
 """
 
 from __future__ import annotations

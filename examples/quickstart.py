@@ -1,13 +1,13 @@
-"""The ten lines of the README: a model's prefix, stored by one engine and found again by the next one.
+"""The ten lines of the README, with bytes: one engine stores a prefix, the next one finds it on the SSD.
 
     python examples/quickstart.py [DIRECTORY]
 
-Needs no GPU and no model: what a model would compute is stood in for by numbers.
+Needs no GPU and no model: numbers stand in for what a model would compute.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -36,17 +36,20 @@ def main(directory: Path) -> None:
         print(f"second engine: {seq.cached_tokens} of {len(seq)} tokens are cached")
         pages = seq.slots[: seq.cached_tokens // 16]
         for layer in range(4):
-            seq.wait(layer)  # this layer's cached pages are there
+            seq.wait(layer)  # this layer's cached pages have arrived
             k, v = engine.gpu.planes(layer)
             assert torch.all(k[pages] == layer + 0.25)
             assert torch.all(v[pages] == layer + 0.5)
-        seq.commit()  # the verdict: every byte that was read is the byte that was written
+        seq.commit()  # the verdict: every byte read is the byte that was written
         print("every byte came back from the SSD")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, nargs="?", help="keep the SSD tier here; a temporary one by default")
+    given = parser.parse_args().directory
+    if given is not None:
+        main(given)
     else:
         with tempfile.TemporaryDirectory() as fresh:
             main(Path(fresh))

@@ -1,9 +1,9 @@
-"""SGLang with gdscache, offline: prompts that begin alike, their prefix from the cache, after a restart too.
+"""SGLang with gdscache, offline: prompts with a common prefix, which comes from the cache, also after a restart.
 
     gdscache config init sglang
     python examples/sglang_offline.py MODEL gdscache.yaml
 
-Run it twice. The second time says how many tokens of each prompt came from the SSD. docs/sglang.md has what works.
+Run it twice: the second run prints how many tokens of each prompt came from the SSD. docs/sglang.md lists what works.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder, or a name on the hub")
     parser.add_argument("config", help="a configuration of gdscache without a section `model`")
-    parser.add_argument("--tokens", type=int, default=1500, help="of the prefix that the prompts have in common")
+    parser.add_argument("--tokens", type=int, default=1500, help="tokens of the common prefix")
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page")
     given = parser.parse_args()
 

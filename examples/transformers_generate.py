@@ -1,4 +1,4 @@
-"""Hugging Face `generate` that computes a conversation's prefix once, and never again, a restart included.
+"""Hugging Face `generate` that computes a conversation's prefix once, also over a restart.
 
     python examples/transformers_generate.py
 
@@ -7,6 +7,7 @@ A tiny Llama with random weights stands in for your model; nothing is downloaded
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -32,9 +33,10 @@ def chat(engine: CacheEngine, model: PreTrainedModel, turns: list[str]) -> torch
     said = torch.empty((1, 0), dtype=torch.long, device=model.device)
     for turn in turns:
         said = torch.cat([said, torch.tensor([list(turn.encode())], device=model.device)], dim=1)
-        with prefixes.open(said) as cache:  # holds the longest cached prefix of what was said
+        inputs = {"input_ids": said, "attention_mask": torch.ones_like(said)}  # as a tokenizer returns them
+        with prefixes.open(**inputs) as cache:  # holds the longest cached prefix of the conversation
             print(f"  {said.shape[1]:4} tokens of prompt, {cache.cached_tokens:4} from the cache {cache.sources or ''}")
-            said = model.generate(said, past_key_values=cache, **GREEDY)
+            said = model.generate(**inputs, past_key_values=cache, **GREEDY)
             cache.commit(said)  # the prompt and the answer, for the next turn and for the next process
     return said
 
@@ -63,5 +65,6 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as fresh:
         main(Path(fresh))

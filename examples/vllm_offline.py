@@ -1,9 +1,9 @@
-"""vLLM with gdscache, offline: prompts that begin alike, their prefix from the cache, after a restart too.
+"""vLLM with gdscache, offline: prompts with a common prefix, which comes from the cache, also after a restart.
 
     gdscache config init vllm
     python examples/vllm_offline.py MODEL gdscache.yaml
 
-Run it twice. The second time says how many tokens of each prompt came from the SSD. docs/vllm.md has what works.
+Run it twice: the second run prints how many tokens of each prompt came from the SSD. docs/vllm.md lists what works.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder, or a name on the hub")
     parser.add_argument("config", help="a configuration of gdscache without a section `model`")
-    parser.add_argument("--tokens", type=int, default=1500, help="of the prefix that the prompts have in common")
+    parser.add_argument("--tokens", type=int, default=1500, help="tokens of the common prefix")
     given = parser.parse_args()
 
     connector = KVTransferConfig(

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gdscache.config import Config, load_config
     from gdscache.engine import CacheEngine, CheckReport
-    from gdscache.errors import GdsCacheError
+    from gdscache.errors import (
+        CapacityError,
+        ConfigError,
+        DeadlineError,
+        EngineClosedError,
+        GdsCacheError,
+        LoadFailedError,
+        PoolFullError,
+        StorageError,
+    )
     from gdscache.load.handle import Gap, LayerwiseLoad
     from gdscache.load.report import LoadReport
     from gdscache.moves.base import PageStatus
@@ -24,20 +33,27 @@ __version__ = "0.1.0"
 # than most commands.
 _HOMES = {
     "CacheEngine": "engine",
+    "CapacityError": "errors",
     "CheckReport": "engine",
     "Config": "config",
+    "ConfigError": "errors",
+    "DeadlineError": "errors",
+    "EngineClosedError": "errors",
     "Gap": "load.handle",
     "GdsCacheError": "errors",
     "Hit": "pages.hit",
     "LayerwiseLoad": "load.handle",
+    "LoadFailedError": "errors",
     "LoadReport": "load.report",
     "PageHashes": "pages.keys",
     "PageStatus": "moves.base",
     "Pin": "tiers.pins",
+    "PoolFullError": "errors",
     "Prefetch": "prefetch.handle",
     "PrefetchEnd": "prefetch.queue",
     "PrefetchReport": "prefetch.handle",
     "Sequence": "sequence",
+    "StorageError": "errors",
     "StoreHandle": "store.handle",
     "StoreReport": "store.handle",
     "load_config": "config",
@@ -45,20 +61,27 @@ _HOMES = {
 
 __all__ = [
     "CacheEngine",
+    "CapacityError",
     "CheckReport",
     "Config",
+    "ConfigError",
+    "DeadlineError",
+    "EngineClosedError",
     "Gap",
     "GdsCacheError",
     "Hit",
     "LayerwiseLoad",
+    "LoadFailedError",
     "LoadReport",
     "PageHashes",
     "PageStatus",
     "Pin",
+    "PoolFullError",
     "Prefetch",
     "PrefetchEnd",
     "PrefetchReport",
     "Sequence",
+    "StorageError",
     "StoreHandle",
     "StoreReport",
     "load_config",

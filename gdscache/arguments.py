@@ -53,7 +53,7 @@ def start_page(start: Any, page_tokens: int) -> int:
 def text(value: Any, name: str) -> str:
     """A text. Raises `InvalidValueError`: 1, True and 1.0 would be one key in a table, and three names on the SSD."""
     if not isinstance(value, str):
-        raise InvalidValueError(f"{name} is {shown(value)}, which is no text", f"pass str({name}) if that is meant")
+        raise InvalidValueError(f"{name} is {shown(value)}, which is not text", f"pass str({name}) if that is meant")
     return value
 
 

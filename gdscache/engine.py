@@ -8,7 +8,6 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -29,7 +28,7 @@ from gdscache.errors import (
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
-from gdscache.limits import KEY_BYTES
+from gdscache.limits import KEY_BYTES, MAX_SECONDS
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.moves.native import NativeExecutor
@@ -42,6 +41,7 @@ from gdscache.prefetch.handle import Prefetch
 from gdscache.runtime.calls import Calls
 from gdscache.runtime.threads import Flag
 from gdscache.sequence import Sequence as TokenSequence
+from gdscache.sizes import MAX_SIZE
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
@@ -69,10 +69,11 @@ class CheckReport:
 class CacheEngine:
     """A tiered KV cache: GPU pool → pinned CPU pool → SSD.
 
-    `planes` attaches an engine's own paged tensors, `planes[layer][plane]` of shape `(blocks, block_tokens, *row)`;
-    then `lookup`, `load` and `store` take slots of those tensors. Without it the engine owns a pool, and `sequence` is
-    the way. `tokens` are token ids everywhere; `lookup`, `store`, `prefetch`, `pin` and `pages` take `PageHashes` too.
-    All methods may be called from many threads. Raises a subclass of `GdsCacheError` that names what cannot be opened.
+    `planes` attaches an engine's own paged tensors, `planes[layer][plane]` of shape `(blocks, block_tokens, *row)`.
+    Then `lookup`, `load` and `store` take slots of those tensors. Without `planes` the engine owns a pool, and requests
+    are `sequence`s. `tokens` are token ids everywhere; `lookup`, `store`, `prefetch`, `pin` and `pages` take
+    `PageHashes` too. All methods may be called from many threads. Raises a subclass of `GdsCacheError` that names what
+    cannot be opened.
     """
 
     def __init__(
@@ -201,8 +202,8 @@ class CacheEngine:
     def lookup(self, tokens: Any, start: int = 0, salt: str = "") -> Hit:
         """The consecutive full pages from token `start` (a multiple of `page_tokens`) that are cached.
 
-        Takes no lease and changes nothing but recency. With `load.gate: enforcing`, what is slower to load than to
-        compute is left out; `tokens` is then the whole request, since computing its end has its price too.
+        Takes no lease and changes nothing but recency. With `load.gate: enforcing`, pages that are slower to load than
+        to compute are left out. Then pass the whole request as `tokens`, because computing its end has a price too.
         """
         return self.brief(lambda: self._lookup(tokens, start, salt))
 
@@ -223,21 +224,32 @@ class CacheEngine:
     ) -> None:
         """Tell the gate (`load.gate`) that a prefill of `tokens` tokens behind `cached_tokens` others took `seconds`.
 
-        Of one request, or of one chunk of it; measured until the device was done (by events, not by syncs). For a
-        prefill that ran while its load was under way, give the load's own time as `load_seconds`
-        (`load.result().seconds`); it teaches how the two overlap, and nothing about prefills. Raises
-        `InvalidValueError` for numbers that cannot be.
+        One request, or one chunk of it, measured until the device was done (by events, not by syncs). If the prefill
+        ran while its load was under way, give the load's time as `load_seconds` (`load.result().seconds`): that teaches
+        how much the two overlap, and nothing about prefills. Raises `InvalidValueError` for impossible numbers.
         """
         costs = self.manager.costs
         self.brief(lambda: costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds))
 
+    def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
+        """Tell the gate that a tier (`cpu`, `ssd` or another's name) gave `nbytes` bytes in `seconds`.
+
+        The engine reports its own loads itself: this is for figures that are known before it has any. Raises
+        `InvalidValueError` for no such tier and for numbers that cannot be.
+        """
+        costs, tiers = self.manager.costs, self.manager.tiers
+        if arguments.text(tier, "tier") not in tiers:
+            raise InvalidValueError(f"there is no tier {arguments.shown(tier)}", f"name one of {', '.join(tiers)}")
+        moved = arguments.whole(nbytes, "nbytes", 1, MAX_SIZE)
+        took = arguments.span(seconds, "seconds", MAX_SECONDS)
+        self.brief(lambda: costs.observe_load(tier, moved, took))
+
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.
 
-        Loads as many pages as `slots` are for; `load.tokens` says how many are on their way, since the keys are
-        resolved again. The slots are written after the current stream's work so far, or after the event `after`.
-
-        A hit of `Prefetch.hit` is loaded from the CPU tier alone: nothing is hashed, and there is no deadline.
+        Loads as many pages as there are slots for. `load.tokens` says how many tokens are on their way, because the
+        keys are resolved again. The slots are written after the current stream's work so far, or after the event
+        `after`. A hit of `Prefetch.hit` is loaded from the CPU tier alone, without checksums and without a deadline.
         """
         return self.load_many([(hit, slots)], after)
 
@@ -283,12 +295,12 @@ class CacheEngine:
     ) -> StoreHandle:
         """Begin storing the full pages of `tokens` from token `start` on, found in `slots` of the attached planes.
 
-        Returns at once; the slots are read after the current stream's work so far (or after the event `after`) and
-        must not be rewritten before `handle.release_event`. What finds no room is dropped and counted.
+        Returns at once. The slots are read after the current stream's work so far (or after the event `after`) and
+        must not be rewritten before `handle.release_event`. A page that finds no room is dropped and counted.
 
-        `priority` (-1 to 2): every tier evicts pages of a lower one first. `ttl`: seconds until the pages are misses,
-        on every tier and after a restart too; None: until they are evicted. Where a page is cached already, the
-        greater priority and the later end count. Raises `InvalidValueError`.
+        `priority` (-1 to 2): every tier evicts pages of a lower priority first. `ttl`: seconds until the pages are
+        misses on every tier, also after a restart; None keeps them until they are evicted. If a page is cached already,
+        the greater priority and the later end count. Raises `InvalidValueError`.
         """
         return self.brief(lambda: self._store(tokens, slots, start, salt, after, priority, ttl), _end_store)
 
@@ -337,19 +349,20 @@ class CacheEngine:
     def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> Prefetch:
         """Begin to bring cached pages from the SSD into the CPU tier, from token `start` on; returns at once.
 
-        Of a shared pool too, which lookups do not see: it is asked for what no tier here has, and nothing comes before
-        it has answered (`Prefetch.asking`).
+        A shared pool, which lookups do not see, is asked for the pages that no tier here has. No page comes before the
+        pool has answered (`Prefetch.asking`).
 
-        Chunk by chunk and in turn with other prefetches, behind loads. It ends by itself, or when its handle says so:
-        cancel it when its request is. The config's section `prefetch` says how much it may hold, and when it stops.
-        Instead of tokens it takes a `Hit` of `lookup`, and brings the pages of that and no more; `start` and `salt` are
-        the hit's own then, and not given.
+        Prefetches move chunk by chunk, in turn, behind loads. A prefetch ends by itself or by its handle: cancel it
+        when its request is cancelled. The section `prefetch` of the configuration limits what it holds and says when it
+        stops. In place of tokens it takes a `Hit` of `lookup` and brings the pages of that hit; `start` and `salt` are
+        then the hit's own, and not given.
 
-        `pin`: for attached planes. What it brings, or finds in the CPU tier, is kept there for so many seconds at most,
-        until the handle lets it go; `handle.verified` says how many tokens that are, and `handle.hit()` is for `load`.
-        Room for all of it is reserved now: all pins together have half of the CPU tier, and who asks first has it. What
-        finds no room is left out, and the prefetch ends with `no_room`. Such a prefetch does not count to
-        `prefetch.quota`. Raises `InvalidValueError` for no number of seconds, and without a CPU tier.
+        `pin`: seconds, for attached planes. Pages that the prefetch brings, or finds in the CPU tier, are kept there
+        for that long at most, or until the handle releases them. `handle.verified` is the number of verified tokens,
+        and `handle.hit()` is a hit for `load`. Room is reserved now: all pins together hold half of the CPU tier, first
+        come, first served. Pages without room are left out, and the prefetch ends with `no_room`. Such a prefetch does
+        not count to `prefetch.quota`. Raises `InvalidValueError` for an impossible number of seconds or without a CPU
+        tier.
         """
         return self.brief(lambda: self._prefetch(tokens, start, salt, pin), Prefetch.cancel)
 
@@ -372,8 +385,8 @@ class CacheEngine:
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> Pin:
         """Keep the cached prefix of `tokens` from eviction, on every tier that has pages of it, for `seconds` at most.
 
-        Use it in a `with` block, or call `release`; `pin.tokens` says how many tokens it holds, which is fewer where
-        pages are not cached, or where pins hold half of a tier already. Raises `InvalidValueError`.
+        Use it in a `with` block, or call `release`. `pin.tokens` is the number of tokens that it holds: fewer if pages
+        are not cached, or if pins hold half of a tier already. Raises `InvalidValueError`.
         """
         return self.brief(
             lambda: self.manager.pin(self.pages(tokens, salt), seconds, self.layout.page_tokens), Pin.release
@@ -382,8 +395,9 @@ class CacheEngine:
     def on_events(self, callback: Callable[[KVEventBatch], object]) -> Callable[[], None]:
         """Call `callback(batch)` for each batch of KV events, in a thread of the engine's; what takes that back.
 
-        Which pages each tier has got and lost, and what they had when the engine opened, which may be told before the
-        call. It must be quick, and not call the engine. Raises `InvalidValueError` unless `events.enabled` is set.
+        An event names pages that a tier has gained or lost; the pages it had when the engine opened may be told before
+        this call. The callback must be quick, and must not call the engine. Returns a function that removes it. Raises
+        `InvalidValueError` unless `events.enabled` is set.
         """
         self._check_open()
         if self._parts.events is None:
@@ -397,7 +411,7 @@ class CacheEngine:
     def invalidate(self, namespace: bytes) -> dict[str, int]:
         """Drop every page of one namespace (see `namespace()`) from every tier; the pages removed, by tier."""
         if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
-            raise InvalidValueError(f"{arguments.shown(namespace)} is no namespace", "pass engine.namespace(salt)")
+            raise InvalidValueError(f"{arguments.shown(namespace)} is not a namespace", "pass engine.namespace(salt)")
         return self.call(lambda: self.manager.clearing.clear(namespace))
 
     def drain(self, seconds: float | None = None) -> None:
@@ -410,8 +424,8 @@ class CacheEngine:
     def flush(self, seconds: float | None = None) -> None:
         """`drain`, and write what is in the CPU tier only on to the SSD, as far as `store.write_policy` writes any.
 
-        For `write_back`, whose pages go there late: what must outlive this process. What the SSD refused is not
-        written. Raises `DeadlineError` after `seconds`.
+        Needed with `write_back`, which writes pages late, for pages that must outlive this process. Pages that the SSD
+        refused are not written. Raises `DeadlineError` after `seconds`.
         """
         self._check_open()
         stop, limit = Flag(), arguments.seconds(seconds)
@@ -440,7 +454,7 @@ class CacheEngine:
     def check(self, fix: bool = False) -> CheckReport:
         """Hold every index against its slots, its catalogue and its bytes in the CPU tier. Meant for a quiet engine.
 
-        With `fix`, pages that disagree are dropped and rows that name no page are deleted.
+        With `fix`, pages that disagree are dropped, and rows that name no page are deleted.
         """
         return self.call(lambda: self._check(fix))
 
@@ -462,8 +476,8 @@ class CacheEngine:
     def close(self, drain: bool = True) -> None:
         """Finish stores (or drop them), wait for loads, give everything back. Twice is fine.
 
-        In a process forked off the one that opened the engine it does nothing: threads and locks are not there. Where
-        it is interrupted it goes on in the background, and the next `close` waits for its end.
+        In a process forked off the one that opened the engine it does nothing, because threads and locks are not
+        copied. If it is interrupted it goes on in the background, and the next `close` waits for its end.
         """
         if not self._calls.forked:
             self._closing.close(drain=drain)
@@ -473,9 +487,7 @@ class CacheEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property

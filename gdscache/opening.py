@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import torch
 
-from gdscache.config import Config, EventsConfig, GpuConfig
+from gdscache.config import Config, EventsConfig
 from gdscache.config.concerns import concerns
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION
 from gdscache.disk.status_page import Figures, StatusWriter
-from gdscache.errors import PinnedMemoryError, TierUnavailableError
+from gdscache.errors import TierUnavailableError
 from gdscache.events.base import KVEventHub
 from gdscache.extents.base import Extents
 from gdscache.extents.device import DeviceExtents
@@ -38,16 +38,18 @@ from gdscache.policies.admission import Admission, new_admission, open_admission
 from gdscache.policies.promotion import Promotion, new_promotion
 from gdscache.prefetch.prefetcher import Prefetcher, held_pages
 from gdscache.runtime.calls import Caller
+from gdscache.store.earned_offers import EarnedOffers
+from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter
-from gdscache.tiers import ssd_route as routes
+from gdscache.tiers import ssd_route
 from gdscache.tiers.base import DurableTier, Tier
 from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.cpu import CpuTier
+from gdscache.tiers.custom import open_tier
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.named import open_tier
 from gdscache.tiers.quarantine import Quarantine
 from gdscache.tiers.ssd import SsdTier
 from gdscache.tracing import OFF, Timeline
@@ -112,39 +114,36 @@ def build(
             undo.callback(cpu.close)
         ssd = None
         if config.ssd is not None:
-            ssd = SsdTier(layout, config.ssd, str(planes.device), lock)
+            choose = functools.partial(ssd_route.choose, layout, planes.device, config.ssd, keep=cpu is not None)
+            ssd = SsdTier(layout, config.ssd, str(planes.device), lock, choose)
             undo.callback(ssd.close)
         further = [open_tier(tier, layout, lock) for tier in config.tiers]
         for tier in further:
             undo.callback(tier.close)
         _check_served(further, cpu)
-        route = None
-        if ssd is not None and config.ssd is not None:
-            route = routes.choose(config.ssd.route, ssd, layout, planes.device, keep=cpu is not None)
-            ssd.route = route.describe()
         quarantine = Quarantine(lock)
         files = [*([] if ssd is None else [ssd]), *further]
-        bounce = _bounce(config, layout, planes.device, cpu, files, route, quarantine)
+        direct = ssd is not None and ssd.direct
+        bounce = _bounce(config, layout, planes.device, cpu, files, direct, quarantine)
         if bounce is not None:
             undo.callback(bounce.close)
-        _check_paths(config.gpu, planes.device, [tier.extents for tier in (cpu, bounce) if tier is not None])
         chain: list[Tier | None] = [gpu, cpu, ssd, *further]
+        outlets = _outlets(config, layout, ssd, further)
+        index = None if cpu is None else cpu.index
+        earned = EarnedOffers(index, outlets, config.store.write_policy, config.store.write_hits)
         manager = TierManager(
-            lock, [tier for tier in chain if tier is not None], quarantine=quarantine, timeline=timeline, calls=calls
+            lock,
+            [tier for tier in chain if tier is not None],
+            quarantine=quarantine,
+            timeline=timeline,
+            calls=calls,
+            on_use=earned.used,
         )
-        mover = open_mover(planes, config.gpu)
-        mover.timeline = timeline
+        mover = open_mover(planes, config.gpu, timeline)
         undo.callback(mover.close)
         promotion = _promotion(config, cpu)
-        watermarks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
-        admissions = {
-            tier.name: Admission(new_admission(entry.admission, tier.index.slots), layout.extent_bytes)
-            for tier, entry in zip(further, config.tiers, strict=True)
-        }
-        if ssd is not None and config.ssd is not None:
-            admissions["ssd"] = open_admission(config.ssd, ssd.index.slots, layout.extent_bytes)
         selective = promotion is not None and promotion.selective
-        planner = StorePlanner(manager, config.store, layout.extent_bytes, admissions, watermarks, selective=selective)
+        planner = StorePlanner(manager, config.store, layout.extent_bytes, outlets, earned, selective=selective)
         executor = _executor(mover, manager, bounce)
         undo.callback(executor.close)
         held = held_pages(manager, config.prefetch)
@@ -156,7 +155,6 @@ def build(
         storer = Storer(manager, planner, executor, spare, writers, layout.extent_bytes, config.store)
         undo.callback(storer.close, drain=False)
         loads = LoadPlanner(manager, promotion=promotion, due=[storer.offer_earned], prefetched=held)
-        direct = route is not None and route.route == "direct"
         loader = Loader(loads, executor, layout, config.load, planes.device, keep=not direct)
         undo.callback(loader.close)
         prefetcher = Prefetcher(loader, held, layout, config.prefetch)
@@ -182,13 +180,24 @@ def build(
     return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, executor, status, events)
 
 
+def _outlets(config: Config, layout: PageLayout, ssd: SsdTier | None, further: Sequence[DurableTier]) -> list[Outlet]:
+    """The outlets to the SSD and the tiers behind it, each with its admission."""
+    limit, extent = config.store.queue // layout.extent_bytes, layout.extent_bytes
+    found = []
+    if ssd is not None and config.ssd is not None:
+        found.append(Outlet(ssd, open_admission(config.ssd, ssd.index.slots, extent), limit))
+    for tier, entry in zip(further, config.tiers, strict=True):
+        found.append(Outlet(tier, Admission(new_admission(entry.admission, tier.index.slots), extent), limit))
+    return found
+
+
 def _open_events(config: EventsConfig, page_tokens: int) -> KVEventHub:
     publisher = None
     if config.endpoint is not None:
         from gdscache.events.socket import ZmqPublisher
 
-        publisher = ZmqPublisher(config.endpoint, config.replay, config.topic, config.kept)
-    return KVEventHub(page_tokens, config.queue, publisher)
+        publisher = ZmqPublisher(config.endpoint, config.replay, config.topic)
+    return KVEventHub(page_tokens, publisher)
 
 
 def _about(config: Config, device: torch.device) -> dict[str, str]:
@@ -251,19 +260,8 @@ def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
     for tier in tiers:
         if not tier.served and cpu is None:
             raise TierUnavailableError(
-                f"pages of tier {tier.name!r} come into the CPU tier, and there is none", "add a cpu section"
+                f"pages of tier {tier.name!r} are brought into the CPU tier, but there is none", "add a cpu section"
             )
-
-
-def _check_paths(config: GpuConfig, device: torch.device, extents: Sequence[Extents]) -> None:
-    """Refuse a path that host memory as it is cannot take; the mover would stage."""
-    if device.type == "cuda" and not all(e.pinned for e in extents):
-        for name, path in (("load_path", config.load_path), ("store_path", config.store_path)):
-            if path not in ("auto", "staged"):
-                raise PinnedMemoryError(
-                    f"gpu.{name} is {path}, and host memory is not page-locked",
-                    f"set cpu.pin to on, or gpu.{name} to auto",
-                )
 
 
 def _bounce(
@@ -272,7 +270,7 @@ def _bounce(
     device: torch.device,
     cpu: CpuTier | None,
     files: Sequence[DurableTier],
-    route: routes.Choice | None,
+    direct: bool,
     quarantine: Quarantine,
 ) -> Bounce | None:
     """The bounce reserve: on the device where pages go straight there, else in host memory."""
@@ -281,7 +279,7 @@ def _bounce(
     if cpu is not None:
         for tier in files:
             tier.register(cpu.extents.buffer.view)
-    if route is not None and route.route == "direct":
+    if direct:
         on_device = DeviceExtents(layout, config.host_buffer, device)
         for tier in files:
             tier.register(on_device.rows.view(-1))

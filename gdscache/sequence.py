@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -113,7 +112,7 @@ class Sequence:
 
     @property
     def load(self) -> LayerwiseLoad | None:
-        """The load of what was not on the GPU yet, or None."""
+        """The load of the pages that were not on the GPU yet, or None."""
         return self._held.load
 
     def wait(self, layer: int, seconds: float | None = None) -> None:
@@ -127,8 +126,8 @@ class Sequence:
     def verify(self, seconds: float | None = None) -> int:
         """Wait for the verdict and lower `cached_tokens` to the good prefix, which is returned.
 
-        For callers who would rather recompute from the first bad page than start again: after this, `commit` publishes
-        all pages, those recomputed included.
+        For callers that would rather recompute from the first bad page than start again. After this, `commit` publishes
+        all pages, also those that were recomputed.
         """
         self._check_open()
         seconds = arguments.seconds(seconds)
@@ -201,9 +200,7 @@ class Sequence:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------

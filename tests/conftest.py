@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Host, make_config, settle
 from hypothesis import HealthCheck, settings
 
 from gdscache import CacheEngine
 from gdscache.errors import TransportUnavailableError
-from gdscache.storage import cufile_library, probe, probe_nixl
+from gdscache.storage import cufile_library, probe
+from tests.support.helpers import Host, make_config, settle
 
 # Tests run beside each other, and threads of torch that have no core to themselves spin. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,7 +58,7 @@ def gds_mt(tmp_path_factory: pytest.TempPathFactory) -> None:
     """NIXL's plugin GDS_MT moves GPU memory here. A probe takes seconds, so there is one."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if not (found := probe_nixl.probe_nixl(tmp_path_factory.mktemp("probe"), 0, 60)).ok:
+    if not (found := probe.probe_nixl(tmp_path_factory.mktemp("probe"), 0, 60)).ok:
         pytest.skip(f"GDS_MT does not work here: {found.reason}")
 
 

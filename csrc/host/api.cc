@@ -125,12 +125,3 @@ int32_t gdscache_scatter(const struct gdscache_pool* pool, const int64_t* blocks
                          int64_t last, const uint64_t* parts, uint64_t* sums, int32_t stream) {
     return each_page(pool, blocks, pages, first, last, parts, sums, stream, scatter);
 }
-
-int32_t gdscache_digest(const struct gdscache_pool* pool, int64_t pages, int64_t first, int64_t last,
-                        const uint64_t* parts, uint64_t* sums) {
-    if (!sound(pool, pages, first, last, parts) || (pages && !sums)) return -EINVAL;
-    for (int64_t n = 0; n < pages; n++) {
-        digest(pool->pool, first, last, reinterpret_cast<const uint8_t*>(parts[n]), sums + n * (last - first));
-    }
-    return 0;
-}

@@ -12,7 +12,7 @@
 #define GDSCACHE_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a function below changes. The Python side compares it with its own (library.ABI).
-#define GDSCACHE_ABI 7
+#define GDSCACHE_ABI 8
 
 GDSCACHE_API int32_t gdscache_abi();
 
@@ -51,10 +51,6 @@ GDSCACHE_API int32_t gdscache_gather(const struct gdscache_pool* pool, const int
 GDSCACHE_API int32_t gdscache_scatter(const struct gdscache_pool* pool, const int64_t* blocks, int64_t pages,
                                       int64_t first, int64_t last, const uint64_t* parts, uint64_t* sums,
                                       int32_t stream);
-
-// The sums alone, of bytes that lie in extents.
-GDSCACHE_API int32_t gdscache_digest(const struct gdscache_pool* pool, int64_t pages, int64_t first, int64_t last,
-                                     const uint64_t* parts, uint64_t* sums);
 
 // --- disks (disk.h). One thread owns a disk, and outlives what it has submitted; others may wake it
 

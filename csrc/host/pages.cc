@@ -180,12 +180,4 @@ void scatter(const Pool& pool, const int64_t* blocks, int64_t first, int64_t las
     }
 }
 
-void digest(const Pool& pool, int64_t first, int64_t last, const uint8_t* part, uint64_t* sums) {
-    for (int64_t layer = first; layer < last; layer++) {
-        const int64_t nbytes = layer_bytes(pool, layer);
-        *sums++ = xxh3(part, static_cast<size_t>(nbytes));
-        part += nbytes;
-    }
-}
-
 }  // namespace gdscache

@@ -51,7 +51,4 @@ void gather(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last
 void scatter(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last, const uint8_t* part,
              uint64_t* sums, Store store);
 
-// XXH3-64 of layers [first, last) of an extent, of which layer `first` begins at `part`.
-void digest(const Pool& pool, int64_t first, int64_t last, const uint8_t* part, uint64_t* sums);
-
 }  // namespace gdscache

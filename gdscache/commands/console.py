@@ -95,7 +95,7 @@ def figure(value: float, unit: str = "") -> str:
 def duration(seconds: float) -> str:
     """A time with three significant digits, in the unit that suits it: `1.25 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if abs(seconds) * scale >= 0.9995:
+        if not seconds or abs(seconds) * scale >= 0.9995:
             return figure(seconds * scale, unit)
     return figure(seconds * 1e9, "ns")
 

@@ -25,7 +25,7 @@ from pydantic import (
 
 from gdscache.config.file import read_places
 from gdscache.config.model import ModelConfig, PlaneConfig
-from gdscache.config.problems import COLLECT, NOWHERE, Section, explain, reject
+from gdscache.config.problems import COLLECT, NOWHERE, ConfigSection, explain, reject
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
 from gdscache.limits import MAX_COUNT, MAX_DEVICE_INDEX, MAX_SECONDS
 from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size
@@ -107,13 +107,10 @@ def _variable(match: re.Match[str]) -> str:
     return os.environ[name]
 
 
-CopyPath = Literal["auto", "staged", "zero_copy", "copy_engine"]
-
-
 def _kept_order(value: object) -> object:
     """Orders that engines had, and that are only replayed now."""
     if value in ("slru", "s3fifo", "lfu", "credit_lru"):
-        raise ValueError("is not an engine's order any more, since no measurement chose it: set lifetime, or lru")
+        raise ValueError("is no longer an engine's order, because no measurement chose it: set lifetime or lru")
     return value
 
 
@@ -127,214 +124,218 @@ ClassPath = Annotated[str, AfterValidator(_class_path), WithJsonSchema({"type": 
 Directory = Annotated[Path, BeforeValidator(_expand), WithJsonSchema({"type": "string", "minLength": 1})]
 
 
-class GpuConfig(Section):
+class GpuConfig(ConfigSection):
     """The paged pool on the GPU, or in host memory where there is none, and its staging ring."""
 
-    device: Device = Field(default="auto", description="auto (cuda if there is one, else cpu), cpu, cuda or cuda:N")
-    capacity: Size = Field(
-        default=1 * GIB, description="page pool that the engine owns; unused when tensors are attached"
+    device: Device = Field(
+        default="auto", description="auto (cuda if the machine has one, else cpu), cpu, cuda or cuda:N"
     )
-    eviction: Eviction = Field(default="lifetime", description="which pages go when it is full: lru or lifetime")
-    staging: Size = Field(default=256 * MIB, description="staging ring on the GPU; half for loads, half for stores")
+    capacity: Size = Field(
+        default=1 * GIB, description="size of the page pool on the GPU; unused when an engine attaches its own tensors"
+    )
+    eviction: Eviction = Field(
+        default="lifetime",
+        description="order in which a full tier evicts pages: lifetime (learned, its loss bounded by LRU) or lru",
+    )
+    staging: Size = Field(
+        default=256 * MIB, description="size of the staging ring on the GPU; half for loads, half for stores"
+    )
     kernels: Switch = Field(
         default="auto",
-        description="CUDA kernels for pages: auto (else the copy engine alone), on (or refuse to open), off",
-    )
-    load_path: CopyPath = Field(
-        default="auto", description="host to GPU: auto (as calibrated), staged, zero_copy or copy_engine"
-    )
-    store_path: CopyPath = Field(
-        default="auto", description="GPU to host: auto (as calibrated), staged, zero_copy or copy_engine"
+        description="CUDA kernels that move pages: auto (the copy engine alone where they cannot be built), "
+        "on (fail without them), off",
     )
 
 
-class CpuConfig(Section):
+class CpuConfig(ConfigSection):
     """The pinned pool in host memory."""
 
-    capacity: Size = Field(default=4 * GIB, description="page pool in host memory, allocated when the tier opens")
-    eviction: Eviction = Field(default="lifetime", description="which pages go when it is full: lru or lifetime")
-    pin: Switch = Field(default="auto", description="page-lock the pool: auto (where CUDA is), on, off")
-    high_watermark: float = Field(
-        default=0.5,
-        ge=0,
-        lt=1,
-        description="write_back: share of the slots whose pages the SSD has not got; above it the coldest are written",
+    capacity: Size = Field(
+        default=4 * GIB, description="size of the page pool in host memory; allocated when the tier opens"
     )
-    low_watermark: float = Field(default=0.25, ge=0, lt=1, description="write_back: ... down to this share")
-
-    @model_validator(mode="after")
-    def _marks_in_order(self, info: ValidationInfo) -> Self:
-        if self.low_watermark > self.high_watermark:
-            message = f"cpu.low_watermark is {self.low_watermark}, above cpu.high_watermark, {self.high_watermark}"
-            raise reject(InvalidValueError, message, "set low_watermark to high_watermark or less", info)
-        return self
+    eviction: Eviction = Field(
+        default="lifetime",
+        description="order in which a full tier evicts pages: lifetime (learned, its loss bounded by LRU) or lru",
+    )
+    pin: Switch = Field(default="auto", description="page-lock the pool: auto (if CUDA is available), on, off")
 
 
-class SsdConfig(Section):
+class SsdConfig(ConfigSection):
     """The slab and its catalogue on an SSD."""
 
     path: Directory = Field(
-        description="directory of the tier; ~, $VARS and {rank} are replaced, a relative path starts where you are"
+        description="directory of the tier; ~, $VARS and {rank} are replaced; a relative path starts at the "
+        "current directory"
     )
     stripes: Annotated[tuple[Directory, ...], Strict(False)] = Field(
-        default=(), description="further directories, on other devices, that the slab is spread over; like path"
+        default=(), description="more directories, on other devices, that the slab is spread over"
     )
-    capacity: Size = Field(default=16 * GIB, description="size of the slab, reserved when the tier opens")
-    eviction: Eviction = Field(default="lifetime", description="which pages go when it is full: lru or lifetime")
+    capacity: Size = Field(default=16 * GIB, description="size of the slab on disk; reserved when the tier opens")
+    eviction: Eviction = Field(
+        default="lifetime",
+        description="order in which a full tier evicts pages: lifetime (learned, its loss bounded by LRU) or lru",
+    )
     transport: Transport = Field(
         default="auto",
         description="what moves the bytes: auto, posix, uring, cufile, kvikio, nixl or package.module:Class",
     )
     route: Literal["auto", "direct", "via_cpu"] = Field(
         default="auto",
-        description="SSD to GPU: direct (straight into its memory), via_cpu (through host memory), auto (the faster)",
+        description="way from the SSD to the GPU: direct (into GPU memory), via_cpu (through host memory) or "
+        "auto (the faster one)",
     )
-    direct_io: Switch = Field(default="auto", description="O_DIRECT, past the page cache: auto, on, off")
-    gds: Switch = Field(default="auto", description="GPUDirect Storage, straight between SSD and GPU: auto, on, off")
-    threads: int = Field(default=8, ge=1, le=1024, description="threads that read and write, 1 to 1024")
+    direct_io: Switch = Field(default="auto", description="O_DIRECT, which bypasses the page cache: auto, on, off")
+    gds: Switch = Field(
+        default="auto", description="GPUDirect Storage, from the SSD to the GPU without host memory: auto, on, off"
+    )
+    threads: int = Field(default=8, ge=1, le=1024, description="number of I/O threads, 1 to 1024")
     durability: Literal["process", "power"] = Field(
         default="process",
-        description="what a committed page survives: process (any kill), power (a power cut; slower stores)",
+        description="what a committed page survives: process (a kill) or power (a power cut; stores are slower)",
     )
     reserve: int = Field(
-        default=64, ge=0, le=MAX_COUNT, description="free slots kept ready, so that eviction never waits for a commit"
+        default=64,
+        ge=0,
+        le=MAX_COUNT,
+        description="number of free slots kept ready, so that an eviction never waits for a commit",
     )
     admission: Literal["all", "second_offer", "tinylfu"] = Field(
         default="all",
-        description="pages that are written: all, second_offer (offered before, lately), "
-        "tinylfu (if used more often than the page that has to go)",
+        description="pages that are written: all, second_offer (offered before, recently) or tinylfu (used "
+        "more often than the page they evict)",
     )
     admission_offers: int = Field(
-        default=2, ge=2, le=8, description="second_offer: the offer at which a page is written, 2 to 8"
+        default=2, ge=2, le=8, description="second_offer: number of the offer at which a page is written, 2 to 8"
     )
     endurance: Size | None = Field(
-        default=None, description="bytes that may be written in any 24 hours, 8 pages at least; null is no limit"
+        default=None, description="bytes that may be written in any 24 hours, at least 8 pages; null means no limit"
     )
     promotion: Literal["always", "second_hit", "never"] = Field(
         default="always",
-        description="pages of the SSD that loads leave in the CPU tier: always, second_hit (read lately), never",
+        description="pages read from the SSD that a load leaves in the CPU tier: always, second_hit (read "
+        "before, recently) or never",
     )
 
 
-class TierConfig(Section):
+class TierConfig(ConfigSection):
     """A further tier, of a class of yours."""
 
     tier: ClassPath = Field(description="package.module:Class, a subclass of gdscache.tiers.base.DurableTier")
-    capacity: Size = Field(default=16 * GIB, description="what it may keep")
-    options: dict[str, Any] | None = Field(default=None, description="keywords that the class takes besides")
+    capacity: Size = Field(default=16 * GIB, description="bytes that the tier may hold")
+    options: dict[str, Any] | None = Field(default=None, description="further keyword arguments of the class")
     admission: Literal["all", "second_offer", "tinylfu"] = Field(
-        default="all", description="pages that are written: all, second_offer, tinylfu, as for the SSD"
+        default="all", description="pages that are written, as for ssd.admission: all, second_offer or tinylfu"
     )
 
 
-class StoreConfig(Section):
+class StoreConfig(ConfigSection):
     """How pages are stored."""
 
     queue: Size = Field(
         default=8 * GIB,
-        description="bytes on their way to the CPU tier; more is dropped, counted. As many again on their way to the "
-        "SSD; what is beyond them stays in the CPU tier alone, counted as refused",
+        description="bytes that may be on their way to the CPU tier, and as many to the SSD; a page beyond "
+        "the first limit is dropped, a page beyond the second stays in the CPU tier only",
     )
     write_policy: Literal["write_through", "write_through_selective", "write_back", "never"] = Field(
         default="write_through",
-        description="when a page goes on to the SSD: write_through (when it is stored), write_through_selective (after "
-        "write_hits hits), write_back (before the CPU tier gives it up), never",
+        description="when a page is written to the SSD: write_through (when it is stored), "
+        "write_through_selective (after write_hits hits), write_back (before the CPU tier evicts "
+        "it) or never",
     )
     write_hits: int = Field(
-        default=2, ge=1, le=255, description="write_through_selective: hits after which a page is written, 1 to 255"
+        default=2,
+        ge=1,
+        le=255,
+        description="write_through_selective: number of hits before a page is written, 1 to 255",
     )
     deadline: float = Field(
         default=30.0,
         gt=0,
         le=MAX_SECONDS,
-        description="seconds that a batch of writes may take; what is late by then is dropped",
+        description="seconds that a batch of writes may take; a page that is not written by then is dropped",
     )
 
 
-class LoadConfig(Section):
+class LoadConfig(ConfigSection):
     """How pages are loaded."""
 
-    threads: int = Field(default=4, ge=1, le=1024, description="loads that run at once, 1 to 1024")
-    deadline: float = Field(default=30.0, gt=0, le=MAX_SECONDS, description="seconds that wait() and result() wait")
+    threads: int = Field(default=4, ge=1, le=1024, description="number of loads that run at once, 1 to 1024")
+    deadline: float = Field(
+        default=30.0, gt=0, le=MAX_SECONDS, description="seconds after which wait() and result() stop waiting"
+    )
     verify: Literal["always", "once"] = Field(
         default="always",
-        description="hash a page on each load (always), or only when its bytes come from the SSD (once)",
+        description="compare checksums at each load (always), or only when the bytes come from the SSD (once)",
     )
     gate: GateMode = Field(
         default="advisory",
-        description="what is slower to load than to compute is: off (loaded), advisory (loaded, and said), "
-        "enforcing (left out)",
+        description="a hit that is slower to load than to compute is loaded (off), loaded and reported "
+        "(advisory) or left out (enforcing)",
     )
 
 
-class PrefetchConfig(Section):
+class PrefetchConfig(ConfigSection):
     """How pages are brought from the SSD into the CPU tier ahead of their load."""
 
     stop: Literal["best_effort", "wait_complete", "timeout"] = Field(
         default="best_effort",
-        description="when wait() stops a prefetch: best_effort (at once), wait_complete (never, within load.deadline), "
-        "timeout",
+        description="when wait() stops a prefetch: best_effort (at once), wait_complete (never, within "
+        "load.deadline) or timeout",
     )
-    timeout_base: float = Field(
-        default=1.0, ge=0, le=MAX_SECONDS, description="timeout: seconds that every prefetch has, and ..."
-    )
-    timeout_per_1024_tokens: float = Field(
-        default=0.25,
+    timeout: float = Field(
+        default=1.0,
         ge=0,
         le=MAX_SECONDS,
-        description="timeout: ... seconds more for each 1,024 tokens that the SSD has of it",
-    )
-    threshold: int = Field(
-        default=0, ge=0, le=MAX_COUNT, description="tokens; what the SSD has fewer of is not prefetched"
+        description="timeout: seconds for a prefetch, and 0.25 more for each 1,024 tokens that the SSD has",
     )
     quota: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="share of the CPU tier's slots for prefetched pages that nobody has used yet; one page at least",
+        description="share of the CPU tier's slots for prefetched pages that no load has used; at least one page",
     )
-    queue: int = Field(
-        default=1024, ge=1, le=MAX_COUNT, description="prefetches that are under way or wait; more end at once"
-    )
-    chunk: Size = Field(
-        default=128 * MIB, description="bytes that move before it is another prefetch's turn; one page at least"
-    )
+    chunk: Size = Field(default=128 * MIB, description="bytes of one turn of a prefetch; at least one page")
     concurrent: int = Field(
-        default=2, ge=1, le=64, description="chunks under way at once, which a load may have to wait for, 1 to 64"
+        default=2,
+        ge=1,
+        le=64,
+        description="number of chunks that move at once, 1 to 64; a load may have to wait for them",
     )
 
 
-class EventsConfig(Section):
+class EventsConfig(ConfigSection):
     """KV events: what tiers have got and lost, for routers."""
 
-    enabled: bool = Field(default=False, description="whether there are any, for callbacks and for endpoint")
+    enabled: bool = Field(default=False, description="emit KV events, to callbacks and to endpoint")
     endpoint: str | None = Field(
-        default=None, description="ZeroMQ endpoint that they are published at, as tcp://127.0.0.1:5557; null: nowhere"
+        default=None,
+        description="ZeroMQ endpoint that events are published at, such as tcp://127.0.0.1:5557; null means none",
     )
-    replay: str | None = Field(default=None, description="ZeroMQ endpoint where batches can be asked for again")
+    replay: str | None = Field(
+        default=None, description="ZeroMQ endpoint at which missed batches can be requested; null means none"
+    )
     topic: str = Field(default="", description="topic of the messages")
-    queue: int = Field(
-        default=1 << 18, ge=1, le=MAX_COUNT, description="pages whose events wait to be told; more are dropped, counted"
-    )
-    kept: int = Field(default=10_000, ge=1, le=MAX_COUNT, description="batches that can be asked for again")
 
 
-class Config(Section):
+class Config(ConfigSection):
     """One engine. `cpu` and `ssd` are None where there is no such tier."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
-    rank: int = Field(default=0, ge=0, le=MAX_COUNT, description="number of this process, for {rank} in ssd.path")
+    rank: int = Field(default=0, ge=0, le=MAX_COUNT, description="number of this process; replaces {rank} in ssd.path")
     model: ModelConfig = Field(description="the model whose cache this is")
     gpu: GpuConfig = Field(default=GpuConfig(), description="the GPU pool and its staging ring")
-    cpu: CpuConfig | None = Field(default=None, description="the pinned CPU pool; null or absent is no such tier")
-    ssd: SsdConfig | None = Field(default=None, description="the SSD tier; null or absent is no such tier")
+    cpu: CpuConfig | None = Field(
+        default=None, description="the CPU tier, a pool in host memory; null or absent means no such tier"
+    )
+    ssd: SsdConfig | None = Field(default=None, description="the SSD tier; null or absent means no such tier")
     tiers: Annotated[tuple[TierConfig, ...], Strict(False)] = Field(
-        default=(), description="further tiers behind the SSD, the fastest first"
+        default=(), description="more tiers behind the SSD, the fastest first"
     )
     host_buffer: Size = Field(
         default=256 * MIB,
-        description="bounce reserve for pages that cannot stay in the CPU tier; half for loads, half for stores",
+        description="size of the bounce reserve in host memory, for pages that cannot stay in the CPU tier; "
+        "half for loads, half for stores",
     )
     store: StoreConfig = Field(default=StoreConfig(), description="how pages are stored")
     load: LoadConfig = Field(default=LoadConfig(), description="how pages are loaded")
@@ -442,7 +443,7 @@ def _labels(section: object, source: str) -> Mapping[str, object]:
         raise InvalidValueError(f"{source}: `model` is {type(section).__name__}", f"it may have {', '.join(_LABELS)}")
     if others := [str(key) for key in section if key not in _LABELS]:
         raise GeometryError(
-            f"{source}: {', '.join(f'`model.{key}`' for key in others)}: the inference engine says what the model is",
+            f"{source}: {', '.join(f'`model.{key}`' for key in others)}: the inference engine describes its model",
             f"take it out; model may have {', '.join(_LABELS)} here",
         )
     return section

@@ -34,8 +34,8 @@ def _pools(config: Config, gpu_pages: int) -> Iterator[str]:
     for (above, more, _), (below, fewer, setting) in itertools.pairwise(pools):
         if fewer < more:
             yield (
-                f"{below} holds {_pages(fewer)} and {above} {more:,}: most of what leaves {above} is gone from {below} "
-                f"too. Raise {setting} above {format_size(more * extent)}"
+                f"{below} holds {_pages(fewer)} and {above} {more:,}: most pages that {above} evicts "
+                f"have left {below} as well. Raise {setting} above {format_size(more * extent)}"
             )
 
 
@@ -45,19 +45,19 @@ def _buffers(config: Config, on_gpu: bool) -> Iterator[str]:
     fit = config.gpu.staging // 2 // extent
     if below and on_gpu and fit < SEGMENTS:
         yield (
-            f"half of gpu.staging holds {_pages(fit)} of {format_size(extent)}: copies and kernels overlap where it "
+            f"half of gpu.staging holds {_pages(fit)} of {format_size(extent)}: copies and kernels overlap only if it "
             f"holds {SEGMENTS}. Raise gpu.staging to {format_size(2 * SEGMENTS * extent)}, or lower model.page_tokens"
         )
     bounced = config.host_buffer // 2 // extent
     if config.ssd is not None and bounced < 2:
         yield (
-            f"half of host_buffer holds {_pages(bounced)}: what passes through it is read, or written, one page at a "
-            f"time. Raise host_buffer to {format_size(2 * max(4 * extent, _BOUNCED_BYTES))}"
+            f"half of host_buffer holds {_pages(bounced)}: pages pass through it one at a time. "
+            f"Raise host_buffer to {format_size(2 * max(4 * extent, _BOUNCED_BYTES))}"
         )
     if below and config.store.queue < min(BATCH_BYTES, 16 * extent):
         yield (
-            f"store.queue holds {_pages(config.store.queue // extent)}, less than one batch of writes: stores of long "
-            f"prompts are dropped in part. Raise it above {format_size(min(BATCH_BYTES, 16 * extent))}"
+            f"store.queue holds {_pages(config.store.queue // extent)}, less than one batch of writes: long "
+            f"prompts are stored in part. Raise it above {format_size(min(BATCH_BYTES, 16 * extent))}"
         )
 
 
@@ -68,16 +68,16 @@ def _policies(config: Config) -> Iterator[str]:
         slots = ssd.capacity // extent
         if "reserve" in ssd.model_fields_set and ssd.reserve > slots // 8:
             yield (
-                f"ssd.reserve is {_pages(ssd.reserve)} of {slots:,}: an eighth, {slots // 8:,}, is kept. Lower it, or "
-                f"raise ssd.capacity"
+                f"ssd.reserve is {_pages(ssd.reserve)} of {slots:,}: an eighth, {slots // 8:,}, is kept instead. Lower "
+                f"it, or raise ssd.capacity"
             )
         if ssd.endurance is not None and ssd.endurance < ssd.capacity // 100:
             yield (
-                f"ssd.endurance is {format_size(ssd.endurance)} a day: to fill ssd.capacity once takes "
+                f"ssd.endurance is {format_size(ssd.endurance)} a day: filling ssd.capacity once takes "
                 f"{ssd.capacity // ssd.endurance:,} days. Raise it, or lower ssd.capacity"
             )
     if ssd is None and config.store.write_policy != type(config.store).model_fields["write_policy"].default:
-        yield f"store.write_policy is {config.store.write_policy} and there is no SSD tier: it has no effect. Add ssd"
+        yield f"store.write_policy is {config.store.write_policy}, but there is no SSD tier: it has no effect. Add ssd"
 
 
 def _pages(n: int) -> str:

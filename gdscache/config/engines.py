@@ -11,7 +11,7 @@ from typing import Any
 from gdscache.sizes import format_size
 
 
-class InferenceEngine(Enum):
+class SupportedEngine(Enum):
     """What a configuration can be written for."""
 
     VLLM = "vllm"
@@ -102,9 +102,9 @@ def _hicache(file: str) -> list[str]:
 
 
 WRITTEN_FOR = {
-    InferenceEngine.VLLM: WrittenFor("vLLM", "--gpu-memory-utilization", "kv_transfer_config", _vllm),
-    InferenceEngine.SGLANG: WrittenFor("SGLang", "--mem-fraction-static", "linker_config", _linker),
-    InferenceEngine.HICACHE: WrittenFor("SGLang", "--mem-fraction-static", "storage_config", _hicache, cpu=False),
+    SupportedEngine.VLLM: WrittenFor("vLLM", "--gpu-memory-utilization", "kv_transfer_config", _vllm),
+    SupportedEngine.SGLANG: WrittenFor("SGLang", "--mem-fraction-static", "linker_config", _linker),
+    SupportedEngine.HICACHE: WrittenFor("SGLang", "--mem-fraction-static", "storage_config", _hicache, cpu=False),
 }
 
 

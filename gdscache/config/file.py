@@ -14,7 +14,7 @@ MAX_BYTES = 1 << 20  # of a configuration; the endless ones are devices and pipe
 _BOOL = "tag:yaml.org,2002:bool"
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """PyYAML's safe loader, with repeated keys refused and the booleans of YAML 1.2 (`true` and `false` only)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML declares it so)
@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_YamlLoader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
 def _read(path: Path) -> bytes:
@@ -62,7 +62,7 @@ def read_places(path: Path) -> tuple[dict[Any, Any], dict[tuple[int | str, ...],
     except (ValueError, RuntimeError) as error:  # a name that no file has; `~` of somebody unknown
         raise ConfigFileError(f"{str(path)!r}: cannot be read: {error}", "name a YAML file") from None
     try:
-        loader = _Loader(content)
+        loader = _YamlLoader(content)
         try:
             node = loader.get_single_node()
             data = None if node is None else loader.construct_document(node)

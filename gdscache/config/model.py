@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, Strict, ValidationInfo, WithJsonSchema, model_validator
 
-from gdscache.config.problems import Section, reject
+from gdscache.config.problems import ConfigSection, reject
 from gdscache.errors import ConfigError, GeometryError
 from gdscache.limits import MAX_COUNT, MAX_EXTENT_BYTES, MAX_LAYERS
 from gdscache.pages.layout import DTYPE_BYTES, MAX_PAGE_TOKENS, PageLayout, Plane
@@ -23,31 +23,33 @@ Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
-class PlaneConfig(Section):
+class PlaneConfig(ConfigSection):
     """One kind of per-token row, for `kind: planes`."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
-    name: str = Field(min_length=1, description="name of the plane; a layer has each name once")
+    name: str = Field(min_length=1, description="name of the plane; unique within a layer")
     shape: Annotated[tuple[Positive, ...], Strict(False)] = Field(
         min_length=1, description="shape of one token's row, in elements"
     )
-    dtype: Dtype | None = Field(default=None, description="element type; null is model.dtype")
+    dtype: Dtype | None = Field(default=None, description="element type; null means model.dtype")
     layers: Annotated[tuple[Layer, ...], Strict(False)] | None = Field(
-        default=None, description="layers that have the plane, counted from 0 in this process; null is all"
+        default=None,
+        description="numbers of the layers that have the plane, counted from 0 in this process; null means all",
     )
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """The model whose cache this is, and the part of it that this process holds."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
     name: str = Field(min_length=1, description="name of the model; part of the namespace")
-    weights: str = Field(default="", description="names the weights, or their version; part of the namespace")
+    weights: str = Field(default="", description="name or version of the weights; part of the namespace")
     kind: Literal["mha", "mla", "planes"] = Field(
         default="mha",
-        description="how planes are given: mha (K and V; GQA and MQA too), mla (latent and rope), planes (a list)",
+        description="how the planes are given: mha (K and V; also GQA and MQA), mla (latent and rope) or "
+        "planes (a list)",
     )
     dtype: Dtype = Field(default="bfloat16", description=f"element type of the cache: {', '.join(DTYPE_BYTES)}")
     layers: int = Field(ge=1, le=MAX_LAYERS, description=f"layers that this process holds, 1 to {MAX_LAYERS}")
@@ -57,25 +59,28 @@ class ModelConfig(Section):
         le=MAX_PAGE_TOKENS,
         description=f"tokens of a page, 1 to {MAX_PAGE_TOKENS}; only full pages are stored",
     )
-    kv_heads: Positive | None = Field(default=None, description="mha: KV heads that this process holds")
-    head_dim: Positive | None = Field(default=None, description="mha: elements of a head of K")
-    v_head_dim: Positive | None = Field(default=None, description="mha: elements of a head of V; null is head_dim")
-    kv_lora_rank: Positive | None = Field(default=None, description="mla: elements of the latent part")
-    rope_dim: Positive | None = Field(default=None, description="mla: elements of the rope part")
-    mla_split: bool = Field(
-        default=True, description="mla: true is two planes, latent and rope; false is one with both"
-    )
+    kv_heads: Positive | None = Field(default=None, description="mha: number of KV heads that this process holds")
+    head_dim: Positive | None = Field(default=None, description="mha: elements in a head of K")
+    v_head_dim: Positive | None = Field(default=None, description="mha: elements in a head of V; null means head_dim")
+    kv_lora_rank: Positive | None = Field(default=None, description="mla: elements in the latent part of a row")
+    rope_dim: Positive | None = Field(default=None, description="mla: elements in the rope part of a row")
     planes: Annotated[tuple[PlaneConfig, ...], Strict(False)] = Field(
-        default=(), description="planes: the list of planes, each with name, shape, dtype and layers"
+        default=(), description="planes: the list of planes; each has name, shape, dtype and layers"
     )
     first_layer: int = Field(
-        default=0, ge=0, le=MAX_COUNT, description="pipeline parallel: the model's number of our layer 0"
+        default=0,
+        ge=0,
+        le=MAX_COUNT,
+        description="pipeline parallelism: number in the model of this process's first layer",
     )
     head_group: int = Field(
-        default=0, ge=0, le=MAX_COUNT, description="tensor parallel: which shard of the heads this process holds"
+        default=0,
+        ge=0,
+        le=MAX_COUNT,
+        description="tensor parallelism: number of the shard of heads that this process holds, from 0",
     )
-    head_groups: Positive = Field(default=1, description="tensor parallel: how many shards there are")
-    salt: str = Field(default="", description="adapter or tenant: keeps its pages apart from all others")
+    head_groups: Positive = Field(default=1, description="tensor parallelism: number of shards")
+    salt: str = Field(default="", description="text that separates these pages from all others: a tenant or an adapter")
 
     @model_validator(mode="after")
     def _describes_a_page(self, info: ValidationInfo) -> Self:
@@ -104,7 +109,8 @@ class ModelConfig(Section):
             for key in (*theirs, *also)
             if self._given(key)
         ]
-        problems = [f"model.kind is {self.kind!r}, but {', '.join(missing)} is not given"] if missing else []
+        verb = "is" if len(missing) == 1 else "are"
+        problems = [f"model.kind is {self.kind!r}, but {', '.join(missing)} {verb} not given"] if missing else []
         if foreign:
             problems.append(f"model.kind is {self.kind!r}, which does not use {', '.join(foreign)}")
         return problems
@@ -127,7 +133,7 @@ class ModelConfig(Section):
             rows = {"k": (heads, k_dim), "v": (heads, self.v_head_dim or k_dim)}
         else:
             latent, rope = self.kv_lora_rank or 0, self.rope_dim or 0
-            rows = {"latent": (latent,), "rope": (rope,)} if self.mla_split else {"latent": (latent + rope,)}
+            rows = {"latent": (latent,), "rope": (rope,)}
         return [(Plane(name, shape, self.dtype), None) for name, shape in rows.items()]
 
     def layout(self) -> PageLayout:
@@ -165,11 +171,11 @@ class ModelConfig(Section):
 # For each kind: the keys it needs, and those it may have besides.
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mha": (("kv_heads", "head_dim"), ("v_head_dim",)),
-    "mla": (("kv_lora_rank", "rope_dim"), ("mla_split",)),
+    "mla": (("kv_lora_rank", "rope_dim"), ()),
     "planes": (("planes",), ()),
 }
 _HINTS: dict[str, Any] = {
     "mha": "mha needs kv_heads and head_dim, and may have v_head_dim",
-    "mla": "mla needs kv_lora_rank and rope_dim, and may have mla_split",
+    "mla": "mla needs kv_lora_rank and rope_dim; for one plane with both, list it (kind: planes)",
     "planes": "planes needs a list of planes, and every layer needs one",
 }

@@ -26,7 +26,7 @@ NOWHERE: Mapping[tuple[int | str, ...], int] = {}
 COLLECT = "gdscache: a caller further out explains the errors"
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """A frozen mapping of known keys. Raises errors of gdscache, never a pydantic `ValidationError`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

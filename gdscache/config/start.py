@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from gdscache.config import load_config
-from gdscache.config.engines import WRITTEN_FOR, InferenceEngine, Sizes
+from gdscache.config.engines import WRITTEN_FOR, Sizes, SupportedEngine
 from gdscache.errors import ConfigFileError, GdsCacheError, InvalidValueError
 from gdscache.sizes import GIB, MIB, about, format_size, parse_size
 
@@ -37,7 +37,7 @@ class Shipped(Enum):
     DEEPSEEK_V3_MLA = "deepseek_v3_mla"
 
 
-Start = Enum("Start", {kind.name: kind.value for kind in (*InferenceEngine, *Shipped)})  # type: ignore[misc]
+Start = Enum("Start", {kind.name: kind.value for kind in (*SupportedEngine, *Shipped)})  # type: ignore[misc]
 
 
 def shipped_text(name: str) -> str:
@@ -91,11 +91,11 @@ def init(
         else:
             typer.echo(f"{absolute}: written. Change model and ssd.path in it, then: gdscache config check {file}")
         return
-    _init_for(InferenceEngine(name.value), file, cpu, ssd, directory, force=force, as_json=as_json)
+    _init_for(SupportedEngine(name.value), file, cpu, ssd, directory, force=force, as_json=as_json)
 
 
 def _init_for(
-    engine: InferenceEngine,
+    engine: SupportedEngine,
     file: Path,
     cpu: str | None,
     ssd: str | None,

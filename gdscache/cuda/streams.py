@@ -14,10 +14,10 @@ from gdscache.errors import DeadlineError, DeviceError, InvalidValueError
 from gdscache.runtime.threads import Flag
 
 if TYPE_CHECKING:
-    from gdscache.native.gpu import Point
+    from gdscache.native.gpu import StreamPoint
 
 _T = TypeVar("_T")
-Event = Union[torch.cuda.Event, "Point", None]  # None: on a CPU-only engine everything queued is already done
+Event = Union[torch.cuda.Event, "StreamPoint", None]  # None: on a CPU-only engine everything queued is already done
 
 
 class Landed(NamedTuple):

@@ -17,11 +17,10 @@ import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from gdscache.disk.catalog_file import CATALOG_NAME
 from gdscache.disk.catalog_image import LOG_SUFFIX
-from gdscache.disk.locks import FileLock, Watch
+from gdscache.disk.locks import DirectoryWatch, FileLock
 from gdscache.disk.slab import slab_name
 from gdscache.errors import (
     DirectoryInUseError,
@@ -43,7 +42,7 @@ LOCK_LIMIT = 8192  # bytes of a lock file that are read
 class CacheDirectory:
     """A cache directory that this object owns until `close()`. Use `CacheDirectory.open`."""
 
-    def __init__(self, path: Path, watch: Watch) -> None:
+    def __init__(self, path: Path, watch: DirectoryWatch) -> None:
         self.path = path
         self._watch = watch
 
@@ -61,7 +60,7 @@ class CacheDirectory:
         _make_directory(path)
         with contextlib.ExitStack() as undo:
             try:
-                watch = Watch(path)
+                watch = DirectoryWatch(path)
                 _refuse_foreign_writers(path)
             except OSError as error:
                 raise _refusal(path, error) from error
@@ -97,7 +96,7 @@ class CacheDirectory:
             raise _refusal(self.path, error) from error
 
     def lost(self, *, thorough: bool = False) -> str:
-        """Why the directory is not ours alone any more; "" while it is, and after `close`. See `Watch.lost`."""
+        """Why the directory is not ours alone any more; "" while it is, and after `close`: `DirectoryWatch.lost`."""
         return "" if self.closed else self._watch.lost(thorough=thorough)
 
     def close(self) -> None:
@@ -107,9 +106,7 @@ class CacheDirectory:
     def __enter__(self) -> CacheDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -148,9 +145,7 @@ class CacheDirectories:
     def __enter__(self) -> CacheDirectories:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

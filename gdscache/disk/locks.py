@@ -91,7 +91,7 @@ def renamed(path: Path, file: tuple[int, int]) -> str:
     return "" if (found.st_dev, found.st_ino) == file else f"{path} is another file than the one that was opened"
 
 
-class Watch:
+class DirectoryWatch:
     """A directory that is owned: its locks, and the files in it that must keep their names."""
 
     def __init__(self, path: Path) -> None:

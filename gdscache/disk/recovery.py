@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.arrays import Float64Array, Int64Array
 from gdscache.disk.catalog_file import CorruptCatalogError
 from gdscache.disk.namespaces import namespaces_by_id, tidy
 from gdscache.limits import KEY_BYTES
@@ -49,11 +50,9 @@ WHOLE_RETENTION = (
 COUNT = "SELECT count(*) FROM pages WHERE slot >= ? AND slot < ?"
 FIRST = f"SELECT namespace, length FROM pages WHERE slot >= ? AND slot < ? AND {WHOLE_ROW} LIMIT 1"
 
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 Keys = npt.NDArray[np.void]
-NO_INTEGERS: Integers = np.empty(0, np.int64)
-NO_FLOATS: Floats = np.empty(0, np.float64)
+NO_INTEGERS: Int64Array = np.empty(0, np.int64)
+NO_FLOATS: Float64Array = np.empty(0, np.float64)
 NO_KEYS: Keys = np.empty(0, f"V{KEY_BYTES}")
 
 
@@ -71,18 +70,18 @@ class Recovered:
     `expires` (float64, seconds since the epoch; infinite: never).
     """
 
-    slots: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
+    slots: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
     keys: Keys = dataclasses.field(default_factory=NO_KEYS.copy)
     parents: Keys = dataclasses.field(default_factory=NO_KEYS.copy)
     digests: list[bytes] = dataclasses.field(default_factory=list)
-    namespaces: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
-    lengths: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
-    recency: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
-    above: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
-    order: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
-    retained: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
-    priorities: Integers = dataclasses.field(default_factory=NO_INTEGERS.copy)
-    expires: Floats = dataclasses.field(default_factory=NO_FLOATS.copy)
+    namespaces: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
+    lengths: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
+    recency: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
+    above: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
+    order: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
+    retained: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
+    priorities: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
+    expires: Float64Array = dataclasses.field(default_factory=NO_FLOATS.copy)
     causes: dict[int, str] = dataclasses.field(default_factory=dict)
     set_aside: Path | None = None
 
@@ -101,12 +100,12 @@ class _Columns:
 
     keys: Keys
     parents: Keys
-    slots: Integers
-    recency: Integers
-    namespaces: Integers
-    lengths: Integers
+    slots: Int64Array
+    recency: Int64Array
+    namespaces: Int64Array
+    lengths: Int64Array
 
-    def take(self, rows: npt.NDArray[np.bool_] | Integers) -> _Columns:
+    def take(self, rows: npt.NDArray[np.bool_] | Int64Array) -> _Columns:
         return _Columns(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
 
@@ -114,12 +113,12 @@ class _Columns:
 class _Retentions:
     """Whole rows of `retention`, in the order of slots; `broken`: slots of the others."""
 
-    slots: Integers
-    priorities: Integers
-    expires: Floats
+    slots: Int64Array
+    priorities: Int64Array
+    expires: Float64Array
     broken: list[int]
 
-    def positions(self, slots: Integers) -> tuple[Integers, npt.NDArray[np.bool_]]:
+    def positions(self, slots: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """Where in `slots`, which all differ, the slot of each row is; and which are there at all."""
         if not len(slots) or not len(self.slots):
             return NO_INTEGERS, np.zeros(len(self.slots), np.bool_)
@@ -224,7 +223,7 @@ def _retentions(writer: sqlite3.Connection) -> _Retentions:
 
 def _read(writer: sqlite3.Connection, slots: int) -> _Columns:
     keys, parents = [], []
-    numbers: list[list[Integers]] = [[], [], [], []]
+    numbers: list[list[Int64Array]] = [[], [], [], []]
     end = min(slots, (writer.execute("SELECT max(slot) FROM pages").fetchone()[0] or 0) + 1)
     for first in range(0, end, SCAN_SLOTS):
         key, parent, *some = _read_some(writer, first, min(first + SCAN_SLOTS, end))
@@ -260,26 +259,26 @@ def _read_some(writer: sqlite3.Connection, first: int, end: int) -> tuple[Any, .
     return key, parent, *(_integers(text, count) for text in (slots, recency, namespaces, lengths))
 
 
-def _integers(text: str, count: int) -> Integers:
+def _integers(text: str, count: int) -> Int64Array:
     values = np.fromstring(text, np.int64, sep=",")
     if len(values) != count:
         raise CorruptCatalogError("a column of numbers has something else in it: the table is damaged")
     return values
 
 
-def _joined(parts: list[Integers]) -> Integers:
+def _joined(parts: list[Int64Array]) -> Int64Array:
     return np.concatenate(parts) if parts else NO_INTEGERS.copy()
 
 
-def _ascending(values: Integers) -> Integers:
-    """Positions in the order of values, equal ones as they come. Sorting stably costs four times as much."""
+def _ascending(values: Int64Array) -> Int64Array:
+    """Int64Array in the order of values, equal ones as they come. Sorting stably costs four times as much."""
     order = np.argsort(values)
     ordered = values[order]
     return np.argsort(values, kind="stable") if (ordered[1:] == ordered[:-1]).any() else order
 
 
-def circular(above: Integers) -> Integers:
-    """Positions of pages that follow themselves. `above`: the position that each page follows, -1 for none."""
+def circular(above: Int64Array) -> Int64Array:
+    """Int64Array of pages that follow themselves. `above`: the position that each page follows, -1 for none."""
     count = len(above)
     if (above < np.arange(count)).all():  # most often pages lie behind what they follow
         return NO_INTEGERS
@@ -292,8 +291,8 @@ def circular(above: Integers) -> Integers:
     return np.unique(ahead[ahead < count])
 
 
-def _repeated(columns: _Columns) -> Integers:
-    """Positions of rows whose key a more recent row has too."""
+def _repeated(columns: _Columns) -> Int64Array:
+    """Int64Array of rows whose key a more recent row has too."""
     if not len(columns.keys):
         return NO_INTEGERS
     # Keys are digests: when eight bytes of them differ all over, no two are equal.

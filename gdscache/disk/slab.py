@@ -28,7 +28,6 @@ from gdscache.errors import (
     SlotRangeError,
 )
 
-SLAB_NAME = "slab-0.bin"
 STRETCH_BYTES = 4 << 20  # of neighbouring extents on one device, at least: what one read takes at most
 FILE_MODE = 0o600
 

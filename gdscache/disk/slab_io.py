@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gdscache.arrays import Int64Array
 from gdscache.disk.slab import Slab, stretch_slots
 from gdscache.moves.machine import Descriptors, Places
-from gdscache.moves.page_io import PageIO, Positions, stretches
+from gdscache.moves.page_io import PageIO, stretches
 from gdscache.storage.base import IORequest, Op, Transport
 from gdscache.storage.batch import IOBatch
 from gdscache.storage.native import NativeTransport
@@ -51,8 +52,8 @@ class SlabIO:
     def transfer(
         self,
         op: Op,
-        slots: Positions,
-        ends: Sequence[tuple[Places, Positions]],
+        slots: Int64Array,
+        ends: Sequence[tuple[Places, Int64Array]],
         span: tuple[int, int] | None = None,
     ) -> PageIO:
         """Start I/O between the slab's `slots` and places in memory, which `ends` have for so many pages each.
@@ -61,7 +62,7 @@ class SlabIO:
         """
         start, stop = (0, self._slab.extent_bytes) if span is None else span
         most = self._most if (start, stop) == (0, self._slab.extent_bytes) else 1  # parts of neighbours do not touch
-        runs: list[tuple[Positions, Positions]] = []
+        runs: list[tuple[Int64Array, Int64Array]] = []
         requests: list[Sequence[IORequest]] = []
         at = 0
         for extents, places in ends:
@@ -85,7 +86,7 @@ class SlabIO:
         return PageIO(lambda some: self.transport.submit(op, some), whole, firsts, counts, single)
 
     def _requests(
-        self, slots: Positions, extents: Places, places: Positions, counts: Positions, start: int, stop: int
+        self, slots: Int64Array, extents: Places, places: Int64Array, counts: Int64Array, start: int, stop: int
     ) -> IOBatch:
         """A request from byte `start` of each of `slots` on, to byte `stop` of the last of its `counts` extents."""
         files, offsets = self._slab.locate_all(slots)

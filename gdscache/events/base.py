@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 GATHER_S = 0.002  # what happens meanwhile is one batch
 WAKE_S = 0.05
 BATCH_PAGES = 1024  # of one event, at most
+QUEUE = 1 << 18  # pages whose events wait to be told
 _log = logging.getLogger("gdscache.events.base")
 
 
@@ -116,7 +117,7 @@ class KVEventHub:
     """Gathers what indexes tell, and hands it on in a thread of its own. What waits is `queue` pages at most: what is
     beyond them is dropped, counted, and seen by the number that is left out."""
 
-    def __init__(self, page_tokens: int, queue: int, publisher: Publisher | None = None) -> None:
+    def __init__(self, page_tokens: int, publisher: Publisher | None = None, queue: int = QUEUE) -> None:
         self.dropped = 0  # pages
         self._page_tokens = page_tokens
         self._limit = queue

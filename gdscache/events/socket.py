@@ -17,6 +17,7 @@ from gdscache.errors import InvalidValueError, MissingPackageError
 from gdscache.events.base import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 
 END = (-1).to_bytes(8, "big", signed=True)
+KEPT = 10_000  # batches that may be asked for again
 _NAMES = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
 
@@ -41,7 +42,7 @@ class ZmqPublisher:
     """See the module. `kept`: batches that may be asked for again. Raises `InvalidValueError` for an endpoint that
     cannot be bound."""
 
-    def __init__(self, endpoint: str, replay: str | None, topic: str, kept: int) -> None:
+    def __init__(self, endpoint: str, replay: str | None, topic: str, kept: int = KEPT) -> None:
         zmq = _package("zmq")
         _package("msgpack")
         self._zmq: Any = zmq

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.layout import PageLayout
-
-Places = npt.NDArray[np.int64]
 
 
 class Extents(Protocol):
@@ -31,7 +28,7 @@ class Extents(Protocol):
     @property
     def flat(self) -> memoryview | torch.Tensor: ...
 
-    def where(self, slots: Places, byte: int) -> Places:
+    def where(self, slots: Int64Array, byte: int) -> Int64Array:
         """The places in `flat` of a byte of the slots' extents. int64 of shape (slots,)."""
         ...
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gdscache.extents.base import Places
+from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout
 from gdscache.runtime.allocation import allocating
@@ -36,7 +36,7 @@ class DeviceExtents:
         """The bytes of all extents, padding included."""
         return self.rows.view(-1)
 
-    def where(self, slots: Places, byte: int) -> Places:
+    def where(self, slots: Int64Array, byte: int) -> Int64Array:
         """The places in `flat` of a byte of the slots' extents. int64 of shape (slots,)."""
         return slots * self.layout.extent_bytes + byte
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from gdscache.arrays import Int64Array
 from gdscache.cuda.host_memory import HostBuffer, Pin
-from gdscache.extents.base import Places
 from gdscache.pages.checksum import Checksums, first_bad_layer, layer_checksums
 from gdscache.pages.layout import PageLayout
 
@@ -34,7 +34,7 @@ class HostExtents:
         """The bytes of all extents, padding included."""
         return self._view[: self.slots * self.layout.extent_bytes]
 
-    def where(self, slots: Places, byte: int) -> Places:
+    def where(self, slots: Int64Array, byte: int) -> Int64Array:
         """The places in `flat` of a byte of the slots' extents. int64 of shape (slots,)."""
         return slots * self.layout.extent_bytes + byte
 

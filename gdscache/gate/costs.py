@@ -168,7 +168,7 @@ def _time(name: str, value: float) -> float:
     return arguments.span(value, name, MAX_SECONDS)
 
 
-class _Run(NamedTuple):
+class _PricedRun(NamedTuple):
     """Neighbouring pages of one tier, `[begin, end)`; seconds: of all before, to begin, and of each page."""
 
     begin: int
@@ -200,14 +200,14 @@ class Prices:
     ) -> None:
         self._overlap, self._prefill = costs.overlap, costs.prefill.coefficients or (0.0, 0.0, 0.0)
         self._start, self._tokens, self._page_tokens = start, tokens, page_tokens
-        self._runs: list[_Run] = []
+        self._runs: list[_PricedRun] = []
         at, before, begun = 0, 0.0, {"gpu"}
         for tier, group in itertools.groupby(tiers):
             per_byte, latency = costs.load_price(tier) or (0.0, 0.0)
             page = per_byte * page_bytes
             entry = 0.0 if tier in begun else latency + ahead.get(tier, 0) * page
             begun.add(tier)
-            run = _Run(at, at + len(list(group)), before, entry, page)
+            run = _PricedRun(at, at + len(list(group)), before, entry, page)
             self._runs.append(run)
             at, before = run.end, run.load(run.end)
         self._ends = [run.end for run in self._runs]

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
+
+from gdscache.arrays import Float64Array
 
 ENOUGH = 4  # observations before a fit is used to decide; also so many in a row make a change
 CHANGE = 2.0  # an observation off by more than this factor may be the first of a change
@@ -22,10 +23,9 @@ _STEPS, _STEPS_NEAR = 12, 2
 _FEW = 16  # up to so many observations, and at each so many, the fit begins from nothing
 _NEAR = 0.02  # what comes as near as this to what was expected changes nothing until then: a fit takes its time
 _LEAST_SHARE = 0.05  # of the median observation: what the main feature of the largest one costs at least
-_Floats = npt.NDArray[np.float64]
 
 
-def nonnegative(rows: _Floats, values: _Floats, weights: _Floats) -> _Floats:
+def nonnegative(rows: Float64Array, values: Float64Array, weights: Float64Array) -> Float64Array:
     """The coefficients >= 0 with the least weighted squares of `rows @ coefficients - values`; (n, p), (n,), (n,)."""
     columns = rows.shape[1]
     weighted = rows * weights[:, None]
@@ -46,11 +46,11 @@ def nonnegative(rows: _Floats, values: _Floats, weights: _Floats) -> _Floats:
     return best
 
 
-def _solve(square: _Floats, right: _Floats) -> _Floats:
+def _solve(square: Float64Array, right: Float64Array) -> Float64Array:
     return np.asarray(np.linalg.solve(square, right), dtype=np.float64)
 
 
-def least_absolute(rows: _Floats, values: _Floats, near: _Floats | None = None) -> _Floats:
+def least_absolute(rows: Float64Array, values: Float64Array, near: Float64Array | None = None) -> Float64Array:
     """Coefficients >= 0 with about the least sum of |values - fit| / fit. Column 0 has no zeros, values are above 0.
 
     `near`: coefficients of a fit to nearly the same; then a few steps do.
@@ -68,11 +68,13 @@ def least_absolute(rows: _Floats, values: _Floats, near: _Floats | None = None) 
         if (np.abs(found - before) <= 1e-4 * before).all():
             break
         weights, sizes = _weights(rows, values, found, sizes)
-    result: _Floats = found / scale
+    result: Float64Array = found / scale
     return result
 
 
-def _weights(rows: _Floats, values: _Floats, found: _Floats, sizes: _Floats) -> tuple[_Floats, _Floats]:
+def _weights(
+    rows: Float64Array, values: Float64Array, found: Float64Array, sizes: Float64Array
+) -> tuple[Float64Array, Float64Array]:
     """Those that make the next least squares more like least absolute deviations, and what the fit expects."""
     fit = rows @ found
     sizes = np.maximum(fit, 1e-3 * sizes)
@@ -87,7 +89,7 @@ class Fit:
     the same side, are no outliers: what was before them is forgotten. One writer at a time; readers need no lock.
     """
 
-    def __init__(self, columns: int, usable: Callable[[_Floats], list[int]]) -> None:
+    def __init__(self, columns: int, usable: Callable[[Float64Array], list[int]]) -> None:
         self.columns = columns
         self.coefficients: tuple[float, ...] | None = None
         self.observations = 0  # ever
@@ -155,7 +157,7 @@ class Fit:
         return tuple(found.tolist())
 
 
-def spread(column: _Floats) -> float:
+def spread(column: Float64Array) -> float:
     """The largest over the smallest: how much an observation of one says about another."""
     least = float(column.min())
     return float(column.max()) / least if least > 0 else float("inf")

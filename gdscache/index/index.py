@@ -15,11 +15,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.index.eviction import EvictablePages
+from gdscache.index.eviction_orders import NO_RETENTIONS
 from gdscache.index.free_slots import FreeSlots
-from gdscache.index.orders import NO_RETENTIONS
 from gdscache.index.retention import Retention
 from gdscache.index.table import PENDING, VERIFIED, Entry, PageState
-from gdscache.index.victims import EvictablePages
 from gdscache.pages.keys import Page
 from gdscache.policies.base import LRU, EvictionPolicy
 
@@ -79,8 +79,8 @@ class PageIndex(EvictablePages):
     def free_slots(self) -> int:
         return len(self._free)
 
-    def allocate(self, n: int, after: int | None = None) -> list[int] | None:
-        """`n` slots, ascending, neighbours (of slot `after` too) where they can be; evicting as needed.
+    def allocate(self, n: int) -> list[int] | None:
+        """`n` slots, ascending, neighbours where they can be; evicting as needed.
 
         None and nothing changed when there are not so many.
         """
@@ -92,25 +92,23 @@ class PageIndex(EvictablePages):
             self._evict(victims)
             if len(self._free) < n:  # evicted slots that come back later, after a commit
                 return None
-        return self._free.take(n, after)
+        return self._free.take(n)
 
-    def allocate_some(
-        self, n: int, keep: Collection[bytes] = (), after: int | None = None, pages: Sequence[Page] = ()
-    ) -> list[int]:
+    def allocate_some(self, n: int, keep: Collection[bytes] = (), pages: Sequence[Page] = ()) -> list[int]:
         """As many of `n` slots as can be had now without evicting a page of `keep`, or of the family of `pages`;
         neighbours where they can be. A large tier evicts a few tails more, for the calls to come."""
         short = n - len(self._free)
         if short > 0:
             self._evict(self._victims(short, keep, pages, self._ahead))
-        return self._free.take(n, after)
+        return self._free.take(n)
 
     def take_free(self, n: int, after: int | None = None) -> list[int]:
         """As many of `n` slots as are free, neighbours where they can be; nothing is evicted."""
         return self._free.take(n, after)
 
-    def evict(self, n: int, keep: Collection[bytes] = (), pages: Sequence[Page] = ()) -> int:
-        """Evict up to `n` pages, none of `keep`, nor of the family of `pages`; how many went."""
-        victims = self._victims(n, keep, pages)
+    def evict(self, n: int) -> int:
+        """Evict up to `n` pages; how many went."""
+        victims = self._victims(n)
         self._evict(victims)
         return len(victims)
 

@@ -16,7 +16,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.index.orders import NO_RETENTIONS, Orders
+from gdscache.index.eviction_orders import NO_RETENTIONS, Orders
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.limits import KEY_BYTES
 from gdscache.pages.columns import KEY, differ, find
@@ -28,7 +28,6 @@ class PageState(enum.Enum):
     """What may be done with a page's bytes."""
 
     PENDING = "pending"  # reserved, the bytes are on their way
-    UNVERIFIED = "unverified"  # bytes are there, their checksums were not compared yet
     VERIFIED = "verified"
 
 

@@ -124,6 +124,6 @@ def _has_tensor(value: Any) -> bool:
 
 def _refused(message: str) -> UnsupportedRequestError:
     return UnsupportedRequestError(
-        f"{message}: what it computes does not follow from the token ids alone",
+        f"{message}: the token ids alone do not determine what it computes",
         "run prompts of unequal length one by one, and requests with images, audio or embeddings without this cache",
     )

@@ -30,9 +30,7 @@ def _read(config: str | Mapping[str, Any], model: Mapping[str, object], source: 
     if isinstance(config, str):
         return load_config(config, model=model)
     if "model" in config:
-        raise ConfigError(
-            f"{source} has a section `model`", "leave it out: the inference engine says what the model is"
-        )
+        raise ConfigError(f"{source} has a section `model`", "leave it out: the inference engine describes its model")
     return Config.from_dict({**config, "model": dict(model)}, source=source)
 
 

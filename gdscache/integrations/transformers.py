@@ -17,7 +17,6 @@ import json
 import numbers
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -117,8 +116,9 @@ class PrefixCache:
         """A cache that holds the longest cached prefix of a prompt, verified; at most all tokens but the last.
 
         `input_ids`: integers of shape (tokens,) or (rows, tokens), a tensor or lists. The rows of a batch start from
-        the shortest of their prefixes. Prompts must not be padded: pads shift the positions of what follows, which the
-        token ids do not tell. The tokenizer's `attention_mask` has that said here, and not by the first forward call.
+        the shortest of their prefixes. Prompts must not be padded: pads shift the positions of the tokens behind them,
+        which token ids do not tell. Give the tokenizer's `attention_mask`, and a padded prompt is refused here rather
+        than by the first forward call.
 
         Raises `UnsupportedRequestError` for pads and for rows of unequal length, `TokensError` for no token ids, and
         `PoolFullError` when the prompt does not fit into the pool now: run the request without a cache then.
@@ -203,9 +203,7 @@ class GdsCache(DynamicCache):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def model_directory(
     except (OSError, ValueError):
         pass  # said below: there is no such reference
     raise WeightsNotFoundError(
-        f"{name!r} is no path, and revision {wanted!r} of it is not in {hub}",
+        f"{name!r} is not a path, and its revision {wanted!r} is not in {hub}",
         "download the model, or name its directory; or set model.weights to a text that names the weights",
     )
 

@@ -219,5 +219,5 @@ def private_directory(variable: str) -> Path:
     except OSError as error:
         raise KernelUnavailableError(f"no place for compiled kernels: {error}", f"set {variable}") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise KernelUnavailableError(f"{path} is not a directory of ours alone", f"set {variable}")
+        raise KernelUnavailableError(f"{path} is not a directory that only this user can use", f"set {variable}")
     return path

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gdscache.arrays import UInt64Array
 from gdscache.cuda.driver import Driver
 from gdscache.errors import CaptureUnsupportedError
 
-Addresses = npt.NDArray[np.uint64]
 Api = Literal["batch_13", "batch_12_8", "single"]
 
 APIS: tuple[Api, ...] = ("batch_13", "batch_12_8", "single")
@@ -40,8 +40,8 @@ class _Attributes(ctypes.Structure):
 
 
 def merge(
-    dst: Addresses, src: Addresses, nbytes: Addresses, fences: npt.NDArray[np.bool_] | None = None
-) -> tuple[Addresses, Addresses, Addresses]:
+    dst: UInt64Array, src: UInt64Array, nbytes: UInt64Array, fences: npt.NDArray[np.bool_] | None = None
+) -> tuple[UInt64Array, UInt64Array, UInt64Array]:
     """Neighbours joined: entry `i + 1` goes into entry `i` where both its ends follow on directly.
 
     All arguments have shape (entries,). `fences[i]`, where true, keeps entry `i` apart from entry `i - 1`: a border
@@ -77,7 +77,7 @@ class CopyEngine:
         self._hop: torch.cuda.ExternalStream | None = None
         self._hopping = threading.Lock()
 
-    def copy(self, dst: Addresses, src: Addresses, nbytes: Addresses, stream: torch.cuda.Stream) -> None:
+    def copy(self, dst: UInt64Array, src: UInt64Array, nbytes: UInt64Array, stream: torch.cuda.Stream) -> None:
         """Queue `nbytes[i]` bytes from `src[i]` to `dst[i]` for all `i`; nothing is said about their order.
 
         The addresses (uint64, of shape (entries,)) are of this GPU's memory and of page-locked host memory; no two
@@ -104,7 +104,7 @@ class CopyEngine:
                 self.submit(dst, src, nbytes, self._hop.cuda_stream)
             stream.wait_stream(self._hop)
 
-    def submit(self, dst: Addresses, src: Addresses, nbytes: Addresses, stream: int) -> None:
+    def submit(self, dst: UInt64Array, src: UInt64Array, nbytes: UInt64Array, stream: int) -> None:
         """`copy` without its checks, for a stream of our own (its pointer). The caller has entered the driver.
 
         The arrays are contiguous; slices of them are, too.

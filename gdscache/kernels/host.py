@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.arrays import UInt64Array
 from gdscache.errors import NativeCallError
 from gdscache.native.library import address, checked, integers, library
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.layout import DTYPE_BYTES
 from gdscache.pages.planes import PagedPlanes
-
-Addresses = npt.NDArray[np.uint64]
 
 
 def xxh3(memory: npt.NDArray[Any]) -> int:
@@ -56,27 +55,16 @@ class NativePool:
         self._library = library_
 
     def gather(
-        self, blocks: Any, parts: Addresses, layers: range, *, streamed: bool = True, sums: bool = True
+        self, blocks: Any, parts: UInt64Array, layers: range, *, streamed: bool = True, sums: bool = True
     ) -> Checksums:
         """Copy layers of pages out of the planes. Raises `NativeCallError` before the first byte is moved."""
         return self._move(self._library.gather, blocks, parts, layers, streamed=streamed, sums=sums)
 
     def scatter(
-        self, blocks: Any, parts: Addresses, layers: range, *, streamed: bool = True, sums: bool = True
+        self, blocks: Any, parts: UInt64Array, layers: range, *, streamed: bool = True, sums: bool = True
     ) -> Checksums:
         """Copy layers of pages into the planes: the inverse of `gather`."""
         return self._move(self._library.scatter, blocks, parts, layers, streamed=streamed, sums=sums)
-
-    def digest(self, parts: Addresses, layers: range) -> Checksums:
-        """The checksums of layers that lie in extents."""
-        sums = np.empty((len(parts), len(layers)), np.uint64)
-        checked(
-            self._library.digest(
-                *(self._open(), len(parts), layers.start, layers.stop, address(parts), address(sums)),
-            ),
-            "digest",
-        )
-        return sums
 
     def close(self) -> None:
         """Forget the planes. Again is fine."""
@@ -89,7 +77,7 @@ class NativePool:
         return self.handle
 
     def _move(
-        self, call: Any, blocks: Any, parts: Addresses, layers: range, *, streamed: bool, sums: bool
+        self, call: Any, blocks: Any, parts: UInt64Array, layers: range, *, streamed: bool, sums: bool
     ) -> Checksums:
         table = integers(blocks)
         if table.shape != (len(parts), self.planes.blocks_per_page):

@@ -24,15 +24,13 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from gdscache.arrays import Int64Array, UInt64Array
 from gdscache.cuda.driver import Driver
 from gdscache.errors import TransferArgumentError
-from gdscache.kernels.copy_engine import Addresses, CopyEngine, merge
+from gdscache.kernels.copy_engine import CopyEngine, merge
 from gdscache.kernels.kvcacheio_launch import refuse_capture, whole
-
-Integers = npt.NDArray[np.int64]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -149,7 +147,7 @@ def _copy(
     if len(sources) != len(targets) or len(sources) % whole("page_size", page_size):
         raise TransferArgumentError(
             f"there are {len(sources)} source and {len(targets)} destination indices, in pages of {page_size}",
-            "give as many of both, and whole pages",
+            "give equal numbers of both, in whole pages",
         )
     _check_range("source", sources, src)
     _check_range("destination", targets, dst)
@@ -176,8 +174,8 @@ def _copy(
 
 
 def _runs(
-    src: Sequence[_Rows], dst: Sequence[_Rows], sources: Integers, targets: Integers
-) -> tuple[Integers, Integers, Integers]:
+    src: Sequence[_Rows], dst: Sequence[_Rows], sources: Int64Array, targets: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array]:
     """First destination, first source and number of tokens of every run, none of which goes over the end of a page."""
     fences = np.zeros(len(sources), dtype=np.bool_)
     for rows, tokens in ((src[0], sources), (dst[0], targets)):
@@ -190,7 +188,7 @@ def _runs(
     return to.astype(np.int64), of.astype(np.int64), counts.astype(np.int64)
 
 
-def _addresses(rows: Sequence[_Rows], tokens: Integers) -> Addresses:
+def _addresses(rows: Sequence[_Rows], tokens: Int64Array) -> UInt64Array:
     """Where tokens begin in memory: all tokens of `rows[0]`, then all of `rows[1]`, and so on."""
     page, inside = np.divmod(tokens, max(r.page for r in rows))  # not paged: page 0, and `inside` is the token
     columns = [(r.view.data_ptr(), *(step * r.view.itemsize for step in r.view.stride()[:2])) for r in rows]
@@ -218,7 +216,7 @@ def _engine(device: torch.device) -> CopyEngine:
     return CopyEngine(Driver(device))
 
 
-def _indices(name: str, indices: torch.Tensor) -> Integers:
+def _indices(name: str, indices: torch.Tensor) -> Int64Array:
     """Indices as int64 of shape (tokens,)."""
     if indices.device.type != "cpu":
         raise TransferArgumentError(
@@ -229,7 +227,7 @@ def _indices(name: str, indices: torch.Tensor) -> Integers:
     return indices.detach().reshape(-1).numpy().astype(np.int64)
 
 
-def _check_range(name: str, tokens: Integers, rows: Sequence[_Rows]) -> None:
+def _check_range(name: str, tokens: Int64Array, rows: Sequence[_Rows]) -> None:
     if len(tokens) and rows:
         known, low, high = min(r.tokens for r in rows), int(tokens.min()), int(tokens.max())
         if low < 0 or high >= known:

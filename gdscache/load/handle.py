@@ -24,8 +24,8 @@ from gdscache.tracing import OFF, Timeline
 class Gap:
     """Tokens of a prompt, from number `first` to `stop` (exclusive), that a load promised and did not bring.
 
-    `first` begins the first bad page of request number `request` (its place in `load_many`, else 0); the load ends at
-    `stop`. What was computed behind `stop` while the load was under way rests on these tokens.
+    `first` begins the first bad page of request number `request` (its place in `load_many`, else 0). The load ends at
+    `stop`. Tokens behind `stop` that were computed while the load was under way rest on these tokens.
     """
 
     request: int
@@ -65,7 +65,7 @@ class LayerwiseLoad:
         self._calls: Caller = Direct() if calls is None else calls
         self._over = Flag()
         self._error: BaseException | None = None  # what broke the run off
-        self.broken: BaseException | None = None  # what broke its begin off, in the caller's thread
+        self._broken: BaseException | None = None  # what broke its begin off, in the caller's thread
 
     @property
     def tokens(self) -> int:
@@ -80,8 +80,8 @@ class LayerwiseLoad:
     def wait(self, layer: int, seconds: float | None = None) -> None:
         """Order the current stream after this layer's pages; on a CPU-only machine, wait for their bytes.
 
-        The thread waits until the copies are queued, `load.deadline` by default (without limit where the load is of
-        checked hits); then raises `DeadlineError`.
+        The thread waits until the copies are queued, for `load.deadline` by default (without limit for a load of
+        checked hits). Then it raises `DeadlineError`.
         """
         self._calls.check()
         layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
@@ -114,13 +114,13 @@ class LayerwiseLoad:
     def settle(self, recompute: Callable[[Gap], object], seconds: float | None = None) -> LoadReport:
         """Wait for the verdict, have computed what is missing, and return the report that `result()` returns.
 
-        To be called after the forward pass, before any output of it is used. `recompute(gap)` is called in this thread
-        for each request with a bad page, in order: it computes the tokens from `gap.first` on into the same slots,
-        which nobody else writes to any more, and with them everything that the forward computed behind them. When
-        `settle` returns, every promised token is in its slot. Without a bad page nothing is called.
+        Call it after the forward pass, before any of its output is used. `recompute(gap)` is called in this thread for
+        each request with a bad page, in order. It computes the tokens from `gap.first` on into the same slots, which
+        are the caller's again, and everything that the forward pass computed behind them. When `settle` returns, every
+        promised token is in its slot. Without a bad page `recompute` is not called.
 
-        Raises `DeadlineError` when the verdict is late: nothing was recomputed, and the slots are still being written
-        (`cancel()`, and `release_event`). What `recompute` raises comes through; then no output may be used.
+        Raises `DeadlineError` if the verdict is late: nothing was recomputed, and the slots are still being written
+        (`cancel()`, and `release_event`). An exception of `recompute` is passed on; then no output may be used.
         """
         report = self.result(seconds)
         for gap in self.gaps(seconds):
@@ -128,7 +128,7 @@ class LayerwiseLoad:
         return report
 
     def gaps(self, seconds: float | None = None) -> list[Gap]:
-        """What is missing of each request with a bad page, in order, for callers who compute it all in one pass.
+        """The gaps of all requests with a bad page, in order, for callers that compute them in one pass.
 
         Waits for the verdict as `result()` does.
         """
@@ -171,9 +171,13 @@ class LayerwiseLoad:
 
     def begun(self) -> None:
         """Raises what broke the begin off, when nothing is under way any more."""
-        if self.broken is not None:
+        if self._broken is not None:
             self._over.wait()
-            raise self.broken
+            raise self._broken
+
+    def broken_off(self, error: BaseException) -> None:
+        """Called where it begins: that was broken off, which `begun` raises when the load is over."""
+        self._broken = error
 
     def carried_by(self, moving: Moving, *, last: bool) -> None:
         """Called by the worker: what `cancel` is passed on to. `last`: with this move the layers are there."""

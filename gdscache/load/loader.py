@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from gdscache.arrays import Int64Array
 from gdscache.config import LoadConfig
 from gdscache.cuda.streams import Event
 from gdscache.errors import EngineClosedError
@@ -19,13 +20,12 @@ from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.load.run import LoadRun
 from gdscache.moves import Executor, Priority, Steps, failure
-from gdscache.moves.page_io import Positions
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import GroupSizes, PageLayout
 from gdscache.pages.planes import Blocks
 from gdscache.runtime.threads import log_failure
 
-FIRST_PAGES = 64  # of a large load, and at least `FIRST_BYTES`, are planned before the first of them moves
+FIRST_PAGES = 16  # of a large load, and at least `FIRST_BYTES`, are planned before the first of them moves
 FIRST_BYTES = 64 << 20
 _Request = tuple[Sequence[Page], Blocks, int]
 
@@ -130,7 +130,7 @@ class Loader:
             with self.manager.lock:
                 self._leave(load, run, plan, requests)
         except BaseException as error:  # noqa: BLE001 - `LayerwiseLoad.begun` raises it
-            load.broken = error
+            load.broken_off(error)
             self._lane.start(self._lost(load, run))
 
     def _leave(self, load: LayerwiseLoad, run: LoadRun, plan: LoadPlan, requests: Sequence[_Request]) -> None:
@@ -159,7 +159,7 @@ class Loader:
         self,
         load: LayerwiseLoad,
         plan: LoadPlan,
-        blocks: Positions | None,
+        blocks: Int64Array | None,
         after: Sequence[Event],
         *,
         checked: bool = False,

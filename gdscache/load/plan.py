@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.arrays import Int64Array
 from gdscache.index.table import Entry
 from gdscache.moves import PageStatus
-from gdscache.moves.page_io import Positions
 from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease, Tier
 
@@ -22,7 +22,7 @@ Behind = Literal["more", "busy", "missing", "no_room"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class TierRun:
     """Consecutive pages of a plan that one tier has. `filling`: the page of another plan that brings this one there."""
 
     tier: Tier
@@ -31,7 +31,7 @@ class Run:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Asked:
+class LoadRequest:
     """The pages that a load is asked for, one sequence a request, and how far its plan has come: up to page `at` of
     request number `request`."""
 
@@ -62,12 +62,12 @@ class LoadPlan:
     of it grows (`LoadPlanner.go_on`) until it is `whole`.
     """
 
-    def __init__(self, asked: Asked | None = None) -> None:
-        self.asked = Asked() if asked is None else asked
+    def __init__(self, asked: LoadRequest | None = None) -> None:
+        self.asked = LoadRequest() if asked is None else asked
         self.leases: list[Lease] = []
         self.pages: list[Page] = []
         self.sources: list[Entry] = []
-        self.runs: list[Run] = []
+        self.runs: list[TierRun] = []
         self.targets: list[Entry | None] = []
         self.requests: list[range] = []
         self.statuses: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -85,7 +85,7 @@ class LoadPlan:
     def status(self, row: int) -> PageStatus:
         return STATUSES[int(self.statuses[row])]
 
-    def pending(self) -> Positions:
+    def pending(self) -> Int64Array:
         """The rows that have no verdict."""
         return np.flatnonzero(self.statuses == CODES[PageStatus.PENDING])
 
@@ -111,7 +111,7 @@ class LoadPlan:
             self._rows = {one.slot: row for row, one in enumerate(self.targets) if one is not None}
         return self._rows[target.slot]
 
-    def shared(self) -> list[Run]:
+    def shared(self) -> list[TierRun]:
         """Pages, each by itself, that another plan brings."""
         return [run for run in self.runs if run.filling is not None]
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gdscache.arrays import Int64Array
 from gdscache.index.table import PENDING, Entry
-from gdscache.load.plan import CODES, Asked, Behind, LoadPlan, PrefetchPlan, Run
+from gdscache.load.plan import CODES, Behind, LoadPlan, LoadRequest, PrefetchPlan, TierRun
 from gdscache.moves import PageStatus
-from gdscache.moves.page_io import Positions
 from gdscache.pages.keys import Page
 from gdscache.policies.promotion import Always, Promotion
 from gdscache.tiers.base import Lease, Tier
@@ -74,7 +74,7 @@ class LoadPlanner:
         a first part is planned; then `go_on`.
         """
         with self.manager.lock, contextlib.ExitStack() as undo:
-            plan = LoadPlan(Asked(requests, owner, keep, checked))
+            plan = LoadPlan(LoadRequest(requests, owner, keep, checked))
             undo.callback(self.abandon, plan)
             self.go_on(plan, most)
             undo.pop_all()
@@ -136,7 +136,7 @@ class LoadPlanner:
         at = plan.asked.at
         entries = self._take(self.landing, pages, at, stop, plan.leases[-1])
         if entries:
-            plan.runs.append(Run(self.landing, range(len(plan), len(plan) + len(entries))))
+            plan.runs.append(TierRun(self.landing, range(len(plan), len(plan) + len(entries))))
             plan.sources += entries
             plan.pages += pages[at : at + len(entries)]
         return []
@@ -150,7 +150,7 @@ class LoadPlanner:
             if entries:
                 rows = range(row, row + len(entries))
                 plan.sources += entries
-                plan.runs.append(Run(tier, rows))
+                plan.runs.append(TierRun(tier, rows))
                 if behind and lacking:
                     absent.extend(rows)
                 return len(entries)
@@ -160,7 +160,7 @@ class LoadPlanner:
                 if copy is not None and filling is not None:
                     plan.leases[-1].add(tier.index, copy)
                     plan.sources.append(copy)
-                    plan.runs.append(Run(tier, range(row, row + 1), (filling, filling.row_of(copy))))
+                    plan.runs.append(TierRun(tier, range(row, row + 1), (filling, filling.row_of(copy))))
                     return 1
                 lacking = copy is None  # any other copy is a store's, on its way: a slower tier may have the page
             if tier is not self._chain[-1]:
@@ -289,22 +289,22 @@ class LoadPlanner:
             most -= 1
         return found, "more"
 
-    def _extend(self, runs: list[Run], tier: Tier, row: int) -> None:
+    def _extend(self, runs: list[TierRun], tier: Tier, row: int) -> None:
         if runs and runs[-1].tier is tier:
-            runs[-1] = Run(tier, range(runs[-1].rows.start, row + 1))
+            runs[-1] = TierRun(tier, range(runs[-1].rows.start, row + 1))
         else:
-            runs.append(Run(tier, range(row, row + 1)))
+            runs.append(TierRun(tier, range(row, row + 1)))
 
     def _cut(self, plan: LoadPlan, pages: int) -> None:
         """Leave out what is behind the first `pages`."""
         for entry in plan.sources[pages:]:
             plan.leases[-1].remove(entry)
         del plan.pages[pages:], plan.sources[pages:], plan.targets[pages:]
-        plan.runs = [Run(r.tier, r.rows[: pages - r.rows.start]) for r in plan.runs if r.rows.start < pages]
+        plan.runs = [TierRun(r.tier, r.rows[: pages - r.rows.start]) for r in plan.runs if r.rows.start < pages]
 
     # -- the end of pages ----------------------------------------------------------------------------------------------
 
-    def finish(self, plan: LoadPlan, rows: Positions, status: PageStatus) -> None:
+    def finish(self, plan: LoadPlan, rows: Int64Array, status: PageStatus) -> None:
         """A verdict on pages: publish what they got in the landing tier, or drop it; drop what is bad everywhere."""
         if not len(rows):
             return

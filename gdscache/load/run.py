@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from gdscache.load.plan import LoadPlan, Run
+from gdscache.arrays import Int64Array
+from gdscache.load.plan import LoadPlan, TierRun
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Steps, Way, failure
-from gdscache.moves.page_io import Positions
 from gdscache.native.library import integers
 from gdscache.native.tables import take_rows
 from gdscache.pages.layout import GroupSizes, PageLayout, copy_groups, read_groups
@@ -35,7 +35,7 @@ GROUP_SIZES = GroupSizes()  # layers that are read at a time
 _NONE = np.empty(0, np.int64)
 
 
-class Handle(Protocol):
+class LoadObserver(Protocol):
     """Who is told how a load gets on: the caller's handle, for one."""
 
     number: int
@@ -70,9 +70,9 @@ class LoadRun:
         executor: Executor,
         layout: PageLayout,
         config: LoadConfig,
-        load: Handle,
+        load: LoadObserver,
         plan: LoadPlan,
-        blocks: Positions | None,
+        blocks: Int64Array | None,
         after: Sequence[Event] = (),
         sizes: GroupSizes | None = None,
         *,
@@ -90,13 +90,13 @@ class LoadRun:
         self._plan = plan
         self._blocks = blocks
         self._after = after
-        self._shared: list[Run] = []
+        self._shared: list[TierRun] = []
         self._begun = 0  # runs of the plan
         self._all_begun = False
         self._open = False  # more ways come to the move
         self._moving: Moving | None = None
         self._kept: Moving | None = None  # the move whose late pages are in quarantine
-        self._parts: list[Positions] = []  # the row in the plan of each row of the move
+        self._parts: list[Int64Array] = []  # the row in the plan of each row of the move
         self._last = False  # nothing comes behind the move
         self._busy = ""  # the tier whose speed is measured
 
@@ -109,7 +109,7 @@ class LoadRun:
         durable = [(run.tier, run.rows) for run in plan.runs[self._begun :] if isinstance(run.tier, DurableTier)]
         return all(tier.at_hand(plan.sources[rows.start : rows.stop]) for tier, rows in durable)
 
-    def grow(self, blocks: Positions) -> None:
+    def grow(self, blocks: Int64Array) -> None:
         """The plan has more pages. `blocks`: of all of them."""
         self._blocks = blocks
 
@@ -123,7 +123,7 @@ class LoadRun:
         self._last = plan.whole and not self._shared
         with self._manager.timeline.span("begin", load=self._load.number, pages=sum(len(run.rows) for run in runs)):
             ways: list[Way] = []
-            order: list[Positions] = []
+            order: list[Int64Array] = []
             for tier in self._manager.tiers.values():  # the fastest first
                 rows = [run.rows for run in runs if run.tier is tier and run.filling is None]
                 for part, way in self._ways(tier, [*itertools.chain.from_iterable(rows)]) if rows else ():
@@ -134,7 +134,7 @@ class LoadRun:
                 self._busy = self._slowest()
                 self._manager.busy.begin(self._busy, self._start)
 
-    def _hand_over(self, ways: Sequence[Way], order: Sequence[Positions]) -> None:
+    def _hand_over(self, ways: Sequence[Way], order: Sequence[Int64Array]) -> None:
         """Begin the move, or let it go on: until the plan is whole it is open."""
         if self._open:
             assert self._moving is not None, "nothing is open"
@@ -151,7 +151,7 @@ class LoadRun:
         found = {run.tier.name for run in self._plan.runs if run.filling is None}
         return [name for name in self._manager.tiers if name in found][-1]
 
-    def _ways(self, tier: Tier, rows: list[int]) -> list[tuple[Positions, Way]]:
+    def _ways(self, tier: Tier, rows: list[int]) -> list[tuple[Int64Array, Way]]:
         """Pages of a tier: those in memory; those that get a place in the landing tier, and those that get none."""
         entries, numbers = [*map(self._plan.sources.__getitem__, rows)], integers(rows)
         slots = integers([entry.slot for entry in entries])
@@ -171,7 +171,7 @@ class LoadRun:
             found.append((part, self._read(tier, of_part, part, sums)))
         return found
 
-    def _out_of_memory(self, tier: Tier, rows: Positions, slots: Positions) -> Way:
+    def _out_of_memory(self, tier: Tier, rows: Int64Array, slots: Int64Array) -> Way:
         assert self._blocks is not None, "a prefetch of a page that is in memory"
         sums = self._executor.checksums(tier.name, slots.tolist()) if self._always else None
         return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
@@ -179,11 +179,11 @@ class LoadRun:
     def _read(
         self,
         tier: Tier,
-        slots: Positions,
-        rows: Positions,
+        slots: Int64Array,
+        rows: Int64Array,
         sums: Checksums | None,
         through: str = "",
-        places: Positions = _NONE,
+        places: Int64Array = _NONE,
     ) -> Way:
         if self._blocks is None:
             return Way(tier.name, through, slots, places, sums=sums)
@@ -191,7 +191,7 @@ class LoadRun:
             return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
         return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), through, places, sums)
 
-    def _move(self, ways: Sequence[Way], order: Sequence[Positions], *, open_: bool = False) -> None:
+    def _move(self, ways: Sequence[Way], order: Sequence[Int64Array], *, open_: bool = False) -> None:
         """Begin a move."""
         priority = Priority.PREFETCH if self._blocks is None else Priority.LOAD
         seconds = max(0.0, self._until - self._executor.now())
@@ -277,13 +277,13 @@ class LoadRun:
     # -- what the move says --------------------------------------------------------------------------------------------
 
     @property
-    def _rows(self) -> Positions:
+    def _rows(self) -> Int64Array:
         """Of the plan, for each row of the move. Not for the caller's thread: numpy gives the lock up for many."""
         if len(self._parts) != 1:
             self._parts = [np.concatenate(self._parts) if self._parts else _NONE]
         return self._parts[0]
 
-    def judged(self, rows: Positions, status: PageStatus) -> None:
+    def judged(self, rows: Int64Array, status: PageStatus) -> None:
         if status is PageStatus.LOADED and self._load.cancelled:
             status = PageStatus.CANCELLED
         self._planner.finish(self._plan, self._rows[rows], status)
@@ -364,8 +364,8 @@ def _known(planner: LoadPlanner, plan: LoadPlan, row: int) -> bool:
 
 
 def _taken(
-    tables: tuple[Positions, Positions, Checksums | None], rows: list[int]
-) -> tuple[Positions, Positions, Checksums | None]:
+    tables: tuple[Int64Array, Int64Array, Checksums | None], rows: list[int]
+) -> tuple[Int64Array, Int64Array, Checksums | None]:
     """Some rows of the tables, or all."""
     first, second, sums = tables
     if len(rows) == len(first):

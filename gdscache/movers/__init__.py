@@ -9,6 +9,7 @@ from gdscache.errors import KernelUnavailableError
 from gdscache.movers.base import Mover
 from gdscache.pages.planes import PagedPlanes
 from gdscache.runtime.allocation import allocating
+from gdscache.tracing import OFF, Timeline
 
 if TYPE_CHECKING:
     from gdscache.config import GpuConfig
@@ -16,17 +17,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gdscache")
 
 
-def open_mover(planes: PagedPlanes, config: GpuConfig) -> Mover:
+def open_mover(planes: PagedPlanes, config: GpuConfig, timeline: Timeline = OFF) -> Mover:
     """The mover for these planes. Raises `KernelUnavailableError` where `gpu.kernels: on` cannot be had."""
     if planes.device.type == "cpu":
         from gdscache.movers.host import HostMover
 
         if config.kernels == "on":
             raise KernelUnavailableError("gpu.kernels is on and the planes are in host memory", "set it to auto")
-        for name, path in (("load_path", config.load_path), ("store_path", config.store_path)):
-            if path != "auto":  # a path that was asked for by name is had, or the engine does not open
-                cause = f"gpu.{name} is {path}, but the planes are in host memory"
-                raise KernelUnavailableError(cause, f"set gpu.{name} to auto")
         return HostMover(planes)
     from gdscache.kernels.cuda import PageKernels
     from gdscache.movers.calibration import calibrated_if_possible
@@ -40,9 +37,12 @@ def open_mover(planes: PagedPlanes, config: GpuConfig) -> Mover:
             if config.kernels == "on":
                 raise
             cause = error.message
-            _log.warning("pages are copied by the copy engine alone, and summed on the host: %s", error)
+            _log.warning(
+                "pages are copied by the copy engine alone, and their checksums are taken on the host: %s", error
+            )
     with allocating("gpu.staging", config.staging, planes.device):
         return CudaMover(
-            *(planes, config.staging, config.load_path, config.store_path, kernels, cause),
+            *(planes, config.staging, "auto", "auto", kernels, cause),
             calibrate=calibrated_if_possible,
+            timeline=timeline,
         )

@@ -21,7 +21,6 @@ from gdscache.movers.choice import Direction
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
-from gdscache.tracing import OFF, Timeline
 
 if TYPE_CHECKING:
     from gdscache.native.gpu import NativeGpu
@@ -31,7 +30,7 @@ _log = logging.getLogger("gdscache")
 Slots = Sequence[int] | npt.NDArray[np.int64]
 
 
-class Moved:
+class QueuedCopies:
     """Copies that are queued. `event` is behind them; `read_event` is behind the last look at their source."""
 
     __slots__ = ("_digests", "event", "read_event")
@@ -63,7 +62,6 @@ class Mover(abc.ABC):
     name: str
     planes: PagedPlanes
     layout: PageLayout
-    timeline: Timeline = OFF
 
     def scatter(
         self,
@@ -74,7 +72,7 @@ class Mover(abc.ABC):
         after: Sequence[Event] = (),
         *,
         sums: bool = False,
-    ) -> Moved:
+    ) -> QueuedCopies:
         """Queue copies from extents into the planes."""
         return self._move("load", extents, slots, blocks, self._layers(layers), after, sums=sums)
 
@@ -87,7 +85,7 @@ class Mover(abc.ABC):
         after: Sequence[Event] = (),
         *,
         sums: bool = False,
-    ) -> Moved:
+    ) -> QueuedCopies:
         """Queue copies from the planes into extents."""
         return self._move("store", extents, slots, blocks, self._layers(layers), after, sums=sums)
 
@@ -102,7 +100,7 @@ class Mover(abc.ABC):
         after: Sequence[Event],
         *,
         sums: bool,
-    ) -> Moved:
+    ) -> QueuedCopies:
         """`scatter` (a load) or `gather` (a store), of layers that are named."""
 
     @property

@@ -18,10 +18,11 @@ from gdscache.cuda.streams import Event
 from gdscache.errors import CapacityError, KernelUnavailableError
 from gdscache.extents.base import Extents
 from gdscache.kernels.cuda import PageKernels, plane_runs
-from gdscache.movers.base import Moved, Mover, Slots
+from gdscache.movers.base import Mover, QueuedCopies, Slots
 from gdscache.movers.choice import Calibration, Choice, Direction, Paths
-from gdscache.native.gpu import ROUTES, ChunkSizes, NativeGpu, Route, events_of
+from gdscache.native.gpu import ROUTES, ChunkSizes, CopyRoute, NativeGpu, events_of
 from gdscache.pages.planes import PagedPlanes
+from gdscache.tracing import OFF, Timeline
 
 
 def staged(driver: Driver) -> None:
@@ -47,6 +48,7 @@ class CudaMover(Mover):
         cause: str = "",
         sizes: ChunkSizes | None = None,
         calibrate: Callable[[Driver], Calibration | None] = staged,
+        timeline: Timeline = OFF,
     ) -> None:
         self.name = "cuda" if kernels is not None else "copy_engine"
         self.planes = planes
@@ -54,6 +56,7 @@ class CudaMover(Mover):
         self.kernels = kernels
         self.driver = Driver(planes.device)
         self._cause = cause
+        self._timeline = timeline
         share, extent = staging_bytes // 2, self.layout.extent_bytes
         if share < extent:
             raise CapacityError(
@@ -67,7 +70,7 @@ class CudaMover(Mover):
                     raise KernelUnavailableError(f"a path is {choice}, and {cause}", "set gpu.kernels to auto")
             load_path = store_path = "copy_engine"
         self.paths = Paths(load_path, store_path, functools.partial(calibrate, self.driver))
-        self._routes: dict[tuple[Direction, range, bool], Route] = {}
+        self._routes: dict[tuple[Direction, range, bool], CopyRoute] = {}
         self.gpu: NativeGpu = NativeGpu(planes, self.driver, self._runs, kernels, staging_bytes, sizes)
 
     def _move(
@@ -80,25 +83,25 @@ class CudaMover(Mover):
         after: Sequence[Event],
         *,
         sums: bool,
-    ) -> Moved:
+    ) -> QueuedCopies:
         if not len(slots) or not layers:
-            return Moved(None, None, lambda: np.empty((len(slots), len(layers)), np.uint64))
+            return QueuedCopies(None, None, lambda: np.empty((len(slots), len(layers)), np.uint64))
         route = self.path(direction, extents, layers, sums=sums)
         load = direction == "load"
         about = {"layers": layers, "pages": len(slots)}
-        with self.timeline.span("scatter" if load else "gather", **about):
+        with self._timeline.span("scatter" if load else "gather", **about):
             point, read, ticket = self.gpu.queue(
                 extents, slots, blocks, layers, events_of(after), route, load=load, sums=sums
             )
-        return Moved(point, read, functools.partial(self.gpu.finish, ticket, len(slots), len(layers)))
+        return QueuedCopies(point, read, functools.partial(self.gpu.finish, ticket, len(slots), len(layers)))
 
-    def path(self, direction: Direction, extents: Extents, layers: range, *, sums: bool) -> Route:
+    def path(self, direction: Direction, extents: Extents, layers: range, *, sums: bool) -> CopyRoute:
         """The way that these layers of a page take; `device` where the extents are in GPU memory themselves."""
         if extents.rows.is_cuda:
             return "device"
         return self.route(direction, layers, sums=sums) if extents.pinned else "staged"
 
-    def route(self, direction: Direction, layers: range, *, sums: bool) -> Route:
+    def route(self, direction: Direction, layers: range, *, sums: bool) -> CopyRoute:
         """The way of these layers of a page between the planes and page-locked memory."""
         key = direction, layers, sums
         found = self._routes.get(key)

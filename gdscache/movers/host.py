@@ -11,7 +11,7 @@ import torch
 from gdscache.cuda.streams import Event
 from gdscache.extents.base import Extents
 from gdscache.kernels.host import NativePool
-from gdscache.movers.base import Moved, Mover, Slots
+from gdscache.movers.base import Mover, QueuedCopies, Slots
 from gdscache.movers.choice import Direction
 from gdscache.pages.planes import PagedPlanes
 
@@ -38,14 +38,14 @@ class HostMover(Mover):
         after: Sequence[Event],
         *,
         sums: bool,
-    ) -> Moved:
+    ) -> QueuedCopies:
         begin, end = self.layout.layer_bounds[layers.start][0], self.layout.layer_bounds[layers.stop - 1][1]
         rows = extents.rows
         places = np.asarray(slots, dtype=np.uint64)
         parts = np.uint64(rows.data_ptr() + begin) + places * np.uint64(rows.stride(0))
         move = self._pool.scatter if direction == "load" else self._pool.gather
         found = move(blocks.numpy(), parts, layers, streamed=len(places) * (end - begin) > _STREAMED, sums=sums)
-        return Moved(None, None, lambda: found)
+        return QueuedCopies(None, None, lambda: found)
 
     def mark_stores(self) -> Event:
         return None

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from gdscache.moves.page_io import Positions
+from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ class Way:
 
     source: str
     target: str
-    sources: Positions
-    targets: Positions
+    sources: Int64Array
+    targets: Int64Array
     through: str = ""
-    places: Positions | None = None
+    places: Int64Array | None = None
     sums: Checksums | None = None
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ Steps = Generator[Wait, None, _T]
 class Listener(Protocol):
     """Who is told how a load or a prefetch gets on, by whoever drives it."""
 
-    def judged(self, rows: Positions, status: PageStatus) -> None:
+    def judged(self, rows: Int64Array, status: PageStatus) -> None:
         """The verdict on pages, by their rows; one a page. `LOADED`: the bytes are what `sums` says."""
         ...
 

@@ -87,7 +87,7 @@ class Clock:
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class MachineModel:
     """What the simulated machine does in a second. Bytes and tokens a second (infinite: takes no time), seconds.
 
     `link`: host memory to GPU memory, and as much the other way at the same time. `latency`: of each read or write of
@@ -128,7 +128,7 @@ class Pipe:
         return self._clock.wait(self._free - now)
 
 
-class _Moving:
+class _Transfer:
     __slots__ = ("done", "left")
 
     def __init__(self, left: float, done: Done) -> None:
@@ -136,7 +136,7 @@ class _Moving:
         self.done = done
 
 
-class Disk:
+class DiskModel:
     """An SSD that reads and writes in turn, each in the order in which they come.
 
     While only one kind waits it has the whole device. While both do, `READS_PER_WRITE` bytes are read for each byte
@@ -149,7 +149,7 @@ class Disk:
         cycle = READS_PER_WRITE / read + 1 / write  # seconds for so many bytes read and one written
         self._alone = (read, write)
         self._shared = (READS_PER_WRITE / cycle, 1 / cycle) if cycle else (math.inf, math.inf)
-        self._queues: tuple[deque[_Moving], deque[_Moving]] = (deque(), deque())
+        self._queues: tuple[deque[_Transfer], deque[_Transfer]] = (deque(), deque())
         self._since = 0.0
         self._plan = 0  # events of older plans are void
 
@@ -168,10 +168,10 @@ class Disk:
         done = Done(self._clock)
         queue = self._queues[kind]
         if queue:  # what ends next, and when, stays as it is
-            queue.append(_Moving(nbytes, done))
+            queue.append(_Transfer(nbytes, done))
             return done
         self._progress()
-        queue.append(_Moving(nbytes, done))
+        queue.append(_Transfer(nbytes, done))
         self._schedule()
         return done
 

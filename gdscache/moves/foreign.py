@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gdscache.arrays import Int64Array
 from gdscache.errors import NativeCallError, ShortIOError
 from gdscache.extents.base import Extents
 from gdscache.moves.library import NEVER, SHORT, IoJob, NativeMoves
 from gdscache.moves.machine import CheckedIO, Machine, PagesIO
-from gdscache.moves.page_io import Positions
 from gdscache.native.tables import put_rows, take_rows
 from gdscache.runtime.threads import failure_of, log_failure
 from gdscache.storage.base import Op
@@ -92,7 +92,7 @@ class _Lying:
         self._extent_bytes = extent_bytes if whole else 0
         self._at = at - job.start
 
-    def where(self, slots: Positions, byte: int) -> Positions:
+    def where(self, slots: Int64Array, byte: int) -> Int64Array:
         return slots * self._extent_bytes + byte if self._extent_bytes else self._at[slots] + byte
 
 

@@ -77,7 +77,7 @@ class Space:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class MoveLimits:
     """In bytes: what is in flight over all moves, and what a job has. See move.h."""
 
     flying: int = 64 << 20
@@ -123,7 +123,7 @@ class CopyJob:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class MoveOutcome:
     """How a move has ended. `statuses`: places in `PageStatus`, uint8 (rows,); `errors`: rows whose I/O failed, int32
     (n, 2), with `SHORT` or an errno; `late`: int32 rows. `broken`: what broke a copy, or ""."""
 
@@ -150,7 +150,7 @@ class NativeMoves:
         spaces: Mapping[str, Space],
         page_blocks: int,
         *,
-        limits: Limits = Limits(),
+        limits: MoveLimits = MoveLimits(),
         reserve: tuple[str, int, int] | None = None,
         fence: int = 0,
         pool: int | None = None,
@@ -282,7 +282,7 @@ class NativeMoves:
             return 0  # nobody knows it any more: it was over
         return point.value if checked(answer, "wait") else None
 
-    def outcome(self, move: int, rows: int) -> Outcome:
+    def outcome(self, move: int, rows: int) -> MoveOutcome:
         """How a move of so many rows has ended; nothing is kept of it but late I/O."""
         statuses, late = np.empty(rows, np.uint8), np.empty(rows, np.int32)
         errors = np.empty((rows, 2), np.int32)
@@ -295,7 +295,7 @@ class NativeMoves:
             "outcome",
         )
         checked(self._library.move_forget(self._open(), move), "forget")
-        return Outcome(
+        return MoveOutcome(
             statuses, errors[: counts[0]], late[: counts[1]], why.value.decode(errors="replace") if broken else ""
         )
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from gdscache.arrays import Int64Array
 from gdscache.moves.base import PageStatus
 from gdscache.tracing import OFF, Timeline
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from gdscache.errors import StorageError
     from gdscache.extents.base import Extents
     from gdscache.movers.base import Mover
-    from gdscache.moves.page_io import Positions
     from gdscache.native.cufile import CuFiles
     from gdscache.pages.checksum import Checksums
     from gdscache.storage.base import Op
@@ -55,7 +55,7 @@ class Places(Protocol):
         """All of it, as bytes."""
         ...
 
-    def where(self, slots: Positions, byte: int) -> Positions:
+    def where(self, slots: Int64Array, byte: int) -> Int64Array:
         """The places in `flat` of a byte of the extents in some slots."""
         ...
 
@@ -66,8 +66,8 @@ class Files(Protocol):
     def transfer(
         self,
         op: Op,
-        slots: Positions,
-        ends: Sequence[tuple[Places, Positions]],
+        slots: Int64Array,
+        ends: Sequence[tuple[Places, Int64Array]],
         span: tuple[int, int] | None = None,
     ) -> PagesIO:
         """Start I/O of slots, or of the bytes `span` of their extents; see `SlabIO.transfer`."""

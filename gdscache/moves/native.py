@@ -23,7 +23,7 @@ from gdscache.kernels.host import NativePool
 from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait, Way
 from gdscache.moves.foreign import ForeignFiles, serve
 from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
-from gdscache.moves.library import NEVER, SPAN_KINDS, Limits, NativeMoves, Space
+from gdscache.moves.library import NEVER, SPAN_KINDS, MoveLimits, NativeMoves, Space
 from gdscache.moves.machine import Descriptors, GpuFiles, Machine, NativeFiles
 from gdscache.moves.moving import NativeMoving
 from gdscache.native.gpu import events_of
@@ -37,7 +37,7 @@ _LONGEST_S = 1e8  # as a deadline: three years
 _LOOK_S = 1.0  # seconds after which steps that wait for room look around
 _KEPT_NS = 1_000_000  # of a wait for layers, with the interpreter's lock: a fifth of what others have it at a time
 _SLICE_NS = 100_000_000  # of a native wait: then signals are heard
-LIMITS = Limits()
+LIMITS = MoveLimits()
 TRACKS = {  # of a timeline, that the library's threads have
     "read": "SSD reads",
     "write": "SSD writes",

@@ -10,16 +10,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from gdscache.arrays import Int64Array
 from gdscache.errors import DeadlineError, StorageError
 from gdscache.storage.base import IORequest, Submission
 
-Positions = npt.NDArray[np.int64]
 _SLOW = "the device is slow or hangs; what is left keeps its memory until it ends"
 
 
-def stretches(here: Positions, there: Positions, most: int, period: int) -> tuple[Positions, Positions]:
+def stretches(here: Int64Array, there: Int64Array, most: int, period: int) -> tuple[Int64Array, Int64Array]:
     """Cut pages into runs in which slots follow on at both ends, of `most` pages at most: their first pages, and how
     many each has.
 
@@ -48,8 +47,8 @@ class PageIO:
         self,
         submit: Callable[[Sequence[IORequest]], Submission],
         requests: Sequence[IORequest],
-        firsts: Positions,
-        counts: Positions,
+        firsts: Int64Array,
+        counts: Int64Array,
         single: Callable[[int], IORequest],
     ) -> None:
         self._submit = submit

@@ -12,7 +12,7 @@ import numpy as np
 
 from gdscache.index.free_slots import SlotPool
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Way
-from gdscache.moves.clock import Clock, Disk, Done, Machine, Pipe, Process
+from gdscache.moves.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.pages.checksum import Checksums
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ class VirtualExecutor:
     """Moves in virtual time. `read` and `written` count the pages that were, by space; `promoted` those that loads left
     in memory."""
 
-    def __init__(self, clock: Clock, machine: Machine, page_bytes: int, extent_bytes: int) -> None:
+    def __init__(self, clock: Clock, machine: MachineModel, page_bytes: int, extent_bytes: int) -> None:
         self.clock = clock
-        self.disk = Disk(clock, machine.ssd_read, machine.ssd_write, machine.latency)
+        self.disk = DiskModel(clock, machine.ssd_read, machine.ssd_write, machine.latency)
         self.up, self.down = Pipe(clock, machine.link), Pipe(clock, machine.link)
         self.read: Counter[str] = Counter()
         self.written: Counter[str] = Counter()

@@ -9,11 +9,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.arrays import Int64Array
 from gdscache.errors import NativeCallError, RefusedDiskError
 from gdscache.native.library import address, checked, integers, library
 
 Kind = Literal["ring", "threads"]
-Table = npt.NDArray[np.int64]
 
 MOST_FRAGMENTS = 1024  # of a run: kMostFragments of csrc/host/disk.h
 MOST_WORKERS = 1024
@@ -49,7 +49,7 @@ class Disk:
         """Pieces that have not ended."""
         return checked(self.library.disk_pending(self.handle), "disk_pending")
 
-    def submit(self, pieces: Table, fragments: npt.NDArray[np.uint64]) -> None:
+    def submit(self, pieces: Int64Array, fragments: npt.NDArray[np.uint64]) -> None:
         """Begin pieces, or queue them. `fragments` and the memory that they name stay until all has ended.
 
         `pieces`: int64 (pieces, 7): tag, 0 for a read or 1 for a write, descriptor, offset in bytes, first of
@@ -60,7 +60,7 @@ class Disk:
         answer = self.library.disk_submit(self.handle, address(pieces), count, address(fragments), total)
         checked(answer, "disk_submit")
 
-    def reap(self, seconds: float = -1) -> Table:
+    def reap(self, seconds: float = -1) -> Int64Array:
         """What has ended, waiting at most so many seconds for the first (below 0: for ever); none after a `wake`.
 
         int64 (answers, 5): tag, first fragment of the piece, fragments, 0 or an error (`error_of`), bytes. It is
@@ -85,7 +85,7 @@ def error_of(code: int) -> OSError:
     return OSError(code if code < CUFILE_ERRORS else errno.EIO, library().cufile_text(code).decode())
 
 
-def cut_and_merge(requests: Table, limit: int, most: int = MOST_FRAGMENTS) -> tuple[Table, Table]:
+def cut_and_merge(requests: Int64Array, limit: int, most: int = MOST_FRAGMENTS) -> tuple[Int64Array, Int64Array]:
     """Requests in the order of their files, cut into parts of at most `limit` bytes, and neighbours merged into runs of
     at most `limit` bytes and `most` parts.
 

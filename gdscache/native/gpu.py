@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from gdscache.pages.checksum import Checksums
     from gdscache.pages.planes import PagedPlanes
 
-Route = Literal["staged", "zero_copy", "copy_engine", "device"]
+CopyRoute = Literal["staged", "zero_copy", "copy_engine", "device"]
 _SLICE_NS = 100_000_000
-ROUTES: tuple[Route, ...] = ("staged", "zero_copy", "copy_engine", "device")
+ROUTES: tuple[CopyRoute, ...] = ("staged", "zero_copy", "copy_engine", "device")
 
 _Spec = struct(
     "_Spec",
@@ -51,7 +51,7 @@ class ChunkSizes:
     looked_last: int = 32 << 20
 
 
-class Point:
+class StreamPoint:
     """A point in what a direction's streams were given to do. As a `torch.cuda.Event`, for what waits for it."""
 
     __slots__ = ("_gpu", "_number")
@@ -144,11 +144,11 @@ class NativeGpu:
         blocks: torch.Tensor,
         layers: range,
         after: Sequence[int],
-        route: Route,
+        route: CopyRoute,
         *,
         load: bool,
         sums: bool,
-    ) -> tuple[Point, Point, int]:
+    ) -> tuple[StreamPoint, StreamPoint, int]:
         """Queue copies: points behind them and behind the last look at their source, and a number for `finish`.
 
         `blocks`: host int64 (pages, blocks a page); `after`: CUevents. With `sums`, `finish` has to be called.
@@ -176,13 +176,13 @@ class NativeGpu:
         self._checked(self._library.gpu_finish(self.handle, ticket, address(sums) if sums.size else None), "copies")
         return sums
 
-    def last(self, *, loads: bool) -> Point:
+    def last(self, *, loads: bool) -> StreamPoint:
         """The point behind all loads, or stores, that were queued so far."""
         return self.point(self._library.gpu_last(self.handle, loads))
 
-    def point(self, number: int) -> Point:
+    def point(self, number: int) -> StreamPoint:
         """What a number of the library's stands for."""
-        return Point(self, number)
+        return StreamPoint(self, number)
 
     def reached(self, point: int) -> bool:
         with self._open() as handle:

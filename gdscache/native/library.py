@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gdscache.errors import NativeCallError, NativeMissingError, NativeVersionError
 
-ABI = 7  # GDSCACHE_ABI of csrc/host/api.h
+ABI = 8  # GDSCACHE_ABI of csrc/host/api.h
 PATH = Path(__file__).with_name("libgdscache_host.so")
 _HINT = "install the wheel of this machine's architecture, or run make (python tools/native_build.py) in the sources"
 
@@ -37,7 +37,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pool_close": (_void, (_at,)),
     "gather": (_int, (_at, _at, _long, _long, _long, _at, _at, _int)),
     "scatter": (_int, (_at, _at, _long, _long, _long, _at, _at, _int)),
-    "digest": (_int, (_at, _long, _long, _long, _at, _at)),
     "disk_open": (_int, (_text, _int, _int, _at, _at, _long)),
     "disk_close": (_void, (_at,)),
     "disk_name": (_text, (_at,)),

@@ -11,15 +11,16 @@ from gdscache.pages.keys import Page
 class Hit:
     """What `lookup` found: a snapshot, without a lease.
 
-    `tokens` tokens from `start` on are cached, in full pages; `tiers` names the fastest tier of each page; `seconds` is
-    what loading them should take by what was measured so far, what is under way included, None before anything was.
+    `tokens` tokens from `start` on are cached, in full pages. `tiers` names the fastest tier of each page. `seconds` is
+    the expected time of loading them, behind the loads under way, by the measurements so far; None before there are
+    any.
 
-    `pays`: the first tokens of what was found that are faster to load than to compute; all, before that is known.
-    `declined`: tokens that are cached and left out for that reason (`load.gate: enforcing`). `recompute_seconds` is
-    what computing the `tokens` tokens should take; None before `observe_prefill`, and without a gate.
+    `pays`: how many tokens, from the first, are faster to load than to compute; all of them before that is known.
+    `declined`: cached tokens that were left out for that reason (`load.gate: enforcing`). `recompute_seconds` is the
+    expected time of computing `tokens` tokens; None before `observe_prefill`, and without a gate.
 
-    `checked`: the pages are in the CPU tier, their bytes were found good, and `Prefetch.hit` made this of them. A load
-    takes them from there alone, hashes none of them again and has no deadline.
+    `checked`: the pages are in the CPU tier and verified, and the hit was made by `Prefetch.hit`. A load takes them
+    from there alone, hashes none of them again and has no deadline.
     """
 
     start: int

@@ -57,7 +57,7 @@ class Plane:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class PlaneSlice:
     """One plane of one layer inside an extent."""
 
     layer: int
@@ -98,14 +98,14 @@ class PageLayout:
         return len(self.layers)
 
     @cached_property
-    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+    def pieces(self) -> tuple[tuple[PlaneSlice, ...], ...]:
         """`pieces[layer][plane]`: where that plane's `page_tokens` rows lie in the extent."""
         result, offset = [], 0
         for layer, planes in enumerate(self.layers):
             row = []
             for index, plane in enumerate(planes):
                 nbytes = plane.row_bytes * self.page_tokens
-                row.append(Piece(layer, index, offset, nbytes))
+                row.append(PlaneSlice(layer, index, offset, nbytes))
                 offset += nbytes
             result.append(tuple(row))
         return tuple(result)

@@ -7,7 +7,6 @@ contiguous. `block_tokens` divides `page_tokens`; a page is `page_tokens // bloc
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,19 +17,10 @@ import torch
 
 from gdscache.errors import PlanesError, SlotCountError, SlotRangeError
 from gdscache.native.tables import blocks_fault
-from gdscache.pages.layout import DTYPE_BYTES, PageLayout, Plane
+from gdscache.pages.layout import PageLayout, Plane
 
 Blocks = npt.NDArray[np.int64]
 _SHAPE = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][plane]"
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
-
-@dataclasses.dataclass(frozen=True)
-class PlaneView:
-    """One plane as words: `words` has shape (blocks, block_tokens, row words), of the widest type that fits."""
-
-    words: torch.Tensor
-    word_bytes: int
 
 
 class PagedPlanes:
@@ -54,12 +44,11 @@ class PagedPlanes:
         if not self.blocks or not self.block_tokens:
             raise PlanesError(f"planes of {self.blocks} blocks of {self.block_tokens} tokens hold nothing")
         self.device = first.device
-        self.views: list[tuple[PlaneView, ...]] = []
         for number, (planes, given) in enumerate(zip(layout.layers, self.tensors, strict=True)):
             if len(planes) != len(given):
                 raise PlanesError(f"layer {number} has {len(given)} tensors for planes {[p.name for p in planes]}")
-            views = [self._view(number, i, plane, t) for i, (plane, t) in enumerate(zip(planes, given, strict=True))]
-            self.views.append(tuple(views))
+            for plane, tensor in zip(planes, given, strict=True):
+                self._check(f"layer {number}, plane {plane.name!r}", plane, tensor)
         if layout.page_tokens % self.block_tokens:
             raise PlanesError(
                 f"blocks of {self.block_tokens} tokens do not divide a page of {layout.page_tokens}",
@@ -91,8 +80,7 @@ class PagedPlanes:
             raise PlanesError(f"planes are {first.layout} on {first.device}", "pass dense tensors on a GPU or the host")
         return first
 
-    def _view(self, layer: int, index: int, plane: Plane, tensor: object) -> PlaneView:
-        where = f"layer {layer}, plane {plane.name!r}"
+    def _check(self, where: str, plane: Plane, tensor: object) -> None:
         shape = (self.blocks, self.block_tokens, *plane.shape)
         if not isinstance(tensor, torch.Tensor):
             raise PlanesError(f"{where} is {type(tensor).__name__}, not a tensor", "planes[layer][plane] are tensors")
@@ -104,18 +92,13 @@ class PagedPlanes:
             raise PlanesError(f"{where} is a tensor of layout {tensor.layout}", "pass dense tensors")
         if tensor.device != self.device:
             raise PlanesError(f"{where} is on {tensor.device}, layer 0 on {self.device}")
-        block_stride, token_stride, *row_strides = tensor.stride()
+        row_strides = tensor.stride()[2:]
         contiguous = [math.prod(plane.shape[i + 1 :]) for i in range(len(plane.shape))]
         if any(s != c for s, c, n in zip(row_strides, contiguous, plane.shape, strict=True) if n > 1):
             raise PlanesError(
                 f"{where}: a token's row is not contiguous (strides {tensor.stride()})",
                 "keep heads innermost: (blocks, block_tokens, heads, head_dim)",
             )
-        item = DTYPE_BYTES[plane.dtype]
-        steps = [tensor.storage_offset() * item, block_stride * item, token_stride * item, plane.row_bytes]
-        word_bytes = math.gcd(8, self.layout.pieces[layer][index].offset, *steps)
-        words = tensor.as_strided((*shape[:2], math.prod(plane.shape)), (block_stride, token_stride, 1))
-        return PlaneView(words.view(_WORDS[word_bytes]), word_bytes)
 
     def block_table(self, slots: Any) -> Blocks:
         """Block indices as an int64 array of shape (pages, blocks_per_page).

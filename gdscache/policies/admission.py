@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gdscache.pages.keys import Page
 
 REMEMBERED = 4  # `second_offer`: an offer is remembered during so many offers a slot of the SSD, up to twice as many
-_REFUSED_KEPT = 4096  # pages that were refused and not used since then
+REFUSED_KEPT = 4096  # pages that were refused and not used since then
 _log = logging.getLogger("gdscache.store")
 
 
@@ -154,7 +154,14 @@ class Admission:
     Remembers up to 4,096 refused pages besides what the policy does. The manager's lock guards it.
     """
 
-    def __init__(self, policy: AdmissionPolicy, extent_bytes: int, budget: EnduranceBudget | None = None) -> None:
+    def __init__(
+        self,
+        policy: AdmissionPolicy,
+        extent_bytes: int,
+        budget: EnduranceBudget | None = None,
+        kept: int = REFUSED_KEPT,
+    ) -> None:
+        self._kept = kept
         self.admitted = 0
         self.refused: Counter[str] = Counter()
         self._policy = policy
@@ -183,19 +190,18 @@ class Admission:
         self._policy.use(keys)
         return refused
 
-    def admit(self, page: Page, victim: bytes | None = None, *, reachable: bool = True, room: bool = True) -> str:
+    def admit(self, page: Page, victim: bytes | None = None, *, room: bool = True) -> str:
         """Why the page must not be written; "" when it may.
 
-        `victim`: the key of the page that would have to go, None while there is room; `reachable`: False where the
-        caller knows that no lookup can get to the page; `room`: False where as many pages as may are on their way
-        already. Counts an offer. Where nothing is written after all, tell
+        `victim`: the key of the page that would have to go, None while there is room; `room`: False where as
+        many pages as may are on their way already. Counts an offer. Where nothing is written after all, tell
         `not_written`.
         """
         if not self._policy.offer(page.key, victim):
             return self._refuse(page, self._policy.name, victim)
         if not room:
             return self._refuse(page, "queue_full", victim)
-        if not reachable or page.parent in self._lately:
+        if page.parent in self._lately:
             return self._refuse(page, "no_prefix", victim)
         if self._budget is not None and not self._budget.take(self._extent_bytes):
             return self._refuse(page, "endurance", victim)
@@ -232,9 +238,9 @@ class Admission:
         self.refused[cause] += 1
         if self.refused[cause] == 1:
             said = self._said(page, cause, victim)
-            _log.warning("the SSD refuses pages (%s): %s. This is said once; stats() counts on", cause, said)
+            _log.warning("the SSD refuses pages (%s): %s. This is logged once; stats() keeps counting", cause, said)
         self._lately[page.key] = None
-        if len(self._lately) > _REFUSED_KEPT:
+        if len(self._lately) > self._kept:
             self._lately.popitem(last=False)
         return cause
 

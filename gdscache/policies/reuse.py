@@ -9,9 +9,8 @@ from collections import OrderedDict, deque
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from gdscache.arrays import Float64Array
 
 # 0, 1, 2, 3, 4, 6, 8, 12, 16, ...: age i is from AGES[i] on; a use that comes later than the last is not counted.
 AGES = np.array([0, 1] + [(2 + i % 2) << i // 2 for i in range(52)], np.float64)
@@ -42,7 +41,7 @@ class Classes(NamedTuple):
         """That of a page of so many uses, at least one: their bits count."""
         return self.groups * self.sizes + (uses.bit_length() - 1) * self.gaps + gap
 
-    def merged(self, rows: Floats) -> Floats:
+    def merged(self, rows: Float64Array) -> Float64Array:
         """In the place of each class the sum of all of its group, or of its uses: float64 (C, ...)."""
         new, used = rows[: self.new], rows[self.new :]
         groups = new.reshape(self.groups, self.sizes, -1).sum(axis=1).repeat(self.sizes, axis=0)
@@ -53,8 +52,8 @@ class Classes(NamedTuple):
 class Lifetimes(NamedTuple):
     """Two lifetimes for each class, float64 (C,), and the part of the pages that has the second."""
 
-    less: Floats
-    more: Floats
+    less: Float64Array
+    more: Float64Array
     share: float
 
 
@@ -82,8 +81,8 @@ class ReuseMonitor:
             classes.all + 1
         )  # since then: uses that made a page one of a class; the last one: pages stored
         self._new_hits: list[dict[int, int]] = [{} for _ in range(classes.all)]  # age -> uses of pages of a class
-        self._arrived: Floats = np.zeros(classes.all + 1)  # as `_new`, and faded
-        self._hits: Floats = np.zeros((classes.all, len(AGES)))
+        self._arrived: Float64Array = np.zeros(classes.all + 1)  # as `_new`, and faded
+        self._hits: Float64Array = np.zeros((classes.all, len(AGES)))
         self._past = deque([(-1, self._arrived)])  # (time, `_arrived`) of each conclusion
 
     def see(self, bits: int, number: int, now: int, stored: bool = False) -> None:
@@ -136,7 +135,7 @@ class ReuseMonitor:
         """Keys are watched that have 16 bits below this, so that those of some periods are known at a time."""
         return int((1 << 16) * min(1.0, self.SAMPLES / (8 * max(pages, 1))))
 
-    def chances(self, ages: Floats) -> Floats:
+    def chances(self, ages: Float64Array) -> Float64Array:
         """For each class and each range of `ages` (B,), the chance of a use at such an age: float64 (C, B - 1).
 
         Uses at an age are compared with the pages that are old enough, not with all. Classes with few pages are taken
@@ -154,12 +153,12 @@ class ReuseMonitor:
         pooled = np.divide(hits.sum(axis=0), every, out=np.zeros_like(every), where=every > 0)
         merged = self._classes.merged
         alike = (merged(hits) + PRIOR * pooled) / (merged(reached) + PRIOR)
-        chances: Floats = (hits + PRIOR * alike) / (reached + PRIOR)
+        chances: Float64Array = (hits + PRIOR * alike) / (reached + PRIOR)
         chances[:, every <= 0] = 0
         return chances
 
 
-def best_lifetimes(ages: Floats, chances: Floats, arrived: Floats, room: float) -> Lifetimes:
+def best_lifetimes(ages: Float64Array, chances: Float64Array, arrived: Float64Array, room: float) -> Lifetimes:
     """The lifetimes, two a class, with the most hits for `room`: pages times time.
 
     `chances` (C, B - 1): of a use in each range of `ages` (B,); `arrived` (C,): pages, each use and each store counted.

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from gdscache.arrays import Int64Array
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, StorageError
 from gdscache.limits import KEY_BYTES
-from gdscache.moves.page_io import Positions
 from gdscache.native.tables import take_rows
 from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
 from gdscache.pages.keys import Page
@@ -153,7 +153,7 @@ class PoolFiles:
         self._trailers.close()
 
     def transfer(
-        self, op: Op, slots: Positions, ends: Sequence[tuple[Places, Positions]], span: tuple[int, int] | None = None
+        self, op: Op, slots: Int64Array, ends: Sequence[tuple[Places, Int64Array]], span: tuple[int, int] | None = None
     ) -> PoolPages:
         """Start I/O of whole extents between slots and memory of the host; see `SlabIO.transfer`."""
         io = PoolPages(len(slots), self._layout.n_layers)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gdscache import arguments
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PrefetchReport:
-    """How a prefetch ended, and `end` says why.
+    """How a prefetch ended; `end` is the cause.
 
     `tokens` counts the first tokens that were in the CPU tier or faster when their turn came; `pages` counts the pages
     that the lookup found: `present` (there already), `left` (not begun), `loaded`, or what was wrong with them
@@ -42,9 +41,9 @@ class PrefetchReport:
 class Prefetch:
     """The handle of one prefetch. Made by `CacheEngine.prefetch`; thread-safe. Leaving its `with` block cancels it.
 
-    It needs nobody: pages are there as soon as they are checked, and what it holds goes back when it ends. With pins
-    it keeps the pages that it has brought, or found in the CPU tier, until `release`, `cancel`, the end of its `with`
-    block, or until their time is up; `hit()` is what a load takes of them.
+    It runs by itself: pages are in the CPU tier as soon as they are checked, and its leases end with it. With pins it
+    keeps the pages that it has brought, or found in the CPU tier, until `release`, `cancel`, the end of its `with`
+    block, or until their time is up. `hit()` names them for a load.
     """
 
     def __init__(self, owner: Prefetcher, request: PrefetchRequest, work: PrefetchWork, start: int) -> None:
@@ -63,8 +62,8 @@ class Prefetch:
     def verified(self) -> int:
         """Tokens from `start` on that lie in the CPU tier now, pinned, and were found good. Costs little; never waits.
 
-        It grows while pages come. It falls where pages are cleared, invalidated, found bad or expire, and to 0 when the
-        pins have ended. 0 without pins.
+        It grows while pages come. It falls when pages are cleared, invalidated, found bad or expire, and to 0 when the
+        pins have ended. Without pins it is 0.
         """
         self._owner.calls.check()
         claim = self._work.claim
@@ -73,11 +72,11 @@ class Prefetch:
     def hit(self, start: int | None = None) -> Hit:
         """The tokens that are `verified` now, from token `start` on (None: all), for `load`.
 
-        Such a load takes pages from the CPU tier alone, hashes none again and has no deadline, so what can fail is a
-        copy. While the pins hold, `load.tokens` is `hit.tokens`; the load keeps its pages itself, so they may be
-        released as soon as `load` has returned. When they had ended before, or pages were cleared or invalidated
-        meanwhile, `load.tokens` is what is left. Raises `InvalidValueError` without pins, `TokensError` for a `start`
-        that is no page of the prefetch.
+        Such a load takes pages from the CPU tier alone, hashes none again and has no deadline, so only a copy can fail.
+        While the pins hold, `load.tokens` is `hit.tokens`. The load keeps its pages itself, so the pins may be released
+        as soon as `load` has returned. If the pins had ended before, or pages were cleared or invalidated meanwhile,
+        `load.tokens` counts the remaining ones. Raises `InvalidValueError` without pins, and `TokensError` for a
+        `start` that is not a page of the prefetch.
         """
         self._owner.calls.check()
         claim, page_tokens = self._work.claim, self._owner.layout.page_tokens
@@ -111,9 +110,9 @@ class Prefetch:
     def wait(self) -> int:
         """Apply the stop policy (`prefetch.stop`) and return `tokens`; call it when the request is to run.
 
-        `best_effort` stops the prefetch now; `wait_complete` waits for its end, and stops it after `load.deadline`;
-        `timeout` waits until the time that it has from its begin is up. A chunk that is under way then goes on, and a
-        load that needs its pages waits for them.
+        `best_effort` stops the prefetch now. `wait_complete` waits for its end, and stops it after `load.deadline`.
+        `timeout` waits until the prefetch's time is up. A chunk that is under way goes on, and a load that needs its
+        pages waits for them.
         """
         calls = self._owner.calls
         seconds, why = calls.brief(lambda: self._owner.patience(self._request))
@@ -122,14 +121,14 @@ class Prefetch:
         return self.tokens
 
     def cancel(self) -> None:
-        """End it, after the chunk under way, and its pins. What was brought stays in the CPU tier as any other page.
+        """End it, after the chunk under way, and its pins. Pages that came stay in the CPU tier like any others.
 
         Never waits; again, and later, is fine.
         """
         self._owner.calls.brief(lambda: self._owner.release(self._request, self._work))
 
     def release(self) -> None:
-        """Let its pins go, as `cancel` does: what is still under way comes to nobody's use."""
+        """End its pins, as `cancel` does. Pages that are still under way are not kept."""
         self.cancel()
 
     def result(self, seconds: float | None = None) -> PrefetchReport:
@@ -152,9 +151,7 @@ class Prefetch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with contextlib.suppress(ForkedProcessError):
             self.cancel()
 

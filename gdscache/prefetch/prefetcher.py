@@ -22,7 +22,7 @@ from gdscache.moves import PageStatus, Priority, Steps, failure
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.prefetch.handle import Prefetch, PrefetchWork
-from gdscache.prefetch.queue import SWEPT, PrefetchedPages, PrefetchEnd, PrefetchQueue, PrefetchRequest
+from gdscache.prefetch.queue import MOST, SWEPT, PrefetchedPages, PrefetchEnd, PrefetchQueue, PrefetchRequest
 from gdscache.runtime.threads import Workers, failure_of, log_failure
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Prefetcher:
         self._landing = landing = self._planner.landing
         both = landing is not None and any(tier.kind == "files" for tier in manager.tiers.values())  # or it is idle
         self._unserved = [tier for tier in manager.files if not tier.served]
-        self._asking, self._most_asking, self._threshold = 0, config.queue, config.threshold
+        self._asking = 0
         self._lane = loader.executor.lane(Priority.PREFETCH, loader.manager.learn, config.concurrent if both else 0)
         with contextlib.ExitStack() as undo:
             undo.callback(self._lane.close)
@@ -92,9 +92,9 @@ class Prefetcher:
 
     def _to_ask(self, pages: Sequence[Page]) -> list[tuple[DurableTier, Sequence[Page]]]:
         """The tiers that may have pages which no index knows of, and what to ask each. The lock is held."""
-        if self._unserved and self._landing is not None and self._asking < self._most_asking:
+        if self._unserved and self._landing is not None and self._asking < MOST:
             rest = pages[len(self._manager.peek(pages)) :]
-            if len(rest) * self.layout.page_tokens >= max(1, self._threshold):
+            if rest:
                 return [(tier, rest) for tier in self._unserved if tier.asks(rest)]
         return []
 

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from gdscache.config import PrefetchConfig
 from gdscache.limits import MAX_SECONDS
 
+MOST = 1024  # prefetches that are under way or wait
 DEMAND_PAUSE_S = 0.1  # while loads are under way, one chunk begins in so much time
 PARKED_S = 0.002  # a request that waits for somebody else's page is looked at again after this
+_TOKEN_S = 0.25 / 1024  # seconds more that a prefetch has for each token, with the stop policy `timeout`
 SWEPT = 1024  # pages that one turn looks for in the tier, to find out which were evicted
 
 
@@ -27,8 +29,7 @@ class PrefetchEnd(enum.Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"  # `wait` with wait_complete gave up after load.deadline, or the time of its pins was up
     QUOTA = "quota"  # prefetched pages that nobody has used hold their share of the CPU tier
-    THRESHOLD = "threshold"  # the SSD has fewer tokens than prefetch.threshold
-    QUEUE_FULL = "queue_full"  # there were prefetch.queue prefetches already
+    QUEUE_FULL = "queue_full"  # there were `MOST` prefetches already
     NO_ROOM = "no_room"  # no slot of the CPU tier can be had: what is there is leased, or of this prefix; or pins hold
     # as much of the tier as they may
     MISSING = "missing"  # the next page left the SSD meanwhile, or I/O that hangs hides it
@@ -152,8 +153,10 @@ class PrefetchQueue:
         pages: PrefetchedPages,
         ended: Callable[[PrefetchRequest], None],
         clock: Callable[[], float] = time.monotonic,
+        most: int = MOST,
     ) -> None:
         self._config = config
+        self._most = most
         self._chunk_pages = chunk_pages
         self._pages = pages
         self._ended = ended
@@ -173,15 +176,13 @@ class PrefetchQueue:
         config = self._config
         request.begun = self._clock()
         if config.stop == "timeout":
-            seconds = config.timeout_base + config.timeout_per_1024_tokens * tokens / 1024
+            seconds = config.timeout + _TOKEN_S * tokens
             request.limit = request.begun + min(seconds, MAX_SECONDS)
         self._live.add(request)
         if not request.pages:
             self.stop(request, _through(request))
-        elif len(self._live) > config.queue:
+        elif len(self._live) > self._most:
             self.stop(request, PrefetchEnd.QUEUE_FULL)
-        elif tokens < config.threshold:
-            self.stop(request, PrefetchEnd.THRESHOLD)
         else:
             self._turns.append(request)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdscache.errors import DeviceError, TransportUnavailableError
+from gdscache.runtime.named_class import named_class
 from gdscache.storage.base import IORequest, Op, Submission, Switch, Transport
 
 if TYPE_CHECKING:
@@ -125,7 +124,8 @@ def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[
 def _probe(name: str, directory: Path, index: int) -> ProbeResult:
     from gdscache.storage import probe
 
-    return (probe.probe_cufile if name == "cufile" else probe.probe_kvikio)(directory, index)
+    probes = {"cufile": probe.probe_cufile, "kvikio": probe.probe_kvikio, "nixl": probe.probe_nixl}
+    return probes[name](directory, index)
 
 
 def _open_cufile(threads: int, direct_io: Switch, device: str) -> Transport:
@@ -148,10 +148,8 @@ def _open_cufile(threads: int, direct_io: Switch, device: str) -> Transport:
 
 
 def _choose_nixl(missing: str, directory: Path, device: str, gds: Switch) -> tuple[str, Switch, str]:
-    from gdscache.storage.probe_nixl import probe_nixl
-
     if not missing:
-        probe = probe_nixl(directory, int(device.partition(":")[2] or 0))
+        probe = _probe("nixl", directory, int(device.partition(":")[2] or 0))
         if probe.mode == "gds":
             return "nixl", "off", f"configured; GPUDirect Storage works: {probe.reason}"
         missing = probe.reason
@@ -161,22 +159,10 @@ def _choose_nixl(missing: str, directory: Path, device: str, gds: Switch) -> tup
 
 
 def _construct(target: str, threads: int, direct_io: Switch) -> Transport:
-    module_name, _, class_name = target.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise _bad_class(target, f"{module_name} cannot be imported: {error}") from error
-    found = getattr(module, class_name, None)
-    if not (inspect.isclass(found) and issubclass(found, Transport)):
-        raise _bad_class(target, f"{class_name!r} of {module_name} is no subclass of gdscache.storage.Transport")
-    if inspect.isabstract(found):
-        raise _bad_class(target, f"it lacks {', '.join(sorted(found.__abstractmethods__))}")
-    try:
-        inspect.signature(found).bind(threads=threads, direct_io=direct_io)
-    except TypeError as error:
-        raise _bad_class(target, f"it does not take the keywords threads and direct_io: {error}") from error
-    constructor: Callable[..., Transport] = found
-    return constructor(threads=threads, direct_io=direct_io)
+    made: Transport = named_class(
+        target, Transport, functools.partial(_bad_class, target), threads=threads, direct_io=direct_io
+    )(threads=threads, direct_io=direct_io)
+    return made
 
 
 def _bad_class(target: str, cause: str) -> TransportUnavailableError:

@@ -53,7 +53,7 @@ class IORequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Span:
+class FileRange:
     """Where a request lies, for its messages: what a `Submission` keeps of it, so that it keeps no memory alive."""
 
     path: str
@@ -70,7 +70,7 @@ class Submission:
     """
 
     def __init__(
-        self, op: Op, spans: Sequence[Span], pieces: Sequence[int], sizes: Sequence[int] | None = None
+        self, op: Op, spans: Sequence[FileRange], pieces: Sequence[int], sizes: Sequence[int] | None = None
     ) -> None:
         """`sizes`: the bytes of the requests, where `spans` would have to be asked for each."""
         self._op = op

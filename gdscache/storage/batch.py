@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
-import numpy.typing as npt
 
+from gdscache.arrays import Int64Array
 from gdscache.pages.layout import EXTENT_ALIGNMENT
-from gdscache.storage.base import IORequest, Op, Span, address_of
+from gdscache.storage.base import FileRange, IORequest, Op, address_of
 
 if TYPE_CHECKING:
     import torch
-
-Numbers = npt.NDArray[np.int64]
 
 
 class IOBatch(Sequence[IORequest]):
@@ -25,7 +23,12 @@ class IOBatch(Sequence[IORequest]):
     """
 
     def __init__(
-        self, files: Numbers, offsets: Numbers, starts: Numbers, sizes: Numbers, memory: memoryview | torch.Tensor
+        self,
+        files: Int64Array,
+        offsets: Int64Array,
+        starts: Int64Array,
+        sizes: Int64Array,
+        memory: memoryview | torch.Tensor,
     ) -> None:
         self.files = files
         self.offsets = offsets
@@ -63,7 +66,7 @@ class IOBatch(Sequence[IORequest]):
         )
 
 
-class Spans(Sequence[Span]):
+class Spans(Sequence[FileRange]):
     """Where the requests of a batch lie, each said only when somebody asks."""
 
     def __init__(self, batch: IOBatch, paths: dict[int, str]) -> None:
@@ -74,12 +77,12 @@ class Spans(Sequence[Span]):
         return len(self._sizes)
 
     @overload
-    def __getitem__(self, which: int) -> Span: ...
+    def __getitem__(self, which: int) -> FileRange: ...
 
     @overload
-    def __getitem__(self, which: slice) -> list[Span]: ...
+    def __getitem__(self, which: slice) -> list[FileRange]: ...
 
-    def __getitem__(self, which: int | slice) -> Span | list[Span]:
+    def __getitem__(self, which: int | slice) -> FileRange | list[FileRange]:
         if isinstance(which, slice):
             return [self[number] for number in range(*which.indices(len(self)))]
-        return Span(self._paths[int(self._files[which])], int(self._offsets[which]), int(self._sizes[which]))
+        return FileRange(self._paths[int(self._files[which])], int(self._offsets[which]), int(self._sizes[which]))

@@ -19,7 +19,7 @@ from gdscache.errors import DeadlineError, NativeCallError, TransportUnavailable
 from gdscache.native.cufile import CuFiles, GpuDriver
 from gdscache.native.disk import Disk
 from gdscache.runtime.threads import start
-from gdscache.storage.base import IORequest, Op, Span, Switch, failed, refused
+from gdscache.storage.base import FileRange, IORequest, Op, Switch, failed, refused
 from gdscache.storage.cufile_library import find_cufile
 from gdscache.storage.native import NativeTransport
 from gdscache.storage.workers import Result
@@ -134,7 +134,7 @@ class CufileTransport(NativeTransport):
 
     def checked(
         self, op: Op, requests: Sequence[IORequest]
-    ) -> tuple[list[Span], list[tuple[int, int, int, memoryview | torch.Tensor]], list[Result]]:
+    ) -> tuple[list[FileRange], list[tuple[int, int, int, memoryview | torch.Tensor]], list[Result]]:
         spans, good, errors = super().checked(op, requests)
         known = [entry for entry in good if isinstance(entry[3], memoryview) or self._knows_memory(entry[3])]
         if len(known) < len(good):

@@ -21,7 +21,7 @@ import numpy as np
 from gdscache.errors import DeadlineError, InvalidValueError, TransportUnavailableError
 from gdscache.runtime.threads import start
 from gdscache.storage.base import Op, Switch, failed
-from gdscache.storage.workers import MAX_RUN, Piece, QueuedTransport, Result, Run
+from gdscache.storage.workers import MAX_RUN, IOPiece, IORun, QueuedTransport, Result
 
 if TYPE_CHECKING:
     import torch
@@ -148,12 +148,12 @@ class KvikioTransport(QueuedTransport):
             "kvikio": str(self._kvikio.__version__),
         }
 
-    def move(self, run: Run) -> list[Result]:
+    def move(self, run: IORun) -> list[Result]:
         file = self._files[run.file]
         call = file.pread if run.op is Op.READ else file.pwrite
         results: list[Result] = []
         # kvikio's futures keep neither the buffer nor the file alive: all of them end before this returns.
-        started: list[tuple[Piece, object, Any]] = []
+        started: list[tuple[IOPiece, object, Any]] = []
         for piece in run.pieces:
             memory = piece.memory
             buffer = np.frombuffer(memory, np.uint8) if isinstance(memory, memoryview) else memory
@@ -178,7 +178,7 @@ class KvikioTransport(QueuedTransport):
             self._files.clear()
             self._paths.clear()
 
-    def _failure(self, run: Run, piece: Piece, error: RuntimeError | OSError | ValueError | MemoryError) -> Result:
+    def _failure(self, run: IORun, piece: IOPiece, error: RuntimeError | OSError | ValueError | MemoryError) -> Result:
         """What kvikio's error means: it says neither errno nor how far it came, so the file's size is asked."""
         left = max(os.fstat(run.file).st_size - piece.offset, 0)
         if run.op is Op.READ and left < piece.nbytes:

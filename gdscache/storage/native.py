@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gdscache.arrays import Int64Array
 from gdscache.errors import (
     EngineClosedError,
     InvalidValueError,
@@ -26,10 +27,10 @@ from gdscache.errors import (
     TransportUnavailableError,
 )
 from gdscache.native.cufile import CuFiles
-from gdscache.native.disk import MOST_WORKERS, Disk, Table
+from gdscache.native.disk import MOST_WORKERS, Disk
 from gdscache.runtime.threads import failure_of, log_failure
-from gdscache.storage.base import IORequest, Op, Span, Submission, Switch, address_of, host_memory
-from gdscache.storage.batch import IOBatch, Numbers, Spans
+from gdscache.storage.base import FileRange, IORequest, Op, Submission, Switch, address_of, host_memory
+from gdscache.storage.batch import IOBatch, Spans
 from gdscache.storage.files import DirectFiles
 from gdscache.storage.run_batch import TAG_BITS, RunBatch
 from gdscache.storage.workers import READS_PER_WRITE, Result
@@ -74,7 +75,7 @@ class NativeTransport(DirectFiles):
             undo.pop_all()
 
     def submit(self, op: Op, requests: Sequence[IORequest]) -> Submission:
-        spans: Sequence[Span]
+        spans: Sequence[FileRange]
         errors: list[Result] = []
         if isinstance(requests, IOBatch) and requests.is_sound(op) and self._knows(requests.files):
             whole = host_memory(requests.memory)
@@ -112,7 +113,7 @@ class NativeTransport(DirectFiles):
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "threads": self.threads}
 
-    def _knows(self, files: Numbers) -> bool:
+    def _knows(self, files: Int64Array) -> bool:
         return self._paths.keys() >= set(files.tolist())
 
     def _rouse(self) -> None:
@@ -217,13 +218,13 @@ class NativeTransport(DirectFiles):
             self._queues[batch.op].popleft()
         return batch, runs
 
-    def _reaped(self, ended: Table) -> None:
+    def _reaped(self, ended: Int64Array) -> None:
         """Answer for what has ended, once a batch."""
         numbers = ended[:, 0] >> TAG_BITS
         for number in (some := dict.fromkeys(numbers.tolist())):
             self._answer(self._live[number], ended if len(some) == 1 else ended[numbers == number])
 
-    def _answer(self, batch: RunBatch, ended: Table) -> None:
+    def _answer(self, batch: RunBatch, ended: Int64Array) -> None:
         over = batch.count(ended)
         self._under_way -= over
         if batch.op is Op.WRITE:

@@ -33,7 +33,7 @@ from gdscache.errors import (
 )
 from gdscache.storage.base import Op, Submission, Switch, check_memory, failed, refused
 from gdscache.storage.files import DirectFiles
-from gdscache.storage.workers import MAX_RUN, Piece, Result, Run, RunTransport
+from gdscache.storage.workers import MAX_RUN, IOPiece, IORun, Result, RunTransport
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class _Transfer:
     op: Op
     file: int
     submission: Submission
-    piece: Piece
+    piece: IOPiece
     handle: Any = None
 
 
@@ -225,7 +225,7 @@ class NixlTransport(DirectFiles, RunTransport):
                 self._live_bytes += transfer.piece.nbytes
         return ended
 
-    def _next_run(self) -> Run | None:
+    def _next_run(self) -> IORun | None:
         with self._work:
             if not self._reads and not self._writes:
                 return None

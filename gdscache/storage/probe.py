@@ -1,5 +1,5 @@
-"""What cuFile and kvikio can do on this machine, found out in a child process, because cuFile can hang or crash the
-process that asks it."""
+"""What cuFile, kvikio and NIXL can do on this machine, found out in a child process, because cuFile can hang or crash
+the process that asks it."""
 
 from __future__ import annotations
 
@@ -66,6 +66,12 @@ def transport(device):
     return CufileTransport(threads=2, gpu=Driver(torch.device("cuda", device)))
 """
 
+_NIXL = """
+def transport(device):
+    from gdscache.storage.nixl import NixlTransport
+    return NixlTransport(threads=2, gds=True)
+"""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeResult:
@@ -98,6 +104,11 @@ def probe_kvikio(directory: Path, device_index: int, deadline_s: float = 20.0) -
 def probe_cufile(directory: Path, device_index: int, deadline_s: float = 20.0) -> ProbeResult:
     """The same with the transport `cufile`. One child, and `posix` where it fails."""
     return probe_transport(_CUFILE, "cuFile", directory, device_index, deadline_s)
+
+
+def probe_nixl(directory: Path, device_index: int, deadline_s: float = 20.0) -> ProbeResult:
+    """The same with GDS_MT of the transport `nixl`."""
+    return probe_transport(_NIXL, "GDS_MT of NIXL", directory, device_index, deadline_s)
 
 
 def probe_transport(opened: str, what: str, directory: Path, device_index: int, deadline_s: float) -> ProbeResult:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.arrays import Int64Array
 from gdscache.errors import IOFailedError
-from gdscache.native.disk import Table, cut_and_merge, error_of
-from gdscache.storage.base import Op, Span, Submission, failed
-from gdscache.storage.batch import Numbers
+from gdscache.native.disk import cut_and_merge, error_of
+from gdscache.storage.base import FileRange, Op, Submission, failed
 from gdscache.storage.workers import Result, run_bytes
 
 TAG_BITS = 32  # of a tag that are the run's number within its batch; those above are the batch's
@@ -25,7 +25,13 @@ class RunBatch:
     """
 
     def __init__(
-        self, op: Op, spans: Sequence[Span], sizes: Sequence[int], memory: Sequence[object], rows: Table, ways: int
+        self,
+        op: Op,
+        spans: Sequence[FileRange],
+        sizes: Sequence[int],
+        memory: Sequence[object],
+        rows: Int64Array,
+        ways: int,
     ) -> None:
         """`spans`, `sizes`: of all requests. `rows`: int64 (requests that can be done, 5): index, descriptor, offset,
         address, bytes."""
@@ -35,7 +41,7 @@ class RunBatch:
         self.fragments: npt.NDArray[np.uint64] = parts[:, :2].astype(np.uint64)
         self.number, self.next, self.pending = 0, 0, len(parts)
         self.small = op is Op.READ and int(rows[:, 4].sum()) <= SMALL * len(runs)
-        self._index: Numbers = rows[parts[:, 2], 0]  # of each piece: whose it is,
+        self._index: Int64Array = rows[parts[:, 2], 0]  # of each piece: whose it is,
         self._sizes = parts[:, 1]
         self._starts = np.concatenate([[0], np.cumsum(self._sizes)])  # bytes of the batch before it,
         self._told = np.zeros(len(parts), np.bool_)  # and whether it was answered for
@@ -47,7 +53,7 @@ class RunBatch:
     def __len__(self) -> int:
         return len(self._firsts)
 
-    def table(self, runs: slice) -> Table:
+    def table(self, runs: slice) -> Int64Array:
         """Runs that are not begun, as a disk takes them. Threads of its own copy the bytes: the submit never does."""
         pieces = np.empty((runs.stop - runs.start, 7), np.int64)
         pieces[:, 0] = (self.number << TAG_BITS) + np.arange(runs.start, runs.stop)
@@ -57,7 +63,7 @@ class RunBatch:
         pieces[:, 6] = 1
         return pieces
 
-    def count(self, ended: Table) -> int:
+    def count(self, ended: Int64Array) -> int:
         """Count pieces that have ended (rows of `Disk.reap`). How many runs are over with them."""
         runs, counts = _runs(ended), ended[:, 2]
         self.pending -= int(counts.sum())
@@ -67,7 +73,7 @@ class RunBatch:
         np.subtract.at(self._left, runs, counts)
         return int(np.count_nonzero(self._left[np.unique(runs)] == 0))
 
-    def answer(self, ended: Table, path_of: Callable[[int], str]) -> None:
+    def answer(self, ended: Int64Array, path_of: Callable[[int], str]) -> None:
         """Tell the submission about them. `path_of` a descriptor is for messages."""
         runs, counts, errors, moved = _runs(ended), ended[:, 2], ended[:, 3], ended[:, 4]
         firsts = self._firsts[runs] + ended[:, 1]
@@ -114,14 +120,14 @@ class RunBatch:
         return results
 
 
-def _runs(ended: Table) -> Numbers:
-    runs: Numbers = ended[:, 0] & ((1 << TAG_BITS) - 1)
+def _runs(ended: Int64Array) -> Int64Array:
+    runs: Int64Array = ended[:, 0] & ((1 << TAG_BITS) - 1)
     return runs
 
 
-def _spread(firsts: Numbers, counts: Numbers) -> Numbers:
+def _spread(firsts: Int64Array, counts: Int64Array) -> Int64Array:
     """`counts` numbers from each of `firsts` on."""
     if not len(counts) or counts.max() == 1:
         return firsts
-    spread: Numbers = np.arange(counts.sum()) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
+    spread: Int64Array = np.arange(counts.sum()) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
     return spread

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, StorageError
 from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.runtime.threads import failure_of, log_failure, start
-from gdscache.storage.base import IORequest, Op, Span, Submission, Transport, check_memory, failed, refused
+from gdscache.storage.base import FileRange, IORequest, Op, Submission, Transport, check_memory, failed, refused
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ Result = tuple[int, int, StorageError | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class IOPiece:
     """Part of a request: the request's index in its batch, where in the file, and the memory."""
 
     index: int
@@ -44,13 +44,13 @@ class Piece:
 
 
 @dataclasses.dataclass(slots=True)
-class Run:
+class IORun:
     """Neighbouring pieces of one file, in file order, and the batch that they answer to."""
 
     op: Op
     file: int
     submission: Submission
-    pieces: list[Piece]
+    pieces: list[IOPiece]
     nbytes: int
 
     @property
@@ -82,9 +82,9 @@ class WorkerTransport(Transport):
 
     def checked(
         self, op: Op, requests: Sequence[IORequest]
-    ) -> tuple[list[Span], list[tuple[int, int, int, memoryview | torch.Tensor]], list[Result]]:
+    ) -> tuple[list[FileRange], list[tuple[int, int, int, memoryview | torch.Tensor]], list[Result]]:
         """Where requests lie; those that can be done, as (file, offset, index, memory); the errors of the others."""
-        spans: list[Span] = []
+        spans: list[FileRange] = []
         errors: list[Result] = []
         good: list[tuple[int, int, int, memoryview | torch.Tensor]] = []
         for index, request in enumerate(requests):
@@ -97,7 +97,7 @@ class WorkerTransport(Transport):
             except IOFailedError as error:
                 path = f"file {request.file}"
                 errors.append((index, 0, error))
-            spans.append(Span(path, request.offset, nbytes))
+            spans.append(FileRange(path, request.offset, nbytes))
         return spans, good, errors
 
     def close(self) -> None:
@@ -149,8 +149,8 @@ class RunTransport(WorkerTransport):
     one write."""
 
     def __init__(self, threads: int) -> None:
-        self._reads: deque[Run] = deque()
-        self._writes: deque[Run] = deque()
+        self._reads: deque[IORun] = deque()
+        self._writes: deque[IORun] = deque()
         self._reads_in_row = 0
         super().__init__(threads)
 
@@ -172,7 +172,7 @@ class RunTransport(WorkerTransport):
             submission.finish(errors)
         return submission
 
-    def _next(self) -> Run | None:
+    def _next(self) -> IORun | None:
         """The next run; waits for one, and is None when there will be none."""
         with self._work:
             while not self._reads and not self._writes:
@@ -190,7 +190,7 @@ class QueuedTransport(RunTransport):
     """A transport whose threads each move one run at a time; the depth of I/O is the number of threads."""
 
     @abc.abstractmethod
-    def move(self, run: Run) -> list[Result]:
+    def move(self, run: IORun) -> list[Result]:
         """Move one run in the calling thread; one result a piece: (request index, bytes moved, error or None)."""
 
     def _serve(self) -> None:
@@ -218,16 +218,16 @@ def run_bytes(total: int, threads: int) -> int:
 
 def _runs(
     op: Op, submission: Submission, sorted_requests: list[tuple[int, int, int, memoryview | torch.Tensor]], limit: int
-) -> list[Run]:
-    runs: list[Run] = []
-    last: Run | None = None
+) -> list[IORun]:
+    runs: list[IORun] = []
+    last: IORun | None = None
     for file, offset, index, memory in sorted_requests:
         nbytes = memory.nbytes
         step = nbytes if nbytes <= limit else _equal_parts(nbytes, limit)
         for at in range(0, nbytes, step):
             size = min(step, nbytes - at)
             part = memory if size == nbytes else memory[at : at + size]
-            piece = Piece(index, offset + at, size, part)
+            piece = IOPiece(index, offset + at, size, part)
             if (
                 last is not None
                 and last.file == file
@@ -238,7 +238,7 @@ def _runs(
                 last.pieces.append(piece)
                 last.nbytes += size
             else:
-                last = Run(op, file, submission, [piece], size)
+                last = IORun(op, file, submission, [piece], size)
                 runs.append(last)
     return runs
 

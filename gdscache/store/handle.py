@@ -16,7 +16,7 @@ from gdscache.runtime.threads import Flag, failure_of, log_failure
 class StoreReport:
     """What became of a store: for each page the tiers that committed it now, and why pages were dropped, by page.
 
-    A page that was there already, or is on its way by another store, has no tiers and no cause.
+    A page that was stored already, or is on its way by another store, has no tiers and no cause.
     """
 
     tiers: tuple[tuple[str, ...], ...]

@@ -8,7 +8,7 @@ there is an *outlet* (store/outlets.py). With one of them, the SSD:
 * `write_through_selective`: a page that was hit `store.write_hits` times since it came. A lookup only notes that; the
   next load or store sends the page on.
 * `write_back`: a page that the CPU tier is about to give up. Until then it is *dirty* there, which eviction respects;
-  the coldest are written ahead when more than `cpu.high_watermark` of the slots are dirty, down to `cpu.low_watermark`.
+  the coldest are written ahead when more than half of the slots are dirty, down to a quarter (`WATERMARKS`).
 * `never`: none.
 
 What the policy would write still has to pass the SSD's admission. Whoever runs the plan (the storer) moves the bytes
@@ -23,24 +23,24 @@ hold slots too, so the coldest are refused where there are too many.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.pages.keys import Page
-from gdscache.store.earned import Earned
+from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Nobody, Parcel, Receipt, StoreJob
 
 if TYPE_CHECKING:
     from gdscache.config import StoreConfig
-    from gdscache.policies.admission import Admission
     from gdscache.tiers.base import Tier
     from gdscache.tiers.manager import TierManager
 
 # What one gather, and one write batch, takes at once: each costs turns at the locks that a model's thread wants, too.
 _FIRST_ROUND_BYTES, _ROUND_BYTES, _ROUND_PAGES = 32 << 20, 128 << 20, 512
+WATERMARKS = (0.25, 0.5)  # of `write_back`: shares of the landing tier's slots that are dirty
 _UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes for which no byte of a page went out
 _NOBODY = Nobody()
 
@@ -69,14 +69,16 @@ class StorePlanner:
         manager: TierManager,
         config: StoreConfig,
         extent_bytes: int,
-        admissions: Mapping[str, Admission],
-        watermarks: tuple[float, float] = (1.0, 1.0),
+        outlets: Sequence[Outlet],
+        earned: EarnedOffers,
+        watermarks: tuple[float, float] | None = None,
         *,
         selective: bool = False,
     ) -> None:
-        """`admissions`: by the names of the tiers of files. `selective`: loads do not promote every page that they
-        read, so stores do not either."""
-        self.outlets = [Outlet(tier, admissions[tier.name], config.queue // extent_bytes) for tier in manager.files]
+        """`outlets`: to the manager's tiers of files. `earned`: what the manager's lookups note. `watermarks` of
+        `write_back`, as shares of the landing tier's slots: above the second the coldest dirty pages are written, down
+        to the first. `selective`: loads do not promote every page that they read, so stores do not either."""
+        self.outlets = outlets
         self.queued = 0  # pages accepted and not finished
         self._cleaning = 0  # ... that are on their way from the CPU tier to the SSD without a store
         self._manager = manager
@@ -85,16 +87,12 @@ class StorePlanner:
         self._selective = selective
         self._limit = config.queue // extent_bytes
         slots = 0 if self._landing is None else self._landing.index.slots
-        low, high = watermarks
+        low, high = WATERMARKS if watermarks is None else watermarks
         self._low, self._high = int(low * slots), int(high * slots)
         # CPU slots that may be held by what is not on the SSD yet: pages on their way, or dirty ones.
         self._most_held = (self._high + slots) // 2 if self._policy == "write_back" else slots // 2
         self.behind = False  # the SSD was, when the store that is being placed had its turn: it is not waited for
-        self._earned = None
-        if self._landing is not None:
-            self._earned = Earned(self._landing.index, self.outlets, self._policy, config.write_hits)
-        if self.outlets:
-            manager.on_use.append(self._used)
+        self._earned = earned
 
     @property
     def keys(self) -> Collection[bytes]:
@@ -130,9 +128,7 @@ class StorePlanner:
     def _missing(self, pages: Sequence[Page]) -> list[int]:
         """The places of pages that a tier lacks which is to have them, and that nothing is bringing; each page once."""
         landing = self._landing
-        again = landing is None or (
-            self._policy == "write_through" and self._earned is not None and not self._earned.by_hits
-        )
+        again = landing is None or (self._policy == "write_through" and not self._earned.by_hits)
         found = []
         for number, page in enumerate(pages):
             if landing is not None and page.key not in landing.index:
@@ -241,8 +237,7 @@ class StorePlanner:
             kept = self._manager.expiry.joined_all(of, job.retention)
             entries = landing.index.insert_all(of, taken, PageState.PENDING, kept, leases=1)
             del slots[: len(some)]
-            if self._earned is not None:
-                self._earned.came(taken)
+            self._earned.came(taken)
             lease = self._manager.lease("store")
             lease.take(landing.index, entries)
             self._set_out(
@@ -425,16 +420,9 @@ class StorePlanner:
 
     # -- from the CPU tier to the SSD, without a store ---------------------------------------------------------------
 
-    def _used(self, keys: Sequence[bytes]) -> None:
-        if self._earned is not None:
-            self._earned.used(keys)
-            return
-        for outlet in self.outlets:
-            outlet.admission.use(keys)
-
     def earned(self) -> list[Parcel]:
         """What the lookups since the last load or store noted, as far as it is in memory: to be sent on now."""
-        pages = [] if self._earned is None else self._earned.take()
+        pages = self._earned.take()
         return self.leaving(pages) if pages else []
 
     def clean(self, *, everything: bool = False) -> list[Parcel]:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from gdscache.arrays import Int64Array
 from gdscache.errors import EngineClosedError
 from gdscache.index.free_slots import SlotPool
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
-from gdscache.moves.page_io import Positions
 from gdscache.native.tables import take_rows
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import Flag, failure_of, log_failure
@@ -60,7 +60,7 @@ class _Job:
 
     plan: StoreJob
     receipt: Reader
-    blocks: Positions
+    blocks: Int64Array
     after: Event
     sources: Lease | None
     given: set[int] = dataclasses.field(default_factory=set)
@@ -111,7 +111,7 @@ class Storer:
         self,
         pages: Sequence[Page],
         receipt: Reader,
-        blocks: Positions,
+        blocks: Int64Array,
         epoch: int,
         after: Event,
         sources: Lease | None,

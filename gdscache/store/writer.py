@@ -61,7 +61,7 @@ _Part = tuple[Outgoing, Sequence[int]]  # pages of a batch that came together: t
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
+class _WriteBatch:
     """A batch whose bytes are on their way: the pages of its parts, in their order, have `entries` and `sums`, uint64
     (pages, layers), and are the rows of the move."""
 
@@ -87,7 +87,7 @@ class TierWriter:
         self._executor = executor
         self._most = max(1, BATCH_BYTES // extent_bytes)
         self._ready: deque[_Part] = deque()
-        self._flying: deque[_Flight] = deque()
+        self._flying: deque[_WriteBatch] = deque()
         self._starting = False  # a batch, by one of the threads: what one reserves the other must not count on
         self._completing = False
         self._closing = False
@@ -139,7 +139,7 @@ class TierWriter:
                 yield from self._complete(flight)
         return bool(batch) or flight is not None
 
-    def _next(self) -> tuple[Sequence[_Part], _Flight | None]:
+    def _next(self) -> tuple[Sequence[_Part], _WriteBatch | None]:
         """A batch to begin, or the flight to complete, where the other thread does not, which looks further then."""
         with self._manager.lock:
             if self._ready and not self._starting and len(self._flying) < _FLIGHTS:
@@ -210,7 +210,7 @@ class TierWriter:
                     going.append((out, placed))
         return going
 
-    def _fly(self, parts: Sequence[_Part], entries: Mapping[bytes, Entry]) -> _Flight:
+    def _fly(self, parts: Sequence[_Part], entries: Mapping[bytes, Entry]) -> _WriteBatch:
         """Begin to move pages out of the memories that they lie in, into their slots of the tier."""
         ways, sums, moved = [], [], list[Entry]()
         for space, some in itertools.groupby(parts, lambda part: part[0].space):
@@ -223,9 +223,9 @@ class TierWriter:
             sums.append(self._executor.checksums(space, slots))
             self._tier.expect(moved[begun:], sums[-1])
         move = Move(Priority.DEMOTION, tuple(ways), min(out.seconds for out, _ in parts))
-        return _Flight(parts, moved, np.concatenate(sums), self._executor.begin(move))
+        return _WriteBatch(parts, moved, np.concatenate(sums), self._executor.begin(move))
 
-    def _ended(self, flight: _Flight) -> Steps[tuple[list[str], StorageError | None]]:
+    def _ended(self, flight: _WriteBatch) -> Steps[tuple[list[str], StorageError | None]]:
         """Why each page of a flight is not written, "" where it is; those that are late are dropped, and not waited
         for. An error, where I/O failed."""
         end = yield from flight.moving.end()
@@ -240,7 +240,7 @@ class TierWriter:
             self._hold(flight, end.late, "deadline")
         return causes, next(iter(end.errors.values()), None)
 
-    def _hold(self, flight: _Flight, late: Sequence[int], cause: str) -> None:
+    def _hold(self, flight: _WriteBatch, late: Sequence[int], cause: str) -> None:
         """Pages of a flight end now, what its I/O touches of them later."""
         with self._manager.lock:
             for row in late:
@@ -252,7 +252,7 @@ class TierWriter:
             for out, at in where:
                 self._end(out, (at,), cause)
 
-    def _complete(self, flight: _Flight) -> Steps[None]:
+    def _complete(self, flight: _WriteBatch) -> Steps[None]:
         causes, failed = yield from self._ended(flight)
         entries = {entry.key: entry for entry, cause in zip(flight.entries, causes, strict=True) if cause != "deadline"}
         if not entries:
@@ -272,7 +272,7 @@ class TierWriter:
                 self._tier.index.release_all([flight.entries[row] for row in ended])
                 self._finish_all(flight, causes)
 
-    def _commit(self, flight: _Flight, rows: Sequence[int]) -> list[str]:
+    def _commit(self, flight: _WriteBatch, rows: Sequence[int]) -> list[str]:
         """Have written pages committed; why each of them is not, "" where it is."""
         try:
             with self._manager.timeline.span("commit", pages=len(rows)):
@@ -285,7 +285,7 @@ class TierWriter:
                 return ["lock_lost"] * len(rows)
             return ["io_error"] * len(rows)
 
-    def _finish_all(self, flight: _Flight, causes: Sequence[str]) -> None:
+    def _finish_all(self, flight: _WriteBatch, causes: Sequence[str]) -> None:
         """The last word on the pages of a flight, but for those that are late."""
         left = iter(causes)
         for out, rows in flight.parts:
@@ -316,7 +316,7 @@ class TierWriter:
             flying = {page for flight in self._flying for page in flight.pages()}
             self._abandon([(out, [row for row in rows if (out, row) not in flying]) for out, rows in batch], {})
 
-    def _lose(self, flight: _Flight) -> None:
+    def _lose(self, flight: _WriteBatch) -> None:
         """An exception ended a flight, whose I/O may still be under way: its pages end now, what it touches later."""
         with self._manager.lock:
             if all(out.open.isdisjoint(rows) for out, rows in flight.parts):
@@ -324,7 +324,7 @@ class TierWriter:
             left = [row for row, (out, at) in enumerate(flight.pages()) if at in out.open]
             self._hold(flight, left, "error")
 
-    def _forget(self, flight: _Flight) -> None:
+    def _forget(self, flight: _WriteBatch) -> None:
         """Its pages have their ends. Again is fine: steps that were broken off may be closed late."""
         with self._manager.lock:
             if self._flying and self._flying[0] is flight:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, StorageError
 from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.storage import open_transport
-from gdscache.storage.base import IORequest, Op, Span, Submission, Switch, Transport, check_memory
+from gdscache.storage.base import FileRange, IORequest, Op, Submission, Switch, Transport, check_memory
 from gdscache.testing.fault_plan import ExtentPart, Fault, FaultPlan, FaultRule, Met
 
 if TYPE_CHECKING:
@@ -171,9 +171,9 @@ class FaultyTransport(Transport):
             return None
         return self.plan.meet(op, *self._files[request.file], request.offset, _nbytes(request))
 
-    def _span(self, request: IORequest) -> Span:
+    def _span(self, request: IORequest) -> FileRange:
         path = self._files.get(request.file, (0, f"file {request.file}"))[1]
-        return Span(path, request.offset, _nbytes(request))
+        return FileRange(path, request.offset, _nbytes(request))
 
     def _begin(self, op: Op, items: Sequence[_Item]) -> Submission:
         """Submit the items to the inner transport, which holds their memory from now on."""

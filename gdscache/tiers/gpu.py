@@ -80,4 +80,3 @@ class GpuTier(Tier):
 
     def close(self) -> None:
         self.pool.tensors = []
-        self.pool.views = []

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from gdscache.gate.busy import BusyPeriods
+from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.gate.costs import Costs
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
@@ -54,9 +54,11 @@ class TierManager:
         calls: Caller | None = None,
         quarantine: Quarantine | None = None,
         timeline: Timeline = OFF,
+        on_use: Callable[[Sequence[bytes]], None] = lambda keys: None,
     ) -> None:
         """`tiers`: the fastest first, each by a name of its own. `landing` is the first of them in memory, where pages
-        of slower ones come up to; `files` are those that only I/O reaches; `served` those that lookups see."""
+        of slower ones come up to; `files` are those that only I/O reaches; `served` those that lookups see. `on_use`
+        is told the keys that a lookup found, tail first, under the lock: it notes them, and starts nothing."""
         self.lock = lock
         self.calls: Caller = Direct() if calls is None else calls
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
@@ -65,7 +67,7 @@ class TierManager:
         self.files = [cast("DurableTier", tier) for tier in tiers if tier.kind == "files"]
         self._watches = any(tier.served for tier in self.files)  # a post costs lookups some 2 ms beside busy threads
         self.counts: Counter[tuple[str, str]] = Counter()
-        self.on_use: list[Callable[[Sequence[bytes]], None]] = []  # told the keys that a lookup found; only notes them
+        self._on_use = on_use
         self._leases: set[Lease] = set()
         self.clearing = Clearing(lock, self.tiers, self.files)
         self.costs = Costs()
@@ -111,8 +113,7 @@ class TierManager:
                 tier.touch(keys)
                 if hits:
                     self.counts["hits", name] += hits
-            for tell in self.on_use:
-                tell(keys)
+            self._on_use(keys)
             self.counts["lookups", "requests"] += 1
             self.counts["lookups", "pages"] += len(pages) - start
             missing = len(pages) - start - len(found) - hidden

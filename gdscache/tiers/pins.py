@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gdscache.errors import ForkedProcessError
@@ -35,8 +34,8 @@ class Pin:
     def tokens(self) -> int:
         """Tokens of the prefix that it holds now.
 
-        Fewer than asked for where pages were not cached, or where every tier that has the next page has as many pinned
-        as it may (`PIN_SHARE` of its slots); 0 once it has ended.
+        Fewer than asked for if pages were not cached, or if every tier that has the next page has pinned all it may
+        (`PIN_SHARE` of its slots). 0 once the pin has ended.
         """
         return self._pins.manager.calls.brief(self._count)
 
@@ -57,9 +56,7 @@ class Pin:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with contextlib.suppress(ForkedProcessError):
             self.release()
 

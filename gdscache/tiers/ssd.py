@@ -43,6 +43,8 @@ from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 if TYPE_CHECKING:
     import torch
 
+    from gdscache.tiers.ssd_route import RouteChoice
+
 _log = logging.getLogger("gdscache.ssd")
 _TOUCHES_KEPT = 1 << 16
 _NOTED = 1 << 13  # uses that are brought in at a time: what a call may have to do for those before it
@@ -55,7 +57,8 @@ _CLOCK_LIMIT = 1 << 62  # a damaged row must not push the clock out of SQLite's 
 class SsdTier(DurableTier):
     """Pages on an SSD. `lock` is the manager's lock; it guards the index and is never held over I/O.
 
-    `wall_clock`: seconds since the epoch; pages that have expired by then are given up when the tier opens.
+    `choose`: which way pages go to the planes (ssd_route.py). `wall_clock`: seconds since the epoch; pages that have
+    expired by then are given up when the tier opens.
     """
 
     name = "ssd"
@@ -67,12 +70,12 @@ class SsdTier(DurableTier):
         config: SsdConfig,
         device: str,
         lock: threading.RLock,
+        choose: Callable[[SlabIO, PageIndex], RouteChoice] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.layout = layout
         self.lock = lock
         self.path = path = config.path
-        self.route: dict[str, Any] | None = None  # how pages go to the planes, for `describe`
         self.lost: Counter[str] = Counter()  # pages that recovery had to give up, by cause
         slots = config.capacity // layout.extent_bytes
         with contextlib.ExitStack() as undo:
@@ -96,6 +99,7 @@ class SsdTier(DurableTier):
             self.io = SlabIO(self._slab, transport)
             undo.callback(self.io.close)
             self._recover(slots, config.eviction, wall_clock())
+            self._route = None if choose is None else choose(self.io, self.index)
             undo.pop_all()
         self._power = config.durability == "power"
         self._reserve = min(config.reserve, slots // 8)
@@ -127,6 +131,11 @@ class SsdTier(DurableTier):
             log = _log.info if expected else _log.warning
             log("%s: recovery gave up pages: %s", self.path, dict(found.dropped))
         _log.info("%s: %d pages of %d bytes recovered", self.path, len(found.slots), self.layout.extent_bytes)
+
+    @property
+    def direct(self) -> bool:
+        """Whether pages go straight to the planes' device."""
+        return self._route is not None and self._route.route == "direct"
 
     @property
     def catalog_path(self) -> Path:
@@ -403,7 +412,7 @@ class SsdTier(DurableTier):
     def describe(self) -> dict[str, Any]:
         return {
             "path": str(self.path),
-            "route": self.route,
+            "route": None if self._route is None else self._route.describe(),
             "stripes": [str(file.parent) for file in self._slab.files[1:]],
             "lost_at_recovery": dict(self.lost),
             "catalogue_set_aside": None if self._set_aside is None else str(self._set_aside),

@@ -16,17 +16,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from gdscache.arrays import Int64Array
+from gdscache.config import SsdConfig
+from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import NoMemoryError, StorageError, TransportUnavailableError
 from gdscache.extents.base import Extents
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
-from gdscache.moves.page_io import Positions
+from gdscache.index.index import PageIndex
 from gdscache.pages.layout import PageLayout
 from gdscache.storage.base import Op
-from gdscache.tiers.ssd import SsdTier
 
-Route = Literal["direct", "via_cpu"]
-Asked = Literal["auto", "direct", "via_cpu"]
+SsdRoute = Literal["direct", "via_cpu"]
+AskedRoute = Literal["auto", "direct", "via_cpu"]
 
 _log = logging.getLogger("gdscache")
 _BYTES = 32 << 20  # that each way moves a time
@@ -35,10 +37,10 @@ _DEADLINE_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class RouteChoice:
     """A route, why, and what was measured for it, in GB/s by route."""
 
-    route: Route
+    route: SsdRoute
     reason: str
     gb_per_second: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -46,17 +48,19 @@ class Choice:
         return dataclasses.asdict(self)
 
 
-def choose(asked: Asked, ssd: SsdTier, layout: PageLayout, device: torch.device, *, keep: bool) -> Choice:
-    """The route for pages of `ssd`, said in one log line. `keep`: there is a CPU tier, which host memory is for.
+def choose(
+    layout: PageLayout, device: torch.device, config: SsdConfig, io: SlabIO, index: PageIndex, *, keep: bool
+) -> RouteChoice:
+    """The route for pages of the SSD, said in one log line. `keep`: there is a CPU tier, which host memory is for.
 
     Raises `TransportUnavailableError` where the route that was asked for cannot be had.
     """
-    found = decided(asked, ssd.io.memory_kinds, device, keep=keep) or _faster(ssd, layout, device)
-    _log.info("%s: pages go %s: %s", ssd.path, found.route, found.reason)
+    found = decided(config.route, io.memory_kinds, device, keep=keep) or _faster(io, index, layout, device)
+    _log.info("%s: pages go %s: %s", config.path, found.route, found.reason)
     return found
 
 
-def decided(asked: Asked, kinds: Collection[str], device: torch.device, *, keep: bool) -> Choice | None:
+def decided(asked: AskedRoute, kinds: Collection[str], device: torch.device, *, keep: bool) -> RouteChoice | None:
     """The route for planes on `device` with a transport that moves `kinds` of memory; None where both can be had, and
     the faster is to be found out. Raises as `choose` does."""
     if "host" not in kinds and (keep or asked == "via_cpu"):
@@ -69,68 +73,68 @@ def decided(asked: Asked, kinds: Collection[str], device: torch.device, *, keep:
             f"ssd.route is direct, but {cause}", "set ssd.transport to cufile, kvikio or nixl, or ssd.route to auto"
         )
     if asked != "auto":
-        return Choice(asked, "configured")
+        return RouteChoice(asked, "configured")
     if not direct:
-        return Choice(
+        return RouteChoice(
             "via_cpu", f"the transport moves {' and '.join(sorted(kinds))} memory, the planes are on {device}"
         )
     if "host" not in kinds:
-        return Choice("direct", "the transport moves GPU memory only")
+        return RouteChoice("direct", "the transport moves GPU memory only")
     return None
 
 
-def _faster(ssd: SsdTier, layout: PageLayout, device: torch.device) -> Choice:
-    pages = max(1, min(_BYTES // layout.extent_bytes, ssd.index.slots))
+def _faster(io: SlabIO, index: PageIndex, layout: PageLayout, device: torch.device) -> RouteChoice:
+    pages = max(1, min(_BYTES // layout.extent_bytes, index.slots))
     host, there = HostExtents(layout, pages * layout.extent_bytes, "auto"), None
     try:
         there = DeviceExtents(layout, pages * layout.extent_bytes, device)
-        return _measured(ssd, host, there)
+        return _measured(io, index, host, there)
     except (StorageError, NoMemoryError) as error:
-        return Choice("via_cpu", f"the direct route cannot be measured: {error}")
+        return RouteChoice("via_cpu", f"the direct route cannot be measured: {error}")
     finally:
         host.close()
         if there is not None:
             there.close()
 
 
-def _measured(ssd: SsdTier, host: HostExtents, there: DeviceExtents) -> Choice:
+def _measured(io: SlabIO, index: PageIndex, host: HostExtents, there: DeviceExtents) -> RouteChoice:
     """Read the same slots both ways: free ones, with noise that is written first, or whatever lies in the slab."""
-    slots, free = _slots(ssd, host.slots)
-    ssd.io.register(host.buffer.view)
-    ssd.io.register(there.rows.view(-1))
+    slots, free = _slots(index, host.slots)
+    io.register(host.buffer.view)
+    io.register(there.rows.view(-1))
     try:
         if free:
             noise = np.random.default_rng(0).integers(0, 256, host.rows.shape, dtype=np.uint8)
             host.rows.copy_(torch.from_numpy(noise))
-            _move(ssd, Op.WRITE, slots, host)
+            _move(io, Op.WRITE, slots, host)
         host.rows.zero_()
-        reading = _best(lambda: _move(ssd, Op.READ, slots, host))
+        reading = _best(lambda: _move(io, Op.READ, slots, host))
         copied = torch.empty_like(there.rows)
         copying = _best(lambda: _copy(copied, host.rows))
-        straight = _best(lambda: _move(ssd, Op.READ, slots, there))
+        straight = _best(lambda: _move(io, Op.READ, slots, there))
         same = torch.equal(copied, there.rows)
     finally:
-        ssd.io.deregister(there.rows.view(-1))
-        ssd.io.deregister(host.buffer.view)
+        io.deregister(there.rows.view(-1))
+        io.deregister(host.buffer.view)
     nbytes = len(slots) * host.layout.extent_bytes
     rates = {"direct": nbytes / straight / 1e9, "via_cpu": nbytes / max(reading, copying) / 1e9}
     if not same:
-        return Choice("via_cpu", "the direct route reads other bytes", rates)
-    route: Route = "direct" if rates["direct"] > rates["via_cpu"] else "via_cpu"
-    return Choice(route, f"{rates['direct']:.1f} GB/s direct, {rates['via_cpu']:.1f} via the CPU", rates)
+        return RouteChoice("via_cpu", "the direct route reads other bytes", rates)
+    route: SsdRoute = "direct" if rates["direct"] > rates["via_cpu"] else "via_cpu"
+    return RouteChoice(route, f"{rates['direct']:.1f} GB/s direct, {rates['via_cpu']:.1f} via the CPU", rates)
 
 
-def _slots(ssd: SsdTier, pages: int) -> tuple[Positions, bool]:
+def _slots(index: PageIndex, pages: int) -> tuple[Int64Array, bool]:
     """Slots to read, and whether they are free: their bytes are nobody's."""
-    free = [slot for first, count in ssd.index.free_runs() for slot in range(first, first + count)][:pages]
+    free = [slot for first, count in index.free_runs() for slot in range(first, first + count)][:pages]
     if len(free) == pages:
         return np.array(free, dtype=np.int64), True
     return np.arange(pages, dtype=np.int64), False
 
 
-def _move(ssd: SsdTier, op: Op, slots: Positions, extents: Extents) -> None:
+def _move(io: SlabIO, op: Op, slots: Int64Array, extents: Extents) -> None:
     places = np.arange(len(slots), dtype=np.int64)
-    for error in ssd.io.transfer(op, slots, [(extents, places)]).wait(time.monotonic() + _DEADLINE_S):
+    for error in io.transfer(op, slots, [(extents, places)]).wait(time.monotonic() + _DEADLINE_S):
         if error is not None:
             raise error
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
@@ -25,9 +24,7 @@ class Span:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
 
@@ -63,10 +60,6 @@ class Timeline:
 
     def compute(self, kind: str, device: torch.device | None, /, **about: Any) -> Span:
         """`span`, and the time of what is queued within it on the current stream of `device`, where that is CUDA's."""
-        return _NOTHING
-
-    def on_stream(self, kind: str, track: str, stream: torch.cuda.Stream, /, **about: Any) -> Span:
-        """Time of what the calling thread queues on a stream; spans of a track follow each other."""
         return _NOTHING
 
     def flight(self, kind: str, track: str, /, **about: Any) -> Flight:

@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gdscache.tracing.base import OFF, Countdown, Flight, PagesInFlight, Span, Timeline, title
@@ -34,9 +33,7 @@ class _Range(Span):
         self._nvtx.range_push(self._name)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._nvtx.range_pop()
 
 
@@ -54,9 +51,7 @@ class _ProcessRange(Flight):
         self._handle = self._nvtx.range_start(self._name)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self._followed:
             self._nvtx.range_end(self._handle)
 
@@ -88,9 +83,6 @@ class NvtxTimeline(Timeline):
         return _Range(self._nvtx, _text(kind, about))
 
     def compute(self, kind: str, device: torch.device | None, /, **about: Any) -> Span:
-        return _Range(self._nvtx, _text(kind, about))
-
-    def on_stream(self, kind: str, track: str, stream: torch.cuda.Stream, /, **about: Any) -> Span:
         return _Range(self._nvtx, _text(kind, about))
 
     def flight(self, kind: str, track: str, /, **about: Any) -> Flight:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gdscache.errors import InvalidValueError
@@ -48,13 +47,11 @@ class _Recorded(Flight):
         self._timeline.begin(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._nested:
             self._timeline.stack.pop()
-        if kind is not None:
-            self.about["error"] = kind.__name__
+        if isinstance(error[0], type):
+            self.about["error"] = error[0].__name__
         if not self._followed:
             self._timeline.end(self)
 
@@ -65,41 +62,35 @@ class _Recorded(Flight):
 
 
 class _OnStream(Span):
-    """What is queued on a stream, between two timing events; with `host`, a span of the calling thread too."""
+    """What is queued on the caller's stream, between two timing events, and `host`, the span of the calling thread."""
 
-    __slots__ = ("_about", "_host", "_kind", "_start", "_stream", "_timeline", "_track")
+    __slots__ = ("_about", "_host", "_kind", "_start", "_stream", "_timeline")
 
     def __init__(
         self,
         timeline: TraceTimeline,
         kind: str,
-        track: str,
         stream: torch.cuda.Stream,
         about: dict[str, Any],
-        host: Span | None = None,
+        host: Span,
     ) -> None:
         self._timeline = timeline
         self._kind = kind
-        self._track = track
         self._stream = stream
         self._about = about
         self._host = host
 
     def __enter__(self) -> _OnStream:
         self._start = self._timeline.times.mark(self._stream)
-        if self._host is not None:
-            self._host.__enter__()
+        self._host.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             end = self._timeline.times.mark(self._stream)
-            self._timeline.add_on_stream(self._kind, self._track, self._stream, self._start, end, self._about)
+            self._timeline.add_on_stream(self._kind, self._stream, self._start, end, self._about)
         finally:
-            if self._host is not None:
-                self._host.__exit__(kind, error, trace)
+            self._host.__exit__(*error)
 
 
 class TraceTimeline(Timeline):
@@ -153,10 +144,7 @@ class TraceTimeline(Timeline):
         if torch.cuda.is_current_stream_capturing():  # a graph's events have no times
             return host
         stream = torch.cuda.current_stream(device)
-        return _OnStream(self, kind, "model stream", stream, self._inherit(dict(about)), host)
-
-    def on_stream(self, kind: str, track: str, stream: torch.cuda.Stream, /, **about: Any) -> Span:
-        return _OnStream(self, kind, track, stream, self._inherit(about))
+        return _OnStream(self, kind, stream, self._inherit(dict(about)), host)
 
     def flight(self, kind: str, track: str, /, **about: Any) -> Flight:
         return _Recorded(self, kind, (track, 0), self._inherit(about), nested=False)
@@ -197,17 +185,15 @@ class TraceTimeline(Timeline):
                 self._open.remove(span)
                 self._events.append((span.kind, span.track, span.start, now, span.about))
 
-    def add_on_stream(
-        self, kind: str, track: str, stream: torch.cuda.Stream, start: Any, end: Any, about: dict[str, Any]
-    ) -> None:
-        """Keep a span of a stream, whose times are found out later."""
+    def add_on_stream(self, kind: str, stream: torch.cuda.Stream, start: Any, end: Any, about: dict[str, Any]) -> None:
+        """Keep a span of the caller's stream, whose times are found out later."""
         with self._lock:
             if not self._take():
                 return
 
         def resolved(first: int, last: int) -> None:
             with self._lock:
-                self._events.append((kind, (track, 0), first, last, about))
+                self._events.append((kind, ("model stream", 0), first, last, about))
 
         self.times.add(start, end, stream.device, resolved)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm_parts as parts
+
+from tests.engines import vllm_parts as parts
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import sglang_host_rig as host
-import sglang_rig as rig
 import torch
-from faulty import PLAN
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -26,9 +23,12 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from gdscache.integrations.sglang.weights import METHODS
 from gdscache.storage.base import Op
 from gdscache.testing.faults import Fault
+from tests.engines import sglang_host_rig as host
+from tests.engines import sglang_rig as rig
+from tests.support.faulty import PLAN
 
 CASES: dict[str, Callable[[Path], None]] = {}
-FAULTY = {"ssd": {"transport": "faulty:FaultyTransport"}}
+FAULTY = {"ssd": {"transport": "tests.support.faulty:FaultyTransport"}}
 
 
 def case(run: Callable[[Path], None]) -> Callable[[Path], None]:

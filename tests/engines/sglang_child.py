@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_child import make_model, tokens_of
+from tests.engines.vllm_child import make_model, tokens_of
 
 ENGINE = {
     "skip_tokenizer_init": True,

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_contract import found, members
+from tests.engines.vllm_contract import found, members
 
 _CACHE = "sglang.srt.mem_cache"
 CLASSES = [

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_vllm_contract import changes
+
+from tests.engines.sglang_parts import HERE, PYTHON, ROOT
+from tests.engines.vllm_parts import changes
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-PYTHON = Path(os.environ.get("GDSCACHE_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
 MISSING = f"no SGLang at {PYTHON}: `make engines` makes that environment, or set GDSCACHE_SGLANG_PYTHON"
 LIMIT_S = 120.0
 WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "sglang_contract.json").read_text())
@@ -34,7 +33,7 @@ PAIRED = {"killed", "after_the_kill"}
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     if not PYTHON.exists():
         pytest.skip(MISSING)
-    paths = [ROOT, ROOT / "tests", ROOT / "tests/stand_ins/sglang"]
+    paths = [ROOT, ROOT / "tests/support/stand_ins/sglang"]
     settings = {
         **os.environ,
         "PYTHONPATH": ":".join(map(str, paths)),

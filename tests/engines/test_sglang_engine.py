@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import vllm_parts as parts
-from test_sglang import PYTHON
-from test_vllm_trace import requests
+
+from tests.engines import vllm_parts as parts
+from tests.engines.sglang_parts import PYTHON
+from tests.engines.vllm_parts import requests
 
 pytestmark = [
     pytest.mark.engines,

@@ -8,23 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm_parts as parts
+
+from tests.engines import vllm_parts as parts
+from tests.engines.vllm_parts import changes
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent
 WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "vllm_contract.json").read_text())
-# What later versions have besides, and that the connector may do without.
-LATER = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
-
-
-def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """In words, what is gone, new or has other parameters."""
-    gone = [f"{name} is gone" for name in before.keys() - now.keys()]
-    new = [f"{name} is new: {now[name]}" for name in now.keys() - before.keys() - LATER]
-    other = [
-        f"{name}: {now[name]}, was {before[name]}" for name in before.keys() & now.keys() if before[name] != now[name]
-    ]
-    return sorted(gone + new + other)
 
 
 def test_changes_are_told() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import vllm_parts as parts
+
+from tests.engines import vllm_parts as parts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

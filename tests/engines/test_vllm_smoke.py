@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import vllm_parts as parts
+
+from tests.engines import vllm_parts as parts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 

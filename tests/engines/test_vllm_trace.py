@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import vllm_parts as parts
+
+from tests.engines import vllm_parts as parts
+from tests.engines.vllm_parts import requests
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 REQUESTS = 2000 if torch.cuda.is_available() else 40
-TURNS, MOST_TOKENS = 5, 1900
 ALIKE = 0.995  # of the requests have the same tokens: the sums of a batch are made in another order each time
-
-
-def requests(count: int) -> list[dict[str, Any]]:
-    """Conversations of `TURNS` requests each, several at a time, whose prompts begin with one of four instructions."""
-    draw = random.Random(0)
-    open_: list[list[list[int]]] = []
-    found: list[dict[str, Any]] = []
-    seeds = iter(range(100, 1 << 30))
-    while len(found) < count:
-        if len(open_) < max(4, count // 40):
-            open_.append([[draw.randrange(4), draw.choice((300, 500))]])
-        talk = draw.choice(open_)
-        talk.append([next(seeds), draw.randrange(20, 300)])
-        if sum(number for _, number in talk) <= MOST_TOKENS:
-            found.append({"parts": [list(part) for part in talk], "most": draw.choice((8, 24))})
-        if len(talk) > TURNS:
-            open_.remove(talk)
-    return found
 
 
 def test_a_trace_at_a_rate_that_preempts(model: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import random
 import subprocess
 import time
 from pathlib import Path
@@ -143,11 +144,51 @@ def first_drift(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 
 def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    """The tokens are those of a run without a cache, and the first one's probabilities nearly."""
+    """The tokens are those of a run without a cache, and the first one's probabilities nearly.
+
+    On a GPU kernels for latents differ by how much of a prompt is cached, and a tie of two tokens may go either way:
+    there the probabilities alone count, which one wrong block moves by three times `DRIFT`.
+    """
     assert [answer["why"] for answer in found] == ["length"] * len(wanted)
-    drifts = [drift(a, b) for a, b in zip(found, wanted, strict=True)]
+    apart = first_drift if KIND == "mla" and torch.cuda.is_available() else drift
+    drifts = [apart(a, b) for a, b in zip(found, wanted, strict=True)]
     assert max(drifts) < DRIFT, (drifts, [a["tokens"] for a in found], [b["tokens"] for b in wanted])
 
 
 def cached(found: list[dict[str, Any]]) -> list[int]:
     return [answer["cached"] for answer in found]
+
+
+# What later versions have besides, and that the connector may do without.
+LATER = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """In words, what is gone, new or has other parameters."""
+    gone = [f"{name} is gone" for name in before.keys() - now.keys()]
+    new = [f"{name} is new: {now[name]}" for name in now.keys() - before.keys() - LATER]
+    other = [
+        f"{name}: {now[name]}, was {before[name]}" for name in before.keys() & now.keys() if before[name] != now[name]
+    ]
+    return sorted(gone + new + other)
+
+
+TURNS, MOST_TOKENS = 5, 1900
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    """Conversations of `TURNS` requests each, several at a time, whose prompts begin with one of four instructions."""
+    draw = random.Random(0)
+    open_: list[list[list[int]]] = []
+    found: list[dict[str, Any]] = []
+    seeds = iter(range(100, 1 << 30))
+    while len(found) < count:
+        if len(open_) < max(4, count // 40):
+            open_.append([[draw.randrange(4), draw.choice((300, 500))]])
+        talk = draw.choice(open_)
+        talk.append([next(seeds), draw.randrange(20, 300)])
+        if sum(number for _, number in talk) <= MOST_TOKENS:
+            found.append({"parts": [list(part) for part in talk], "most": draw.choice((8, 24))})
+        if len(talk) > TURNS:
+            open_.remove(talk)
+    return found

@@ -9,9 +9,9 @@ import time
 from typing import Any
 
 import numpy as np
-from helpers import Host, drop_from, prompt, quiet
 
 from gdscache.tiers.mooncake import MooncakeTier
+from tests.support.helpers import Host, drop_from, prompt, quiet
 
 
 class Child:

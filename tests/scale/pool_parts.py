@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_config, until
+
+from tests.support.helpers import make_config, until
 
 HERE = Path(__file__).parent
 PYTHON = os.environ.get("GDSCACHE_MOONCAKE_PYTHON", "")
@@ -92,8 +93,12 @@ class Process:
         self.log = log
         with log.open("ab") as out:
             options: dict[str, Any] = {"stdout": out} | pipes
-            where = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])
-            environment = {**os.environ, "PYTHONPATH": where, "GLOG_minloglevel": "2", "OMP_NUM_THREADS": "1"}
+            environment = {
+                **os.environ,
+                "PYTHONPATH": str(HERE.parents[1]),
+                "GLOG_minloglevel": "2",
+                "OMP_NUM_THREADS": "1",
+            }
             self.process = subprocess.Popen([*fence(), *command], stderr=out, env=environment, **options)
 
     def kill(self) -> None:

@@ -6,7 +6,8 @@ import os
 import subprocess
 
 import pytest
-from pool_parts import HERE, PYTHON, needs_mooncake
+
+from tests.scale.pool_parts import HERE, PYTHON, needs_mooncake
 
 pytestmark = pytest.mark.scale
 VLLM = os.environ.get("GDSCACHE_VLLM_PYTHON", "")

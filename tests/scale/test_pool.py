@@ -14,9 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pool_parts import EXTENT, PAGES, PYTHON, RealPool, end_fence, eventually, fence, needs_mooncake, real_pool
 
 from gdscache.pool.io import TRAILER_BYTES
+from tests.scale.pool_parts import (
+    EXTENT,
+    PAGES,
+    PYTHON,
+    RealPool,
+    end_fence,
+    eventually,
+    fence,
+    needs_mooncake,
+    real_pool,
+)
 
 pytestmark = pytest.mark.scale
 MANY = 4 * PAGES  # 8 MiB: some tens of milliseconds
@@ -241,7 +251,7 @@ def test_the_bench_measures_both(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert report.exists(), done.stdout + done.stderr
     found = json.loads(report.read_text())
-    assert found["schema"] == "gdscache.bench.pool/1"
+    assert found["schema"] == "gdscache.bench.pool/2"
     assert {*found["pool"]} == {"put", "get"}
     assert {*found["dead_master"]} == {"lookup", "load"}
     assert all(row["ratio"] > 0 for part in ("pool", "dead_master") for row in found[part].values())

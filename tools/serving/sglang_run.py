@@ -16,7 +16,7 @@ def cache(order: dict[str, Any]) -> dict[str, Any]:
     way, folder = order["way"], order["folder"]
     tiers = {
         "cpu": {"capacity": order["cpu"]},
-        "ssd": {"path": f"{folder}/gds-{way}", "capacity": order["ssd"]},
+        "ssd": {"path": f"{folder}/gds-{way}", "capacity": order["ssd"], "threads": order["threads"]},
         "host_buffer": order["host_buffer"],
         "load": {"verify": "once", "gate": "enforcing"},
     }

@@ -45,7 +45,7 @@ def transfer(order: dict[str, Any]) -> Any:
     if way == "gdscache":
         config = {
             "cpu": {"capacity": order["cpu"]},
-            "ssd": {"path": f"{folder}/gds", "capacity": order["ssd"]},
+            "ssd": {"path": f"{folder}/gds", "capacity": order["ssd"], "threads": order["threads"]},
             "host_buffer": order["host_buffer"],
             "load": {"verify": "once", "gate": "enforcing"},  # as `gdscache config init vllm` writes
         }

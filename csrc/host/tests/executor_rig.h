@@ -19,6 +19,7 @@
 #include "../executor.h"
 #include "../xxh3.h"
 #include "check.h"
+#include "digest.h"
 #include "foreign_copies.h"
 
 namespace gdscache::test {

@@ -7,6 +7,7 @@
 #include "../pages.h"
 #include "../xxh3.h"
 #include "check.h"
+#include "digest.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

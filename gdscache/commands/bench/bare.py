@@ -10,13 +10,12 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.commands.bench.measure import Progress, Series, interleave, rate, silent
+from gdscache.commands.bench.measure import Closing, Progress, Series, interleave, rate, silent
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import InvalidValueError, IOFailedError
@@ -66,7 +65,7 @@ _Loop = struct(
 )
 
 
-class BareLoop:
+class BareLoop(Closing):
     """Reads or writes the first `total` bytes of a file, each part once, to or from memory of its own.
 
     As much memory as a tier fills, and of the same kind (huge pages, page-locked where CUDA is: on some devices both
@@ -152,14 +151,6 @@ class BareLoop:
         os.close(self._file)
         del self._memory
         self._buffer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def best(ways: list[Way], found: dict[str, Series]) -> Way:

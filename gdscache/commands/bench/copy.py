@@ -6,235 +6,266 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from gdscache.commands.bench import copy_startup
+from gdscache.commands.bench import copy_startup, kit
 from gdscache.commands.bench.copy_beside import COPY_TARGET, SUMS_TARGET, WORK_TARGET, Beside, attention, matrix_product
-from gdscache.commands.bench.copy_cells import Cell, Geometry, selected
+from gdscache.commands.bench.copy_cells import GROUP_BYTES, PATHS, Cell, cells
 from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
 from gdscache.commands.bench.copy_pool import Copies, Pool
-from gdscache.commands.bench.measure import Progress, Series, frozen_heap, paired, rate, silent, target, turns
-from gdscache.commands.bench.neighbours import LABELS, beside
+from gdscache.commands.bench.measure import Series, frozen_heap, paired, rate, target, turns
+from gdscache.commands.bench.rows import Line, bars, lines_table
+from gdscache.commands.console import Table, duration, figure, verdict
+from gdscache.errors import InvalidValueError
 from gdscache.movers.base import Mover
-from gdscache.sizes import GIB, MIB
-
-Keep = Callable[[dict[str, Any]], None]
-"""Called with what was measured so far, every now and then."""
+from gdscache.sizes import GIB, MIB, about
 
 MEMCPY = "cudaMemcpyAsync"
 NO_SUMS = "without checksums"
 BESIDE_CELL = ("gqa", 64, "all", "load")  # geometry, page_tokens, part, direction of what runs beside a model's work
-_LEAST_PAIRS = 3
+KERNELS, PINNING = "building the kernels", "page-locking"
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(kit.Settings):
     """How much is measured: sizes in bytes.
 
-    `total` is moved each way in a run, `beside_total` beside a model's work; `pairs` of runs make a figure with a
-    target, up to `matrix_pairs` any other: as many as fit into `cell_seconds`. `product` and `attention` are the edge
-    of the matrices and the tokens; `pin` is the pool that is page-locked, `pin_pairs` times each way; `builds` the
-    rounds of building kernels.
+    `total` is moved each way in a run, `beside_total` beside a model's work; `pairs` of runs make a figure. `product`
+    and `attention` are the edge of the matrices and the tokens; `pin` is the pool that is page-locked, `pin_pairs`
+    times each way; `builds` the rounds of building kernels. `path`: by which copies go; `auto`: as an engine chooses.
     """
 
-    profile: str = "default"
     total: int = 1 * GIB
     beside_total: int = 1 * GIB
     pairs: int = 30
-    matrix_pairs: int = 8
-    cell_seconds: float = 0.25
     product: int = 8192
     attention: int = 8192
     pin: int = 16 * GIB
     pin_pairs: int = 3
     builds: int = 2
+    path: str = "auto"
 
     @classmethod
-    def full(cls) -> Settings:
-        """The whole matrix."""
-        return cls(profile="full", cell_seconds=2.0, builds=3)
+    def of(cls, profile: str) -> Settings:
+        if profile == "quick":
+            return cls(profile, 32 * MIB, 128 * MIB, 2, 4096, 4096, 64 * MIB, 1, 1)
+        return cls(profile)
 
-    @classmethod
-    def quick(cls) -> Settings:
-        """Seconds instead of minutes; its figures say that things work, not how fast."""
-        return cls("quick", 32 * MIB, 128 * MIB, 2, 1, 0.0, 4096, 4096, 64 * MIB, 1, 1)
-
-    def describe(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    def check(self) -> None:
+        """Raises `InvalidValueError` for settings that measure nothing."""
+        if self.path not in PATHS:
+            raise InvalidValueError(f"unknown path {self.path!r}", f"choose of {', '.join(PATHS)}")
 
 
-def run(
-    settings: Settings, gpu: Gpu, progress: Progress = silent, keep: Keep = lambda found: None, *, startup: bool = True
-) -> dict[str, Any]:
-    """All measurements, as plain data. After Ctrl-C what was measured until then, with `complete` false.
+def bench(gpu: Gpu, *, startup: bool = True) -> kit.Bench:
+    """The bench on one GPU. `startup`: also what fresh processes pay."""
+    sections: dict[str, Any] = {
+        "mover": {},
+        "copies": [],
+        "checksums": [],
+        "beside": [],
+        "kernel_build": None,
+        "pinning": None,
+    }
+    measured = functools.partial(measure, gpu=gpu, startup=startup)
+    return kit.Bench("copy", "gdscache.bench.copy/2", sections, measured, tables, plot)
 
-    `startup`: also what fresh processes pay. Raises `KernelUnavailableError` where the kernels cannot be built,
-    `CapacityError` and `PinnedMemoryError` where memory is short, `IOFailedError` when copies give other bytes.
+
+def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, startup: bool) -> None:
+    """Every cell, with one pool and one mover a layout.
+
+    Raises `KernelUnavailableError` where the kernels cannot be built, and `CapacityError` and `PinnedMemoryError` where
+    memory is short. A case fails where copies give other bytes.
     """
-    bench = _Bench(settings, gpu, progress)
-    found = bench.found
-    with contextlib.suppress(KeyboardInterrupt), frozen_heap():
-        try:
-            for (geometry, page_tokens), cells in itertools.groupby(bench.cells, lambda c: (c.geometry, c.page_tokens)):
-                bench.pool(geometry, page_tokens, cells)
-                keep(found)
-            if startup:
-                found["kernel_build"] = copy_startup.kernel_build(settings.builds, progress)
-                keep(found)
-                found["pinning"] = copy_startup.pinning(settings.pin, settings.pin_pairs, progress)
-            found["complete"] = True
-        finally:
-            keep(found)
-    return found
+    settings.check()
+    run.plan([*map(label, cells()), *((KERNELS, PINNING) if startup else ())])
+    with frozen_heap():
+        for (geometry, page_tokens), of_layout in itertools.groupby(cells(), lambda c: (c.geometry, c.page_tokens)):
+            wanted = [cell for cell in of_layout if run.wants(label(cell))]
+            if wanted:
+                with Pool(gpu, geometry.layout(page_tokens), settings.total) as pool:
+                    _with_pool(run, settings, gpu, pool, wanted)
+    run.case(KERNELS, lambda: {"kernel_build": copy_startup.kernel_build(settings.builds, run.progress)})
+    run.case(PINNING, lambda: {"pinning": copy_startup.pinning(settings.pin, settings.pin_pairs, run.progress)})
 
 
-class _Bench:
-    """The measurements on one GPU; `found` grows with each."""
+def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: Pool, some: Sequence[Cell]) -> None:
+    with contextlib.closing(
+        gpu.open_mover(pool.planes, settings.path)
+    ) as mover:  # its kernels hold the planes, until this returns
+        run.found["mover"] = run.found["mover"] or gpu.describe(mover)
+        for cell in some:
+            run.case(label(cell), functools.partial(measure_cell, settings, gpu, pool, mover, cell))
 
-    def __init__(self, settings: Settings, gpu: Gpu, progress: Progress) -> None:
-        self.settings = settings
-        self.gpu = gpu
-        self.cells = selected(settings.profile)
-        self.found: dict[str, Any] = {
-            "complete": False,
-            "mover": {},
-            "copies": [],
-            "checksums": [],
-            "beside": [],
-            "python": [],
-            "kernel_build": None,
-            "pinning": None,
-        }
-        self._progress = progress
-        self._done = 0
 
-    def pool(self, geometry: Geometry, page_tokens: int, cells: Iterable[Cell]) -> None:
-        """Everything that is measured with one layout: with one mover after the other, in the same memory."""
-        with Pool(self.gpu, geometry.layout(page_tokens), self.settings.total) as pool:
-            for path, some in itertools.groupby(cells, lambda cell: cell.path):
-                with contextlib.closing(self.gpu.open_mover(pool.planes, path)) as mover:
-                    if path == "auto" and not self.found["mover"]:
-                        self.found["mover"] = self.gpu.describe(mover)
-                    for cell in some:
-                        self._cell(pool, mover, cell)
-                del mover  # its kernels hold the planes
+def measure_cell(settings: Settings, gpu: Gpu, pool: Pool, mover: Mover, cell: Cell) -> dict[str, list[dict[str, Any]]]:
+    """The rows of one cell: against a plain copy; with checksums against without; and for one layout also beside a
+    model's work."""
+    copies, limit = Copies(pool, cell), cell.target
+    assert limit is not None, "a cell has a target"
+    copies.check(mover)
+    compare = functools.partial(_row, settings, gpu, mover, cell, copies)
+    ours, with_sums = copies.ours(mover), copies.ours(mover, sums=True)
+    here = (cell.geometry.name, cell.page_tokens, cell.parts[-1], cell.direction) == BESIDE_CELL
+    return {
+        "copies": [compare(ours, copies.plain(), MEMCPY, limit, sums=False)],
+        "checksums": [compare(with_sums, ours, NO_SUMS, SUMS_TARGET, sums=True)],
+        "beside": _beside(settings, gpu, mover, cell, copies) if here else [],
+    }
 
-    def _cell(self, pool: Pool, mover: Mover, cell: Cell) -> None:
-        self._progress(self._done, len(self.cells), label(cell))
-        self._done += 1
-        copies = Copies(pool, cell)
-        copies.check(mover)
-        ours, other, limit = copies.ours(mover), copies.plain(), cell.target
-        self.found["copies"].append(self._row(mover, cell, copies, ours, other, MEMCPY, limit, sums=False))
-        if limit is not None:
-            ours, other = copies.ours(mover, sums=True), copies.ours(mover)
-            row = self._row(mover, cell, copies, ours, other, NO_SUMS, SUMS_TARGET, sums=True)
-            self.found["checksums"].append(row)
-        if (cell.geometry.name, cell.page_tokens, cell.parts[-1], cell.direction) == BESIDE_CELL and (
-            limit is not None or self.settings.profile == "full"
-        ):
-            self._beside(mover, cell, copies)
-            if limit is not None:
-                self._beside_python(mover, cell, copies)
 
-    def _row(
-        self,
-        mover: Mover,
-        cell: Cell,
-        copies: Copies,
-        ours: Way,
-        other: Way,
-        against: str,
-        limit: float | None,
-        *,
-        sums: bool,
-    ) -> dict[str, Any]:
-        """Two ways in turns, as plain data."""
-        once = sum(timed(self.gpu, way).seconds for way in (ours, other))
-        pairs = self.settings.pairs
-        if limit is None:
-            affordable = int(self.settings.cell_seconds / once)
-            pairs = min(self.settings.matrix_pairs, max(_LEAST_PAIRS, affordable))
-        mine, others = turns(lambda: timed(self.gpu, ours), lambda: timed(self.gpu, other), pairs)
-        routes, nbytes = copies.routes(mover, sums=sums), copies.moved_bytes
-        entries = sum(copies.entries(route) for route in routes.values())
-        submit = Series(tuple(run.submit_seconds for run in mine)).median
-        against_figures = paired([run.seconds for run in others], [run.seconds for run in mine])
-        return {
-            **cell.describe(),
-            "sums": sums,
-            "routes": routes,
-            "thread_blocks": {d: self.gpu.thread_blocks(mover, route) for d, route in routes.items()},
-            "pages": copies.pages,
-            "calls": len(copies.calls),
-            "bytes": nbytes,
-            "entries": entries,
-            "gb_per_second": _rates(nbytes, mine).describe(),
-            "event_gb_per_second": Series(tuple(rate(nbytes, run.event_seconds) for run in mine)).median,
-            "submit_seconds": submit,
-            "submit_seconds_per_entry": submit / entries,
-            "against": against,
-            "against_gb_per_second": _rates(nbytes, others).describe(),
-            **against_figures,
-            **({} if limit is None else target(against_figures["ratio"], limit, at_least=True)),
-        }
+def _row(
+    settings: Settings,
+    gpu: Gpu,
+    mover: Mover,
+    cell: Cell,
+    copies: Copies,
+    ours: Way,
+    other: Way,
+    against: str,
+    limit: float,
+    *,
+    sums: bool,
+) -> dict[str, Any]:
+    """Two ways in turns, as plain data."""
+    for way in (ours, other):  # the first run warms up
+        timed(gpu, way)
+    mine, others = turns(lambda: timed(gpu, ours), lambda: timed(gpu, other), settings.pairs)
+    routes, nbytes = copies.routes(mover, sums=sums), copies.moved_bytes
+    entries = sum(copies.entries(route) for route in routes.values())
+    submit = statistics.median(run.submit_seconds for run in mine)
+    found = paired([run.seconds for run in others], [run.seconds for run in mine])
+    return {
+        **cell.describe(),
+        "path": settings.path,
+        "sums": sums,
+        "routes": routes,
+        "thread_blocks": {d: gpu.thread_blocks(mover, route) for d, route in routes.items()},
+        "pages": copies.pages,
+        "calls": len(copies.calls),
+        "bytes": nbytes,
+        "entries": entries,
+        "gb_per_second": _rates(nbytes, mine),
+        "event_gb_per_second": statistics.median(rate(nbytes, run.event_seconds) for run in mine),
+        "submit_seconds": submit,
+        "submit_seconds_per_entry": submit / entries,
+        "against": against,
+        "against_gb_per_second": _rates(nbytes, others),
+        **found,
+        **target(found["ratio"], limit, at_least=True),
+    }
 
-    def _beside(self, mover: Mover, cell: Cell, copies: Copies) -> None:
-        """A load beside matrix products and beside attention: against a plain copy, and with checksums or without."""
-        settings, least = self.settings, max(1, self.settings.beside_total // copies.nbytes)
-        limits = (COPY_TARGET, SUMS_TARGET, WORK_TARGET) if cell.target is not None else (None, None, None)
-        pairs = settings.pairs if cell.target is not None else settings.matrix_pairs
-        for make, size in ((matrix_product, settings.product), (attention, settings.attention)):
-            work = make(self.gpu, size)
-            self._progress(self._done, len(self.cells), f"{label(cell)}, beside {work.name}")
-            beside = Beside(self.gpu, work, lambda n: copies.ours(mover, repeat=n), least)
-            n, nbytes = beside.repeat, beside.repeat * copies.moved_bytes
-            plain, ours = copies.plain(repeat=n), copies.ours(mover, repeat=n)
-            compared = [(MEMCPY, False, ours, plain, limits[0])]
-            if cell.target is not None:
-                compared.append((NO_SUMS, True, copies.ours(mover, sums=True, repeat=n), ours, limits[1]))
-            for against, sums, mine, other, limit in compared:
-                found = beside.compare(mine, other, nbytes, pairs, limit, limits[2])
-                self.found["beside"].append(
-                    {
-                        **cell.describe(),
-                        "sums": sums,
-                        "routes": copies.routes(mover, sums=sums),
-                        "against": against,
-                        **found,
-                    }
-                )
 
-    def _beside_python(self, mover: Mover, cell: Cell, copies: Copies) -> None:
-        """A load, and a plain copy, beside threads of Python, against the same alone. Both are asked for by a thread of
-        Python, which waits for the interpreter's lock too."""
-        for kind, (name, way) in itertools.product(
-            LABELS, {"auto": copies.ours(mover), MEMCPY: copies.plain()}.items()
-        ):
-            self._progress(self._done, len(self.cells), f"{name}, beside {LABELS[kind]}")
-            once = functools.partial(timed, self.gpu, way)
-            mine, alone = turns(beside(kind, once), once, self.settings.matrix_pairs)
-            nbytes = copies.moved_bytes
-            self.found["python"].append(
-                {
-                    **cell.describe(),
-                    "path": name,
-                    "beside": LABELS[kind],
-                    "bytes": nbytes,
-                    "gb_per_second": _rates(nbytes, mine).describe(),
-                    "against": "alone",
-                    "against_gb_per_second": _rates(nbytes, alone).describe(),
-                    **paired([run.seconds for run in alone], [run.seconds for run in mine]),
-                }
-            )
+def _rates(nbytes: int, runs: Iterable[Timing]) -> dict[str, Any]:
+    return Series(tuple(rate(nbytes, run.seconds) for run in runs)).describe()
+
+
+def _beside(settings: Settings, gpu: Gpu, mover: Mover, cell: Cell, copies: Copies) -> list[dict[str, Any]]:
+    """A load beside matrix products and beside attention: against a plain copy, and with checksums or without."""
+    rows, least = [], max(1, settings.beside_total // copies.nbytes)
+    for make, size in ((matrix_product, settings.product), (attention, settings.attention)):
+        beside = Beside(gpu, make(gpu, size), lambda n: copies.ours(mover, repeat=n), least)
+        n, nbytes = beside.repeat, beside.repeat * copies.moved_bytes
+        plain, ours = copies.plain(repeat=n), copies.ours(mover, repeat=n)
+        with_sums = copies.ours(mover, sums=True, repeat=n)
+        compared = ((MEMCPY, False, ours, plain, COPY_TARGET), (NO_SUMS, True, with_sums, ours, SUMS_TARGET))
+        for against, sums, mine, other, limit in compared:
+            found = beside.compare(mine, other, nbytes, settings.pairs, limit, WORK_TARGET)
+            routes = copies.routes(mover, sums=sums)
+            own = {"path": settings.path, "sums": sums, "routes": routes, "against": against}
+            rows.append({**cell.describe(), **own, **found})
+    return rows
 
 
 def label(cell: Cell) -> str:
     """A cell in a few words."""
-    tokens = f"{cell.page_tokens} token{'s' if cell.page_tokens > 1 else ''}"
-    return f"{cell.geometry.name}, {tokens}, {'/'.join(cell.parts)}, {cell.direction}, {cell.path}"
+    return what(cell.describe())
 
 
-def _rates(nbytes: int, runs: Iterable[Timing]) -> Series:
-    return Series(tuple(rate(nbytes, run.seconds) for run in runs))
+# -- tables and the plot -----------------------------------------------------------------------------------------------
+
+Row = Mapping[str, Any]
+
+
+def what(row: Row) -> str:
+    """Direction, geometry, size of a page and layers a call, of a row."""
+    tokens = f"{row['page_tokens']} token{'s' if row['page_tokens'] > 1 else ''}"
+    return f"{row['direction']}, {row['geometry']}, {tokens}, {'/'.join(row['parts'])}"
+
+
+def tables(report: kit.Report) -> list[Table]:
+    """What was measured, also a part of it."""
+    judged, names = not kit.quick(report), {"ours": "gb_per_second", "other": "against_gb_per_second"}
+    found = [
+        lines_table(title, [Line.of(f"{what(r)} ({_routes(r)})", r, **names) for r in rows], judged=judged)
+        for title, rows in (
+            ("Copies against cudaMemcpyAsync", report["copies"]),
+            ("Checksums on, against off", report["checksums"]),
+        )
+    ]
+    beside = lines_table("Beside a model's work", _beside_lines(report["beside"]), judged=judged)
+    return [*found, beside, _startup(report, judged=judged)]
+
+
+def _beside_lines(rows: Sequence[Row]) -> list[Line]:
+    """Two lines a row: the copy, and the work beside it."""
+    lines = []
+    for r in rows:
+        sums = ", with checksums" if r["sums"] else ""
+        of = {"against": r["against"]}
+        names = {"ours": "gb_per_second", "other": "against_gb_per_second"}
+        lines.append(Line.of(f"copy beside {r['beside']}{sums}", {**of, **r["copy"]}, **names))
+        names = {"ours": "seconds", "other": "against_seconds"}
+        lines.append(Line.of(f"{r['beside']} beside it{sums}", {**of, **r["work"]}, unit="s", **names))
+    return lines
+
+
+def _startup(report: kit.Report, *, judged: bool) -> Table:
+    table = Table("Once a process", "what", "takes", "", *(["target"] if judged else []))
+    for kind, r in (report["kernel_build"] or {}).items():
+        whole = f"{duration(r['with_import_seconds']['median'])} with the import of the compiler"
+        said = [verdict(r, "at most", "{:g} s".format)] if judged else []
+        table.add_row(f"building the kernels, {kind} process", duration(r["seconds"]["median"]), whole, *said)
+    if (r := report["pinning"]) is not None:
+        against = f"{figure(r['ratio'])} of torch's {duration(r['torch_seconds']['median'])}"
+        said = [verdict(r, "at most")] if judged else []
+        table.add_row(f"page-locking {about(r['bytes'])}", duration(r["seconds"]["median"]), against, *said)
+    return table
+
+
+def _routes(row: Row) -> str:
+    return "/".join(dict.fromkeys(row["routes"].values()))
+
+
+def grouped(rows: Sequence[Row], *, judged: bool) -> list[Line]:
+    """Rows that are held against the same target for the same reason, as one line: their median, the least and the
+    largest of their intervals."""
+    groups: dict[str, list[Row]] = {}
+    for r in rows:
+        kind = "one layer of GQA pages of 64 tokens"
+        if r["span_bytes"] >= GROUP_BYTES:
+            kind = "1 MiB a page or more a call"
+        elif r["page_tokens"] == 1:
+            kind = "pages of one token"
+        groups.setdefault(f"{r['direction']}: {kind}", []).append(r)
+    lines = []
+    for name, some in groups.items():
+        ratio, low = statistics.median(r["ratio"] for r in some), min(r["ratio_low"] for r in some)
+        high, met = max(r["ratio_high"] for r in some), sum(r["met"] for r in some)
+        name += f"\n{met} of {len(some)} cells meet it" if judged else f"\n{len(some)} cells"
+        lines.append(Line(name, "", MEMCPY, ratio, low, high, some[0]["target"], met == len(some), True))
+    return lines
+
+
+def plot(report: kit.Report, drawn: Any) -> None:
+    """A bar for each target of a copy, and what copies and work beside each other come to."""
+    judged = not kit.quick(report)
+    drawn.set_size_inches(13, 5)
+    left, right = drawn.subplots(1, 2)
+    bars(left, grouped(report["copies"], judged=judged), judged=judged)
+    left.set_title("Copies: GB/s / GB/s of cudaMemcpyAsync")
+    bars(right, _beside_lines(report["beside"]), judged=judged)
+    right.set_title("Beside a model's work")

@@ -101,7 +101,7 @@ class Beside:
         )
 
     def compare(
-        self, ours: Way, other: Way, nbytes: int, pairs: int, copy_target: float | None, work_target: float | None
+        self, ours: Way, other: Way, nbytes: int, pairs: int, copy_target: float, work_target: float
     ) -> dict[str, Any]:
         """Two ways in turns, of `nbytes` each: what the copies and the work come to, as plain data."""
         for way in (ours, other):
@@ -118,7 +118,7 @@ class Beside:
                 "gb_per_second": Series(tuple(rate(nbytes, s) for s in seconds[0])).describe(),
                 "against_gb_per_second": Series(tuple(rate(nbytes, s) for s in seconds[1])).describe(),
                 **copy,
-                **({} if copy_target is None else target(copy["ratio"], copy_target, at_least=True)),
+                **target(copy["ratio"], copy_target, at_least=True),
             },
             "work": {
                 "seconds": Series(tuple(run.work_seconds for run in mine)).describe(),
@@ -126,6 +126,6 @@ class Beside:
                 "alone_seconds": self.alone_seconds,
                 "pieces_beside": min(run.pieces for run in (*mine, *others)),
                 **work,
-                **({} if work_target is None else target(work["ratio"], work_target, at_least=False)),
+                **target(work["ratio"], work_target, at_least=False),
             },
         }

@@ -1,4 +1,4 @@
-"""What `gdscache bench copy` measures: paths, page sizes, geometries, directions, parts of a page. Arithmetic only."""
+"""What `gdscache bench copy` measures: page sizes, geometries, directions, parts of a page. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ class Cell:
     page_tokens: int
     parts: tuple[str, ...]
     direction: str
-    path: str
 
     @property
     def layout(self) -> PageLayout:
@@ -70,8 +69,6 @@ class Cell:
     @property
     def target(self) -> float | None:
         """The least ratio to cudaMemcpyAsync that this cell should have, if it should."""
-        if self.path != "auto":
-            return None
         if self.span_bytes >= GROUP_BYTES:
             return BOTH_TARGET if self.direction == "both" else BULK_TARGET
         if self.direction == "both":
@@ -92,7 +89,6 @@ class Cell:
             "parts": list(self.parts),
             "layers": self.layers,
             "span_bytes": self.span_bytes,
-            "path": self.path,
         }
 
 
@@ -107,28 +103,13 @@ def layers_of(layout: PageLayout, part: str) -> int:
 
 
 def cells() -> list[Cell]:
-    """The whole matrix, page size by page size, and in each the chosen path first."""
+    """Every page size, geometry, part and direction that has a target, page size by page size."""
     found = []
     for page_tokens, geometry in itertools.product(PAGE_TOKENS, GEOMETRIES):
         layout = geometry.layout(page_tokens)
         same: dict[int, list[str]] = {}
         for part in PARTS:
             same.setdefault(layers_of(layout, part), []).append(part)
-        for path, parts, direction in itertools.product(PATHS, same.values(), DIRECTIONS):
-            found.append(Cell(geometry, page_tokens, tuple(parts), direction, path))
-    return found
-
-
-def selected(profile: str) -> list[Cell]:
-    """What a profile measures: `full` the matrix, `default` what has a target and much of the rest, `quick` less."""
-    if profile == "full":
-        return cells()
-
-    def wanted(cell: Cell) -> bool:
-        if cell.target is not None:
-            return True
-        if profile == "quick":
-            return cell.geometry == GQA and cell.page_tokens == 64
-        return cell.geometry != MLA_FP8 and cell.parts != ("group",)
-
-    return [cell for cell in cells() if wanted(cell)]
+        for parts, direction in itertools.product(same.values(), DIRECTIONS):
+            found.append(Cell(geometry, page_tokens, tuple(parts), direction))
+    return [cell for cell in found if cell.target is not None]

@@ -5,19 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
 
 from gdscache.commands.bench.copy_cells import Cell, layers_of
 from gdscache.commands.bench.copy_gpu import Gpu, Mark, Queued, Way
+from gdscache.commands.bench.measure import Closing
 from gdscache.cuda.host_memory import MAX_REGISTRATION
 from gdscache.cuda.streams import Event
 from gdscache.errors import CapacityError, IOFailedError
 from gdscache.extents.host import HostExtents
-from gdscache.movers.base import Moved, Mover
+from gdscache.movers.base import Mover, QueuedCopies
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import GIB, about
@@ -26,7 +25,7 @@ SAMPLE = 4  # pages whose bytes are compared
 ASIDE = 1 * GIB  # of GPU memory, for the staging ring and a neighbour's work
 
 
-class Pool:
+class Pool(Closing):
     """Page-locked extents and planes for the same pages, four times `total` bytes each, filled with noise.
 
     Loads use one half of the slots and of the blocks, stores the other; both in random order. Plain copies go between
@@ -90,14 +89,6 @@ class Pool:
         self.extents.close()
         self.gpu.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class Copies:
     """What a cell's run moves: `pages` pages, call after call, of other layers each, about `total` bytes each way.
@@ -141,7 +132,7 @@ class Copies:
         def queue(after: Sequence[Event]) -> Queued:
             marks: list[Mark] = []
 
-            def one_way(direction: str) -> list[Moved]:
+            def one_way(direction: str) -> list[QueuedCopies]:
                 move = mover.scatter if direction == "load" else mover.gather
                 slots, blocks = self._slots[direction], self._blocks[direction]
                 moved = []

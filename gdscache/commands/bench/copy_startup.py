@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from gdscache.commands.bench.measure import Progress, Series, child, paired, silent, target, turns
+from gdscache.commands.bench.measure import Series, child, paired, target, turns
+from gdscache.commands.console import Progress, silent
 
 FIRST_BUILD_TARGET = 1.0  # seconds
 LATER_BUILD_TARGET = 0.1
@@ -67,8 +67,8 @@ def pinning(nbytes: int, pairs: int, progress: Progress = silent) -> dict[str, A
 # -- what runs in the children -----------------------------------------------------------------------------------------
 
 
-def build_kernels() -> None:
-    """Build the page kernels of a small pool, and print how long that took."""
+def build_kernels() -> dict[str, float]:
+    """Build the page kernels of a small pool: how long that took."""
     import torch
 
     from gdscache.commands.bench.copy_cells import GQA
@@ -86,11 +86,11 @@ def build_kernels() -> None:
     PageKernels(planes)
     torch.cuda.synchronize(device)
     end = time.perf_counter()
-    print(json.dumps({"seconds": end - imported, "with_import_seconds": end - start}))
+    return {"seconds": end - imported, "with_import_seconds": end - start}
 
 
-def pin(way: str, nbytes: int) -> None:
-    """Allocate page-locked memory one way, and print how long that took."""
+def pin(way: str, nbytes: int) -> dict[str, float]:
+    """Allocate page-locked memory one way: how long that took."""
     import torch
 
     from gdscache.commands.bench.copy_gpu import require_gpu
@@ -109,4 +109,4 @@ def pin(way: str, nbytes: int) -> None:
         buffer = HostBuffer(nbytes, "on")
         elapsed = time.perf_counter() - start
         buffer.close()
-    print(json.dumps({"seconds": elapsed}))
+    return {"seconds": elapsed}

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gdscache.commands.bench import memory
-from gdscache.commands.bench.lookup import PAGES as LOOKUP_PAGES
+from gdscache.commands.bench import kit, memory
 from gdscache.commands.bench.lookup import lookup
-from gdscache.commands.bench.measure import Progress, Series, seconds, silent, target
+from gdscache.commands.bench.measure import Series, target
+from gdscache.commands.console import Progress, Table, duration, figure, silent, verdict
 from gdscache.config import Config, SsdConfig
 from gdscache.disk.catalog import Catalog, PageRecord
 from gdscache.disk.slab import Slab
@@ -30,43 +31,73 @@ REOPEN_TARGET = 2.0
 BYTES_PER_PAGE_TARGET = 1024
 
 
-def run(
-    pages: int = 1_000_000,
-    layers: int = 32,
-    repeat: int = 3,
-    progress: Progress = silent,
-    directory: Path | None = None,
-    lookup_pages: int = LOOKUP_PAGES,
-) -> dict[str, dict[str, Any]]:
-    """All index measurements, by name. `progress(done, total, text)` is called now and then."""
+@dataclasses.dataclass(frozen=True)
+class Settings(kit.Settings):
+    """`pages` of the catalogue, with `layers` checksums each; `repeat` rounds a figure, of lookups 20 times."""
+
+    pages: int = 1_000_000
+    layers: int = 32
+    repeat: int = 3
+    lookup_pages: int = 2048
+
+    @classmethod
+    def of(cls, profile: str) -> Settings:
+        return cls(profile, pages=10_000, repeat=1) if profile == "quick" else cls(profile)
+
+
+def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
+    """Lookups, and what a catalogue of so many pages costs."""
+    run.plan(list(BENCH.sections))
+    pages, layers, repeat = settings.pages, settings.layers, settings.repeat
     with tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as name:
-        found = {"lookup": lookup(Path(name), lookup_pages, 20 * repeat, progress)}
-    with filled(pages, layers, progress, directory) as (path, commits):
-        found["catalog_recovery"] = _recovery(path, pages, layers, repeat, commits, progress)
-        found["reopen"] = reopen(path, pages, layers, repeat, progress)
-        found["memory"] = index_memory(path, pages, layers, progress)
-    return found
+        looked_up = Path(name), settings.lookup_pages, 20 * repeat, run.progress
+        run.case("lookup", lambda: {"lookup": lookup(*looked_up)})
+    if not any(map(run.wants, BENCH.sections)):
+        return
+    with filled(pages, layers, run.progress, directory) as path:
+        size = path, pages, layers
+        run.case("reopen", lambda: {"reopen": reopen(*size, repeat)})
+        run.case("memory", lambda: {"memory": index_memory(*size)})
 
 
-def catalog_recovery(
-    pages: int, layers: int, repeat: int = 3, progress: Progress = silent, directory: Path | None = None
-) -> dict[str, Any]:
-    """Build a catalogue of `pages` synthetic pages in a temporary directory, then open and recover it `repeat` times.
+def tables(report: kit.Report) -> list[Table]:
+    """Times and sizes, with their targets."""
+    judged = not kit.quick(report)
+    table = Table("Index", "what", "figure", *(["target"] if judged else []))
 
-    Recency is in random order, as after use. The file is in the system's page cache, as after a restart of the
-    process. Times are in seconds and the medians of `repeat`; `commit_seconds` is one batch of `BATCH_PAGES`.
-    `directory` is where the temporary directory is made.
-    """
-    with filled(pages, layers, progress, directory) as (path, commits):
-        return _recovery(path, pages, layers, repeat, commits, progress)
+    def row(what: str, shown: str, part: dict[str, Any] | None = None) -> None:
+        table.add_row(what, shown, *([verdict(part, "at most")] if judged and part is not None else []))
+
+    if (found := report["lookup"]) is not None:
+        labels = {
+            "hash": "bare hash loop",
+            "numpy": "lookup, numpy tokens",
+            "list": "lookup, list tokens",
+            "again": "lookup of a prompt that is remembered",
+            "in_a_row": "lookups in a row, numpy tokens",
+        }
+        for name, label in labels.items():
+            row(f"{label}, {found['pages']:,} pages", duration(found[f"{name}_seconds"]["median"]))
+        spread = f"({figure(found['ratio_min'])} to {figure(found['ratio_max'])})"
+        row("lookup / hash loop, numpy", f"{figure(found['ratio'])} {spread}", found)
+        row("lookup / hash loop, list", figure(found["list_ratio"]))
+    if (found := report["reopen"]) is not None:
+        row("SSD tier, reopened", duration(found["seconds"]["median"]), found)
+    if (found := report["memory"]) is not None:
+        row("memory a page, opened", figure(found["bytes_per_page_opened"], "bytes"))
+        row("memory a page, checksums read", figure(found["bytes_per_page"], "bytes"), found)
+    return [table]
 
 
-def reopen(path: Path, pages: int, layers: int, repeat: int, progress: Progress = silent) -> dict[str, Any]:
+SECTIONS = dict.fromkeys(("lookup", "reopen", "memory"))
+BENCH = kit.Bench("index", "gdscache.bench.index/2", SECTIONS, measure, tables)
+
+
+def reopen(path: Path, pages: int, layers: int, repeat: int) -> dict[str, Any]:
     """Open the SSD tier of a filled directory `repeat` times, as an engine does: until its index answers."""
     layout, config = tier_of(path, pages, layers)
     opened = []
-    for turn in range(repeat):
-        progress(turn, repeat, "reopening the SSD tier")
+    for _ in range(repeat):
         gc.collect()
         start = time.perf_counter()
         tier = SsdTier(layout, config, "cpu", threading.RLock())
@@ -75,7 +106,6 @@ def reopen(path: Path, pages: int, layers: int, repeat: int, progress: Progress 
         tier.close()
         del tier
         _expect(found, pages)
-    progress(repeat, repeat, "reopening the SSD tier")
     median = statistics.median(opened)
     return {
         "pages": pages,
@@ -85,11 +115,9 @@ def reopen(path: Path, pages: int, layers: int, repeat: int, progress: Progress 
     }
 
 
-def index_memory(path: Path, pages: int, layers: int, progress: Progress = silent) -> dict[str, Any]:
+def index_memory(path: Path, pages: int, layers: int) -> dict[str, Any]:
     """Resident bytes a page of the SSD tier's index, in a child process: after open, and with all checksums read."""
-    progress(0, 1, "memory of the index")
     found = memory.child("index_of_catalog", str(path), pages, layers)
-    progress(1, 1, "memory of the index")
     _expect(found["pages"], pages)
     return {
         "pages": pages,
@@ -112,10 +140,8 @@ def tier_of(path: Path, pages: int, layers: int) -> tuple[PageLayout, SsdConfig]
 
 
 @contextlib.contextmanager
-def filled(
-    pages: int, layers: int, progress: Progress = silent, directory: Path | None = None
-) -> Iterator[tuple[Path, Sequence[float]]]:
-    """A temporary directory whose catalogue has `pages` synthetic pages, and the seconds of each commit.
+def filled(pages: int, layers: int, progress: Progress = silent, directory: Path | None = None) -> Iterator[Path]:
+    """A temporary directory whose catalogue has `pages` synthetic pages, used in random order.
 
     The slab is preallocated and never written: nothing here reads a page.
     """
@@ -123,44 +149,13 @@ def filled(
         path = Path(name)
         layout, _ = tier_of(path, pages, layers)
         Slab.open(path, layout.extent_bytes, pages)
-        commits = []
         with Catalog.open(path, extent_bytes=layout.extent_bytes, durability="process") as catalog:
             done = 0
             for batch in _batches(pages, layers, layout.page_bytes):
-                commits.append(seconds(lambda batch=batch: catalog.commit(batch, (), {})))  # type: ignore[misc]
+                catalog.commit(batch, (), {})
                 done += len(batch)
                 progress(done, pages, "committing pages")
-        yield path, commits
-
-
-def _recovery(
-    path: Path, pages: int, layers: int, repeat: int, commits: Sequence[float], progress: Progress
-) -> dict[str, Any]:
-    extent_bytes = tier_of(path, pages, layers)[0].extent_bytes
-    opened, recovered = [], []
-    for turn in range(repeat):
-        progress(turn, repeat, "recovering")
-        gc.collect()
-        start = time.perf_counter()
-        with Catalog.open(path, extent_bytes=extent_bytes, durability="process") as catalog:
-            opened.append(time.perf_counter() - start)
-            found = len(catalog.recover(pages))
-            recovered.append(time.perf_counter() - start)
-        _expect(found, pages)
-    progress(repeat, repeat, "recovering")
-    size = (path / "catalog.sqlite").stat().st_size
-    return {
-        "pages": pages,
-        "layers": layers,
-        "repeat": repeat,
-        "open_seconds": statistics.median(opened),
-        "open_and_recover_seconds": statistics.median(recovered),
-        "open_and_recover_seconds_worst": max(recovered),
-        "commit_seconds": statistics.median(commits),
-        "commit_pages": min(BATCH_PAGES, pages),
-        "catalog_bytes": size,
-        "catalog_bytes_per_page": size / pages,
-    }
+        yield path
 
 
 def _expect(found: int, pages: int) -> None:

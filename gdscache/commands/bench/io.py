@@ -5,34 +5,85 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from gdscache.commands.bench import io_cache, io_rows, io_rows_beside, io_rows_direct, io_rows_engine, io_trial, machine
-from gdscache.commands.bench.bare import BareLoop
-from gdscache.commands.bench.io_cells import BY_NAME, Settings, cells, key_of
-from gdscache.commands.bench.io_measure import Matrix
+import torch
+
+from gdscache.commands.bench import io_cache, io_rows, io_rows_beside, io_rows_engine, io_sweep, kit, memory
+from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Way
 from gdscache.commands.bench.io_rows import Place, Row
-from gdscache.commands.bench.measure import Progress, frozen_heap, silent
-from gdscache.errors import CapacityError, GdsCacheError, InvalidValueError
-from gdscache.sizes import MIB, about, format_size
-
-Keep = Callable[[dict[str, Any]], None]
-"""Called with what was measured so far, after every cell and comparison."""
+from gdscache.commands.bench.io_sweep import OPS, SIZES
+from gdscache.commands.bench.io_ways import BY_NAME, WAYS
+from gdscache.commands.bench.rows import Line, bars, lines_table
+from gdscache.commands.console import Table, figure, verdict
+from gdscache.config import SsdConfig
+from gdscache.errors import CapacityError, InvalidValueError, TransportUnavailableError
+from gdscache.sizes import GIB, KIB, MIB, about, format_size
+from gdscache.storage.base import Op
+from gdscache.storage.probe import no_gds_driver, probe_cufile
 
 LEAST = 16 * MIB
-_MAY_DIFFER = ("profile", "budget_seconds", "ways", "require_gds")  # between a report and the run that goes on with it
+RAM_DISK = "/dev/shm"
+ENGINE_THREADS = int(SsdConfig.model_fields["threads"].default)
+RAM_THREADS = max(ENGINE_THREADS, 12)  # a RAM disk is as fast as the cores that copy its bytes
+TIER_PAGES = (1 * MIB, 4 * MIB)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(kit.Settings):
+    """How much is measured: sizes in bytes.
+
+    `total`: the file of the sweep; `row_total`: what a comparison moves a round, `ram_total` the same on the RAM disk.
+    A way's figure for a size has `sweep_rounds` of `sweep_seconds`, a comparison `repeat` rounds. `threads`: of the
+    transport in comparisons; None is the engine's default, more on a RAM disk. `calls`: of an engine that a round times
+    one by one. `memory_pages`: of the engine whose memory is measured.
+    """
+
+    total: int = 1 * GIB
+    row_total: int = 512 * MIB
+    ram_total: int = 1 * GIB
+    repeat: int = 5
+    sweep_sizes: tuple[int, ...] = SIZES
+    sweep_rounds: int = 3
+    sweep_seconds: float = 0.25
+    threads: int | None = None
+    calls: int = 100
+    pages: tuple[int, ...] = (256 * KIB, 1 * MIB)
+    memory_pages: int = 10_000
+    ways: tuple[str, ...] = tuple(BY_NAME)
+    require_gds: bool = False
+    ram_disk: str = RAM_DISK
+
+    @classmethod
+    def of(cls, profile: str) -> Settings:
+        if profile != "quick":
+            return cls(profile)
+        sizes = (64 * KIB, 1 * MIB)
+        return cls(profile, 32 * MIB, 16 * MIB, 16 * MIB, 2, sizes, 1, 0.02, 4, 10, (256 * KIB,), memory_pages=500)
+
+    def threads_on(self, *, ram: bool) -> int:
+        """Threads of a comparison, on a RAM disk or on a disk."""
+        return self.threads or (RAM_THREADS if ram else ENGINE_THREADS)
+
+    def check(self) -> None:
+        """Raises `InvalidValueError` for settings that measure nothing."""
+        unknown = [name for name in self.ways if name not in BY_NAME]
+        if unknown:
+            raise InvalidValueError(f"unknown way {unknown[0]!r}", f"choose of {', '.join(BY_NAME)}")
+        if self.total < LEAST:
+            raise InvalidValueError(f"a total of {about(self.total)}", f"use at least {format_size(LEAST)}")
+        if self.require_gds and not any(BY_NAME[name].cufile for name in self.ways):
+            raise InvalidValueError("GDS is required of ways that do not use it", "add --way cufile")
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A comparison: `cause` says why it cannot run here."""
+    """A comparison: `cause` says why it cannot run here; `ram`: it runs on the RAM disk."""
 
     name: str
     action: Callable[[Place], list[Row]]
@@ -40,194 +91,200 @@ class Part:
     cause: str = ""
 
 
-def run(
-    directory: Path,
-    settings: Settings,
-    progress: Progress = silent,
-    keep: Keep = lambda found: None,
-    done: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """All measurements, as plain data; files go into temporary directories, which are deleted.
+def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
+    """Comparisons, the memory of an engine, and the sweep; files go into temporary directories, which are deleted.
 
-    `done`: a report whose cells and comparisons are taken over and not measured again. After Ctrl-C what was measured
-    until then, with `complete` false. What raises errors is under `failed`, with the cause, and the rest goes on.
-
-    Raises `TransportUnavailableError` where GPUDirect Storage is required and not proven, `CapacityError` where the
-    disk has no room, `InvalidValueError` for settings that measure nothing.
+    Raises `TransportUnavailableError` where GPUDirect Storage is required and not proven, and `CapacityError` where the
+    disk has no room.
     """
-    check(settings)
-    bench = _Bench(directory, settings, progress, keep, done or {})
+    settings.check()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if settings.require_gds:
-        bench.found["gds_proof"] = io_trial.require_gds(directory)
-    try:
-        bench.measure()
-    except KeyboardInterrupt:
-        bench.found["interrupted"] = True
-    finally:
-        keep(bench.found)
-    return bench.found
+        run.found["gds_proof"] = require_gds(directory, device)
+    needed, free = 2 * settings.total + 2 * settings.row_total, shutil.disk_usage(directory).free
+    if free < needed:
+        raise CapacityError(f"{directory} has {about(free)} free, {about(needed)} are needed", "lower --total")
+    some = parts(settings, device)
+    run.plan(["ceilings", *(part.name for part in some), "memory", *(BY_NAME[way].label for way in settings.ways)])
+    with tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as name:
+        file = Path(name, "io.bin")
+        with file.open("wb") as opened:
+            os.posix_fallocate(opened.fileno(), 0, settings.total)
+        with BareLoop(file, settings.total) as bare:
+            bare.run(Op.WRITE, Way(4, max(IO_BYTES)))
+            best = {op.value: functools.partial(io_sweep.ceiling, bare, op, settings.repeat, run.progress) for op in Op}
+            run.case("ceilings", lambda: {"ceilings": {name: action() for name, action in best.items()}})
+        if run.found["ceilings"] is None:
+            return
+        for part in [part for part in some if part.action is not io_rows_engine.direct_reads]:
+            compare(run, settings, device, part, file)
+        run.case("memory", lambda: {"memory": memory.engine_memory(file.parent, settings.memory_pages)})
+        for way in settings.ways:
+            sweep(run, settings, device, way, file)
+        direct = next((way for way in run.found["ways"] if way["way"] == "cufile"), {"cause": "it is not asked for"})
+        for part in [part for part in some if part.action is io_rows_engine.direct_reads]:
+            compare(run, settings, device, dataclasses.replace(part, cause=direct["cause"]), file)
 
 
-def check(settings: Settings) -> None:
-    """Raises `InvalidValueError` for settings that measure nothing."""
-    unknown = [name for name in settings.ways if name not in BY_NAME]
-    if unknown:
-        raise InvalidValueError(f"unknown way {unknown[0]!r}", f"choose of {', '.join(BY_NAME)}")
-    if settings.total < LEAST:
-        raise InvalidValueError(f"a total of {about(settings.total)}", f"use at least {format_size(LEAST)}")
-    if settings.require_gds and not any(BY_NAME[name].cufile for name in settings.ways):
-        raise InvalidValueError("GDS is required of ways that do not use it", "add --way cufile")
+def parts(settings: Settings, device: torch.device) -> list[Part]:
+    """The comparisons, the most telling first."""
+    ram, needed, cause = Path(settings.ram_disk), 2 * settings.ram_total, ""
+    if device.type != "cuda":
+        cause = "torch sees no CUDA device"
+    elif not (ram.is_dir() and os.access(ram, os.W_OK) and io_cache.in_memory(ram)):
+        cause = f"{ram} is no RAM disk that may be written"
+    elif shutil.disk_usage(ram).free < needed:
+        cause = f"{ram} has less than {about(needed)} free"
+    found = [Part("host reads", io_rows.host_reads), Part("cold loads", io_rows_engine.cold_loads)]
+    sized: list[tuple[str, Callable[..., list[Row]], Sequence[int], bool]] = [
+        ("SSD tier", io_rows.ssd_tier, TIER_PAGES, False),
+        ("loads from a RAM disk", io_rows_engine.loads_from_memory, tuple(io_rows_engine.ONWARD_TARGETS), True),
+        ("a file a page", io_rows.file_per_page, settings.pages, False),
+        ("stores and loads", io_rows_beside.stores_and_loads, tuple(io_rows_beside.TARGETS), False),
+        ("beside threads of Python", io_rows_beside.beside_python, tuple(io_rows_beside.TARGETS), False),
+    ]
+    for name, of, sizes, on_ram in sized:
+        for size in sizes:
+            action, label = functools.partial(of, page_bytes=size), f"{name}, {format_size(size)} pages"
+            found.append(Part(label, action, on_ram, cause if on_ram else ""))
+    found.append(Part("calls beside a thread of Python", io_rows_beside.calls_beside_python))
+    return [*found, Part("one call a page", io_rows.call_per_page), Part("direct reads", io_rows_engine.direct_reads)]
 
 
-class Described(Protocol):
-    """Settings of a benchmark, as plain data."""
-
-    def describe(self) -> dict[str, Any]: ...
-
-
-def resumed(path: Path, schema: str, settings: Described, directory: Path, bench: str = "io") -> dict[str, Any]:
-    """The report of `bench` that a run goes on with. Raises `InvalidValueError` where it is none, of other settings or
-    of another machine or disk."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidValueError(f"--resume {path} cannot be read: {error}", f"name a report of bench {bench}") from None
-    if not isinstance(found, dict) or found.get("schema") != schema:
-        raise InvalidValueError(f"--resume {path} is no report of bench {bench}", f"its schema is not {schema}")
-    wanted, given = found["settings"], settings.describe()
-    for key in (key for key in given if key not in _MAY_DIFFER):
-        if wanted.get(key) != given[key]:
-            raise InvalidValueError(
-                f"--resume {path} was measured with {key} {wanted.get(key)}, now it is {given[key]}",
-                "give the options of the first run again, or begin a new report with --json",
-            )
-    here = machine.describe(directory)
-    for key in ("cpu", "cores", "gpus", "storage"):
-        if found["machine"].get(key) != here[key]:
-            raise InvalidValueError(
-                f"--resume {path} was measured with {key} {found['machine'].get(key)}, here it is {here[key]}",
-                "go on in the same directory of the same machine, or begin a new report with --json",
-            )
-    return found
-
-
-def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report in one step: whoever reads, or goes on after a crash, finds the old one or the new one."""
-    text = json.dumps(report, indent=2) + "\n"
-    if path.exists() and not path.is_file():  # a pipe or a device
-        path.write_text(text)
+def compare(run: kit.Run, settings: Settings, device: torch.device, part: Part, file: Path) -> None:
+    """A comparison as a case, in a directory of its own where it needs the RAM disk."""
+    if not run.wants(part.name):
         return
-    file, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.absolute().parent)
-    try:
-        with open(file, "w") as out:
-            out.write(text)
-        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    if part.cause:
+        run.cannot(part.name, part.cause)
+        return
 
-
-class _Bench:
-    """The measurements in one directory; `found` grows with each."""
-
-    def __init__(
-        self, directory: Path, settings: Settings, progress: Progress, keep: Keep, done: Mapping[str, Any]
-    ) -> None:
-        self.directory, self.settings = directory, settings
-        self.found: dict[str, Any] = {
-            "complete": False,
-            "interrupted": False,
-            "gds_proof": "",
-            "ways": [],
-            "cannot": [],
-            "failed": [],
-            "ceilings": dict(done.get("ceilings", {})),
-            "comparisons": list(done.get("comparisons", [])),
-            "cells": list(done.get("cells", [])),
-            "left": 0,
-        }
-        self._progress, self._keep = progress, keep
-        self._device = io_trial.device_or_cpu()
-        self._begun = time.monotonic()
-
-    def measure(self) -> None:
-        """Everything, comparisons first."""
-        settings, found = self.settings, self.found
-        self._require_room(self.directory, 2 * settings.total + 2 * settings.row_total)
-        with tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=self.directory) as name:
-            path = Path(name, "io.bin")
-            with path.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, settings.total)
-            with BareLoop(path, settings.total) as bare:
-                threads = settings.threads_on(ram=io_cache.in_memory(self.directory))
-                trials = io_trial.try_ways(settings.ways, Path(name), threads, self._progress)
-                found["ways"] = [trial.describe() for trial in trials]
-                found["cannot"] = [{"what": BY_NAME[t.way].label, "cause": t.cause} for t in trials if t.cause]
-                matrix = Matrix(bare, path, self._device, settings, found, self._progress, self._keep)
-                matrix.ceilings()
-                for part in self._parts():
-                    self._part(part, Path(name), path)
-                known = {key_of(cell) for cell in found["cells"]}
-                wanted = cells(settings.profile, [t.way for t in trials if not t.cause], settings.total)
-                wanted = [cell for cell in wanted if cell.key not in known]
-                budget = settings.budget_seconds
-                with frozen_heap():
-                    matrix.cells(wanted, None if budget is None else self._begun + budget)
-        found["complete"] = not found["left"]
-
-    def _parts(self) -> list[Part]:
-        gpu = self._device.type == "cuda"
-        ram = Path(self.settings.ram_disk)
-        cause = "" if gpu else "torch sees no CUDA device"
-        if gpu and not (ram.is_dir() and os.access(ram, os.W_OK) and io_cache.in_memory(ram)):
-            cause = f"{ram} is no RAM disk that may be written"
-        elif gpu and shutil.disk_usage(ram).free < 2 * self.settings.ram_total:
-            cause = f"{ram} has less than {about(2 * self.settings.ram_total)} free"
-        unasked = {"cause": "the way cufile is not asked for"}
-        way = next((way for way in self.found["ways"] if way["way"] == "cufile"), unasked)
-        parts = [
-            Part("host reads", io_rows.host_reads),
-            Part("cold loads", io_rows_engine.cold_loads),
-            Part("direct reads", io_rows_direct.direct_reads, cause=way["cause"]),
-        ]
-        for size in io_rows_engine.ONWARD_TARGETS:
-            action = functools.partial(io_rows_engine.loads_from_memory, page_bytes=size)
-            parts.append(Part(f"loads from a RAM disk, {format_size(size)} pages", action, ram=True, cause=cause))
-        for size in self.settings.pages:
-            action = functools.partial(io_rows.file_per_page, page_bytes=size)
-            parts.append(Part(f"a file a page, {format_size(size)} pages", action))
-        for size in io_rows_beside.TARGETS:
-            for name, of in (("stores and loads", io_rows_beside.stores_and_loads),
-                             ("beside threads of Python", io_rows_beside.beside_python)):  # fmt: skip
-                parts.append(Part(f"{name}, {format_size(size)} pages", functools.partial(of, page_bytes=size)))
-        parts.append(Part("calls beside a thread of Python", io_rows_beside.calls_beside_python))
-        return [*parts, Part("one call a page", io_rows.call_per_page)]
-
-    def _part(self, part: Part, directory: Path, file: Path) -> None:
-        settings, found = self.settings, self.found
-        if any(r["part"] == part.name for r in found["comparisons"]):
-            return
-        if part.cause:
-            found["cannot"].append({"what": part.name, "cause": part.cause})
-            return
-        nbytes = settings.ram_total if part.ram else min(settings.row_total, settings.total)
+    def action() -> kit.Report:
         with contextlib.ExitStack() as stack:
+            directory = file.parent
             if part.ram:
-                name = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=settings.ram_disk))
-                directory = Path(name)
+                made = tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=settings.ram_disk)
+                directory = Path(stack.enter_context(made))
+            nbytes = settings.ram_total if part.ram else min(settings.row_total, settings.total)
             threads = settings.threads_on(ram=io_cache.in_memory(directory))
-            repeat, calls = settings.repeat, settings.calls
-            place = Place(directory, file, nbytes, repeat, threads, self._device, self._progress, calls)
-            try:
-                rows = part.action(place)
-            except (GdsCacheError, RuntimeError, OSError, MemoryError) as error:
-                found["failed"].append({"what": part.name, "cause": io_trial.cause_of(error)})
-            else:
-                found["comparisons"] += [{"part": part.name, **r} for r in rows]
-        self._keep(found)
+            place = Place(directory, file, nbytes, settings.repeat, threads, device, run.progress, settings.calls)
+            return {"comparisons": part.action(place)}
 
-    def _require_room(self, directory: Path, nbytes: int) -> None:
-        free = shutil.disk_usage(directory).free
-        if free < nbytes:
-            raise CapacityError(f"{directory} has {about(free)} free, {about(nbytes)} are needed", "lower --total")
+    run.case(part.name, action)
+
+
+def sweep(run: kit.Run, settings: Settings, device: torch.device, way: str, file: Path) -> None:
+    """One way over all sizes, as a case."""
+    kind = BY_NAME[way]
+    if not run.wants(kind.label):
+        return
+    run.say(kind.label)
+    given: dict[str, Any] = {
+        "rounds": settings.sweep_rounds,
+        "seconds": settings.sweep_seconds,
+        "sizes": settings.sweep_sizes,
+    }
+    with run.guarded(kind.label):
+        if device.type == "cpu" and kind.memory == "cuda":
+            found = io_sweep.lacking("torch sees no CUDA device")
+        else:
+            given |= {"require_gds": settings.require_gds}
+            found = io_sweep.sweep(file, way, str(device), settings.total, given, run.found["ceilings"])
+        said = {"way": way, "label": kind.label, **{key: found[key] for key in ("cause", "word", "direct")}}
+        run.add(kind.label, {"ways": [said], "cells": found["cells"]}, lacks=found["cause"])
+
+
+def require_gds(directory: Path, device: torch.device) -> str:
+    """What proves that GPUDirect Storage works in the directory.
+
+    Raises `TransportUnavailableError` with the cause unless the nvidia-fs driver counted reads and writes of a probe.
+    """
+    cause = "torch sees no CUDA device" if device.type == "cpu" else no_gds_driver()
+    if not cause:
+        probe = probe_cufile(directory, device.index)
+        if probe.mode == "gds":
+            return probe.reason
+        cause = probe.reason
+    raise TransportUnavailableError(
+        f"--require-gds: GPUDirect Storage is not proven to work in {directory}: {cause}",
+        "see gdscache doctor --dir and docs/gds.md",
+    )
+
+
+# -- tables and the plot -----------------------------------------------------------------------------------------------
+
+
+def tables(report: kit.Report) -> list[Table]:
+    """What was measured, also a part of it."""
+    judged = not kit.quick(report)
+    found = [lines_table("Comparisons", [_line(r) for r in report["comparisons"]], judged=judged)]
+    if (held := report["memory"]) is not None:
+        table = Table(
+            f"Memory of an engine, {held['pages']:,} pages", "what", "resident", *(["target"] if judged else [])
+        )
+        said = [verdict(held, "at most", about)] if judged else []
+        table.add_row("beyond its pools and an interpreter with torch", about(held["beyond_bytes"]), *said)
+        found.append(table)
+    loops = Table("Ceilings: the bare loop", "what", "GB/s", "best way", "")
+    for name, r in (report["ceilings"] or {}).items():
+        rates, way = r["gb_per_second"], f"{r['threads']} threads x {about(r['io_bytes'])}"
+        spread = f"{figure(rates['median'])} ({figure(rates['min'])} to {figure(rates['max'])})"
+        loops.add_row(name, spread, way, "O_DIRECT" if r["direct"] else "through the page cache")
+    return [*found, loops, _swept(report)]
+
+
+def _line(row: kit.Report) -> Line:
+    cold = "" if row["cache"]["state"] != "kept" else f", page cache KEPT {about(row['cache']['resident_bytes'])}"
+    return Line.of(f"{row['what']}{cold}", row, unit=row["unit"])
+
+
+def _swept(report: kit.Report) -> Table:
+    """A row a way and operation, a column a size: GB/s."""
+    sizes = sorted({cell["io_bytes"] for cell in report["cells"]})
+    names = {way["way"]: f"{way['label']} ({way['word']})" for way in report["ways"]}
+    table = Table("Ways, byte-checked: GB/s by size of a request", "way", "", *(format_size(size) for size in sizes))
+    by_way: dict[tuple[str, str], dict[int, str]] = {}
+    for cell in report["cells"]:
+        kept = " KEPT" if cell["cache"]["state"] == "kept" else ""
+        shown = f"{figure(cell['gb_per_second']['median'])}{kept}"
+        by_way.setdefault((cell["way"], cell["op"]), {})[cell["io_bytes"]] = shown
+    for (way, op), found in by_way.items():
+        table.add_row(names[way], op, *(found.get(size, "") for size in sizes))
+    return table
+
+
+def plot(report: kit.Report, drawn: Any) -> None:
+    """Throughput by size, a panel an operation; and the comparisons that have a target, as bars."""
+    judged = [_line(r) for r in report["comparisons"] if "target" in r]
+    drawn.set_size_inches(13, 5 + 0.22 * len(judged))
+    top, bottom = drawn.subfigures(2, 1, height_ratios=(4.5, 0.5 + 0.22 * len(judged)))
+    for axes, op in zip(top.subplots(1, len(OPS)), OPS, strict=True):
+        cells = [cell for cell in report["cells"] if cell["op"] == op]
+        for way in WAYS:
+            own = [(c["io_bytes"], c["gb_per_second"]["median"]) for c in cells if c["way"] == way.name]
+            if own:
+                axes.plot(*zip(*sorted(own), strict=True), "o-", label=way.label)
+        if report["ceilings"] is not None:
+            loop = report["ceilings"][OPS[op].value]["gb_per_second"]["median"]
+            axes.axhline(loop, color="black", linestyle="--", label="bare loop")
+        axes.set_xscale("log", base=2)
+        sizes = sorted({cell["io_bytes"] for cell in cells})
+        axes.set_xticks(sizes, [format_size(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"{op}, {io_sweep.DEPTH} requests in flight")
+        axes.set_ylabel("GB/s")
+        if axes.lines:
+            axes.legend(fontsize=7)
+    bars(bottom.subplots(1, 1), judged, judged=not kit.quick(report))
+
+
+SECTIONS: dict[str, Any] = {
+    "gds_proof": "",
+    "ways": [],
+    "ceilings": None,
+    "comparisons": [],
+    "memory": None,
+    "cells": [],
+}
+BENCH = kit.Bench("io", "gdscache.bench.io/2", SECTIONS, measure, tables, plot)

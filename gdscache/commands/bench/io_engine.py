@@ -6,18 +6,16 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
 from gdscache import CacheEngine
-from gdscache.commands.bench.faces import AttachedFace
 from gdscache.commands.bench.geometry import model_of
-from gdscache.commands.bench.measure import rate
+from gdscache.commands.bench.measure import Closing, rate
 from gdscache.commands.bench.ssd_tier import forget
 from gdscache.config import Config
 from gdscache.cuda.streams import Event
@@ -27,7 +25,7 @@ from gdscache.pages.hit import Hit
 from gdscache.pages.planes import PagedPlanes
 
 
-class ColdEngine:
+class ColdEngine(Closing):
     """An engine with attached planes on `device`, a CPU tier and an SSD tier (`auto`, no GDS), and one prompt's pages.
 
     `total` bytes of pages are stored when it is open. It needs about 1.3 times `total` of disk, twice as much of host
@@ -75,8 +73,10 @@ class ColdEngine:
                     tensor.fill_(1)
             self.engine = undo.enter_context(CacheEngine.from_config(config, planes))
             tokens = np.arange(self.pages * layout.page_tokens + 1, dtype=np.uint32)
-            self._face = AttachedFace(self.engine, tokens, self.pages, list(planes))
-            self._face.store("")
+            self._planes, self._tokens, self._slots = list(planes), tokens, torch.arange(self.pages)
+            for tensor in self._outer():
+                tensor[:] = self._pattern(tensor)
+            self.store()
             manager = self.engine.manager
             assert manager.cpu is not None, "no CPU tier"
             assert manager.ssd is not None, "no SSD tier"
@@ -107,19 +107,14 @@ class ColdEngine:
     def prepare(self) -> Hit:
         """What a load needs: nothing in the CPU tier, and a lookup."""
         forget(self.engine.manager, self._cpu)
-        self._hit = self.engine.lookup(self._face.tokens)
+        self._hit = self.engine.lookup(self._tokens)
         return self._hit
 
     def load(self) -> float:
         """Load every page from the SSD into the planes, from the call to the verdict; GB/s."""
         hit = self._hit or self.prepare()
         self._hit = None
-        start = time.perf_counter()
-        sources = self.engine.load(hit, self._face.slots).result().bytes_by_tier
-        elapsed = time.perf_counter() - start
-        if sources != {"ssd": self.nbytes}:
-            raise IOFailedError(f"{self.nbytes} bytes were to come from the SSD: {sources}", "see the log")
-        return rate(self.nbytes, elapsed)
+        return rate(self.nbytes, self._loaded(lambda: hit, "ssd"))
 
     def load_unchecked(self) -> float:
         """The same without checksums: the verdict takes the stored ones for those of the bytes."""
@@ -140,13 +135,27 @@ class ColdEngine:
 
     def store(self) -> float:
         """Store every page out of the planes, from the call until all are on the SSD; GB/s."""
-        if self.engine.lookup(self._face.tokens).tokens:
+        if self.engine.lookup(self._tokens).tokens:
             self.forget_all()
-        return rate(self.nbytes, self._face.store("", filled=True))
+        start = time.perf_counter()
+        report = self.engine.store(self._tokens, self._slots).result(600.0)
+        elapsed = time.perf_counter() - start
+        if any("ssd" not in tiers for tiers in report.tiers):
+            raise IOFailedError(f"not all pages reached the SSD: {report.dropped}", "see the log")
+        return rate(self.nbytes, elapsed)
 
     def load_from_cpu(self) -> float:
         """Load every page from the CPU tier, where they are since they were loaded or stored; GB/s."""
-        return rate(self.nbytes, self._face.load("cpu"))
+        return rate(self.nbytes, self._loaded(lambda: self.engine.lookup(self._tokens), "cpu"))
+
+    def _loaded(self, hit: Callable[[], Hit], tier: str) -> float:
+        """Seconds from the lookup to the verdict."""
+        start = time.perf_counter()
+        sources = self.engine.load(hit(), self._slots).result().bytes_by_tier
+        elapsed = time.perf_counter() - start
+        if sources != {tier: self.nbytes}:
+            raise IOFailedError(f"{self.nbytes} bytes were to come from the {tier} tier: {sources}", "see the log")
+        return elapsed
 
     def timed_calls(self, count: int) -> dict[str, list[float]]:
         """Seconds of `load`, `wait` and `store` for the first page, which is in the CPU tier: so many of each.
@@ -154,7 +163,7 @@ class ColdEngine:
         A switch interval goes by before each, as between the steps of a model: a loop of nothing but calls finds its
         code in the processor's caches, and beside another thread does not.
         """
-        tokens, slots = self._face.tokens[: self._page_tokens + 1], self._face.slots[:1]
+        tokens, slots = self._tokens[: self._page_tokens + 1], self._slots[:1]
         found: dict[str, list[float]] = {"load": [], "wait": [], "store": []}
         for _ in range(count):
             hit = self.engine.lookup(tokens)
@@ -202,12 +211,22 @@ class ColdEngine:
         return self._flat
 
     def check(self) -> None:
-        """The planes must hold what was stored. Raises `IOFailedError`."""
-        self._face.check()
+        """The first and last layer must hold what was stored. Raises `IOFailedError`."""
+        for tensor in self._outer():
+            if not torch.equal(tensor, self._pattern(tensor)):
+                raise IOFailedError("a load gave other bytes than were stored", "please report it")
+
+    def _outer(self) -> list[torch.Tensor]:
+        return [*self._planes[0], *self._planes[-1]]
+
+    def _pattern(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rows that tell pages apart: the page's number, as far as bfloat16 counts."""
+        numbers = torch.arange(self.pages, device=tensor.device) % 251
+        return numbers.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1)).expand(-1, *tensor.shape[1:])
 
     def blank(self) -> None:
         """Overwrite the planes, so that `check` sees only what a load brings."""
-        for layer in self._face.planes:
+        for layer in self._planes:
             for tensor in layer:
                 tensor.zero_()
         self._idle()
@@ -220,17 +239,9 @@ class ColdEngine:
         """Close the engine and give all memory back."""
         self._undo.close()
         self._flat = None
-        self._face.planes = []
+        self._planes = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class Unchecked:

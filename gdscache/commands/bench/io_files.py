@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
 from gdscache.commands.bench import io_cache
-from gdscache.commands.bench.measure import rate
+from gdscache.commands.bench.measure import Closing, rate
 from gdscache.errors import IOFailedError, ShortIOError, TransportUnavailableError
 from gdscache.storage.files import probe_direct_io
 from gdscache.storage.workers import MAX_RUN
@@ -85,7 +84,7 @@ class FilePerPage:
         return self.directory / f"{number:08x}.bin"
 
 
-class CallPerPage:
+class CallPerPage(Closing):
     """Reads the pages of a file into host memory with one task and one `preadv` a page, by `threads` threads."""
 
     def __init__(self, path: Path, memory: memoryview, page_bytes: int, threads: int) -> None:
@@ -107,17 +106,12 @@ class CallPerPage:
     def _read(self, at: int) -> int:
         return os.preadv(self._file, [self._memory[at : at + self._page_bytes]], at)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._pool.shutdown()
         os.close(self._file)
 
 
-class KvikioPerPage:
+class KvikioPerPage(Closing):
     """Reads the pages of a file into GPU memory with one kvikio call a page, without cuFile; all calls in flight.
 
     Sets kvikio's settings for the whole process. Raises `TransportUnavailableError` where kvikio is missing.
@@ -164,10 +158,5 @@ class KvikioPerPage:
                 if file.read(len(part)) != part.tobytes():
                     raise IOFailedError(f"kvikio gave other bytes than the file has, at {at}", "please report it")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._file.close()

@@ -1,7 +1,4 @@
-"""Comparisons of `gdscache bench io` that have a target: each part gives rows, of figures that took turns.
-
-Here the parts that need no GPU; those with an engine are in `io_rows_engine`.
-"""
+"""Comparisons of `gdscache bench io` that need no engine. Each part gives rows, of figures that took turns."""
 
 from __future__ import annotations
 
@@ -19,15 +16,17 @@ import xxhash
 from gdscache.commands.bench import io_cache, machine
 from gdscache.commands.bench.bare import BareLoop, best
 from gdscache.commands.bench.io_files import CallPerPage, FilePerPage
-from gdscache.commands.bench.io_loop import Metered
 from gdscache.commands.bench.io_ways import OpenWay, engine_way
-from gdscache.commands.bench.measure import Progress, Series, interleave, rate, ratio, target
+from gdscache.commands.bench.measure import Series, interleave, rate
+from gdscache.commands.bench.rows import compared
 from gdscache.commands.bench.ssd_tier import TierUnderTest
+from gdscache.commands.console import Progress
 from gdscache.errors import StorageError
-from gdscache.sizes import KIB, MIB, format_size
+from gdscache.sizes import GIB, KIB, MIB, format_size
 from gdscache.storage.base import Op
 
 HOST_TARGET = 0.95
+TIER_TARGET = 0.85
 FILE_READ_TARGET = 2.0
 FILE_WRITE_TARGET = 1.5
 CPU_TARGET = 0.5
@@ -55,7 +54,6 @@ class Place:
 
 
 Row = dict[str, Any]
-RATES = ("GB/s", "rounds/s")  # units of which more is better
 
 
 def row(
@@ -65,31 +63,51 @@ def row(
     figures: tuple[Series, str, Series],
     limit: float | None,
     *,
-    cpu: bool = False,
+    unit: str = "GB/s",
     nbytes: int | None = None,
     transport: str,
     threads: int | None = None,
     **more: Any,
 ) -> Row:
-    """A row of plain data: `figures` are ours, the name of what it is compared with, and its figure; GB/s or, with
-    `cpu`, CPU seconds per GiB, which should be at most `limit` times as many. `transport` moved the bytes of ours."""
-    ours, against, other = figures
-    found = ratio(ours, other)
-    return {
-        "what": what,
-        "page_bytes": page_bytes,
-        "bytes": place.nbytes if nbytes is None else nbytes,
-        "file_system": machine.storage(place.directory)["file_system"],
-        "transport": transport,
-        "threads": threads or place.threads,
-        "unit": "CPU s/GiB" if cpu else "GB/s",
-        "figure": ours.describe(),
-        "against": against,
-        "against_figure": other.describe(),
-        **found,
-        **({} if limit is None else target(found["ratio"], limit, at_least=not cpu)),
+    """A row of plain data: `figures` are ours, the name of what it is compared with, and its figure. `transport` moved
+    the bytes of ours."""
+    return compared(
+        what,
+        *figures,
+        limit,
+        unit,
+        page_bytes=page_bytes,
+        bytes=place.nbytes if nbytes is None else nbytes,
+        file_system=machine.storage(place.directory)["file_system"],
+        transport=transport,
+        threads=threads or place.threads,
         **more,
-    }
+    )
+
+
+class Metered:
+    """A way that returns GB/s, called, with the CPU seconds per GiB of every call kept beside.
+
+    `first` is called before each, and not counted.
+    """
+
+    def __init__(self, way: Callable[[], float], nbytes: int, first: Callable[[], object] = lambda: None) -> None:
+        self._way = way
+        self._nbytes = nbytes
+        self._first = first
+        self._cpu: list[float] = []
+
+    def __call__(self) -> float:
+        self._first()
+        before = time.process_time()
+        found = self._way()
+        self._cpu.append((time.process_time() - before) / self._nbytes * GIB)
+        return found
+
+    @property
+    def cpu_per_gib(self) -> Series:
+        """One value a call."""
+        return Series(tuple(self._cpu))
 
 
 def host_reads(place: Place) -> list[Row]:
@@ -123,9 +141,7 @@ def extents(place: Place, way: OpenWay) -> Callable[[], float]:
         if not way.transport.direct:
             io_cache.drop([place.file])
         start = time.perf_counter()
-        begun = [
-            way.transport.submit(Op.READ, way.requests([(n * MIB, n * MIB) for n in some], MIB)) for some in submits
-        ]
+        begun = [way.begin(Op.READ, [(n * MIB, n * MIB) for n in some], MIB) for some in submits]
         errors = [error for submission in begun for error in submission.wait() if error is not None]
         elapsed = time.perf_counter() - start
         if errors:
@@ -144,11 +160,10 @@ def call_per_page(place: Place) -> list[Row]:
         assert way.host is not None
         memory = way.host.view[:nbytes]
         with CallPerPage(place.file, memory, CALL_PAGE, place.threads) as calls:
-            lane = way.lane()
 
             def submit() -> float:
                 start = time.perf_counter()
-                lane.move(Op.READ, some, CALL_PAGE)
+                way.move(Op.READ, some, CALL_PAGE)
                 return rate(nbytes, time.perf_counter() - start)
 
             sums = []
@@ -166,7 +181,7 @@ def call_per_page(place: Place) -> list[Row]:
             found = interleave(ways, place.repeat, place.progress, f"CPU seconds, {label}")
         state = io_cache.state([place.file], direct=direct)
     return [
-        row(place, f"CPU, host {label}", CALL_PAGE, cpu_figures(ways, "one call a page"), CPU_TARGET, cpu=True,
+        row(place, f"CPU, host {label}", CALL_PAGE, cpu_figures(ways, "one call a page"), CPU_TARGET, unit="CPU s/GiB",
             nbytes=nbytes, transport=transport, cache=state),
         row(place, f"host {label}", CALL_PAGE, (found["ours"], "one call a page", found["calls"]), None,
             nbytes=nbytes, transport=transport, cache=state),
@@ -179,6 +194,32 @@ def cpu_figures(ways: Mapping[str, Callable[[], float]], against: str) -> tuple[
     assert isinstance(ours, Metered)
     assert isinstance(other, Metered)
     return ours.cpu_per_gib, against, other.cpu_per_gib
+
+
+def ssd_tier(place: Place, page_bytes: int) -> list[Row]:
+    """Stores into the SSD tier, whose slab is full, and loads from it into the CPU tier, against the bare loop."""
+    rows, size = [], format_size(page_bytes)
+    with (
+        tempfile.TemporaryDirectory(dir=place.directory) as name,
+        TierUnderTest(Path(name), page_bytes, place.nbytes, place.threads) as tier,
+        BareLoop(tier.slab, tier.nbytes) as bare,
+    ):
+        for _ in range(2):  # the slab's blocks are written once before any timing
+            tier.store()
+        cache = io_cache.state([tier.slab], direct=tier.direct)
+        for what, action, op in (("store", tier.store, Op.WRITE), ("load", tier.load, Op.READ)):
+            label = f"SSD tier, {what}, {size} pages"
+            tier.store()
+            chosen = bare.scout(op, place.progress)
+            if op is Op.READ:
+                tier.store()  # the loop wrote over every page
+                tier.load()
+            found = interleave({"tier": action, **bare.runs(op, chosen)}, place.repeat, place.progress, label)
+            way = best(chosen, found)
+            figures = found["tier"], f"bare loop, {way.label}", found[way.label]
+            more: dict[str, Any] = {"nbytes": tier.nbytes, "transport": tier.transport, "cache": cache}
+            rows.append(row(place, label, page_bytes, figures, TIER_TARGET, **more))
+    return rows
 
 
 class RandomTier(TierUnderTest):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.bare import BareLoop, Way, best
 from gdscache.commands.bench.io_engine import ColdEngine
-from gdscache.commands.bench.io_loop import Metered
-from gdscache.commands.bench.io_rows import Place, Row, cpu_figures, row
+from gdscache.commands.bench.io_rows import Metered, Place, Row, cpu_figures, row
+from gdscache.commands.bench.io_rows_engine import facts, opened
 from gdscache.commands.bench.measure import Series, interleave
 from gdscache.commands.bench.neighbours import LABELS, Kind, Neighbour, beside
 from gdscache.sizes import MIB, format_size
@@ -34,7 +31,7 @@ def stores_and_loads(place: Place, page_bytes: int) -> list[Row]:
     """Stores until they are on the SSD, and cold loads, against the bare loop on the same slab; both, and the CPU
     seconds of either, against a loop that copies and sums the same bytes, too."""
     pages = f"{format_size(page_bytes)} pages"
-    with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, page_bytes) as engine:
+    with opened(place, page_bytes) as engine:
         planes = np.ones(engine.nbytes, np.uint8)
         rows = []
         with BareLoop(engine.slab, engine.nbytes) as bare:
@@ -61,14 +58,14 @@ def _against_bare(
     found = interleave({**metered, **bare.runs(op, chosen)}, place.repeat, place.progress, label)
     way = best(chosen, found)
     host = place.device.type == "cpu" and place.on_disk
-    more = _more(engine, bare)
+    more = facts(engine, direct=bare.direct)
     figures = found["ours"], f"bare loop, {way.label}", found[way.label]
     copied = f"bare loop that copies and sums, {whole.label}"
     spent = cpu_figures(metered, "bare loop, one copy and the sums")
     return [
         row(place, label, engine.page_bytes, figures, limit if host else None, **more),
         row(place, label, engine.page_bytes, (found["ours"], copied, found["loop"]), None, **more),
-        row(place, f"CPU, {label}", engine.page_bytes, spent, CPU_TARGET if host else None, cpu=True, **more),
+        row(place, f"CPU, {label}", engine.page_bytes, spent, CPU_TARGET if host else None, unit="CPU s/GiB", **more),
     ]
 
 
@@ -76,9 +73,9 @@ def beside_python(place: Place, page_bytes: int) -> list[Row]:
     """Stores, cold loads and loads from the CPU tier beside threads of Python, against the same alone; a plain copy
     beside them, which says what such a thread costs whoever needs no lock; and how far the busy thread came."""
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, page_bytes) as engine:
+    with opened(place, page_bytes) as engine:
         ways = {**_ways(engine), "cpu": engine.load_from_cpu, "copy": engine.copy}
-        more = _more(engine)
+        more = facts(engine)
         for what, action in ways.items():
             label = f"{_WORD[what]}, {format_size(page_bytes)} pages"
             runs: dict[str, Callable[[], float]] = {"alone": action}
@@ -107,18 +104,17 @@ def _progress(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Ro
 
     runs = {"beside": counted(engine.load), "alone": counted(lambda: time.sleep(0.3))}
     found = interleave(runs, place.repeat, place.progress, "progress of the busy thread")
-    what = f"{LABELS['busy']}, beside cold loads"
+    what = f"{LABELS['busy']}, beside cold loads of {format_size(engine.page_bytes)} pages"
     figures = found["beside"], "alone", found["alone"]
-    made = row(place, what, engine.page_bytes, figures, PROGRESS_TARGET, **more)
-    return [made | {"unit": "rounds/s"}]
+    return [row(place, what, engine.page_bytes, figures, PROGRESS_TARGET, unit="rounds/s", **more)]
 
 
 def calls_beside_python(place: Place) -> list[Row]:
     """Microseconds of calls beside the busy thread against alone: medians, and the 99th percentiles."""
     alone: list[dict[str, list[float]]] = []
     busy: list[dict[str, list[float]]] = []
-    with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, _CALLED_PAGE) as engine:
-        more = _more(engine) | {"calls": place.calls}
+    with opened(place, _CALLED_PAGE) as engine:
+        more = facts(engine) | {"calls": place.calls}
         engine.load()
         for number in range(place.repeat):
             place.progress(number, place.repeat, "calls")
@@ -143,21 +139,10 @@ def _call_rows(
             if name != "wait" and percent == 99:
                 other, against = Series(tuple(v + slack for v in other.values)), "alone, and 1.5 switch intervals"
             what = f"{name}(), p{percent}, beside {LABELS['busy']}"
-            made = row(place, what, _CALLED_PAGE, (ours, against, other), limit, cpu=True, **more)
-            rows.append(made | {"unit": "us"})
+            rows.append(row(place, what, _CALLED_PAGE, (ours, against, other), limit, unit="us", **more))
     return rows
 
 
 def _ways(engine: ColdEngine) -> dict[str, Callable[[], float]]:
     """In the order of `Op`: reads, then writes."""
     return {"load": engine.load, "store": engine.store}
-
-
-def _engine(place: Place, name: str, page_bytes: int) -> ColdEngine:
-    return ColdEngine(Path(name), page_bytes, place.nbytes, place.threads, place.device)
-
-
-def _more(engine: ColdEngine, bare: BareLoop | None = None) -> dict[str, Any]:
-    direct = engine.direct and (bare is None or bare.direct)
-    cache = io_cache.state([engine.slab], direct=direct)
-    return {"nbytes": engine.nbytes, "transport": engine.transport["name"], "cache": cache}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Onward, Way, best
 from gdscache.commands.bench.io_engine import ColdEngine
 from gdscache.commands.bench.io_files import KvikioPerPage
-from gdscache.commands.bench.io_loop import Metered
-from gdscache.commands.bench.io_rows import CPU_TARGET, Place, Row, cpu_figures, row
+from gdscache.commands.bench.io_rows import CPU_TARGET, Metered, Place, Row, cpu_figures, extents, row
+from gdscache.commands.bench.io_ways import OpenWay
 from gdscache.commands.bench.measure import interleave
+from gdscache.commands.bench.neighbours import LABELS, beside
 from gdscache.sizes import KIB, MIB, format_size
 from gdscache.storage.base import Op
 
@@ -22,21 +24,22 @@ ONWARD_TARGETS = {4 * MIB: 0.90, 1 * MIB: 0.90, 256 * KIB: 0.80}  # of the bare 
 KVIKIO_PAGE, KVIKIO_TARGET = 256 * KIB, 2.0
 SUMS_TARGET = 0.97
 SUMS_PAGE = 1 * MIB
+DIRECT_TARGET, DIRECT_BESIDE_TARGET = 0.95, 0.55
+_DIRECT_SSD = {"transport": "cufile", "gds": "auto", "route": "direct"}
+_PAGE = 1 * MIB
 
 
 def cold_loads(place: Place) -> list[Row]:
     """SSD → planes against the bare loop on the same slab, and with checksums against without."""
     gpu, page_bytes = place.device.type == "cuda", SUMS_PAGE
     what = f"SSD → {'GPU' if gpu else 'host planes'} via CPU, cold, {format_size(page_bytes)} pages"
-    with tempfile.TemporaryDirectory(dir=place.directory) as name, _engine(place, name, page_bytes) as engine:
+    with opened(place, page_bytes) as engine:
         with BareLoop(engine.slab, engine.nbytes) as bare:
             chosen = bare.scout(Op.READ, place.progress)
             ways = {"ours": _cold(engine, engine.load), "plain": _cold(engine, engine.load_unchecked)}
             found = interleave({**ways, **bare.runs(Op.READ, chosen)}, place.repeat, place.progress, what)
-            way = best(chosen, found)
-            state = io_cache.state([engine.slab], direct=engine.direct and bare.direct)
+            way, more = best(chosen, found), facts(engine, direct=bare.direct)
         _check(engine)
-        more = _more(engine, state)
     figures = found["ours"], f"bare loop, {way.label}", found[way.label]
     limit = COLD_TARGET if gpu and place.on_disk else None
     sums = found["ours"], "without checksums", found["plain"]
@@ -53,11 +56,7 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
     loop has as much memory as loads have of that. Pages of 256 KiB also against kvikio called once a page.
     """
     what = f"RAM disk → GPU via CPU, {format_size(page_bytes)} pages"
-    with (
-        tempfile.TemporaryDirectory(dir=place.directory) as name,
-        _engine(place, name, page_bytes) as engine,
-        BareLoop(engine.slab, engine.nbytes) as bare,
-    ):
+    with opened(place, page_bytes) as engine, BareLoop(engine.slab, engine.nbytes) as bare:
         loops = _onward(place, engine, bare)
         ways: dict[str, Callable[[], float]] = {
             "ours": _cold(engine, engine.load),
@@ -70,9 +69,8 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
         for measure in ways.values():
             measure()
         found = interleave(ways, place.repeat, place.progress, what)
-        state = io_cache.state([engine.slab], direct=engine.direct)
+        more = facts(engine)
         _check(engine)
-        more = _more(engine, state)
         rows = []
         for kind, label in {"ours": what, "passing": f"{what} that pass the CPU tier by"}.items():
             loop = max(loops[kind], key=lambda name: found[name].median)
@@ -110,20 +108,56 @@ def _against_kvikio(place: Place, engine: ColdEngine, what: str) -> list[Row]:
             "kvikio": Metered(kvikio.read, nbytes),
         }
         found = interleave(ways, place.repeat, place.progress, f"{what}, against kvikio")
-    more = _more(engine, io_cache.state([engine.slab], direct=engine.direct))
+    more = facts(engine)
     rates = found["ours"], against, found["kvikio"]
     return [
         row(place, what, KVIKIO_PAGE, rates, KVIKIO_TARGET, **more),
-        row(place, f"CPU, {what}", KVIKIO_PAGE, cpu_figures(ways, against), CPU_TARGET, cpu=True, **more),
+        row(place, f"CPU, {what}", KVIKIO_PAGE, cpu_figures(ways, against), CPU_TARGET, unit="CPU s/GiB", **more),
     ]
 
 
-def _more(engine: ColdEngine, cache: dict[str, Any]) -> dict[str, Any]:
+def direct_reads(place: Place) -> list[Row]:
+    """SSD → GPU by cuFile with calls of 1 MiB: extents that Python submits, and an engine's cold loads, which it does
+    not; against a loop in C++ of the same calls with as many threads, and beside a thread that runs Python."""
+    rows = []
+    with OpenWay("cufile", place.file, place.threads, place.nbytes, place.device) as way:
+        label = "direct GPU reads of 1 MiB extents"
+        ways = {"ours": extents(place, way), "loop": lambda: way.run_bare(Op.READ, _PAGE, place.threads)}
+        found = interleave(ways, place.repeat, place.progress, label)
+        state = io_cache.state([place.file], direct=way.transport.direct)
+        figures = found["ours"], f"bare cuFile loop, {place.threads} threads, 1 MiB", found["loop"]
+        rows.append(row(place, label, _PAGE, figures, DIRECT_TARGET, transport=way.transport.name, cache=state))
+    with (
+        opened(place, _PAGE, _DIRECT_SSD) as engine,
+        OpenWay("cufile", engine.slab, place.threads, engine.nbytes, place.device) as way,
+    ):
+        label = "SSD → GPU direct, cold, 1 MiB pages"
+        loops = {"ours": engine.load, "loop": lambda: way.run_bare(Op.READ, _PAGE, place.threads)}
+        loops["beside"] = beside("busy", engine.load)
+        found = interleave(loops, place.repeat, place.progress, label)
+        more = facts(engine)
+        _check(engine)
+        figures = found["ours"], f"bare cuFile loop, {place.threads} threads, 1 MiB", found["loop"]
+        rows.append(row(place, label, _PAGE, figures, DIRECT_TARGET, **more))
+        figures = found["beside"], "alone", found["ours"]
+        rows.append(row(place, f"{label}, beside {LABELS['busy']}", _PAGE, figures, DIRECT_BESIDE_TARGET, **more))
+    return rows
+
+
+@contextlib.contextmanager
+def opened(place: Place, page_bytes: int, ssd: Mapping[str, Any] | None = None) -> Iterator[ColdEngine]:
+    """An engine in a directory of its own, which is deleted. `ssd`: keys of its section that are to be others."""
+    with (
+        tempfile.TemporaryDirectory(dir=place.directory) as name,
+        ColdEngine(Path(name), page_bytes, place.nbytes, place.threads, place.device, ssd) as engine,
+    ):
+        yield engine
+
+
+def facts(engine: ColdEngine, *, direct: bool = True) -> dict[str, Any]:
+    """What rows of an engine say of its bytes. `direct`: whether what it is compared with passes the page cache by."""
+    cache = io_cache.state([engine.slab], direct=engine.direct and direct)
     return {"nbytes": engine.nbytes, "transport": engine.transport["name"], "cache": cache}
-
-
-def _engine(place: Place, name: str, page_bytes: int) -> ColdEngine:
-    return ColdEngine(Path(name), page_bytes, place.nbytes, place.threads, place.device)
 
 
 def _cold(engine: ColdEngine, load: Callable[[], float]) -> Callable[[], float]:

@@ -1,24 +1,21 @@
-"""The ways of `gdscache bench io`, opened: a transport on one file, memory for its requests, lanes that move them."""
+"""The ways of `gdscache bench io` for bytes between a disk and memory: a transport on one file, and its memory."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import numpy as np
 import torch
 
-from gdscache.commands.bench.io_cells import BY_NAME, Way
-from gdscache.commands.bench.measure import rate
+from gdscache.commands.bench.measure import Closing, rate
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, NativeCallError, StorageError
 from gdscache.sizes import KIB, MIB
 from gdscache.storage import open_transport as open_as_configured
-from gdscache.storage.base import IORequest, Op, Transport
+from gdscache.storage.base import IORequest, Op, Submission, Transport
 from gdscache.storage.native import NativeTransport
 
 CHECKED = ((16 * KIB, 16), (1 * MIB, 6))  # request sizes and counts of the byte check
@@ -28,7 +25,30 @@ Request = tuple[int, int]
 """Where in the file, where in the memory."""
 
 
-class OpenWay:
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way for bytes to go. `memory`: where they end or begin; `cufile`: whether cuFile has a part in it."""
+
+    name: str
+    label: str
+    memory: str
+    cufile: bool = False
+
+
+WAYS = (
+    Way("host", "host only", "host"),
+    Way("uring", "host only, io_uring", "host"),
+    Way("host_gpu", "host then GPU", "cuda"),
+    Way("cufile", "direct GPU, native", "cuda", cufile=True),
+    Way("direct", "direct GPU, kvikio", "cuda", cufile=True),
+    Way("kvikio_compat", "kvikio compat", "cuda"),
+    Way("nixl_posix", "NIXL POSIX", "host"),
+    Way("nixl_gds_mt", "NIXL GDS_MT", "cuda", cufile=True),
+)
+BY_NAME = {way.name: way for way in WAYS}
+
+
+class OpenWay(Closing):
     """A transport with `threads` threads on an existing file, and `nbytes` of memory that its requests may use.
 
     The bytes end (or begin) in `memory`: on the GPU for the ways that say so, else in host memory. `host_gpu` also has
@@ -72,16 +92,32 @@ class OpenWay:
         except NativeCallError as error:
             raise IOFailedError(f"the bare {op.value} loop failed: {error.message}", "see cuFile's log") from error
 
-    def lane(self) -> Lane:
-        """What one thread moves batches with."""
-        if self.host is None or self.gpu is None:
-            return Lane(self)
-        return CopyingLane(self, self.host, self.gpu)
-
-    def requests(self, some: Sequence[Request], nbytes: int) -> list[IORequest]:
-        """Requests of `nbytes` each."""
+    def begin(self, op: Op, some: Sequence[Request], nbytes: int) -> Submission:
+        """Submit requests of `nbytes` each. Where the GPU's bytes go through the host, they are copied down before."""
+        if op is Op.WRITE and self.host is not None and self.gpu is not None:
+            for _, at in some:
+                self.host.tensor[at : at + nbytes].copy_(self.gpu[at : at + nbytes], non_blocking=True)
+            _idle(self.gpu)
         memory = self._io_memory
-        return [IORequest(self._file, offset, memory[at : at + nbytes]) for offset, at in some]
+        return self.transport.submit(
+            op, [IORequest(self._file, offset, memory[at : at + nbytes]) for offset, at in some]
+        )
+
+    def finish(self, submission: Submission, op: Op, some: Sequence[Request], nbytes: int) -> None:
+        """Wait for all of a submission, and copy on to the GPU what was read for it. Raises its first error."""
+        failure: StorageError | None = None
+        for number, error in submission.completions():
+            failure = failure or error
+            if error is None and op is Op.READ and self.host is not None and self.gpu is not None:
+                at = some[number][1]
+                self.gpu[at : at + nbytes].copy_(self.host.tensor[at : at + nbytes], non_blocking=True)
+        _idle(self.gpu)
+        if failure is not None:
+            raise failure
+
+    def move(self, op: Op, some: Sequence[Request], nbytes: int) -> None:
+        """Submit requests and wait for them. Raises the first error."""
+        self.finish(self.begin(op, some, nbytes), op, some, nbytes)
 
     def flush(self) -> None:
         """What was written is on the device when this returns."""
@@ -111,68 +147,6 @@ class OpenWay:
         self.gpu = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Lane:
-    """Moves batches, one after the other, in the thread that calls."""
-
-    def __init__(self, way: OpenWay) -> None:
-        self._way = way
-
-    def move(self, op: Op, some: Sequence[Request], nbytes: int) -> list[float]:
-        """Move a batch; how many seconds after the submit each of its requests had ended. Raises its first error."""
-        start = time.perf_counter()
-        return [time.perf_counter() - start for _ in self._ended(op, some, nbytes)]
-
-    def _ended(self, op: Op, some: Sequence[Request], nbytes: int) -> Iterator[int]:
-        """The requests' numbers, as they end. Waits for all of them before it raises."""
-        failure: StorageError | None = None
-        submission = self._way.transport.submit(op, self._way.requests(some, nbytes))
-        for number, error in submission.completions():
-            failure = failure or error
-            if failure is None:
-                yield number
-        if failure is not None:
-            raise failure
-
-
-class CopyingLane(Lane):
-    """Each request goes through page-locked memory: copied on when it was read, or before it is written."""
-
-    def __init__(self, way: OpenWay, host: HostBuffer, gpu: torch.Tensor) -> None:
-        super().__init__(way)
-        self._host, self._gpu = host, gpu
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(gpu.device)  # type: ignore[no-untyped-call]
-
-    def move(self, op: Op, some: Sequence[Request], nbytes: int) -> list[float]:
-        """As `Lane.move`: a read has ended when its bytes are on the GPU, by the GPU's clock."""
-        with torch.cuda.stream(self._stream):
-            if op is Op.WRITE:
-                start = time.perf_counter()
-                for _, at in some:
-                    self._host.tensor[at : at + nbytes].copy_(self._gpu[at : at + nbytes], non_blocking=True)
-                self._stream.synchronize()
-                return [time.perf_counter() - start for _ in self._ended(op, some, nbytes)]
-            begin, ends = self._mark(), []
-            for number in self._ended(op, some, nbytes):
-                at = some[number][1]
-                self._gpu[at : at + nbytes].copy_(self._host.tensor[at : at + nbytes], non_blocking=True)
-                ends.append(self._mark())
-            self._stream.synchronize()
-        return [float(begin.elapsed_time(end)) / 1e3 for end in ends]
-
-    def _mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
 
 
 def open_transport(name: str, threads: int, device: torch.device) -> Transport:
@@ -207,20 +181,19 @@ def check(way: OpenWay) -> None:
     Uses the first `CHECK_BYTES` of the file and of the memory. Raises `StorageError` where a byte differs.
     """
     rng = np.random.default_rng(1)
-    lane = way.lane()
     for nbytes, count in CHECKED:
         offsets = (rng.permutation(CHECK_BYTES // nbytes)[:count] * nbytes).tolist()
         some = [(int(offset), number * nbytes) for number, offset in enumerate(offsets)]
         content = rng.bytes(count * nbytes)
         way.put(content)
-        lane.move(Op.WRITE, some, nbytes)
+        way.move(Op.WRITE, some, nbytes)
         way.flush()
         with way.path.open("rb", buffering=0) as file:
             for offset, at in some:
                 file.seek(offset)
                 _compare(way, "in the file", offset, file.read(nbytes), content[at : at + nbytes])
         way.put(bytes(count * nbytes))
-        lane.move(Op.READ, some[::-1], nbytes)
+        way.move(Op.READ, some[::-1], nbytes)
         for offset, at in some:
             _compare(way, "read", offset, way.get(at, nbytes), content[at : at + nbytes])
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from gdscache import CacheEngine
-from gdscache.commands.bench.measure import Progress, interleave, ratio, seconds, silent, target
+from gdscache.commands.bench.measure import interleave, ratio, seconds, target
+from gdscache.commands.console import Progress, silent
 from gdscache.errors import IOFailedError
 
-PAGES, PAGE_TOKENS = 2048, 64
+PAGE_TOKENS = 64
 TARGET = 3.0
 _OTHERS = 64  # pages of others that find room before one is evicted
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import gc
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from gdscache.errors import InvalidValueError, IOFailedError
+from gdscache.commands.console import Progress as Progress
+from gdscache.commands.console import silent as silent
+from gdscache.commands.doctor.trial import run_child
+from gdscache.errors import GdsCacheError, InvalidValueError, IOFailedError
 
 T = TypeVar("T")
 
-Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, text)` while something long goes on."""
-
-
-def silent(done: int, total: int, text: str) -> None:
-    """A progress callback that says nothing."""
+_ANSWER = "answer: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +65,20 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
             break
         rank, coverage = further, reached
     return Interval(statistics.median(ordered), ordered[rank - 1], ordered[-rank], coverage)
+
+
+class Closing(abc.ABC):
+    """Something that the end of a `with` block closes."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back what it holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @contextlib.contextmanager
@@ -154,20 +164,53 @@ def judged(report: Any) -> Sequence[Mapping[str, Any]]:
     return []
 
 
-def child(
-    module: str, function: str, *arguments: object, environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Run a function of a module of this package, with its plain arguments, in a fresh interpreter; what it prints.
+def cause_of(error: BaseException) -> str:
+    """An error in one line."""
+    message = error.message if isinstance(error, GdsCacheError) else str(error)
+    return " ".join(message.split()) or type(error).__name__
 
-    The function prints one line of JSON. `environment` is added to this process's. Raises `IOFailedError` with the end
-    of the child's complaint when it fails.
+
+class ChildDiedError(IOFailedError):
+    """A child process crashed, or did not answer within its time and was killed."""
+
+
+def child(
+    module: str,
+    function: str,
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    deadline_s: float = 600.0,
+) -> dict[str, Any]:
+    """Call a function of a module of this package, with plain arguments, in a fresh interpreter; the plain data that it
+    returns. `environment` is added to this process's.
+
+    Raises `IOFailedError` with the cause of an error in the child, and `ChildDiedError` where there is no answer.
     """
-    call = f"{module}.{function}(*json.loads({json.dumps(arguments)!r}))"
-    code = f"import json; from gdscache.commands.bench import {module}; {call}"
-    variables = {**os.environ, **(environment or {})}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=False)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-3:]
-        raise IOFailedError(f"a child process ended with {done.returncode}: {' / '.join(last)}", "run it alone to see")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    code = (
+        f"import json, os; os.environ.update({dict(environment or {})!r}); "
+        f"from gdscache.commands.bench import {module} as module, measure; "
+        f"measure.answer(lambda: module.{function}(*json.loads({json.dumps(arguments)!r})))"
+    )
+    status, output = run_child(code, [], deadline_s)
+    if status is None:
+        raise ChildDiedError(f"no answer within {deadline_s:g} s: killed", "see gdscache doctor")
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    answers = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
+    if status or len(answers) != 1:
+        last = lines[-1] if lines else "no message"
+        raise ChildDiedError(f"a child process ended with status {status}: {last}", "see gdscache doctor")
+    found: dict[str, Any] = json.loads(answers[0])
+    if "cause" in found:
+        raise IOFailedError(found["cause"], found["hint"])
+    answer: dict[str, Any] = found["answer"]
+    return answer
+
+
+def answer(action: Callable[[], object]) -> None:
+    """In the child: print what an action returns, or why it fails, in one line."""
+    try:
+        said = {"answer": action()}
+    except (GdsCacheError, RuntimeError, OSError, MemoryError) as error:
+        hint = error.hint if isinstance(error, GdsCacheError) else "run it alone to see"
+        said = {"cause": cause_of(error), "hint": hint}
+    print(f"\n{_ANSWER}{json.dumps(said)}", flush=True)  # libraries print too

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from gdscache.commands.bench import measure
-from gdscache.commands.bench.measure import Progress, silent, target
+from gdscache.commands.bench.measure import target
 from gdscache.errors import IOFailedError
 from gdscache.sizes import MIB
 
@@ -17,19 +16,14 @@ LAYERS, PAGE_TOKENS, PAGE_BYTES = 32, 4, 8192  # small pages: what is looked for
 HOST_BUFFER = 16 * MIB
 
 
-def run(directory: Path, pages: int, progress: Progress = silent) -> dict[str, Any]:
+def engine_memory(directory: Path, pages: int) -> dict[str, Any]:
     """Resident bytes of an engine with `pages` pages stored, less its pools and an interpreter that imported torch.
 
     All pools are touched. `peak` is the largest resident size until then, less the same.
     """
-    progress(0, 2, "memory: an interpreter with torch")
-    torch_only = child("torch_only")
-    progress(1, 2, f"memory: an engine with {pages:,} pages")
-    engine = child("engine_with_pages", str(directory / "memory"), pages)
-    progress(2, 2, f"memory: an engine with {pages:,} pages")
+    torch_only, engine = child("torch_only"), child("engine_with_pages", str(directory / "memory"), pages)
     beyond = engine["resident"] - engine["pools"] - torch_only["resident"]
     return {
-        "name": "memory",
         "pages": engine["pages"],
         "resident_bytes": engine["resident"],
         "peak_bytes": engine["peak"],
@@ -60,14 +54,14 @@ def peak() -> int:
 # -- what runs in the children -----------------------------------------------------------------------------------------
 
 
-def torch_only() -> None:
+def torch_only() -> dict[str, int]:
     """The size of an interpreter that imported torch."""
     import torch  # noqa: F401
 
-    print(json.dumps({"resident": resident()}))
+    return {"resident": resident()}
 
 
-def engine_with_pages(directory: str, pages: int) -> None:
+def engine_with_pages(directory: str, pages: int) -> dict[str, int]:
     """The size of an engine on the CPU after storing `pages` pages and loading them again from each tier."""
     from gdscache import CacheEngine
 
@@ -102,11 +96,10 @@ def engine_with_pages(directory: str, pages: int) -> None:
                 if source == "cpu":
                     sequence.commit()
         pools = engine.gpu.capacity + cpu.capacity + HOST_BUFFER
-        found = {"resident": resident(), "peak": peak(), "pools": pools, "pages": len(engine.gpu.index)}
-    print(json.dumps(found))
+        return {"resident": resident(), "peak": peak(), "pools": pools, "pages": len(engine.gpu.index)}
 
 
-def index_of_catalog(directory: str, pages: int, layers: int) -> None:
+def index_of_catalog(directory: str, pages: int, layers: int) -> dict[str, int]:
     """The growth of an interpreter that opens the SSD tier of a filled directory, then reads every checksum."""
     import threading
 
@@ -123,7 +116,6 @@ def index_of_catalog(directory: str, pages: int, layers: int) -> None:
             tier.checksums(entries[at : at + 1024])
         del entries
         touched = resident() - before
-        found = {"pages": len(tier.index), "opened": opened, "touched": touched, "peak": peak() - before}
+        return {"pages": len(tier.index), "opened": opened, "touched": touched, "peak": peak() - before}
     finally:
         tier.close()
-    print(json.dumps(found))

@@ -19,7 +19,7 @@ from gdscache.commands.replay.tier_setup import TOKEN_BYTES, Asked, setups
 from gdscache.commands.replay.trace import BLOCK_TOKENS, Request
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import CpuConfig, SsdConfig, StoreConfig
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 
 MODEL = "llama-3-8b"  # whose bytes are given; what is found does not depend on them
 _SIMULATED_PAGE = "1MiB"  # so that 32 pages are gathered and written together
@@ -112,7 +112,7 @@ def _row(
     unique = len(workload.names)
     [setup] = setups(asked, unique)
     with _refusals_unsaid():
-        found = simulate(workload, times, setup, Machine(), serial=True)
+        found = simulate(workload, times, setup, MachineModel(), serial=True)
     if wrong := totals(found):
         raise RuntimeError(f"figures do not add up: {'; '.join(wrong)}")
     ssd, written = found["tiers"]["ssd"], found["tiers"]["ssd"]["stored_pages"]

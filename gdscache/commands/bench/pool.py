@@ -14,25 +14,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from gdscache import CacheEngine
-from gdscache.commands.bench.measure import Progress, Series, interleave, ratio, seconds, silent, target
-from gdscache.commands.bench.report import new_table, verdict
+from gdscache.commands.bench import kit
+from gdscache.commands.bench.measure import Series, interleave, ratio, seconds, target
+from gdscache.commands.bench.rows import Line, lines_table
+from gdscache.commands.console import Progress, Table
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, TierUnavailableError
 from gdscache.pool.client import MooncakeClient, PoolAddress, load_package
 from gdscache.pool.io import BATCH_PAGES, CALL_BYTES, TRAILER_BYTES
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-POOL_SCHEMA = "gdscache.bench.pool/1"
 LEAST, MOST_P99 = 0.85, 1.1
 PAGE_TOKENS, LAYERS = 16, 32  # 1 MiB a page: 32 layers of 8 heads of 64, of two bytes
 MIB = 1 << 20
@@ -45,7 +43,7 @@ _OWNER = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(kit.Settings):
     """`pages` of 1 MiB move in each round. `lookups`: of each of the engines that are compared with the master dead."""
 
     pages: int = 128
@@ -53,11 +51,8 @@ class Settings:
     lookups: int = 12_000
 
     @classmethod
-    def quick(cls) -> Settings:
-        return cls(pages=16, repeat=2, lookups=200)
-
-    def describe(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    def of(cls, profile: str) -> Settings:
+        return cls(profile, pages=16, repeat=2, lookups=200) if profile == "quick" else cls(profile)
 
 
 class LocalPool:
@@ -102,27 +97,30 @@ class LocalPool:
         self._log.close()
 
 
-def run(settings: Settings, progress: Progress = silent) -> dict[str, Any]:
-    """Both measurements, as plain data, against a pool that is started for them."""
+def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
+    """Both measurements, against a pool that is started for them."""
+    run.plan(["pool", "dead_master"])
     with tempfile.TemporaryDirectory(prefix="gdscache-bench-") as name:
         pool = LocalPool(Path(name), (4 * settings.pages + 64) * MIB)
         with contextlib.closing(pool):
-            moved = _moved(pool.address, settings, progress)
-            dead = _dead(pool, settings, progress)
-    return {"pool": moved, "dead_master": dead}
+            run.case("pool", lambda: {"pool": _moved(pool.address, settings, run.progress)})
+            run.case("dead_master", lambda: {"dead_master": _dead(pool, settings, run.progress)})
 
 
-def tables(report: Mapping[str, Any]) -> list[Table]:
-    """The report as tables."""
-    found = new_table("Shared pool", "what", "bare loop", "tier", "tier / bare", "")
-    for what, row in report["pool"].items():
-        rates = [f"{row[way]['median']:.2f} GB/s" for way in ("bare", "tier")]
-        found.add_row(what, *rates, f"{row['ratio']:.2f}", verdict(row, "at least"))
-    dead = new_table("With the master dead", "p99 of", "without the tier", "with it", "with / without", "")
-    for what, row in report["dead_master"].items():
-        times = [f"{row[way] * 1e6:.0f} us" for way in ("without", "with")]
-        dead.add_row(what, *times, f"{row['ratio']:.2f}", verdict(row, "at most"))
-    return [found, dead]
+def tables(report: kit.Report) -> list[Table]:
+    """The tier beside the bare loop, and the engine with a dead master beside one without the tier."""
+    judged = not kit.quick(report)
+    moved, dead = (report[key] or {} for key in SECTIONS)
+    puts = [Line.of(what, row, "bare loop", ours="tier", other="bare") for what, row in moved.items()]
+    calls = [Line.of(f"p99 of {what}", row, "without the tier", "s", "with", "without") for what, row in dead.items()]
+    return [
+        lines_table("Shared pool", puts, judged=judged),
+        lines_table("With the master dead", calls, judged=judged),
+    ]
+
+
+SECTIONS = dict.fromkeys(("pool", "dead_master"))
+BENCH = kit.Bench("pool", "gdscache.bench.pool/2", SECTIONS, measure, tables)
 
 
 # -- puts and gets ---------------------------------------------------------------------------------------------------

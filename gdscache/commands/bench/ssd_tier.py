@@ -1,4 +1,4 @@
-"""The SSD tier against the best bare loop over the same slab file: stores and loads of whole pages, host memory.
+"""The SSD tier alone, for `gdscache bench io`: stores and loads of whole pages, in host memory.
 
 A store is what `gdscache.store.writer` does: slots reserved (the slab is full, so older pages are evicted), bytes
 written, rows committed, keys visible. A load is what `Loader.bring` does for a prefetch: CPU slots reserved, bytes
@@ -13,45 +13,22 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from gdscache.commands.bench.bare import BareLoop, best
 from gdscache.commands.bench.geometry import model_of
-from gdscache.commands.bench.measure import Progress, interleave, rate, ratio, silent, target
+from gdscache.commands.bench.measure import Closing, rate
 from gdscache.config import Config
 from gdscache.errors import IOFailedError
 from gdscache.opening import build
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
-from gdscache.storage.base import Op
 from gdscache.store.writer import Outgoing, TierWriter
 from gdscache.tiers.base import Tier
 from gdscache.tiers.manager import TierManager
 
-TARGET = 0.85
 CHAIN = 32  # pages of one prefix
 NAMESPACE = bytes(32)
-
-
-def run(
-    directory: Path, page_bytes: int, total: int, repeat: int, threads: int, progress: Progress = silent
-) -> list[dict[str, Any]]:
-    """Store and load pages of `page_bytes`, `total` bytes a round; two reports as plain data."""
-    with TierUnderTest(directory, page_bytes, total, threads) as tier, BareLoop(tier.slab, tier.nbytes) as bare:
-        label = f"{page_bytes >> 10} KiB pages"
-        for turn in range(2):  # the slab's blocks are written once before any timing
-            progress(turn, 2, f"{label}: warming up")
-            tier.store()
-        ways = bare.scout(Op.WRITE, progress)
-        found = interleave({"tier": tier.store, **bare.runs(Op.WRITE, ways)}, repeat, progress, f"{label}: store")
-        reports = [_report("store", tier, bare, best(ways, found), found)]
-        tier.store()
-        tier.load()
-        ways = bare.scout(Op.READ, progress)
-        found = interleave({"tier": tier.load, **bare.runs(Op.READ, ways)}, repeat, progress, f"{label}: load")
-        return [*reports, _report("load", tier, bare, best(ways, found), found)]
 
 
 def forget(manager: TierManager, tier: Tier) -> None:
@@ -63,26 +40,7 @@ def forget(manager: TierManager, tier: Tier) -> None:
                 tier.index.drop(entry)
 
 
-def _report(name: str, tier: TierUnderTest, bare: BareLoop, way: Any, found: dict[str, Any]) -> dict[str, Any]:
-    against = ratio(found["tier"], found[way.label])
-    return {
-        "name": name,
-        "page_bytes": tier.layout.extent_bytes,
-        "pages": tier.pages,
-        "bytes": tier.nbytes,
-        "transport": tier.transport,
-        "threads": tier.threads,
-        "direct": tier.direct,
-        "gb_per_second": found["tier"].describe(),
-        "bare": {"threads": way.threads, "io_bytes": way.io_bytes, "direct": bare.direct},
-        "bare_gb_per_second": found[way.label].describe(),
-        "bare_others": {label: s.median for label, s in found.items() if label not in ("tier", way.label)},
-        **against,
-        **target(against["ratio"], TARGET, at_least=True),
-    }
-
-
-class TierUnderTest:
+class TierUnderTest(Closing):
     """An SSD tier below a CPU pool of `total` bytes that is touched and full of random bytes."""
 
     def __init__(self, directory: Path, page_bytes: int, total: int, threads: int) -> None:
@@ -170,12 +128,6 @@ class TierUnderTest:
     def close(self) -> None:
         self._writer.close(drain=True)
         self._parts.close(drain=True)
-
-    def __enter__(self) -> TierUnderTest:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _names(generation: int, pages: int) -> list[Page]:

@@ -6,18 +6,16 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Onward
-from gdscache.commands.bench.measure import rate
+from gdscache.commands.bench.measure import Closing, rate
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.storage.base import Op
 
 
-class Ceilings:
+class Ceilings(Closing):
     """Ways to measure the ceilings on one slab, each called once a round: GB/s by name (`copy`, `read`, `onward`).
 
     `copy`: one copy of `nbytes` of page-locked host memory to the device, on a CPU-only machine from one part of memory
@@ -59,10 +57,5 @@ class Ceilings:
         self._idle()
         del self._source, self._target
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._undo.close()

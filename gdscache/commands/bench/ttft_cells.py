@@ -7,18 +7,18 @@ import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from gdscache.commands.bench import kit
 from gdscache.errors import InvalidValueError
 
 CACHED = (0, 50, 90, 99)  # percent of a prompt, down to a page
 PLACES = ("gpu", "cpu", "ssd_via_cpu", "mixed", "ssd_direct")
 NOWHERE = "none"
 SWITCHED = ("cpu", "ssd_via_cpu", "mixed", "ssd_direct")  # places from which something is loaded
-CLIENTS = ("engine", "transformers")
 SAME_LOAD = "nothing is loaded, so neither overlap nor gate changes it: measured once"
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(kit.Settings):
     """How much is measured. `prompts`: tokens, short, middle and long; `preset` the shape of the model.
 
     The default profile measures the middle prompt wholly and `SHORT_PLACES` of the short one, the full one everything.
@@ -26,8 +26,6 @@ class Settings:
     compared with those of a run without a cache. `ceiling_bytes` are moved at most for a figure of a ceiling.
     """
 
-    profile: str = "default"
-    client: str = "engine"
     preset: str = "8b"
     device: str = "cuda"
     dtype: str = "bfloat16"
@@ -58,23 +56,17 @@ class Settings:
         if device.startswith("cuda"):
             return cls(profile, device=device, budget_seconds=budget)
         prompts = (512, 2048, 8192)
-        return cls(profile, "engine", "tiny", device, _dtype(device), prompts, budget_seconds=budget)
+        return cls(profile, "tiny", device, _dtype(device), prompts, budget_seconds=budget)
 
-    def describe(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "prompts": list(self.prompts)}
+    def check(self) -> None:
+        """Raises `InvalidValueError` for settings that measure nothing."""
+        for tokens in self.prompts:
+            if tokens < 4 * self.page_tokens:
+                raise InvalidValueError(f"a prompt of {tokens} tokens", f"use at least {4 * self.page_tokens}")
 
 
 def _dtype(device: str) -> str:
     return "bfloat16" if device.startswith("cuda") else "float32"
-
-
-def check(settings: Settings) -> None:
-    """Raises `InvalidValueError` for settings that measure nothing."""
-    if settings.client not in CLIENTS:
-        raise InvalidValueError(f"unknown client {settings.client!r}", f"choose of {', '.join(CLIENTS)}")
-    for tokens in settings.prompts:
-        if tokens < 4 * settings.page_tokens:
-            raise InvalidValueError(f"a prompt of {tokens} tokens", f"use at least {4 * settings.page_tokens}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,16 +129,13 @@ def cells(settings: Settings) -> list[Cell]:
 
 SHORT_PLACES = (NOWHERE, "gpu", "cpu", "ssd_via_cpu")  # of the default profile's short prompt
 _LEFT_OUT = "not part of the default profile: --full measures it"
-_TRANSFORMERS = "the transformers client has it from the CPU tier and the SSD, whole and before the forward pass"
 
 
 def chosen(settings: Settings) -> tuple[list[Cell], dict[Cell, str]]:
     """What a profile measures, and why not the others."""
     wanted, others = [], {}
     for cell in cells(settings):
-        if settings.client == "transformers" and not _plain(cell):
-            others[cell] = _TRANSFORMERS
-        elif settings.profile == "default" and not _usual(settings.prompts, cell):
+        if settings.profile == "default" and not _usual(settings.prompts, cell):
             others[cell] = _LEFT_OUT
         else:
             wanted.append(cell)
@@ -156,10 +145,6 @@ def chosen(settings: Settings) -> tuple[list[Cell], dict[Cell, str]]:
 def _usual(prompts: Collection[int], cell: Cell) -> bool:
     short, middle = sorted(prompts)[:2] if len(prompts) > 1 else (0, *prompts)
     return cell.prompt == middle or (cell.prompt == short and cell.where in SHORT_PLACES)
-
-
-def _plain(cell: Cell) -> bool:
-    return cell.where in ("cpu", "ssd_via_cpu") and not cell.overlap and not cell.gate
 
 
 def cached_tokens(prompt: int, percent: int, page_tokens: int) -> int:

@@ -18,12 +18,12 @@ import torch
 
 from gdscache import CacheEngine, Config
 from gdscache.commands.bench import io_cache
-from gdscache.commands.bench.io_cells import RAM_THREADS
+from gdscache.commands.bench.io import RAM_THREADS
 from gdscache.commands.bench.ttft_answers import Answer, stored_bytes
 from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens, expected_tiers
 from gdscache.commands.toy_engine import PRESETS, EngineOptions, InferenceEngine, KVPool, fingerprint, random_model
 from gdscache.errors import IOFailedError
-from gdscache.gate.busy import BusyPeriods
+from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
 from gdscache.sizes import MIB
@@ -45,11 +45,6 @@ class EngineClient:
         self._costs: dict[bool, Costs] = {}
         self._misses = itertools.count()
         self._route = ""
-        self._make()
-
-    def _make(self) -> None:
-        """The model and its pool."""
-        settings = self.settings
         self.model = random_model(self.shape, self.device, self._dtype, settings.seed)
         blocks = -(-(2 * self._longest + self._longest // 8 + 4 * settings.page_tokens) // settings.block_tokens)
         self.pool = KVPool(self.shape, blocks, settings.block_tokens, self.device, self._dtype)
@@ -99,7 +94,7 @@ class EngineClient:
         """Open an empty cache in place of the one before. Raises what opening raises: some routes need hardware."""
         self.close_cache()
         self._route = route
-        self._cache = self._open(self.config(route))
+        self._cache = CacheEngine.from_config(self.config(route), planes=self.pool.planes)
         layout = self._cache.layout
         self._costs = {overlap: Costs() for overlap in (True, False)}
         self._gates = {
@@ -108,31 +103,21 @@ class EngineClient:
             for gate in (True, False)
         }
 
-    def _open(self, config: Config) -> CacheEngine:
-        return CacheEngine.from_config(config, planes=self.pool.planes)
-
     def close_cache(self) -> None:
         """Close the cache, and delete its files."""
         if self._cache is not None:
             self._cache.close(drain=False)
             self._cache = None
-        self.vacate()
+        self.pool.forget()
         if self._route:
             shutil.rmtree(self._directory / self._route, ignore_errors=True)
 
     def close(self) -> None:
         """Close the cache and give the memory back."""
         self.close_cache()
-        self._unmake()
+        del self.model, self.pool
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _unmake(self) -> None:
-        del self.model, self.pool
-
-    def vacate(self) -> None:
-        """Forget the pages that are resident on the device."""
-        self.pool.forget()
 
     def install(self, *, overlap: bool, gate: bool) -> None:
         """A gate has figures of its own for each way of running: what one learns is wrong for the other."""
@@ -160,7 +145,7 @@ class EngineClient:
 
         Raises `IOFailedError` where not all of it reaches every tier.
         """
-        self.vacate()
+        self.pool.forget()
         cached = cached_tokens(length, max(CACHED), self.settings.page_tokens)
         self.install(overlap=True, gate=False)
         tokens = self.prompt(length, cached)[: cached + 1]
@@ -218,8 +203,6 @@ class EngineClient:
     def place(self, tokens: Sequence[int], cached: int, where: str) -> None:
         """See to it that the cached pages are found where they are to be hit, the rest of `mixed` on the SSD."""
         manager, some = self.cache.manager, self.cache.pages(tokens)[: cached // self.settings.page_tokens]
-        if manager.gpu is not None:
-            self.vacate()
         if where in ("cpu", "mixed") and set(manager.peek(some)) != {"cpu"}:
             self._bring(tokens, cached)
         if manager.cpu is not None and where != "cpu":

@@ -1,18 +1,15 @@
-"""The report of `gdscache bench ttft`: what its figures are held against, and tables."""
+"""The report of `gdscache bench ttft`: what its figures are held against, tables and the plot."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
 from gdscache.commands.bench.measure import target
-from gdscache.commands.bench.report import left_table, new_table, verdict
-from gdscache.commands.bench.ttft_cells import NOWHERE, cell_of
+from gdscache.commands.bench.ttft_cells import NOWHERE, PLACES, SWITCHED, cell_of
+from gdscache.commands.console import Table, duration, figure, percent, verdict
 
 Row = Mapping[str, Any]
-TTFT_SCHEMA = "gdscache.bench.ttft/2"
 
 LONG = 32 << 10  # tokens: from here on hits are held against the ideal
 LEAST_CACHED = 50  # percent
@@ -94,83 +91,81 @@ def _label(row: Row) -> str:
     return cell_of(row).label
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables and the plot -----------------------------------------------------------------------------------------------
 
 
-def ttft_tables(report: Row) -> list[Table]:
-    """What was measured: also part of it, when the measurement was ended early."""
-    tables = [
-        _hits(report["cells"]),
-        _misses(report["cells"]),
-        _python(report["python"]),
-        _verdicts(report["verdicts"]),
-    ]
-    tables += [_causes("Not measured here", report["cannot"]), _causes("Failed", report["failed"])]
-    tables += [_causes("Left out", report["not_run"]), left_table(report)]
-    return [table for table in tables if table.row_count]
-
-
-def _hits(cells: Sequence[Row]) -> Table:
-    columns = ("TTFT ms", "p99", "recomputed", "c", "t", "of ideal", "speed-up", "wait us", "tokens")
-    table = new_table("Time to first token; c: the prefix is in the pool, t: bytes over the ceiling", "cell", *columns)
-    for r in cells:
+def tables(report: Row) -> list[Table]:
+    """What was measured, also a part of it."""
+    hits = Table(
+        "Time to first token; c: with the prefix in the pool, t: its bytes over the ceiling, ideal: max(c, t) / TTFT",
+        *("cell", "TTFT", "recomputed", "c", "t", "ideal", "wait", "tokens"),
+    )
+    misses = Table("Nothing cached: looked up and stored", "cell", "takes", "without a cache", "added")
+    for r in report["cells"]:
+        takes, recomputed = (duration(r[key]["median"]) for key in ("ttft_seconds", "recompute_seconds"))
         if r["where"] == NOWHERE:
+            misses.add_row(_label(r), takes, recomputed, percent(r["added"]))
             continue
-        ideal = "" if r["ideal_ratio"] is None else f"{r['ideal_ratio']:.2f}"
-        transfer = "" if r["transfer_seconds"] is None else _ms(r["transfer_seconds"])
-        waited = "" if r["wait_seconds"] is None else f"{r['wait_seconds']['median'] * 1e6:.0f}"
-        mine = r["ttft_seconds"]
-        table.add_row(
-            _label(r),
-            _ms(mine["median"]),
-            _ms(mine["p99"]),
-            _ms(r["recompute_seconds"]["median"]),
-            _ms(r["resident_seconds"]["median"]),
-            transfer,
-            ideal,
-            f"{r['speed_up']:.2f}",
-            waited,
-            r["tokens"],
-        )
-    return table
+        ideal = "" if r["ideal_ratio"] is None else figure(r["ideal_ratio"])
+        transfer = "" if r["transfer_seconds"] is None else duration(r["transfer_seconds"])
+        waited = "" if r["wait_seconds"] is None else duration(r["wait_seconds"]["median"])
+        resident = duration(r["resident_seconds"]["median"])
+        hits.add_row(_label(r), takes, recomputed, resident, transfer, ideal, waited, r["tokens"])
+    judged = any("target" in r for r in report["verdicts"])
+    held = Table("What the figures come to", "row", "what", "value", *(["target"] if judged else []))
+    for r in report["verdicts"]:
+        value = duration(r["value"]) if r["name"] == "wait" else figure(r["value"])
+        limit = duration if r["name"] == "wait" else figure
+        said = [verdict(r, r["relation"], limit) if "target" in r else ""] if judged else []
+        held.add_row(r["name"], r["what"], value, *said)
+    return [hits, misses, held]
 
 
-def _misses(cells: Sequence[Row]) -> Table:
-    table = new_table("Nothing cached: looked up and stored", "cell", "ms", "without a cache", "added")
-    for r in (r for r in cells if r["where"] == NOWHERE):
-        times = (_ms(r[key]["median"]) for key in ("ttft_seconds", "recompute_seconds"))
-        table.add_row(_label(r), *times, f"{r['added']:+.1%}")
-    return table
+_LOOKS = {
+    (True, False): ("tab:blue", "overlap"),
+    (False, False): ("tab:orange", "no overlap"),
+    (True, True): ("tab:green", "overlap, gate"),
+    (False, True): ("tab:olive", "no overlap, gate"),
+}
 
 
-def _python(rows: Sequence[Row]) -> Table:
-    table = new_table("Beside threads of Python", "cell", "beside", "TTFT ms", "c", "t", "of ideal")
-    for r in rows:
-        times = (r[key]["median"] for key in ("ttft_seconds", "resident_seconds"))
-        transfer = "" if r["transfer_seconds"] is None else _ms(r["transfer_seconds"])
-        ideal = "" if r["ideal_ratio"] is None else f"{r['ideal_ratio']:.2f}"
-        table.add_row(_label(r), r["beside"], *map(_ms, times), transfer, ideal)
-    return table
+def plot(report: Row, drawn: Any) -> None:
+    """A panel a length of prompt: bars in groups by place and share that is cached, as much as was measured."""
+    cells = [r for r in report["cells"] if r["where"] != NOWHERE]
+    lengths = sorted({r["prompt_tokens"] for r in cells}) or [0]
+    drawn.set_size_inches(14, 1.5 + 3.5 * len(lengths))
+    for axes, length in zip(drawn.subplots(len(lengths), 1, squeeze=False)[:, 0], lengths, strict=True):
+        _panel(axes, [r for r in cells if r["prompt_tokens"] == length])
+        name = (report["model"] or {}).get("name", "")
+        axes.set_title(f"{name}, prompt of {length:,} tokens", fontsize=9)
 
 
-def _verdicts(rows: Sequence[Row]) -> Table:
-    table = new_table("Against the targets", "row", "what", "value", "")
-    for r in rows:
-        value = f"{r['value'] * 1e6:.0f} us" if r["name"] == "wait" else f"{r['value']:.3f}"
-        table.add_row(r["name"], r["what"], value, verdict(r, r["relation"]) if "target" in r else "")
-    return table
+def _panel(axes: Any, cells: Sequence[Mapping[str, Any]]) -> None:
+    groups = sorted({(r["cached_percent"], PLACES.index(r["where"])) for r in cells})
+    drawn: set[str] = set()
 
+    def label(text: str) -> str | None:
+        if text in drawn:
+            return None
+        drawn.add(text)
+        return text
 
-def _causes(title: str, rows: Sequence[Row]) -> Table:
-    """Cells without a figure, a line for each place and cause; the report lists every cell."""
-    table = new_table(title, "cells", "cause")
-    by_cause: dict[tuple[str, str], list[str]] = {}
-    for r in rows:
-        by_cause.setdefault((r["where"].replace("_", " "), r["cause"]), []).append(_label(r))
-    for (where, cause), labels in by_cause.items():
-        table.add_row(labels[0] if len(labels) == 1 else f"{len(labels)}: {where}", cause)
-    return table
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f}"
+    for place, (cached, where) in enumerate(groups):
+        some = [r for r in cells if (r["cached_percent"], PLACES.index(r["where"])) == (cached, where)]
+        for r in some:
+            switches = (r["overlap"], r["gate"])
+            colour, name = _LOOKS[switches] if r["where"] in SWITCHED else ("tab:grey", "in the pool")
+            at = place + (0.2 * (list(_LOOKS).index(switches) - 1.5) if r["where"] in SWITCHED else 0.0)
+            ttft = r["ttft_seconds"]
+            spread = [[max(ttft["median"] - ttft["min"], 0)], [max(ttft["p99"] - ttft["median"], 0)]]
+            axes.bar(at, ttft["median"], 0.18, yerr=spread, color=colour, ecolor="black", capsize=2, label=label(name))
+        recomputed, ideal = some[0]["recompute_seconds"]["median"], some[0]["ideal_seconds"]
+        for value, style, name in ((recomputed, "--", "recomputing"), (ideal, "-", "ideal, max(c, t)")):
+            if value is not None:
+                axes.plot([place - 0.42, place + 0.42], [value] * 2, style, color="black", label=label(name))
+    names = [f"{cached} %\n{PLACES[where].replace('_', ' ')}" for cached, where in groups]
+    axes.set_xticks(range(len(groups)), names, fontsize=7)
+    axes.set_ylabel("seconds")
+    axes.set_ylim(bottom=0)
+    if drawn:
+        axes.legend(fontsize=7)

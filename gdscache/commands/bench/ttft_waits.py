@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 REQUESTS = 4
 
 
+def after(cell: Cell) -> bool:
+    """Whether that is measured after a cell: once for each length of prompt."""
+    return cell.where == "cpu" and cell.cached == 50 and cell.overlap and not cell.gate
+
+
 def measure(client: EngineClient, cell: Cell) -> dict[str, Any]:
     """`REQUESTS` hits of the CPU tier in one load, and one forward pass over the tokens behind them, some times.
 
     Each request has a quarter of the cell's cached tokens, and about as many behind them.
-    Plain data: `requests`, `cached_tokens` and `tokens` of each, and the seconds of a wait.
+    Plain data: `prompt_tokens`, `requests`, `cached_tokens` and `tokens` of each, and the seconds of a wait.
     """
     size, cache, pool = client.settings.page_tokens, client.cache, client.pool
     tokens, cached = client.of(cell)
@@ -57,6 +62,7 @@ def measure(client: EngineClient, cell: Cell) -> dict[str, Any]:
         for request in requests:
             pool.release(request.blocks)
     return {
+        "prompt_tokens": cell.prompt,
         "requests": REQUESTS,
         "cached_tokens": part,
         "tokens": more,

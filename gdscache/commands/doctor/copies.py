@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import torch
 
 from gdscache.commands.doctor.facts import Asked, Facts, Kept
-from gdscache.commands.doctor.report import Row, Verdict, answer, attempt, comes_to
+from gdscache.commands.doctor.report import Row, Verdict, answer, attempt
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.kernels.cuda import SHORTEST, can_look
 from gdscache.movers import calibration as calibrate
 from gdscache.movers import choice as paths
-from gdscache.movers.choice import Calibration, Choice, Direction, Paths
+from gdscache.movers.choice import Calibration, Direction, Paths
 from gdscache.pages.layout import PageLayout
 from gdscache.sizes import about
 
@@ -46,7 +46,7 @@ def find_calibration(gpu: torch.device, *, recalibrate: bool) -> Kept:
 
 
 def copy_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
-    """Page-locking, `cpu.pin`; the copy engine; the calibration; `gpu.load_path` and `gpu.store_path`."""
+    """Page-locking, `cpu.pin`; the copy engine; the calibration; the ways of loads and stores."""
     lack: Verdict = "warn" if facts.has_gpu else "info"
     shown = f"{about(PINNED_BYTES)} in {{:.3f}} s".format
     yield from answer("page-locking", facts.pinned, lack, show=shown)
@@ -114,32 +114,24 @@ def _path_rows(facts: Facts, mover: str, asked: Asked) -> Iterator[Row]:
     if config.cpu is None:
         yield Row("host_buffer", "pages pass through it, except where the SSD is reached from GPU memory")
     pinned = facts.pinned.value is not None and (config.cpu is None or config.cpu.pin != "off")
-    kept = facts.calibration.value if facts.calibration else None
-    wanted: dict[Direction, Choice] = {"load": config.gpu.load_path, "store": config.gpu.store_path}
     sums: dict[Direction, bool] = {"load": config.load.verify == "always", "store": True}
-    for direction, choice in wanted.items():
-        key = f"gpu.{direction}_path"
+    kept = facts.calibration.value if facts.calibration else None
+    for direction, wanted in sums.items():
+        name = f"{direction} path"
         if mover != "cuda":
-            had = choice in ("auto", mover)
-            hint = "" if had else f"set {key} to auto, or see gpu.kernels"
-            yield Row(key, f"{choice}: not used, pages are copied by {mover}", "info" if had else "fail", hint)
+            yield Row(name, f"none, pages are copied by {mover}")
         elif not pinned:
-            had = choice in ("auto", "staged")
-            hint = "" if had else f"set {key} to auto, or see cpu.pin"
-            yield Row(key, f"{choice}: staged, since host memory is pageable", "info" if had else "fail", hint)
-        elif choice == "auto" and kept is None:
-            yield Row(key, "auto: unknown, since there is no calibration", "warn", "see calibration")
+            yield Row(name, "staged, since host memory is pageable")
+        elif kept is None:
+            yield Row(name, "unknown, since there is no calibration", "warn", "see calibration")
         else:
-            rates = kept.calibration if kept else None
-            yield from model_paths(config.model.layout(), direction, choice, rates, sums=sums[direction])
+            yield from model_paths(config.model.layout(), direction, kept.calibration, sums=wanted)
 
 
-def model_paths(
-    layout: PageLayout, direction: Direction, choice: Choice, calibration: Calibration | None, *, sums: bool
-) -> Iterator[Row]:
+def model_paths(layout: PageLayout, direction: Direction, calibration: Calibration, *, sums: bool) -> Iterator[Row]:
     """The paths of pages of this layout in a pool of the engine's own: of all layers, a group as loads take them, one.
 
-    `sums`: checksums are wanted. Without a calibration, `choice` is a path and not `auto`.
+    `sums`: checksums are wanted.
     """
     bounds, pieces = layout.layer_bounds, layout.pieces
     sums = sums and all(end - start >= SHORTEST for start, end in bounds)
@@ -152,10 +144,8 @@ def model_paths(
     for label, layers in parts.items():
         span = bounds[layers.stop - 1][1] - bounds[layers.start][0]
         run = min(piece.nbytes for layer in layers for piece in pieces[layer])
-        path = choice
-        if choice == "auto" and calibration is not None:
-            path = _automatic(calibration).choose(direction, span, run, sums=sums, fused=fused)
+        path = _automatic(calibration).choose(direction, span, run, sums=sums, fused=fused)
         aside = "; checksums on the host" if sums and fused and path == "copy_engine" else ""
-        value = f"{comes_to(choice, path)} ({about(span)} together in an extent, {about(run)} in the planes{aside})"
+        value = f"{path} ({about(span)} together in an extent, {about(run)} in the planes{aside})"
         data = {"path": path, "layers": len(layers), "extent_bytes": span, "plane_bytes": run}
-        yield Row(f"gpu.{direction}_path, {label}", value, "ok" if choice == "auto" else "info", data=data)
+        yield Row(f"{direction} path, {label}", value, "ok", data=data)

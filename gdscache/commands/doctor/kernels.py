@@ -33,8 +33,7 @@ def find_mover(asked: Asked, device: torch.device) -> tuple[str, str]:
     """What an engine would copy this model's pages with, and why not with something faster: it is opened for a moment,
     for a pool of one page."""
     planes = PagedPlanes.allocate(asked.config.model.layout(), 1, device)
-    paths = {"load_path": "auto", "store_path": "auto"}  # these have rows of their own
-    mover = open_mover(planes, asked.config.gpu.model_copy(update=paths))
+    mover = open_mover(planes, asked.config.gpu)
     with contextlib.closing(mover):
         found = mover.describe()
     return found["name"], found["cause"]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from gdscache.disk.directory import LOCK_LIMIT, LOCK_NAME
 from gdscache.disk.slab import slab_name
 
-_LOCKS = Path("/proc/locks")
+LOCKS = Path("/proc/locks")
 
 State = Literal["in use", "free", "unknown"]
 
@@ -36,7 +36,7 @@ class Owner:
         return dataclasses.asdict(self)
 
 
-def find_owner(directory: Path, *, catalog_open: bool) -> Owner:
+def find_owner(directory: Path, *, catalog_open: bool, locks: Path = LOCKS) -> Owner:
     """The owner, from the kernel's table of locks. `catalog_open`: the catalogue has a log, so nobody closed it."""
     path = directory / LOCK_NAME
     try:
@@ -51,7 +51,7 @@ def find_owner(directory: Path, *, catalog_open: bool) -> Owner:
         os.close(descriptor)
     named = _named(content)
     try:
-        table = _LOCKS.read_text(encoding="ascii", errors="replace")
+        table = locks.read_text(encoding="ascii", errors="replace")
     except OSError:
         return Owner("unknown")
     pid = _holder(table, status, named.get("pid"))

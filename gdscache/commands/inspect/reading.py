@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from gdscache.arrays import Int64Array
 from gdscache.disk import catalog_file, catalog_image, stripes
 from gdscache.disk.catalog_file import CATALOG_NAME, LACKING, SCHEMA, SUSPECT_NAME, CorruptCatalogError
 from gdscache.disk.namespaces import descriptions
-from gdscache.disk.recovery import Integers, Recovered, scan
+from gdscache.disk.recovery import Recovered, scan
 from gdscache.disk.slab import Slab, first_missing, slab_name, stretch_slots
 from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError, StripeError
 from gdscache.pages.keys import namespace_digest
@@ -59,7 +60,7 @@ class Contents:
     slab: Slab
     slab_bytes: tuple[int, ...]
     pages: Recovered
-    order: Integers
+    order: Int64Array
     names: dict[bytes, Namespace]
 
     def is_bound(self, slot: int) -> bool:

@@ -18,7 +18,7 @@ from gdscache.commands.replay.tier_setup import TOKEN_BYTES, Asked, page_tokens_
 from gdscache.commands.replay.trace import BLOCK_TOKENS, read_trace
 from gdscache.commands.replay.workload import expand
 from gdscache.errors import InvalidValueError
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from gdscache.policies import POLICIES
 
 SWEEP = ("0.5%", "1%", "2%", "5%", "10%", "25%", "50%")
@@ -172,7 +172,7 @@ def replay(
         if capacity:
             raise InvalidValueError("--capacity is that of one tier without time", "give --cpu and --ssd, or it alone")
         rate = math.inf if prefill is None else prefill
-        machine = Machine(ssd_read * gb, ssd_write * gb, link * gb, latency * 1e-6, rate, overlap)
+        machine = MachineModel(ssd_read * gb, ssd_write * gb, link * gb, latency * 1e-6, rate, overlap)
         tiers = Tiers(asked, machine, speed, serial, own_pool or gpu is not None, first, device, directory)
         _replay_tiers(traces, tiers, real=real, as_json=as_json, plot=plot)
         return
@@ -200,7 +200,7 @@ class Tiers(NamedTuple):
     """What is asked for besides the trace, where there are tiers."""
 
     asked: Asked
-    machine: Machine
+    machine: MachineModel
     speed: float
     serial: bool
     own_pool: bool

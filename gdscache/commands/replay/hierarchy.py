@@ -21,11 +21,12 @@ from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
 from gdscache.moves import Moving
-from gdscache.moves.clock import Clock, Done, Machine, Process
+from gdscache.moves.clock import Clock, Done, MachineModel, Process
 from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPool
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
 from gdscache.policies.promotion import new_promotion
+from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel, Receipt
 from gdscache.store.plan import StorePlanner
@@ -149,7 +150,7 @@ class Hierarchy:
     The SSD's route is through host memory, unless the config says `direct`.
     """
 
-    def __init__(self, config: Config, machine: Machine, clock: Clock, *, own_pool: bool = False) -> None:
+    def __init__(self, config: Config, machine: MachineModel, clock: Clock, *, own_pool: bool = False) -> None:
         self.layout = layout = config.model.layout()
         self.config = config
         self.clock = clock
@@ -166,20 +167,23 @@ class Hierarchy:
         promotion = None
         if config.ssd is not None and self.cpu is not None:
             promotion = new_promotion(config.ssd.promotion, self.cpu.index.slots)
+        self.admission, outlets = None, []
+        if config.ssd is not None and self.ssd is not None:
+            self.admission = open_admission(config.ssd, self.ssd.index.slots, extent, clock.time)
+            outlets = [Outlet(self.ssd, self.admission, config.store.queue // extent)]
+        index = None if self.cpu is None else self.cpu.index
+        earned = EarnedOffers(index, outlets, config.store.write_policy, config.store.write_hits)
         self.manager = TierManager(
             self.lock,
             [tier for tier in (self.gpu, self.cpu, self.ssd) if tier is not None],
             wall_clock=clock.time,
             clock=clock.time,
+            on_use=earned.used,
         )
-        self.admission, admissions = None, {}
-        if config.ssd is not None and self.ssd is not None:
-            self.admission = admissions["ssd"] = open_admission(config.ssd, self.ssd.index.slots, extent, clock.time)
-        marks = (0.0, 0.0) if config.cpu is None else (config.cpu.low_watermark, config.cpu.high_watermark)
         self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)
         self.moved = Moved(self.executor)
         selective = promotion is not None and promotion.selective
-        self.planner = _Planner(self.moved, self.manager, config.store, extent, admissions, marks, selective=selective)
+        self.planner = _Planner(self.moved, self.manager, config.store, extent, outlets, earned, selective=selective)
         writers = {}
         if self.ssd is not None:
             writers["ssd"] = _Writer(self.moved, self.planner, self.manager, self.ssd, self.executor, extent)

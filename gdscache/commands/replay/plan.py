@@ -18,7 +18,7 @@ from gdscache.commands.replay.plan_rule import Limits, Rule, binds, keeps, mean_
 from gdscache.commands.replay.simulate import Progress, silent
 from gdscache.commands.replay.tier_setup import WRITE_POLICIES, Asked
 from gdscache.commands.replay.workload import Workload
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from gdscache.policies.admission import ADMISSIONS
 
 SCHEMA = "gdscache.plan/1"
@@ -35,7 +35,7 @@ def plan(
     workload: Workload,
     times: Sequence[float],
     asked: Asked,
-    machine: Machine,
+    machine: MachineModel,
     limits: Limits,
     rule: Rule,
     *,

@@ -22,7 +22,7 @@ from gdscache.commands.replay.simulate import Progress
 from gdscache.commands.replay.tier_setup import TOKEN_BYTES, Asked, page_tokens_of, setups
 from gdscache.commands.replay.trace import BLOCK_TOKENS, read_trace
 from gdscache.errors import InvalidValueError
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from gdscache.sizes import parse_size
 
 _RATES = {"ssd_read": 6 * GB, "ssd_write": 3 * GB, "link": 50 * GB}  # where nothing was said
@@ -155,7 +155,7 @@ def plan_tiers(
     rates = {**_RATES, **bench_rates(bench or [])}
     given = {"ssd_read": ssd_read, "ssd_write": ssd_write, "link": link}
     rates |= {name: rate * GB for name, rate in given.items() if rate is not None}
-    machine = Machine(**rates, latency=latency * 1e-6, prefill=prefill, overlap=overlap)
+    machine = MachineModel(**rates, latency=latency * 1e-6, prefill=prefill, overlap=overlap)
     limits = Limits(
         _size(cpu_budget, "--cpu-budget"),
         _size(ssd_budget, "--ssd-budget"),
@@ -209,7 +209,7 @@ def plan_tiers(
 
 
 def _from_curve(
-    file: Path, asked: Asked, demand: Demand, machine: Machine, limits: Limits, rule: Rule
+    file: Path, asked: Asked, demand: Demand, machine: MachineModel, limits: Limits, rule: Rule
 ) -> dict[str, Any]:
     [setup] = setups(dataclasses.replace(asked, cpu=("1",), ssd=("none",), write=(), admission=()), 1)
     layout = setup.config.model.layout()

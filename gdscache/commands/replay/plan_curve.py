@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from gdscache.commands.replay.plan_rule import DAY, Limits, Rule, binds, keeps, mean_of
 from gdscache.errors import GdsCacheError, InvalidValueError
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from gdscache.sizes import about, parse_size
 
 _STEPS = 4  # sizes for each doubling
@@ -106,7 +106,7 @@ def rate_at(points: Sequence[Point], size: float) -> float:
 
 
 def plan_curve(
-    points: Sequence[Point], token_bytes: float, demand: Demand, machine: Machine, limits: Limits, rule: Rule
+    points: Sequence[Point], token_bytes: float, demand: Demand, machine: MachineModel, limits: Limits, rule: Rule
 ) -> dict[str, Any]:
     """The report of `gdscache plan --curve`. Raises `InvalidValueError`."""
     if not demand.prompt_tokens > 0:

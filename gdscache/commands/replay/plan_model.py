@@ -21,7 +21,7 @@ from gdscache.commands.replay.tier_setup import Asked, Setup, setups
 from gdscache.commands.replay.workload import Prompt, Workload
 from gdscache.config import Config, ModelConfig
 from gdscache.errors import InvalidValueError
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from gdscache.pages.keys import Page
 from gdscache.policies import new_policy
 
@@ -141,7 +141,7 @@ class Modeller:
         workload: Workload,
         times: Sequence[float],
         asked: Asked,
-        machine: Machine,
+        machine: MachineModel,
         every: int,
         *,
         own_pool: bool = False,

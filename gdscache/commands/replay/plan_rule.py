@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gdscache.errors import CapacityError, InvalidValueError
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from gdscache.sizes import about
 
 DAY = 86_400.0  # seconds
@@ -115,7 +115,7 @@ def binds(
     chosen: Mapping[str, Any],
     limits: Limits,
     rule: Rule,
-    machine: Machine,
+    machine: MachineModel,
     token_bytes: float,
     everything: int,
     *,

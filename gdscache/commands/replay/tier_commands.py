@@ -18,7 +18,7 @@ from gdscache.commands.replay.tier_setup import Asked, Setup, setups
 from gdscache.commands.replay.trace import Request
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.errors import InvalidValueError
-from gdscache.moves.clock import Machine
+from gdscache.moves.clock import MachineModel
 from gdscache.sizes import about
 
 REAL_SCHEMA = "gdscache.replay.real/1"
@@ -38,7 +38,7 @@ def simulated(
     workload: Workload,
     times: Sequence[float],
     asked: Asked,
-    machine: Machine,
+    machine: MachineModel,
     *,
     serial: bool,
     own_pool: bool,
@@ -65,7 +65,7 @@ def real(workload: Workload, asked: Asked, directory: Path | None, device: str, 
         begun = time.perf_counter()
         outcome = engines.replay_real(workload, config, Path(name), device, progress)
         took = time.perf_counter() - begun
-        modelled = reports.simulate(workload, times, Setup(config, {}), Machine(), serial=True)
+        modelled = reports.simulate(workload, times, Setup(config, {}), MachineModel(), serial=True)
     return _real_report(workload, outcome, modelled, took)
 
 

@@ -15,7 +15,7 @@ from gdscache.commands.replay.traffic import TIERS, Outcome, Traffic
 from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
 from gdscache.errors import InvalidValueError
-from gdscache.moves.clock import Clock, Machine
+from gdscache.moves.clock import Clock, MachineModel
 
 SCHEMA = "gdscache.replay.tiers/1"
 _STEP = 1000  # of the progress of one run
@@ -26,7 +26,7 @@ def run(
     workload: Workload,
     times: Sequence[float],
     setups: Sequence[Setup],
-    machine: Machine,
+    machine: MachineModel,
     *,
     serial: bool = False,
     own_pool: bool = False,
@@ -95,7 +95,7 @@ def simulate(
     workload: Workload,
     times: Sequence[float],
     setup: Setup,
-    machine: Machine,
+    machine: MachineModel,
     *,
     serial: bool = False,
     own_pool: bool = False,
@@ -228,7 +228,7 @@ def describe_config(config: Config) -> dict[str, Any]:
         "ssd": None,
     }
     if config.cpu is not None:
-        found["cpu"] = config.cpu.model_dump(include={"capacity", "eviction", "low_watermark", "high_watermark"})
+        found["cpu"] = config.cpu.model_dump(include={"capacity", "eviction"})
     if config.ssd is not None:
         wanted = {"capacity", "eviction", "reserve", "admission", "admission_offers", "endurance", "promotion"}
         found["ssd"] = config.ssd.model_dump(include=wanted)

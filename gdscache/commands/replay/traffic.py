@@ -12,7 +12,7 @@ from gdscache.commands.replay.simulate import Progress, silent
 from gdscache.commands.replay.workload import Workload
 from gdscache.index.table import Entry, PageState
 from gdscache.load.plan import LoadPlan
-from gdscache.moves.clock import Done, Machine, Process
+from gdscache.moves.clock import Done, MachineModel, Process
 from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease
 
@@ -81,7 +81,7 @@ class Traffic:
         self,
         workload: Workload,
         hierarchy: Hierarchy,
-        machine: Machine,
+        machine: MachineModel,
         times: Sequence[float],
         *,
         serial: bool = False,

@@ -76,7 +76,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 seconds=self._seconds,
                 counts=self.counts,
             )
-            self.layer_done_counter = LayerLoads(engine, len(planes.tensors), self.counts)
+            self.layer_done_counter = LayerLoads(engine, len(planes.tensors), self.counts, self._slots_free)
             self._offloads = Offloads(engine, self.counts)
             self._used = self._outdated = False
             self._watch = WeightWatch(WeightUpdater, self._weights_changed)
@@ -87,17 +87,17 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every prefix length that may be loaded: with pages of all tokens, each up to the longest."""
+        """The longest prefix that may be loaded, in pages. Ranks would need each shorter one, too; there is one."""
         self._used = True
-        return list(range(1, self._table.lookup(rid, _of_kv(transfers).keys or []) + 1))
+        pages = self._table.lookup(rid, _of_kv(transfers).keys or [])
+        return [pages] if pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         transfer = _of_kv(transfers)
         return self._table.load(rid, transfer.keys or [], lambda: self._blocks(transfer))
 
     def start_layer_wise_loading(self) -> int:
-        queued = self._table.take()
-        return self.layer_done_counter.start(queued, self._slots_free()) if queued else -1
+        return self.layer_done_counter.queue(self._table.take())
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self.layer_done_counter.finish(counter_index)
@@ -152,11 +152,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return [slot // self._page_tokens for slot in slots.tolist()]
 
     def _slots_free(self) -> Event:
-        """When nothing that was launched before writes to the slots of a load any more."""
-        if self._device.type != "cuda":
-            return None
-        stream = self.forward_stream
-        return record_on(torch.cuda.current_stream(self._device) if stream is None else stream)
+        """After this event nothing that was launched before the forward pass writes to the slots of a load."""
+        return record_on(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
 
     def _alone(self) -> bool:
         """Whether no request runs: none has a row."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -26,41 +26,45 @@ from gdscache.store.handle import StoreHandle
 
 @dataclasses.dataclass(slots=True)
 class _Batch:
-    """Loads that were begun together. `load` is None where they could not be."""
+    """Loads that begin together. `load` is None until they have begun, and where they could not begin."""
 
-    load: LayerwiseLoad | None
-    pages: int
+    queued: Sequence[QueuedLoad]
+    load: LayerwiseLoad | None = None
     waited: set[int] = dataclasses.field(default_factory=set)
     failed: bool = False
 
+    def release(self) -> None:
+        """Let go of the pins."""
+        for one in self.queued:
+            one.fetch.release()
+
 
 class LayerLoads:
-    """Batches of loads under way. It is the `layer_done_counter` that SGLang's pools wait on."""
+    """Batches of loads under way. It is the `layer_done_counter` that SGLang's pools wait on.
 
-    def __init__(self, engine: CacheEngine, layers: int, counts: Counter[str]) -> None:
+    A batch begins when the forward pass waits for its first layer. SGLang copies a forward pass's inputs to the GPU
+    after it has named the batch, and a copy engine carries copies out in their order: loads that begin earlier hold the
+    inputs up for as long as all their bytes take (68 ms of 3.9 GB on an H100).
+    """
+
+    def __init__(
+        self, engine: CacheEngine, layers: int, counts: Counter[str], slots_free: Callable[[], Event] = lambda: None
+    ) -> None:
+        """`slots_free()`: the event after which nothing that was launched before writes to the slots of a load."""
         self.num_layers = layers
         self._engine = engine
         self._counts = counts
+        self._slots_free = slots_free
         self._batches: dict[int, _Batch] = {}
         self._next = 0
         self._consumer = -1
 
-    def start(self, queued: Sequence[QueuedLoad], after: Event) -> int:
-        """Begin loads, which write to their blocks after `after`; the number of the batch, -1 for none."""
+    def queue(self, queued: Sequence[QueuedLoad]) -> int:
+        """Loads of the next forward pass; the number of their batch, -1 for none."""
         if not queued:
             return -1
         number, self._next = self._next, self._next + 1
-        load = None
-        try:
-            load = self._engine.load_many([(one.hit(), list(one.blocks)) for one in queued], after)
-        except GdsCacheError as error:
-            log_failure(error)
-        finally:
-            for one in queued:
-                one.fetch.release()
-        pages = sum(len(one.blocks) for one in queued)
-        self._batches[number] = _Batch(load, pages)
-        self._counts.update(loads=len(queued), loaded_pages=pages)
+        self._batches[number] = _Batch(queued)
         return number
 
     def set_consumer(self, index: int) -> None:
@@ -70,32 +74,33 @@ class LayerLoads:
     def wait_until(self, threshold: int) -> None:
         """Order the current stream after layer `threshold` of the batch. Never raises: `finish` tells."""
         batch = self._batches.get(self._consumer)
-        if batch is None or batch.load is None or threshold in batch.waited:
+        if batch is None or batch.failed or threshold in batch.waited:
             return
         batch.waited.add(threshold)
         try:
+            if batch.load is None:
+                batch.load = self._begin(batch)
             batch.load.wait(threshold)
         except GdsCacheError as error:
             batch.failed = True
             log_failure(error)
 
     def finish(self, index: int) -> bool:
-        """Wait until nothing of the batch is written any more; whether all its pages are there."""
+        """Wait until nothing of the batch is written any more; whether the forward pass had all its pages."""
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
-        if batch.load is None:
-            self._counts["failed_loads"] += 1
-            return False
-        good = 0
-        try:
-            reports = batch.load.results()
-            good = sum(status is PageStatus.LOADED for report in reports for status in report.pages)
-        except GdsCacheError as error:
-            log_failure(error)
-        finally:
-            batch.load.release_event.synchronize()
-        landed = good == batch.pages and not batch.failed
+        load, good = batch.load, 0
+        if load is None:
+            batch.release()
+        else:
+            try:
+                good = sum(status is PageStatus.LOADED for report in load.results() for status in report.pages)
+            except GdsCacheError as error:
+                log_failure(error)
+            finally:
+                load.release_event.synchronize()
+        landed = not batch.failed and good == sum(len(one.blocks) for one in batch.queued)
         self._counts["failed_loads"] += not landed
         return landed
 
@@ -104,6 +109,14 @@ class LayerLoads:
         for index in list(self._batches):
             self.finish(index)
         self._consumer = -1
+
+    def _begin(self, batch: _Batch) -> LayerwiseLoad:
+        try:
+            load = self._engine.load_many([(one.hit(), list(one.blocks)) for one in batch.queued], self._slots_free())
+        finally:
+            batch.release()
+        self._counts.update(loads=len(batch.queued), loaded_pages=sum(len(one.blocks) for one in batch.queued))
+        return load
 
 
 class Offloads:

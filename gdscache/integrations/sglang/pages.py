@@ -59,5 +59,5 @@ def digest(key: str) -> bytes:
     except (TypeError, ValueError):
         found = b""
     if len(found) != KEY_BYTES:
-        raise InvalidValueError(f"{str(key)[:80]!r} is no key of a page", f"pages have {2 * KEY_BYTES} hex digits")
+        raise InvalidValueError(f"{str(key)[:80]!r} is not the key of a page", f"pages have {2 * KEY_BYTES} hex digits")
     return found

@@ -91,7 +91,7 @@ def _page_elements(pool: Any, part: torch.Tensor) -> int:
     if part.numel() % pages or not part.is_contiguous():
         raise CacheLayoutUnsupportedError(
             f"the host pool has {pages} pages, shape {tuple(part.shape)} and strides {part.stride()}",
-            "report it: this is no layout that was seen",
+            "report it: this layout is unknown",
         )
     return part.numel() // pages
 
@@ -104,7 +104,7 @@ def _rows(buffer: torch.Tensor, page_tokens: int, *, rows_are_pages: bool = Fals
         raise CacheLayoutUnsupportedError(
             f"a buffer of shape {tuple(buffer.shape)} and strides {buffer.stride()} is not whole pages of "
             f"{page_tokens} tokens",
-            "report it: this is no layout that was seen",
+            "report it: this layout is unknown",
         )
     width = each // page_tokens if rows_are_pages else each
     return buffer.reshape(-1).view(torch.uint8).view(slots // page_tokens, page_tokens, width)

@@ -75,7 +75,7 @@ def storage_config_of(given: Mapping[str, Any]) -> str | Mapping[str, Any]:
 
 def _config_of(given: Mapping[str, Any], known: Collection[str], name: str, engine: str) -> str | Mapping[str, Any]:
     if unknown := sorted(set(given) - set(known)):
-        raise UnknownKeyError(f"{name} has {', '.join(unknown)}", f"what it may have: {', '.join(known)}")
+        raise UnknownKeyError(f"{name} has {', '.join(unknown)}", f"allowed keys: {', '.join(known)}")
     config = given.get("config")
     if not isinstance(config, (str, Mapping)):
         raise ConfigError(
@@ -99,11 +99,12 @@ def refuse_setup(server: Any) -> None:
         )
     if getattr(server, "enable_lora", None) or getattr(server, "lora_paths", None):
         raise AdaptersUnsupportedError(
-            "adapters (LoRA) are served: one that is loaded anew may keep its name", "leave --enable-lora out"
+            "LoRA adapters are served, and a reloaded adapter may keep its name", "leave --enable-lora out"
         )
     if getattr(server, "enable_memory_saver", False):
         raise SleepModeUnsupportedError(
-            "enable_memory_saver is on: the KV cache's memory would go while pages are on their way", "leave it out"
+            "enable_memory_saver is on: the KV cache's memory would be released while pages are on their way",
+            "leave it out",
         )
     mode = getattr(server, "disaggregation_mode", None)
     if mode not in (None, "null"):

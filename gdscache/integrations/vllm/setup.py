@@ -56,7 +56,7 @@ class Options:
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(set(given) - set(known)):
             raise UnknownKeyError(
-                f"kv_connector_extra_config has {', '.join(unknown)}", f"what it may have: {', '.join(known)}"
+                f"kv_connector_extra_config has {', '.join(unknown)}", f"allowed keys: {', '.join(known)}"
             )
         if not isinstance(given.get("config"), (str, Mapping)):
             raise ConfigError(
@@ -100,7 +100,7 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
         )
     if vllm.model_config.enable_sleep_mode:
         raise SleepModeUnsupportedError(
-            "sleep mode is on: the KV cache's memory would go while pages are on their way", "leave it off"
+            "sleep mode is on: the KV cache's memory would be released while pages are on their way", "leave it off"
         )
     if getattr(vllm, "weight_transfer_config", None) is not None:
         raise WeightUpdatesUnsupportedError(

@@ -1,0 +1,20 @@
+// XXH3-64 of the layers of an extent that is whole.
+#pragma once
+
+#include <cstdint>
+
+#include "../pages.h"
+#include "../xxh3.h"
+
+namespace gdscache {
+
+// Of layers [first, last), of which layer `first` begins at `part`.
+inline void digest(const Pool& pool, int64_t first, int64_t last, const uint8_t* part, uint64_t* sums) {
+    for (int64_t layer = first; layer < last; layer++) {
+        const int64_t nbytes = layer_bytes(pool, layer);
+        *sums++ = xxh3(part, static_cast<size_t>(nbytes));
+        part += nbytes;
+    }
+}
+
+}  // namespace gdscache

@@ -1,0 +1,162 @@
+"""The sweep of `gdscache bench io` over the sizes of requests, for each way, against a bare loop on the same file.
+
+A way is opened, checked and measured in a child process with a deadline, because cuFile can hang or crash the process
+that asks it. Depths, mixes and latencies are what fio and NVIDIA's gdsio are for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gdscache.commands.bench import io_cache, measure
+from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Way
+from gdscache.commands.bench.io_ways import BY_NAME, CHECK_BYTES, OpenWay, Request, check
+from gdscache.commands.bench.measure import interleave, rate, ratio, seconds
+from gdscache.errors import GdsCacheError, IOFailedError
+from gdscache.sizes import KIB, MIB
+from gdscache.storage.base import Op, Submission
+from gdscache.storage.probe import gds_operations
+
+OPS = {"random read": Op.READ, "write": Op.WRITE}
+SIZES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)
+THREADS = 16  # of the transport
+DEPTH, BATCH = 32, 8  # requests in flight, and in a submission; with 256 in flight cuFile was seen to hang
+LEAST_PASS = 64 * MIB
+DEADLINE_S = 300.0
+
+
+def ceiling(bare: BareLoop, op: Op, repeat: int, progress: measure.Progress) -> dict[str, Any]:
+    """The best bare loop on a file, as plain data."""
+    ways = bare.scout(op, progress)
+    found = interleave(bare.runs(op, ways), repeat, progress, f"bare {op.value} loop")
+    chosen = max(ways, key=lambda way: found[way.label].median)
+    others = {label: series.median for label, series in found.items() if label != chosen.label}
+    return {
+        **chosen._asdict(),
+        "direct": bare.direct,
+        "gb_per_second": found[chosen.label].describe(),
+        "others": others,
+    }
+
+
+def sweep(path: Path, way: str, device: str, total: int, settings: Mapping[str, Any], ceilings: Any) -> dict[str, Any]:
+    """What one way gives on the first `total` bytes of a file, by a child: `cause` (why it cannot run here, or empty),
+    `word` (`gds` where nvidia-fs counted, `compat` where bytes went to the GPU without it, `posix`), `direct`, `cells`.
+
+    `settings`: `sizes`, `rounds`, `seconds` (of a pass, at the ceiling's rate), `require_gds`. Raises `IOFailedError`
+    where a way that works fails while it is measured.
+    """
+    arguments = str(path), way, device, total, dict(settings), ceilings
+    try:
+        return measure.child("io_sweep", "measure_way", *arguments, deadline_s=DEADLINE_S)
+    except measure.ChildDiedError as error:
+        return lacking(error.message)
+
+
+def lacking(cause: str) -> dict[str, Any]:
+    """What `sweep` says of a way that cannot run here."""
+    return {"cause": cause, "word": "", "direct": False, "cells": []}
+
+
+def measure_way(
+    path: str, way: str, device: str, total: int, settings: Mapping[str, Any], ceilings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """In the child: see `sweep`."""
+    on, file, counted = torch.device(device), Path(path), gds_operations()
+    if on.type == "cuda":
+        torch.cuda.set_device(on)
+    sizes = [size for size in settings["sizes"] if size * DEPTH <= total]
+    try:
+        opened = OpenWay(way, file, THREADS, max(CHECK_BYTES, *(DEPTH * size for size in sizes)), on)
+        with opened:
+            check(opened)
+            direct = opened.transport.direct
+    except (GdsCacheError, RuntimeError, OSError) as error:
+        return lacking(measure.cause_of(error))
+    moved = all(new > old for old, new in zip(counted, gds_operations(), strict=True))
+    kind = BY_NAME[way]
+    word = "posix" if kind.memory == "host" or way == "host_gpu" else "gds" if kind.cufile and moved else "compat"
+    found = {"cause": "", "word": word, "direct": direct}
+    with OpenWay(way, file, THREADS, DEPTH * max(sizes), on) as opened, BareLoop(file, total) as bare:
+        swept = Sweep(opened, bare, settings, ceilings)
+        return {**found, "cells": [swept.cell(op, size) for op in OPS for size in sizes]}
+
+
+class Sweep:
+    """The cells of one way that is open."""
+
+    def __init__(
+        self, way: OpenWay, bare: BareLoop, settings: Mapping[str, Any], ceilings: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        self.way, self.bare, self._settings, self._total = way, bare, settings, bare.total
+        self._loops = {Op(name): Way(found["threads"], found["io_bytes"]) for name, found in ceilings.items()}
+        unit, moved = max(IO_BYTES), {op: ceilings[op.value]["gb_per_second"]["median"] for op in Op}
+        passes = {op: int(rate_ * 1e9 * settings["seconds"]) for op, rate_ in moved.items()}
+        self._passes = {op: min(max(n, LEAST_PASS), self._total) // unit * unit for op, n in passes.items()}
+
+    def cell(self, name: str, io_bytes: int) -> dict[str, Any]:
+        """Passes over parts of the file, in turns with the bare loop, as plain data."""
+        op, direct, counted = OPS[name], self.way.transport.direct, gds_operations()
+        nbytes = self._passes[op] // io_bytes * io_bytes
+        self._drop(direct)
+        cache = io_cache.state([self.way.path], direct=direct)
+
+        def ours() -> float:
+            self._drop(direct)
+            return rate(nbytes, seconds(lambda: self.one_pass(op, nbytes, io_bytes)))
+
+        found = interleave({"ceiling": lambda: self._bare(op), "ours": ours}, self._settings["rounds"])
+        reads, writes = (after - before for before, after in zip(counted, gds_operations(), strict=True))
+        if self._settings["require_gds"] and self.way.way.cufile and not reads + writes:
+            raise IOFailedError("--require-gds: nvidia-fs counted no I/O", "see gdscache doctor and docs/gds.md")
+        return {
+            "way": self.way.way.name,
+            "op": name,
+            "io_bytes": io_bytes,
+            "depth": DEPTH,
+            "threads": THREADS,
+            "direct": direct,
+            "cache": cache,
+            "bytes": nbytes * self._settings["rounds"],
+            "gb_per_second": found["ours"].describe(),
+            "ceiling_gb_per_second": found["ceiling"].describe(),
+            **ratio(found["ours"], found["ceiling"]),
+            "nvidia_fs": {"reads": reads, "writes": writes},
+        }
+
+    def one_pass(self, op: Op, nbytes: int, io_bytes: int) -> None:
+        """Move each part of the first `nbytes` once, in random order, with `DEPTH` requests in flight."""
+        order = (np.random.default_rng(0).permutation(nbytes // io_bytes) * io_bytes).tolist()
+        waiting: deque[tuple[Submission, list[Request]]] = deque()
+
+        def finish_oldest() -> None:
+            submission, some = waiting.popleft()
+            self.way.finish(submission, op, some, io_bytes)
+
+        for first in range(0, len(order), BATCH):
+            if len(waiting) == DEPTH // BATCH:
+                finish_oldest()
+            places = range(first % DEPTH * io_bytes, (first % DEPTH + BATCH) * io_bytes, io_bytes)
+            some = list(zip(order[first : first + BATCH], places, strict=False))
+            waiting.append((self.way.begin(op, some, io_bytes), some))
+        while waiting:
+            finish_oldest()
+
+    def _bare(self, op: Op) -> float:
+        self._drop(self.bare.direct)
+        self.bare.total = self._passes[op]
+        try:
+            return self.bare.run(op, self._loops[op])
+        finally:
+            self.bare.total = self._total
+
+    def _drop(self, direct: bool) -> None:
+        """Reads are cold: the file leaves the page cache, where that has a part in them."""
+        if not direct:
+            io_cache.drop([self.way.path])

@@ -1,0 +1,279 @@
+"""The kit of the benches: what all of them share, once. A bench is a `Bench`: how it measures, how it is shown.
+
+* **Cases.** `measure(run, settings, directory)` names its cases (`run.plan`) and goes through them, the
+  most telling first. `run.case(name, action)` measures one, unless the report that is gone on with has it, or the time
+  is over. Cases that take turns with each other are measured in one `run.guarded(...)`; each is given to `run.add`.
+* **Rows.** An action returns rows of plain data by the key of the report that they belong to. A row says what was
+  measured, the figure and its spread over the rounds, what it is held against, the ratio of both, and the target where
+  there is one (`rows.py`). Each row has the name of its case.
+* **The report** grows with each case, and is written in one step after each. A case that fails is listed with its
+  cause, and the others go on; a case that cannot run here is listed too. After Ctrl-C the report has what was measured
+  until then, and `--resume` goes on: cases that are done are not measured again, cases that failed are.
+* **Tables and bars.** `tables(report)` and `plot(report, figure)` draw a report, also a part of one. With `--quick` no
+  figure is held against its target: it only shows that everything runs.
+* **The exit status** is 0, 1 where a case failed, 130 after Ctrl-C, 2 where nothing was measured at all.
+
+Keys of each report: `schema`, `machine`, `settings`, `complete`, `interrupted`, `left` (cases that are planned and not
+measured), `done` (names of cases), `cannot` and `failed` (`what`, `cause`), and the bench's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from gdscache.commands.bench import machine
+from gdscache.commands.bench.measure import cause_of
+from gdscache.commands.console import (
+    Progress,
+    Table,
+    check_writable,
+    progress_bar,
+    require_matplotlib,
+    show,
+    silent,
+    write_json,
+)
+from gdscache.errors import GdsCacheError, InvalidValueError
+from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED
+from gdscache.sizes import about
+
+Report = Mapping[str, Any]
+Keep = Callable[[dict[str, Any]], None]
+"""Called with what was measured so far, after every case."""
+
+_ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
+_MAY_DIFFER = ("profile", "budget_seconds", "ways", "require_gds")  # between a report and the run that goes on with it
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How much is measured. `profile`: `default`, `full` or `quick` (seconds: to see that it works)."""
+
+    profile: str = "default"
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data; sizes in bytes."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+
+class Run:
+    """The cases of one run. `found` is the report as it grows; `sections` are its own keys and what they begin with."""
+
+    def __init__(
+        self,
+        sections: Report,
+        done: Report | None = None,
+        progress: Progress = silent,
+        keep: Keep = lambda found: None,
+    ) -> None:
+        before = done or {}
+        known = set(before.get("done", ()))
+        self.found: dict[str, Any] = {
+            "complete": False,
+            "interrupted": False,
+            "left": 0,
+            "done": list(before.get("done", ())),
+            "cannot": [],
+            "failed": [],
+        }
+        for name, start in sections.items():
+            value = before.get(name, start)
+            self.found[name] = [r for r in value if r.get("case") in known] if isinstance(value, list) else value
+        self.progress = progress
+        self._keep = keep
+        self._planned: list[str] = []
+        self._until: float | None = None
+
+    def plan(self, names: Sequence[str], budget_seconds: float | None = None) -> None:
+        """The names of all cases. After `budget_seconds` no further case is begun."""
+        self._planned = list(names)
+        self._until = None if budget_seconds is None else time.monotonic() + budget_seconds
+        self._count()
+
+    def wants(self, name: str) -> bool:
+        """Whether a case is planned, not measured yet, and may be begun."""
+        over = self._until is not None and time.monotonic() >= self._until
+        return name in self._planned and name not in self.found["done"] and not over
+
+    def case(self, name: str, action: Callable[[], Report]) -> None:
+        """Measure a case. `action` returns rows, or a single value, by the key of the report."""
+        if self.wants(name):
+            self.say(name)
+            with self.guarded(name):
+                self.add(name, action())
+
+    @contextlib.contextmanager
+    def guarded(self, *names: str) -> Iterator[None]:
+        """What is measured here belongs to these cases: an error fails those that were not added, and is not raised."""
+        try:
+            yield
+        except _ERRORS as error:
+            for name in names:
+                if name not in self._over():
+                    self.fail(name, cause_of(error))
+        self.save()
+
+    def add(self, name: str, rows: Report, *, wrong: str = "", lacks: str = "") -> None:
+        """What a case came to. `wrong`: why its figures count for nothing: it has failed. `lacks`: why it cannot be
+        measured here."""
+        for key, value in rows.items():
+            if isinstance(value, list):
+                self.found[key] += [{"case": name, **row} for row in value]
+            else:
+                self.found[key] = value
+        if wrong:
+            self.fail(name, wrong)
+        elif lacks:
+            self.cannot(name, lacks)
+        else:
+            self.found["done"].append(name)
+
+    def fail(self, name: str, cause: str) -> None:
+        """A case that was begun and has no figure, or a wrong one."""
+        self.found["failed"].append({"what": name, "cause": cause})
+
+    def cannot(self, name: str, cause: str) -> None:
+        """A case, or a way, that this machine does not have."""
+        self.found["cannot"].append({"what": name, "cause": cause})
+
+    def _over(self) -> set[str]:
+        return {*self.found["done"], *(row["what"] for kind in ("failed", "cannot") for row in self.found[kind])}
+
+    def say(self, text: str) -> None:
+        """Move the progress bar."""
+        self.progress(len(self._planned) - self.found["left"], len(self._planned), text)
+
+    def save(self) -> None:
+        """Hand the report to `keep`."""
+        self._count()
+        self._keep(self.found)
+
+    def _count(self) -> None:
+        over = self._over()
+        self.found["left"] = sum(name not in over for name in self._planned)
+        self.found["complete"] = not self.found["left"] and not self.found["interrupted"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """A bench. `sections`: its keys of a report, and what they begin with: a list of rows, or None for one value."""
+
+    name: str
+    schema: str
+    sections: Report
+    measure: Callable[[Run, Any, Path], None]
+    tables: Callable[[Report], Sequence[Table]]
+    plot: Callable[[Report, Any], None] | None = None
+
+    def run(
+        self,
+        settings: Settings,
+        directory: Path = Path(),
+        progress: Progress = silent,
+        keep: Keep = lambda found: None,
+        done: Report | None = None,
+    ) -> dict[str, Any]:
+        """Measure, as plain data. `done`: a report whose cases are taken over. Raises what is wrong before any case."""
+        run = Run({k: [] if isinstance(v, list) else v for k, v in self.sections.items()}, done, progress, keep)
+        try:
+            self.measure(run, settings, directory)
+        except KeyboardInterrupt:
+            run.found["interrupted"] = True
+        run.save()
+        return run.found
+
+    def command(
+        self,
+        settings: Settings,
+        directory: Path = Path(),
+        json_file: Path | None = None,
+        plot: Path | None = None,
+        resume: Path | None = None,
+    ) -> None:
+        """The command: a progress bar, tables, the JSON file, the plot, the exit status."""
+        matplotlib = None if plot is None else require_matplotlib(plot)
+        check_writable(plot, "--plot")
+        if not directory.is_dir():
+            raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
+        check_writable(json_file, "--json")
+        done = None if resume is None else self.resumed(resume, settings, directory)
+        written = json_file or resume
+        head = {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
+
+        def keep(found: Report) -> None:
+            if written is not None and (written.is_file() or not written.exists()):  # a pipe gets one report
+                write_json(written, {**head, **found})
+
+        with progress_bar() as progress:
+            found = self.run(settings, directory, progress, keep, done)
+        report = {**head, **found}
+        show(*_above(report), *self.tables(report), *_below(report))
+        if written is not None:
+            write_json(written, report)
+        if matplotlib is not None and self.plot is not None:
+            figure = matplotlib.figure.Figure(layout="constrained")
+            self.plot(report, figure)
+            title = ", ".join(report["machine"]["gpus"]) or report["machine"]["cpu"] or ""
+            figure.suptitle(f"{title} (--quick: figures mean nothing)" if quick(report) else title)
+            figure.savefig(plot, dpi=150)
+        if report["interrupted"]:
+            raise typer.Exit(EXIT_INTERRUPTED)
+        if report["failed"]:
+            raise typer.Exit(EXIT_FAILED)
+
+    def resumed(self, path: Path, settings: Settings, directory: Path) -> dict[str, Any]:
+        """The report that a run goes on with. Raises `InvalidValueError` where it is none of this bench, or of other
+        settings, or of another machine or disk."""
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            hint = f"name a report of bench {self.name}"
+            raise InvalidValueError(f"--resume {path} cannot be read: {error}", hint) from None
+        if not isinstance(found, dict) or found.get("schema") != self.schema:
+            raise InvalidValueError(f"--resume {path} is no report of bench {self.name}", f"its schema: {self.schema}")
+        here = {"settings": settings.describe(), "machine": machine.describe(directory)}
+        keys = [("settings", key) for key in here["settings"] if key not in _MAY_DIFFER]
+        for part, key in [*keys, *(("machine", key) for key in ("cpu", "cores", "gpus", "storage"))]:
+            if found[part].get(key) != here[part][key]:
+                raise InvalidValueError(
+                    f"--resume {path} was measured with {key} {found[part].get(key)}, now it is {here[part][key]}",
+                    "give the options of the first run, on the same machine; or begin a new report with --json",
+                )
+        return found
+
+
+def quick(report: Report) -> bool:
+    """Whether a report's figures only show that everything runs."""
+    return bool(report["settings"]["profile"] == "quick")
+
+
+def _above(report: Report) -> list[str]:
+    said = report["machine"]
+    gpus, storage = ", ".join(said["gpus"]) or "no GPU", said["storage"]
+    where = f"{storage['file_system']} on {storage['source']}"
+    lines = [f"{said['cpu']}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus}; {where}"]
+    return [*lines, "--quick: these figures show that everything runs, and mean nothing."] if quick(report) else lines
+
+
+def _below(report: Report) -> list[Table | str]:
+    """What has no figure, a row for each cause."""
+    found: list[Table | str] = []
+    for key, title in (("cannot", "Cannot be measured here"), ("failed", "Failed")):
+        by_cause: dict[str, list[str]] = {}
+        for row in report[key]:
+            by_cause.setdefault(row["cause"], []).append(row["what"])
+        table = Table(title, "what", "cause")
+        for cause, names in by_cause.items():
+            table.add_row(names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} more", cause)
+        found.append(table)
+    if report["left"]:
+        found.append(f"{report['left']} cases are left: --resume FILE goes on where the report in FILE ends.")
+    return found

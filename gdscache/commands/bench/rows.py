@@ -1,0 +1,113 @@
+"""Rows of reports: figures that took turns with others, as plain data, and as people see them: a table or bars."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from gdscache.commands.bench.measure import Series, ratio, target
+from gdscache.commands.console import Table, duration, figure, verdict
+from gdscache.sizes import about
+
+Row = Mapping[str, Any]
+RATES = ("GB/s", "rounds/s")  # units of which more is better
+COLORS = {True: "tab:blue", False: "tab:red", None: "tab:gray"}
+
+
+def compared(
+    what: str, ours: Series, against: str, other: Series, limit: float | None = None, unit: str = "GB/s", **more: Any
+) -> dict[str, Any]:
+    """A row: `figure` (a series) of `unit`, what it is held against, and the ratio of both.
+
+    `limit` is the target of the ratio: the least one where more of the unit is better, else the largest.
+    """
+    found = ratio(ours, other)
+    return {
+        "what": what,
+        "unit": unit,
+        "figure": ours.describe(),
+        "against": against,
+        "against_figure": other.describe(),
+        **found,
+        **({} if limit is None else target(found["ratio"], limit, at_least=unit in RATES)),
+        **more,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A row as people see it. `low` and `high` are the spread of the ratio; `limit` is its target."""
+
+    what: str
+    ours: str
+    against: str
+    ratio: float
+    low: float
+    high: float
+    limit: float | None
+    met: bool | None
+    at_least: bool
+
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        row: Row,
+        against: str = "",
+        unit: str = "GB/s",
+        ours: str = "figure",
+        other: str = "against_figure",
+    ) -> Self:
+        """The line of a row whose series are at the keys `ours` and `other`."""
+        low, high = (
+            row.get(f"ratio_{a}", row.get(f"ratio_{b}", row["ratio"])) for a, b in (("low", "min"), ("high", "max"))
+        )
+        shown = [amount(_median(row[key]), unit) for key in (ours, other)]
+        held = f"{against or row['against']}: {shown[1]}"
+        return cls(what, shown[0], held, row["ratio"], low, high, row.get("target"), row.get("met"), unit in RATES)
+
+    @property
+    def relation(self) -> str:
+        return "at least" if self.at_least else "at most"
+
+
+def _median(series: Any) -> float:
+    return float(series["median"] if isinstance(series, Mapping) else series)
+
+
+def amount(value: float, unit: str) -> str:
+    """A figure with three digits; seconds and bytes in the unit that suits them."""
+    if unit == "us":
+        return duration(value / 1e6)
+    if unit == "s":
+        return duration(value)
+    return about(int(value)) if unit == "bytes" else figure(value, unit)
+
+
+def lines_table(title: str, lines: Iterable[Line], *, judged: bool) -> Table:
+    """A table of figures, what they are held against, and the ratio with its spread, and its target if `judged`."""
+    table = Table(title, "what", "figure", "against", "ratio", *(["target"] if judged else []))
+    for line in lines:
+        spread = f"{figure(line.ratio)} ({figure(line.low)} to {figure(line.high)})"
+        said = "" if line.limit is None else verdict({"met": line.met, "target": line.limit}, line.relation)
+        table.add_row(line.what, line.ours, line.against, spread, *([said] if judged else []))
+    return table
+
+
+def bars(axes: Any, lines: Sequence[Line], *, judged: bool) -> None:
+    """One horizontal bar a line, the first on top: its ratio with the spread, and a mark where its target is."""
+    for place, line in enumerate(lines):
+        spread = [[max(line.ratio - line.low, 0.0)], [max(line.high - line.ratio, 0.0)]]
+        color = COLORS[line.met if judged else None]
+        axes.barh(place, line.ratio, 0.7, xerr=spread, color=color, capsize=2, ecolor="black")
+        if line.limit is not None:
+            axes.plot([line.limit] * 2, [place - 0.45, place + 0.45], color="black", linewidth=2)
+    axes.set_yticks(range(len(lines)), [line.what for line in lines], fontsize=7)
+    axes.set_ylim(len(lines) - 0.4, -0.6)
+    if max((line.high for line in lines), default=1) > 5:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+    axes.set_xlabel("ratio with its spread; line: target" + ("; red: missed" if judged else ""))
+    axes.grid(axis="x", alpha=0.3)

@@ -1,0 +1,68 @@
+"""What uses of pages in the landing tier earn them: an offer to tiers of files, with the next load or store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gdscache.index.index import PageIndex
+from gdscache.store.outlets import Outlet
+
+if TYPE_CHECKING:
+    from gdscache.pages.keys import Page
+
+_MOST_HITS = 255  # counted a page
+
+
+class EarnedOffers:
+    """Notes uses, and starts nothing. The manager's lock guards it.
+
+    With `write_through_selective` a page has to be hit `hits` times since it came. With `write_through` hits offer
+    pages again where a first offer is not enough; where it is enough but for a lack of room, what was refused.
+    """
+
+    def __init__(self, index: PageIndex | None, outlets: Sequence[Outlet], policy: str, hits: int) -> None:
+        """`index`: the landing tier's; None: there is no such tier, and nothing is earned."""
+        refuses = any(outlet.admission.refuses for outlet in outlets)
+        self.by_hits = bool(outlets) and (
+            policy == "write_through_selective" or (policy == "write_through" and refuses)
+        )
+        self._refused = policy == "write_through"
+        self._index = index
+        self._outlets = outlets
+        self._selective = policy == "write_through_selective"
+        self._wanted = hits
+        self._hits = bytearray(0 if index is None else index.slots)  # of the page in each slot, since it came
+        self._earned: dict[bytes, None] = {}
+
+    def came(self, slots: Sequence[int]) -> None:
+        """Other pages are in these slots."""
+        if self._selective:
+            for slot in slots:
+                self._hits[slot] = 0
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Pages were hit, tail first: those that have earned an offer are noted heads first."""
+        refused = dict.fromkeys(key for outlet in self._outlets for key in outlet.admission.use(keys))
+        index = self._index
+        if index is None:
+            return
+        for key in reversed(keys if self.by_hits else list(refused) if self._refused else []):
+            slot = index.slot(key)
+            if slot is None:
+                continue
+            if self._selective:
+                hits = self._hits[slot] = min(_MOST_HITS, self._hits[slot] + 1)
+                if hits < self._wanted:
+                    continue
+            self._earned.pop(key, None)
+            self._earned[key] = None
+        while len(self._earned) > index.slots:
+            del self._earned[next(iter(self._earned))]
+
+    def take(self) -> list[Page]:
+        """The pages that were noted since the last time, as far as they are there."""
+        if self._index is None or not self._earned:
+            return []
+        earned, self._earned = self._earned, {}
+        return [entry.page for entry in map(self._index.find, earned) if entry is not None]

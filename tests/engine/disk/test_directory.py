@@ -1,0 +1,284 @@
+"""Who owns a cache directory, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from gdscache.disk import directory, locks
+from gdscache.disk.directory import CacheDirectory
+from gdscache.errors import (
+    DirectoryInUseError,
+    DirectoryNotWritableError,
+    NoSpaceError,
+    NotADirectoryPathError,
+    NotARegularFileError,
+)
+
+PACKAGE = Path(directory.__file__).parent.parent
+# The child takes the modules without the package's own imports: it starts in a tenth of a second.
+OWN = f"""
+import sys, types
+package = types.ModuleType("gdscache"); package.__path__ = [{str(PACKAGE)!r}]; sys.modules["gdscache"] = package
+from pathlib import Path
+from gdscache.disk.directory import CacheDirectory
+from gdscache.errors import DirectoryInUseError
+"""
+
+
+def start_owner(path: Path) -> subprocess.Popen[str]:
+    """Another process that owns `path` until its input ends."""
+    script = OWN + "d = CacheDirectory.open(Path(sys.argv[1])); print('owned', flush=True); sys.stdin.read(); d.close()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "owned\n"
+    return child
+
+
+def end(child: subprocess.Popen[str]) -> None:
+    child.communicate(timeout=10)
+
+
+def test_it_is_made_private_with_its_parents(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        with CacheDirectory.open(tmp_path / "a" / "b") as owned:
+            assert stat.S_IMODE(owned.path.stat().st_mode) == 0o700
+            assert stat.S_IMODE((owned.path / "lock").stat().st_mode) == 0o600
+    finally:
+        os.umask(old)
+
+
+def test_a_tight_umask_does_not_lock_us_out(tmp_path: Path) -> None:
+    old = os.umask(0o277)
+    try:
+        CacheDirectory.open(tmp_path / "a").close()
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+
+
+def test_an_existing_directory_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "shared"
+    path.mkdir()
+    path.chmod(0o750)
+    CacheDirectory.open(path).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+
+
+def test_the_lock_says_who_owns_it(tmp_path: Path) -> None:
+    with CacheDirectory.open(tmp_path) as owned:
+        owner = json.loads((owned.path / "lock").read_text())
+    assert owner["pid"] == os.getpid()
+    assert set(owner) == {"pid", "host", "started", "command"}
+    assert len(owner["command"]) <= directory.COMMAND_LIMIT
+
+
+def test_a_second_engine_of_this_process_is_refused(tmp_path: Path) -> None:
+    with CacheDirectory.open(tmp_path):
+        with pytest.raises(DirectoryInUseError, match=rf"in use by this process \(pid {os.getpid()} "):
+            CacheDirectory.open(tmp_path)
+        with pytest.raises(DirectoryInUseError):  # the refusal must not have released the first one
+            CacheDirectory.open(tmp_path / "." / ".." / tmp_path.name)
+
+
+def test_a_second_process_is_refused_and_told_who(tmp_path: Path) -> None:
+    child = start_owner(tmp_path)
+    try:
+        with pytest.raises(DirectoryInUseError) as caught:
+            CacheDirectory.open(tmp_path)
+        assert f"process {child.pid}" in caught.value.message
+        assert os.uname().nodename in caught.value.message
+        assert re.search(r"since \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", caught.value.message)
+        assert sys.executable in caught.value.message
+        assert "ssd.path" in caught.value.hint
+    finally:
+        end(child)
+    CacheDirectory.open(tmp_path).close()
+
+
+def test_a_killed_owner_is_no_obstacle(tmp_path: Path) -> None:
+    child = start_owner(tmp_path)
+    child.send_signal(signal.SIGKILL)
+    end(child)
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == child.pid
+    with CacheDirectory.open(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"{}", b"[1]", b'{"pid": "x"}', b"x" * 100_000])
+def test_stale_content_is_no_obstacle_and_a_refusal_survives_it(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "lock").write_bytes(content)
+    with CacheDirectory.open(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+        (tmp_path / "lock").write_bytes(content)
+        with pytest.raises(DirectoryInUseError, match="has not said its name"):
+            CacheDirectory.open(tmp_path)
+
+
+def test_close_twice_and_reopen(tmp_path: Path) -> None:
+    owned = CacheDirectory.open(tmp_path)
+    assert not owned.closed
+    owned.close()
+    with CacheDirectory.open(tmp_path):
+        owned.close()  # must not release the new owner
+        with pytest.raises(DirectoryInUseError):
+            CacheDirectory.open(tmp_path)
+    assert owned.closed
+
+
+def test_a_started_program_does_not_inherit_the_lock(tmp_path: Path) -> None:
+    owned = CacheDirectory.open(tmp_path)
+    child = subprocess.Popen(["sleep", "60"], close_fds=False)
+    try:
+        assert str(tmp_path / "lock") not in [os.path.realpath(p) for p in Path(f"/proc/{child.pid}/fd").iterdir()]
+        owned.close()
+        CacheDirectory.open(tmp_path).close()
+    finally:
+        child.kill()
+        child.wait()
+
+
+FORKING = (
+    OWN
+    + """
+import os
+d = CacheDirectory.open(Path(sys.argv[1]))
+pid = os.fork()
+if pid == 0:
+    d.close()                       # the child's copy only
+    os._exit(0)
+os.waitpid(pid, 0)
+try:
+    CacheDirectory.open(Path(sys.argv[1]))
+except DirectoryInUseError:
+    print("still owned")
+ready, go = os.pipe()
+pid = os.fork()
+if pid == 0:                        # a child that lives on with its copy open
+    os.close(go); os.read(ready, 1); os._exit(0)
+d.close()
+CacheDirectory.open(Path(sys.argv[1])).close()
+print("given back")
+os.close(go); os.waitpid(pid, 0)
+"""
+)
+
+
+def test_a_forked_child_neither_releases_nor_keeps_the_lock(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKING, str(tmp_path)], capture_output=True, text=True, timeout=20)
+    assert (done.stdout, done.stderr) == ("still owned\ngiven back\n", "")
+
+
+def test_an_orphan_that_holds_the_lock_is_pointed_at(tmp_path: Path) -> None:
+    script = OWN + (
+        "import os\nd = CacheDirectory.open(Path(sys.argv[1]))\n"
+        "if os.fork() == 0:\n    os.read(0, 1)\n    os._exit(0)\nos._exit(0)"
+    )
+    read, write = os.pipe()
+    try:
+        subprocess.run([sys.executable, "-c", script, str(tmp_path)], stdin=read, check=True, timeout=20)
+        with pytest.raises(DirectoryInUseError, match="has ended, but a process it forked"):
+            CacheDirectory.open(tmp_path)
+    finally:
+        os.close(write)
+        os.close(read)
+
+
+@pytest.mark.parametrize("below", ["", "a", "a/b"])
+def test_a_file_in_the_way(tmp_path: Path, below: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(NotADirectoryPathError, match=re.escape(str(file))):
+        CacheDirectory.open(file / below)
+    assert file.read_text() == "mine"
+
+
+def test_a_dangling_link_is_not_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryPathError):
+        CacheDirectory.open(tmp_path / "link")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_linked_directory_is_the_same_directory(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with CacheDirectory.open(tmp_path / "link"), pytest.raises(DirectoryInUseError):
+        CacheDirectory.open(tmp_path / "real")
+
+
+@pytest.mark.parametrize("make", ["link", "directory", "fifo"])
+def test_the_lock_is_never_followed_elsewhere(tmp_path: Path, make: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    {
+        "link": lambda p: p.symlink_to(victim),
+        "directory": lambda p: p.mkdir(),
+        "fifo": lambda p: os.mkfifo(p),
+    }[make](cache / "lock")
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(NotARegularFileError, match="lock"):
+        CacheDirectory.open(cache)
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (errno.EACCES, DirectoryNotWritableError),
+        (errno.EROFS, DirectoryNotWritableError),
+        (errno.ENOSPC, NoSpaceError),
+        (errno.EDQUOT, NoSpaceError),
+    ],
+)
+@pytest.mark.parametrize("call", ["mkdir", "open", "pwrite"])
+def test_errors_of_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], call: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "cache"
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.os, call, refuse)
+        with pytest.raises(error, match=re.escape(os.strerror(number))):
+            CacheDirectory.open(path)
+    CacheDirectory.open(path).close()  # nothing was left locked
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_write_permission(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(DirectoryNotWritableError):
+            CacheDirectory.open(tmp_path)
+        with pytest.raises(DirectoryNotWritableError):
+            CacheDirectory.open(tmp_path / "below")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int, __: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    real = locks.fcntl
+    monkeypatch.setattr(locks, "fcntl", types.SimpleNamespace(**{**vars(real), "flock": refuse}))
+    with pytest.raises(DirectoryNotWritableError, match="No locks available"):
+        CacheDirectory.open(tmp_path)

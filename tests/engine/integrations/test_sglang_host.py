@@ -1,0 +1,391 @@
+"""Pages between a host pool of SGLang's and the SSD, and between its device pools and the tiers, over real engines."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from gdscache import CacheEngine, PageStatus
+from gdscache.config import Config
+from gdscache.errors import GdsCacheError
+from gdscache.integrations.fetching import PinningCache
+from gdscache.integrations.settings import planes_section
+from gdscache.integrations.sglang.host import HostPages
+from gdscache.integrations.sglang.loads import LoadTable
+from gdscache.integrations.sglang.moves import LayerLoads, Offloads
+from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.storage.base import Op
+from gdscache.store.handle import StoreHandle
+from gdscache.testing.faults import Fault
+from tests.support.faulty import PLAN
+from tests.support.helpers import WAIT, drop_from, until
+
+PAGE, PAGES, WIDTH = 4, 24, 512
+KEYS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(12)]
+
+
+def engine_over(path: Path, tensors: list[tuple[torch.Tensor, ...]], cpu: int | None, **more: Any) -> CacheEngine:
+    layers = [{f"p{number}": WIDTH for number in range(len(layer))} for layer in tensors]
+    sections: dict[str, Any] = {
+        "model": {"name": "tiny", **planes_section(layers, PAGE)},
+        "ssd": {"path": str(path), "capacity": 64 * 4096 * 4, "transport": "posix", "gds": "off", "threads": 2},
+        "host_buffer": 64 * 4096,
+        "load": {"deadline": WAIT},
+        "store": {"deadline": WAIT},
+    }
+    if cpu is not None:
+        sections["cpu"] = {"capacity": cpu * 4096 * 4, "pin": "off"}
+    for name, values in more.items():
+        sections[name] = {**sections.get(name, {}), **values}
+    return CacheEngine(Config.from_dict(sections), tensors)
+
+
+def pool() -> list[tuple[torch.Tensor, ...]]:
+    return [
+        (torch.zeros((PAGES, PAGE, WIDTH), dtype=torch.uint8), torch.zeros((PAGES, PAGE, WIDTH), dtype=torch.uint8))
+    ]
+
+
+def fill(tensors: list[tuple[torch.Tensor, ...]], page: int, mark: int) -> None:
+    for layer in tensors:
+        for number, plane in enumerate(layer):
+            plane[page] = (mark + number) % 256
+
+
+def mark_of(tensors: list[tuple[torch.Tensor, ...]], page: int) -> int:
+    """What a page is filled with; a mixture is an error."""
+    first = int(tensors[0][0][page, 0, 0])
+    for layer in tensors:
+        for number, plane in enumerate(layer):
+            assert plane[page].unique().tolist() == [(first + number) % 256]
+    return first
+
+
+def slots(*pages: int) -> list[int]:
+    return [page * PAGE for page in pages]
+
+
+# -- the storage -----------------------------------------------------------------------------------------------------
+
+
+class Storage(RuleBasedStateMachine):
+    """Pages are set, asked for, brought and dropped, with restarts: the bytes are those that were set last."""
+
+    path: Path
+    runs = 0
+
+    @initialize()
+    def begin(self) -> None:
+        type(self).runs += 1
+        self.place = self.path / str(type(self).runs)
+        self.tensors, self.model = pool(), dict[str, int]()
+        self.pages = HostPages(engine_over(self.place, self.tensors, None))
+
+    @rule(first=st.integers(0, 11), count=st.integers(1, 6), mark=st.integers(0, 250))
+    def set(self, first: int, count: int, mark: int) -> None:
+        keys = KEYS[first : first + count]
+        for number in range(len(keys)):
+            fill(self.tensors, number, mark + number)
+        assert self.pages.set(keys, slots(*range(len(keys))), KEYS[:first]) == [True] * len(keys)
+        for number, key in enumerate(keys):
+            self.model.setdefault(key, (mark + number) % 256)  # a page that is there stays: it has the same bytes
+
+    @rule(first=st.integers(0, 11), count=st.integers(1, 6))
+    def exists(self, first: int, count: int) -> None:
+        keys = KEYS[first : first + count]
+        assert self.pages.exists(keys, KEYS[:first]) == self.prefix(keys)
+
+    @rule(first=st.integers(0, 11), count=st.integers(1, 6))
+    def get(self, first: int, count: int) -> None:
+        keys = KEYS[first : first + count]
+        for page in range(PAGES):
+            fill(self.tensors, page, 255 - page)
+        came = self.pages.get(keys, slots(*range(10, 10 + len(keys))))
+        there = self.prefix(keys)
+        assert came == [True] * there + [False] * (len(keys) - there)
+        for page in range(PAGES):
+            at = page - 10
+            wanted = self.model[keys[at]] if 0 <= at < there else 255 - page
+            assert mark_of(self.tensors, page) == wanted % 256
+
+    @rule()
+    def clear(self) -> None:
+        self.pages.clear()
+        self.model.clear()
+
+    @rule()
+    def restart(self) -> None:
+        self.pages.close()
+        self.tensors = pool()
+        self.pages = HostPages(engine_over(self.place, self.tensors, None))
+
+    def prefix(self, keys: list[str]) -> int:
+        return next((i for i, key in enumerate(keys) if key not in self.model), len(keys))
+
+    def teardown(self) -> None:
+        if hasattr(self, "pages"):
+            self.pages.close()
+
+
+def test_the_storage_against_a_dictionary(tmp_path: Path) -> None:
+    Storage.path = tmp_path
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        Storage, settings=settings(max_examples=15, stateful_step_count=15, deadline=None)
+    )
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Iterator[HostPages]:
+    ssd = {"transport": "tests.support.faulty:FaultyTransport"}
+    engine = engine_over(tmp_path, pool(), None, ssd=ssd, load={"deadline": 0.4}, store={"deadline": 0.4})
+    found = HostPages(engine)
+    yield found
+    found.close()
+
+
+def planes_of(found: HostPages) -> list[tuple[torch.Tensor, ...]]:
+    return found.engine._parts.planes.tensors
+
+
+def test_a_bad_page_ends_the_prefix(faulty: HostPages) -> None:
+    for number in range(6):
+        fill(planes_of(faulty), number, 10 + number)
+    assert all(faulty.set(KEYS[:6], slots(*range(6))))
+    with PLAN.rule(Op.READ, Fault.FLIP, rate=1.0, bit=7):
+        assert faulty.get(KEYS[:6], slots(*range(10, 16))) == [False] * 6
+    assert faulty.exists(KEYS[:6]) == 0, "they are dropped"
+
+
+def test_a_read_that_hangs_leaves_the_pool_alone(faulty: HostPages) -> None:
+    assert all(faulty.set(KEYS[:3], slots(0, 1, 2)))
+    with PLAN.rule(Op.READ, Fault.HANG):
+        assert faulty.get(KEYS[:3], slots(10, 11, 12)) == [False] * 3
+        for page in (10, 11, 12):
+            fill(planes_of(faulty), page, 200)
+    assert [mark_of(planes_of(faulty), page) for page in (10, 11, 12)] == [200] * 3
+
+
+@pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.HANG])
+def test_a_disk_that_takes_nothing(faulty: HostPages, fault: Fault) -> None:
+    with PLAN.rule(Op.WRITE, fault):
+        assert faulty.set(KEYS[:3], slots(0, 1, 2)) == [False] * 3
+        assert faulty.exists(KEYS[:3]) == 0
+
+
+def test_more_than_the_queue_takes_at_once(tmp_path: Path) -> None:
+    tensors = pool()
+    found = HostPages(engine_over(tmp_path, tensors, None, store={"queue": 3 * 4096 * 4}))
+    for number in range(12):
+        fill(tensors, number, 10 + number)
+    assert found.set(KEYS, slots(*range(12))) == [True] * 12
+    assert found.exists(KEYS) == 12
+    assert found.engine.pages(found._links.named(KEYS))[5].parent == found.engine.pages(found._links.named(KEYS))[4].key
+    found.close()
+
+
+def test_nothing_is_raised_into_hicaches_threads(tmp_path: Path) -> None:
+    found = HostPages(engine_over(tmp_path, pool(), None))
+    assert found.exists(["no key"]) == 0
+    assert found.set([KEYS[0]], slots(PAGES + 5)) == [False]
+    assert found.get([KEYS[0], KEYS[0]], slots(1, 2)) == [False, False]
+    found.close()
+    assert found.exists(KEYS) == 0
+    assert found.get(KEYS[:1], slots(0)) == [False]
+    assert found.set(KEYS[:1], slots(0)) == [False]
+    counts = found.take_counts()
+    assert counts["errors"] == 6
+    assert not found.take_counts()
+
+
+def test_new_weights_find_nothing_and_the_pool_is_flushed_first(tmp_path: Path) -> None:
+    found = HostPages(engine_over(tmp_path, pool(), None))
+    assert found.set(KEYS[:2], slots(0, 1)) == [True, True]
+    found.weights_changed()
+    assert found.exists(KEYS[:2]) == 0
+    assert found.get(KEYS[:2], slots(2, 3)) == [False, False]
+    assert found.set(KEYS[:2], slots(0, 1)) == [False, False], "this thread's pages are of the old weights"
+    outcome: list[list[bool]] = []
+    thread = threading.Thread(target=lambda: outcome.append(found.set(KEYS[:2], slots(0, 1))))
+    thread.start()
+    thread.join(WAIT)
+    assert outcome == [[True, True]]
+    assert found.exists(KEYS[:2]) == 2
+    found.close()
+    again = HostPages(engine_over(tmp_path, pool(), None))
+    assert again.exists(KEYS[:2]) == 2, "those of the files' weights"
+    again.close()
+
+
+# -- the linker ------------------------------------------------------------------------------------------------------
+
+
+class Linked:
+    """An engine over device planes on the host, and the linker's parts."""
+
+    def __init__(self, path: Path, **more: Any) -> None:
+        self.tensors = [tuple(torch.zeros((PAGES, PAGE, WIDTH), dtype=torch.uint8) for _ in "kv") for _ in range(3)]
+        self.engine = engine_over(path, self.tensors, 16, **more)
+        self.counts: Counter[str] = Counter()
+        self.cache, self.links = PinningCache(self.engine, 60.0), PageLinks()
+        self.table = LoadTable(self.cache, self.links, wait=WAIT, alone=lambda: True, rest=self.cache.rest)
+        self.loads = LayerLoads(self.engine, 3, self.counts)
+        self.offloads = Offloads(self.engine, self.counts)
+
+    def offload(self, keys: list[str], blocks: list[int], mark: int) -> None:
+        for number, block in enumerate(blocks):
+            fill(self.tensors, block, mark + number)
+        assert self.offloads.start(self.links.named(keys), blocks, self.cache.salt, None)
+
+    def begin(self, keys: list[str], blocks: list[int]) -> int:
+        assert self.table.lookup("r", keys) == len(keys)
+        assert self.table.load("r", keys, lambda: blocks)
+        return self.loads.start(self.table.take(), None)
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> Iterator[Linked]:
+    found = Linked(tmp_path)
+    with found.engine:
+        yield found
+        found.table.reset()
+        found.loads.reset()
+        found.offloads.reset()
+        until(lambda: found.engine.stats()["leases"] == [], "nothing is held")
+        assert found.engine.check().ok
+
+
+def test_pages_go_and_come_back(linked: Linked) -> None:
+    linked.offload(KEYS[:5], [3, 1, 4, 15, 9], 10)
+    until(lambda: linked.offloads.completed() == 1, "it is read")
+    assert linked.offloads.pop() is True
+    linked.engine.drain(WAIT)
+    drop_from(linked.engine, "cpu")
+    for page in range(PAGES):
+        fill(linked.tensors, page, 200)
+    index = linked.begin(KEYS[:5], [20, 21, 0, 2, 5])
+    linked.loads.set_consumer(index)
+    for layer in range(3):
+        linked.loads.wait_until(layer)
+        linked.loads.wait_until(layer)
+    assert linked.loads.finish(index)
+    assert [mark_of(linked.tensors, page) for page in (20, 21, 0, 2, 5)] == [10, 11, 12, 13, 14]
+    assert [mark_of(linked.tensors, page) for page in (3, 1, 4, 15, 9)] == [200] * 5
+    assert linked.loads.finish(index), "there is nothing to wait for"
+    assert linked.loads.start([], None) == -1
+    linked.loads.set_consumer(-1)
+    linked.loads.wait_until(0)
+
+
+def test_an_offload_is_over_when_its_pages_are_read(linked: Linked) -> None:
+    linked.offload(KEYS[:4], [0, 1, 2, 3], 10)
+    linked.offload(KEYS[:4], [0, 1, 2, 3], 10)  # SGLang offers what it has loaded again
+    until(lambda: linked.offloads.completed() == 2, "they are read")
+    for page in range(4):
+        fill(linked.tensors, page, 99)
+    assert linked.offloads.pop()
+    assert linked.offloads.pop()
+    assert linked.offloads.completed() == 0
+    index = linked.begin(KEYS[:4], [10, 11, 12, 13])
+    assert linked.loads.finish(index)
+    assert [mark_of(linked.tensors, page) for page in (10, 11, 12, 13)] == [10, 11, 12, 13]
+
+
+def test_pages_that_go_before_their_load_begins_are_told(linked: Linked) -> None:
+    linked.offload(KEYS[:4], [0, 1, 2, 3], 10)
+    linked.engine.drain(WAIT)
+    linked.table.lookup("r", KEYS[:4])
+    assert linked.table.load("r", KEYS[:4], lambda: [10, 11, 12, 13])
+    queued = linked.table.take()
+    linked.engine.clear()
+    index = linked.loads.start(queued, None)
+    assert index == 0
+    linked.loads.set_consumer(index)
+    linked.loads.wait_until(1)
+    assert not linked.loads.finish(index)
+    assert linked.counts["failed_loads"] == 1
+
+
+def test_a_load_that_breaks_off_is_told(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    linked.offload(KEYS[:4], [0, 1, 2, 3], 10)
+    linked.engine.drain(WAIT)
+    index = linked.begin(KEYS[:4], [10, 11, 12, 13])
+    batch = linked.loads._batches[index]
+    assert batch.load is not None
+
+    def breaks(seconds: float | None = None) -> Any:
+        raise GdsCacheError("CUDA says no")
+
+    monkeypatch.setattr(batch.load, "results", breaks)
+    assert not linked.loads.finish(index)
+
+
+def test_statuses_are_counted_page_by_page(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    linked.offload(KEYS[:2], [0, 1], 10)
+    linked.engine.drain(WAIT)
+    index = linked.begin(KEYS[:2], [10, 11])
+    load = linked.loads._batches[index].load
+    assert load is not None
+    (report,) = load.results()
+    bad = type(report)(report.tokens, (PageStatus.LOADED, PageStatus.ABORTED), {}, 0.0)
+    monkeypatch.setattr(load, "results", lambda: [bad])
+    assert not linked.loads.finish(index)
+
+
+def test_another_salt_is_other_weights(linked: Linked) -> None:
+    linked.offload(KEYS[:2], [0, 1], 10)
+    linked.engine.drain(WAIT)
+    assert linked.table.lookup("a", KEYS[:2]) == 2
+    linked.table.reset()
+    linked.cache.salt = "weights:x"
+    assert linked.table.lookup("a", KEYS[:2]) == 0
+    linked.offload(KEYS[:2], [4, 5], 77)
+    linked.engine.drain(WAIT)
+    linked.table.reset()
+    index = linked.begin(KEYS[:2], [8, 9])
+    assert linked.loads.finish(index)
+    assert [mark_of(linked.tensors, page) for page in (8, 9)] == [77, 78]
+
+
+def test_offloads_are_over_in_their_order() -> None:
+    handles = [StoreHandle(1) for _ in range(3)]
+    waiting = iter(handles)
+    engine: Any = SimpleNamespace(store=lambda *args, **kwargs: next(waiting))
+    offloads = Offloads(engine, Counter())
+    for block in range(3):
+        assert offloads.start(PageLinks().named(KEYS[:1]), [block], "", None)
+    assert offloads.completed() == 0
+    handles[1].read(None)
+    assert offloads.completed() == 0, "the oldest is still read"
+    handles[0].read(None)
+    assert offloads.completed() == 2
+    assert offloads.pop()
+    assert offloads.pop()
+    assert offloads.completed() == 0
+    reading = threading.Thread(target=offloads.reset)
+    reading.start()
+    reading.join(0.2)
+    assert reading.is_alive(), "somebody may write to the page before it was read"
+    handles[2].read(None)
+    reading.join(WAIT)
+    assert not reading.is_alive()
+
+
+def test_an_engine_that_is_closed_takes_nothing(tmp_path: Path) -> None:
+    found = Linked(tmp_path)
+    found.engine.close()
+    assert not found.offloads.start(found.links.named(KEYS[:1]), [0], "", None)
+    assert np.asarray(found.offloads.completed()) == 0

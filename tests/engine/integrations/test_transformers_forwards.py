@@ -1,0 +1,351 @@
+"""What the token ids do not tell is never published: masks, positions, embeddings, images, modules nobody looks at."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    BatchEncoding,
+    DynamicCache,
+    Gemma3nTextConfig,
+    LlamaConfig,
+    LlavaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    SiglipVisionConfig,
+)
+
+from gdscache import CacheEngine
+from gdscache.errors import GeometryError, SequenceStateError, TokensError, UnsupportedRequestError
+from gdscache.integrations.transformers import PrefixCache, model_section
+
+from tests.support.tiny_transformers import PAGE, PROMPT, SMALL, build, generate, options, serve, tokens  # isort: skip
+
+PADS = 11
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build("llama")
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel, tmp_path: Path) -> Iterator[CacheEngine]:
+    with CacheEngine.from_config(options(model, tmp_path)) as engine:
+        yield engine
+        engine.drain(20)
+        assert engine.stats()["tiers"]["gpu"]["private_slots"] == 0
+        assert engine.check().problems == ()
+
+
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two prompts of unequal length, padded on the left, and their mask."""
+    ids = torch.cat([tokens(), tokens(seed=1)])
+    ids[1, :PADS] = 0
+    mask = torch.ones_like(ids)
+    mask[1, :PADS] = 0
+    return ids, mask
+
+
+def nothing_is_cached(engine: CacheEngine, ids: torch.Tensor) -> None:
+    engine.drain(20)
+    assert [engine.lookup(row).tokens for row in ids] == [0] * len(ids)
+    assert engine.stats()["tiers"]["ssd"]["pages"] == 0
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_padded_batch_that_was_opened_without_its_mask_publishes_nothing(
+    model: PreTrainedModel, engine: CacheEngine
+) -> None:
+    """Nor does a later request for the same ids, with a mask of ones, get other tokens than without a cache."""
+    ids, mask = padded()
+    with PrefixCache(engine, model).open(ids) as cache:
+        with pytest.raises(UnsupportedRequestError, match="mask that hides tokens"):
+            model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        with pytest.raises(SequenceStateError):
+            cache.commit(ids)
+    nothing_is_cached(engine, ids)
+    whole = ids[1:]
+    expected, _ = generate(model, whole, None)
+    for _ in range(2):
+        assert torch.equal(serve(engine, model, whole)["tokens"], expected)
+
+
+def test_the_mask_that_generate_makes_of_pads_counts(model: PreTrainedModel, engine: CacheEngine) -> None:
+    """Without a mask `generate` hides the tokens that are the pad token."""
+    ids, _ = padded()
+    with PrefixCache(engine, model).open(ids) as cache, pytest.raises(UnsupportedRequestError, match="hides tokens"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=2, pad_token_id=0, eos_token_id=60)
+    nothing_is_cached(engine, ids)
+
+
+@pytest.mark.parametrize("hidden", [0, 1, PAGE - 1, PAGE, PROMPT // 2, PROMPT - 2, PROMPT - 1])
+def test_a_mask_that_hides_any_one_token_is_refused(model: PreTrainedModel, engine: CacheEngine, hidden: int) -> None:
+    ids, mask = tokens(), torch.ones((1, PROMPT), dtype=torch.long)
+    mask[0, hidden] = 0
+    for kind in (torch.long, torch.bool, torch.float32):
+        with PrefixCache(engine, model).open(ids) as cache:
+            with pytest.raises(UnsupportedRequestError, match="hides tokens"):
+                model(ids, attention_mask=mask.to(kind), past_key_values=cache)
+            assert cache.get_seq_length() == 0
+    nothing_is_cached(engine, ids)
+
+
+@pytest.mark.parametrize("first", [1, PAGE, PROMPT - 1])
+def test_a_mask_in_a_later_call_is_refused_and_what_came_before_is_kept(
+    model: PreTrainedModel, engine: CacheEngine, first: int
+) -> None:
+    ids, mask = tokens(), torch.ones((1, PROMPT), dtype=torch.long)
+    mask[0, 0] = 0
+    with PrefixCache(engine, model).open(ids[:, :first]) as cache:
+        model(ids[:, :first], past_key_values=cache)
+        with pytest.raises(UnsupportedRequestError, match="hides tokens"):
+            model(ids[:, first:], attention_mask=mask, past_key_values=cache)
+        cache.commit(ids[:, :first])
+    engine.drain(20)
+    assert engine.lookup(ids[0]).tokens == first // PAGE * PAGE
+
+
+def test_a_mask_of_ones_is_taken(model: PreTrainedModel, engine: CacheEngine) -> None:
+    ids = tokens()
+    expected = model(ids).logits
+    for found in (0, 40):
+        with PrefixCache(engine, model).open(ids, attention_mask=torch.ones_like(ids)) as cache:
+            assert cache.cached_tokens == found
+            given = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(found, PROMPT)[None]}
+            logits = model(ids[:, found:], past_key_values=cache, **given).logits
+            torch.testing.assert_close(logits, expected[:, found:], atol=1e-4, rtol=1e-4)
+            cache.commit(ids)
+
+
+# -- other things that the ids do not tell -----------------------------------------------------------------------------
+
+
+def image_tokens(_: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
+    return {"input_ids": ids, "pixel_values": torch.zeros(1, 3, 8, 8)}
+
+
+CALLS: dict[str, tuple[Callable[[PreTrainedModel, torch.Tensor], dict[str, Any]], str]] = {
+    "embeddings": (lambda m, ids: {"inputs_embeds": m.get_input_embeddings()(ids)}, "embeddings"),
+    "both": (lambda m, i: {"input_ids": i, "inputs_embeds": m.get_input_embeddings()(i)}, "embeddings"),
+    "positions": (lambda _, i: {"input_ids": i, "position_ids": torch.arange(1, PROMPT + 1)[None]}, "positions"),
+    "a mask of four dimensions": (
+        lambda _, i: {"input_ids": i, "attention_mask": torch.zeros(1, 1, PROMPT, PROMPT)},
+        "attention mask of shape",
+    ),
+    "masks by the kind of layer": (
+        lambda _, i: {"input_ids": i, "attention_mask": {"full_attention": None}},
+        "attention mask of type dict",
+    ),
+    "a mask of another length": (
+        lambda _, i: {"input_ids": i, "attention_mask": torch.ones(1, PROMPT - 1)},
+        "attention mask",
+    ),
+    "an image": (image_tokens, "pixel_values"),
+    "images in a list": (lambda _, i: {"input_ids": i, "images": [torch.zeros(3, 8, 8)]}, "images"),
+    "types of tokens": (lambda _, i: {"input_ids": i, "token_type_ids": torch.ones_like(i)}, "token_type_ids"),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_what_the_ids_do_not_tell_is_refused_by_name(model: PreTrainedModel, engine: CacheEngine, kind: str) -> None:
+    make, words = CALLS[kind]
+    ids = tokens()
+    with PrefixCache(engine, model).open(ids) as cache:
+        with pytest.raises(UnsupportedRequestError, match=words) as caught:
+            model(**make(model, ids), past_key_values=cache)
+        assert "without this cache" in caught.value.hint
+        with pytest.raises(SequenceStateError):
+            cache.commit(ids)
+    nothing_is_cached(engine, ids)
+
+
+def test_a_module_that_nobody_looks_at_computes_nothing_into_the_cache(
+    model: PreTrainedModel, engine: CacheEngine
+) -> None:
+    ids, mask = padded()
+    with PrefixCache(engine, model).open(ids) as cache:
+        for inner in (model.model, build("llama")):
+            with pytest.raises(UnsupportedRequestError, match="another module"):
+                inner(ids, attention_mask=mask, past_key_values=cache)
+    nothing_is_cached(engine, ids)
+    with PrefixCache(engine, model.model).open(ids[:1]) as cache:
+        model(ids[:1], past_key_values=cache)  # which calls the inner one
+        cache.commit(ids[:1])
+    engine.drain(20)
+    assert engine.lookup(ids[0]).tokens == 40
+
+
+def test_ids_other_than_those_computed_are_not_committed(model: PreTrainedModel, engine: CacheEngine) -> None:
+    ids, other = tokens(), tokens(seed=3)
+    with PrefixCache(engine, model).open(ids) as cache:
+        model(other, past_key_values=cache)
+        with pytest.raises(SequenceStateError, match="not those that the model computed"):
+            cache.commit(ids)
+    nothing_is_cached(engine, torch.cat([ids, other]))
+    with PrefixCache(engine, model).open(ids[:, :9]) as cache:  # the prompt is right, what follows is not
+        model(ids[:, :9], past_key_values=cache)
+        for n in range(9, PROMPT):
+            model(ids[:, n : n + 1], past_key_values=cache)
+        with pytest.raises(SequenceStateError, match="not those that the model computed"):
+            cache.commit(torch.cat([ids[:, :20], other[:, 20:]], 1))
+        cache.commit(ids)
+    engine.drain(20)
+    assert engine.lookup(ids[0]).tokens == 40
+
+
+def test_tokens_that_were_cropped_and_computed_again_count_as_they_are_now(
+    model: PreTrainedModel, engine: CacheEngine
+) -> None:
+    ids, other = tokens(), tokens(seed=3)
+    with PrefixCache(engine, model).open(ids[:, :9]) as cache:
+        model(ids[:, :9], past_key_values=cache)
+        model(other[:, 9:30], past_key_values=cache)
+        cache.crop(12 - 30)
+        model(ids[:, 12:], past_key_values=cache)
+        made = torch.cat([ids[:, :9], other[:, 9:12], ids[:, 12:]], 1)
+        with pytest.raises(SequenceStateError):
+            cache.commit(ids)
+        cache.commit(made)
+    engine.drain(20)
+    assert engine.lookup(made[0]).tokens == 40
+
+
+def test_the_hook_goes_with_the_cache(model: PreTrainedModel, engine: CacheEngine) -> None:
+    hooks = len(model._forward_pre_hooks)
+    with PrefixCache(engine, model).open(tokens()) as first, PrefixCache(engine, model).open(tokens(seed=1)) as second:
+        assert len(model._forward_pre_hooks) == hooks + 2
+        model(tokens(), past_key_values=first)
+        model(tokens(seed=1), past_key_values=second)
+        model(tokens(), past_key_values=DynamicCache(), attention_mask=padded()[1][1:])  # somebody else's cache
+        assert (first.get_seq_length(), second.get_seq_length()) == (PROMPT, PROMPT)
+    assert len(model._forward_pre_hooks) == hooks
+    gone = PrefixCache(engine, model).open(tokens())
+    gone.close()
+    left = weakref.ref(gone)
+    del gone, first, second
+    gc.collect()
+    assert left() is None, "a hook keeps the cache"
+
+
+def test_a_prefix_cache_needs_the_model(engine: CacheEngine) -> None:
+    for wrong in (None, "llama", LlamaConfig(**SMALL)):
+        with pytest.raises(UnsupportedRequestError, match="of type"):
+            PrefixCache(engine, wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_no_token_ids_is_refused_by_its_type(model: PreTrainedModel, engine: CacheEngine) -> None:
+    wrong = ["text", b"text", {"input_ids": tokens()}, BatchEncoding({"input_ids": tokens()}), None, 5, [1.5, 2.5]]
+    prefixes = PrefixCache(engine, model)
+    for ids in (*wrong, {1, 2}, torch.tensor(3), tokens().to("meta"), tokens()[None], tokens().to_sparse(), [None]):
+        with pytest.raises(TokensError) as caught:
+            prefixes.open(ids)
+        assert caught.value.hint
+    prefixes.open([[1, 2], [3, 4]], attention_mask=[[1, 1], [1, 1]]).close()
+    for mask in ("text", object(), {}, [[1], [1, 2]], torch.ones(2, 2, device="meta"), [[1, 0]]):
+        with pytest.raises(UnsupportedRequestError):
+            prefixes.open([[1, 2], [3, 4]], attention_mask=mask)
+    with prefixes.open(tokens()) as cache:
+        model(tokens(), past_key_values=cache)
+        for ids in wrong:
+            with pytest.raises(TokensError):
+                cache.commit(ids)
+
+
+# -- a model that sees images ------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_images_is_served_for_text_and_refused_by_name_with_an_image(tmp_path: Path) -> None:
+    """Two images under the same ids are two prompts, and their pages would have one name."""
+    torch.manual_seed(0)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=SiglipVisionConfig(**vision, image_size=8, patch_size=4),
+        text_config=LlamaConfig(**SMALL, num_key_value_heads=2),
+        image_token_id=60,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    from transformers import LlavaForConditionalGeneration
+
+    llava = LlavaForConditionalGeneration(config).eval()
+    ids = tokens() % 60
+    ids[0, 5:9] = 60  # as many as an image has patches
+    with CacheEngine.from_config(options(llava, tmp_path)) as engine:
+        for shade in (0.0, 1.0):
+            image = torch.full((1, 3, 8, 8), shade)
+            with (
+                PrefixCache(engine, llava).open(ids) as cache,
+                pytest.raises(UnsupportedRequestError, match="images or audio"),
+            ):
+                llava.generate(ids, pixel_values=image, past_key_values=cache, max_new_tokens=2)
+            with (
+                PrefixCache(engine, llava).open(ids) as cache,
+                pytest.raises(UnsupportedRequestError, match="pixel_values"),
+            ):
+                llava(ids, pixel_values=image, past_key_values=cache)
+            nothing_is_cached(engine, ids)
+        text = tokens(seed=2) % 60
+        expected, _ = generate(llava, text, None)
+        for found in (0, 40):
+            got = serve(engine, llava, text)
+            assert (got["found"], torch.equal(got["tokens"], expected)) == (found, True)
+
+
+# -- model_section -----------------------------------------------------------------------------------------------------
+
+
+def refused(config: Any) -> str:
+    with pytest.raises(GeometryError) as caught:
+        model_section(config, dtype="float32", name="m")
+    assert caught.value.hint
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_hidden_layers": 3},
+        {"num_hidden_layers": 4, "num_kv_shared_layers": 2},
+        {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4},
+        {"num_hidden_layers": 2, "num_kv_shared_layers": 4},
+    ],
+    ids=str,
+)
+def test_gemma3n_is_refused_by_name(more: dict[str, Any]) -> None:
+    try:
+        config = Gemma3nTextConfig(**more)
+    except (ValueError, TypeError):
+        pytest.skip("transformers makes no such configuration")
+    assert "gemma3n" in refused(config)
+
+
+def test_what_is_no_configuration_of_a_language_model_is_refused() -> None:
+    for wrong in (None, "llama", {}, object(), PreTrainedConfig()):
+        refused(wrong)
+
+
+@pytest.mark.suite
+@pytest.mark.filterwarnings("ignore")
+def test_every_configuration_of_transformers_is_described_or_refused_by_name() -> None:
+    seen = 0
+    for kind in CONFIG_MAPPING:
+        try:
+            config = CONFIG_MAPPING[kind]()
+        except Exception:  # noqa: BLE001  # it has no defaults, or no package that it needs
+            continue
+        seen += 1
+        with contextlib.suppress(GeometryError):
+            assert model_section(config, dtype="float32", name="m")["layers"] >= 0
+    assert seen > 100

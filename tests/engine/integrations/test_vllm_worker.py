@@ -1,0 +1,309 @@
+"""The worker's side of the vLLM connector over a real engine: bytes reach their blocks, and stores their pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gdscache import CacheEngine, LoadReport, PageHashes, PageStatus
+from gdscache.config import Config
+from gdscache.errors import LayerHooksError, SeparateWorkerError, VerifiedLoadError
+from gdscache.integrations.vllm.planes import planes_of
+from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
+from gdscache.integrations.vllm.session import Sessions, VllmSession
+from gdscache.integrations.vllm.worker import Loads, Stores
+from gdscache.storage.base import Op
+from gdscache.store.handle import StoreHandle
+from gdscache.testing.faults import Fault
+from tests.support.faulty import PLAN
+from tests.support.helpers import WAIT, drop_from, until
+
+LAYERS, BLOCKS, TOKENS = 3, 16, 4
+PAGES = 5
+
+
+def hashes(seed: int, pages: int = PAGES) -> PageHashes:
+    return PageHashes([hashlib.sha256(bytes([seed, page])).digest() for page in range(pages)])
+
+
+@dataclasses.dataclass
+class Worker:
+    """An engine over vLLM's tensors, and the two parts."""
+
+    caches: dict[str, torch.Tensor]
+    session: VllmSession
+    stores: Stores
+    loads: Loads
+    counts: Counter[str]
+
+    def fill(self, blocks: list[int], mark: int) -> None:
+        for cache in self.caches.values():
+            for place, block in enumerate(blocks):
+                cache[block] = mark + place
+
+    def marks(self, blocks: list[int]) -> list[list[float]]:
+        """What each block is filled with, in each layer; a mixture is an error."""
+        found = []
+        for cache in self.caches.values():
+            assert all(bool((cache[block] == cache[block].view(-1)[0]).all()) for block in blocks)
+            found.append([float(cache[block].view(-1)[0]) for block in blocks])
+        return found
+
+    def order(self, seed: int, blocks: list[int], first: int = 0, *, between: bool = False) -> LoadOrder:
+        fetch = self.session.fetch(hashes(seed), PAGES)
+        until(fetch.done, "the fetch ends")
+        if not between:
+            assert fetch.verified() >= first + len(blocks)
+        return LoadOrder("r", fetch, first, tuple(blocks), between)
+
+    def store(self, seed: int, blocks: list[int], mark: int) -> None:
+        self.fill(blocks, mark)
+        self.stores.begin([StoreOrder("r", hashes(seed), 0, tuple(blocks))])
+        self.session.engine.drain(30)
+
+
+def opened(path: Path, cpu: int = 24, transport: str = "posix", **more: Any) -> Worker:
+    shape = (LAYERS, BLOCKS, 2, TOKENS, 64)
+    memory = torch.zeros(shape, dtype=torch.bfloat16)
+    caches = {f"layer.{i}": memory[i] for i in range(LAYERS)}
+    planes = planes_of(caches, BLOCKS, TOKENS, "LBHNC")
+    config = Config.from_dict(
+        {
+            "model": {"name": "tiny", **planes.model()},
+            "cpu": {"capacity": cpu * 4096, "pin": "off"},
+            "ssd": {"path": str(path), "capacity": 64 * 4096, "transport": transport, "gds": "off", "threads": 2},
+            "host_buffer": 16 * 4096,
+            "load": {"deadline": 20},
+        }
+    )
+    engine = CacheEngine(config, [(tensor,) for tensor in planes.tensors])
+    counts: Counter[str] = Counter()
+    overlapping = more.pop("overlapping", False)
+    return Worker(
+        caches,
+        VllmSession(engine, 60),
+        Stores(engine, counts),
+        Loads(engine, LAYERS, counts, overlapping=overlapping),
+        counts,
+    )
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    found = opened(tmp_path, transport="tests.support.faulty:FaultyTransport")
+    engine = found.session.engine
+    with engine:
+        yield found
+        until(lambda: engine.stats()["leases"] == [], "leases end")
+        assert engine.check().ok
+
+
+def stub_fetch() -> Any:
+    def take(first: int, pages: int) -> Any:
+        return SimpleNamespace(pages=[0] * pages)
+
+    return SimpleNamespace(checked=take, unchecked=take, release=lambda: None)
+
+
+def test_pages_go_and_come_back(worker: Worker) -> None:
+    worker.store(1, [3, 1, 4, 15, 9], 10)
+    worker.store(2, [2, 6, 5, 8, 7], 20)
+    worker.fill(list(range(BLOCKS)), 100)
+    worker.loads.begin([worker.order(1, [0, 2]), worker.order(2, [8, 9, 10], 1)])
+    for layer in range(LAYERS):
+        worker.loads.wait(layer)
+        worker.loads.wait(layer)
+    worker.loads.end_step()
+    assert worker.loads.take_bad() == set()
+    assert worker.marks([0, 2, 8, 9, 10]) == [[10, 11, 21, 22, 23]] * LAYERS
+    assert worker.marks([1, 3, 7, 11]) == [[101, 103, 107, 111]] * LAYERS
+    assert worker.counts["loaded_pages"] == 5
+
+
+def test_a_forward_that_does_not_wait_is_found_out(worker: Worker) -> None:
+    worker.store(1, [0, 1, 2, 3, 4], 10)
+    worker.loads.begin([worker.order(1, [5, 6])])
+    worker.loads.wait(0)
+    with pytest.raises(LayerHooksError, match="layer 1 first") as raised:
+        worker.loads.end_step()
+    assert "layerwise" in raised.value.hint
+
+
+def test_a_load_between_steps_names_its_bad_blocks(worker: Worker) -> None:
+    worker.store(1, [0, 1, 2, 3, 4], 10)
+    order = worker.order(1, [5, 6, 7, 8, 9], between=True)
+    worker.session.engine.clear()
+    worker.loads.begin([order])
+    worker.loads.end_step()
+    until(lambda: worker.loads.end_step() or not worker.loads.under_way, "the load ends")
+    assert worker.loads.take_arrived() == {"r"}
+    assert worker.loads.take_bad() == {5, 6, 7, 8, 9}
+    assert worker.loads.take_arrived() == set()
+
+
+def stub_engine() -> tuple[Any, list[StoreHandle]]:
+    """An engine whose stores read nothing until the test says so, and their handles."""
+    handles: list[StoreHandle] = []
+
+    def submit(pages: list[Any], blocks: torch.Tensor, epoch: int, salt: str) -> StoreHandle:
+        assert len(pages) == len(blocks)
+        handles.append(StoreHandle(len(pages)))
+        return handles[-1]
+
+    engine: Any = SimpleNamespace(
+        pages=lambda given, salt: list(range(len(given))),
+        namespace=lambda salt="": b"",
+        brief=lambda work: work(),
+        submit_store=submit,
+        manager=SimpleNamespace(clearing=SimpleNamespace(epoch=lambda namespace: 0)),
+    )
+    return engine, handles
+
+
+def test_pages_of_changed_weights_are_not_those_of_the_files(tmp_path: Path) -> None:
+    """The old ones are gone; the new ones are found, but not by an engine that begins with the files' weights again."""
+    before, after = hashes(1), hashes(2)
+    worker = opened(tmp_path)
+    with worker.session.engine:
+        worker.session.attend(worker.stores, bool)
+        worker.store(1, [0, 1, 2, 3, 4], 10)
+        worker.stores.begin([StoreOrder("r", hashes(3), 0, (5,))])  # which waits for others
+        assert worker.session.cached(before) == PAGES
+        worker.session.weights_changed()
+        worker.stores.flush()
+        assert worker.session.cached(before) == worker.session.cached(hashes(3)) == 0
+        worker.store(2, [0, 1, 2, 3, 4], 50)
+        assert worker.session.cached(after) == PAGES
+        worker.loads.begin([worker.order(2, [8, 9, 10, 11, 12])])
+        worker.loads.wait_all()
+        worker.loads.end_step()
+        assert worker.marks([8, 9, 10, 11, 12]) == [[50.0, 51.0, 52.0, 53.0, 54.0]] * LAYERS
+        worker.session.weights_changed()
+        assert worker.session.cached(after) == 0
+        worker.store(2, [0, 1, 2, 3, 4], 90)
+    worker = opened(tmp_path)
+    with worker.session.engine:
+        assert [worker.session.cached(some) for some in (before, after, hashes(3))] == [0, 0, 0]
+
+
+def test_blocks_that_a_store_reads_are_waited_for() -> None:
+    engine, handles = stub_engine()
+    counts: Counter[str] = Counter()
+    stores = Stores(engine, counts)
+    stores.begin([])
+    assert not handles
+    stores.begin([StoreOrder("a", hashes(1), 0, (0, 1, 2)), StoreOrder("b", hashes(2), 3, (5, 6))])
+    stores.begin([StoreOrder("a", hashes(1), 3, (3, 4))])
+    assert [handle._left for handle in handles] == [5, 2]
+    stores.settle({7, 8})  # nobody reads these
+    written = threading.Event()
+
+    def write() -> None:
+        stores.settle({2, 9})
+        written.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert not written.wait(0.2)
+    handles[0].read(None)
+    assert written.wait(WAIT)
+    thread.join()
+    assert counts["blocks_awaited"] == 1
+    stores.settle({0, 1, 2, 5, 6})  # have been read
+    handles[1].read(None)
+    stores.settle(range(BLOCKS))
+
+
+def test_single_pages_are_handed_over_together() -> None:
+    engine, handles = stub_engine()
+    stores = Stores(engine, Counter())
+    one = [StoreOrder("a", hashes(1), 0, (7,))]
+    for _ in range(7):
+        stores.begin(one)
+    assert handles == []
+    stores.begin([])  # the eighth step
+    assert [handle._left for handle in handles] == [7]
+    stores.begin(one * 15)
+    stores.begin(one)
+    assert [handle._left for handle in handles] == [7, 16]
+    stores.begin(one)
+    stores.begin([StoreOrder("b", hashes(2), 0, (1, 2))])  # of a prefill
+    assert [handle._left for handle in handles] == [7, 16, 3]
+    stores.begin(one, last=True)
+    stores.begin(one)
+    stores.settle({8})
+    assert [handle._left for handle in handles] == [7, 16, 3, 1]
+    for handle in handles:
+        handle.read(None)
+    waited = threading.Thread(target=stores.settle, args=({7, 8},))
+    waited.start()  # somebody is to write to it: it is handed over, and waited for
+    until(lambda: len(handles) == 5, "the page is handed over")
+    handles[4].read(None)
+    waited.join(WAIT)
+    assert not waited.is_alive()
+    stores.flush()
+    assert len(handles) == 5
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_what_was_checked_and_is_bad_after_all(overlapping: bool) -> None:
+    """vLLM takes the step back, or, where it cannot, ends: nobody goes on from such a step."""
+    report = LoadReport(TOKENS, (PageStatus.LOADED, PageStatus.CANCELLED), {}, 0.0)
+    load = SimpleNamespace(done=lambda: True, wait=lambda layer: None, results=lambda: [report])
+    engine: Any = SimpleNamespace(load_many=lambda batch: load)
+    fetch: Any = stub_fetch()
+    loads = Loads(engine, LAYERS, Counter(), overlapping=overlapping)
+    loads.begin([LoadOrder("r", fetch, 0, (8, 9))])
+    loads.wait_all()
+    if overlapping:
+        with pytest.raises(VerifiedLoadError, match="1 blocks of 1 requests"):
+            loads.end_step()
+    else:
+        loads.end_step()
+        assert loads.take_bad() == {9}
+
+
+def test_a_load_of_which_less_was_begun_than_was_promised() -> None:
+    report = LoadReport(TOKENS, (PageStatus.LOADED,), {}, 0.0)
+    load = SimpleNamespace(done=lambda: True, results=lambda: [report])
+    engine: Any = SimpleNamespace(load_many=lambda batch: load)
+    fetch: Any = stub_fetch()
+    loads = Loads(engine, LAYERS, Counter(), overlapping=True)
+    loads.begin([LoadOrder("r", fetch, 0, (8, 9, 10), between=True)])
+    loads.end_step()
+    assert (loads.take_arrived(), loads.take_bad()) == ({"r"}, {9, 10})
+
+
+def test_a_page_that_is_read_wrong_is_not_promised(worker: Worker) -> None:
+    worker.store(1, [0, 1, 2, 3, 4], 10)
+    drop_from(worker.session.engine, "cpu")
+    with PLAN.rule(Op.READ, Fault.FLIP, skip=2, times=1):
+        fetch = worker.session.fetch(hashes(1), PAGES)
+        until(fetch.done, "the fetch ends")
+        good = fetch.verified()
+        assert good < PAGES
+        fetch.release()
+
+
+def test_roles_share_an_engine_and_the_last_closes_it(tmp_path: Path) -> None:
+    sessions = Sessions()
+    with pytest.raises(SeparateWorkerError, match="engine a"):
+        sessions.join("a")
+    made = sessions.open("a", lambda: opened(tmp_path).session)
+    assert sessions.join("a") is made
+    sessions.leave("a", made)
+    made.engine.stats()
+    sessions.leave("a", made)
+    with pytest.raises(SeparateWorkerError):
+        sessions.join("a")
+    again = sessions.open("a", lambda: opened(tmp_path).session)  # the directory is free again
+    sessions.leave("a", again)

@@ -1,0 +1,761 @@
+"""Building kernels: what compiles them, what names a compiled one, where it is kept, and what is said where none is."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdscache.errors import GdsCacheError, KernelUnavailableError
+from gdscache.kernels import compilers, jit
+
+NO_HOME = "/proc/nonexistent"  # where not even root can make a directory
+DEVICE = torch.device("cuda", 0)
+
+PROBE = b"""#include "value.cuh"
+extern "C" __global__ void fill(int* out, int count) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) out[i] = VALUE;
+}
+extern "C" __global__ void triple(int* out, int count) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) out[i] = 3 * out[i] + VALUE;
+}
+"""
+
+Tree = dict[str, bytes]
+
+
+def write(directory: Path, tree: Tree) -> Path:
+    """A directory of sources with these files and no others."""
+    directory.mkdir(exist_ok=True)
+    for path in directory.iterdir():
+        path.unlink()
+    for name, content in tree.items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def surroundings(**variables: str) -> dict[str, str]:
+    """The environment of a process that is told nothing of where to cache, but for these variables."""
+    places = ("CUPY_CACHE_DIR", "GDSCACHE_CACHE_DIR", "XDG_CACHE_HOME")
+    return {name: value for name, value in os.environ.items() if name not in places} | variables
+
+
+# -- what names a compiled kernel ------------------------------------------------------------------------------------
+
+TREE = {"a.cu": b"one two", "b.cuh": b"three", "c.cuh": b""}
+EDITS: dict[str, Tree] = {
+    "nothing": TREE,
+    "a byte changed": TREE | {"b.cuh": b"thrEe"},
+    "a byte more": TREE | {"b.cuh": b"three "},
+    "a file renamed": {"a.cu": b"one two", "d.cuh": b"three", "c.cuh": b""},
+    "an ending changed": {"a.cuh": b"one two", "b.cuh": b"three", "c.cuh": b""},
+    "bytes moved to the next file": TREE | {"a.cu": b"one ", "b.cuh": b"twothree"},
+    "contents swapped": TREE | {"a.cu": b"three", "b.cuh": b"one two"},
+    "two files in one": {"a.cu": b"one twob.cuh\0three", "c.cuh": b""},
+    "two files in one, with a length": {"a.cu": b"one twob.cuh\x005\0three", "c.cuh": b""},
+    "an empty file less": {"a.cu": b"one two", "b.cuh": b"three"},
+    "an empty file more": TREE | {"d.cu": b""},
+    "empty": {},
+}
+
+
+def test_every_edit_changes_the_digest(tmp_path: Path) -> None:
+    digests = {edit: jit.source_digest(write(tmp_path / "sources", tree)) for edit, tree in EDITS.items()}
+    assert len(set(digests.values())) == len(EDITS), digests
+    for digest in digests.values():
+        assert len(digest) == 16
+        int(digest, 16)
+
+
+names = st.sampled_from(["a.cu", "b.cu", "b.cuh", "c.cuh"])
+contents = st.lists(st.sampled_from([b"a.cu", b"b.cuh", b"\0", b"1", b"4", b"x"]), max_size=4).map(b"".join)
+trees = st.dictionaries(names, contents, max_size=4)
+
+
+@given(first=trees, second=trees)
+def test_only_equal_sources_have_equal_digests(first: Tree, second: Tree) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        digests = [jit.source_digest(write(Path(place) / name, tree)) for name, tree in (("1", first), ("2", second))]
+    assert (digests[0] == digests[1]) == (first == second)
+
+
+def test_what_no_kernel_includes_does_not_change_the_digest(tmp_path: Path) -> None:
+    sources = write(tmp_path / "sources", TREE)
+    digest = jit.source_digest(sources)
+    (sources / "__init__.py").write_text("# another\n", encoding="utf-8")
+    (sources / "__pycache__").mkdir()
+    os.utime(sources / "a.cu", (1, 1))
+    assert jit.source_digest(sources) == digest
+
+
+def test_the_macros_name_the_sources(tmp_path: Path) -> None:
+    sources = write(tmp_path / "sources", TREE)
+    defines = jit.defines(sources, WIDTH=16, KIND="char")
+    assert defines == {"GDSCACHE_SOURCE": f"0x{jit.source_digest(sources)}ULL", "KIND": "char", "WIDTH": "16"}
+    assert list(jit.defines(sources, KIND="char", WIDTH=16).items()) == list(defines.items())
+    (sources / "b.cuh").write_bytes(b"Three")
+    changed = jit.defines(sources, WIDTH=16, KIND="char")
+    assert {name for name in defines if defines[name] != changed[name]} == {"GDSCACHE_SOURCE"}
+
+
+def test_the_sources_are_those_of_the_package() -> None:
+    assert (jit.SOURCES / "pages.cu").is_file()
+    assert jit.defines() == {"GDSCACHE_SOURCE": f"0x{jit.source_digest()}ULL"}
+
+
+# -- where nothing can be built --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home that can be written, no word of the user on where to cache, and a temporary directory of our own."""
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    return write(tmp_path / "sources", {"probe.cu": PROBE, "value.cuh": b"#define VALUE 7\n"})
+
+
+def refused(sources: Path, source: str = "probe.cu") -> KernelUnavailableError:
+    with pytest.raises(KernelUnavailableError) as caught:
+        jit.build(source, {"fill": "P"}, DEVICE, sources=sources)
+    assert isinstance(caught.value, GdsCacheError)
+    assert caught.value.message.startswith(f"cannot build {source}: ")
+    assert caught.value.hint
+    return caught.value
+
+
+@pytest.mark.usefixtures("home")
+def test_without_a_compiler_the_hint_names_what_to_install(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    error = refused(sources)
+    assert error.message == "cannot build probe.cu: neither cuda-core nor CuPy is installed"
+    assert "gdscache[cuda13]" in error.hint
+    assert "gdscache[cuda12]" in error.hint
+
+
+def install(place: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
+    """Modules that are found before all others: `cupy="..."`, `cuda_core="..."` for cuda/core.py."""
+    there = [name for name in sys.modules if name.split(".")[0] in ("cupy", "cuda")]
+    for name in {*there, "cupy", "cuda", "cuda.core"}:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that what is there afterwards goes again
+        del sys.modules[name]
+    place.mkdir(exist_ok=True)
+    for name, text in files.items():
+        file = place / f"{name.replace('_', '/')}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(place)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_cupy_that_cannot_be_imported_is_told_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sources: Path
+) -> None:
+    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
+    install(tmp_path / "lib", monkeypatch, cupy="raise RuntimeError('first\\n\\nsecond')\n")
+    error = refused(sources)
+    assert error.message == "cannot build probe.cu: RuntimeError: first | second"
+    assert "install" not in error.hint
+
+
+@pytest.mark.usefixtures("home")
+def test_cuda_core_comes_first_and_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sources: Path
+) -> None:
+    """Where both are installed, and cuda-core does not work, its cause is told; CuPy does not step in."""
+    install(tmp_path / "lib", monkeypatch, cupy="", cuda_core="raise ImportError('no NVRTC here')\n")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"cuda-core": "9.9"}[name])
+    assert (compilers.find_compiler().name, compilers.find_compiler().version) == ("cuda-core", "9.9")
+    error = refused(sources)
+    assert "no NVRTC here" in error.message
+    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
+    (tmp_path / "lib" / "cupy.py").write_text("__version__ = '14.0'\n", encoding="utf-8")
+    assert (compilers.find_compiler().name, compilers.find_compiler().version) == ("cupy", "14.0")
+
+
+def test_what_others_put_into_cuda_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(tmp_path / "lib", monkeypatch, cuda_pathfinder="")
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    assert not compilers._installed("cuda", "core")
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
+    """A cupy that only notes what it is asked for; `error` is raised when it is to compile."""
+    seen = SimpleNamespace(error=None, code="", options=(), cache=None, launches=[], version=(12, 8))
+
+    class RawModule:
+        def __init__(self, code: str, options: tuple[str, ...]) -> None:
+            seen.code, seen.options, seen.cache = code, options, os.environ.get("CUPY_CACHE_DIR")
+
+        def compile(self) -> None:
+            if seen.error is not None:
+                raise seen.error
+
+        def get_function(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(kernel=SimpleNamespace(ptr=1000 + len(name)))
+
+    class Driver:
+        def __init__(self, device: torch.device) -> None:
+            assert device == DEVICE
+
+        def launch(self, *arguments: Any) -> None:
+            seen.launches.append(arguments)
+
+    cupy, cuda, nvrtc = (ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nvrtc"))
+    cupy.RawModule, cupy.__version__ = RawModule, "14.0"  # type: ignore[attr-defined]
+    nvrtc.getVersion = lambda: seen.version  # type: ignore[attr-defined]
+    cuda.nvrtc = nvrtc  # type: ignore[attr-defined]
+    for module in (cupy, cuda, nvrtc):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
+    monkeypatch.setattr(jit, "Driver", Driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return seen
+
+
+def test_a_kernel_is_asked_for_with_its_sources_and_macros(stand_in: SimpleNamespace, sources: Path) -> None:
+    kernels = jit.build("probe.cu", {"fill": "PI", "triple": "PI"}, DEVICE, sources=sources, WIDTH=4)
+    assert list(kernels) == ["fill", "triple"]
+    assert stand_in.code == PROBE.decode()
+    digest = f"-DGDSCACHE_SOURCE=0x{jit.source_digest(sources)}ULL"
+    assert stand_in.options == ("-std=c++17", f"-I{sources}", digest, "-DWIDTH=4")
+    stand_in.version = (13, 0)
+    jit.build("probe.cu", {"fill": "PI"}, DEVICE, sources=sources, WIDTH=4)
+    assert stand_in.options[-1] == "--split-compile=0"
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
+    """A cuda-core whose compiler is a counter; `cubins` are those that were loaded."""
+    seen = SimpleNamespace(compiled=[], cubins=[], version=(13, 0))
+
+    def from_cubin(cubin: bytes, name: str) -> SimpleNamespace:
+        seen.cubins.append(cubin)
+        return SimpleNamespace(get_kernel=lambda kernel: SimpleNamespace(handle=2000 + len(kernel)))
+
+    def compile(self: Any, source: Path, macros: dict[str, str], arch: str) -> tuple[bytes, str]:
+        seen.compiled.append((source.name, macros, arch))
+        return f"cubin {len(seen.compiled)}".encode(), ""
+
+    cuda, part = ModuleType("cuda"), ModuleType("cuda.core")
+    part.ObjectCode = SimpleNamespace(from_cubin=from_cubin)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", cuda)
+    monkeypatch.setitem(sys.modules, "cuda.core", part)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.2")
+    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cuda")
+    monkeypatch.setattr(compilers.CudaCore, "compile", compile)
+    monkeypatch.setattr(compilers.CudaCore, "nvrtc", lambda self: seen.version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(jit, "Driver", lambda device: None)
+    for variable in ("GDSCACHE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    return seen
+
+
+def kernel(sources: Path, **macros: int) -> int:
+    return jit.build("probe.cu", {"fill": "P"}, DEVICE, sources=sources, **macros)["fill"].pointer
+
+
+def test_a_cubin_is_compiled_once_and_kept(core: SimpleNamespace, sources: Path, home: Path) -> None:
+    assert [kernel(sources, WIDTH=4), kernel(sources, WIDTH=4)] == [2004] * 2
+    digest = f"0x{jit.source_digest(sources)}ULL"
+    assert core.compiled == [("probe.cu", {"GDSCACHE_SOURCE": digest, "WIDTH": "4"}, "sm_90")]
+    assert core.cubins == [b"cubin 1"] * 2
+    assert len(list((home / ".cache/gdscache/kernels").iterdir())) == 1, "nothing half-written beside it"
+
+
+def test_whatever_changes_a_cubin_names_another(
+    core: SimpleNamespace, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel(sources)
+    kernel(sources, WIDTH=4)
+    (sources / "value.cuh").write_bytes(b"#define VALUE 8\n")
+    kernel(sources)
+    core.version = (13, 1)
+    kernel(sources)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    kernel(sources)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.3")
+    kernel(sources)
+    assert len(core.compiled) == 6
+    assert len(set(core.cubins)) == 6
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 32 + b"cubin 1"])
+def test_a_kept_cubin_that_is_damaged_is_compiled_again(
+    core: SimpleNamespace, sources: Path, home: Path, damage: bytes
+) -> None:
+    kernel(sources)
+    (file,) = (home / ".cache/gdscache/kernels").iterdir()
+    file.write_bytes(damage)
+    kernel(sources)
+    assert core.cubins == [b"cubin 1", b"cubin 2"]
+    kernel(sources)
+    assert core.cubins[-1] == b"cubin 2"
+
+
+def test_without_a_home_cubins_are_kept_in_a_directory_of_ours(
+    core: SimpleNamespace, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", NO_HOME)
+    kernel(sources)
+    assert len(list(ours(tmp_path).iterdir())) == 1
+    monkeypatch.setenv("GDSCACHE_CACHE_DIR", str(tmp_path / "given"))
+    kernel(sources)
+    assert len(list((tmp_path / "given" / "kernels").iterdir())) == 1
+
+
+def test_a_launch_packs_its_arguments_as_c_does(stand_in: SimpleNamespace, sources: Path) -> None:
+    kernel = jit.build("probe.cu", {"fill": "IPq3s"}, DEVICE, sources=sources)["fill"]
+    for i in range(3):
+        kernel.launch(i, 32, [i, 1 << 63, -5, b"ab"], SimpleNamespace(cuda_stream=7 * i))  # type: ignore[arg-type]
+    packed = [struct.pack("<IxxxxQq", i, 1 << 63, -5) + b"ab\0" for i in range(3)]
+    assert stand_in.launches == [(1004, i, 32, packed[i], 7 * i) for i in (1, 2)]  # an empty grid is no launch
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_source_that_is_not_there_is_told(sources: Path) -> None:
+    assert "FileNotFoundError" in refused(sources, "absent.cu").message
+
+
+def test_a_long_compile_error_is_cut(stand_in: SimpleNamespace, sources: Path) -> None:
+    stand_in.error = RuntimeError("\n".join(f"line {i}" for i in range(1000)))
+    assert refused(sources).message == "cannot build probe.cu: RuntimeError: line 0 | line 1 | line 2 | line 3"
+
+
+# -- where cupy may write --------------------------------------------------------------------------------------------
+
+
+def inside() -> str | None:
+    """CUPY_CACHE_DIR while cupy is imported and compiles; the environment is as before afterwards."""
+    before = dict(os.environ)
+    with compilers.cache_directory():
+        found = os.environ.get("CUPY_CACHE_DIR")
+    assert dict(os.environ) == before
+    return found
+
+
+def ours(tmp_path: Path) -> Path:
+    return tmp_path / "tmp" / f"gdscache-{os.getuid()}"
+
+
+def test_in_a_home_that_can_be_written_cupy_chooses(home: Path, tmp_path: Path) -> None:
+    assert inside() is None
+    (home / ".cupy" / "kernel_cache").mkdir(parents=True, exist_ok=True)
+    assert inside() is None
+    assert not ours(tmp_path).exists()
+
+
+@pytest.mark.parametrize("place", ["", "somewhere", NO_HOME])
+def test_what_the_user_has_set_is_kept(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    for where in (str(home), NO_HOME):
+        monkeypatch.setenv("HOME", where)
+        monkeypatch.setenv("CUPY_CACHE_DIR", place)
+        assert inside() == place
+    assert not ours(tmp_path).exists()
+    assert list(home.iterdir()) == []
+
+
+def no_such_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", NO_HOME)
+
+
+def home_is_a_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.rmdir()
+    home.touch()
+
+
+def cache_is_a_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / ".cupy").mkdir()
+    (home / ".cupy" / "kernel_cache").touch()
+
+
+def cache_is_a_dangling_link(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / ".cupy").symlink_to(NO_HOME)
+
+
+def user_without_a_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that runs under any number: no HOME, no entry in the list of users."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
+UNUSABLE = [no_such_home, home_is_a_file, cache_is_a_file, cache_is_a_dangling_link, user_without_a_home]
+
+
+@pytest.mark.parametrize("spoil", UNUSABLE)
+def test_without_a_usable_home_it_is_a_private_directory(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path, pytest.MonkeyPatch], None]
+) -> None:
+    spoil(home, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    umask = os.umask(0)
+    try:
+        assert [inside(), inside()] == [str(ours(tmp_path))] * 2  # made, and found again
+    finally:
+        os.umask(umask)
+    found = ours(tmp_path).lstat()
+    assert (found.st_mode & 0o7777, found.st_uid) == (0o700, os.getuid())
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.suite
+def test_a_home_of_another_user_is_no_usable_home() -> None:
+    """By a process that gives its rights away: root may write anywhere."""
+    script = f"""
+import os, sys, tempfile
+from gdscache.kernels import compilers
+os.environ["HOME"] = sys.argv[1] + "/home"
+os.environ.pop("CUPY_CACHE_DIR", None)
+tempfile.tempdir = sys.argv[1]
+if os.getuid() == 0:
+    os.setuid({os.getuid() or 54321})
+with compilers.cache_directory():
+    print(os.environ.get("CUPY_CACHE_DIR"))
+"""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o777)
+        (Path(place) / "home").mkdir(mode=0o000)
+        done = subprocess.run([sys.executable, "-c", script, place], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.strip() == f"{place}/gdscache-{os.getuid() or 54321}"
+
+
+def test_the_environment_is_restored_after_an_error(
+    home: Path, monkeypatch: pytest.MonkeyPatch, stand_in: SimpleNamespace, sources: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", NO_HOME)
+    stand_in.error = RuntimeError("no")
+    refused(sources)
+    assert stand_in.cache == str(ours(tmp_path))
+    assert "CUPY_CACHE_DIR" not in os.environ
+
+
+@pytest.mark.usefixtures("home")
+def test_threads_do_not_take_it_from_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", NO_HOME)
+    found: list[str | None] = []
+
+    def enter() -> None:
+        with compilers.cache_directory():
+            time.sleep(0.01)
+            found.append(os.environ.get("CUPY_CACHE_DIR"))
+
+    threads = [threading.Thread(target=enter) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [str(ours(tmp_path))] * 8
+    assert "CUPY_CACHE_DIR" not in os.environ
+
+
+def link_to_a_directory_of_ours(path: Path) -> None:
+    (path.parent / "other").mkdir(mode=0o700)
+    path.symlink_to(path.parent / "other")
+
+
+def dangling_link(path: Path) -> None:
+    path.symlink_to(path.parent / "absent")
+
+
+def for_the_group(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o750)
+
+
+def for_everybody(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o1777)
+
+
+def readable_by_everybody(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o704)
+
+
+def plain_file(path: Path) -> None:
+    path.touch(mode=0o600)
+
+
+@pytest.fixture
+def only_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
+
+
+@pytest.mark.usefixtures("home", "only_cupy")
+@pytest.mark.parametrize(
+    "prepare",
+    [link_to_a_directory_of_ours, dangling_link, for_the_group, for_everybody, readable_by_everybody, plain_file],
+)
+def test_a_directory_that_others_could_have_prepared_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prepare: Callable[[Path], None], sources: Path
+) -> None:
+    prepare(ours(tmp_path))
+    monkeypatch.setenv("HOME", NO_HOME)
+    for call in (
+        lambda: compilers.private_directory("CUPY_CACHE_DIR"),
+        inside,
+        lambda: jit.build("probe.cu", {"fill": "PI"}, DEVICE, sources=sources),
+    ):
+        with pytest.raises(KernelUnavailableError) as caught:
+            call()
+        assert str(ours(tmp_path)) in caught.value.message
+        assert "CUPY_CACHE_DIR" in caught.value.hint
+        assert "CUPY_CACHE_DIR" not in os.environ
+
+
+@pytest.mark.usefixtures("home")
+def test_a_directory_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(KernelUnavailableError, match=f"gdscache-{owner + 1}"):
+        compilers.private_directory("CUPY_CACHE_DIR")
+
+
+@pytest.mark.usefixtures("home", "only_cupy")
+@pytest.mark.parametrize("temporary", [NO_HOME, None], ids=["that cannot be written", "none at all"])
+def test_without_a_temporary_directory_there_are_no_kernels(
+    monkeypatch: pytest.MonkeyPatch, sources: Path, temporary: str | None
+) -> None:
+    def absent() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", absent if temporary is None else lambda: temporary)
+    monkeypatch.setenv("HOME", NO_HOME)
+    with pytest.raises(KernelUnavailableError) as caught:
+        jit.build("probe.cu", {"fill": "PI"}, DEVICE, sources=sources)
+    assert "CUPY_CACHE_DIR" in caught.value.hint
+
+
+@pytest.mark.suite
+def test_cupy_itself_can_be_imported_without_a_home(tmp_path: Path) -> None:
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("CuPy is not installed: gdscache[cupy13]")
+    script = (
+        "from gdscache.kernels import compilers\n"
+        "with compilers.cache_directory():\n    import cupy\nprint(cupy.__name__)"
+    )
+    environment = surroundings(HOME=NO_HOME, TMPDIR=str(tmp_path))
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "cupy\n", done.stderr
+    assert (tmp_path / f"gdscache-{os.getuid()}").is_dir()
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------------------
+
+FILL = """
+import sys
+from pathlib import Path
+import torch
+from gdscache.kernels import jit
+
+device = torch.device("cuda", 0)
+out = torch.zeros(1000, dtype=torch.int32, device=device)
+print("ready", flush=True)
+sys.stdin.readline()
+kernel = jit.build("probe.cu", {"fill": "Pi"}, device, sources=Path(sys.argv[1]))["fill"]
+kernel.launch(4, 256, [out.data_ptr(), 1000], torch.cuda.current_stream(device))
+torch.cuda.synchronize()
+print(*set(out.tolist()))
+"""
+
+
+@pytest.fixture
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    try:
+        compilers.find_compiler()
+    except KernelUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def kept_in(place: Path) -> list[Path]:
+    """The files below a directory for compiled kernels, whoever has written them."""
+    return [path for path in place.rglob("*") if path.is_file()]
+
+
+def in_cache(place: Path) -> dict[str, str]:
+    return {"CUPY_CACHE_DIR": str(place), "GDSCACHE_CACHE_DIR": str(place)}
+
+
+def fill(sources: Path, processes: int = 1, **environment: str) -> list[int]:
+    """What each of so many processes finds in memory that it filled with VALUE; they build the kernel all at once."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", FILL, str(sources)],
+            env=surroundings(**environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(processes)
+    ]
+    try:
+        for process in running:
+            assert process.stdout is not None
+            process.stdout.readline()
+        for process in running:  # all of them are ready
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended; what it said is below
+                process.stdin.write("go\n")
+                process.stdin.flush()
+        said = [process.communicate(timeout=120) for process in running]
+    finally:
+        for process in running:
+            with process:
+                process.kill()
+    assert [process.returncode for process in running] == [0] * processes, [errors for _, errors in said]
+    return [int(out) for out, _ in said]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_processes_that_build_at_once_all_get_the_kernel(tmp_path: Path, sources: Path) -> None:
+    cache = tmp_path / "cache"
+    assert fill(sources, 4, **in_cache(cache)) == [7] * 4
+    assert len(kept_in(cache)) == 1, "one kernel, and nothing half-written beside it"
+    (compiled,) = kept_in(cache)
+    compiled.write_bytes(compiled.read_bytes()[:1000])
+    assert fill(sources, **in_cache(cache)) == [7], "a kernel that was cut short is compiled again"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_without_a_home_the_kernel_is_built_and_kept(tmp_path: Path, sources: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    for _ in range(2):
+        assert fill(sources, HOME=NO_HOME, TMPDIR=str(tmp_path / "tmp")) == [7]
+        assert len(list(ours(tmp_path).iterdir())) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_an_edited_header_is_another_kernel(tmp_path: Path, sources: Path) -> None:
+    for value in (7, 8, 8, 7, 9):
+        (sources / "value.cuh").write_text(f"#define VALUE {value}\n", encoding="utf-8")
+        assert fill(sources, **in_cache(tmp_path / "cache")) == [value]
+    assert len(kept_in(tmp_path / "cache")) == 3
+
+
+STREAMS = """
+import gc
+import sys
+from pathlib import Path
+import torch
+from gdscache.kernels import jit
+
+device = torch.device("cuda", int(sys.argv[2]))
+kernels = jit.build("probe.cu", {"fill": "Pi", "triple": "Pi"}, device, sources=Path(sys.argv[1]))
+torch.cuda.set_device(device)
+count = 1 << 20
+
+
+def in_order(stream):
+    # A kernel that did not wait its turn would find another value; the sleep gives it every chance.
+    with torch.cuda.stream(stream):
+        out = torch.zeros(count, dtype=torch.int32, device=device)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(50_000_000)
+        out.fill_(2)
+        kernels["triple"].launch(count // 256, 256, [out.data_ptr(), count], stream)
+        out.mul_(10)
+        kernels["triple"].launch(0, 256, [out.data_ptr(), count], stream)
+    torch.cuda.synchronize()
+    assert out.unique().tolist() == [130], (stream, out.unique())
+
+
+legacy, side = torch.cuda.default_stream(device), torch.cuda.Stream(device)
+assert legacy.cuda_stream == 0
+for _ in range(3):
+    for stream in (legacy, side):
+        in_order(stream)
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # another one is current meanwhile
+            in_order(stream)
+    gc.collect()  # what wraps a stream does not end it
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_launch_takes_its_turn_on_its_stream(tmp_path: Path, sources: Path, device: int) -> None:
+    if device >= torch.cuda.device_count():
+        pytest.skip("needs two CUDA devices")
+    done = subprocess.run(
+        [sys.executable, "-c", STREAMS, str(sources), str(device)],
+        env=surroundings(**in_cache(tmp_path / "cache")),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+REFUSED = """
+import sys
+from pathlib import Path
+import torch
+from gdscache.errors import KernelUnavailableError
+from gdscache.kernels import jit
+
+for source, name in (("broken.cu", "fill"), ("probe.cu", "absent")):
+    try:
+        jit.build(source, {name: "Pi"}, torch.device("cuda", 0), sources=Path(sys.argv[1]))
+    except KernelUnavailableError as error:
+        print(error.message)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_what_cannot_be_built_says_why(tmp_path: Path, sources: Path) -> None:
+    (sources / "broken.cu").write_bytes(PROBE.replace(b"VALUE;", b"VALUE"))
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, str(sources)],
+        env=surroundings(**in_cache(tmp_path / "cache")),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    broken, absent = done.stdout.splitlines()
+    assert broken.startswith("cannot build broken.cu: ")
+    assert 'error: expected a ";"' in broken
+    assert absent.startswith("cannot build probe.cu: ")
+    assert "CUDA_ERROR_NOT_FOUND" in absent

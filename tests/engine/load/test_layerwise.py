@@ -1,0 +1,506 @@
+"""Loads whose layers are ready one group after the other: early where they can be, right whatever fails or is late."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdscache import CacheEngine, PageStatus
+from gdscache.errors import DeviceError
+from gdscache.load import run as load_run
+from gdscache.moves import native
+from gdscache.moves.library import MoveLimits
+from gdscache.pages.layout import EXTENT_ALIGNMENT, GROUP_BYTES, GroupSizes, PageLayout, Plane, read_groups
+from gdscache.storage.base import Op
+from gdscache.testing.faults import ExtentPart, FaultRule
+from tests.support import fake_gpu
+from tests.support.faulty import PLAN, Fault
+from tests.support.helpers import (
+    SENTINEL,
+    WAIT,
+    Host,
+    drop_from,
+    expected,
+    layout_of,
+    prompt,
+    quiet,
+    read_page,
+    run,
+    settle,
+    tokens_of,
+    until,
+)
+from tests.support.layerwise_parts import (
+    BAD,
+    CANCELLED,
+    DEADLINE,
+    EVEN,
+    FAULTY,
+    LOADED,
+    MODELS,
+    PAGES,
+    SIZES,
+    SOON,
+    UNEVEN,
+    groups_of,
+    layer_bytes,
+    lies,
+    met,
+    quarantined,
+    right,
+    seen,
+    waits,
+    whole,
+)
+from tests.support.layouts import layouts
+
+OpenHost = Callable[..., Host]
+
+
+@pytest.fixture(autouse=True)
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(load_run, "GROUP_SIZES", SIZES)
+    PLAN.reset()
+    yield
+    PLAN.reset()
+
+
+# -- which groups -----------------------------------------------------------------------------------------------------
+
+
+@given(layouts(), st.integers(1, 40), st.integers(1, 3 * 4096), st.integers(1, 1 << 18), st.integers(1, 9))
+def test_groups_are_all_layers_once_in_order_and_none_is_small(
+    layout: PageLayout, pages: int, least: int, first: int, parts: int
+) -> None:
+    groups = read_groups(layout, pages, GroupSizes(least, first, parts))
+    assert [layer for group in groups for layer in group] == list(range(layout.n_layers))
+    spans, at = [layout.read_span(group) for group in groups], 0
+    for start, stop in spans:  # what is read: everything once, in whole sectors
+        assert start == at
+        at = stop
+    assert at == layout.extent_bytes
+    for group, (start, stop) in zip(groups, spans, strict=True):  # and with a group all of its layers are there
+        assert layout.layer_bounds[group[-1]][1] <= stop
+        assert start % EXTENT_ALIGNMENT == stop % EXTENT_ALIGNMENT == 0
+    if len(groups) > 1:
+        assert layout.extent_bytes >= 2 * least
+        for group, (start, stop) in zip(groups, spans, strict=True):
+            nbytes = layout.layer_bounds[group[-1]][1] - layout.layer_bounds[group[0]][0]
+            assert nbytes >= max(least, 4096)
+            assert pages * nbytes >= first
+            assert start < stop
+
+
+def uniform(layer_bytes: int, layers: int) -> PageLayout:
+    return PageLayout.uniform([Plane("k", (layer_bytes // 16,), "int8")], layers, 16)
+
+
+def test_groups_begin_small_grow_and_end_small() -> None:
+    layout = uniform(256 << 10, 32)
+    sizes = [len(group) for group in read_groups(layout, 100)]
+    assert sizes == [1, 2, 4, 8, 8, 5, 2, 1, 1]
+    assert [layout.read_span(group) for group in read_groups(layout, 100)][:2] == [
+        (0, 256 << 10),
+        (256 << 10, 768 << 10),
+    ]
+    assert [len(group) for group in read_groups(layout, 4)] == [4, 8, 8, 6, 6]  # 4 MiB at least
+
+
+@pytest.mark.parametrize(("layer_bytes", "pages"), [(4096, 1000), (GROUP_BYTES // 32, 1000), (256 << 10, 0)])
+def test_one_group_where_extents_or_loads_are_small(layer_bytes: int, pages: int) -> None:
+    assert read_groups(uniform(layer_bytes, 32), pages) == (range(32),)
+    assert len(read_groups(uniform(256 << 10, 32), 1000)) > 1
+
+
+# -- loads ------------------------------------------------------------------------------------------------------------
+
+
+def only(host: Host, group: range) -> ExtentPart:
+    """What is read for one group, and for no other."""
+    start, stop = host.layout.read_span(group)
+    return ExtentPart(start, min(stop, host.layout.page_bytes), host.layout.extent_bytes)
+
+
+def stored(host: Host, seed: int = 1, resident: int = 0) -> list[int]:
+    """Pages in the SSD tier, of which the first so many are in the CPU tier too."""
+    tokens = prompt(seed, PAGES)
+    again(host, tokens, resident)
+    return tokens
+
+
+def again(host: Host, tokens: list[int], resident: int) -> None:
+    """As `stored`, of pages that may be there."""
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    if resident:
+        assert host.load(tokens[: 4 * resident]).tokens == 4 * resident
+    assert host.engine.lookup(tokens).tiers == ("cpu",) * resident + ("ssd",) * (PAGES - resident)
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_layers_are_ready_while_those_behind_them_are_read(
+    open_host: OpenHost, device: str, model: str, resident: int
+) -> None:
+    host = open_host(device=device, model=MODELS[model], transport=FAULTY, cpu=8)
+    tokens = stored(host, resident=resident)
+    groups = groups_of(host)
+    for group in groups[1:]:
+        with PLAN.rule(Op.READ, Fault.HANG, part=only(host, group)):
+            load, blocks, keys = host.begin(tokens)
+            whole(host, load, blocks, keys, range(group.start))
+            waits(load, group.start)
+            assert not load.done()
+        whole(host, load, blocks, keys)
+        assert host.finish(load, blocks, keys).pages == (LOADED,) * PAGES
+        again(host, tokens, resident)
+
+
+def test_layer_0_is_ready_while_the_last_layer_hangs_in_a_pool_of_the_engine(
+    open_engine: Callable[..., CacheEngine], device: str
+) -> None:
+    engine = open_engine(device=device, model=EVEN, transport=FAULTY, cpu=8, gpu=8)
+    tokens = prompt(1, PAGES, extra=1)
+    assert run(engine, tokens) == 0
+    drop_from(engine, "gpu", "cpu")
+    last = engine.layout.n_layers - 1
+    with PLAN.rule(Op.READ, Fault.HANG, part=ExtentPart.layer(engine.layout, last)), engine.sequence(tokens) as seq:
+        for layer in range(3):
+            seq.wait(layer)
+            for i, page in enumerate(engine.pages(tokens)):
+                found = read_page([engine.gpu.planes(layer)], engine.layout, [int(seq.slots[i])])
+                start, stop = engine.layout.layer_bounds[layer]
+                assert np.array_equal(found, expected(engine.layout, page.key)[start:stop])
+        PLAN.reset()
+        assert seq.verify(WAIT) == 4 * PAGES
+    assert run(engine, tokens) == 4 * PAGES
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("submits", [1, 10])
+def test_a_page_may_fail_anywhere_and_no_layer_is_read_before_it_is_there(
+    open_host: OpenHost,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    model: str,
+    resident: int,
+    submits: int,
+) -> None:
+    """Every page x every group, with random delays of all reads; planes are poisoned before each load."""
+    if submits > 1:  # a page or so a submit, and few ahead
+        extent = layout_of(MODELS[model]).extent_bytes
+        monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=2 * extent, foreign_io=2 * extent // 3))
+    host = open_host(device=device, model=MODELS[model], transport=FAULTY, cpu=8)
+    rng = random.Random(f"{model} {resident} {submits}")
+    tokens = stored(host, resident=resident)
+    for position in range(resident, PAGES):
+        for group in groups_of(host):
+            fault = rng.choice(list(BAD))
+            with PLAN.rule(Op.READ, fault, lies(host, tokens, position), part=only(host, group)) as rule:
+                for late in groups_of(host):
+                    part = only(host, late)
+                    PLAN.add(FaultRule(Fault.DELAY, Op.READ, part=part, rate=0.5, seconds=rng.uniform(0.001, 0.01)))
+                load, blocks, keys = host.begin(tokens)
+                found = [seen(host, load, blocks, layer) for layer in range(host.layout.n_layers)]
+                report = load.result()
+            assert rule.met == 1
+            assert report.pages == tuple(BAD[fault] if i == position else LOADED for i in range(PAGES))
+            assert report.tokens == 4 * position
+            for layer, pages in enumerate(found):
+                for i in set(range(PAGES)) - {position}:
+                    assert np.array_equal(pages[i], right(host, layer, keys[i])), f"layer {layer} of page {i}"
+            host.finish(load, blocks, keys)
+            PLAN.reset()
+            settle(host.engine)
+            assert tokens_of(host.engine, tokens) == 4 * position
+            again(host, tokens, resident)
+
+
+def test_a_page_that_failed_is_not_read_further(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=1))  # each group when the one before has ended
+    host = open_host(model=EVEN, transport=FAULTY, cpu=8)
+    tokens = stored(host)
+    bad, groups = lies(host, tokens, 1), groups_of(host)
+    PLAN.reset()
+    with PLAN.rule(Op.READ, Fault.EIO, bad, part=only(host, groups[1])):
+        assert host.load(tokens).pages == (LOADED, PageStatus.IO_ERROR, LOADED, LOADED)
+    assert sum(map(bad, PLAN.moved[Op.READ])) == 2
+    assert len(PLAN.moved[Op.READ]) == 2 + 3 * len(groups)
+
+
+def test_a_page_that_fails_in_several_groups_has_the_first_verdict_and_one(open_host: OpenHost) -> None:
+    host = open_host(model=EVEN, transport=FAULTY, cpu=8, load={"deadline": SOON})
+    tokens = stored(host)
+    bad, groups = lies(host, tokens, 1), groups_of(host)
+    for group, fault in zip(groups[1:], (Fault.EIO, Fault.SHORT, Fault.HANG), strict=True):
+        PLAN.add(FaultRule(fault, Op.READ, lambda path, offset: bad(offset), only(host, group)))
+    assert host.load(tokens).pages == (LOADED, PageStatus.IO_ERROR, LOADED, LOADED)
+    misses = host.engine.stats()["misses"]
+    assert {cause: n for cause, n in misses.items() if n and cause in ("io_error", "deadline", "short_read")} == {
+        "io_error": 1
+    }
+    PLAN.reset()
+    until(lambda: host.engine.stats()["tiers"]["ssd"]["quarantine"]["late_reads"] == 0, "late reads end")
+    settle(host.engine)
+    assert tokens_of(host.engine, tokens) == 4
+
+
+# -- late reads -------------------------------------------------------------------------------------------------------
+
+
+def left(host: Host, late: int) -> None:
+    """So many reads are in quarantine, now or soon."""
+    assert quarantined(host)["late_reads"] >= late
+    until(lambda: quarantined(host)["late_reads"] == late, "late reads end")
+
+
+def rested(host: Host) -> None:
+    left(host, 0)
+    assert quarantined(host)["held_slots"]["cpu"] == 0
+    settle(host.engine)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_one_hung_read_of_a_group_costs_its_page_and_keeps_its_slot(open_host: OpenHost, number: int) -> None:
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16, ssd=40, load={"deadline": SOON})
+    tokens = stored(host)
+    group = groups_of(host)[number]
+    with PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, 1), part=only(host, group)):
+        load, blocks, keys = host.begin(tokens)
+        assert load.result(WAIT).pages == (LOADED, DEADLINE, LOADED, LOADED)
+        assert quarantined(host)["late_reads"] == quarantined(host)["held_slots"]["cpu"] == 1
+        host.finish(load, blocks, keys)  # every layer is ready, the verdict tells
+        assert tokens_of(host.engine, tokens) == 4
+        with host.engine.manager.lock:
+            held = set(host.engine.manager.cpu_index._leaving)
+        assert len(held) == 1
+        for seed in range(10, 18):  # more than the CPU tier holds
+            host.store(prompt(seed, 3))
+            quiet(host.engine)
+            assert host.load(prompt(seed, 3)).tokens == 12
+            with host.engine.manager.lock:
+                assert not held & {entry.slot for entry in host.engine.manager.cpu_index}, "a late read's slot is used"
+    rested(host)
+    assert host.load(tokens).tokens == 4 * PAGES, "late is not bad"
+
+
+def test_every_group_hangs(open_host: OpenHost) -> None:
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16, ssd=40, load={"deadline": SOON})
+    tokens = stored(host)
+    hung = [PLAN.add(FaultRule(Fault.HANG, Op.READ, part=only(host, group))) for group in groups_of(host)]
+    try:
+        load, blocks, keys = host.begin(tokens)
+        assert load.result(WAIT).pages == (DEADLINE,) * PAGES
+        host.finish(load, blocks, keys)
+        assert quarantined(host)["late_reads"] == quarantined(host)["held_slots"]["cpu"] == PAGES
+        assert tokens_of(host.engine, tokens) == 0
+        assert host.engine.check().problems == ()
+        for rule, late in zip(hung, (PAGES, PAGES, PAGES, 0), strict=True):  # a slot is free when its last read ended
+            assert quarantined(host)["late_reads"] == PAGES
+            PLAN.remove(rule)
+            time.sleep(0.05)
+            left(host, late)
+    finally:
+        PLAN.reset()
+    rested(host)
+    assert host.load(tokens).tokens == 4 * PAGES
+
+
+def test_groups_that_were_not_begun_when_the_tier_was_switched_off_are_not_read(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=1))
+    host = open_host(model=EVEN, transport=FAULTY, cpu=8)
+    tokens = stored(host)
+    groups = groups_of(host)
+    with PLAN.rule(Op.READ, Fault.HANG, part=only(host, groups[1])) as rule:
+        load, blocks, keys = host.begin(tokens)
+        whole(host, load, blocks, keys, groups[0])
+        met(rule, PAGES)
+        host.engine.manager.quarantine.stop("gone")
+    assert host.finish(load, blocks, keys).pages == (PageStatus.LOCK_LOST,) * PAGES
+    host.engine.manager.quarantine.off = False
+    assert len(PLAN.moved[Op.READ]) == 2 * PAGES
+    assert host.load(tokens).tokens == 4 * PAGES
+
+
+# -- cancelled, shared, broken off ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("verify", ["once", "always"])
+def test_a_load_is_cancelled_between_any_two_groups(
+    open_host: OpenHost, device: str, verify: str, resident: int
+) -> None:
+    host = open_host(device=device, model=EVEN, transport=FAULTY, cpu=8, load={"verify": verify})
+    tokens = stored(host, resident=resident)
+    for group in groups_of(host):
+        with PLAN.rule(Op.READ, Fault.HANG, part=only(host, group)) as rule:
+            load, blocks, keys = host.begin(tokens)
+            whole(host, load, blocks, keys, range(group.start))
+            met(rule)
+            load.cancel()
+            assert not load.release_event.done()
+        report = load.result(WAIT)
+        load.release_event.synchronize(WAIT)
+        assert set(report.pages[resident:]) == {CANCELLED}
+        untouched = torch.cat([t.view(torch.uint8)[blocks[resident:]].flatten() for t in host.planes[-1]])
+        assert bool((untouched == SENTINEL).all()), "layers were copied after the load was cancelled"
+        host.give(blocks)
+        settle(host.engine)
+        assert host.engine.lookup(tokens).tiers == ("cpu",) * PAGES, "what was read stays"
+        assert host.load(tokens).pages == (LOADED,) * PAGES
+        again(host, tokens, resident)
+
+
+def test_pages_of_a_cancelled_load_are_checked_in_every_group(open_host: OpenHost) -> None:
+    host = open_host(model=EVEN, transport=FAULTY, cpu=8)
+    tokens = stored(host)
+    groups = groups_of(host)
+    for damaged in groups:
+        with (
+            PLAN.rule(Op.READ, Fault.FLIP, lies(host, tokens, 2), part=only(host, damaged)) as flip,
+            PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, 0), part=only(host, groups[1])) as rule,
+        ):
+            load, blocks, _ = host.begin(tokens)
+            met(rule)
+            met(flip)
+            load.wait(0)
+            load.cancel()
+        assert load.result(WAIT).pages == (CANCELLED, CANCELLED, PageStatus.CHECKSUM, CANCELLED)
+        host.give(blocks)
+        settle(host.engine)
+        assert tokens_of(host.engine, tokens) == 8
+        again(host, tokens, 0)
+
+
+@pytest.mark.parametrize("fault", [None, Fault.EIO, Fault.FLIP])
+def test_who_waits_for_another_loads_page_waits_for_all_of_its_groups(
+    open_host: OpenHost, device: str, fault: Fault | None
+) -> None:
+    host = open_host(device=device, model=EVEN, transport=FAULTY, cpu=8)
+    tokens = stored(host)
+    last = only(host, groups_of(host)[-1])
+    if fault is not None:
+        bad = lies(host, tokens, 1)
+        PLAN.add(FaultRule(fault, Op.READ, lambda path, offset: bad(offset), last))
+    with PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, 0), part=last):
+        with PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, 2), part=only(host, groups_of(host)[0])):
+            first, second = host.begin(tokens), host.begin(tokens)  # before there is a verdict on any page
+        first[0].wait(0)
+        waits(second[0], 0)
+        assert not second[0].done()
+    status = LOADED if fault is None else BAD[fault]
+    for load in (first, second):
+        assert host.finish(*load).pages == (LOADED, status, LOADED, LOADED)
+
+
+@pytest.mark.parametrize("call", range(5))
+def test_a_mover_that_raises_in_any_group_leaves_nothing_behind(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    fake_gpu.use(monkeypatch)
+    host = open_host(model=EVEN, transport=FAULTY, cpu=8)
+    tokens = stored(host, resident=1)
+    with fake_gpu.failing("cuLaunchKernel", call):
+        load, blocks, _ = host.begin(tokens)
+        with pytest.raises(DeviceError, match="FAKE_ERROR"):
+            load.result(WAIT)
+    for layer in range(host.layout.n_layers):
+        load.wait(layer, WAIT)
+    load.release_event.synchronize(WAIT)
+    host.give(blocks)
+    settle(host.engine)
+    assert host.load(tokens).tokens > 0
+    settle(host.engine)
+
+
+# -- what stays whole -------------------------------------------------------------------------------------------------
+
+
+def test_prefetches_are_read_whole(open_host: OpenHost) -> None:
+    host = open_host(model=EVEN, transport=FAULTY, cpu=8, bounce=8)
+    tokens = prompt(1, PAGES)
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    PLAN.reset()
+    host.engine.prefetch(tokens).result(WAIT)
+    assert len(PLAN.moved[Op.READ]) == PAGES
+    assert all(offset % host.layout.extent_bytes == 0 for offset in PLAN.moved[Op.READ])
+
+
+def test_neighbours_of_a_single_group_are_one_request(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_run, "GROUP_SIZES", GroupSizes())
+    host = open_host(model=EVEN, transport="tests.support.faulty:FaultyMerging", cpu=8)
+    tokens = stored(host)
+    PLAN.reset()
+    assert host.load(tokens).tokens == 4 * PAGES
+    assert len(PLAN.moved[Op.READ]) == 1
+    drop_from(host.engine, "cpu")
+    PLAN.reset()
+    monkeypatch.setattr(load_run, "GROUP_SIZES", SIZES)
+    assert host.load(tokens).tokens == 4 * PAGES
+    assert len(PLAN.moved[Op.READ]) == PAGES * len(groups_of(host))
+
+
+# -- everything at once -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_loads_beside_each_other(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, device: str, seed: int
+) -> None:
+    """Shared prefixes, few CPU slots, faults and delays anywhere, some cancelled: good pages are right, and at the end
+    nothing is held."""
+    rng = random.Random(seed)
+    model = rng.choice([EVEN, UNEVEN])
+    extent = layout_of(model).extent_bytes
+    limits = MoveLimits(flying=rng.choice([1, 2, 100]) * extent, foreign_io=rng.choice([1, 3, 100]) * extent)
+    monkeypatch.setattr(native, "LIMITS", limits)
+    host = open_host(device=device, model=model, transport=FAULTY, cpu=rng.choice([3, 8, 14]))
+    monkeypatch.setattr(load_run, "GROUP_SIZES", GroupSizes(4096, 1, rng.choice([1, 4, 8])))
+    head = prompt(seed, 2)
+    prompts = [head + prompt(100 * seed + i, 3) for i in range(3)]
+    for _ in range(6):
+        for tokens in prompts:
+            host.store(tokens)
+            quiet(host.engine)
+        if rng.random() < 0.7:
+            drop_from(host.engine, "cpu")
+        for _ in range(rng.randrange(4)):
+            fault = rng.choice([Fault.DELAY, Fault.DELAY, *BAD])
+            part = ExtentPart.layer(host.layout, rng.randrange(host.layout.n_layers))
+            seconds = rng.uniform(0.001, 0.02) if fault is Fault.DELAY else 0.0
+            PLAN.add(FaultRule(fault, Op.READ, part=part, rate=rng.choice([0.2, 1.0]), seconds=seconds))
+        loads = []
+        for _ in range(rng.randint(1, 3)):
+            loads.append(host.begin(rng.choice(prompts)))
+            if rng.random() < 0.3:
+                if loads[-1][1] and rng.random() < 0.5:
+                    loads[-1][0].wait(rng.randrange(host.layout.n_layers))
+                loads[-1][0].cancel()
+        for load, blocks, keys in loads:
+            found = [
+                [layer_bytes(host.planes, host.layout, layer, host.page(blocks, i)) for i in range(len(keys))]
+                for layer in range(host.layout.n_layers)
+                if load.wait(layer) is None
+            ]
+            pages = load.result(WAIT).pages
+            load.release_event.synchronize(WAIT)
+            for layer, planes in enumerate(found):
+                for i, status in enumerate(pages):
+                    if status is LOADED:
+                        assert np.array_equal(planes[i], right(host, layer, keys[i])), f"layer {layer} of page {i}"
+            host.give(blocks)
+        PLAN.reset()
+        settle(host.engine)

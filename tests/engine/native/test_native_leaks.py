@@ -1,0 +1,212 @@
+"""Executors that come and go leave nothing behind, and one that is closed in the middle of its work leaves it alone."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gdscache import CacheEngine, PageStatus
+from gdscache.errors import DirectoryInUseError, NativeCallError
+from gdscache.moves import PLANES, Move, Priority, Way
+from gdscache.native.library import address, checked, integers, library
+from gdscache.tiers import manager as manager_module
+from tests.support.executor_machine import Heard
+from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, quiet, settle, until
+from tests.support.native_parts import has_ring, open_files
+from tests.support.processes import Child
+from tests.support.small_executor import EXTENT, PAGES, Small, a_load
+
+WARM = 50  # executors, after which the memory of the process has its size
+GROWTH_KIB = 8 << 10  # tables of the interpreter double once in some thousands of executors
+HEAP_KIB = 1 << 10  # some 100 bytes of each of the 10,000 would be more
+LATE, HANG = 5, 6  # of csrc/host/faulty_disk.h
+RING = pytest.mark.skipif(not has_ring(), reason="io_uring is not allowed here")
+DISKS = [pytest.param(False, id="threads"), pytest.param(True, id="uring", marks=RING)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "slab").write_bytes(np.random.default_rng(1).bytes(PAGES * EXTENT))
+    return tmp_path / "slab"
+
+
+class _Heap(ctypes.Structure):
+    """What mallinfo2 answers, in bytes."""
+
+    _fields_ = (("_", ctypes.c_size_t * 7), ("used", ctypes.c_size_t), ("rest", ctypes.c_size_t * 2))
+
+
+_LIBC = ctypes.CDLL(None)
+if hasattr(_LIBC, "mallinfo2"):
+    _LIBC.mallinfo2.restype = _Heap
+
+
+def used() -> dict[str, int]:
+    """Of this process: descriptors, threads, and KiB that are locked, pinned, resident, or given out by malloc."""
+    gc.collect()
+    _LIBC.malloc_trim(0)  # of the arenas, which grow with the threads that happen to meet
+    with open("/proc/self/status") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    sizes = {name: int(fields[name].split()[0]) for name in ("VmLck", "VmPin", "VmRSS")}
+    heap = _LIBC.mallinfo2().used >> 10 if hasattr(_LIBC, "mallinfo2") else 0  # glibc 2.33
+    return {"files": open_files(), "threads": len(os.listdir("/proc/self/task")), "heap": heap, **sizes}
+
+
+def come_and_go(pipe: Connection, path: Path, uring: bool, times: int) -> None:
+    """In a process of its own: what other tests have left for the collector counts as little as their threads."""
+    load, keep = a_load(path), np.arange(2, dtype=np.int64)
+    store = Move(Priority.STORE, (Way(PLANES, "cpu", keep.reshape(-1, 1), keep),), WAIT)
+    write = Move(Priority.DEMOTION, (Way("cpu", "ssd", keep, keep),), WAIT)
+    before = used()
+    for number in range(WARM + times):
+        small, heard = Small(path, uring=uring), Heard()
+        try:
+            for move, listener in ((load, heard), (store, None), (write, None)):
+                end = small.executor.finish(small.executor.begin(move, (), listener).end())
+                assert (end.errors, end.late) == ({}, [])
+            assert set(heard.verdicts.values()) == {PageStatus.LOADED}
+            assert len(heard.verdicts) == PAGES
+        finally:
+            small.close()
+        if number == WARM:
+            before |= {name: used()[name] for name in ("VmRSS", "heap")}
+    names = ("files", "threads", "VmLck", "VmPin")  # the kernel ends its threads when it gets to it
+    until(lambda: all(used()[name] <= before[name] for name in names), f"{used()} is no more than {before}")
+    after = used()
+    assert after["VmRSS"] - before["VmRSS"] < GROWTH_KIB
+    assert after["heap"] - before["heap"] < HEAP_KIB
+    pipe.send("nothing is left")
+
+
+@pytest.mark.parametrize("uring", DISKS)
+@pytest.mark.parametrize(
+    "times", [100, pytest.param(500, marks=pytest.mark.suite), pytest.param(10_000, marks=pytest.mark.soak)]
+)
+def test_executors_that_come_and_go_leave_nothing(path: Path, uring: bool, times: int) -> None:
+    with Child(come_and_go, path, uring, times) as child:
+        assert child.receive(3600) == "nothing is left"
+        child.end()
+
+
+@pytest.mark.parametrize("uring", DISKS)
+def test_a_close_waits_for_the_moves_that_are_under_way(path: Path, uring: bool) -> None:
+    """What has begun comes to its end before the close does; then nothing writes to memory that others have by now."""
+    small = Small(path, uring=uring, faulty=True)
+    small.fail((-1, 0, 1 << 40, LATE, 150))
+    pages = np.arange(PAGES, dtype=np.int64)
+    small.executor.begin(Move(Priority.PREFETCH, (Way("ssd", "cpu", pages, pages),), WAIT), (), Heard())
+    until(lambda: bytes(small.memory.memory(0)) != bytes(EXTENT), "the read of the first page arrives")
+    begun = time.monotonic()
+    small.executor.close()  # the answer is still to come
+    assert 0.02 < time.monotonic() - begun < WAIT / 2
+    assert bytes(small.memory.flat) == path.read_bytes()
+    small.close()
+
+
+@pytest.mark.parametrize("uring", DISKS)
+def test_who_waits_for_a_move_is_told_of_the_stop(path: Path, uring: bool) -> None:
+    small = Small(path, uring=uring, faulty=True)
+    small.fail((-1, 0, 1 << 40, HANG, 0))
+    handle = small.executor.moves._handle
+    moving = small.executor.begin(a_load(path), (), Heard())
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            small.executor.finish(moving.end())
+        except NativeCallError as error:
+            raised.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.05)
+    assert waiter.is_alive()
+    small.executor.stop()
+    waiter.join(WAIT)
+    assert [getattr(error, "errno", 0) for error in raised] == [errno.ECANCELED]
+    closer = threading.Thread(target=small.close)
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive(), "memory would be given back under a read that hangs"
+    checked(library().executor_release(handle), "executor_release")
+    closer.join(WAIT)
+    assert not closer.is_alive()
+
+
+@pytest.fixture
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "_CLOSE_S", 0.3)
+
+
+@pytest.fixture
+def _faulty_disks() -> Iterator[None]:
+    library().executor_faulty(1)
+    yield
+    library().executor_faulty(0)
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdscache")]
+
+
+@pytest.mark.usefixtures("_no_patience", "_faulty_disks")
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("transport", ["posix", pytest.param("uring", marks=RING)])
+@pytest.mark.parametrize("cpu", [None, 16])
+def test_an_engine_whose_own_disk_hangs_closes_in_time_and_keeps_what_is_touched(
+    open_host: Callable[..., Host],
+    slab: Path,
+    caplog: pytest.LogCaptureFixture,
+    op: str,
+    transport: str,
+    cpu: int | None,
+) -> None:
+    late = {"load" if op == "read" else "store": {"deadline": 0.4}}
+    host = open_host(cpu=cpu, bounce=16, ssd=24, transport=transport, **late)
+    kept, tokens = prompt(1, 3), prompt(2, 2)
+    for some in (kept, tokens)[: 2 if op == "read" else 1]:
+        host.store(some)
+        quiet(host.engine)
+    drop_from(host.engine, *(["cpu"] if cpu else []))
+    moves = host.engine.executor.moves
+    handle = moves._handle
+    table = integers([(-1, 0, 1 << 40, HANG, 0)])
+    checked(library().executor_fail(handle, address(table), 1), "executor_fail")
+    if op == "read":
+        load, blocks, keys = host.begin(tokens)
+        assert set(load.result(WAIT).pages) == {PageStatus.DEADLINE}
+        host.finish(load, blocks, keys)
+    else:
+        assert set(host.store(tokens).result(WAIT).dropped.values()) == {"deadline"}
+    manager, bounce = host.engine.manager, host.engine._parts.bounce
+    assert bounce is not None
+    buffer = (manager.cpu.extents if manager.cpu is not None else bounce.extents).buffer  # type: ignore[attr-defined]
+    begun = time.monotonic()
+    with caplog.at_level(logging.ERROR):
+        host.engine.close()
+    assert time.monotonic() - begun < WAIT / 4
+    assert f"closed with {2 if op == 'read' else 0} reads and {0 if op == 'read' else 2} writes" in caplog.text
+    assert buffer._map is not None, "memory was given back under I/O that hangs"
+    assert moves._handle == handle, "so was the executor"
+    if op == "write":
+        with pytest.raises(DirectoryInUseError):  # a late write must not hit the slots of another owner
+            CacheEngine.from_config(make_config(slab, cpu=cpu, ssd=24))
+    checked(library().executor_release(handle), "executor_release")
+    until(lambda: moves._handle is None and buffer._map is None, "all of it goes back when the I/O has ended")
+    until(lambda: not our_threads(), f"threads end: {our_threads()}")
+    library().executor_faulty(0)
+    again = open_host(cpu=cpu, bounce=16, ssd=24)
+    assert again.load(kept).tokens == 12
+    assert again.load(tokens).tokens == (8 if op == "read" else 0)
+    settle(again.engine)

@@ -1,0 +1,621 @@
+"""The tier over a shared pool, against one of the tests' own: what it shares, what goes wrong, who never waits."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gdscache import CacheEngine, Config, PageHashes, PageStatus
+from gdscache.errors import InvalidValueError, TierUnavailableError
+from gdscache.integrations.fetching import PinningCache
+from gdscache.integrations.sglang.loads import LoadTable
+from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.integrations.vllm.requests import RequestTable
+from gdscache.pool import calls as pool_calls
+from gdscache.pool import link as pool_link
+from gdscache.pool.io import TRAILER_BYTES
+from gdscache.prefetch.queue import PrefetchEnd
+from gdscache.tiers.manager import WATCH_S
+from gdscache.tiers.mooncake import MooncakeTier
+from tests.support.fake_pool import EXTENT, POOLS, FakePool, pool_entry
+from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, quiet, settle, until
+
+OpenHost = Callable[..., Host]
+PAGES = 4
+_ports = itertools.count(1)
+
+
+@pytest.fixture
+def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    name = f"fake:{next(_ports)}"
+    POOLS[name] = FakePool()
+    monkeypatch.setattr(pool_link.PoolLink, "reachable", lambda link: not POOLS[link.master].dead)
+    monkeypatch.setattr(pool_calls, "PROBE_S", 0.005)
+    monkeypatch.setattr(pool_calls, "PROBES_S", 0.05)
+    yield name
+    del POOLS[name]
+
+
+@pytest.fixture
+def pool(master: str) -> FakePool:
+    return POOLS[master]
+
+
+@pytest.fixture
+def host(open_host: OpenHost, master: str) -> Host:
+    return shared(open_host, master)
+
+
+def shared(open_host: OpenHost, master: str, **options: Any) -> Host:
+    entry = pool_entry(master, **options.pop("options", {}))
+    return open_host(**{"cpu": 16, "ssd": None, "tiers": [entry]} | options)
+
+
+def tier_of(host: Host) -> MooncakeTier:
+    return cast(MooncakeTier, host.engine.manager.tiers["mooncake"])
+
+
+def state(host: Host) -> dict[str, Any]:
+    return cast(dict[str, Any], host.engine.stats()["tiers"]["mooncake"])
+
+
+def ready(host: Host) -> None:
+    until(lambda: state(host)["state"] == "ready", "the pool is there")
+
+
+def stored(host: Host, seed: int = 1, pages: int = PAGES, salt: str = "") -> list[int]:
+    tokens = prompt(seed, pages)
+    host.store(tokens, salt=salt)
+    quiet(host.engine)
+    return tokens
+
+
+def fetched(host: Host, tokens: list[int], salt: str = "") -> int:
+    """Bring what the pool has of a prompt, load it, and look at the bytes; the pages that came."""
+    host.engine.prefetch(tokens, salt=salt).result(WAIT)
+    report = host.load(tokens, salt=salt)
+    assert all(status is PageStatus.LOADED for status in report.pages)
+    return len(report.pages)
+
+
+# -- sharing ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_engine_stores_another_one_finds(open_host: OpenHost, host: Host, master: str) -> None:
+    other = shared(open_host, master)
+    tokens = prompt(1, PAGES)
+    assert all({*tiers} == {"cpu", "mooncake"} for tiers in host.store(tokens).result(WAIT).tiers)
+    assert other.engine.lookup(tokens).tokens == 0
+    found = other.engine.prefetch(tokens)
+    assert found.result(WAIT).pages == {"loaded": PAGES}
+    assert found.tiers == ("mooncake",) * PAGES
+    assert other.load(tokens).bytes_by_tier == {"cpu": PAGES * other.layout.page_bytes}
+
+
+def test_lookups_and_loads_do_not_see_it(host: Host, pool: FakePool) -> None:
+    tokens = stored(host)
+    drop_from(host.engine, "cpu")
+    calls = dict(pool.calls)
+    assert host.engine.lookup(tokens).tokens == 0
+    assert host.load(tokens).pages == ()
+    assert host.engine.manager.peek(host.engine.pages(tokens)) == []
+    assert host.engine.pin(tokens, 1.0).tokens == 0
+    assert dict(pool.calls) == calls
+    assert fetched(host, tokens) == PAGES
+
+
+def test_lookups_wake_no_thread_for_the_pool(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An SSD tier's lock is looked after by another thread, which costs a lookup 2 ms where threads are busy."""
+    tokens = stored(host)
+    posted: list[object] = []
+    monkeypatch.setattr(host.engine.manager.calls, "post", posted.append)
+    time.sleep(2 * WATCH_S)
+    assert host.engine.lookup(tokens).tokens == 4 * PAGES
+    assert posted == []
+
+
+def test_pages_of_the_ssd_and_of_the_pool_are_one_prefix(open_host: OpenHost, master: str, tmp_path: Any) -> None:
+    other = shared(open_host, master, ssd=32, path=tmp_path / "other")
+    host = shared(open_host, master, ssd=32, path=tmp_path / "mine")
+    tokens = stored(other, pages=6)
+    host.store(tokens[:12])
+    quiet(host.engine)
+    drop_from(host.engine, "cpu", "mooncake")
+    assert host.engine.lookup(tokens).tiers == ("ssd",) * 3
+    found = host.engine.prefetch(tokens)
+    assert found.result(WAIT).end is PrefetchEnd.COMPLETE
+    assert found.tiers == ("ssd",) * 3 + ("mooncake",) * 3
+    assert len(host.load(tokens).pages) == 6
+
+
+def test_a_prefetch_with_pins_holds_what_came(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
+    tokens = stored(host)
+    other = shared(open_host, master)
+    pool.gate.clear()
+    found = other.engine.prefetch(tokens, pin=60.0)
+    assert found.verified == 0
+    assert not found.hit().pages
+    pool.gate.set()
+    found.result(WAIT)
+    assert found.verified == PAGES * 4
+    hit = found.hit()
+    blocks = other.take(PAGES)
+    assert other.finish(other.engine.load(hit, blocks), blocks, [p.key for p in hit.pages]).tokens == PAGES * 4
+    found.release()
+
+
+def test_names_carry_the_namespace(host: Host, pool: FakePool) -> None:
+    stored(host, 1)
+    stored(host, 1, salt="tenant")
+    directories = {name.rsplit("/", 1)[0] for name in pool.objects}
+    assert directories == {f"gdscache1/{host.engine.namespace(salt).hex()}" for salt in ("", "tenant")}
+    keys = {page.key.hex() for salt in ("", "tenant") for page in host.engine.pages(prompt(1, PAGES), salt)}
+    assert {name.rsplit("/", 1)[1] for name in pool.objects} == keys
+
+
+def test_memory_is_registered_once_and_all_pieces_lie_in_it(open_host: OpenHost, host: Host, master: str) -> None:
+    pool, other = POOLS[master], shared(open_host, master)
+    tokens = [stored(host, seed) for seed in range(3)]
+    for some in tokens:
+        assert fetched(other, some) == PAGES
+    # Of each engine: the CPU tier, the bounce reserve, the trailers.
+    assert len(pool.registered) == 2 * 3
+    assert pool.strays == 0
+    sizes = sorted(nbytes for _, nbytes in pool.registered)
+    assert sizes.count(16 * EXTENT) == 2
+
+
+def test_a_call_has_as_many_pages_as_it_may(open_host: OpenHost, master: str, pool: FakePool) -> None:
+    host = shared(open_host, master, options={"batch": 3}, cpu=32, bounce=32)
+    other = shared(open_host, master, options={"batch": 3}, cpu=32, bounce=32)
+    tokens = stored(host, pages=16)
+    assert pool.largest == 3
+    pool.largest = 0
+    assert fetched(other, tokens) == 16
+    assert pool.largest == 3
+    assert pool.calls["get"] >= 6
+
+
+# -- asking ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_asked_for_once_a_prefetch(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
+    tokens = stored(host, pages=8)
+    other = shared(open_host, master)
+    found = other.engine.prefetch(tokens, pin=60.0)
+    until(found.done, "it ends")
+    for _ in range(50):
+        assert found.verified == 8 * 4
+        other.engine.lookup(tokens)
+        found.wait()
+    assert set(pool.asked.values()) == {1}
+    found.release()
+
+
+def test_who_has_it_all_asks_nobody(host: Host, pool: FakePool) -> None:
+    tokens = stored(host)
+    assert host.engine.prefetch(tokens).result(WAIT).pages == {"present": PAGES}
+    assert not pool.calls["exist"]
+
+
+def test_a_page_that_exists_and_cannot_be_got_is_a_miss(
+    open_host: OpenHost, host: Host, master: str, pool: FakePool
+) -> None:
+    tokens = stored(host)
+    other = shared(open_host, master)
+    lost = next(name for name in pool.objects if name.endswith(host.engine.pages(tokens)[2].key.hex()))
+    pool.lost.add(lost)
+    report = other.engine.prefetch(tokens).result(WAIT)
+    assert report.pages == {"loaded": 3, "io_error": 1}
+    assert report.tokens == 2 * 4
+    assert other.load(tokens).pages == (PageStatus.LOADED,) * 2
+    assert state(other)["state"] == "ready"  # of one owner, not of the master
+    pool.lost.clear()
+    assert fetched(other, tokens) == PAGES
+
+
+def test_a_name_that_leads_to_nothing_goes(host: Host, pool: FakePool) -> None:
+    tokens = stored(host)
+    drop_from(host.engine, "cpu")
+    pool.objects.clear()
+    assert host.engine.prefetch(tokens).result(WAIT).pages == {}
+    assert state(host)["pages"] == 0
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["extent", "sums", "key", "magic"])
+def test_a_flipped_bit_is_a_miss_and_the_object_goes(
+    open_host: OpenHost, host: Host, master: str, pool: FakePool, where: str
+) -> None:
+    tokens = stored(host)
+    other = shared(open_host, master)
+    victim = next(name for name in pool.objects if name.endswith(host.engine.pages(tokens)[1].key.hex()))
+    raw = bytearray(pool.objects[victim])
+    raw[{"extent": 77, "magic": EXTENT, "key": EXTENT + 20, "sums": EXTENT + 96}[where]] ^= 4
+    pool.objects[victim] = bytes(raw)
+    report = other.engine.prefetch(tokens).result(WAIT)
+    assert report.tokens == 4
+    assert report.pages["loaded"] == PAGES - 1
+    assert len(other.load(tokens).pages) == 1
+    until(lambda: victim not in pool.objects, "it goes, so that a good one finds its place")
+    stored(other)
+    assert victim in pool.objects
+    third = shared(open_host, master)
+    assert fetched(third, tokens) == PAGES
+
+
+def test_a_page_under_another_pages_name_is_a_miss(
+    open_host: OpenHost, host: Host, master: str, pool: FakePool
+) -> None:
+    tokens, others = stored(host, 1), stored(host, 2)
+    swapped = [host.engine.pages(some)[0].key.hex() for some in (tokens, others)]
+    names = [next(name for name in pool.objects if name.endswith(key)) for key in swapped]
+    pool.objects[names[0]], pool.objects[names[1]] = pool.objects[names[1]], pool.objects[names[0]]
+    other = shared(open_host, master)
+    assert fetched(other, tokens) == 0
+    assert fetched(other, others) == 0
+
+
+def test_bytes_of_another_computation_are_as_good(open_host: OpenHost, master: str, pool: FakePool) -> None:
+    """Two engines compute a page, with other bytes: the pool has the first one's, and whoever gets them, gets those."""
+    first, second = shared(open_host, master), shared(open_host, master)
+    second.data = lambda key: first.data(key) ^ 1
+    tokens = stored(first)
+    stored(second)
+    drop_from(second.engine, "cpu")
+    second.data = first.data
+    assert fetched(second, tokens) == PAGES
+
+
+# -- a full pool -----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_pool_is_tried_again(host: Host, pool: FakePool) -> None:
+    stored(host, 1, 6)
+    pool.room = 6
+    report = host.store(prompt(2, PAGES)).result(WAIT)
+    assert all({*tiers} == {"cpu", "mooncake"} for tiers in report.tiers)
+    assert state(host)["moved"]["waits"] >= 1
+    assert "full" not in state(host)["moved"]
+
+
+def test_what_stays_full_drops_and_counts(host: Host, pool: FakePool) -> None:
+    pool.room, pool.evicts = 2, False
+    report = host.store(prompt(1, PAGES)).result(WAIT)
+    assert [{*tiers} for tiers in report.tiers] == [{"cpu", "mooncake"}] * 2 + [{"cpu"}] * 2
+    assert state(host)["moved"]["full"] == 2
+    assert pool.calls["put"] <= 8  # a bounded number of times
+    assert state(host)["state"] == "ready"
+    quiet(host.engine)
+    assert host.engine.stats()["tiers"]["mooncake"]["pages"] == 2
+
+
+# -- a dead master ---------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_master_is_called_once_then_left_alone(host: Host, pool: FakePool) -> None:
+    stored(host)
+    pool.dead = True
+    report = host.store(prompt(2, PAGES)).result(WAIT)
+    assert all({*tiers} == {"cpu"} for tiers in report.tiers)
+    until(lambda: state(host)["state"] == "open", "the breaker opens")
+    puts, asked = pool.calls["put"], pool.calls["exist"]
+    for seed in range(3, 8):
+        host.store(prompt(seed, 2)).result(WAIT)
+        found = host.engine.prefetch(prompt(100 + seed, 2))
+        assert not found.asking
+        assert found.result(WAIT).pages == {}
+    assert pool.calls["put"] == puts
+    assert pool.calls["exist"] == asked
+    assert state(host)["opened"] == 1
+
+
+def test_it_comes_back_by_itself(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
+    tokens = stored(host)
+    other = shared(open_host, master)
+    assert fetched(other, tokens) == PAGES
+    pool.dead = True
+    for some in (host, other):
+        some.engine.prefetch(prompt(50, 2)).result(WAIT)
+        until(lambda some=some: state(some)["state"] == "open", "the breaker opens")  # type: ignore[misc]
+    pool.restart()
+    for some in (host, other):
+        ready(some)
+        assert state(some)["pages"] == 0  # what it knew is forgotten there
+    tokens = stored(host, 9)
+    assert fetched(other, tokens) == PAGES
+    assert len(pool.registered) == 2 * 3  # the clients are the same, and so is what is registered with them
+
+
+def test_an_engine_opens_without_a_master_and_finds_it_later(
+    open_host: OpenHost, master: str, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gdscache.tiers.mooncake._OPEN_S", 0.01)
+    pool.dead = True
+    host = shared(open_host, master)
+    assert state(host)["state"] == "connecting"
+    assert all({*tiers} == {"cpu"} for tiers in host.store(prompt(1, PAGES)).result(WAIT).tiers)
+    pool.dead = False
+    ready(host)
+    assert len(pool.registered) == 3
+    tokens = stored(host, 2)
+    assert fetched(shared(open_host, master), tokens) == PAGES
+
+
+@pytest.mark.parametrize("what", ["put", "get", "ask"])
+def test_a_call_that_hangs_holds_nobody(
+    open_host: OpenHost, host: Host, master: str, pool: FakePool, what: str
+) -> None:
+    tokens = stored(host)
+    other = shared(open_host, master, options={"deadline": 0.3})
+    local = stored(other, 7, 2)
+    gate = pool.answers if what == "ask" else pool.gate
+    gate.clear()
+    if what == "put":
+        handle = other.store(prompt(2, PAGES))
+        until(lambda: pool.calls["put"] == 3, "the put is under way")
+        other.store(prompt(4, 2))
+        until(lambda: state(other)["moved"].get("refused") == 2, "what waits behind it is refused")
+        assert not handle.done()
+    else:
+        found = other.engine.prefetch(tokens)
+    until(lambda: state(other)["state"] == "open", "the breaker opens")
+    assert len(other.load(local).pages) == 2  # what is here is served
+    assert not other.engine.prefetch(prompt(5, 2)).asking
+    later = other.store(prompt(3, 2)).result(WAIT)
+    assert all({*tiers} == {"cpu"} for tiers in later.tiers)
+    gate.set()
+    ready(other)
+    if what == "put":
+        assert not handle.result(WAIT).dropped  # late, and there
+    else:
+        found.result(WAIT)
+        assert fetched(other, tokens) == PAGES
+    quiet(other.engine)
+
+
+def test_an_engine_closes_while_a_call_hangs(open_host: OpenHost, master: str, pool: FakePool) -> None:
+    host = shared(open_host, master, options={"deadline": 0.05}, load={"deadline": 0.2}, store={"deadline": 0.2})
+    pool.gate.clear()
+    host.store(prompt(1, PAGES))
+    until(lambda: state(host)["state"] == "open", "the breaker opens")
+    tier = host.engine.manager.tiers["mooncake"]
+    closing = threading.Thread(target=host.engine.close)
+    closing.start()
+    closing.join(WAIT)
+    assert not closing.is_alive()
+    pool.gate.set()
+    tier.close()  # or its threads are there in the tests behind this one
+    left = "gdscache-pool-checks"
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith(left)], "its threads end")
+
+
+# -- removing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_clear_reaches_the_pool(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
+    tokens = stored(host)
+    other = shared(open_host, master)
+    assert fetched(other, tokens) == PAGES
+    drop_from(host.engine, "mooncake")  # its index does not know what it has put any more
+    host.engine.clear()
+    assert not pool.objects
+    assert host.engine.prefetch(tokens).result(WAIT).pages == {}
+
+
+def test_an_invalidated_namespace_goes_and_others_stay(host: Host, pool: FakePool) -> None:
+    stored(host, 1)
+    stored(host, 1, salt="tenant")
+    host.engine.invalidate(host.engine.namespace("tenant"))
+    assert {name.split("/")[1] for name in pool.objects} == {host.engine.namespace().hex()}
+
+
+def test_what_was_cleared_while_the_master_was_dead_never_comes_back(host: Host, pool: FakePool) -> None:
+    tokens = stored(host)
+    pool.dead = True
+    host.engine.clear()
+    assert state(host)["removals_owed"] >= 1
+    assert pool.objects
+    pool.dead = False  # it was only away: it has forgotten nothing
+    ready(host)
+    assert not pool.objects
+    assert host.engine.prefetch(tokens).result(WAIT).pages == {}
+    stored(host, 2)
+    assert pool.objects
+
+
+@pytest.mark.parametrize("deadline", [WAIT, 0.1])
+def test_a_put_that_was_under_way_in_a_clear_goes_again(
+    open_host: OpenHost, master: str, pool: FakePool, deadline: float
+) -> None:
+    host = shared(open_host, master, store={"deadline": deadline})  # the put ends in time, or late
+    pool.gate.clear()
+    handle = host.store(prompt(1, PAGES))
+    until(lambda: pool.calls["put"] == 1, "the put is under way")
+    clearing = threading.Thread(target=host.engine.clear)
+    clearing.start()
+    clearing.join(WAIT)
+    if deadline < WAIT:
+        assert {*handle.result(WAIT).dropped.values()} == {"deadline"}
+    pool.gate.set()
+    handle.result(WAIT)
+    quiet(host.engine)
+    until(lambda: state(host)["moved"].get("put") == PAGES, "the put ends")
+    until(lambda: not pool.objects, "what came too late goes")
+
+
+# -- the adapters ----------------------------------------------------------------------------------------------------
+
+
+def hashes_of(seed: int, pages: int) -> list[bytes]:
+    return [hashlib.sha256(f"{seed} {n}".encode()).digest() for n in range(pages)]
+
+
+@pytest.fixture
+def pair(open_host: OpenHost, host: Host, master: str) -> tuple[Host, list[bytes]]:
+    """An engine that has nothing, and the hashes of pages that another one has put."""
+    hashes = hashes_of(1, PAGES)
+    host.store(PageHashes(hashes))
+    quiet(host.engine)
+    return shared(open_host, master), hashes
+
+
+def request_of(hashes: list[bytes]) -> Any:
+    tokens = 4 * len(hashes) + 1
+    return SimpleNamespace(request_id="r", num_tokens=tokens, num_computed_tokens=0, block_hashes=hashes)
+
+
+def test_vllms_requests_wait_for_the_answer_and_get_the_pages(pair: tuple[Host, list[bytes]], pool: FakePool) -> None:
+    other, hashes = pair
+    table = RequestTable(PinningCache(other.engine, 60.0), 4, wait=WAIT)
+    request = request_of(hashes)
+    pool.answers.clear()
+    table.add(request)
+    assert table.ask(request, 0) == (None, False)
+    pool.answers.set()
+    until(lambda: table.ask(request, 0)[0] is not None, "the pages come")
+    assert table.ask(request, 0) == (PAGES * 4, False)
+    blocks = other.take(PAGES)
+    table.place(request, blocks, PAGES * 4)
+    assert table.hit_sources(request) == {"mooncake": PAGES}
+    (order,) = table.take_loads()
+    hit = order.fetch.checked(order.first, len(order.blocks))
+    keys = [page.key for page in other.engine.pages(PageHashes(hashes))]
+    assert other.finish(other.engine.load(hit, blocks), blocks, keys).tokens == PAGES * 4
+    order.fetch.release()
+    assert list(table.stores({"r": 1}, lambda name: blocks)) == []  # nothing of it is new
+
+
+@pytest.mark.parametrize("what", ["absent", "dead", "full"])
+def test_vllms_requests_go_on_without_it(pair: tuple[Host, list[bytes]], pool: FakePool, what: str) -> None:
+    other, hashes = pair
+    if what == "absent":
+        hashes = hashes_of(2, PAGES)
+    elif what == "dead":
+        pool.dead = True
+    pins = [other.engine.prefetch(stored(other, 5, 8), pin=60.0)] if what == "full" else []
+    table = RequestTable(PinningCache(other.engine, 60.0), 4, wait=WAIT)
+    request = request_of(hashes)
+    table.add(request)
+    until(lambda: table.ask(request, 0)[0] is not None, "an answer")
+    assert table.ask(request, 0) == (0, False)
+    table.place(request, other.take(PAGES), 0)
+    for pin in pins:
+        pin.release()
+    table.clear()
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_sglangs_lookup_waits_for_the_answer_while_nothing_else_runs(
+    pair: tuple[Host, list[bytes]], pool: FakePool, found: bool
+) -> None:
+    other, hashes = pair
+    cache, links = PinningCache(other.engine, 60.0), PageLinks()
+    hashes = hashes if found else hashes_of(2, PAGES)
+    busy = LoadTable(cache, links, wait=WAIT, alone=lambda: False, rest=cache.rest)
+    pool.answers.clear()
+    assert busy.lookup("busy", [some.hex() for some in hashes]) == 0
+    pool.answers.set()
+    busy.reset()
+    table = LoadTable(cache, links, wait=WAIT, alone=lambda: True, rest=cache.rest)
+    keys = [some.hex() for some in hashes]
+    assert table.lookup("r", keys) == (PAGES if found else 0)
+    blocks = other.take(PAGES)
+    assert table.load("r", keys, lambda: blocks) is found
+    for queued in table.take():
+        names = [page.key for page in other.engine.pages(links.named(keys))]
+        assert other.finish(other.engine.load(queued.hit(), blocks), blocks, names).tokens == PAGES * 4
+        queued.fetch.release()
+
+
+# -- faults at random ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_no_byte_is_wrong(open_host: OpenHost, master: str, pool: FakePool, seed: int) -> None:
+    """`Host` compares every page that a load calls good."""
+    rng = random.Random(seed)
+    hosts = [shared(open_host, master, options={"pages": 20, "deadline": 0.5}, cpu=12) for _ in range(2)]
+    pool.room = 24
+    for _ in range(120):
+        host, tokens = rng.choice(hosts), prompt(rng.randrange(8), rng.randint(1, 5))
+        match rng.randrange(9):
+            case 0 | 1:
+                host.store(tokens)
+            case 2 | 3 | 4:
+                host.engine.prefetch(tokens).result(WAIT)
+                host.load(tokens)
+            case 5:
+                pool.dead = not pool.dead
+            case 6 if pool.objects:
+                name = rng.choice(list(pool.objects))
+                raw = bytearray(pool.objects[name])
+                raw[rng.randrange(len(raw) - TRAILER_BYTES + 128)] ^= 1 << rng.randrange(8)
+                pool.objects[name] = bytes(raw)
+            case 7 if pool.objects:
+                pool.lost ^= {rng.choice(list(pool.objects))}
+            case 8:
+                drop_from(host.engine, "cpu")
+    pool.restart()
+    pool.lost.clear()
+    pool.room = 1 << 30
+    for host in hosts:
+        ready(host)
+        quiet(host.engine)
+    tokens = stored(hosts[0], 77)
+    assert fetched(hosts[1], tokens) == PAGES
+    for host in hosts:
+        settle(host.engine)
+
+
+# -- the configuration -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"master": "nowhere"}, {"replicas": 0}, {"segment": "lots"}, {"deadline": 0}, {"batch": -1}, {"protocol": 7}],
+)
+def test_what_is_no_pool_is_refused(tmp_path: Any, master: str, options: dict[str, Any]) -> None:
+    config = make_config(tmp_path, ssd=None, tiers=[pool_entry(master, **options)])
+    with pytest.raises(InvalidValueError):
+        CacheEngine.from_config(Config.from_dict(config))
+
+
+def test_it_is_refused_where_nothing_could_come_back(tmp_path: Any, master: str, pool: FakePool) -> None:
+    config = make_config(tmp_path, cpu=None, ssd=12, tiers=[pool_entry(master)])
+    with pytest.raises(TierUnavailableError, match="CPU tier"):
+        CacheEngine.from_config(Config.from_dict(config))
+    assert pool.registered  # it was open, and is not any more: its client says so where memory is left
+
+
+def test_a_prefetch_that_is_cancelled_while_it_asks_is_over(host: Host, pool: FakePool) -> None:
+    tokens = stored(host)
+    drop_from(host.engine, "cpu")
+    pool.answers.clear()
+    found = host.engine.prefetch(tokens, pin=60.0)
+    assert found.asking
+    found.cancel()
+    assert found.result(WAIT).end is PrefetchEnd.CANCELLED
+    assert not found.asking
+    pool.answers.set()
+    assert fetched(host, tokens) == PAGES
+
+
+def test_an_engine_closes_while_it_asks(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
+    tokens = stored(host)
+    other = shared(open_host, master, options={"deadline": 0.2})
+    pool.answers.clear()
+    found = other.engine.prefetch(tokens)
+    other.engine.close()
+    assert found.result(WAIT).end is PrefetchEnd.CLOSED
+    pool.answers.set()

@@ -1,0 +1,696 @@
+"""Prefetches in an engine whose disk is slow on order: loads first, turns, every way to end, nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gdscache import CacheEngine, Prefetch, PrefetchEnd
+from gdscache.errors import DeadlineError, EngineClosedError
+from gdscache.prefetch import queue as prefetching
+from gdscache.prefetch.queue import DEMAND_PAUSE_S, MOST
+from gdscache.storage.base import Op
+from tests.support.faulty import PLAN, Fault
+from tests.support.helpers import LONG, WAIT, Host, drop_from, make_config, prompt, quiet, run, settle, tokens_of, until
+
+Open = Callable[..., CacheEngine]
+OpenHost = Callable[..., Host]
+FAULTY = "tests.support.faulty:FaultyTransport"
+EXTENT = 8192
+
+
+@pytest.fixture(autouse=True)
+def healthy() -> Iterator[None]:
+    PLAN.reset()
+    yield
+    PLAN.reset()
+
+
+# -- an engine whose disk is slow --------------------------------------------------------------------------------------
+
+
+def stored(host: Host, seed: int, pages: int) -> list[int]:
+    """A prompt that is on the SSD, and in no faster tier."""
+    tokens = prompt(seed, pages)
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    return tokens
+
+
+def slow_host(open_host: OpenHost, **options: Any) -> Host:
+    """Chunks of one page."""
+    options = {"transport": FAULTY, "cpu": 24, "ssd": 64, "bounce": 8, **options}
+    prefetch = {"chunk": EXTENT} | options.pop("prefetch", {})
+    return open_host(prefetch=prefetch, **options)
+
+
+def offsets(host: Host, tokens: list[int]) -> set[int]:
+    index = host.engine.manager.ssd.index  # type: ignore[union-attr]
+    return {slot * EXTENT for page in host.engine.pages(tokens) if (slot := index.slot(page.key)) is not None}
+
+
+def ended(prefetch: Prefetch, seconds: float = WAIT) -> tuple[int, str]:
+    report = prefetch.result(seconds)
+    return report.tokens // 4, report.end.value
+
+
+def prefetch_stats(engine: CacheEngine) -> dict[str, Any]:
+    stats: dict[str, Any] = engine.stats()["prefetch"]
+    return stats
+
+
+def nothing_held(engine: CacheEngine) -> None:
+    until(lambda: engine.stats()["leases"] == [], "leases end")
+    assert engine.check().problems == ()
+
+
+def test_the_gate_learns_from_a_prefetch_what_the_ssd_takes(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 6)
+    costs = host.engine.manager.costs
+    assert "ssd" not in costs.bandwidths()
+    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02):
+        assert ended(host.engine.prefetch(tokens)) == (6, "complete")
+    until(lambda: "ssd" in costs.bandwidths(), "it is learned from")
+    assert 0 < costs.bandwidths()["ssd"] <= host.layout.page_bytes / 0.02
+
+
+def test_it_finishes_by_itself_and_its_tokens_grow(open_host: OpenHost, device: str) -> None:
+    host = slow_host(open_host, device=device)
+    tokens = stored(host, 1, 6)
+    with (
+        PLAN.rule(Op.READ, Fault.HANG, skip=4, times=1) as fifth,
+        PLAN.rule(Op.READ, Fault.HANG, skip=2, times=1) as third,
+    ):
+        prefetch = host.engine.prefetch(tokens)
+        for rule, there in ((third, 8), (fifth, 16)):
+            until(lambda: PLAN.held == 1, "a chunk hangs")
+            assert prefetch.tokens == there
+            assert not prefetch.done()
+            rule.release()
+            until(lambda there=there: prefetch.tokens > there, "it goes on")
+    until(prefetch.done, "it has ended")
+    assert prefetch.tokens == 24
+    nothing_held(host.engine)
+    assert host.engine.lookup(tokens).tiers == ("cpu",) * 6
+    report = prefetch.result(0)
+    assert (report.tokens, report.pages, report.end) == (24, {"loaded": 6}, PrefetchEnd.COMPLETE)
+    assert report.nbytes == 6 * host.layout.page_bytes
+    assert 0 < report.seconds < WAIT
+
+
+def test_nobody_need_keep_the_handle(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 6)
+    host.engine.prefetch(tokens)
+    until(lambda: host.engine.lookup(tokens).tiers == ("cpu",) * 6, "all pages are there")
+    until(lambda: prefetch_stats(host.engine)["under_way"] == 0, "it has ended")
+    nothing_held(host.engine)
+
+
+def test_slots_are_taken_for_what_the_ssd_has_chunk_by_chunk(open_host: OpenHost) -> None:
+    host = slow_host(open_host, prefetch={"chunk": 2 * EXTENT})
+    tokens = stored(host, 1, 5) + prompt(9, 40)  # 40 pages that no tier has
+    index = host.engine.manager.cpu.index  # type: ignore[union-attr]
+    with PLAN.rule(Op.READ, Fault.HANG):
+        prefetch = host.engine.prefetch(tokens)
+        until(lambda: PLAN.held == 2, "a chunk is under way")
+        assert len(index) == 2
+        assert [lease["pages"] for lease in host.engine.stats()["leases"]] == [4]  # two pages, at both ends
+        assert prefetch.tokens == 0
+    assert ended(prefetch) == (5, "complete")
+    assert len(index) == 5
+
+
+def test_what_is_there_already_is_not_read(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 6)
+    assert host.load(tokens[:8]).tokens == 8
+    before = len(PLAN.moved[Op.READ])
+    with PLAN.rule(Op.READ, Fault.HANG):
+        prefetch = host.engine.prefetch(tokens)
+        assert prefetch.tokens == 8
+    assert prefetch.result(WAIT).pages == {"present": 2, "loaded": 4}
+    assert len(PLAN.moved[Op.READ]) - before == 4
+    again = host.engine.prefetch(tokens)
+    assert again.done()
+    assert again.result(0).pages == {"present": 6}
+    assert ended(again) == (6, "complete")
+    assert len(PLAN.moved[Op.READ]) - before == 4
+
+
+def test_it_starts_where_it_is_told_to(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 6)
+    assert ended(host.engine.prefetch(tokens, start=12)) == (3, "complete")
+    assert host.engine.lookup(tokens).tiers == ("ssd",) * 3 + ("cpu",) * 3
+
+
+def test_pages_of_the_gpu_pool_are_not_read(open_engine: Open) -> None:
+    engine = open_engine(gpu=16, transport=FAULTY, cpu=8, ssd=12)
+    tokens = prompt(1, 5, extra=1)
+    run(engine, tokens)
+    drop_from(engine, "cpu")
+    prefetch = engine.prefetch(tokens)
+    assert ended(prefetch) == (5, "complete")
+    assert PLAN.moved[Op.READ] == []
+    drop_from(engine, "gpu")
+    with engine.prefetch(tokens) as prefetch:
+        assert ended(prefetch) == (5, "complete")
+    assert len(PLAN.moved[Op.READ]) == 5
+    assert run(engine, tokens) == 20
+    assert len(PLAN.moved[Op.READ]) == 5, "what was prefetched is read again"
+
+
+def test_a_page_of_the_gpu_pool_between_others_is_not_read(open_engine: Open) -> None:
+    engine = open_engine(gpu=16, transport=FAULTY, cpu=8, ssd=12)
+    tokens = prompt(1, 5)
+    run(engine, tokens)
+    drop_from(engine, "cpu")
+    with engine.manager.lock:
+        for number in (1, 3):
+            entry = engine.gpu.index.get(engine.pages(tokens)[number].key)
+            assert entry is not None
+            engine.gpu.index.drop(entry)
+    report = engine.prefetch(tokens).result(WAIT)
+    assert (report.tokens, report.pages) == (20, {"present": 3, "loaded": 2})
+    assert len(PLAN.moved[Op.READ]) == 2
+
+
+# -- loads first -------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_waits_for_one_chunk_at_most(open_host: OpenHost) -> None:
+    host = slow_host(open_host, cpu=48)
+    other, tokens = stored(host, 1, 40), stored(host, 2, 3)
+    theirs = offsets(host, other)
+    with (
+        PLAN.rule(Op.READ, Fault.DELAY, lambda offset: offset in theirs, seconds=0.005),
+        PLAN.rule(Op.READ, Fault.DELAY, lambda offset: offset not in theirs, seconds=0.4),
+    ):
+        prefetch = host.engine.prefetch(other)
+        until(lambda: prefetch.tokens > 0, "it has begun")
+        begun = time.monotonic()
+        load, blocks, names = host.begin(tokens)
+        before = len(PLAN.moved[Op.READ])
+        load.result(WAIT)
+        meanwhile = PLAN.moved[Op.READ][before:]
+    under_way = 1
+    guaranteed = (time.monotonic() - begun) / DEMAND_PAUSE_S
+    assert sum(offset in theirs for offset in meanwhile) <= under_way + guaranteed
+    assert sum(offset not in theirs for offset in meanwhile) == 3
+    assert ended(prefetch) == (40, "complete")
+    assert host.finish(load, blocks, names).tokens == 12
+
+
+def test_when_the_last_load_has_ended_it_goes_on(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetching, "DEMAND_PAUSE_S", 1000.0)
+    host = slow_host(open_host)
+    other, tokens = stored(host, 1, 6), stored(host, 2, 1)
+    theirs = offsets(host, other)
+    with PLAN.rule(Op.READ, Fault.HANG, lambda offset: offset not in theirs):
+        load, blocks, names = host.begin(tokens)
+        prefetch = host.engine.prefetch(other)
+        time.sleep(0.1)
+        assert prefetch.tokens == 0
+        assert PLAN.moved[Op.READ] == []
+    assert ended(prefetch) == (6, "complete")
+    assert host.finish(load, blocks, names).tokens == 4
+
+
+def test_while_loads_hang_a_few_chunks_move_and_no_more(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    other, tokens = stored(host, 1, 20), stored(host, 2, 1)
+    theirs = offsets(host, other)
+    with PLAN.rule(Op.READ, Fault.HANG, lambda offset: offset not in theirs):
+        load, blocks, names = host.begin(tokens)
+        until(lambda: PLAN.held == 1, "the load hangs")
+        begun = time.monotonic()
+        prefetch = host.engine.prefetch(other)
+        until(lambda: prefetch.tokens >= 8, "it is not starved")
+        chunks, seconds = prefetch.tokens // 4, time.monotonic() - begun
+        assert chunks <= seconds / DEMAND_PAUSE_S + 1
+    assert host.finish(load, blocks, names).tokens == 4
+    assert ended(prefetch) == (20, "complete")
+
+
+def test_a_load_that_needs_the_page_under_way_waits_for_it(open_host: OpenHost, device: str) -> None:
+    host = slow_host(open_host, device=device)
+    tokens = stored(host, 1, 3)
+    with PLAN.rule(Op.READ, Fault.HANG, times=1):
+        prefetch = host.engine.prefetch(tokens)
+        until(lambda: PLAN.held == 1, "a chunk is under way")
+        load, blocks, names = host.begin(tokens)
+        time.sleep(0.05)
+        assert not load.done()
+    assert host.finish(load, blocks, names).tokens == 12
+    assert prefetch.result(WAIT).tokens == 12
+    assert len(PLAN.moved[Op.READ]) == 3, "a page was read twice"
+
+
+def test_two_prefetches_of_a_prefix_read_it_once(open_host: OpenHost) -> None:
+    host = slow_host(open_host, prefetch={"concurrent": 3})
+    tokens = stored(host, 1, 8)
+    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.01):
+        both = [host.engine.prefetch(tokens), host.engine.prefetch(tokens)]
+        assert [ended(prefetch) for prefetch in both] == [(8, "complete")] * 2
+    assert len(PLAN.moved[Op.READ]) == 8
+
+
+def test_a_prefetch_waits_for_pages_that_a_load_is_reading(open_host: OpenHost, device: str) -> None:
+    host = slow_host(open_host, device=device)
+    tokens = stored(host, 1, 4)
+    with PLAN.rule(Op.READ, Fault.HANG):
+        load, blocks, names = host.begin(tokens[:8])
+        until(lambda: PLAN.held == 2, "the load hangs")
+        prefetch = host.engine.prefetch(tokens)
+        time.sleep(0.15)
+        assert not prefetch.done()
+        assert PLAN.held == 2
+    assert host.finish(load, blocks, names).tokens == 8
+    assert prefetch.result(WAIT).tokens == 16
+    assert len(PLAN.moved[Op.READ]) == 4
+
+
+def test_many_at_once_take_turns(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    prompts = [stored(host, seed, pages) for seed, pages in ((1, 7), (2, 7), (3, 4), (4, 6))]
+    owner = {offset: n for n, tokens in enumerate(prompts) for offset in offsets(host, tokens)}
+    with PLAN.rule(Op.READ, Fault.HANG, times=1) as first:
+        prefetches = [host.engine.prefetch(tokens) for tokens in prompts]
+        until(lambda: PLAN.held == 1, "the first chunk is under way")
+        first.release()
+        assert [ended(prefetch) for prefetch in prefetches] == [
+            (7, "complete"),
+            (7, "complete"),
+            (4, "complete"),
+            (6, "complete"),
+        ]
+    counts = [0] * 4
+    for offset in PLAN.moved[Op.READ][1:]:  # the others came after the first chunk had begun
+        counts[owner[offset]] += 1
+        waiting = [n for n, total in zip(counts, (6, 7, 4, 6), strict=True) if n < total]
+        assert max(counts) <= min(waiting, default=7) + 1
+    assert counts == [6, 7, 4, 6]
+
+
+# -- how it ends -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3, 5, 6])
+@pytest.mark.parametrize("by", ["cancel", "block"])
+def test_cancelled_at_any_point_it_ends_after_the_chunk_under_way(open_host: OpenHost, chunks: int, by: str) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 6)
+    with PLAN.rule(Op.READ, Fault.HANG, skip=chunks):
+        prefetch = host.engine.prefetch(tokens)
+        until(lambda: PLAN.held == 1 or prefetch.done(), "so many chunks are there")
+        assert prefetch.tokens == 4 * chunks
+        if by == "cancel":
+            prefetch.cancel()
+            prefetch.cancel()
+        else:
+            with prefetch:
+                pass
+        assert prefetch.done() == (chunks == 6)
+    moved = min(6, chunks + 1)
+    assert ended(prefetch) == (moved, "complete" if chunks == 6 else "cancelled")
+    report = prefetch.result(0)
+    assert report.pages == {"loaded": moved, **({"left": 6 - moved} if moved < 6 else {})}
+    nothing_held(host.engine)
+    assert host.engine.lookup(tokens).tiers == ("cpu",) * moved + ("ssd",) * (6 - moved)
+    assert len(PLAN.moved[Op.READ]) == moved
+
+
+def test_best_effort_takes_what_is_there_and_stops(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 6)
+    with PLAN.rule(Op.READ, Fault.HANG, skip=2):
+        prefetch = host.engine.prefetch(tokens)
+        until(lambda: PLAN.held == 1, "the third chunk hangs")
+        begun = time.monotonic()
+        assert prefetch.wait() == 8
+        assert time.monotonic() - begun < WAIT / 2
+        assert not prefetch.done()
+    assert ended(prefetch) == (3, "stopped")
+    assert prefetch.wait() == 12
+
+
+def test_wait_complete_waits_for_the_end(open_host: OpenHost) -> None:
+    host = slow_host(open_host, prefetch={"stop": "wait_complete"})
+    tokens = stored(host, 1, 6)
+    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02):
+        prefetch = host.engine.prefetch(tokens)
+        assert prefetch.wait() == 24
+    assert prefetch.done()
+    assert ended(prefetch) == (6, "complete")
+
+
+def test_wait_complete_gives_up_after_the_deadline_of_loads(open_host: OpenHost) -> None:
+    host = slow_host(open_host, prefetch={"stop": "wait_complete"}, load={"deadline": 0.4})
+    other, tokens = stored(host, 1, 20), stored(host, 2, 1)
+    theirs = offsets(host, other)
+    with PLAN.rule(Op.READ, Fault.DELAY, lambda offset: offset in theirs, seconds=0.1):
+        prefetch = host.engine.prefetch(other)
+        begun = time.monotonic()
+        there = prefetch.wait()
+        assert 0.4 <= time.monotonic() - begun < WAIT / 2
+        assert there < 80
+        assert ended(prefetch)[1] == "deadline"
+    assert host.load(tokens).tokens == 4
+
+
+def test_timeout_waits_so_long_and_no_longer(open_host: OpenHost) -> None:
+    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout": 2.05})
+    tokens = stored(host, 1, 6)
+    with PLAN.rule(Op.READ, Fault.HANG, skip=2):
+        begun = time.monotonic()
+        prefetch = host.engine.prefetch(tokens)  # 2.05 s, and some ms for 24 tokens
+        until(lambda: PLAN.held == 1, "the third chunk hangs")
+        assert prefetch.wait() == 8
+        assert 2.0 < time.monotonic() - begun < WAIT / 2
+        assert not prefetch.done()
+    assert ended(prefetch) == (3, "stopped")
+
+
+def test_timeout_waits_no_longer_than_the_pages_take(open_host: OpenHost) -> None:
+    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout": WAIT})
+    tokens = stored(host, 1, 2)
+    begun = time.monotonic()
+    assert host.engine.prefetch(tokens).wait() == 8
+    assert time.monotonic() - begun < WAIT / 2
+
+
+def test_timeout_ends_it_though_nobody_asks(open_host: OpenHost) -> None:
+    limit = 0.5
+    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout": limit})
+    tokens = stored(host, 1, 20)
+    with PLAN.rule(Op.READ, Fault.HANG):
+        prefetch = host.engine.prefetch(tokens)
+        until(lambda: PLAN.held == 1, "the first chunk hangs")
+        time.sleep(1.2 * limit)  # until its time is up
+        assert not prefetch.done()
+    report = prefetch.result(WAIT)
+    assert report.end is PrefetchEnd.STOPPED
+    assert report.pages["loaded"] == 1
+
+
+def test_the_quota_holds_until_somebody_uses_what_is_there(open_host: OpenHost) -> None:
+    host = slow_host(open_host, cpu=10, prefetch={"quota": 0.5, "concurrent": 2})
+    one, two, three = stored(host, 1, 8), stored(host, 2, 4), stored(host, 3, 2)
+    assert ended(host.engine.prefetch(one)) == (5, "quota")
+    assert ended(host.engine.prefetch(two)) == (0, "quota")
+    stats = prefetch_stats(host.engine)
+    assert (stats["held_pages"], stats["unused_pages"], stats["quota_pages"]) == (5, 5, 5)
+    assert host.engine.lookup(one).tiers == ("cpu",) * 5 + ("ssd",) * 3
+    assert prefetch_stats(host.engine)["unused_pages"] == 5, "a lookup is no use"
+    assert host.load(one[:12]).tokens == 12
+    stats = prefetch_stats(host.engine)
+    assert (stats["used_pages"], stats["unused_pages"], stats["lost_pages"]) == (3, 2, 0)
+    assert ended(host.engine.prefetch(two)) == (3, "quota")
+    drop_from(host.engine, "cpu")
+    assert ended(host.engine.prefetch(three)) == (2, "complete"), "pages that are gone hold nothing"
+    stats = prefetch_stats(host.engine)
+    assert (stats["used_pages"], stats["unused_pages"], stats["lost_pages"]) == (3, 2, 5)
+    assert ended(host.engine.prefetch(one)) == (3, "quota")
+    stats = prefetch_stats(host.engine)
+    assert stats["ended"] | {"quota": 4, "complete": 1} == stats["ended"]
+    assert sum(stats["ended"].values()) == stats["requests"] == 5
+    assert stats["pages"] == {"loaded": 13}
+    assert stats["bytes"] == 13 * host.layout.page_bytes
+    assert stats["used_pages"] + stats["lost_pages"] + stats["unused_pages"] == 13
+
+
+def test_a_page_that_is_used_on_its_way_counts_as_used(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 1)
+    with PLAN.rule(Op.READ, Fault.HANG):
+        prefetch = host.engine.prefetch(tokens)
+        until(lambda: PLAN.held == 1, "a chunk is under way")
+        load, blocks, names = host.begin(tokens)
+    assert host.finish(load, blocks, names).bytes_by_tier == {"cpu": host.layout.page_bytes}
+    prefetch.result(WAIT)
+    stats = prefetch_stats(host.engine)
+    assert (stats["used_pages"], stats["held_pages"]) == (1, 0)
+
+
+def test_without_a_slot_that_may_go_it_ends(open_host: OpenHost) -> None:
+    host = slow_host(open_host, cpu=6)
+    tokens, other = stored(host, 1, 5), stored(host, 2, 4)
+    host.load(other)
+    planner = host.engine.loader.planner
+    plan = planner.plan([host.engine.pages(other)], "somebody")
+    try:
+        report = host.engine.prefetch(tokens).result(WAIT)
+        assert (report.tokens, report.end, report.pages) == (8, PrefetchEnd.NO_ROOM, {"loaded": 2, "left": 3})
+    finally:
+        planner.end(plan)
+
+
+def test_it_does_not_push_out_what_comes_before_it(open_host: OpenHost) -> None:
+    host = slow_host(open_host, cpu=4)
+    tokens = stored(host, 1, 8)
+    host.load(tokens[:8])
+    other = prompt(2, 2)
+    host.store(other)
+    quiet(host.engine)
+    report = host.engine.prefetch(tokens, start=4).result(WAIT)
+    assert report.pages == {"present": 1, "loaded": 2, "left": 4}
+    assert report.end is PrefetchEnd.NO_ROOM
+    assert host.engine.lookup(tokens).tiers == ("cpu",) * 4 + ("ssd",) * 4
+
+
+def test_more_than_the_queue_holds_end_at_once(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    tokens, other = (stored(host, seed, 2) for seed in range(2))
+    with PLAN.rule(Op.READ, Fault.HANG):
+        prefetches = [host.engine.prefetch(tokens) for _ in range(MOST)]
+        more = host.engine.prefetch(other)
+        assert not any(p.done() for p in prefetches)
+        assert ended(more) == (0, "queue_full")
+        assert prefetch_stats(host.engine)["under_way"] == MOST
+    assert {ended(p)[1] for p in prefetches} == {"complete"}
+    assert ended(host.engine.prefetch(other)) == (2, "complete")
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"), [(Fault.FLIP, "checksum"), (Fault.EIO, "io_error"), (Fault.SHORT, "short_read")]
+)
+@pytest.mark.parametrize("chunk", [1, 2, 8])
+def test_a_bad_page_ends_it_and_is_dropped(open_host: OpenHost, fault: Fault, status: str, chunk: int) -> None:
+    host = slow_host(open_host, prefetch={"chunk": chunk * EXTENT})
+    tokens = stored(host, 1, 6)
+    slot = host.engine.manager.ssd.index.slot(host.engine.pages(tokens)[2].key)  # type: ignore[union-attr]
+    with PLAN.rule(Op.READ, fault, lambda offset: offset == slot * EXTENT, bit=11):
+        report = host.engine.prefetch(tokens).result(WAIT)
+    begun = min(6, (2 // chunk + 1) * chunk)
+    assert (report.tokens, report.end) == (8, PrefetchEnd.ERROR)
+    assert report.pages == {"loaded": begun - 1, status: 1, **({"left": 6 - begun} if begun < 6 else {})}
+    nothing_held(host.engine)
+    assert tokens_of(host.engine, tokens) == 8
+    assert host.load(tokens).tokens == 8
+    assert prefetch_stats(host.engine)["pages"] == {"loaded": begun - 1, status: 1}
+
+
+def test_late_reads_go_to_quarantine(open_host: OpenHost) -> None:
+    host = slow_host(open_host, load={"deadline": 0.3})
+    tokens = stored(host, 1, 3)
+    with PLAN.rule(Op.READ, Fault.HANG, times=1):
+        prefetch = host.engine.prefetch(tokens)
+        report = prefetch.result(WAIT)
+        assert (report.pages, report.end) == ({"deadline": 1, "left": 2}, PrefetchEnd.ERROR)
+        assert [lease["owner"] for lease in host.engine.stats()["leases"]] == ["quarantine"]
+        assert host.engine.prefetch(tokens).result(0).pages == {}
+        assert host.engine.check().problems == ()
+    nothing_held(host.engine)
+    assert ended(host.engine.prefetch(tokens)) == (3, "complete")
+
+
+@pytest.mark.parametrize("invalidate", [False, True])
+def test_what_is_cleared_under_way_does_not_come_back(open_host: OpenHost, invalidate: bool) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 5)
+    with PLAN.rule(Op.READ, Fault.HANG, skip=1):
+        prefetch = host.engine.prefetch(tokens)
+        until(lambda: PLAN.held == 1, "the second chunk is under way")
+        host.engine.invalidate(host.engine.namespace()) if invalidate else host.engine.clear()
+        assert not prefetch.done()
+    report = prefetch.result(WAIT)
+    assert (report.pages, report.end) == ({"loaded": 1, "cleared": 1, "left": 3}, PrefetchEnd.MISSING)
+    assert tokens_of(host.engine, tokens) == 0
+    nothing_held(host.engine)
+    assert prefetch_stats(host.engine)["held_pages"] == 0
+
+
+def test_pages_that_leave_the_ssd_meanwhile_end_it(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 5)
+    with PLAN.rule(Op.READ, Fault.HANG, skip=1):
+        prefetch = host.engine.prefetch(tokens)
+        until(lambda: PLAN.held == 1, "the second chunk is under way")
+        drop_from(host.engine, "ssd")
+    assert ended(prefetch) == (2, "missing")
+    assert prefetch.result(0).pages == {"loaded": 2, "left": 3}
+
+
+def test_something_unforeseen_costs_the_chunk_and_nothing_else(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 4)
+
+    def broken(plan: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.engine.loader, "bring", broken)
+        assert ended(host.engine.prefetch(tokens)) == (0, "error")
+    assert [r.exc_info[0] for r in caplog.records if r.exc_info and r.levelno == logging.ERROR] == [ZeroDivisionError]
+    nothing_held(host.engine)
+    assert len(host.engine.manager.cpu.index) == 0  # type: ignore[union-attr]
+    assert ended(host.engine.prefetch(tokens)) == (4, "complete")
+
+
+def test_a_broken_turn_ends_all_and_the_next_call_begins_anew(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(host.engine.loader.planner, "plan_prefetch", lambda *args, **options: 1 // 0)
+        assert ended(host.engine.prefetch(tokens)) == (0, "error")
+        until(lambda: "ZeroDivisionError" in caplog.text, "the log says what it ended with")
+    nothing_held(host.engine)
+    assert ended(host.engine.prefetch(tokens)) == (4, "complete")
+
+
+def test_a_report_that_is_late_says_what_to_do(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 4)
+    with PLAN.rule(Op.READ, Fault.HANG):
+        prefetch = host.engine.prefetch(tokens)
+        until(lambda: PLAN.held == 1, "a chunk is under way")
+        with pytest.raises(DeadlineError, match="3 of 4 pages have not begun") as caught:
+            prefetch.result(0.02)
+        assert "cancel()" in caught.value.hint
+    assert ended(prefetch) == (4, "complete")
+
+
+# -- the engine's end --------------------------------------------------------------------------------------------------
+
+
+def threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("gdscache-prefetch"))
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_close_ends_prefetches_after_the_chunk_under_way(slab: Any, drain: bool) -> None:
+    host = Host(make_config(slab, transport=FAULTY, cpu=24, ssd=64, prefetch={"chunk": EXTENT}))
+    prompts = [stored(host, seed, 4) for seed in (1, 2)]
+    with PLAN.rule(Op.READ, Fault.HANG):
+        prefetches = [host.engine.prefetch(tokens) for tokens in prompts]
+        until(lambda: PLAN.held == 1, "a chunk is under way")
+        closer = threading.Thread(target=host.engine.close, args=(drain,))
+        closer.start()
+        until(prefetches[1].done, "what has no chunk under way ends at once")
+        assert not prefetches[0].done()
+    closer.join(WAIT)
+    assert not closer.is_alive()
+    assert [ended(p) for p in prefetches] == [(1, "closed"), (0, "closed")]
+    assert threads() == []
+    for use in (prefetches[0].cancel, prefetches[0].wait, prefetches[1].done):
+        use()
+    with pytest.raises(EngineClosedError):
+        host.engine.prefetch(prompts[0])
+
+
+def test_the_threads_are_there_before_there_is_something_to_do(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
+    tokens = stored(host, 1, 2)
+    host.load(tokens)
+    assert ended(host.engine.prefetch(tokens)) == (2, "complete")
+    assert ended(host.engine.prefetch(prompt(2, 2))) == (0, "complete")
+    begun = threads()
+    assert len(begun) == 2
+    drop_from(host.engine, "cpu")
+    assert ended(host.engine.prefetch(tokens)) == (2, "complete")
+    assert threads() == begun
+
+
+@pytest.mark.parametrize(("cpu", "ssd"), [(None, 8), (4, None)])
+def test_without_both_tiers_there_is_nothing_to_bring(open_host: OpenHost, cpu: int | None, ssd: int | None) -> None:
+    host = open_host(cpu=cpu, ssd=ssd)
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    assert ended(host.engine.prefetch(tokens)) == (3 if cpu else 0, "complete")
+    assert threads() == []
+
+
+@pytest.mark.parametrize("seconds", LONG)
+@pytest.mark.parametrize("transport", ["tests.support.faulty:FaultyMerging", "tests.support.faulty:FaultyUring"])
+def test_many_threads_prefetch_load_cancel_and_clear(open_host: OpenHost, transport: str, seconds: float) -> None:
+    host = slow_host(
+        open_host,
+        transport=transport,
+        cpu=10,
+        ssd=32,
+        blocks=128,
+        prefetch={"chunk": 2 * EXTENT, "concurrent": 2, "quota": 0.4},
+    )
+    engine, failures, end = host.engine, [], time.monotonic() + seconds
+    prompts = [prompt(seed, 6) for seed in range(5)]
+    limit = prefetch_stats(engine)["quota_pages"]
+    assert limit == 4
+    blocks = [host.take(6) for _ in range(4)]
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        try:
+            while time.monotonic() < end and not failures:
+                tokens, action = rng.choice(prompts), rng.random()
+                if action < 0.35:
+                    with engine.prefetch(tokens, start=4 * rng.randrange(3)) as prefetch:
+                        if rng.random() < 0.5:
+                            report = prefetch.result(WAIT)
+                            assert report.end in PrefetchEnd
+                        elif rng.random() < 0.5:
+                            prefetch.wait()
+                elif action < 0.6:
+                    hit = engine.lookup(tokens)
+                    engine.load(hit, blocks[number][: len(hit.pages)]).result(WAIT)
+                elif action < 0.9:
+                    engine.store(tokens, blocks[number]).release_event.synchronize(WAIT)
+                elif action < 0.93:
+                    engine.clear()
+                elif action < 0.96:
+                    drop_from(engine, "cpu")
+                else:
+                    assert prefetch_stats(engine)["held_pages"] <= limit
+        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+            failures.append(error)
+
+    with (
+        PLAN.rule(Op.READ, Fault.DELAY, rate=0.2, seconds=0.003),
+        PLAN.rule(Op.READ, Fault.EIO, rate=0.02),
+        PLAN.rule(Op.READ, Fault.FLIP, rate=0.02),
+    ):
+        workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(3 * WAIT)
+    if failures:
+        raise failures[0]
+    until(lambda: prefetch_stats(engine)["under_way"] == 0, "prefetches end")
+    settle(engine)
+    stats = prefetch_stats(engine)
+    assert sum(stats["ended"].values()) == stats["requests"] > 0
+    assert stats["used_pages"] + stats["lost_pages"] + stats["unused_pages"] == stats["pages"].get("loaded", 0)

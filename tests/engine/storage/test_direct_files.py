@@ -1,0 +1,106 @@
+"""Files of transports that move host memory: past the page cache, or not, and why."""
+
+import errno
+import logging
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gdscache.cuda.host_memory import HostBuffer
+from gdscache.errors import (
+    IOFailedError,
+    TransportUnavailableError,
+)
+from gdscache.storage import IORequest, Op, Transport, files
+from gdscache.storage.base import Switch
+from gdscache.storage.files import probe_direct_io
+from gdscache.storage.native import NativeTransport
+from tests.support.transport_parts import FILE_BYTES, SECTOR, soon
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> Path:
+    path = tmp_path / "slab"
+    path.write_bytes(random.Random(1).randbytes(FILE_BYTES))
+    return path
+
+
+@pytest.fixture
+def buffer() -> Iterator[HostBuffer]:
+    with HostBuffer(FILE_BYTES, "off") as made:
+        yield made
+
+
+def read(transport: Transport, file: int, buffer: HostBuffer, offset: int, nbytes: int, at: int = 0) -> object:
+    [error] = transport.submit(Op.READ, [IORequest(file, offset, buffer.view[at : at + nbytes])]).wait(soon())
+    return error
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = os.open
+
+    def refusing(path: object, flags: int, *args: int, **more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return plain(path, flags, *args, **more)
+
+    monkeypatch.setattr(files.os, "open", refusing)
+
+
+def test_no_o_direct(
+    slab: Path, buffer: HostBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse_direct(monkeypatch)
+    with caplog.at_level(logging.WARNING, "gdscache.storage"), NativeTransport(1, "auto", uring=False) as transport:
+        for _ in range(3):
+            file = transport.open(slab)
+        assert not transport.direct
+        assert read(transport, file, buffer, 0, SECTOR) is None
+        assert str(slab.parent) in str(transport.describe()["direct_refused"])
+    assert len(caplog.records) == 1
+    assert "Invalid argument" in caplog.text
+    with (
+        NativeTransport(1, "on", uring=False) as transport,
+        pytest.raises(TransportUnavailableError, match="Invalid argument"),
+    ):
+        transport.open(slab)
+    assert sorted(path.name for path in slab.parent.iterdir()) == ["slab"]
+
+
+def test_direct_io_that_lies_is_not_used(slab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.os, "preadv", lambda file, views, offset: views[0].nbytes)
+    with (
+        NativeTransport(1, "on", uring=False) as transport,
+        pytest.raises(TransportUnavailableError, match="not what was written"),
+    ):
+        transport.open(slab)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+@pytest.mark.parametrize("direct_io", ["auto", "on"])
+def test_too_many_open_files_are_not_taken_for_a_file_system_without_direct_io(
+    slab: Path, monkeypatch: pytest.MonkeyPatch, code: int, direct_io: Switch
+) -> None:
+    real = os.open
+
+    def refuses(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, *rest)
+
+    cause = probe_direct_io(slab.parent)
+    with NativeTransport(1, direct_io, uring=False) as transport:
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os, "open", refuses)
+            with pytest.raises(IOFailedError, match="O_DIRECT cannot be probed") as caught:
+                transport.open(slab)
+        assert caught.value.errno == code
+        assert "ulimit -n" in caught.value.hint
+        assert transport.describe()["direct_refused"] == {}
+        if direct_io == "auto" or not cause:
+            transport.open(slab)  # the cause is gone, and nothing of it is remembered
+            assert transport.direct is not bool(cause)
+    assert list(slab.parent.iterdir()) == [slab]

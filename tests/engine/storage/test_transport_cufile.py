@@ -1,0 +1,291 @@
+"""The transport `cufile`, over a cuFile and a GPU that are not there; and through the real ones where they are."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gdscache.errors import (
+    DeadlineError,
+    EngineClosedError,
+    IOFailedError,
+    NativeCallError,
+    TransportUnavailableError,
+)
+from gdscache.storage import IORequest, Op, Transport, cufile
+from gdscache.storage.cufile import CufileTransport
+from gdscache.testing.suite_base import FILE_BYTES, SECTOR, Make, Remember, soon
+from gdscache.testing.transport_suite import TransportSuite
+from tests.support import fake_cufile
+from tests.support.cufile_parts import HANG, NOT_ON_THIS_FILE, TOO_MUCH_MEMORY, Call, Fault
+from tests.support.fake_cufile import DeviceBytes
+from tests.support.helpers import until
+
+
+@pytest.fixture(autouse=True)
+def _well(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("gpu"):
+        yield
+        return
+    before = fake_cufile.living()
+    yield
+    fake_cufile.release()
+    assert fake_cufile.living() == before, "files, memory or batches of cuFile are left"
+
+
+class OnDevice:
+    """What the suite asks of memory, on the GPU that is not there."""
+
+    def __init__(self, transport: Transport, nbytes: int) -> None:
+        self.kind, self.nbytes, self._transport = "cuda", nbytes, transport
+        self._whole: Any = fake_cufile.allocate(nbytes)
+        transport.register(self._whole)
+
+    def part(self, at: int, nbytes: int) -> DeviceBytes:
+        part: DeviceBytes = self._whole[at : at + nbytes]
+        return part
+
+    def fill(self, data: bytes) -> None:
+        self._whole.host[:] = data
+
+    def bytes(self, at: int = 0, nbytes: int | None = None) -> bytes:
+        return bytes(self.part(at, self.nbytes if nbytes is None else nbytes).host)
+
+    def close(self) -> None:
+        self._transport.deregister(self._whole)
+        fake_cufile.free(self._whole)
+
+
+class OverTheFake(TransportSuite):
+    """All memory of the cases is the GPU's, and cuFile moves it."""
+
+    batched = 0
+    test_bad_requests_harm_no_other: Any = None  # these two are about memory of the host
+    test_read_only_memory_may_be_written_from: Any = None
+
+    def make_transport(self, threads: int) -> Transport:
+        return fake_cufile.opened(threads, batched=self.batched)
+
+    @pytest.fixture
+    def memory(self, make: Make) -> Iterator[Remember]:
+        made: list[OnDevice] = []
+
+        def build(transport: Transport, nbytes: int = FILE_BYTES, kind: str = "host") -> Any:
+            made.append(OnDevice(transport, nbytes))
+            return made[-1]
+
+        before = fake_cufile.moves()
+        yield build
+        for one in made:
+            one.close()
+        assert fake_cufile.moves() > before or not made, "cuFile moved nothing"
+
+
+class TestByCalls(OverTheFake):
+    pass
+
+
+class TestByBatches(OverTheFake):
+    batched = 1 << 20
+    test_a_long_queue_takes_no_more_threads_or_files: Any = None  # the stand-in has a thread for each entry of a batch
+
+
+class TestHostMemory(TransportSuite):
+    """With a GPU, and memory of the host: cuFile moves none of it."""
+
+    def make_transport(self, threads: int) -> Transport:
+        return fake_cufile.opened(threads)
+
+
+class TestWithoutGpu(TransportSuite):
+    def make_transport(self, threads: int) -> Transport:
+        return CufileTransport(threads, "auto")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(random.Random(1).randbytes(16 * SECTOR))
+    return path
+
+
+def test_without_a_gpu_cufile_is_not_touched(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cufile, "find_cufile", lambda: pytest.fail("nobody may look for it"))
+    with CufileTransport(1, "auto") as transport:
+        assert transport.memory_kinds == {"host"}
+        assert transport.describe()["gds"] is False
+        file = transport.open(path)
+        gpu = fake_cufile.allocate(SECTOR)
+        [error] = transport.submit(Op.READ, [IORequest(file, 0, gpu)]).wait(soon())  # type: ignore[arg-type]
+        assert isinstance(error, IOFailedError)
+        fake_cufile.free(gpu)
+
+
+def test_host_and_gpu_in_one_batch(path: Path) -> None:
+    """Neighbours in the file that lie in both kinds of memory."""
+    content = path.read_bytes()
+    gpu = fake_cufile.allocate(16 * SECTOR)
+    host = memoryview(bytearray(17 * SECTOR))
+    start = -cufile_address(host) % SECTOR
+    with fake_cufile.opened(2) as transport:
+        file = transport.open(path)
+        transport.register(gpu)  # type: ignore[arg-type]
+        parts: list[Any] = [(gpu if n % 3 else host[start:])[n * SECTOR : (n + 1) * SECTOR] for n in range(16)]
+        batch = [IORequest(file, n * SECTOR, part) for n, part in enumerate(parts)]
+        assert not any(transport.submit(Op.READ, batch).wait(soon()))
+        for n, part in enumerate(parts):
+            assert bytes(getattr(part, "host", part)) == content[n * SECTOR : (n + 1) * SECTOR]
+        transport.deregister(gpu)  # type: ignore[arg-type]
+    fake_cufile.free(gpu)
+
+
+def cufile_address(memory: memoryview) -> int:
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def test_memory_that_was_not_registered_is_its_own_request_s_error(path: Path) -> None:
+    known, strange = fake_cufile.allocate(SECTOR), fake_cufile.allocate(SECTOR)
+    with fake_cufile.opened(2) as transport:
+        file = transport.open(path)
+        transport.register(known)  # type: ignore[arg-type]
+        batch: list[Any] = [IORequest(file, 0, memory) for memory in (known, strange, known)]  # type: ignore[arg-type]
+        errors = transport.submit(Op.READ, batch).wait(soon())
+        assert [error and error.errno for error in errors] == [None, errno.EINVAL, None]  # type: ignore[attr-defined]
+        assert "register" in str(errors[1])
+        transport.deregister(known)  # type: ignore[arg-type]
+        [error] = transport.submit(Op.READ, batch[:1]).wait(soon())
+        assert isinstance(error, IOFailedError)
+    for memory in (known, strange):
+        fake_cufile.free(memory)
+
+
+def test_errors_of_cufile_are_said_in_words(path: Path) -> None:
+    gpu = fake_cufile.allocate(SECTOR)
+    with fake_cufile.opened(1) as transport:
+        file = transport.open(path)
+        transport.register(gpu)  # type: ignore[arg-type]
+        fake_cufile.fault(False, Fault.ERROR, 5011, times=2)
+        [error] = transport.submit(Op.READ, [IORequest(file, 0, gpu)]).wait(soon())  # type: ignore[arg-type]
+        assert isinstance(error, IOFailedError)
+        assert error.errno == errno.EIO
+        assert "cuFile answers 5011: a call of the CUDA driver failed" in str(error)
+    fake_cufile.free(gpu)
+
+
+def test_refusals_leave_nothing_behind(path: Path) -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    gpu = fake_cufile.allocate(SECTOR)
+    with fake_cufile.opened(1) as transport:
+        before = len(os.listdir("/proc/self/fd"))
+        fake_cufile.refuse(Call.HANDLE, NOT_ON_THIS_FILE)
+        with pytest.raises(IOFailedError, match=r"5027.*udev"):
+            transport.open(path)
+        assert len(os.listdir("/proc/self/fd")) == before
+        fake_cufile.refuse(Call.BUFFER, TOO_MUCH_MEMORY)
+        with pytest.raises(TransportUnavailableError, match=f"{SECTOR} bytes.*5016") as caught:
+            transport.register(gpu)  # type: ignore[arg-type]
+        assert "host_buffer" in caught.value.hint
+        fake_cufile.release()
+        transport.open(path)
+    with pytest.raises(EngineClosedError):
+        transport.open(path)
+    fake_cufile.refuse(Call.DRIVER, 5001)
+    with pytest.raises(TransportUnavailableError, match="5001") as caught:
+        fake_cufile.opened(1)
+    assert "posix" in caught.value.hint
+    fake_cufile.free(gpu)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize("call", [Call.DRIVER, Call.HANDLE, Call.BUFFER])
+def test_a_call_that_hangs_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    monkeypatch.setattr(cufile, "CALL_S", 0.2)
+    gpu = fake_cufile.allocate(SECTOR)
+    with fake_cufile.well_after():
+        if call is Call.DRIVER:
+            fake_cufile.refuse(call, HANG)
+            with pytest.raises(DeadlineError, match=r"driver.*0\.2 s"):
+                fake_cufile.opened(1)
+        else:
+            with fake_cufile.opened(1) as transport:
+                fake_cufile.refuse(call, HANG)
+                with pytest.raises(DeadlineError, match=str(path) if call is Call.HANDLE else f"{SECTOR} bytes"):
+                    transport.open(path) if call is Call.HANDLE else transport.register(gpu)  # type: ignore[arg-type]
+        assert fake_cufile.waiting() == 1
+    until(lambda: fake_cufile.waiting() == 0, "the call returns")
+    until(lambda: call is Call.DRIVER or fake_cufile.living() > 0, "it is registered, for good")
+    fake_cufile.library().fake_cufile_forget()
+    fake_cufile.free(gpu)
+
+
+def test_a_loop_in_cpp_of_the_same_calls(path: Path) -> None:
+    gpu = fake_cufile.allocate(16 * SECTOR)
+    with fake_cufile.opened(1) as transport:
+        file = transport.open(path)
+        transport.register(gpu)  # type: ignore[arg-type]
+        assert transport.cufile is not None
+        given = gpu.data_ptr(), gpu.nbytes, 3 * SECTOR, 2
+        assert transport.cufile.run_bare(file, *given, write=False) > 0
+        assert bytes(gpu.host) == path.read_bytes()
+        gpu.host[:] = bytes(gpu.nbytes)
+        assert transport.cufile.run_bare(file, *given, write=True) > 0
+        assert path.read_bytes() == bytes(gpu.nbytes)
+        fake_cufile.fault(False, Fault.SHORT, 0, 5 * SECTOR)
+        with pytest.raises(NativeCallError, match="No data"):
+            transport.cufile.run_bare(file, *given, write=False)
+        transport.deregister(gpu)  # type: ignore[arg-type]
+    fake_cufile.free(gpu)
+
+
+def test_without_proc_modules_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support import fake_gpu
+
+    monkeypatch.setattr(cufile, "PROC_MODULES", str(tmp_path / "missing"))
+    with pytest.raises(TransportUnavailableError, match="never answers"):
+        CufileTransport(1, gpu=fake_gpu.FakeDriver())
+
+
+def test_the_log_goes_where_somebody_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUFILE_LOGFILE_PATH", "CUFILE_ENV_PATH_JSON"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cufile, "CONFIGURATION", tmp_path / "cufile.json")
+    assert cufile.log_folder() is not None
+    (tmp_path / "cufile.json").touch()
+    assert cufile.log_folder() is None
+    monkeypatch.setattr(cufile, "CONFIGURATION", tmp_path / "missing")
+    monkeypatch.setenv("CUFILE_LOGFILE_PATH", "/dev/null")
+    assert cufile.log_folder() is None
+
+
+# Through the real cuFile.
+
+
+class Real(TransportSuite):
+    memory_kinds = ("cuda",)
+    batched = 0
+
+    def make_transport(self, threads: int) -> Transport:
+        from gdscache.cuda.driver import Driver
+
+        return CufileTransport(threads, gpu=Driver(torch.device("cuda", 0)), batched=self.batched)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("real_cufile")
+class TestRealByCalls(Real):
+    pass
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("real_cufile")
+class TestRealByBatches(Real):
+    batched = 1 << 20

@@ -1,0 +1,144 @@
+"""The suite that every transport passes (gdscache/testing), over those that come with the package."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from gdscache.errors import TransportUnavailableError
+from gdscache.storage import Transport, probe
+from gdscache.storage.files import probe_direct_io
+from gdscache.storage.kvikio import KvikioTransport
+from gdscache.storage.native import NativeTransport
+from gdscache.storage.nixl import NixlTransport
+from gdscache.testing.faults import Fault, FaultPlan, FaultRule, FaultyTransport
+from gdscache.testing.transport_suite import TransportSuite
+from tests.support.posix_transport import PosixTransport
+from tests.support.transport_parts import has_libcuda
+
+needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+needs_kvikio = pytest.mark.skipif(importlib.util.find_spec("kvikio") is None, reason="kvikio is not installed")
+needs_driver = pytest.mark.skipif(
+    not has_libcuda(), reason="no libcuda.so.1 (the stand-in test runs this suite with one)"
+)
+
+
+@pytest.fixture
+def _direct(tmp_path: Path) -> None:
+    if cause := probe_direct_io(tmp_path):
+        pytest.skip(f"no O_DIRECT here: {cause}")
+
+
+@pytest.mark.usefixtures("_direct")
+class TestPosixDirect(TransportSuite):
+    def make_transport(self, threads: int) -> Transport:
+        return NativeTransport(threads, "on", uring=False)
+
+
+class TestPosixBuffered(TransportSuite):
+    def make_transport(self, threads: int) -> Transport:
+        return NativeTransport(threads, "off", uring=False)
+
+
+@pytest.fixture
+def _uring() -> None:
+    try:
+        NativeTransport(1).close()
+    except TransportUnavailableError as error:
+        pytest.skip(error.message)
+
+
+@pytest.mark.usefixtures("_uring", "_direct")
+class TestUringDirect(TransportSuite):
+    def make_transport(self, threads: int) -> Transport:
+        return NativeTransport(threads, "on")
+
+
+@pytest.mark.usefixtures("_uring")
+class TestUringBuffered(TransportSuite):
+    def make_transport(self, threads: int) -> Transport:
+        return NativeTransport(threads, "off")
+
+
+class TestPython(TransportSuite):
+    """A user's own, over the queue and the threads of storage/workers.py."""
+
+    def make_transport(self, threads: int) -> Transport:
+        return PosixTransport(threads, "off")
+
+
+@needs_kvikio
+@needs_driver
+class TestKvikio(TransportSuite):
+    memory_kinds = ("host", "cuda")
+
+    def make_transport(self, threads: int) -> Transport:
+        return KvikioTransport(threads, compat="on")
+
+
+@needs_nixl
+@pytest.mark.usefixtures("_direct")
+class TestNixlDirect(TransportSuite):
+    def make_transport(self, threads: int) -> Transport:
+        return NixlTransport(threads, "on")
+
+
+@needs_nixl
+class TestNixlBuffered(TransportSuite):
+    def make_transport(self, threads: int) -> Transport:
+        return NixlTransport(threads, "off")
+
+
+# Through cuFile, where the probe proves it.
+
+
+@pytest.fixture(scope="module")
+def _cufile(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A probe takes seconds, so there is one."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if (found := probe.probe_kvikio(tmp_path_factory.mktemp("probe"), 0, 60)).mode != "gds":
+        pytest.skip(f"cuFile does not work here: {found.reason}")
+
+
+@pytest.mark.gpu
+@needs_kvikio
+@pytest.mark.usefixtures("_cufile")
+class TestKvikioThroughCufile(TransportSuite):
+    memory_kinds = ("cuda",)
+
+    def make_transport(self, threads: int) -> Transport:
+        return KvikioTransport(threads, compat="off")
+
+
+@pytest.mark.gpu
+@needs_nixl
+@pytest.mark.usefixtures("gds_mt")
+class TestNixlGdsMt(TransportSuite):
+    memory_kinds = ("cuda",)
+
+    def make_transport(self, threads: int) -> Transport:
+        return NixlTransport(threads, gds=True)
+
+
+# The wrapper that makes others fail is a transport, too: as long as no fault changes bytes, nobody sees a difference.
+
+
+class TestFaultyWithoutFaults(TransportSuite):
+    def make_transport(self, threads: int) -> Transport:
+        return FaultyTransport(threads, "off", plan=FaultPlan())
+
+
+class TestFaultyThatFollowsAndDelays(TransportSuite):
+    def make_transport(self, threads: int) -> Transport:
+        plan = FaultPlan(FaultRule(Fault.DELAY, rate=0.1, seconds=0.002), trace=True)
+        return FaultyTransport(threads, "off", plan=plan)
+
+
+@needs_nixl
+class TestFaultyOverNixl(TransportSuite):
+    def make_transport(self, threads: int) -> Transport:
+        return FaultyTransport(threads, plan=FaultPlan(trace=True), inner="nixl")

@@ -1,0 +1,843 @@
+"""The engine with a pool of its own: sequences over all sets of tiers, through restarts, pressure and threads."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gdscache import CacheEngine, GdsCacheError, PageStatus
+from gdscache.errors import (
+    CapacityError,
+    CatalogVersionError,
+    DeviceError,
+    DirectoryInUseError,
+    EngineClosedError,
+    ExtentSizeError,
+    NotADirectoryPathError,
+    PoolFullError,
+    SequenceStateError,
+    TokensError,
+    TransportUnavailableError,
+)
+from gdscache.store.handle import StoreHandle
+from tests.support.helpers import (
+    EXTRA,
+    LONG,
+    MHA,
+    MLA,
+    WAIT,
+    drop_from,
+    expected,
+    fill,
+    holds,
+    layout_of,
+    make_config,
+    prompt,
+    quiet,
+    read_page,
+    run,
+    settle,
+    tokens_of,
+    until,
+)
+
+Open = Callable[..., CacheEngine]
+
+
+# -- one request after another ---------------------------------------------------------------------------------------
+
+
+def test_the_second_request_finds_what_the_first_computed(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device)
+    tokens = prompt(1, 4, extra=3)
+    assert run(engine, tokens) == 0
+    assert run(engine, tokens) == 16
+    assert engine.lookup(tokens).tiers == ("gpu",) * 4
+    assert engine.stats()["hits"]["gpu"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("pages", "extra", "cached"), [(4, 0, 12), (4, 1, 16), (1, 0, 0), (1, 1, 4), (0, 3, 0), (0, 0, 0)]
+)
+def test_at_least_one_token_is_left_to_compute(
+    open_engine: Open, device: str, pages: int, extra: int, cached: int
+) -> None:
+    engine = open_engine(device=device)
+    tokens = prompt(1, pages, extra=extra)
+    run(engine, tokens)
+    for tiers in ((), ("gpu",), ("gpu", "cpu")):
+        drop_from(engine, *tiers)
+        with engine.sequence(tokens) as seq:
+            assert seq.cached_tokens == cached
+            assert len(seq) == len(tokens)
+            assert seq.tokens == tokens
+            assert len(seq.slots) == -(-len(tokens) // 4)
+            holds(engine, seq)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "ssd"])
+def test_every_tier_gives_back_what_was_stored(open_engine: Open, device: str, tier: str) -> None:
+    engine = open_engine(device=device)
+    tokens = prompt(1, 5, extra=1)
+    run(engine, tokens)
+    drop_from(engine, *(("gpu",) if tier == "cpu" else ("gpu", "cpu")))
+    assert engine.lookup(tokens).tiers == (tier,) * 5
+    with engine.sequence(tokens) as seq:
+        assert seq.cached_tokens == 20
+        holds(engine, seq)
+        assert seq.load is not None
+        report = seq.load.result()
+        assert report.pages == (PageStatus.LOADED,) * 5
+        assert report.bytes_by_tier == {tier: 5 * engine.layout.page_bytes}
+        fill(engine, seq)
+        seq.commit()
+    assert engine.lookup(tokens).tiers == ("gpu",) * 5
+
+
+def test_a_prefix_over_three_tiers_is_one_hit(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device, gpu=8)
+    tokens = prompt(1, 6, extra=1)
+    run(engine, tokens)
+    with engine.manager.lock:
+        for name, gone in (("gpu", (2, 3, 4, 5)), ("cpu", (4, 5))):
+            index = engine.manager.tiers[name].index
+            for i in gone:
+                entry = index.get(engine.pages(tokens)[i].key)
+                assert entry is not None
+                index.drop(entry)
+    assert engine.lookup(tokens).tiers == ("gpu", "gpu", "cpu", "cpu", "ssd", "ssd")
+    assert run(engine, tokens) == 24
+
+
+def test_a_hole_ends_the_hit(open_engine: Open) -> None:
+    engine = open_engine()
+    tokens = prompt(1, 5, extra=1)
+    run(engine, tokens)
+    with engine.manager.lock:
+        for tier in engine.manager.tiers.values():
+            entry = tier.index.get(engine.pages(tokens)[2].key)
+            assert entry is not None
+            tier.index.drop(entry)
+    assert tokens_of(engine, tokens) == 8
+    assert run(engine, tokens) == 8
+    assert tokens_of(engine, tokens) == 20
+
+
+@pytest.mark.parametrize("cpu", [None, 4])
+@pytest.mark.parametrize("ssd", [None, 12])
+def test_any_set_of_tiers(open_engine: Open, device: str, cpu: int | None, ssd: int | None) -> None:
+    engine = open_engine(device=device, cpu=cpu, ssd=ssd)
+    assert list(engine.manager.tiers) == ["gpu"] + ["cpu"] * (cpu is not None) + ["ssd"] * (ssd is not None)
+    tokens = prompt(1, 6, extra=1)
+    run(engine, tokens)
+    assert run(engine, tokens) == 24
+    drop_from(engine, "gpu")
+    found = 24 if ssd else 16 if cpu else 0
+    assert tokens_of(engine, tokens) == found
+    assert run(engine, tokens) == found
+    assert run(engine, tokens) == 24
+
+
+def test_salts_keep_tenants_apart(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device)
+    tokens = prompt(1, 3, extra=1)
+    run(engine, tokens, "a")
+    assert tokens_of(engine, tokens, "b") == 0
+    assert tokens_of(engine, tokens) == 0
+    assert run(engine, tokens, "b") == 0
+    assert run(engine, tokens, "a") == 12
+    assert engine.invalidate(engine.namespace("a")) == {"gpu": 3, "cpu": 3, "ssd": 3}
+    assert tokens_of(engine, tokens, "a") == 0
+    assert tokens_of(engine, tokens, "b") == 12
+
+
+# -- sequences -------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_salt_does_not_wait_for_the_catalogue(open_engine: Open) -> None:
+    """What a namespace means is written with its first pages, by the writer: a commit may take its time."""
+    engine = open_engine()
+    assert engine.manager.ssd is not None
+    catalog = engine.manager.ssd._catalog
+    handles: list[StoreHandle] = []
+
+    def request() -> None:
+        with engine.sequence(prompt(1, 3), "tenant") as sequence:
+            fill(engine, sequence, "tenant")
+            handles.append(sequence.commit())
+
+    with catalog._write_lock:
+        caller = threading.Thread(target=request)
+        caller.start()
+        caller.join(WAIT)
+        assert not caller.is_alive(), "the caller waits for the catalogue"
+        assert not handles[0].done()
+        assert engine.namespace("tenant") not in catalog.namespaces()
+    quiet(engine)
+    assert catalog.namespaces()[engine.namespace("tenant")]["request_salt"] == "tenant"
+
+
+def test_two_sequences_share_slots_and_the_last_one_to_leave_counts(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device, gpu=8)
+    tokens = prompt(1, 3, extra=1)
+    run(engine, tokens)
+    with engine.sequence(tokens) as first:
+        with engine.sequence([*tokens[:12], 9, 9, 9, 9]) as second:
+            assert second.slots[:3].tolist() == first.slots[:3].tolist()
+            assert second.slots[3] != first.slots[3]
+        with pytest.raises(PoolFullError):
+            engine.sequence(prompt(2, 8))
+        holds(engine, first)  # its pages were not given away
+
+
+def test_append_grows_a_sequence_page_by_page(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device)
+    tokens = prompt(1, 5)
+    with engine.sequence(tokens[:2]) as seq:
+        for at in range(2, 20, 3):
+            seq.append(tokens[at : at + 3])
+        assert len(seq) == 20
+        assert len(seq.slots) == 5
+        assert len(set(seq.slots.tolist())) == 5
+        fill(engine, seq)
+        seq.commit()
+        before = seq.slots.tolist()
+        seq.append(prompt(2, 1))
+        assert seq.slots.tolist()[:5] == before
+        fill(engine, seq, start=5)
+        handle = seq.commit()
+        assert len(handle.result(WAIT).tiers) == 6
+    drop_from(engine, "gpu")
+    assert tokens_of(engine, [*tokens, *prompt(2, 1)]) == 24
+    assert run(engine, [*tokens, 1]) == 20
+
+
+def test_a_failed_append_changes_nothing(open_engine: Open) -> None:
+    engine = open_engine(gpu=4)
+    with engine.sequence(prompt(1, 3)) as seq:
+        before = (seq.tokens, seq.slots.tolist(), engine.gpu.index.free_slots)
+        with pytest.raises(PoolFullError, match=r"2 pages.*1 of 4") as caught:
+            seq.append(prompt(2, 2))
+        assert "gpu.capacity" in caught.value.hint
+        with pytest.raises(TokensError):
+            seq.append(["a"])
+        assert (seq.tokens, seq.slots.tolist(), engine.gpu.index.free_slots) == before
+        seq.append(prompt(2, 1))
+        fill(engine, seq)
+        seq.commit()
+    assert tokens_of(engine, [*prompt(1, 3), *prompt(2, 1)]) == 16
+
+
+def test_a_full_pool_holds_nothing(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device, gpu=6)
+    tokens = prompt(1, 3, extra=1)
+    run(engine, tokens)
+    with engine.sequence(prompt(2, 4)):
+        with pytest.raises(PoolFullError, match="3 pages"):
+            engine.sequence(prompt(3, 3))
+        with pytest.raises(PoolFullError):  # shares three pages, and they may be evicted again afterwards
+            engine.sequence([*tokens[:12], *prompt(4, 5)])
+        until(lambda: len(engine.stats()["leases"]) == 1, "only the open sequence holds a lease")
+    with engine.sequence(prompt(3, 6)):
+        pass
+
+
+def test_leaving_without_commit_publishes_nothing(open_engine: Open) -> None:
+    engine = open_engine()
+    tokens = prompt(1, 3)
+    with engine.sequence(tokens) as seq:
+        fill(engine, seq)
+    seq.close()
+    assert tokens_of(engine, tokens) == 0
+    with pytest.raises(ZeroDivisionError), engine.sequence(tokens):
+        raise ZeroDivisionError
+    assert engine.gpu.index.free_slots == engine.gpu.index.slots
+
+
+def test_a_sequence_that_was_left_is_refused(open_engine: Open) -> None:
+    engine = open_engine()
+    with engine.sequence(prompt(1, 2)) as seq:
+        pass
+    for use in (seq.commit, seq.verify, lambda: seq.append([1]), lambda: seq.wait(0)):
+        with pytest.raises(SequenceStateError, match="left"):
+            use()
+
+
+def test_a_sequence_left_while_it_loads_gives_its_slots_back(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device)
+    tokens = prompt(1, 5, extra=1)
+    run(engine, tokens)
+    drop_from(engine, "gpu", "cpu")
+    for _ in range(20):
+        with engine.sequence(tokens):
+            pass
+    assert run(engine, tokens) == 20
+
+
+def test_the_same_prompt_twice_at_once_publishes_one_copy(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device, gpu=12)
+    tokens = prompt(1, 3, extra=1)
+    with engine.sequence(tokens) as one, engine.sequence(tokens) as two:
+        for seq in (one, two):
+            fill(engine, seq)
+            seq.commit()
+        assert set(one.slots.tolist()).isdisjoint(two.slots.tolist())
+    engine.drain(WAIT)
+    assert {name: tier["pages"] for name, tier in engine.stats()["tiers"].items()} == {"gpu": 3, "cpu": 3, "ssd": 3}
+    assert engine.stats()["stored"] == {"cpu": 3, "ssd": 3}
+
+
+def test_a_clear_between_begin_and_commit_is_final(open_engine: Open) -> None:
+    engine = open_engine()
+    tokens = prompt(1, 3, extra=1)
+    run(engine, tokens)
+    longer = [*tokens[:12], *prompt(2, 2)]
+    with engine.sequence(longer) as seq:
+        assert seq.cached_tokens == 12
+        fill(engine, seq)
+        assert engine.clear() == {"gpu": 3, "cpu": 3, "ssd": 3}
+        holds(engine, seq)  # what was shared is ours as long as we hold it
+        assert seq.commit().result(WAIT).tiers == ()
+    engine.drain(WAIT)
+    assert tokens_of(engine, longer) == 0
+
+
+# -- pressure --------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_larger_than_the_cpu_pool_loads(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device, gpu=20, cpu=3, ssd=16, bounce=4)
+    tokens = prompt(1, 14, extra=1)
+    run(engine, tokens)
+    drop_from(engine, "gpu", "cpu")
+    for _ in range(3):
+        assert run(engine, tokens) == 56
+        drop_from(engine, "gpu")
+
+
+def test_two_loads_at_once_that_together_exceed_the_cpu_pool(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device, gpu=20, cpu=6, ssd=16)
+    prompts = [prompt(1, 5, extra=1), prompt(2, 5, extra=1)]
+    for tokens in prompts:
+        run(engine, tokens)
+    for _ in range(5):
+        drop_from(engine, "gpu", "cpu")
+        with engine.sequence(prompts[0]) as one, engine.sequence(prompts[1]) as two:
+            for seq in (two, one):
+                assert seq.cached_tokens == 20
+                assert seq.verify(WAIT) == 20
+                holds(engine, seq)
+
+
+def test_pressure_takes_the_cold_tail_first(open_engine: Open) -> None:
+    engine = open_engine(gpu=16, cpu=None, ssd=8)
+    cold, warm = prompt(1, 4, extra=1), prompt(2, 4, extra=1)
+    run(engine, cold)
+    run(engine, warm)
+    drop_from(engine, "gpu")
+    tokens_of(engine, warm)
+    run(engine, prompt(3, 2))
+    drop_from(engine, "gpu")
+    assert tokens_of(engine, warm) == 16
+    assert tokens_of(engine, cold) == 8
+    assert tokens_of(engine, prompt(3, 2)) == 8
+
+
+@pytest.mark.parametrize("tier", ["cpu", "ssd"])
+def test_a_batch_that_evicts_never_takes_the_head_of_a_prefix_before_its_tail(open_engine: Open, tier: str) -> None:
+    engine = open_engine(gpu=16, cpu=8 if tier == "cpu" else None, ssd=8 if tier == "ssd" else None)
+    old, new = prompt(1, 8), prompt(2, 3)
+    run(engine, old)
+    run(engine, new)
+    drop_from(engine, "gpu")
+    assert tokens_of(engine, new) == 12
+    assert tokens_of(engine, old) == 20
+
+
+@pytest.mark.parametrize("tier", ["cpu", "ssd"])
+def test_a_sequence_that_outgrows_a_tier_keeps_a_prefix_there(open_engine: Open, tier: str) -> None:
+    """A request that decodes page after page must not push its own head out for tails that nobody can reach."""
+    engine = open_engine(gpu=16, cpu=4 if tier == "cpu" else None, ssd=4 if tier == "ssd" else None)
+    tokens = prompt(1, 8)
+    with engine.sequence(tokens[:4]) as seq:
+        for page in range(8):
+            if page:
+                seq.append(tokens[4 * page : 4 * page + 4])
+            fill(engine, seq, start=page)
+            seq.commit()
+            engine.drain(WAIT)
+    drop_from(engine, "gpu")
+    assert tokens_of(engine, tokens) >= 12
+
+
+def test_capacities_hold_whatever_is_stored(open_engine: Open, slab: Path) -> None:
+    engine = open_engine(gpu=6, cpu=4, ssd=8)
+    size = sum(f.stat().st_size for f in slab.glob("slab*"))
+    for seed in range(12):
+        run(engine, prompt(seed, 1 + seed % 5, extra=1))
+        settle(engine)
+    assert sum(f.stat().st_size for f in slab.glob("slab*")) == size == 8 * engine.layout.extent_bytes
+    assert engine.stats()["tiers"]["ssd"]["pages"] <= 8
+
+
+# -- prefetch, clear, drain ------------------------------------------------------------------------------------------
+
+
+def test_prefetch_brings_pages_from_the_ssd_to_the_cpu(open_engine: Open) -> None:
+    engine = open_engine(cpu=6, ssd=12)
+    tokens = prompt(1, 5, extra=1)
+    run(engine, tokens)
+    drop_from(engine, "gpu", "cpu")
+    report = engine.prefetch(tokens).result()
+    assert (report.pages, report.tokens, report.end.value) == ({"loaded": 5}, 20, "complete")
+    assert report.nbytes == 5 * engine.layout.page_bytes
+    assert engine.lookup(tokens).tiers == ("cpu",) * 5
+    assert run(engine, tokens) == 20
+
+
+def test_prefetch_takes_what_finds_room_and_no_more(open_engine: Open) -> None:
+    engine = open_engine(gpu=16, cpu=3, ssd=12)
+    tokens = prompt(1, 6)
+    run(engine, tokens)
+    drop_from(engine, "gpu", "cpu")
+    prefetch = engine.prefetch(tokens, start=4)
+    assert prefetch.result().tokens == prefetch.tokens == 12
+    assert prefetch.result().end.value == "quota"
+    assert engine.lookup(tokens).tiers == ("ssd", "cpu", "cpu", "cpu", "ssd", "ssd")
+    assert engine.prefetch(prompt(9, 3)).result().tokens == 0
+    assert engine.prefetch([]).result().tokens == 0
+
+
+@pytest.mark.parametrize(("cpu", "ssd"), [(None, 8), (4, None), (None, None)])
+def test_prefetch_without_both_tiers_is_harmless(open_engine: Open, cpu: int | None, ssd: int | None) -> None:
+    engine = open_engine(cpu=cpu, ssd=ssd)
+    tokens = prompt(1, 3, extra=1)
+    run(engine, tokens)
+    engine.prefetch(tokens).result(WAIT)
+    assert run(engine, tokens) == 12
+
+
+def test_clear_reaches_every_tier_and_the_disk(open_engine: Open) -> None:
+    engine = open_engine()
+    tokens = prompt(1, 4, extra=1)
+    run(engine, tokens)
+    assert engine.clear() == {"gpu": 4, "cpu": 4, "ssd": 4}
+    assert engine.clear() == {"gpu": 0, "cpu": 0, "ssd": 0}
+    assert tokens_of(engine, tokens) == 0
+    settle(engine)
+    engine.close()
+    assert tokens_of(open_engine(), tokens) == 0
+
+
+def test_invalidate_survives_a_restart(open_engine: Open) -> None:
+    engine = open_engine(ssd=12)
+    tokens = prompt(1, 3, extra=1)
+    run(engine, tokens, "a")
+    run(engine, tokens, "b")
+    engine.invalidate(engine.namespace("a"))
+    engine.close()
+    engine = open_engine(ssd=12)
+    assert tokens_of(engine, tokens, "a") == 0
+    assert run(engine, tokens, "b") == 12
+
+
+# -- restarts, formats -----------------------------------------------------------------------------------------------
+
+KINDS = {"mha": MHA, "mla": MLA, "extra": EXTRA, "mha-uneven": MHA | {"v_head_dim": 24}}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_survive_every_tier_and_a_restart(open_engine: Open, device: str, kind: str, dtype: str) -> None:
+    model = KINDS[kind] | {"dtype": dtype}
+    tokens = prompt(1, 5, extra=1)
+    engine = open_engine(device=device, model=model)
+    run(engine, tokens)
+    for tiers in (("gpu",), ("gpu", "cpu")):
+        drop_from(engine, *tiers)
+        assert run(engine, tokens) == 20
+    settle(engine)
+    engine.close()
+    engine = open_engine(device=device, model=model)
+    assert engine.lookup(tokens).tiers == ("ssd",) * 5
+    assert run(engine, tokens) == 20
+
+
+@pytest.mark.parametrize("page_tokens", [1, 3, 16, 512])
+@pytest.mark.parametrize("cpu", [None, 6])
+def test_pages_of_any_size(open_engine: Open, device: str, page_tokens: int, cpu: int | None) -> None:
+    model = MHA | {"page_tokens": page_tokens, "layers": 2, "kv_heads": 1, "head_dim": 8 if page_tokens == 512 else 40}
+    tokens = prompt(1, 5, page_tokens, extra=1)
+    engine = open_engine(device=device, model=model, cpu=cpu)
+    run(engine, tokens)
+    drop_from(engine, "gpu")
+    assert run(engine, tokens) == 5 * page_tokens
+    engine.close()
+    engine = open_engine(device=device, model=model, cpu=cpu)
+    assert run(engine, tokens) == 5 * page_tokens
+
+
+def test_recency_survives_a_restart(open_engine: Open) -> None:
+    options: dict[str, Any] = {"gpu": 16, "cpu": None, "ssd": 8}
+    engine = open_engine(**options)
+    prompts = [prompt(seed, 2) for seed in range(4)]
+    for tokens in prompts:
+        run(engine, tokens)
+    drop_from(engine, "gpu")
+    for i in (2, 0, 3, 1):
+        assert tokens_of(engine, prompts[i]) == 8
+    engine.close()
+    for survivors in ([0, 3, 1], [3, 1], [1]):
+        engine = open_engine(**options)
+        run(engine, prompt(100 + len(survivors), 2))
+        drop_from(engine, "gpu")
+        with engine.manager.lock:  # not by lookup: that would count as a use
+            index = engine.manager.tiers["ssd"].index
+            kept = [i for i in range(4) if all(index.get(p.key) is not None for p in engine.pages(prompts[i]))]
+        assert sorted(survivors) == kept
+        engine.close()
+
+
+def test_a_use_before_a_page_came_says_nothing_after_a_restart(open_engine: Open) -> None:
+    options: dict[str, Any] = {"gpu": 16, "cpu": None, "ssd": 4}
+    engine = open_engine(**options)
+    first, second = prompt(1, 2), prompt(2, 2)
+    run(engine, first)
+    with engine.manager.lock:
+        for tokens in (second, first):
+            engine.manager.tiers["ssd"].touch([page.key for page in reversed(engine.pages(tokens))])
+    run(engine, second)
+    engine.close()
+    engine = open_engine(**options)
+    run(engine, prompt(3, 2))
+    drop_from(engine, "gpu")
+    assert [tokens_of(engine, tokens) for tokens in (first, second)] == [0, 8]
+
+
+def test_the_write_policy_never_keeps_the_ssd_as_it_is(open_engine: Open) -> None:
+    tokens, other = prompt(1, 3, extra=1), prompt(2, 3, extra=1)
+    engine = open_engine()
+    run(engine, tokens)
+    engine.close()
+    engine = open_engine(store={"write_policy": "never"})
+    run(engine, other)
+    assert engine.stats()["tiers"]["ssd"]["pages"] == 3
+    drop_from(engine, "gpu", "cpu")
+    assert tokens_of(engine, other) == 0
+    assert run(engine, tokens) == 12
+    assert engine.stats()["tiers"]["ssd"]["pages"] == 3
+
+
+def test_another_model_of_the_same_extent_size_shares_the_directory_but_no_page(open_engine: Open) -> None:
+    tokens = prompt(1, 3, extra=1)
+    engine = open_engine()
+    run(engine, tokens)
+    engine.close()
+    engine = open_engine(model=MHA | {"name": "other"})
+    assert tokens_of(engine, tokens) == 0
+    run(engine, tokens)
+    assert engine.stats()["tiers"]["ssd"]["pages"] == 6
+    engine.close()
+    assert run(open_engine(), tokens) == 12
+
+
+# -- opening and closing ---------------------------------------------------------------------------------------------
+
+
+def test_close_twice_and_use_after_it(open_engine: Open) -> None:
+    engine = open_engine()
+    run(engine, prompt(1, 2))
+    engine.close()
+    engine.close()
+    engine.close(drain=False)
+    uses: list[Callable[[], object]] = [
+        lambda: engine.lookup([1]),
+        lambda: engine.sequence([1]),
+        lambda: engine.prefetch([1]),
+        lambda: engine.load(None, []),  # type: ignore[arg-type]
+        lambda: engine.load_many([]),
+        lambda: engine.store([1], []),
+        lambda: engine.clear(),
+        lambda: engine.invalidate(engine.namespace()),
+        lambda: engine.drain(),
+        lambda: engine.stats(),
+        lambda: engine.check(),
+        lambda: engine.gpu,
+        lambda: engine.manager,
+        lambda: engine.__enter__().lookup([1]),
+    ]
+    for use in uses:
+        with pytest.raises(EngineClosedError, match="closed") as caught:
+            use()
+        assert caught.value.hint
+
+
+def test_close_with_sequences_open_and_work_in_flight(slab: Path, device: str) -> None:
+    tokens = prompt(1, 5, extra=1)
+    engine = CacheEngine.from_config(make_config(slab, device=device, gpu=16))
+    run(engine, tokens)
+    drop_from(engine, "gpu", "cpu")
+    loading = engine.sequence(tokens)
+    storing = engine.sequence(prompt(2, 5))
+    fill(engine, storing)
+    handle = storing.commit()
+    engine.close()
+    assert handle.done()
+    assert loading.load is not None
+    assert loading.load.done()
+    loading.close()
+    storing.close()
+    with CacheEngine.from_config(make_config(slab, device=device, gpu=16)) as engine:
+        assert run(engine, tokens) == 20
+        assert run(engine, prompt(2, 5)) == 16
+        settle(engine)
+
+
+def test_close_without_drain_stays_consistent(slab: Path) -> None:
+    tokens = prompt(1, 6)
+    engine = CacheEngine.from_config(make_config(slab, gpu=8))
+    with engine.sequence(tokens) as seq:
+        fill(engine, seq)
+        handle = seq.commit()
+    engine.close(drain=False)
+    report = handle.result(0)
+    with CacheEngine.from_config(make_config(slab)) as engine:
+        committed = [("ssd" in tiers) for tiers in report.tiers]
+        found = tokens_of(engine, tokens) // 4
+        assert found == next((i for i, there in enumerate(committed) if not there), 6)
+        assert {report.dropped.get(i) for i, there in enumerate(committed) if not there} <= {"closed"}
+        settle(engine)
+
+
+def test_two_engines_in_one_process_do_not_meet(open_engine: Open, tmp_path: Path) -> None:
+    one, two = open_engine(tmp_path / "one"), open_engine(tmp_path / "two")
+    tokens = prompt(1, 3, extra=1)
+    run(one, tokens)
+    assert tokens_of(two, tokens) == 0
+    assert run(two, tokens) == 0
+    one.clear()
+    assert run(two, tokens) == 12
+
+
+def test_a_second_engine_on_the_directory_is_refused_and_the_first_goes_on(open_engine: Open, slab: Path) -> None:
+    engine = open_engine()
+    tokens = prompt(1, 3, extra=1)
+    run(engine, tokens)
+    with pytest.raises(DirectoryInUseError, match=str(os.getpid())) as caught:
+        CacheEngine.from_config(make_config(slab))
+    assert "ssd.path" in caught.value.hint
+    assert run(engine, tokens) == 12
+    engine.close()
+    assert run(open_engine(), tokens) == 12
+
+
+def threads_now() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("gdscache")]
+
+
+def test_close_ends_every_thread_and_every_file(slab: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with CacheEngine.from_config(make_config(slab)) as engine:
+        run(engine, prompt(1, 3))
+        assert threads_now()
+    assert threads_now() == []
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("what", ["file", "extent", "version", "device", "transport", "capacity"])
+def test_an_engine_that_cannot_open_leaves_nothing_open(slab: Path, what: str) -> None:
+    config = make_config(slab)
+    error: type[GdsCacheError]
+    if what == "file":
+        slab.write_text("")
+        error = NotADirectoryPathError
+    elif what == "extent":
+        with CacheEngine.from_config(config):
+            pass
+        config = make_config(slab, model=MHA | {"page_tokens": 8})
+        error = ExtentSizeError
+    elif what == "version":
+        import sqlite3
+
+        with CacheEngine.from_config(config):
+            pass
+        with sqlite3.connect(next(slab.glob("*.sqlite"))) as db:
+            db.execute("UPDATE meta SET value = 99 WHERE name = 'format_version'")
+        db.close()
+        error = CatalogVersionError
+    elif what == "device":
+        config["gpu"]["device"] = "cuda:99"
+        error = DeviceError
+    elif what == "transport":
+        config["ssd"]["transport"] = "nowhere.at_all:Transport"
+        error = TransportUnavailableError
+    else:
+        config["cpu"]["capacity"] = 100
+        error = CapacityError
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(error) as caught:
+        CacheEngine.from_config(config)
+    assert caught.value.hint
+    assert threads_now() == []
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_an_engine_with_a_pool_refuses_attached_calls(open_engine: Open) -> None:
+    engine = open_engine()
+    run(engine, prompt(1, 3))
+    hit = engine.lookup(prompt(1, 3))
+    for use in (
+        lambda: engine.load(hit, [0, 1, 2]),
+        lambda: engine.load_many([(hit, [0, 1, 2])]),
+        lambda: engine.store(prompt(1, 3), [0]),
+    ):
+        with pytest.raises(SequenceStateError, match="owns its pool"):
+            use()
+
+
+@pytest.mark.parametrize(
+    "bad", ["text", [1.5], [-1], [2**32], [[1]], None, np.array([0.5]), torch.tensor([[1]])], ids=repr
+)
+def test_bad_tokens_hold_nothing(open_engine: Open, bad: Any) -> None:
+    engine = open_engine()
+    free = engine.gpu.index.free_slots
+    for use in (engine.sequence, engine.lookup, engine.prefetch):
+        with pytest.raises(TokensError):
+            use(bad)
+    with pytest.raises(TokensError, match=r"start is 3.*4 tokens"):
+        engine.lookup([1, 2, 3, 4, 5], start=3)
+    with pytest.raises(TokensError):
+        engine.lookup([1, 2, 3, 4, 5], start=-4)
+    assert engine.stats()["leases"] == []
+    assert engine.gpu.index.free_slots == free
+
+
+def test_a_start_past_the_end_finds_nothing(open_engine: Open) -> None:
+    engine = open_engine()
+    run(engine, prompt(1, 3))
+    for start in (12, 16, 4000):
+        hit = engine.lookup(prompt(1, 3), start=start)
+        assert (hit.start, hit.tokens, hit.tiers, hit.pages) == (start, 0, (), ())
+
+
+def test_stats_are_plain_data(open_engine: Open) -> None:
+    import json
+
+    engine = open_engine()
+    run(engine, prompt(1, 3, extra=1))
+    drop_from(engine, "gpu", "cpu")
+    run(engine, prompt(1, 3, extra=1))
+    stats = json.loads(json.dumps(engine.stats()))
+    assert stats["loaded"] == {"ssd": 3}
+    assert stats["stored"] == {"cpu": 3, "ssd": 3}
+    assert stats["bytes_loaded"]["ssd"] == 3 * engine.layout.page_bytes
+    assert stats["bytes_per_second"]["ssd"] > 0
+    assert engine.lookup(prompt(1, 3)).seconds == 0.0 or engine.lookup(prompt(1, 3)).seconds is not None
+
+
+# -- many threads ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", LONG)
+def test_many_threads_at_once(open_engine: Open, device: str, seconds: float) -> None:
+    engine = open_engine(device=device, gpu=24, cpu=5, ssd=14, bounce=4)
+    trunk = prompt(0, 2)
+    prompts = [trunk + prompt(seed, 1 + seed % 3, extra=seed % 4) for seed in range(8)]
+    end = time.monotonic() + seconds
+    failures: list[BaseException] = []
+    done = [0] * 6
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        try:
+            while time.monotonic() < end and not failures:
+                tokens = rng.choice(prompts)
+                action = rng.random()
+                if action < 0.75:
+                    try:
+                        seq = engine.sequence(tokens)
+                    except PoolFullError:
+                        time.sleep(0.001)
+                        continue
+                    with seq:
+                        if rng.random() < 0.15:
+                            continue  # leave without a word
+                        assert seq.verify(WAIT) <= len(tokens) - 1
+                        holds(engine, seq)
+                        fill(engine, seq)
+                        seq.commit()
+                elif action < 0.85:
+                    assert engine.lookup(tokens).tokens <= len(tokens)
+                elif action < 0.93:
+                    load = engine.prefetch(tokens)
+                    if rng.random() < 0.3:
+                        load.cancel()
+                    load.result(WAIT)
+                elif action < 0.96:
+                    drop_from(engine, rng.choice(["gpu", "cpu"]))
+                elif action < 0.98:
+                    engine.clear()
+                else:
+                    engine.stats()
+                done[number] += 1
+        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(done))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * WAIT)
+    if failures:
+        raise failures[0]
+    assert min(done) > 0
+    bad = set(engine.stats().get("misses", {})) - {"absent", "cancelled"}
+    assert not bad, engine.stats()["misses"]
+
+
+def test_one_prefix_that_many_threads_want_from_the_ssd_is_read_once(open_engine: Open) -> None:
+    engine = open_engine(gpu=48, cpu=6, ssd=12)
+    tokens = prompt(1, 5, extra=1)
+    run(engine, tokens)
+    drop_from(engine, "gpu", "cpu")
+    start = threading.Barrier(6)
+    good: list[int] = []
+
+    def request() -> None:
+        start.wait()
+        with engine.sequence(tokens) as seq:
+            cached = seq.verify(WAIT)
+            holds(engine, seq)
+            good.append(cached)
+
+    threads = [threading.Thread(target=request) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert good == [20] * 6
+    assert engine.stats()["loaded"]["ssd"] == 5
+
+
+def test_planes_are_the_pool(open_engine: Open) -> None:
+    engine = open_engine(model=EXTRA)
+    layout = layout_of(EXTRA)
+    for layer, planes in enumerate(layout.layers):
+        tensors = engine.gpu.planes(layer)
+        assert [tuple(t.shape[1:]) for t in tensors] == [(4, *p.shape) for p in planes]
+        assert [str(t.dtype) for t in tensors] == [f"torch.{p.dtype}" for p in planes]
+    with engine.sequence(prompt(1, 2)) as seq:
+        fill(engine, seq)
+        seq.commit()
+        planes = [engine.gpu.planes(layer) for layer in range(3)]
+        got = read_page(planes, layout, [int(seq.slots[1])])
+        assert np.array_equal(got, expected(layout, engine.pages(prompt(1, 2))[1].key))

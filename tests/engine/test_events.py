@@ -1,0 +1,200 @@
+"""KV events: whatever happens to tiers, a view that hears of it has what they have, or knows that it lacks some."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gdscache import CacheEngine
+from gdscache.errors import InvalidValueError
+from gdscache.events.base import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventHub, Place
+from gdscache.events.view import CacheView
+from gdscache.pages.keys import Page
+from tests.support.helpers import WAIT, Host, drop_from, prompt, quiet, run, until
+
+OpenHost = Callable[..., Host]
+ON = {"enabled": True}
+CPU, SSD, ALL = Place("CPU", "LOCAL", "cpu"), Place("STORAGE", "LOCAL", "ssd"), Place("", "", "")
+
+
+class Heard:
+    """A view for each tier, and the batches that made them."""
+
+    def __init__(self, engine: CacheEngine) -> None:
+        self.engine = engine
+        self.view = CacheView()
+        self.batches: list[KVEventBatch] = []
+        engine.on_events(self._hear)
+
+    def _hear(self, batch: KVEventBatch) -> None:
+        self.batches.append(batch)
+        assert self.view.apply(batch)
+
+    def agrees(self) -> bool:
+        manager = self.engine.manager
+        with manager.lock:
+            there = {(entry.key, name) for name, tier in manager.tiers.items() for entry in tier.index}
+        return {(key, name) for key, names in self.view._pages.items() for name in names} == there
+
+    def settled(self) -> None:
+        quiet(self.engine)
+        until(self.agrees, "the view has what the tiers have")
+
+
+@pytest.fixture
+def host(open_host: OpenHost) -> Host:
+    return open_host(cpu=8, ssd=16, events=ON)
+
+
+def test_a_stored_prompt_is_told_tier_by_tier(host: Host) -> None:
+    heard = Heard(host.engine)
+    tokens = prompt(1, 4)
+    host.store(tokens)
+    heard.settled()
+    pages = host.engine.pages(tokens)
+    keys = [page.key for page in pages]
+    events = [event for batch in heard.batches for event in batch.events]
+    for medium, name in (("CPU", "cpu"), ("STORAGE", "ssd")):
+        mine = [event for event in events if isinstance(event, BlockStored) and event.ownership == name]
+        assert {(event.medium, event.locality) for event in mine} == {(medium, "LOCAL")}
+        assert [key for event in mine for key in event.block_hashes] == keys
+        assert mine[0].parent_block_hash is None
+        assert {event.block_size for event in mine} == {4}
+    assert [batch.seq for batch in heard.batches] == list(range(len(heard.batches)))
+    longer = host.engine.pages([*tokens, *prompt(2, 1)])
+    host.store([*tokens, *prompt(2, 1)], start=16)
+    heard.settled()
+    last = heard.batches[-1].events[-1]
+    assert isinstance(last, BlockStored)
+    assert last.parent_block_hash == keys[-1]
+    assert heard.view.prefix([page.key for page in longer]) == 5
+    drop_from(host.engine, "cpu")
+    heard.settled()
+    assert heard.view.prefix(keys) == 4
+    assert heard.view.prefix(keys, ["cpu"]) == 0
+    host.engine.clear()
+    heard.settled()
+    assert heard.view.prefix(keys) == 0
+    assert [e for e in heard.batches[-1].events if isinstance(e, AllBlocksCleared)] == [AllBlocksCleared()]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_the_view_has_what_the_tiers_have(open_host: OpenHost, seed: int) -> None:
+    rng = random.Random(seed)
+    host = open_host(cpu=6, ssd=10, events=ON, store={"write_policy": rng.choice(["write_through", "write_back"])})
+    heard = Heard(host.engine)
+    for _ in range(80):
+        tokens = prompt(rng.randrange(6), rng.randint(1, 4))
+        match rng.randrange(8):
+            case 0 | 1 | 2:
+                host.store(tokens)
+            case 3 | 4:
+                host.load(tokens)
+            case 5:
+                host.engine.prefetch(tokens).result(WAIT)
+            case 6:
+                drop_from(host.engine, rng.choice(["cpu", "ssd"]))
+            case 7:
+                rng.choice([host.engine.clear, lambda: host.engine.invalidate(host.engine.namespace())])()
+    heard.settled()
+
+
+def test_an_engine_with_a_pool_of_its_own_tells_of_it(open_engine: Callable[..., CacheEngine]) -> None:
+    engine = open_engine(events=ON, gpu=6)
+    heard = Heard(engine)
+    for seed in range(4):
+        run(engine, prompt(seed, 2, extra=1))
+    heard.settled()
+    assert any("gpu" in tiers for tiers in heard.view._pages.values())
+
+
+def test_what_a_restart_brings_back_is_told(open_host: OpenHost, tmp_path: Any) -> None:
+    host = open_host(cpu=8, ssd=16, events=ON, path=tmp_path)
+    host.store(prompt(1, 4))
+    quiet(host.engine)
+    keys = [page.key for page in host.engine.pages(prompt(1, 4))]
+    host.engine.close()
+    again = open_host(cpu=8, ssd=16, path=tmp_path)
+    hub, view = KVEventHub(4, queue=1000), CacheView()
+    hub.add(view.apply)
+    with again.engine.manager.lock:
+        hub.watch(again.engine.manager.tiers.values())
+    until(lambda: view.prefix(keys, ["ssd"]) == 4, "what it had is told")
+    hub.close()
+
+
+def test_without_the_setting_there_are_none(open_host: OpenHost) -> None:
+    with pytest.raises(InvalidValueError, match="enabled"):
+        open_host().engine.on_events(print)
+
+
+# -- the hub and the view --------------------------------------------------------------------------------------------
+
+
+def page(n: int) -> Page:
+    return Page(n.to_bytes(32, "big"), (n - 1).to_bytes(32, "big") if n else bytes(32), bytes(32))
+
+
+def test_what_finds_no_room_leaves_a_number_out() -> None:
+    hub, heard, gate = KVEventHub(4, queue=4), list[KVEventBatch](), threading.Event()
+    view = CacheView()
+
+    def slow(batch: KVEventBatch) -> None:
+        heard.append(batch)
+        gate.wait(WAIT)
+
+    hub.add(slow)
+    hub.note("stored", CPU, [page(0)])
+    until(lambda: len(heard) == 1, "the first is told")
+    hub.note("stored", CPU, [page(1), page(2)])
+    hub.note("stored", CPU, [page(3), page(4), page(5)])  # two more than there is room for
+    gate.set()
+    until(lambda: len(heard) == 2, "the second is told")
+    hub.note("removed", CPU, [page(0).key])
+    hub.close()
+    assert [batch.seq for batch in heard] == [0, 2, 3]
+    assert hub.describe()["dropped_pages"] == 3
+    assert [view.apply(batch) for batch in heard] == [True, False, False]
+    assert view.lacking == 1
+    view.reset(2)
+    assert [view.apply(batch) for batch in heard[1:]] == [True, True]
+    assert view.prefix([page(1).key, page(2).key]) == 2
+
+
+def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    hub, heard = KVEventHub(4, queue=100), list[KVEventBatch]()
+
+    def raises(batch: KVEventBatch) -> None:
+        raise ValueError("no")
+
+    hub.add(raises)
+    remove = hub.add(heard.append)
+    hub.note("stored", CPU, [page(0)])
+    until(lambda: len(heard) == 1, "the other hears")
+    remove()
+    hub.note("stored", CPU, [page(1)])
+    hub.close()
+    assert len(heard) == 1
+    assert "background work broke off" in caplog.text
+
+
+def test_pages_that_do_not_follow_each_other_are_events_of_their_own() -> None:
+    hub, heard = KVEventHub(4, queue=100), list[KVEventBatch]()
+    hub.add(heard.append)
+    hub.note("stored", CPU, [page(0), page(1), page(5), page(6)])
+    hub.note("removed", SSD, [page(1).key])
+    hub.note("cleared", ALL, ())
+    hub.note("cleared", ALL, ())
+    hub.close()
+    events = [event for batch in heard for event in batch.events]
+    first, second, removed, cleared = events
+    assert isinstance(first, BlockStored)
+    assert isinstance(second, BlockStored)
+    assert (first.parent_block_hash, first.block_hashes) == (None, [page(0).key, page(1).key])
+    assert (second.parent_block_hash, second.block_hashes) == (page(4).key, [page(5).key, page(6).key])
+    assert removed == BlockRemoved([page(1).key], *SSD)
+    assert cleared == AllBlocksCleared()

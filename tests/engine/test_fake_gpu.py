@@ -1,0 +1,126 @@
+"""The engine over a GPU that is not there: each way of its copies, with and without kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gdscache import PageStatus
+from gdscache.errors import DeviceError
+from gdscache.native.gpu import CopyRoute
+from tests.support import fake_gpu
+from tests.support.helpers import EXTRA, MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
+
+OpenHost = Callable[..., Host]
+ROUTES: list[CopyRoute] = ["staged", "zero_copy", "copy_engine"]
+
+
+@pytest.mark.parametrize("model", [MHA, EXTRA], ids=["mha", "extra"])
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "no kernels"])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("cpu", [None, 8])
+def test_pages_come_back_from_every_tier(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None, route: CopyRoute, kernels: bool, model: Any
+) -> None:
+    fake_gpu.use(monkeypatch, route, kernels=kernels)
+    host = open_host(cpu=cpu, ssd=24, bounce=16, model=model)
+    tokens = prompt(1, 4)
+    host.store(tokens)
+    quiet(host.engine)
+    assert host.load(tokens).tokens == 16
+    if cpu is not None:
+        drop_from(host.engine, "cpu")
+        assert host.load(tokens).tokens == 16
+    settle(host.engine)
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "no kernels"])
+def test_a_page_of_the_cpu_tier_that_changed_is_noticed(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, kernels: bool
+) -> None:
+    fake_gpu.use(monkeypatch, kernels=kernels)
+    host = open_host(cpu=8, load={"verify": "always"})
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    cpu = host.engine.manager.cpu
+    assert cpu is not None
+    entry = cpu.index.get(host.engine.pages(tokens)[1].key)
+    assert entry is not None
+    cpu.extents.memory(entry.slot)[7] ^= 1
+    load, blocks, _ = host.begin(tokens)
+    assert load.result(WAIT).pages == (PageStatus.LOADED, PageStatus.CHECKSUM, PageStatus.LOADED)
+    host.give(blocks)
+    settle(host.engine)
+
+
+@pytest.mark.parametrize("function", ["cuLaunchKernel", "cuMemcpyAsync", "cuStreamWaitEvent", "cuEventRecord"])
+def test_a_load_says_what_the_driver_refused(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    fake_gpu.use(monkeypatch)
+    host = open_host(cpu=8)
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    with fake_gpu.failing(function):
+        load, blocks, _ = host.begin(tokens)
+        with pytest.raises(DeviceError, match="FAKE_ERROR"):
+            load.result(WAIT)
+    for layer in range(host.layout.n_layers):
+        load.wait(layer, WAIT)
+    load.release_event.synchronize(WAIT)
+    host.give(blocks)
+    settle(host.engine)
+    assert host.load(tokens).tokens == 12
+
+
+def test_a_store_that_the_driver_refused_gives_everything_back(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_gpu.use(monkeypatch)
+    host = open_host(cpu=8, bounce=8)
+    tokens = prompt(1, 3)
+    with fake_gpu.failing("cuLaunchKernel"):
+        handle = host.store(tokens)
+        assert set(handle.result(WAIT).dropped.values()) == {"error"}
+    settle(host.engine)
+    host.store(tokens)
+    quiet(host.engine)
+    assert host.load(tokens).tokens == 12
+
+
+def test_layers_are_ready_when_their_copies_are_queued(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`wait` orders a stream after the copies, and does not wait for them; the release does."""
+    fake_gpu.use(monkeypatch)
+    host = open_host(cpu=8)
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    with fake_gpu.held():
+        load, blocks, keys = host.begin(tokens)
+        until(lambda: load._layers[0].queued or load._layers[0].done() or load._layers[0].queued, "a layer is queued")
+        assert not load._layers[0].done()
+        assert not load.done()
+        assert not load.release_event.done()
+    assert host.finish(load, blocks, keys).tokens == 12
+    settle(host.engine)
+
+
+def test_an_engine_closes_with_copies_under_way(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu.use(monkeypatch)
+    host = open_host(cpu=8)
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    driver = fake_gpu.driver()
+    driver.fake_delay(2000)
+    try:
+        load, _, _ = host.begin(tokens)
+        host.engine.close()
+    finally:
+        driver.fake_delay(0)
+    assert load.done()
+    assert load.release_event.done()

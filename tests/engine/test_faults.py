@@ -1,0 +1,679 @@
+"""Bad luck: every fault is a miss of its own cause, the good prefix stays, the bad page goes, the rest is unharmed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import random
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdscache import CacheEngine, PageStatus
+from gdscache.errors import IOFailedError, LoadFailedError, StorageError
+from gdscache.storage.base import Op
+from gdscache.testing.faults import ExtentPart
+from tests.support.faulty import PLAN, Fault
+from tests.support.helpers import (
+    WAIT,
+    Host,
+    drop_from,
+    fill,
+    flip_file,
+    holds,
+    prompt,
+    quiet,
+    reserve_used,
+    run,
+    settle,
+    tokens_of,
+)
+
+Open = Callable[..., CacheEngine]
+OpenHost = Callable[..., Host]
+FAULTY = "tests.support.faulty:FaultyTransport"
+LOADED = PageStatus.LOADED
+
+READ_FAULTS = [
+    pytest.param(Fault.EIO, PageStatus.IO_ERROR, id="eio"),
+    pytest.param(Fault.SHORT, PageStatus.SHORT_READ, id="short"),
+    pytest.param(Fault.FLIP, PageStatus.CHECKSUM, id="flip"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_faults_left() -> Any:
+    PLAN.reset()
+    yield
+    PLAN.reset()
+
+
+def slot_of(engine: CacheEngine, tokens: list[int], page: int, tier: str = "ssd") -> int:
+    entry = engine.manager.tiers[tier].index.get(engine.pages(tokens)[page].key)
+    assert entry is not None
+    return entry.slot
+
+
+def offset_of(engine: CacheEngine, tokens: list[int], page: int) -> int:
+    return slot_of(engine, tokens, page) * engine.layout.extent_bytes
+
+
+def misses(engine: CacheEngine) -> dict[str, int]:
+    return {cause: n for cause, n in engine.stats().get("misses", {}).items() if cause != "absent"}
+
+
+# -- reads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cpu", [None, 2, 8])
+@pytest.mark.parametrize("page", [0, 2, 4])
+@pytest.mark.parametrize(("fault", "status"), READ_FAULTS)
+def test_a_bad_read_costs_its_own_suffix(
+    open_host: OpenHost, device: str, fault: Fault, status: PageStatus, page: int, cpu: int | None
+) -> None:
+    host = open_host(device=device, transport=FAULTY, cpu=cpu)
+    tokens, other = prompt(1, 5), prompt(2, 3)
+    for t in (tokens, other):
+        host.store(t)
+        quiet(host.engine)
+    drop_from(host.engine, *(["cpu"] if cpu else []))
+    bad = offset_of(host.engine, tokens, page)
+    with PLAN.rule(Op.READ, fault, lambda offset: offset == bad, bit=8 * 6143 + 7):
+        report = host.load(tokens)
+    assert report.tokens == 4 * page
+    assert report.first_bad == page
+    assert [s for i, s in enumerate(report.pages) if i != page] == [LOADED] * 4
+    assert report.pages[page] is status
+    assert misses(host.engine) == {status.value: 1}
+    assert tokens_of(host.engine, tokens) == 4 * page
+    assert host.load(tokens).tokens == 4 * page
+    assert host.load(other).tokens == 12
+    host.store(tokens)
+    quiet(host.engine)
+    assert host.load(tokens).tokens == 20
+    settle(host.engine)
+    if page == 2 and cpu is None:
+        host.engine.close()
+        host = open_host(device=device, cpu=cpu)
+        assert host.load(tokens).tokens == 20
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_corrupt_page_that_nobody_copies_on_stays_out_of_the_cpu_tier(
+    open_host: OpenHost, device: str, cancelled: bool
+) -> None:
+    """Checksums are taken by the copy into the planes: a cancelled load and a prefetch have none, and must look."""
+    host = open_host(device=device, transport=FAULTY, cpu=8)
+    tokens = prompt(1, 5)
+    with PLAN.rule(Op.WRITE, Fault.FLIP, times=1, bit=7):
+        host.store(tokens)
+        quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    with PLAN.rule(Op.READ, Fault.HANG):
+        if cancelled:
+            load, blocks, _ = host.begin(tokens)
+            load.cancel()
+        else:
+            prefetch = host.engine.prefetch(tokens)
+    if cancelled:
+        load.result()
+        host.give(blocks)
+    else:
+        assert prefetch.result().pages == {"checksum": 1, "loaded": 4}
+    quiet(host.engine)
+    assert host.engine.check().problems == ()
+    assert tokens_of(host.engine, tokens) == 0
+
+
+@pytest.mark.parametrize(("fault", "status"), READ_FAULTS)
+def test_a_sequence_names_the_bad_page_and_keeps_what_is_before_it(
+    open_engine: Open, device: str, fault: Fault, status: PageStatus
+) -> None:
+    engine = open_engine(device=device, transport=FAULTY, gpu=16)
+    tokens = prompt(1, 5, extra=2)
+    run(engine, tokens)
+    with engine.manager.lock:  # page 0 stays on the GPU, so that positions in the load and in the sequence differ
+        for name, first in (("gpu", 1), ("cpu", 0)):
+            for page in engine.pages(tokens)[first:]:
+                entry = engine.manager.tiers[name].index.get(page.key)
+                assert entry is not None
+                engine.manager.tiers[name].index.drop(entry)
+    bad = offset_of(engine, tokens, 3)
+    with PLAN.rule(Op.READ, fault, lambda offset: offset == bad), engine.sequence(tokens) as seq:
+        assert seq.cached_tokens == 20
+        with pytest.raises(LoadFailedError, match="page 3") as caught:
+            seq.commit()
+        assert (caught.value.page, caught.value.cause) == (3, status.value)
+        assert "recompute" in caught.value.hint
+        assert seq.cached_tokens == 20
+    assert engine.lookup(tokens).tiers == ("gpu",) * 3
+    assert run(engine, tokens) == 12
+    assert run(engine, tokens) == 20
+
+
+def test_verify_lowers_the_prefix_and_the_rest_is_recomputed(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device, transport=FAULTY)
+    tokens = prompt(1, 5, extra=1)
+    run(engine, tokens)
+    drop_from(engine, "gpu", "cpu")
+    bad = offset_of(engine, tokens, 2)
+    with PLAN.rule(Op.READ, Fault.FLIP, lambda offset: offset == bad), engine.sequence(tokens) as seq:
+        assert seq.cached_tokens == 20
+        assert seq.verify(WAIT) == 8
+        assert seq.verify(WAIT) == 8
+        holds(engine, seq)
+        fill(engine, seq)
+        seq.commit()
+    quiet(engine)
+    for tiers in ((), ("gpu",), ("gpu", "cpu")):
+        drop_from(engine, *tiers)
+        assert run(engine, tokens) == 20
+
+
+def test_every_page_bad(open_host: OpenHost) -> None:
+    host = open_host(transport=FAULTY, cpu=3)
+    tokens = prompt(1, 6)
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    with PLAN.rule(Op.READ, Fault.EIO):
+        assert host.load(tokens).pages == (PageStatus.IO_ERROR,) * 6
+    assert tokens_of(host.engine, tokens) == 0
+    assert {t["pages"] for t in host.engine.stats()["tiers"].values()} == {0}
+    settle(host.engine)
+    host.engine.close()
+    assert tokens_of(open_host().engine, tokens) == 0  # the deletions are durable
+
+
+def test_two_requests_of_a_batch_fail_apart(open_host: OpenHost) -> None:
+    host = open_host(transport=FAULTY)
+    one, two = prompt(1, 3), prompt(2, 3)
+    for tokens in (one, two):
+        host.store(tokens)
+        quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    bad = offset_of(host.engine, one, 1)
+    with PLAN.rule(Op.READ, Fault.EIO, lambda offset: offset == bad):
+        hits = [host.engine.lookup(t) for t in (one, two)]
+        load = host.engine.load_many([(hit, host.take(3)) for hit in hits])
+        assert [r.tokens for r in load.results(WAIT)] == [4, 12]
+
+
+def test_a_failing_read_is_a_miss_for_everybody_who_waits_for_it(open_host: OpenHost) -> None:
+    host = open_host(transport=FAULTY)
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    bad = offset_of(host.engine, tokens, 1)
+    with PLAN.rule(Op.READ, Fault.FLIP, lambda offset: offset == bad):
+        begun = [host.begin(tokens) for _ in range(3)]
+        for load, _, _ in begun:
+            load.result()
+        assert [host.finish(*b).tokens for b in begun] == [4] * 3
+    assert tokens_of(host.engine, tokens) == 4
+
+
+def test_prefetch_of_a_bad_page_publishes_nothing_bad(open_host: OpenHost) -> None:
+    host = open_host(transport=FAULTY)
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    bad = offset_of(host.engine, tokens, 1)
+    with PLAN.rule(Op.READ, Fault.FLIP, lambda offset: offset == bad):
+        assert host.engine.prefetch(tokens).result().tokens == 4
+    assert host.engine.lookup(tokens).tiers == ("cpu",)
+    assert host.engine.lookup(tokens, start=8).tiers == ("cpu",)
+    assert host.load(tokens).tokens == 4
+
+
+@pytest.mark.parametrize("cpu", [None, 8])
+@pytest.mark.parametrize(("fault", "status"), READ_FAULTS)
+def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
+    open_host: OpenHost, device: str, fault: Fault, status: PageStatus, cpu: int | None
+) -> None:
+    """Neighbours come as one request; when it fails its pages are tried one by one, and only the bad one is lost."""
+    host = open_host(device=device, transport="tests.support.faulty:FaultyMerging", cpu=cpu, bounce=40)
+    tokens = prompt(1, 5)
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, *(["cpu"] if cpu else []))
+    offsets = [offset_of(host.engine, tokens, page) for page in range(5)]
+    extent = host.layout.extent_bytes
+    assert offsets == [offsets[0] + page * extent for page in range(5)]
+    of_the_page = ExtentPart(offsets[3], offsets[3] + host.layout.page_bytes, 1 << 40)
+    already = len(PLAN.moved[Op.READ])
+    with PLAN.rule(Op.READ, fault, part=of_the_page, bit=77) as rule:
+        report = host.load(tokens)  # compares the bytes
+    read = sorted(PLAN.moved[Op.READ][already:])
+    if fault is Fault.FLIP:  # nobody was told, so nothing was tried again
+        assert (rule.met, read) == (1, offsets[:1])
+    else:
+        assert (rule.met, read) == (2, sorted([offsets[0], *offsets]))
+    assert report.pages == (LOADED, LOADED, LOADED, status, LOADED)
+    assert report.tokens == 12
+    assert misses(host.engine) == {status.value: 1}
+    assert tokens_of(host.engine, tokens) == 12
+    assert host.load(tokens).tokens == 12
+
+
+# -- writes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [(Fault.EIO, "io_error"), (Fault.SHORT, "io_error"), (Fault.LOST, ""), (Fault.TORN, ""), (Fault.FLIP, "")],
+)
+def test_a_bad_write_is_never_served(open_host: OpenHost, device: str, fault: Fault, cause: str) -> None:
+    host = open_host(device=device, transport=FAULTY)
+    filler, tokens = prompt(9, 12), prompt(1, 5)
+    host.store(filler)  # every slot has had another page's bytes
+    quiet(host.engine)
+    seen: list[int] = []
+
+    def third(offset: int) -> bool:
+        seen.append(offset)
+        return len(seen) == 3
+
+    with PLAN.rule(Op.WRITE, fault, third, times=1, bit=12345):
+        handle = host.store(tokens)
+        quiet(host.engine)
+    report = handle.result(0)
+    if cause:
+        assert sorted(report.dropped.values()) == [cause]
+        assert host.engine.stats()["dropped"] == {cause: 1}
+    else:
+        assert report.dropped == {}
+    assert host.load(tokens).tokens == 20  # the CPU tier has the bytes
+    drop_from(host.engine, "cpu")
+    settle(host.engine)
+    report = host.load(tokens)
+    assert report.tokens in range(0, 20, 4)
+    assert misses(host.engine) == ({} if cause else {"checksum": 1})
+    settle(host.engine)
+    good = report.tokens
+    host.engine.close()
+    host = open_host(device=device)
+    assert host.load(tokens).tokens == good
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    assert host.load(tokens).tokens == 20
+
+
+def test_a_disk_that_takes_nothing_costs_only_the_ssd_tier(open_host: OpenHost) -> None:
+    host = open_host(transport=FAULTY)
+    with PLAN.rule(Op.WRITE, Fault.EIO):
+        handle = host.store(prompt(1, 4))
+        assert set(handle.result(WAIT).dropped.values()) == {"io_error"}
+        assert host.load(prompt(1, 4)).bytes_by_tier == {"cpu": 4 * host.layout.page_bytes}
+        settle(host.engine)
+    assert host.engine.stats()["tiers"]["ssd"]["pages"] == 0
+    host.store(prompt(1, 4))  # again: the CPU tier has them, the SSD gets them now
+    quiet(host.engine)
+    assert host.engine.stats()["tiers"]["ssd"]["pages"] == 4
+
+
+# -- memory and files ------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_in_the_cpu_pool(open_host: OpenHost, device: str) -> None:
+    host = open_host(device=device)
+    tokens = prompt(1, 4)
+    host.store(tokens)
+    quiet(host.engine)
+    cpu = host.engine.manager.cpu
+    assert cpu is not None
+    memory = cpu.extents.memory(slot_of(host.engine, tokens, 2, "cpu"))
+    memory[host.layout.page_bytes - 1] ^= 0x80
+    problems = host.engine.check().problems
+    assert len(problems) == 1
+    assert "layer 2" in problems[0]
+    report = host.load(tokens)
+    assert report.pages == (LOADED, LOADED, PageStatus.CHECKSUM, LOADED)
+    assert report.tokens == 8
+    assert misses(host.engine) == {"checksum": 1}
+    assert host.engine.lookup(tokens).tiers == ("cpu", "cpu", "ssd", "cpu")  # the SSD has it whole
+    assert host.load(tokens).tokens == 16
+
+
+def test_a_flipped_bit_in_the_padding_is_nobodys(open_host: OpenHost, slab: Path) -> None:
+    host = open_host()
+    tokens = prompt(1, 2)
+    host.store(tokens)
+    quiet(host.engine)
+    cpu = host.engine.manager.cpu
+    assert cpu is not None
+    cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[host.layout.page_bytes] ^= 1
+    flip_file(slab / "slab-0.bin", offset_of(host.engine, tokens, 1) + host.layout.page_bytes)
+    assert host.load(tokens).tokens == 8
+    drop_from(host.engine, "cpu")
+    assert host.load(tokens).tokens == 8
+
+
+def test_check_finds_and_mends_a_bad_page_of_the_cpu_pool(open_host: OpenHost) -> None:
+    host = open_host()
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    cpu = host.engine.manager.cpu
+    assert cpu is not None
+    cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[0] ^= 1
+    report = host.engine.check(fix=True)
+    assert (len(report.problems), report.fixed, report.ok) == (1, True, True)
+    assert host.engine.check().problems == ()
+    assert host.engine.lookup(tokens).tiers == ("cpu", "ssd", "cpu")
+    assert host.load(tokens).tokens == 12
+
+
+def test_a_bad_page_of_the_cpu_pool_is_not_written_on_unseen(open_host: OpenHost) -> None:
+    host = open_host(transport=FAULTY)
+    tokens = prompt(1, 3)
+    with PLAN.rule(Op.WRITE, Fault.EIO):
+        host.store(tokens)
+        quiet(host.engine)
+    cpu = host.engine.manager.cpu
+    assert cpu is not None
+    cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[0] ^= 1
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    assert host.load(tokens).tokens in (4, 12)
+
+
+@pytest.mark.parametrize("cpu", [None, 6])
+def test_any_bit_of_a_stored_page(open_host: OpenHost, slab: Path, cpu: int | None) -> None:
+    """A sample of all bits, through the whole engine, by changing the file."""
+    host = open_host(cpu=cpu)
+    tokens = prompt(1, 3)
+    rng = random.Random(1)
+    ends = [0, 8 * host.layout.page_bytes - 1, *(8 * s for s, _ in host.layout.layer_bounds)]
+    for bit in [*ends, *(rng.randrange(8 * host.layout.page_bytes) for _ in range(30))]:
+        host.store(tokens)
+        quiet(host.engine)
+        drop_from(host.engine, *(["cpu"] if cpu else []))
+        flip_file(slab / "slab-0.bin", offset_of(host.engine, tokens, 1) + bit // 8, bit % 8)
+        report = host.load(tokens)
+        assert report.pages == (LOADED, PageStatus.CHECKSUM, LOADED), bit
+    assert misses(host.engine) == {"checksum": 35}
+
+
+@pytest.mark.parametrize("what", ["swapped", "shifted", "zero", "rows", "layers"])
+def test_other_bytes_in_the_slab(open_host: OpenHost, slab: Path, what: str) -> None:
+    host = open_host()
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    size, extent = host.layout.page_bytes, host.layout.extent_bytes
+    offsets = [offset_of(host.engine, tokens, i) for i in range(3)]
+    with open(slab / "slab-0.bin", "r+b", buffering=0) as file:
+        pages = [os.pread(file.fileno(), extent, at) for at in offsets]
+        page, bad = bytearray(pages[1]), 1
+        if what == "swapped":
+            os.pwrite(file.fileno(), pages[0], offsets[1])
+            os.pwrite(file.fileno(), pages[1], offsets[0])
+            bad = 0
+        elif what == "shifted":
+            os.pwrite(file.fileno(), bytes(1) + pages[1][: size - 1], offsets[1])
+        elif what == "zero":
+            os.pwrite(file.fileno(), bytes(extent), offsets[1])
+        elif what == "rows":
+            page[:256], page[256:512] = page[256:512], page[:256]
+            os.pwrite(file.fileno(), bytes(page), offsets[1])
+        else:
+            a, b = host.layout.layer_bounds[0], host.layout.layer_bounds[1]
+            page[slice(*a)], page[slice(*b)] = page[slice(*b)], page[slice(*a)]
+            os.pwrite(file.fileno(), bytes(page), offsets[1])
+    report = host.load(tokens)
+    assert report.tokens == 4 * bad
+    assert report.pages[bad] is PageStatus.CHECKSUM
+    assert tokens_of(host.engine, tokens) == 4 * bad
+
+
+@pytest.mark.parametrize("cpu", [None, 6])
+def test_a_slab_truncated_while_it_is_open(open_host: OpenHost, slab: Path, cpu: int | None) -> None:
+    host = open_host(cpu=cpu)
+    tokens = prompt(1, 5)
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, *(["cpu"] if cpu else []))
+    slots = [slot_of(host.engine, tokens, i) for i in range(5)]
+    cut = sorted(slots)[3]
+    os.truncate(slab / "slab-0.bin", cut * host.layout.extent_bytes + 4096)
+    report = host.load(tokens)
+    lost = [i for i, slot in enumerate(slots) if slot >= cut]
+    assert [i for i, status in enumerate(report.pages) if status is PageStatus.SHORT_READ] == lost
+    assert misses(host.engine) == {"short_read": len(lost)}
+    assert tokens_of(host.engine, tokens) == 4 * lost[0]
+    assert "slab-0.bin has" in host.engine.check(fix=True).problems[0]  # and it has its size again
+    settle(host.engine)
+    host.engine.close()
+    host = open_host(cpu=cpu)
+    assert host.load(tokens).tokens == 4 * lost[0]
+    host.store(tokens)
+    quiet(host.engine)
+    assert host.load(tokens).tokens == 20
+
+
+@pytest.mark.parametrize("left", [None, 0, 2, 2.5])
+def test_a_slab_truncated_or_missing_at_reopen(open_host: OpenHost, slab: Path, left: float | None) -> None:
+    host = open_host()
+    tokens = prompt(1, 5)
+    host.store(tokens)
+    quiet(host.engine)
+    slots = [slot_of(host.engine, tokens, i) for i in range(5)]
+    host.engine.close()
+    if left is None:
+        (slab / "slab-0.bin").unlink()
+    else:
+        os.truncate(slab / "slab-0.bin", int(left * host.layout.extent_bytes))
+    host = open_host()
+    kept = [slot < int(left or 0) for slot in slots]
+    good = next((i for i, there in enumerate(kept) if not there), 5)
+    assert host.load(tokens).tokens == 4 * good
+    described = host.engine.stats()["tiers"]["ssd"]
+    assert described["pages"] == sum(kept)
+    assert sum(described["lost_at_recovery"].values()) == 5 - sum(kept)
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    assert host.load(tokens).tokens == 20
+
+
+def test_another_slab_of_the_same_size_serves_nothing(open_host: OpenHost, slab: Path) -> None:
+    host = open_host()
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    host.engine.close()
+    size = (slab / "slab-0.bin").stat().st_size
+    (slab / "slab-0.bin").write_bytes(os.urandom(size))
+    host = open_host()
+    assert host.load(tokens).pages == (PageStatus.CHECKSUM,) * 3
+    assert tokens_of(host.engine, tokens) == 0
+
+
+# -- the catalogue ---------------------------------------------------------------------------------------------------
+
+
+def catalogue(slab: Path) -> Path:
+    (path,) = slab.glob("*.sqlite")
+    return path
+
+
+def test_a_corrupt_catalogue_is_set_aside_and_said_loudly(
+    open_host: OpenHost, slab: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = open_host()
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    host.engine.close()
+    catalogue(slab).write_bytes(os.urandom(8192))
+    with caplog.at_level(logging.ERROR):
+        host = open_host()
+    assert "set aside" in caplog.text
+    assert len(list(slab.glob("catalog.corrupt-*"))) == 1
+    assert tokens_of(host.engine, tokens) == 0
+    host.store(tokens)
+    host.engine.close()
+    assert open_host().load(tokens).tokens == 12
+
+
+def test_checksums_that_are_gone_or_of_another_page(open_host: OpenHost, slab: Path) -> None:
+    host = open_host()
+    tokens = prompt(1, 5)
+    host.store(tokens)
+    quiet(host.engine)
+    slots = [slot_of(host.engine, tokens, i) for i in range(5)]
+    host.engine.close()
+    with sqlite3.connect(catalogue(slab)) as db:
+        db.execute("DELETE FROM checksums WHERE slot = ?", (slots[1],))
+        db.execute("UPDATE checksums SET sums = zeroblob(16) WHERE slot = ?", (slots[2],))
+        sums = "(SELECT sums FROM checksums WHERE slot = ?)"
+        db.execute(f"UPDATE checksums SET sums = {sums} WHERE slot = ?", (slots[4], slots[3]))
+    db.close()
+    host = open_host()
+    bad = PageStatus.CHECKSUM
+    assert host.load(tokens).pages == (LOADED, bad, bad, bad, LOADED)
+    assert tokens_of(host.engine, tokens) == 4
+
+
+@pytest.mark.parametrize("cpu", [None, 2, 6])
+def test_a_catalogue_that_breaks_in_use_is_a_miss(open_host: OpenHost, slab: Path, cpu: int | None) -> None:
+    """Checksums are read when pages are; where they cannot be, no page can be verified, and no load may raise."""
+    host = open_host(cpu=cpu)
+    tokens = prompt(1, 4)
+    host.store(tokens)
+    host.engine.close()
+    host = open_host(cpu=cpu)
+    with sqlite3.connect(catalogue(slab)) as db:
+        db.execute("DROP TABLE checksums")
+    db.close()
+    for _ in range(4):  # more often than there are bounce slots
+        hit = host.engine.lookup(tokens)
+        blocks = host.take(len(hit.pages))
+        load = host.engine.load(hit, blocks)
+        report = load.result(WAIT)
+        assert report.tokens == 0
+        assert LOADED not in report.pages
+        host.give(blocks)
+    assert not reserve_used(host.engine)
+    assert host.engine.stats()["leases"] == []
+    for cause in misses(host.engine):
+        assert cause in {"io_error", "checksum"}
+    with contextlib.suppress(StorageError):  # close() may say that the last deletions were not written
+        host.engine.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("gdscache")]
+
+
+def test_a_catalogue_that_takes_no_more_costs_stores_only(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = open_host()
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    ssd = host.engine.manager.ssd
+    assert ssd is not None
+
+    def full(*args: object) -> None:
+        raise IOFailedError("injected", "free space", errno.ENOSPC)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ssd._catalog, "commit", full)
+        handle = host.store(prompt(2, 2))
+        assert set(handle.result(WAIT).dropped.values()) == {"io_error"}
+        assert host.load(prompt(2, 2)).bytes_by_tier == {"cpu": 2 * host.layout.page_bytes}
+        drop_from(host.engine, "cpu")
+        bad = offset_of(host.engine, tokens, 2)
+        flip_file(ssd.path / "slab-0.bin", bad)
+        assert host.load(tokens).tokens == 8  # its deletion cannot be committed either, and the load says what it knows
+    assert tokens_of(host.engine, prompt(2, 2)) == 0
+    settle(host.engine)
+    host.store(prompt(2, 2))
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    assert host.load(prompt(2, 2)).tokens == 8
+
+
+@pytest.mark.parametrize("method", ["reserve", "begin", "commit"])
+def test_an_unexpected_error_in_the_writer_strands_nothing(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    host = open_host()
+    owner = host.engine._parts.executor if method == "begin" else host.engine.manager.ssd
+    assert owner is not None
+
+    def broken(*args: object) -> None:
+        raise ArithmeticError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, broken)
+        handle = host.store(prompt(1, 3))
+        try:
+            dropped = handle.result(3).dropped
+        finally:
+            if not handle.done():  # close() would wait for ever for what is stranded
+                host.engine._parts.storer._queued = 0
+                host.engine.manager._leases.clear()
+    assert set(dropped) == {0, 1, 2}
+    settle(host.engine)
+    host.store(prompt(1, 3))
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    assert host.load(prompt(1, 3)).tokens == 12
+
+
+# -- everything at once ----------------------------------------------------------------------------------------------
+
+
+def test_many_requests_on_a_disk_that_fails_at_random(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device, transport=FAULTY, gpu=10, cpu=3, ssd=14)
+    prompts = [prompt(0, 1) + prompt(seed, 1 + seed % 4, extra=1) for seed in range(6)]
+    rng = random.Random(5)
+    chance = lambda offset: rng.random() < 0.15  # noqa: E731
+    with (
+        PLAN.rule(Op.READ, Fault.EIO, chance),
+        PLAN.rule(Op.READ, Fault.FLIP, chance, bit=77),
+        PLAN.rule(Op.READ, Fault.SHORT, chance),
+        PLAN.rule(Op.WRITE, Fault.LOST, chance),
+        PLAN.rule(Op.WRITE, Fault.TORN, chance),
+        PLAN.rule(Op.WRITE, Fault.EIO, chance),
+    ):
+        for _ in range(150):
+            run(engine, rng.choice(prompts))  # checks every byte
+            if rng.random() < 0.5:
+                drop_from(engine, "gpu", *(["cpu"] if rng.random() < 0.5 else []))
+    assert {"io_error", "checksum", "short_read"} <= set(misses(engine))
+    settle(engine)
+    for tokens in prompts:
+        run(engine, tokens)
+        assert run(engine, tokens) == len(tokens) - 1
+
+
+def test_the_faulty_transport_is_posix_without_rules(open_host: OpenHost) -> None:
+    host = open_host(transport=FAULTY)
+    host.store(prompt(1, 3))
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    assert host.load(prompt(1, 3)).tokens == 12
+    assert len(PLAN.moved[Op.READ]) == len(PLAN.moved[Op.WRITE]) == 3
+    assert host.engine.stats()["tiers"]["ssd"]["transport"]["name"] == "faulty"
+
+
+@pytest.mark.parametrize(("verify", "found"), [("always", 4), ("once", 12)])
+def test_pages_of_the_cpu_tier_are_checked_always_or_once(open_host: OpenHost, verify: str, found: int) -> None:
+    host = open_host(load={"verify": verify}, ssd=None)
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    cpu = host.engine.manager.cpu
+    assert cpu is not None
+    cpu.extents.checksums[slot_of(host.engine, tokens, 1, "cpu")] ^= 1  # the bytes are good
+    assert host.load(tokens).tokens == found
+    host.engine.close()

@@ -1,0 +1,761 @@
+"""I/O that hangs: a miss or a drop at its deadline; slots come back when it ends, not before; no wait without end."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gdscache import CacheEngine, PageStatus
+from gdscache.errors import DeadlineError, DeviceError, DirectoryInUseError, GdsCacheError, IOFailedError
+from gdscache.load.report import LoadReport
+from gdscache.storage.base import FileRange, Op, Submission
+from gdscache.tiers import manager as manager_module
+from gdscache.tiers import ssd as ssd_module
+from gdscache.tiers.quarantine import Late, Quarantine
+from tests.support import fake_gpu
+from tests.support.faulty import PLAN, Fault
+from tests.support.helpers import (
+    LONG,
+    WAIT,
+    Host,
+    drop_from,
+    expected,
+    fill,
+    make_config,
+    prompt,
+    quiet,
+    read_page,
+    reserve_used,
+    settle,
+    tokens_of,
+    until,
+    write_page,
+)
+
+Open = Callable[..., CacheEngine]
+OpenHost = Callable[..., Host]
+FAULTY = "tests.support.faulty:FaultyTransport"
+SOON = 0.5  # seconds of a deadline that is to pass
+READS_SOON: dict[str, Any] = {"transport": FAULTY, "load": {"deadline": SOON}}
+WRITES_SOON: dict[str, Any] = {"transport": FAULTY, "store": {"deadline": SOON}}
+DEADLINE, LOADED, OFF = PageStatus.DEADLINE, PageStatus.LOADED, PageStatus.SWITCHED_OFF
+
+
+@pytest.fixture(autouse=True)
+def _no_faults_left() -> Iterator[None]:
+    PLAN.reset()
+    yield
+    PLAN.reset()
+
+
+def quarantine(engine: CacheEngine) -> dict[str, Any]:
+    found: dict[str, Any] = engine.stats()["tiers"]["ssd"]["quarantine"]
+    return found
+
+
+def late(engine: CacheEngine) -> int:
+    state = quarantine(engine)
+    return int(state["late_reads"] + state["late_writes"])
+
+
+def ended(engine: CacheEngine) -> None:
+    """Everything in quarantine has come back, and the tiers are whole."""
+    until(lambda: late(engine) == 0, "late I/O ends")
+    state = quarantine(engine)
+    assert state["held"] == state["ended"] > 0
+    assert set(state["held_slots"].values()) == {0}
+    settle(engine)
+
+
+def held_slots(engine: CacheEngine, tier: str) -> set[int]:
+    """Slots of a tier that only the quarantine still knows."""
+    index = engine.manager.tiers[tier].index
+    with engine.manager.lock:
+        return set(index._leaving)
+
+
+def used_slots(engine: CacheEngine, tier: str) -> set[int]:
+    index = engine.manager.tiers[tier].index
+    with engine.manager.lock:
+        return {entry.slot for entry in index}
+
+
+def stored(host: Host, seed: int, pages: int) -> list[int]:
+    tokens = prompt(seed, pages)
+    host.store(tokens)
+    quiet(host.engine)
+    return tokens
+
+
+def offsets(engine: CacheEngine, tokens: list[int]) -> list[int]:
+    """Where the pages lie in the slab."""
+    slots = [engine.manager.tiers["ssd"].index.slot(page.key) for page in engine.pages(tokens)]
+    return [slot * engine.layout.extent_bytes for slot in slots if slot is not None]
+
+
+def load_slowly(host: Host, tokens: list[int]) -> LoadReport:
+    """Load, with patience for a verdict that comes at the deadline."""
+    load, blocks, keys = host.begin(tokens)
+    load.result(WAIT)
+    return host.finish(load, blocks, keys)
+
+
+def apart(host: Host, seed: int) -> list[int]:
+    """Three pages that are no neighbours in the slab, so that each is read by itself."""
+    tokens = prompt(seed, 3)
+    for page in range(3):
+        host.store(tokens[: 4 * (page + 1)])
+        quiet(host.engine)
+        stored(host, 1000 * seed + page, 1)
+    first, second, third = offsets(host.engine, tokens)
+    assert min(second - first, third - second) > host.layout.extent_bytes
+    return tokens
+
+
+# -- reads ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_hung_read_into_the_cpu_tier_keeps_its_slots_until_it_ends(open_host: OpenHost) -> None:
+    host = open_host(cpu=16, ssd=24, **READS_SOON)
+    tokens = stored(host, 1, 3)
+    drop_from(host.engine, "cpu")
+    lying = {offset // host.layout.extent_bytes for offset in offsets(host.engine, tokens)}
+    with PLAN.rule(Op.READ, Fault.HANG, times=3):
+        assert load_slowly(host, tokens).pages == (DEADLINE,) * 3
+        state = quarantine(host.engine)
+        assert (state["late_reads"], state["held_slots"]["cpu"], state["switched_off"]) == (3, 3, False)
+        held = held_slots(host.engine, "cpu")
+        assert len(held) == 3
+        assert [lease["owner"] for lease in host.engine.stats()["leases"]] == ["quarantine"] * 3
+        assert tokens_of(host.engine, tokens) == 0, "a page whose read hangs is read again, and hangs again"
+        assert host.engine.stats()["misses"]["quarantined"] == 3
+        assert host.engine.prefetch(tokens).result(WAIT).pages == {}
+        for seed in range(10, 30):  # more than the tiers hold
+            other = stored(host, seed, 3)
+            assert host.load(other).tokens == 12
+            assert not used_slots(host.engine, "cpu") & held, "a slot in quarantine was handed out"
+            assert lying <= used_slots(host.engine, "ssd"), "a page of which a read hangs was evicted"
+            assert host.engine.check().problems == ()
+        assert held_slots(host.engine, "cpu") >= held
+        assert late(host.engine) == 3
+    ended(host.engine)
+    assert host.engine.stats()["tiers"]["ssd"]["quarantine"]["ended"] == 3
+    assert host.load(tokens).tokens == 12, "late is not bad: the pages stay"
+
+
+def test_a_hung_read_into_the_bounce_reserve_keeps_its_slot_until_it_ends(open_host: OpenHost) -> None:
+    host = open_host(cpu=None, bounce=16, ssd=24, **READS_SOON)
+    tokens, other = stored(host, 1, 2), stored(host, 2, 5)
+    with PLAN.rule(Op.READ, Fault.HANG, times=2):
+        assert load_slowly(host, tokens).pages == (DEADLINE,) * 2
+        assert quarantine(host.engine)["held_slots"] == {"bounce_loads": 2, "bounce_stores": 0}
+        assert reserve_used(host.engine) == 2
+        for _ in range(5):
+            assert host.load(other).tokens == 20
+            assert reserve_used(host.engine) == 2, "a slot in quarantine came back early"
+            assert host.engine.check().problems == ()
+        assert late(host.engine) == 2
+    ended(host.engine)
+    assert host.load(tokens).tokens == 8
+
+
+@pytest.mark.parametrize("cpu", [None, 16])
+def test_one_hung_read_costs_its_own_page(open_host: OpenHost, cpu: int | None) -> None:
+    host = open_host(cpu=cpu, bounce=16, ssd=24, **READS_SOON)
+    tokens = apart(host, 1)
+    drop_from(host.engine, *(["cpu"] if cpu else []))
+    bad = offsets(host.engine, tokens)[1]
+    with PLAN.rule(Op.READ, Fault.HANG, lambda offset: offset == bad):
+        report = load_slowly(host, tokens)
+        assert report.pages == (LOADED, DEADLINE, LOADED)
+        assert report.tokens == 4
+        assert host.engine.stats()["misses"]["deadline"] == 1
+        assert host.engine.stats()["loaded"]["ssd"] == 2
+        assert late(host.engine) == 1
+        assert tokens_of(host.engine, tokens) == 4
+    ended(host.engine)
+    assert host.load(tokens).tokens == 12
+
+
+def test_who_waits_for_another_loads_hung_read_has_its_deadline_too(open_host: OpenHost) -> None:
+    host = open_host(cpu=16, **READS_SOON)
+    tokens = stored(host, 1, 3)
+    drop_from(host.engine, "cpu")
+    with PLAN.rule(Op.READ, Fault.HANG):
+        begun = [host.begin(tokens) for _ in range(3)]
+        assert [load.result(WAIT).pages for load, _, _ in begun] == [(DEADLINE,) * 3] * 3
+        assert late(host.engine) == 3
+        for load, blocks, keys in begun:
+            host.finish(load, blocks, keys)
+    ended(host.engine)
+
+
+def test_cleared_pages_whose_reads_hang_come_back_once(open_host: OpenHost) -> None:
+    host = open_host(cpu=16, ssd=4, **READS_SOON)
+    tokens = stored(host, 1, 3)
+    drop_from(host.engine, "cpu")
+    with PLAN.rule(Op.READ, Fault.HANG, times=3):
+        load_slowly(host, tokens)
+        assert host.engine.clear()["ssd"] == 3
+        held = held_slots(host.engine, "ssd")
+        assert len(held) == 3
+        host.store(tokens)
+        quiet(host.engine)
+        assert len(used_slots(host.engine, "ssd") - held) == 1, "one slot of four is there for the pages"
+        assert tokens_of(host.engine, tokens) == 12
+        assert host.engine.check().problems == ()
+    ended(host.engine)
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    assert host.load(tokens).tokens == 12
+
+
+def test_a_sequence_goes_on_without_what_hangs(open_engine: Open) -> None:
+    engine = open_engine(gpu=16, cpu=16, **READS_SOON)
+    tokens = prompt(1, 3, extra=1)
+    with engine.sequence(tokens) as seq:
+        fill(engine, seq)
+        seq.commit()
+    quiet(engine)
+    drop_from(engine, "gpu", "cpu")
+    with PLAN.rule(Op.READ, Fault.HANG, times=3):
+        with engine.sequence(tokens) as seq:
+            assert seq.cached_tokens == 12
+            assert seq.verify(WAIT) == 0
+            fill(engine, seq)
+            seq.commit()
+        assert late(engine) == 3
+        assert engine.stats()["tiers"]["gpu"]["private_slots"] == 0
+        assert tokens_of(engine, tokens) == 12
+    ended(engine)
+
+
+@pytest.mark.parametrize("cpu", [None, 3])
+def test_a_load_that_breaks_off_gives_its_bounce_slots_back(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None
+) -> None:
+    fake_gpu.use(monkeypatch)
+    host = open_host(cpu=cpu, bounce=8, transport=FAULTY)
+    tokens = stored(host, 1, 6)
+    drop_from(host.engine, *(["cpu"] if cpu else []))
+    with fake_gpu.failing("cuLaunchKernel"):
+        load, blocks, _ = host.begin(tokens)
+        with pytest.raises(DeviceError, match="FAKE_ERROR"):
+            load.result(WAIT)
+    until(load.release_event.done, "the load lets go of its slots")
+    host.give(blocks)
+    settle(host.engine)
+    assert host.load(tokens).tokens == 24
+
+
+# -- writes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cpu", [None, 16])
+def test_a_hung_write_is_dropped_and_keeps_its_slots_until_it_ends(open_host: OpenHost, cpu: int | None) -> None:
+    host = open_host(cpu=cpu, bounce=16, ssd=12, **WRITES_SOON)
+    tokens = prompt(1, 2)
+    with PLAN.rule(Op.WRITE, Fault.HANG, times=2):
+        handle = host.store(tokens)
+        assert handle.result(WAIT).dropped == {0: "deadline", 1: "deadline"}
+        host.engine.drain(WAIT)
+        assert host.engine.stats()["store_queue"]["bytes"] == 0
+        assert host.engine.stats()["dropped"] == {"deadline": 2}
+        state = quarantine(host.engine)
+        pool = "cpu" if cpu else "bounce_stores"
+        assert (state["late_writes"], state["held_slots"][pool], state["switched_off"]) == (2, 2, False)
+        assert tokens_of(host.engine, tokens) == (8 if cpu else 0)
+        held = held_slots(host.engine, "ssd")
+        assert len(held) == 2
+        for seed in range(10, 20):  # more than the tiers hold
+            other = stored(host, seed, 3)
+            assert host.load(other).tokens == 12
+            assert not used_slots(host.engine, "ssd") & held, "a slot that a late write may still hit was handed out"
+            assert host.engine.check().problems == ()
+        if cpu:
+            assert tokens_of(host.engine, tokens) == 8, "memory that a late write reads was evicted"
+            assert host.load(tokens).tokens == 8
+        bounce = host.engine._parts.bounce
+        assert bounce is not None
+        assert bounce.stores.free_slots == bounce.stores.slots - (0 if cpu else 2)
+        last = [stored(host, seed, 3) for seed in (31, 32, 33)]
+        assert late(host.engine) == 2
+    ended(host.engine)
+    drop_from(host.engine, *(["cpu"] if cpu else []))
+    assert [host.load(t).tokens for t in last] == [12] * 3, "a late write hit another page"
+    assert tokens_of(host.engine, tokens) == 0, "a page whose write was late was published"
+    assert not held_slots(host.engine, "ssd")
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, *(["cpu"] if cpu else []))
+    assert host.load(tokens).tokens == 8
+
+
+def test_one_hung_write_costs_its_own_page(open_host: OpenHost) -> None:
+    host = open_host(cpu=16, ssd=6, **WRITES_SOON)
+    fillers = [stored(host, seed, 1) for seed in range(6)]
+    index = host.engine.manager.tiers["ssd"].index
+    with host.engine.manager.lock:  # leave every second slot free
+        for filler in fillers[::2]:
+            entry = index.find(host.engine.pages(filler)[0].key)
+            assert entry is not None
+            index.drop(entry)
+    assert host.engine.manager.ssd is not None
+    host.engine.manager.ssd.commit_waiting()
+    tokens = prompt(99, 3)
+    with PLAN.rule(Op.WRITE, Fault.HANG, times=1):
+        report = host.store(tokens).result(WAIT)
+        assert sorted(report.dropped.values()) == ["deadline"]
+        assert host.engine.stats()["stored"]["ssd"] == 8
+        host.store(tokens).result(WAIT)  # again, while the first try hangs: it takes another slot, or none is left
+        assert host.engine.check().problems == ()
+    ended(host.engine)
+    host.store(tokens)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    assert host.load(tokens).tokens == 12
+
+
+def test_the_writer_goes_on_with_the_next_batch(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = open_host(cpu=64, ssd=64, **WRITES_SOON)
+    writer = host.engine._parts.storer._writers["ssd"]
+    monkeypatch.setattr(writer, "_most", 2)
+    with PLAN.rule(Op.WRITE, Fault.HANG, times=1):
+        begun = time.monotonic()
+        handles = [host.store(prompt(seed, 2)) for seed in range(6)]
+        reports = [handle.result(WAIT) for handle in handles]
+        assert time.monotonic() - begun < WAIT / 2
+        dropped = [cause for report in reports for cause in report.dropped.values()]
+        assert dropped == ["deadline"]
+        assert sum(tiers == ("cpu", "ssd") for report in reports for tiers in report.tiers) == 12 - len(dropped)
+    ended(host.engine)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("cpu", [None, 6])
+def test_a_refused_write_leaks_nothing(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, code: int, cpu: int | None
+) -> None:
+    host = open_host(cpu=cpu, ssd=6, transport="tests.support.posix_transport:PosixTransport")
+
+    def refuse(*args: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", refuse)
+        for seed in range(8):  # more pages than there are slots
+            report = host.store(prompt(seed, 3)).result(WAIT)
+            assert report.dropped == dict.fromkeys(range(3), "io_error")
+            settle(host.engine)
+        assert host.engine.stats()["tiers"]["ssd"]["free_slots"] == 6
+    assert host.engine.stats()["dropped"] == {"io_error": 24}
+    tokens = stored(host, 1, 6)
+    drop_from(host.engine, *(["cpu"] if cpu else []))
+    assert host.load(tokens).tokens == 24
+
+
+# -- switching off and on ---------------------------------------------------------------------------------------------
+
+
+def test_too_many_hung_reads_switch_the_ssd_tier_off_until_they_end(
+    open_host: OpenHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = open_host(cpu=8, ssd=24, **READS_SOON)
+    tokens, other = stored(host, 1, 3), stored(host, 2, 3)
+    for times in (1, 2):
+        caplog.clear()
+        drop_from(host.engine, "cpu")
+        with PLAN.rule(Op.READ, Fault.HANG, times=3):
+            assert load_slowly(host, tokens).pages == (DEADLINE,) * 3
+            state = quarantine(host.engine)
+            assert (state["switched_off"], state["switch_offs"]) == (True, times)
+            moved = {op: len(done) for op, done in PLAN.moved.items()}
+            before = dict(host.engine.stats()["misses"])
+            assert tokens_of(host.engine, other) == 0
+            misses = host.engine.stats()["misses"]
+            assert misses["switched_off"] == before.get("switched_off", 0) + 3
+            assert misses.get("absent", 0) == before.get("absent", 0)
+            assert host.engine.prefetch(other).result(WAIT).pages == {}
+            fresh = prompt(50 + times, 3)
+            report = host.store(fresh).result(WAIT)
+            assert report.tiers == (("cpu",),) * 3
+            assert report.dropped == dict.fromkeys(range(3), "switched_off")
+            assert host.load(fresh).bytes_by_tier == {"cpu": 3 * host.layout.page_bytes}
+            assert {op: len(done) for op, done in PLAN.moved.items()} == moved, "I/O began while it was switched off"
+            assert host.engine.check().problems == ()
+        ended(host.engine)
+        assert not quarantine(host.engine)["switched_off"]
+        errors = [record.message for record in caplog.records if record.levelno >= logging.ERROR]
+        assert len(errors) == 1
+        assert "3 of 8 slots of cpu" in errors[0]
+        assert "ssd.path" in errors[0]
+        assert sum("switched on again" in record.message for record in caplog.records) == 1
+        host.store(fresh)
+        quiet(host.engine)
+        drop_from(host.engine, "cpu")
+        assert host.load(tokens).tokens == host.load(other).tokens == host.load(fresh).tokens == 12
+
+
+def test_without_a_cpu_tier_hung_writes_switch_off_and_nothing_waits_for_their_slots(open_host: OpenHost) -> None:
+    host = open_host(cpu=None, bounce=4, ssd=24, **WRITES_SOON)
+    kept = stored(host, 1, 2)
+    with PLAN.rule(Op.WRITE, Fault.HANG):
+        report = host.store(prompt(2, 6)).result(WAIT)
+        assert set(report.dropped.values()) == {"deadline", "switched_off"}
+        assert len(report.dropped) == 6
+        host.engine.drain(WAIT)
+        assert quarantine(host.engine)["switched_off"]
+        assert set(host.store(prompt(3, 6)).result(WAIT).dropped.values()) == {"switched_off"}
+        assert host.load(kept).tokens == 0
+    ended(host.engine)
+    assert host.load(kept).tokens == 8
+    assert host.load(stored(host, 2, 6)).tokens == 24
+
+
+def test_a_load_under_way_stops_reading_when_the_tier_is_switched_off(open_host: OpenHost) -> None:
+    host = open_host(cpu=None, bounce=8, ssd=24, transport=FAULTY, load={"deadline": WAIT})
+    tokens = stored(host, 1, 12)
+    submitted = threading.Event()
+    moved = threading.Event()
+
+    def chosen(offset: int) -> bool:
+        submitted.set()
+        return True
+
+    with PLAN.rule(Op.READ, Fault.HANG, chosen, times=1):
+        load, blocks, keys = host.begin(tokens)
+        assert submitted.wait(WAIT)
+        host.engine.manager.quarantine.off = True
+        host.engine._parts.executor.look()
+        moved.set()
+    report = load.result(WAIT)
+    assert set(report.pages) == {LOADED, OFF}
+    assert report.pages[: report.tokens // 4] == (LOADED,) * (report.tokens // 4)
+    host.engine.manager.quarantine.off = False
+    host.finish(load, blocks, keys)
+    assert host.load(tokens).tokens == 48
+
+
+def a_batch(n: int) -> tuple[Submission, dict[int, Late], list[int]]:
+    given: list[int] = []
+    submission = Submission(Op.READ, [FileRange("file", i, 1) for i in range(n)], [1] * n)
+
+    return submission, {i: Late("read", "cpu", "ssd", i, functools.partial(given.append, i)) for i in range(n)}, given
+
+
+def test_off_above_a_quarter_and_on_again_at_an_eighth() -> None:
+    keeper = Quarantine(threading.RLock())
+    keeper.add_pool("cpu", 16)
+    keeper.add_pool("bounce_loads", 1000)
+    submission, requests, given = a_batch(5)
+    keeper.hold(submission, {i: requests[i] for i in range(4)})
+    assert not keeper.off, "a quarter is not more than a quarter"
+    keeper.hold(submission, {4: requests[4]})
+    assert keeper.off
+    for i in (3, 0):
+        assert not keeper.hides("ssd", 99) or keeper.off
+        submission.finish([(i, 1, None)])
+        assert keeper.off, "switched on again at more than an eighth"
+    submission.finish([(1, 1, None)])
+    assert not keeper.off
+    assert [keeper.hides("ssd", i) for i in range(5)] == [False, False, True, False, True]
+    submission.finish([(2, 1, None), (4, 1, None)])
+    assert sorted(given) == [0, 1, 2, 3, 4]
+    assert keeper.requests == 0
+    assert keeper.describe()["switch_offs"] == 1
+
+
+def test_what_ended_meanwhile_is_given_back_at_once() -> None:
+    keeper = Quarantine(threading.RLock())
+    keeper.add_pool("cpu", 1)
+    submission, requests, given = a_batch(2)
+    submission.finish([(0, 1, None)])
+    keeper.hold(submission, requests)
+    assert given == [0]
+    submission.finish([(1, 0, IOFailedError("injected"))])
+    assert given == [0, 1]
+    assert not keeper.off
+
+
+def test_two_late_reads_of_one_page_hide_it_until_both_end() -> None:
+    keeper = Quarantine(threading.RLock())
+    keeper.add_pool("cpu", 100)
+    batches = [a_batch(1) for _ in range(2)]
+    for submission, requests, _ in batches:
+        keeper.hold(submission, requests)
+    batches[0][0].finish([(0, 1, None)])
+    assert keeper.hides("ssd", 0)
+    batches[1][0].finish([(0, 1, None)])
+    assert not keeper.hides("ssd", 0)
+
+
+# -- a submission calls back ------------------------------------------------------------------------------------------
+
+
+def test_on_end_calls_once_a_request_when_its_last_piece_has_ended() -> None:
+    submission = Submission(
+        Op.READ, [FileRange("file", 0, 10), FileRange("file", 10, 20), FileRange("file", 30, 5)], [1, 2, 1]
+    )
+    seen: list[tuple[str, int]] = []
+    submission.finish([(0, 10, None)])
+    submission.on_end(lambda i: seen.append(("a", i)))
+    assert seen == [("a", 0)]
+    submission.finish([(1, 10, None)])
+    assert seen == [("a", 0)]
+    submission.on_end(lambda i: seen.append(("b", i)))
+    submission.finish([(2, 5, None), (1, 10, None)])
+    assert sorted(seen) == [(name, i) for name in "ab" for i in range(3)]
+    assert submission.pending == 0
+
+
+def test_on_end_misses_nothing_while_requests_end() -> None:
+    for _ in range(50):
+        submission = Submission(Op.WRITE, [FileRange("file", i, 1) for i in range(64)], [1] * 64)
+        seen: list[int] = []
+        start = threading.Barrier(3)
+
+        def end(first: int, start: Any = start, submission: Any = submission) -> None:
+            start.wait()
+            for i in range(first, 64, 2):
+                submission.finish([(i, 1, None)])
+
+        threads = [threading.Thread(target=end, args=(first,)) for first in range(2)]
+        for thread in threads:
+            thread.start()
+        start.wait()
+        submission.on_end(seen.append)
+        for thread in threads:
+            thread.join()
+        assert sorted(seen) == list(range(64))
+
+
+def test_a_callback_may_ask_the_submission() -> None:
+    submission = Submission(Op.READ, [FileRange("file", 0, 1)], [1])
+    seen: list[int] = []
+    submission.on_end(lambda _: seen.append(submission.pending))
+    submission.finish([(0, 1, None)])
+    assert seen == [0]
+
+
+# -- draining and closing ---------------------------------------------------------------------------------------------
+
+
+def test_drain_with_a_limit_says_so_while_a_write_hangs(open_host: OpenHost) -> None:
+    host = open_host(transport=FAULTY)
+    with PLAN.rule(Op.WRITE, Fault.HANG):
+        handle = host.store(prompt(1, 2))
+        begun = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"0\.2 s"):
+            host.engine.drain(0.2)
+        with pytest.raises(DeadlineError):
+            handle.result(0.05)
+        assert time.monotonic() - begun < WAIT / 2
+    host.engine.drain(WAIT)
+    assert handle.result(0).dropped == {}
+
+
+@pytest.fixture
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "_CLOSE_S", 0.3)
+
+
+def mapped(address: int) -> bool:
+    """Whether the process has memory at an address."""
+    with open("/proc/self/maps") as maps:
+        spans = [line.split(" ", 1)[0].split("-") for line in maps]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
+def threads_left() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdscache")]
+
+
+@pytest.mark.usefixtures("_no_patience")
+@pytest.mark.parametrize("cpu", [None, 16])
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_close_with_a_hang_ends_in_time_and_keeps_what_the_io_may_touch(
+    open_host: OpenHost, slab: Path, caplog: pytest.LogCaptureFixture, op: Op, cpu: int | None
+) -> None:
+    host = open_host(cpu=cpu, bounce=16, ssd=24, **(READS_SOON if op is Op.READ else WRITES_SOON))
+    kept, tokens = stored(host, 1, 3), prompt(2, 2)
+    if op is Op.READ:
+        stored(host, 2, 2)
+        drop_from(host.engine, *(["cpu"] if cpu else []))
+    parts = host.engine._parts
+    extents = parts.manager.cpu.extents if parts.manager.cpu is not None else parts.bounce.extents  # type: ignore[union-attr]
+    buffer, bounce = extents.buffer, parts.bounce  # type: ignore[union-attr]
+    assert bounce is not None
+    address, ssd = buffer.address, parts.manager.ssd
+    assert ssd is not None
+    with PLAN.rule(op, Fault.HANG):
+        if op is Op.READ:
+            assert set(load_slowly(host, tokens).pages) == {DEADLINE}
+        else:
+            assert set(host.store(tokens).result(WAIT).dropped.values()) == {"deadline"}
+        begun = time.monotonic()
+        host.engine.close()
+        host.engine.close()
+        assert time.monotonic() - begun < WAIT / 2
+        said = [record.message for record in caplog.records if "closed with " in record.message]
+        assert len(said) == 1
+        assert f"{2 if op is Op.READ else 0} reads and {2 if op is Op.WRITE else 0} writes" in said[0]
+        assert buffer._map is not None, "memory was given back under I/O that hangs"
+        assert mapped(address)
+        assert len(extents.memory(0)) == host.layout.extent_bytes
+        assert os.fstat(ssd.io._files[0]).st_size > 0
+        if op is Op.WRITE:
+            with pytest.raises(DirectoryInUseError):  # a late write must not hit the slots of another owner
+                CacheEngine.from_config(make_config(slab, cpu=cpu, ssd=24))
+        else:
+            again = open_host(cpu=cpu, bounce=16, ssd=24)
+            assert again.load(kept).tokens == 12
+            again.engine.close()
+    until(lambda: buffer._map is None, "memory goes back when the I/O has ended")
+    until(lambda: not threads_left(), f"threads end: {threads_left()}")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(ssd.io._files[0])
+    again = open_host(cpu=cpu, bounce=16, ssd=24)
+    assert again.load(kept).tokens == 12
+    assert tokens_of(again.engine, tokens) == (8 if op is Op.READ else 0)
+
+
+@pytest.mark.usefixtures("_no_patience")
+def test_close_waits_a_little_for_what_is_only_slow(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(manager_module, "_CLOSE_S", WAIT)
+    host = open_host(cpu=16, **READS_SOON)
+    tokens = stored(host, 1, 3)
+    drop_from(host.engine, "cpu")
+    cpu = host.engine.manager.cpu
+    assert cpu is not None
+    with PLAN.rule(Op.READ, Fault.HANG) as rule:
+        load_slowly(host, tokens)
+        threading.Timer(0.3, rule.gate.set).start()
+        host.engine.close()
+    assert cpu.extents.buffer._map is None
+    assert not threads_left()
+    assert "closed with " not in caplog.text
+
+
+@pytest.mark.usefixtures("_no_patience")
+@pytest.mark.parametrize("drain", [True, False])
+@pytest.mark.parametrize("cpu", [64, pytest.param(None, marks=pytest.mark.suite)])
+def test_close_with_a_long_queue_to_a_hung_device_costs_about_one_deadline(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None, drain: bool
+) -> None:
+    host = open_host(cpu=cpu, bounce=64, ssd=64, transport=FAULTY, store={"deadline": 1.0})
+    writer = host.engine._parts.storer._writers["ssd"]
+    monkeypatch.setattr(writer, "_most", 1)  # a batch a page: waiting for each would take a deadline a pair
+    with PLAN.rule(Op.WRITE, Fault.HANG):
+        handles = [host.store(prompt(seed, 5)) for seed in range(6)]
+        begun = time.monotonic()
+        host.engine.close(drain=drain)
+        assert time.monotonic() - begun < 10, "a deadline a pair of batches would be 15 s"
+        for handle in handles:
+            assert set(handle.result(0).dropped) == set(range(5))
+            assert set(handle.result(0).dropped.values()) <= {"deadline", "closed", "switched_off"}
+    until(lambda: not threads_left(), f"threads end: {threads_left()}")
+
+
+@pytest.mark.usefixtures("_no_patience")
+def test_close_does_not_wait_for_a_catalogue_on_a_device_that_hangs(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, slab: Path
+) -> None:
+    monkeypatch.setattr(ssd_module, "_CLOSE_S", 0.3)
+    host = open_host(cpu=16, **READS_SOON)
+    tokens = stored(host, 1, 2)
+    drop_from(host.engine, "cpu")
+    ssd = host.engine.manager.ssd
+    assert ssd is not None
+    gate, commit = threading.Event(), ssd._catalog.commit
+
+    def stuck(*args: Any) -> None:
+        assert gate.wait(WAIT)
+        commit(*args)
+
+    with PLAN.rule(Op.READ, Fault.HANG):
+        load_slowly(host, tokens)
+        monkeypatch.setattr(ssd._catalog, "commit", stuck)
+        begun = time.monotonic()
+        host.engine.close()
+        assert time.monotonic() - begun < WAIT / 2
+        with pytest.raises(DirectoryInUseError):
+            CacheEngine.from_config(make_config(slab, cpu=16))
+        gate.set()
+    until(lambda: not threads_left(), f"threads end: {threads_left()}")
+    assert open_host(cpu=16).load(tokens).tokens == 8
+
+
+# -- everything at once -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", LONG)
+@pytest.mark.parametrize("cpu", [None, 12])
+def test_many_threads_while_io_hangs_now_and_then(open_host: OpenHost, cpu: int | None, seconds: float) -> None:
+    """No wrong byte, no lost slot, no wait without end, whatever hangs and for how long."""
+    options = {"load": {"deadline": 0.05, "threads": 4}, "store": {"deadline": 0.1}}
+    host = open_host(cpu=cpu, bounce=32, ssd=24, blocks=64, transport=FAULTY, **options)
+    engine, layout = host.engine, host.layout
+    prompts = [prompt(seed, 1 + seed % 4) for seed in range(12)]
+    stop = time.monotonic() + seconds
+    failures: list[Exception] = []
+    loaded = [0] * 4
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        mine = list(range(8 * number, 8 * number + 8))
+        try:
+            while time.monotonic() < stop:
+                tokens = rng.choice(prompts)
+                hit = engine.lookup(tokens)
+                if hit.tokens and rng.random() < 0.7:
+                    load = engine.load(hit, mine[: len(hit.pages)])
+                    good = load.result(WAIT).tokens // 4
+                    load.release_event.synchronize(WAIT)
+                    for i in range(good):
+                        got = read_page(host.planes, layout, [mine[i]])
+                        assert np.array_equal(got, expected(layout, hit.pages[i].key)), "another page's bytes"
+                    loaded[number] += good
+                else:
+                    pages = engine.pages(tokens)
+                    for i, page in enumerate(pages):
+                        write_page(host.planes, layout, [mine[4 + i]], expected(layout, page.key))
+                    handle = engine.store(tokens, mine[4 : 4 + len(pages)])
+                    handle.release_event.synchronize(WAIT)
+                    handle.result(WAIT)
+                if cpu and rng.random() < 0.2:
+                    drop_from(engine, "cpu")
+        except (AssertionError, GdsCacheError) as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for worker in workers:
+        worker.start()
+    rng = random.Random(7)
+    while any(worker.is_alive() for worker in workers):
+        op = rng.choice([Op.READ, Op.WRITE])
+        with PLAN.rule(op, Fault.HANG, lambda _: rng.random() < 0.3, times=2):
+            time.sleep(rng.choice([0.02, 0.1, 0.4]))
+        time.sleep(0.02)
+    assert not failures, failures
+    assert all(loaded)
+    ended(engine)
+    engine.close()
+    host = open_host(cpu=cpu, bounce=32, ssd=24, blocks=64)
+    for tokens in prompts:
+        host.store(tokens)
+        quiet(host.engine)
+        assert host.load(tokens).tokens == len(tokens)

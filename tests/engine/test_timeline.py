@@ -1,0 +1,1010 @@
+"""Timelines: each span is there and ends whatever happens, the file is what Perfetto reads, and off costs nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdscache import CacheEngine, PageStatus
+from gdscache.commands.timeline.summary import (
+    MODEL_STREAM,
+    Trace,
+    TraceSpan,
+    both,
+    computing,
+    length,
+    read_trace_file,
+    summary,
+    union,
+    without,
+)
+from gdscache.commands.toy_engine import EngineOptions, InferenceEngine, KVPool, ModelShape, fingerprint, random_model
+from gdscache.errors import InvalidValueError
+from gdscache.load import run as load_run
+from gdscache.native.gpu import CopyRoute
+from gdscache.pages.layout import GroupSizes
+from gdscache.storage.base import Op
+from gdscache.tracing import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment
+from gdscache.tracing.tracks import lanes
+from tests.support import fake_gpu
+from tests.support.faulty import PLAN, Fault
+from tests.support.helpers import MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
+from tests.support.places import ROOT
+
+FAULTY = "tests.support.faulty:FaultyTransport"
+SIX = MHA | {"layers": 6, "head_dim": 72}  # of 4,608 bytes each, read in four groups
+PAGES = 4
+KINDS = {
+    "lookup",
+    "plan",
+    "begin",
+    "load",
+    "read",
+    "scatter",
+    "wait",
+    "ready",
+    "store",
+    "gather",
+    "write",
+    "commit",
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(load_run, "GROUP_SIZES", GroupSizes(least=4096, first=1))
+    for name in ("NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE", "NVTX_INJECTION64_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    PLAN.reset()
+    yield
+    PLAN.reset()
+
+
+@pytest.fixture
+def traced(open_host: Callable[..., Host], slab: Path) -> Callable[..., Host]:
+    """`traced(timeline, **make_config arguments)`: a host whose cache tells that timeline."""
+
+    def opens(timeline: Timeline, **options: Any) -> Host:
+        options = {"model": SIX, "transport": FAULTY, "cpu": 8, "ssd": 16} | options
+        host = open_host(**options)
+        config = host.engine.config
+        host.engine.close()
+        host.engine = CacheEngine.from_config(config, planes=host.planes, timeline=timeline)
+        return host
+
+    hosts: list[Host] = []
+
+    def keeps(timeline: Timeline, **options: Any) -> Host:
+        hosts.append(opens(timeline, **options))
+        return hosts[-1]
+
+    yield keeps
+    for host in hosts:
+        if not host.engine._closed:
+            settle(host.engine)
+        host.engine.close()
+
+
+def stored(host: Host, tokens: Sequence[int], *, drop: Sequence[str] = ("cpu",)) -> None:
+    host.store(list(tokens))
+    quiet(host.engine)
+    drop_from(host.engine, *drop)
+
+
+def events(timeline: TraceTimeline, kind: str | None = None) -> list[dict[str, Any]]:
+    """The events of a trace, checked: those of one kind, or all."""
+    data = timeline.describe()
+    check_schema(data)
+    return [e for e in data["traceEvents"] if e["ph"] != "M" and kind in (None, e["cat"])]
+
+
+def check_schema(data: dict[str, Any]) -> None:
+    """What the trace-event format asks for, and that no two spans of a track cross."""
+    assert json.loads(json.dumps(data)) == data
+    assert data["otherData"]["format"] == 1
+    names: dict[int, str] = {}
+    last = 0.0
+    open_ends: dict[int, list[float]] = {}
+    for event in data["traceEvents"]:
+        assert event["pid"] == 1
+        assert isinstance(event["tid"], int)
+        assert event["ph"] in ("M", "X", "i")
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
+            if event["name"] == "thread_name":
+                assert event["tid"] not in names
+                names[event["tid"]] = event["args"]["name"]
+            continue
+        assert event["tid"] in names, "an event of a track without a name"
+        assert event["ts"] >= last >= 0, "events are not sorted"
+        last = event["ts"]
+        assert event["name"].startswith(event["cat"])
+        assert isinstance(event["args"], dict)
+        if event["ph"] == "i":
+            assert event["s"] == "t"
+            continue
+        assert event["dur"] >= 0
+        stack = open_ends.setdefault(event["tid"], [])
+        while stack and stack[-1] <= event["ts"] + 0.0005:
+            stack.pop()
+        end = event["ts"] + event["dur"]
+        assert not stack or end <= stack[-1] + 0.0005, f"{event} crosses a span of {names[event['tid']]}"
+        stack.append(end)
+    assert len(set(names.values())) == len(names)
+
+
+def layers_of(event: dict[str, Any]) -> range:
+    return range(event["args"]["first_layer"], event["args"]["last_layer"] + 1)
+
+
+# -- what is recorded --------------------------------------------------------------------------------------------------
+
+
+def test_every_read_and_copy_of_an_ssd_hit_is_there(traced: Callable[..., Host]) -> None:
+    timeline = TraceTimeline()
+    host = traced(timeline)
+    tokens, layout = prompt(1, PAGES), host.layout
+    stored(host, tokens)
+    report = host.load(tokens)
+    settle(host.engine)
+    found = events(timeline)
+    assert {event["cat"] for event in found} == KINDS
+    reads, copies = ([e for e in found if e["cat"] == kind] for kind in ("read", "scatter"))
+    assert report.bytes_by_tier == {"ssd": PAGES * layout.page_bytes}
+    assert sum(e["args"]["bytes"] for e in reads) == PAGES * layout.extent_bytes
+    assert sum(e["args"]["bytes"] for e in copies) == report.bytes_by_tier["ssd"]
+    assert [list(layers_of(e)) for e in reads] == [[0], [1, 2], [3, 4], [5]]
+    assert all(e["args"]["pages"] == PAGES and e["args"]["transport"] == "faulty" for e in reads)
+    (load,) = (e for e in found if e["cat"] == "load")
+    number = load["args"]["load"]
+    of_load = [e for e in found if e["cat"] in ("read", "scatter", "wait", "ready")]
+    assert {e["args"]["load"] for e in of_load} == {number}
+    ready = {e["args"]["layer"]: e["ts"] for e in found if e["cat"] == "ready"}
+    waits = {e["args"]["layer"]: e["ts"] + e["dur"] for e in found if e["cat"] == "wait"}
+    assert sorted(ready) == sorted(waits) == list(range(6))
+    for layer in range(6):
+        assert ready[layer] <= waits[layer]
+        group = [e for e in (*reads, *copies) if layer in layers_of(e)]
+        assert sum(e["args"]["pages"] for e in group if e["cat"] == "scatter") == PAGES
+        assert min(e["ts"] for e in group if e["cat"] == "read") <= min(e["ts"] for e in group if e["cat"] == "scatter")
+        assert max(e["ts"] + e["dur"] for e in group if e["cat"] == "scatter") <= ready[layer]
+    stores = {kind: [e for e in found if e["cat"] == kind] for kind in ("gather", "write", "commit")}
+    assert sum(e["args"]["bytes"] for e in stores["gather"]) == PAGES * layout.page_bytes
+    assert sum(e["args"]["bytes"] for e in stores["write"]) == PAGES * layout.extent_bytes
+    assert sum(e["args"]["pages"] for e in stores["commit"]) == PAGES
+    assert all("error" not in e["args"] and "unfinished" not in e["args"] for e in found)
+
+
+def test_tracks_have_the_names_of_what_they_do(traced: Callable[..., Host], tmp_path: Path) -> None:
+    timeline = TraceTimeline()
+    host = traced(timeline)
+    stored(host, prompt(1, PAGES))
+    host.load(prompt(1, PAGES))
+    settle(host.engine)
+    trace = read_trace_file(timeline.write(tmp_path / "t.json"))
+    by_kind = {span.kind: span.track for span in trace.spans}
+    assert by_kind["wait"] == trace.tracks[0] == "model thread"
+    assert by_kind["lookup"] == by_kind["plan"] == "model thread"  # who calls carries it out
+    assert by_kind["load"].startswith("load thread ")
+    assert by_kind["read"].startswith("SSD reads")
+    assert (by_kind["gather"], by_kind["commit"], by_kind["write"]) == ("copies", "writer", "SSD writes")
+
+
+@pytest.mark.parametrize("bounce", [2, 4])
+def test_a_hit_of_several_tiers_and_through_the_bounce_reserve(traced: Callable[..., Host], bounce: int) -> None:
+    timeline = TraceTimeline()
+    host = traced(timeline, cpu=2, ssd=16, bounce=bounce)
+    tokens = prompt(2, 6)
+    stored(host, tokens, drop=())
+    report = host.load(tokens)
+    copies = events(timeline, "scatter")
+    assert report.tokens == 24
+    assert {s.value for s in report.pages} == {"loaded"}
+    assert sum(e["args"]["bytes"] for e in copies) == sum(report.bytes_by_tier.values())
+    reads = events(timeline, "read")
+    assert {layer for e in reads for layer in layers_of(e)} == set(range(6))
+    assert {e["args"]["load"] for e in (*reads, *copies)} == {1}
+
+
+def test_loads_have_numbers_of_their_own(traced: Callable[..., Host]) -> None:
+    timeline = TraceTimeline()
+    host = traced(timeline)
+    stored(host, prompt(1, 2), drop=())
+    for _ in range(3):
+        host.load(prompt(1, 2))
+    numbers = [e["args"]["load"] for e in events(timeline, "load")]
+    assert len(set(numbers)) == 3
+
+
+def test_a_prefetch_is_no_load(traced: Callable[..., Host]) -> None:
+    timeline = TraceTimeline()
+    host = traced(timeline)
+    tokens = prompt(1, PAGES)
+    stored(host, tokens)
+    with host.engine.prefetch(tokens) as prefetch:
+        assert prefetch.result(WAIT).tokens == 16
+    until(lambda: bool(events(timeline, "prefetch")), "the span of a prefetch ends")
+    assert not events(timeline, "load")
+    assert sum(e["args"]["pages"] for e in events(timeline, "read")) == PAGES
+    assert not events(timeline, "scatter")
+    assert events(timeline, "check")
+
+
+# -- whatever goes wrong, what began ends ------------------------------------------------------------------------------
+
+
+def finished(timeline: TraceTimeline) -> list[dict[str, Any]]:
+    found = events(timeline)
+    assert not [e for e in found if "unfinished" in e["args"]]
+    assert not timeline.stack
+    return found
+
+
+@pytest.mark.parametrize("route", ["staged", "copy_engine"])
+def test_what_the_streams_of_a_gpu_did(
+    traced: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: CopyRoute
+) -> None:
+    """Copies and kernels of both directions, on tracks of their own, within the load that they are of."""
+    fake_gpu.use(monkeypatch, route)
+    timeline = TraceTimeline()
+    host = traced(timeline, load={"verify": "always"})
+    stored(host, prompt(1, PAGES))
+    host.load(prompt(1, PAGES))
+    settle(host.engine)
+    spans = read_trace_file(timeline.write(tmp_path / "t.json")).spans
+    tracks = {span.kind: span.track for span in spans}
+    for way in ("load", "store"):
+        assert tracks[f"{way} copies"] == f"{way}s: copy stream"
+        assert tracks[f"{way} kernel"] == f"{way}s: kernel stream"
+    found = finished(timeline)
+    (load,) = [e for e in found if e["cat"] == "load"]
+    slack = 20_000  # us: the two clocks are compared once, by a thread that may lose its turn between the two
+    for event in found:
+        if event["cat"] in ("load copies", "load kernel"):
+            assert load["ts"] - slack <= event["ts"]
+            assert event["ts"] + event["dur"] <= load["ts"] + load["dur"] + slack
+
+
+@pytest.mark.parametrize("fault", [Fault.EIO, Fault.SHORT, Fault.FLIP])
+@pytest.mark.parametrize("skip", [0, 5, 15])
+def test_reads_that_fail_end(traced: Callable[..., Host], fault: Fault, skip: int) -> None:
+    timeline = TraceTimeline()
+    host = traced(timeline)
+    tokens = prompt(3, PAGES)
+    stored(host, tokens)
+    with PLAN.rule(Op.READ, fault, skip=skip, times=1) as rule:
+        report = host.load(tokens)
+    assert rule.met == 1
+    assert report.first_bad is not None
+    settle(host.engine)
+    reads = [e for e in finished(timeline) if e["cat"] == "read"]
+    assert reads
+    good = sum(e["args"]["bytes"] for e in events(timeline, "scatter"))
+    assert good >= sum(report.bytes_by_tier.values())
+
+
+def test_a_read_that_hangs_reaches_until_now_and_ends_later(traced: Callable[..., Host]) -> None:
+    timeline = TraceTimeline()
+    host = traced(timeline, load={"deadline": 2.0})  # so long that the reads begin, however busy the machine is
+    tokens = prompt(3, PAGES)
+    stored(host, tokens)
+    with PLAN.rule(Op.READ, Fault.HANG, times=1) as rule:
+        load, blocks, _ = host.begin(tokens)
+        report = load.result(WAIT)
+        assert rule.met == 1
+        assert PageStatus.DEADLINE in report.pages
+        hanging = [e for e in events(timeline, "read") if "unfinished" in e["args"]]
+        assert len(hanging) == 1
+        rule.release()
+    until(lambda: not [e for e in events(timeline, "read") if "unfinished" in e["args"]], "the read's span ends")
+    load.release_event.synchronize(WAIT)
+    host.give(blocks)
+    settle(host.engine)
+    finished(timeline)
+
+
+def test_a_load_that_is_cancelled_ends(traced: Callable[..., Host]) -> None:
+    timeline = TraceTimeline()
+    host = traced(timeline)
+    tokens = prompt(3, PAGES)
+    stored(host, tokens)
+    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.05):
+        load, blocks, keys = host.begin(tokens)
+        load.cancel()
+        host.finish(load, blocks, keys)
+    settle(host.engine)
+    found = finished(timeline)
+    assert all(e["dur"] >= 50_000 for e in found if e["cat"] == "read"), "a read's span ends before the read"
+    assert [e for e in found if e["cat"] == "load"]
+    assert sum(e["args"]["bytes"] for e in found if e["cat"] == "read") <= PAGES * host.layout.extent_bytes
+
+
+@pytest.mark.parametrize("broken", ["read", "plan"])
+def test_exceptions_are_passed_on_and_said(
+    traced: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    timeline = TraceTimeline()
+    host = traced(timeline)
+    tokens = prompt(3, PAGES)
+    stored(host, tokens)
+
+    def breaks(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("on order")
+
+    manager = host.engine.manager
+    assert manager.ssd is not None, "no SSD tier"
+    owner, name = {
+        "read": (manager.ssd.io, "transfer"),
+        "plan": (host.engine.loader.planner, "_lease"),
+    }[broken]
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, breaks)
+        if broken == "plan":
+            with pytest.raises(ZeroDivisionError):
+                host.begin(tokens)
+        else:
+            assert set(host.load(tokens).pages) == {PageStatus.IO_ERROR}
+    settle(host.engine)
+    found = finished(timeline)
+    said = {e["cat"] for e in found if e["args"].get("error") == "ZeroDivisionError"}
+    assert said == {"plan": {"plan"}, "read": {"read"}}[broken]
+
+
+# -- off ---------------------------------------------------------------------------------------------------------------
+
+
+def test_off_keeps_nothing(open_host: Callable[..., Host]) -> None:
+    host = open_host(model=SIX)
+    engine = host.engine
+    assert engine.timeline is OFF
+    assert engine.manager.timeline is OFF
+    tokens = prompt(1, 2)
+    host.store(tokens)
+    quiet(engine)
+    load, blocks, keys = host.begin(tokens)
+    assert load.number == 0
+    host.finish(load, blocks, keys)
+    assert not hasattr(OFF, "__dict__")
+    spans = [OFF.span("a", layer=1), OFF.compute("b", None), OFF.flight("c", "d")]
+    assert len({id(span) for span in spans}) == 1
+    with pytest.raises(ZeroDivisionError), OFF.span("a"):
+        raise ZeroDivisionError
+    OFF.instant("a")
+    OFF.flight("a", "b").follow(None, 3)  # type: ignore[arg-type]
+
+
+def test_a_failed_span_of_a_thread_is_no_span_of_the_next(traced: Callable[..., Host]) -> None:
+    """What spans inherit ends with the span that has it."""
+    timeline = TraceTimeline()
+    with pytest.raises(ZeroDivisionError), timeline.span("load", load=7):
+        raise ZeroDivisionError
+    with timeline.span("check"):
+        pass
+    assert "load" not in events(timeline, "check")[0]["args"]
+    assert events(timeline, "load")[0]["args"] == {"load": 7, "error": "ZeroDivisionError"}
+
+
+# -- the bound, and many threads ---------------------------------------------------------------------------------------
+
+
+class _IO:
+    """I/O of pages that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.callback: Callable[[int], None] | None = None
+
+    def on_end(self, callback: Callable[[int], None]) -> None:
+        self.callback = callback
+
+
+@pytest.mark.parametrize("limit", [1, 7, 30])
+def test_no_more_events_than_the_limit(limit: int) -> None:
+    timeline = TraceTimeline(limit=limit)
+    flights = [_IO() for _ in range(10)]
+    for number, io in enumerate(flights):
+        with timeline.span("load", load=number), timeline.flight("read", "SSD reads") as flight:
+            flight.follow(io, 1)
+        timeline.instant("ready", layer=number)
+    for io in flights:
+        assert io.callback is not None
+        io.callback(0)
+    data = timeline.describe()
+    check_schema(data)
+    assert len([e for e in data["traceEvents"] if e["ph"] != "M"]) == limit
+    assert data["otherData"]["events_left_out"] == 30 - limit
+    assert "unfinished" not in json.dumps(data)
+
+
+def test_a_timeline_of_nothing_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="at least one"):
+        TraceTimeline(limit=0)
+
+
+def test_many_threads() -> None:
+    timeline, threads, rounds = TraceTimeline(), 8, 60
+    ios: list[_IO] = []
+    start = threading.Barrier(threads + 1)
+
+    def work(number: int) -> None:
+        start.wait()
+        for turn in range(rounds):
+            with timeline.span("load", load=number), timeline.flight("read", "SSD reads", turn=turn) as flight:
+                io = _IO()
+                flight.follow(io, 2)
+                ios.append(io)
+                with timeline.span("scatter"), timeline.span("check", layers=range(2)):
+                    timeline.instant("ready", layer=turn)
+
+    workers = [threading.Thread(target=work, args=(n,), name=f"gdscache-load_{n}") for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    start.wait()
+    ended = 0
+    while ended < threads * rounds:
+        if len(ios) > ended:
+            callback = ios[ended].callback
+            assert callback is not None
+            callback(0)
+            callback(1)
+            ended += 1
+        if ended % 100 == 50:
+            check_schema(timeline.describe())  # while they work
+    for worker in workers:
+        worker.join(WAIT)
+    found = events(timeline)
+    assert len(found) == threads * rounds * 5
+    for number in range(threads):
+        own = [e for e in found if e["args"]["load"] == number]
+        assert len(own) == rounds * 5
+        assert len({e["tid"] for e in own if e["cat"] in ("load", "scatter", "check", "ready")}) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=30))
+def test_spans_that_overlap_get_lanes(spans: list[tuple[int, int]]) -> None:
+    given_events = [("read", ("SSD reads", 0), start, start + n, {"i": i}) for i, (start, n) in enumerate(spans)]
+    placed, tracks = lanes(given_events)
+    assert sorted(about["i"] for *_, about in placed) == list(range(len(spans)))
+    for tid in tracks.values():
+        own = sorted((start, end or 0) for _, number, start, end, _ in placed if number == tid)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(own))
+    points = [sum(start <= at < start + n for start, n in spans) for at in range(71)]
+    assert len(tracks) <= max(1, max(points) + sum(n == 0 for _, n in spans))
+
+
+SETS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)).map(lambda p: (float(p[0]), float(p[0] + p[1]))))
+
+
+@given(SETS, SETS)
+def test_sets_of_intervals(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> None:
+    def points(intervals: Sequence[tuple[float, float]]) -> set[int]:
+        return {at for at in range(40) if any(start <= at < end for start, end in intervals)}
+
+    a, b = union(one), union(other)
+    assert points(a) == points(one)
+    assert all(x[1] < y[0] for x, y in itertools.pairwise(a))
+    assert points(both(a, b)) == points(one) & points(other)
+    assert points(without(a, b)) == points(one) - points(other)
+    assert length(a) == len(points(one))
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    file.write_text("old")
+    timeline = TraceTimeline(file)
+    assert file.read_text() == "old"
+    with timeline.span("layer", layer=3):
+        pass
+    assert timeline.write() == file
+    data = json.loads(file.read_text())
+    check_schema(data)
+    assert [e["name"] for e in data["traceEvents"] if e["ph"] == "X"] == ["layer 3"]
+    assert os.listdir(tmp_path) == ["t.json"]
+
+
+def test_a_bad_path_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match="create it first"):
+        TraceTimeline(tmp_path / "missing" / "t.json")
+    with pytest.raises(InvalidValueError, match="is a directory"):
+        TraceTimeline(tmp_path)
+    with pytest.raises(InvalidValueError, match="pass a path"):
+        TraceTimeline().write()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(InvalidValueError, match="cannot be written"):
+        TraceTimeline(tmp_path / "t.json")
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "t.json"
+    timeline = TraceTimeline(file)
+    file.write_text("old")
+
+    def full(self: Path, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InvalidValueError, match="No space left"):
+        timeline.write()
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["t.json"]
+
+
+# -- NVTX --------------------------------------------------------------------------------------------------------------
+
+
+class FakeNvtx:
+    """Counts what is open, by thread and for the process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.pushed: dict[int, list[str]] = {}
+        self.open: dict[int, str] = {}
+        self.texts: list[str] = []
+        self.marks: list[str] = []
+
+    def range_push(self, text: str) -> int:
+        self.texts.append(text)
+        stack = self.pushed.setdefault(threading.get_ident(), [])
+        stack.append(text)
+        return len(stack)
+
+    def range_pop(self) -> int:
+        self.pushed[threading.get_ident()].pop()
+        return 0
+
+    def range_start(self, text: str) -> int:
+        with self.lock:
+            self.texts.append(text)
+            handle = len(self.texts)
+            self.open[handle] = text
+            return handle
+
+    def range_end(self, handle: int) -> None:
+        with self.lock:
+            del self.open[handle]
+
+    def mark(self, text: str) -> None:
+        self.marks.append(text)
+
+    @property
+    def balanced(self) -> bool:
+        return not self.open and not any(self.pushed.values())
+
+
+@pytest.mark.parametrize("fault", [None, Fault.EIO, Fault.FLIP])
+def test_nvtx_ranges_are_balanced(traced: Callable[..., Host], fault: Fault | None) -> None:
+    nvtx = FakeNvtx()
+    host = traced(NvtxTimeline(nvtx))
+    tokens = prompt(1, PAGES)
+    stored(host, tokens)
+    if fault is None:
+        host.load(tokens)
+    else:
+        with PLAN.rule(Op.READ, fault, times=2):
+            host.load(tokens)
+    settle(host.engine)
+    until(lambda: nvtx.balanced, f"all ranges end: {nvtx.open} {nvtx.pushed}")
+    kinds = {text.removeprefix("gdscache: ").split(" ")[0] for text in nvtx.texts}
+    assert kinds >= KINDS - {"ready", "scatter", "gather"}  # the library has no ranges
+    assert f"gdscache: read 1-2 (load 1, {PAGES} pages, {PAGES * 8192} bytes)" in nvtx.texts or fault is not None
+
+
+PROFILERS = [
+    ({}, False),
+    ({"NSYS_PROFILING_SESSION_ID": "1"}, True),
+    ({"NV_NSIGHT_INJECTION_TRANSPORT_TYPE": "1"}, True),
+    ({"NVTX_INJECTION64_PATH": "/opt/nvidia/libToolsInjection64.so"}, True),
+    ({"NVTX_INJECTION64_PATH": ""}, False),
+    ({"NVTX_INJECTION64_PATH": "/usr/local/cuda/extras/CUPTI/lib64/libcupti.so"}, False),
+    ({"NVTX_INJECTION64_PATH": "/usr/lib/libcupti.so", "NSYS_PROFILING_SESSION_ID": "1"}, True),
+]
+
+
+@pytest.mark.parametrize(("environ", "profiled"), PROFILERS)
+def test_when_a_profiler_is_attached(environ: dict[str, str], profiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvtx = FakeNvtx()
+    monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
+    timeline = timeline_from_environment(environ)
+    assert isinstance(timeline, NvtxTimeline) == profiled
+    assert (timeline is OFF) != profiled
+    assert nvtx.marks == ["gdscache"] * profiled
+
+
+def test_an_engine_under_a_profiler_has_ranges(open_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    nvtx = FakeNvtx()
+    monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    host = open_host()
+    host.store(prompt(1, 2))
+    quiet(host.engine)
+    host.load(prompt(1, 2))
+    assert "gdscache: load (load 1, 2 pages)" in nvtx.texts
+
+
+def test_torch_without_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> None:
+        raise RuntimeError("NVTX functions not installed. Are you sure you have a CUDA build?")
+
+    monkeypatch.setattr(torch.cuda, "nvtx", SimpleNamespace(mark=missing))
+    assert timeline_from_environment({"NSYS_PROFILING_SESSION_ID": "1"}) is OFF
+    with pytest.raises(RuntimeError):
+        NvtxTimeline()
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+class Served:
+    """A small model whose cache tells a timeline; `ask` answers a prompt."""
+
+    def __init__(self, path: Path, timeline: Timeline) -> None:
+        shape = ModelShape("m", 4, 32, 4, 2, 16, 48, 61)
+        self.layers = shape.layers
+        self.model = random_model(shape, torch.device("cpu"), torch.float32, seed=3)
+        self.pool = KVPool(shape, 64, 4, torch.device("cpu"), torch.float32)
+        geometry = shape.cache_geometry("float32")
+        config = {
+            "model": {"name": "m", "weights": fingerprint(self.model), "page_tokens": 8, **geometry},
+            "gpu": {"device": "cpu", "staging": "16MiB"},
+            "cpu": {"capacity": "1MiB"},
+            "ssd": {"path": str(path), "capacity": "2MiB", "threads": 2, "transport": FAULTY, "reserve": 0},
+            "host_buffer": "1MiB",
+            "load": {"deadline": WAIT},
+        }  # fmt: skip
+        self.cache = CacheEngine.from_config(config, planes=self.pool.planes, timeline=timeline)
+
+    def ask(self, tokens: list[int]) -> list[int]:
+        engine = InferenceEngine(self.model, self.pool, self.cache, EngineOptions(16, 4, True, share=False))
+        request = engine.submit(tokens, 3)
+        engine.run()
+        engine.close()
+        self.cache.drain(WAIT)
+        return list(request.generated)
+
+
+@pytest.fixture
+def served_trace(tmp_path: Path) -> Path:
+    """A file of two requests of one prompt, the second with an SSD hit whose later reads are slow."""
+    timeline = TraceTimeline(tmp_path / "trace.json")
+    served = Served(tmp_path / "cache", timeline)
+    with served.cache:
+        tokens = [i * 7 % 61 for i in range(49)]
+        cold = served.ask(tokens)
+        drop_from(served.cache, "cpu")
+        with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02, skip=6):
+            assert served.ask(tokens) == cold
+    return timeline.write()
+
+
+def test_a_span_for_each_layer_of_each_step(served_trace: Path) -> None:
+    check_schema(json.loads(served_trace.read_text()))
+    trace = read_trace_file(served_trace)
+    steps = [span for span in trace.spans if span.kind == "step"]
+    layers = [span for span in trace.spans if span.kind == "layer"]
+    assert len(layers) == 4 * len(steps)
+    assert [span.layer for span in layers] == [0, 1, 2, 3] * len(steps)
+    for number, step in enumerate(steps):
+        own = layers[4 * number : 4 * number + 4]
+        assert step.start <= own[0].start
+        assert own[-1].end <= step.end
+    waits = [span for span in trace.spans if span.kind == "wait"]
+    assert [span.layer for span in waits] == [0, 1, 2, 3]
+    for wait in waits:  # within its layer
+        assert any(s.layer == wait.layer and s.start <= wait.start and wait.end <= s.end for s in layers)
+
+
+def test_the_summary_counts_what_runs_under_layers(served_trace: Path) -> None:
+    trace = read_trace_file(served_trace)
+    report = summary(trace)
+    rows = {(row["track"], row["kind"]): row for row in report["rows"]}
+    reads = rows["SSD reads", "read"]
+    assert reads["spans"] == len([s for s in trace.spans if s.kind == "read"]) > 0
+    assert 0 <= reads["under_layers"] <= 1
+    model = computing(trace)
+    busy = [(s.start, s.end) for s in trace.spans if s.kind == "read"]
+    assert reads["busy_ms"] * 1000 == pytest.approx(length(union(busy)))
+    assert reads["under_layers"] == pytest.approx(length(both(union(busy), model)) / length(union(busy)))
+    waits = [(s.start, s.end) for s in trace.spans if s.kind == "wait"]
+    assert not both(model, union(waits)), "a wait counts as computing"
+    assert rows["model thread", "layer"]["under_layers"] is None
+    assert report["computing_ms"] <= rows["model thread", "layer"]["busy_ms"]
+    (load,) = {s.about["load"] for s in trace.spans if s.kind == "load"}
+    part = trace.of_load(load)
+    assert 0 < len(part.spans) < len(trace.spans)
+    assert {s.kind for s in part.spans} >= {"load", "read", "scatter", "wait", "layer"}
+    assert not [s for s in part.spans if s.kind == "write"]
+
+
+def test_the_longest_load_is_the_one_with_the_most_time_from_begin_to_end() -> None:
+    def span(load: int | None, start: float, end: float) -> TraceSpan:
+        return TraceSpan("read", "read", "SSD reads", start, end, {} if load is None else {"load": load})
+
+    spans = (span(None, 0, 100), span(1, 10, 30), span(2, 12, 13), span(1, 30, 31), span(2, 40, 41), span(3, 50, 60))
+    assert Trace(("SSD reads",), spans, 0).longest_load == 2
+    assert Trace(("SSD reads",), spans[:1], 0).longest_load is None
+
+
+def test_stream_times_of_a_model_count_before_those_of_its_thread(tmp_path: Path) -> None:
+    timeline = TraceTimeline()
+    with timeline.span("layer", layer=0):
+        pass
+    timeline._events.append(("layer", (MODEL_STREAM, 0), 10**9, 2 * 10**9, {"layer": 0}))
+    trace = read_trace_file(timeline.write(tmp_path / "t.json"))
+    assert length(computing(trace)) == pytest.approx(1e6)
+
+
+def test_the_example_writes_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    spec = importlib.util.spec_from_file_location("engine", ROOT / "examples" / "engine.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "engine", module)
+    spec.loader.exec_module(module)
+    few = [
+        "--requests",
+        "1",
+        "--prefix",
+        "64",
+        "--suffix",
+        "3",
+        "--new-tokens",
+        "1",
+        "--layers",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    assert module.main([*few, "--trace", str(tmp_path / "none" / "t.json")]) == 2
+    assert "create it first" in capsys.readouterr().err
+    assert module.main([*few, "--trace", str(tmp_path / "t.json")]) == 0
+    check_schema(json.loads((tmp_path / "t.json").read_text()))
+    trace = read_trace_file(tmp_path / "t.json")
+    assert {span.layer for span in trace.spans if span.kind == "layer"} == {0, 1}
+    loads = [span for span in trace.spans if span.kind == "load"]
+    assert [span.about["pages"] for span in loads] == [1, 1]  # from the CPU tier, and after the restart from the SSD
+    (read,) = {span.about["load"] for span in trace.spans if span.kind == "read"}
+    assert read == loads[1].about["load"]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gdscache(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    from gdscache import cli
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["gdscache", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        read = capsys.readouterr()
+        return int(caught.value.code or 0), read.out + read.err
+
+    return run
+
+
+def test_the_command(gdscache: Callable[..., tuple[int, str]], served_trace: Path, tmp_path: Path) -> None:
+    status, text = gdscache("timeline", served_trace)
+    assert status == 0
+    for word in ("model thread", "load thread", "SSD reads", "under layers", "Load 1: ", "the model computed"):
+        assert word in text
+    status, text = gdscache("timeline", served_trace, "--json", "--load", 1)
+    assert status == 0
+    trace = read_trace_file(served_trace)
+    report = {"load": 1, **summary(trace.of_load(1))}
+    assert json.loads(text) == report
+    assert json.loads(gdscache("timeline", served_trace, "--json")[1]) == report  # the longest, and the only one
+    assert json.loads(gdscache("timeline", served_trace, "--json", "--whole")[1]) == {"load": None, **summary(trace)}
+
+
+@pytest.mark.suite
+def test_the_plot(gdscache: Callable[..., tuple[int, str]], served_trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    for name in ("t.png", "t.svg"):
+        assert (
+            gdscache("timeline", served_trace, "--plot", tmp_path / name, "--load", 1, "--caption", "CPU only")[0] == 0
+        )
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "t.svg").read_text()
+
+
+def test_what_the_command_refuses(gdscache: Callable[..., tuple[int, str]], served_trace: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    for text in ("", "[]", "{}", '{"otherData": {}}', '{"otherData": {"format": 1}, "traceEvents": [{"ph": "X"}]}'):
+        other.write_text(text)
+        status, said = gdscache("timeline", other)
+        assert (status, "is no timeline of gdscache" in said) == (2, True)
+        assert "Error" not in said, "a Python exception's name tells a reader nothing"
+    other.write_text('{"otherData": {"format": 99}}')
+    cases: list[tuple[list[object], str]] = [
+        ([other], "has format 99"),
+        ([tmp_path / "none.json"], "cannot be read"),
+        ([served_trace, "--load", 99], "no span is of load 99"),
+        ([served_trace, "--plot", tmp_path / "t.txt"], "no plot can be written"),
+    ]
+    for arguments, message in cases:
+        status, said = gdscache("timeline", *arguments)
+        assert status == 2
+        assert message in said
+
+
+# -- times on streams, with a GPU that is made up ----------------------------------------------------------------------
+
+
+class FakeGpu:
+    """Streams of a GPU whose clock is `ahead` nanoseconds ahead of the host's. Work is done `lag` ns after its queueing
+    at the latest, unless it `hangs`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ahead: int = 777_000_000, lag: int = 0) -> None:
+        self.now, self.ahead, self.lag, self.hangs, self.synced = 1_000_000_000, ahead, lag, False, 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+
+            def record(self, stream: Any) -> None:
+                self.at = gpu.now + (0 if stream.name == "anchor" else gpu.lag)
+                self.hangs = gpu.hangs and stream.name != "anchor"
+
+            def query(self) -> bool:
+                return gpu.now >= self.at and not self.hangs
+
+            def synchronize(self) -> None:
+                gpu.synced += 1
+                assert not self.hangs
+
+            def elapsed_time(self, other: Any) -> float:
+                return (other.at - self.at) / 1e6
+
+        def anchor_stream(device: Any, priority: int = 0) -> Any:
+            return SimpleNamespace(name="anchor", device=device)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Stream", anchor_stream)
+        self.stream = SimpleNamespace(name="work", device=torch.device("cuda", 0))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def clock(self) -> int:
+        self.now += 1000
+        return self.now
+
+
+@contextlib.contextmanager
+def on_stream(timeline: TraceTimeline, gpu: FakeGpu) -> Iterator[None]:
+    """Time of a stream alone, without the thread's."""
+    start = timeline.times.mark(gpu.stream)  # type: ignore[arg-type]
+    yield
+    timeline.add_on_stream("copies", gpu.stream, start, timeline.times.mark(gpu.stream), {})  # type: ignore[arg-type]
+
+
+def test_times_of_a_stream_are_put_on_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch, lag=3_000_000)
+    timeline = TraceTimeline(clock=gpu.clock)
+    begun = gpu.now
+    with timeline.span("load", load=5), timeline.compute("kernel", torch.device("cuda", 0), pages=2):
+        gpu.now += 2_000_000
+    gpu.now += 10_000_000
+    _, kernel = sorted(events(timeline, "kernel"), key=lambda event: event["ts"])  # the thread's, the stream's
+    assert kernel["args"] == {"pages": 2, "load": 5}
+    assert kernel["ts"] == pytest.approx((begun + 3_000_000 - timeline._zero) / 1000, abs=10)
+    assert kernel["dur"] == pytest.approx(2000, abs=10)
+
+
+def test_an_anchor_is_taken_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    timeline = TraceTimeline(clock=gpu.clock)
+    for _ in range(12):
+        with on_stream(timeline, gpu):
+            gpu.now += 1_000_000_000
+    assert gpu.synced == 3 * 3
+    assert len(events(timeline, "copies")) == 12
+    assert not timeline.times._pending
+
+
+def test_what_a_stream_never_reaches_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gdscache.tracing import streams
+
+    monkeypatch.setattr(streams, "_PATIENCE_S", 0.05)
+    gpu = FakeGpu(monkeypatch)
+    timeline = TraceTimeline(clock=gpu.clock, limit=3)
+    for hangs in (False, True, False, False):
+        gpu.hangs = hangs
+        with on_stream(timeline, gpu):
+            gpu.now += 1000
+    data = timeline.describe()
+    check_schema(data)
+    assert data["otherData"]["stream_spans_unresolved"] == 1
+    assert data["otherData"]["events_left_out"] == 1
+    assert len([e for e in data["traceEvents"] if e["ph"] == "X"]) == 2
+
+
+def test_computing_is_a_span_of_the_thread_and_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch, lag=5_000_000)
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    timeline = TraceTimeline(clock=gpu.clock)
+    with pytest.raises(ZeroDivisionError), timeline.compute("layer", torch.device("cuda", 0), layer=2):
+        raise ZeroDivisionError
+    with timeline.compute("layer", torch.device("cpu"), layer=3):
+        pass
+    capturing = True
+    with timeline.compute("layer", torch.device("cuda", 0), layer=4):
+        pass
+    gpu.now += 10_000_000
+    data = timeline.describe()
+    check_schema(data)
+    tracks = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+    found = sorted((e["name"], tracks[e["tid"]]) for e in data["traceEvents"] if e["ph"] == "X")
+    host = "model thread"
+    assert found == [("layer 2", MODEL_STREAM), ("layer 2", host), ("layer 3", host), ("layer 4", host)]
+    assert not timeline.stack
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_times_on_streams(traced: Callable[..., Host]) -> None:
+    timeline = TraceTimeline()
+    host = traced(timeline, device="cuda")
+    tokens = prompt(1, PAGES)
+    stored(host, tokens)
+    host.load(tokens)
+    settle(host.engine)
+    data = timeline.describe()
+    check_schema(data)
+    assert data["otherData"]["stream_spans_unresolved"] == 0
+    names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+    spans = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    kernels = [e for e in spans if names[e["tid"]].startswith("loads: kernel stream")]
+    on_copies = [e for e in spans if names[e["tid"]].startswith("loads: copy stream")]
+    (load,) = (e for e in spans if e["cat"] == "load")
+    slack = 200.0  # us: the anchor is as good as the host's wake-ups
+    for event in (*kernels, *on_copies):
+        assert event["args"]["load"] == load["args"]["load"]
+        assert load["ts"] - slack <= event["ts"]
+        assert event["ts"] + event["dur"] <= load["ts"] + load["dur"] + slack
+    assert kernels or on_copies
+    for copy, kernel in zip(on_copies, kernels, strict=False):  # a chunk's kernel comes after its copies
+        assert copy["ts"] + copy["dur"] <= kernel["ts"] + slack
+    waits = [e for e in spans if names[e["tid"]] == MODEL_STREAM and e["cat"] == "wait"]
+    assert [e["args"]["layer"] for e in waits] == list(range(6))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_stream_span_is_as_long_as_its_work() -> None:
+    timeline = TraceTimeline()
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream = torch.cuda.Stream(device)
+    clock_hz = 1e6  # cycles for _sleep: a millisecond at a gigahertz, less where the clock is faster
+    for name in ("first", "layer"):  # the first of a process takes the time that it takes to load a kernel
+        with torch.cuda.stream(stream), timeline.compute(name, device, layer=0):
+            torch.cuda._sleep(int(20 * clock_hz))
+        stream.synchronize()
+    host, on_stream = sorted(events(timeline, "layer"), key=lambda e: e["dur"])
+    assert on_stream["dur"] > 5000 > host["dur"]
+    assert host["ts"] - 200 <= on_stream["ts"] <= host["ts"] + host["dur"] + 5000

@@ -1,0 +1,194 @@
+"""A fourth tier is a file and a config entry: pages in a dictionary, behind the SSD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from gdscache import CacheEngine, Config, PageStatus
+from gdscache.errors import ConfigError, TierUnavailableError
+from gdscache.testing.faults import Fault
+from tests.support.dict_tier import DictTier
+from tests.support.helpers import MHA, Host, drop_from, layout_of, make_config, prompt, quiet, settle
+
+OpenHost = Callable[..., Host]
+EXTENT = layout_of(MHA).extent_bytes
+PAGES = 4
+
+
+def entry(pages: int, tier: str = "tests.support.dict_tier:DictTier", **options: Any) -> dict[str, Any]:
+    return {"tier": tier, "capacity": pages * EXTENT, "options": options}
+
+
+@pytest.fixture
+def host(open_host: OpenHost) -> Host:
+    return open_host(cpu=8, ssd=12, tiers=[entry(24)])
+
+
+def tier_of(host: Host, name: str = "dict") -> DictTier:
+    return cast(DictTier, host.engine.manager.tiers[name])
+
+
+def stored(host: Host, seed: int = 1) -> list[int]:
+    tokens = prompt(seed, PAGES)
+    host.store(tokens)
+    quiet(host.engine)
+    return tokens
+
+
+def only(host: Host, *names: str) -> None:
+    """What is stored lies in these tiers only."""
+    for name in ("cpu", "ssd", "dict"):
+        if name not in names:
+            drop_from(host.engine, name)
+
+
+def test_a_store_reaches_every_tier_and_says_so(host: Host) -> None:
+    tokens = prompt(1, PAGES)
+    report = host.store(tokens).result(10.0)
+    assert all({*tiers} == {"cpu", "ssd", "dict"} for tiers in report.tiers)
+    quiet(host.engine)
+    assert {name: tier["pages"] for name, tier in host.engine.stats()["tiers"].items()} == dict.fromkeys(
+        ("cpu", "ssd", "dict"), PAGES
+    )
+    settle(host.engine)
+
+
+def test_a_page_comes_from_the_fastest_tier_that_has_it(host: Host) -> None:
+    tokens = stored(host)
+    for names, first in ((("cpu", "ssd", "dict"), "cpu"), (("ssd", "dict"), "ssd"), (("dict",), "dict")):
+        only(host, *names)
+        assert host.engine.lookup(tokens).tiers == (first,) * PAGES
+        assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES  # and the bytes are right
+        drop_from(host.engine, "cpu")
+    settle(host.engine)
+
+
+def test_what_is_loaded_from_it_stays_in_the_cpu_tier(host: Host) -> None:
+    tokens = stored(host)
+    only(host, "dict")
+    assert host.load(tokens).bytes_by_tier == {"dict": PAGES * host.layout.page_bytes}
+    assert host.engine.lookup(tokens).tiers == ("cpu",) * PAGES
+    settle(host.engine)
+
+
+def test_one_load_takes_pages_of_three_tiers(host: Host) -> None:
+    tokens = stored(host)
+    pages = host.engine.pages(tokens)
+    manager = host.engine.manager
+    with manager.lock:
+        for name, numbers in (("cpu", (1, 2, 3)), ("ssd", (2, 3))):
+            for number in numbers:
+                found = manager.tiers[name].index.find(pages[number].key)
+                assert found is not None
+                manager.tiers[name].index.drop(found)
+    assert host.engine.lookup(tokens).tiers == ("cpu", "ssd", "dict", "dict")
+    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    settle(host.engine)
+
+
+def test_without_a_cpu_tier_its_pages_pass_through_the_reserve(open_host: OpenHost) -> None:
+    host = open_host(cpu=None, ssd=12, bounce=4, tiers=[entry(24)])
+    tokens = stored(host)
+    drop_from(host.engine, "ssd")
+    assert host.engine.lookup(tokens).tiers == ("dict",) * PAGES
+    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    settle(host.engine)
+
+
+def test_it_may_be_the_only_tier_behind_the_planes(open_host: OpenHost) -> None:
+    host = open_host(cpu=None, ssd=None, bounce=4, tiers=[entry(24)])
+    tokens = stored(host)
+    assert host.load(tokens).bytes_by_tier == {"dict": PAGES * host.layout.page_bytes}
+    settle(host.engine)
+
+
+def test_two_more_are_four_and_five(open_host: OpenHost) -> None:
+    host = open_host(cpu=8, ssd=12, tiers=[entry(24), entry(24, name="farther")])
+    tokens = stored(host)
+    only(host)
+    assert host.engine.lookup(tokens).tiers == ("farther",) * PAGES
+    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    settle(host.engine)
+
+
+@pytest.mark.parametrize("fault", [Fault.EIO, Fault.FLIP])
+def test_what_it_spoils_is_found_and_dropped(host: Host, fault: Fault) -> None:
+    tokens = stored(host)
+    only(host, "dict")
+    tier = tier_of(host)
+    slot = tier.index.slot(host.engine.pages(tokens)[1].key)
+    assert slot is not None
+    if fault is Fault.EIO:
+        tier.io.broken.add(slot)
+    else:
+        tier.io.content[slot][5] ^= 1
+    status = PageStatus.IO_ERROR if fault is Fault.EIO else PageStatus.CHECKSUM
+    assert host.load(tokens).pages == (PageStatus.LOADED, status, PageStatus.LOADED, PageStatus.LOADED)
+    assert tier.index.slot(host.engine.pages(tokens)[1].key) is None
+    settle(host.engine)
+
+
+def test_a_prefetch_brings_its_pages_up(host: Host) -> None:
+    tokens = stored(host)
+    only(host, "dict")
+    assert host.engine.prefetch(tokens).result(10.0).pages == {"loaded": PAGES}
+    assert host.engine.lookup(tokens).tiers == ("cpu",) * PAGES
+    settle(host.engine)
+
+
+def test_cleared_is_gone_there_too(host: Host) -> None:
+    tokens = stored(host)
+    assert host.engine.clear() == dict.fromkeys(("cpu", "ssd", "dict"), PAGES)
+    assert host.engine.lookup(tokens).tokens == 0
+    assert tier_of(host).index.free_slots == tier_of(host).index.slots
+    settle(host.engine)
+
+
+def test_what_the_ssd_refuses_goes_there_alone(open_host: OpenHost) -> None:
+    host = open_host(cpu=8, ssd=12, ssd_options={"admission": "second_offer"}, tiers=[entry(24)])
+    report = host.store(prompt(1, PAGES)).result(10.0)
+    assert all({*tiers} == {"cpu", "dict"} for tiers in report.tiers)
+    quiet(host.engine)
+    settle(host.engine)
+
+
+def test_pages_written_back_leave_the_cpu_tier_clean_when_every_tier_has_them(open_host: OpenHost) -> None:
+    host = open_host(cpu=8, ssd=12, store={"write_policy": "write_back"}, tiers=[entry(24)])
+    tokens = stored(host)
+    assert host.engine.stats()["tiers"]["cpu"]["dirty_pages"] == PAGES
+    host.engine.flush(10.0)
+    assert host.engine.stats()["tiers"]["cpu"]["dirty_pages"] == 0
+    only(host, "dict")
+    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    settle(host.engine)
+
+
+def test_it_is_closed_with_the_engine(host: Host) -> None:
+    tier = tier_of(host)
+    stored(host)
+    host.engine.close()
+    assert tier.closed
+
+
+@pytest.mark.parametrize(
+    ("broken", "cause"),
+    [
+        (entry(4, "no_such_module:Tier"), "cannot be imported"),
+        (entry(4, "tests.support.dict_tier:DictFiles"), "no subclass"),
+        (entry(4, "gdscache.tiers.base:DurableTier"), "it lacks"),
+        (entry(4, sort="fast"), "keywords sort"),
+        (entry(4, name="ssd"), "'ssd'"),
+    ],
+)
+def test_a_class_that_is_none_is_refused(tmp_path: Any, broken: dict[str, Any], cause: str) -> None:
+    with pytest.raises(TierUnavailableError, match=cause):
+        CacheEngine.from_config(Config.from_dict(make_config(tmp_path, tiers=[broken])))
+
+
+@pytest.mark.parametrize("broken", [{"tier": "DictTier"}, entry(4) | {"colour": "red"}, entry(0)])
+def test_an_entry_that_is_none_is_refused(tmp_path: Any, broken: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="tiers"):
+        Config.from_dict(make_config(tmp_path, tiers=[broken]))

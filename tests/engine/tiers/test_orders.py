@@ -1,0 +1,31 @@
+"""Eviction orders are brought up to date behind the requests, and by nobody who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gdscache.tiers import manager
+from tests.support.helpers import Host, drop_from, prompt, quiet, until
+
+PAGES = 12
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_loads_and_writes_leave_few_changes_behind(
+    open_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    monkeypatch.setattr(manager, "_UNSETTLED", kept)
+    monkeypatch.setattr(manager, "_SETTLED", 2)
+    host = open_host(gpu=0)
+    indexes = {name: tier.index for name, tier in host.engine.manager.tiers.items()}
+    tokens = prompt(1, PAGES)
+    host.store(tokens)
+    quiet(host.engine)
+    until(lambda: all(index.unsettled <= kept for index in indexes.values()), "orders settled behind a store")
+    drop_from(host.engine, "cpu")
+    load, blocks, keys = host.begin(tokens)
+    host.finish(load, blocks, keys)
+    until(lambda: all(index.unsettled <= kept for index in indexes.values()), "orders settled behind a load")
+    assert all(index.check() == [] for index in indexes.values())

@@ -1,0 +1,209 @@
+"""What happens to a machine: full and read-only disks, few descriptors, files cut or exchanged under an open engine.
+
+Each is a clear error or misses, never wrong bytes (`Host.load` compares them), and over when its cause is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gdscache.disk import catalog_file
+from gdscache.disk import slab as slab_module
+from gdscache.storage.base import Op
+from tests.support.faulty import PLAN, Fault
+from tests.support.helpers import WAIT, Host, drop_from, prompt, quiet, settle, tokens_of, until
+from tests.support.places import ROOT, SUPPORT
+
+pytestmark = pytest.mark.suite
+
+OpenHost = Callable[..., Host]
+CHILD = SUPPORT / "adversity_child.py"
+PAGES = 6
+
+
+def child(*command: str) -> None:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert ended.stdout.splitlines()[-1] == "fine"
+
+
+@pytest.fixture(scope="module")
+def namespace() -> list[str]:
+    """The beginning of a command that may mount file systems which nobody else sees."""
+    for unshare in (["unshare", "-m"], ["unshare", "-rm"]):
+        try:
+            if (
+                subprocess.run(
+                    [*unshare, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False
+                ).returncode
+                == 0
+            ):
+                return unshare
+        except OSError:
+            break
+    pytest.skip("this user may not mount a file system in a namespace of its own here")
+
+
+@pytest.mark.parametrize("scenario", ["full_at_open", "full_in_use", "read_only"])
+def test_a_small_file_system(namespace: list[str], tmp_path: Path, scenario: str) -> None:
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} {CHILD} {scenario} {tmp_path}"
+    child(*namespace, "sh", "-c", mount)
+
+
+def test_few_descriptors(tmp_path: Path) -> None:
+    child(sys.executable, str(CHILD), "few_descriptors", str(tmp_path))
+
+
+def test_a_file_system_that_becomes_read_only_in_use(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel does after an error of the device: writes to the slab and the catalogue are refused."""
+    host = open_host(transport="tests.support.faulty:FaultyTransport")
+    host.store(prompt(1, PAGES))
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    ssd = host.engine.manager.ssd
+    assert ssd is not None
+    writer = ssd._catalog._writer
+    assert writer is not None
+    with monkeypatch.context() as patch, PLAN.rule(Op.WRITE, Fault.EIO):
+        patch.setattr(catalog_file.os, "access", lambda path, mode: mode != os.W_OK)
+        writer.execute("PRAGMA query_only = ON")
+        assert set(host.store(prompt(2, 2)).result(WAIT).dropped.values()) == {"io_error"}
+        assert host.load(prompt(1, PAGES)).tokens == 4 * PAGES
+        writer.execute("PRAGMA query_only = OFF")
+    assert not (ssd.path / catalog_file.SUSPECT_NAME).exists()  # read-only is not corrupt
+    host.store(prompt(2, 2))
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    assert host.load(prompt(2, 2)).tokens == 8
+
+
+@pytest.mark.parametrize("cpu", [None, 8])
+def test_another_caches_slab_under_the_name_of_ours(
+    open_host: OpenHost, slab: Path, tmp_path: Path, cpu: int | None
+) -> None:
+    """Its lock keeps nobody out any more, so the tier stops; after a restart the other's bytes are misses."""
+    other = open_host(path=tmp_path / "other", cpu=cpu)
+    other.store(prompt(9, PAGES))
+    quiet(other.engine)
+    other.engine.close()
+    host = open_host(cpu=cpu)
+    tokens = prompt(1, PAGES)
+    host.store(tokens)
+    quiet(host.engine)
+    if cpu:
+        drop_from(host.engine, "cpu")
+    ours = slab / "slab-0.bin"
+    kept = ours.rename(tmp_path / "ours.bin")
+    shutil.copy(tmp_path / "other" / "slab-0.bin", ours)
+    until(lambda: tokens_of(host.engine, tokens) == 0, "the tier stops")
+    assert host.load(tokens).tokens == 0
+    assert "slab-0.bin is another file" in host.engine.check().problems[0]
+    host.engine.close()
+    host = open_host(cpu=cpu)
+    assert host.load(tokens).tokens == 0
+    host.store(tokens)
+    quiet(host.engine)
+    assert host.load(tokens).tokens == 4 * PAGES
+    kept.unlink()
+
+
+@pytest.mark.parametrize("cpu", [None, 8])
+def test_another_caches_bytes_in_our_slab(open_host: OpenHost, slab: Path, tmp_path: Path, cpu: int | None) -> None:
+    """Copied over while it is open: the same file, of the same size."""
+    other = open_host(path=tmp_path / "other", cpu=cpu)
+    other.store(prompt(9, PAGES))
+    quiet(other.engine)
+    other.engine.close()
+    host = open_host(cpu=cpu)
+    tokens = prompt(1, PAGES)
+    host.store(tokens)
+    quiet(host.engine)
+    if cpu:
+        drop_from(host.engine, "cpu")
+    with open(slab / "slab-0.bin", "r+b") as file:
+        file.write((tmp_path / "other" / "slab-0.bin").read_bytes())
+        os.fsync(file.fileno())
+    assert host.load(tokens).tokens == 0
+    settle(host.engine)
+    host.store(tokens)
+    quiet(host.engine)
+    assert host.load(tokens).tokens == 4 * PAGES
+
+
+def test_a_striped_slab_is_cut_and_mended_while_it_is_open(
+    open_host: OpenHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab_module, "STRETCH_BYTES", 1)  # a slot each in turn
+    host = open_host(cpu=None, ssd=12, ssd_options={"stripes": [str(tmp_path / "second")]})
+    tokens = prompt(1, PAGES)
+    host.store(tokens)
+    quiet(host.engine)
+    size = (tmp_path / "second" / "slab-1.bin").stat().st_size
+    os.truncate(tmp_path / "second" / "slab-1.bin", 0)
+    assert host.load(tokens).tokens == 4
+    assert "slab-1.bin has 0 bytes" in host.engine.check().problems[0]
+    report = host.engine.check(fix=True)
+    assert report.fixed
+    assert (tmp_path / "second" / "slab-1.bin").stat().st_size == size
+    assert tokens_of(host.engine, tokens) == 4
+    host.store(tokens)
+    quiet(host.engine)
+    assert host.load(tokens).tokens == 4 * PAGES
+
+
+def test_check_mends_what_the_allocator_lost(open_host: OpenHost) -> None:
+    host = open_host(cpu=None, ssd=12)
+    host.store(prompt(1, PAGES))
+    quiet(host.engine)
+    ssd = host.engine.manager.ssd
+    assert ssd is not None
+    ssd.index.take_free(3)
+    ssd.index._children[0] += 1
+    assert len(host.engine.check().problems) == 2
+    assert host.engine.check(fix=True).fixed
+    assert ssd.index.free_slots == 12 - PAGES
+    assert host.load(prompt(1, PAGES)).tokens == 4 * PAGES
+
+
+def test_clear_of_a_namespace_leaves_the_others(open_host: OpenHost) -> None:
+    host = open_host(cpu=None, ssd=24)
+    for salt in ("a", "b"):
+        host.store(prompt(1, PAGES), salt=salt)
+    quiet(host.engine)
+    assert host.engine.invalidate(host.engine.namespace("a")) == {"ssd": PAGES}
+    assert tokens_of(host.engine, prompt(1, PAGES), "a") == 0
+    assert host.load(prompt(1, PAGES), salt="b").tokens == 4 * PAGES
+    settle(host.engine)
+
+
+def test_pages_of_one_prompt_lie_together(open_host: OpenHost) -> None:
+    """Also in a full slab whose slots came back in another order, and when a prompt grows page by page."""
+    host = open_host(cpu=None, ssd=32, gpu=8)
+    for seed in range(12):
+        host.store(prompt(seed, 8))
+        quiet(host.engine)
+    ssd = host.engine.manager.ssd
+    assert ssd is not None
+
+    def slots(tokens: list[int]) -> list[int]:
+        return [slot for page in host.engine.pages(tokens) if (slot := ssd.index.slot(page.key)) is not None]
+
+    for seed in range(9, 12):
+        held = slots(prompt(seed, 8))
+        assert held == list(range(held[0], held[0] + 8))
+    host.engine.clear()
+    long = prompt(20, 8)
+    for pages in range(1, 9):
+        host.store(long[: pages * 4])
+        quiet(host.engine)
+    held = slots(long)
+    assert held == list(range(held[0], held[0] + 8))

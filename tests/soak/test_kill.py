@@ -1,0 +1,89 @@
+"""Kill -9: after each one the directory is whole, serves what was committed, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdscache.disk import slab
+from tests.support.helpers import SEED, WAIT, make_config
+from tests.support.kill_check import LAYOUT, verify
+from tests.support.kill_child import run
+from tests.support.kill_record import Record
+from tests.support.processes import Child
+
+ROOMY, TIGHT = 160, 40  # all there is, and a third of it
+SETUPS: dict[str, dict[str, Any]] = {
+    "three tiers, room for all": {"gpu": 16, "cpu": 10, "ssd": ROOMY},
+    "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
+    "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
+    "ssd only, evicting": {"cpu": None, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
+    "over two directories": {"cpu": None, "ssd": ROOMY},
+}
+STRIPED = "over two directories"
+STRETCH = 2 * LAYOUT.extent_bytes  # tiny slabs lie in all their directories
+# What some rounds wait for before their random instant, by the round's number, so that it happens on slow machines too.
+GOALS = {2: "cleared", 4: "kept"}
+GOAL_EVERY = 5
+
+
+@pytest.fixture(autouse=True)
+def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab, "STRETCH_BYTES", STRETCH)
+
+
+@pytest.mark.suite
+@pytest.mark.parametrize("setup", SETUPS)
+def test_twenty_five_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
+    _loop(tmp_path, setup, 5, record_property)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("setup", SETUPS)
+def test_six_hundred_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
+    _loop(tmp_path, setup, 125, record_property)
+
+
+def _loop(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None:
+    config = make_config(tmp_path / "cache", **SETUPS[setup])
+    if setup == STRIPED:
+        config["ssd"]["stripes"] = [str(tmp_path / "more")]
+    attached, roomy = "cpu" not in config, SETUPS[setup]["ssd"] == ROOMY
+    log, rng, pages, found = tmp_path / "log", random.Random(f"{setup} {SEED}"), 0, Record()
+    log.touch()
+    for round_ in range(rounds):
+        begun = log.stat().st_size
+        with Child(run, config, attached, log, rng.randrange(1 << 32), STRETCH) as child:
+            if round_ % 8:
+                child.receive()
+            if goal := GOALS.get(round_ % GOAL_EVERY):
+                _wait_for(goal, log, child, begun)
+            time.sleep(rng.uniform(0, 0.3))
+            child.kill()
+        found = Record.replay(log)
+        pages += verify(config, found.allowed, found.required if roomy else set())
+    assert pages, "no page survived any kill: nothing was tested"
+    assert found.cleared, "nothing was cleared: nothing was tested"
+    assert found.kept > pages / rounds, "hardly a store was acknowledged"
+    summary = f"{rounds} kills, {pages} pages verified, {found.kept} pages acknowledged, {found.cleared} clears"
+    record_property("kills", summary)
+    print(f"{setup}: {summary}")
+
+
+def _wait_for(what: str, log: Path, child: Child, begun: int) -> None:
+    """Until the child has written a line of a kind (`kept`: of some page) to its log, from the byte `begun` on.
+
+    Returns early where the child has ended, which its kill then reports.
+    """
+    deadline = time.monotonic() + WAIT
+    while child.process.is_alive():
+        lines = [json.loads(line) for line in log.read_bytes()[begun:].splitlines(keepends=True) if line[-1:] == b"\n"]
+        if any(kind == what and values[-1] != [] for kind, *values in lines):
+            return
+        assert time.monotonic() < deadline, f"the child logged no {what!r} within {WAIT} s"
+        time.sleep(0.01)

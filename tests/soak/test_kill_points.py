@@ -1,0 +1,69 @@
+"""Kill -9 at every point of the order that makes a kill harmless; what is left is known exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.helpers import make_config
+from tests.support.kill_check import verify
+from tests.support.kill_points import FIRST, ONLY_NEW, OPENING, SECOND, STORED, run, run_opening
+from tests.support.kill_record import Name, name
+from tests.support.processes import Child
+
+HEAD = {name("", FIRST, page) for page in range(2)}  # what is left when the second document takes the room
+ALL = {name("", FIRST, page) for page in range(6)}
+NEXT = {name("", SECOND, page) for page in range(6)}
+LEFT: dict[str, set[Name]] = {
+    "half_written": HEAD,
+    "written": HEAD,
+    "rows_in_transaction": HEAD,
+    "committed": HEAD | NEXT,
+    "deletions_in_transaction": ALL,
+    "deleted": HEAD,
+    "clear_in_transaction": ALL,
+    "cleared": set(),
+    "cleared_during_a_load": set(),
+    "cleared_during_a_write": set(),
+    "cleared_during_a_commit": set(),
+    "closing": ALL,
+    "closed_catalogue": ALL,
+}
+
+
+def _config(tmp_path: Path) -> dict[str, Any]:
+    """Eight pages on the SSD: the first document of six, and two of the second."""
+    return make_config(
+        tmp_path / "cache", cpu=None, ssd=8, bounce=16, transport="tests.support.kill_points:DyingTransport"
+    )
+
+
+@pytest.mark.parametrize(
+    "point",
+    [point if i % 2 == 0 else pytest.param(point, marks=pytest.mark.suite) for i, point in enumerate(STORED)],
+    ids=lambda point: point.__name__,
+)
+def test_a_kill_while_storing_and_clearing(tmp_path: Path, point: Callable[..., None]) -> None:
+    config, left = _config(tmp_path), LEFT[point.__name__]
+    with Child(run, config, point.__name__) as child:
+        assert child.receive() == "stored"
+        child.killed()
+    assert verify(config, left, left) == len(left)
+
+
+@pytest.mark.parametrize(
+    ("point", "stored"), [(p, stored) for p in OPENING for stored in (False, True) if not (stored and p in ONLY_NEW)]
+)
+def test_a_kill_while_opening(tmp_path: Path, point: str, stored: bool) -> None:
+    config, left = _config(tmp_path), ALL if stored else set()
+    if stored:
+        with Child(run, config, "closed_catalogue") as child:
+            child.receive()
+            child.killed()
+    with Child(run_opening, config, point) as child:
+        child.receive()
+        child.killed()
+    assert verify(config, left, left) == len(left)

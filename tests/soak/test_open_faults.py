@@ -1,0 +1,114 @@
+"""An I/O error at every read and write of an open: an error by its name at most, and the cache is there afterwards.
+
+The calls of the C library are failed in a child process, so that whatever reads and writes does so through them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.helpers import Host
+from tests.support.io_child import PAGES, PROMPTS, config
+from tests.support.places import ROOT, SUPPORT
+
+EIO, ENOMEM, ENXIO, ENOSPC = 5, 12, 6, 28
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C compiler to build io_shim.c with")
+    path = tmp_path_factory.mktemp("shim") / "io_shim.so"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-o", path, SUPPORT / "io_shim.c", "-ldl"], check=True
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A directory that was closed, one as a kill leaves it, and one whose catalogue is under suspicion."""
+    base = tmp_path_factory.mktemp("templates")
+    live, found = base / "live", {name: base / name for name in ("closed", "killed", "suspect")}
+    host = Host(config(live), 32)
+    for tokens in PROMPTS:
+        host.store(tokens).result(20)
+    shutil.copytree(live, found["killed"])
+    host.engine.close()
+    shutil.copytree(live, found["closed"])
+    shutil.copytree(live, found["suspect"])
+    (found["suspect"] / "catalog.suspect").touch()
+    return found
+
+
+def attempts(shim: Path, work: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What came of the opens, in a child process under the shim."""
+    command = [sys.executable, SUPPORT / "io_child.py", shim, work, json.dumps(jobs, default=str)]
+    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def nothing_is_lost(found: list[dict[str, Any]]) -> None:
+    assert any(one["failed"] for one in found), "no call failed: the shim does not reach them"
+    for one in found:
+        assert not one["error"].startswith(("unnamed", "not public")), one
+        assert (one["aside"], one["served"], one["problems"]) == (0, PAGES, []), one
+
+
+def test_some_errors_of_an_open(shim: Path, templates: dict[str, Path], tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = [
+        {"template": template, "first": first, "step": 13, "kinds": "rws", "errno": EIO}
+        for first, template in enumerate(templates.values(), 3)
+    ]
+    jobs += [
+        {"template": templates[name], "kinds": "r", "share": 30_000, "seed": seed}
+        for name in ("closed", "killed")
+        for seed in range(5)
+    ]
+    nothing_is_lost(attempts(shim, tmp_path / "work", jobs))
+
+
+@pytest.mark.suite
+def test_an_error_at_every_read_and_write_of_an_open(shim: Path, templates: dict[str, Path], tmp_path: Path) -> None:
+    jobs = [{"template": path, "first": 1, "step": 1, "kinds": "rws", "errno": EIO} for path in templates.values()]
+    nothing_is_lost(attempts(shim, tmp_path / "work", jobs))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("errno", [EIO, ENXIO, ENOMEM, ENOSPC])
+@pytest.mark.parametrize("template", ["closed", "killed", "suspect"])
+def test_whole_errors_of_every_kind_at_every_call_and_at_random(
+    shim: Path, templates: dict[str, Path], tmp_path: Path, template: str, errno: int
+) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    print("seed", seed)
+    where = {"template": templates[template], "errno": errno}
+    jobs: list[dict[str, Any]] = [where | {"first": 1, "step": 1, "kinds": kinds} for kinds in ("r", "w", "s")]
+    for share in (10_000, 30_000, 100_000, 300_000, 900_000):
+        jobs += [where | {"kinds": "rws", "share": share, "seed": seed + n} for n in range(40)]
+    nothing_is_lost(attempts(shim, tmp_path / "work", jobs))
+
+
+def test_a_catalogue_that_is_damaged_is_still_set_aside(templates: dict[str, Path], tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    shutil.copytree(templates["closed"], work)
+    with (work / "catalog.sqlite").open("r+b") as file:
+        file.seek(4096)
+        file.write(bytes(8192))
+    host = Host(config(work), 32)
+    assert host.engine.stats()["tiers"]["ssd"]["catalogue_set_aside"] is not None
+    assert host.load(PROMPTS[0]).tokens == 0
+    host.engine.close()
+    assert len(list(work.glob("catalog.corrupt-*"))) == 1

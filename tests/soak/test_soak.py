@@ -1,0 +1,51 @@
+"""Random requests on small tiers, under faults and every policy: nothing wrong is served, and nothing grows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.helpers import SEED, make_config
+from tests.support.processes import Child
+from tests.support.soak_child import THREADS, Sample, soak
+
+GROWTH = 8 << 20  # bytes that an allocator may add while its arenas settle
+
+
+@pytest.mark.suite
+def test_some_time_under_faults(slab: Path, record_property: Any) -> None:
+    _soak(slab, float(os.environ.get("GDSCACHE_SOAK_SECONDS", "30")) / 3, 30, record_property)
+
+
+@pytest.mark.soak
+def test_a_long_time_under_faults(slab: Path, record_property: Any) -> None:
+    _soak(slab, 40 * float(os.environ.get("GDSCACHE_SOAK_SECONDS", "30")), 1200, record_property)
+
+
+def _soak(slab: Path, seconds: float, rounds: int, record_property: Any) -> None:
+    config = make_config(slab, gpu=16, cpu=8, ssd=20, transport="tests.support.faulty:FaultyTransport")
+    with Child(soak, config, seconds, rounds, 5 + SEED) as child:
+        before: Sample = child.receive()
+        samples: list[Sample] = [child.receive(60 + seconds) for _ in range(rounds)]
+        after: Sample = child.receive()
+        done, misses = child.receive()
+        child.end()
+    early, late = samples[: rounds // 2], samples[rounds // 2 :]
+    assert max(s.files for s in late) <= max(s.files for s in early), "descriptors grow"
+    assert max(s.threads for s in samples) <= before.threads + THREADS, "threads grow"
+    assert (after.threads, after.files) == (before.threads, before.files), "a closed engine keeps threads or files"
+    grown = max(s.resident for s in late) - max(s.resident for s in early)
+    assert grown < GROWTH, f"resident memory grew by {grown:,} bytes: {[s.resident >> 10 for s in samples]} KiB"
+    assert done["requests"] > 5 * seconds, "hardly a request was served"
+    damage = [misses[cause] for cause in ("checksum", "io_error", "short_read")]
+    assert sum(damage) > 4, f"hardly a fault was met: {dict(misses)}"
+    assert all(damage) or seconds < 10, f"not every fault was met: {dict(misses)}"
+    assert max(s.queued for s in samples) > 0, "nothing was ever queued"
+    met = ("prefetches", "refused second_offer", "refused tinylfu", "promotion declined", "expired ssd", "stored ssd")
+    assert all(done[what] for what in met) or seconds < 100, f"not everything was met: {dict(done)}"
+    summary = f"{dict(done)}, misses {dict(misses)}, memory {grown >> 10:+,} KiB"
+    record_property("soak", summary)
+    print(summary)

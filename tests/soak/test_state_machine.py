@@ -1,0 +1,626 @@
+"""The engine against a plain dict: whatever happens, in whatever order, what is served is what was stored last.
+
+The model knows which bytes belong to each key since the last clear. After every step each tier is read slot by slot and
+held against it. Keys come from a small tree of prompts, so that prefixes are shared and the pools of a few pages are
+always under pressure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from gdscache import CacheEngine, PageStatus
+from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError, TransportUnavailableError
+from gdscache.storage.base import Op
+from gdscache.storage.native import NativeTransport
+from gdscache.testing.faults import ExtentPart, Fault, FaultRule
+from tests.support.faulty import PLAN
+from tests.support.helpers import (
+    WAIT,
+    Bytes,
+    Host,
+    drop_from,
+    expected,
+    flip_file,
+    make_config,
+    quiet,
+    read_page,
+    until,
+    write_page,
+)
+from tests.support.transport_parts import has_libcuda
+
+SALTS = ["", "tenant"]
+paths = st.lists(st.integers(0, 1), min_size=0, max_size=5).map(tuple)
+salts = st.sampled_from(SALTS)
+tails = st.integers(0, 3)
+cooled = st.sampled_from([(), ("gpu",), ("gpu", "cpu")])
+read_faults = st.sampled_from([Fault.EIO, Fault.SHORT, Fault.FLIP])
+write_faults = st.sampled_from([Fault.EIO, Fault.SHORT, Fault.FLIP, Fault.LOST, Fault.TORN])
+Path_ = tuple[int, ...]
+DAMAGE = {PageStatus.CHECKSUM, PageStatus.IO_ERROR, PageStatus.SHORT_READ}
+
+
+def tokens_at(path: Path_, tail: int = 0) -> list[int]:
+    return [t for branch in path for t in (branch, 7, 7, 7)] + [9] * tail
+
+
+class Machine(RuleBasedStateMachine):
+    """What both faces have in common. `bytes_of[key]` names the content that a page was committed with."""
+
+    options: ClassVar[dict[str, Any]]
+    transport: ClassVar[str] = "tests.support.faulty:FaultyTransport"
+    met: ClassVar[Counter[str] | None] = None  # random faults, counted here; None: only those of a rule
+
+    def __init__(self) -> None:
+        super().__init__()
+        PLAN.reset()
+        self.directory = Path(tempfile.mkdtemp(prefix="gdscache-machine-"))
+        self.generation = 0
+        self.bytes_of: dict[bytes, int] = {}
+        self.salt_of: dict[bytes, str] = {}
+        self.spoiled: set[bytes] = set()  # keys whose bytes in the slab may be bad
+        self.engine = self.open()
+        self.layout = self.engine.layout
+
+    def open(self) -> CacheEngine:
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Any]:
+        return make_config(self.directory / "cache", transport=self.transport, **self.options)
+
+    def may_be_bad(self, key: bytes) -> bool:
+        """Whether the page's bytes in the slab may be others than those committed."""
+        return self.met is not None or key in self.spoiled
+
+    def badly_written(self, keys: list[bytes]) -> None:
+        """Pages with these keys were stored while writes failed."""
+        self.spoiled.update(keys)
+
+    def teardown(self) -> None:
+        if self.met is not None:
+            self.met.update(PLAN.describe())
+        PLAN.reset()
+        self.engine.close()
+        shutil.rmtree(self.directory)
+
+    # -- the model ---------------------------------------------------------------------------------------------------
+
+    def data(self, key: bytes) -> Bytes:
+        """The bytes that belong to a key: those it was committed with, else those of the next commit."""
+        generation = self.bytes_of.get(key, self.generation)
+        number = (int.from_bytes(key[:8], "little") + generation) % (1 << 64)
+        return expected(self.layout, number.to_bytes(8, "little"))
+
+    def committed(self, key: bytes, salt: str) -> None:
+        self.bytes_of.setdefault(key, self.generation)
+        self.salt_of[key] = salt
+
+    def forget(self, salt: str | None) -> None:
+        """From now on a page with one of these keys may have other bytes."""
+        self.generation += 1
+        for key in [k for k, s in self.salt_of.items() if salt in (None, s)]:
+            del self.bytes_of[key], self.salt_of[key]
+
+    def keys(self, path: Path_, salt: str) -> list[bytes]:
+        keys = [p.key for p in self.engine.pages(tokens_at(path), salt)]
+        assert all(self.salt_of.get(key, salt) == salt for key in keys), "two tenants share a key"
+        return keys
+
+    def cool(self, tiers: tuple[str, ...]) -> None:
+        """Push everything out of the tiers named, so that what follows comes from below."""
+        drop_from(self.engine, *(tier for tier in tiers if tier in self.engine.manager.tiers))
+
+    def slot(self, tier: str, key: bytes) -> int | None:
+        if tier not in self.engine.manager.tiers:
+            return None
+        entry = self.engine.manager.tiers[tier].index.get(key)
+        return None if entry is None else entry.slot
+
+    def stored_bytes(self, tier: str, slot: int) -> Bytes:
+        manager = self.engine.manager
+        if tier == "gpu":
+            return read_page([self.engine.gpu.planes(n) for n in range(self.layout.n_layers)], self.layout, [slot])
+        if tier == "cpu":
+            assert manager.cpu is not None
+            return np.frombuffer(manager.cpu.extents.memory(slot), np.uint8)[: self.layout.page_bytes]
+        with open(self.directory / "cache" / "slab-0.bin", "rb") as file:
+            file.seek(slot * self.layout.extent_bytes)
+            return np.frombuffer(file.read(self.layout.page_bytes), np.uint8)
+
+    # -- what must hold after each step ------------------------------------------------------------------------------
+
+    holders = 0  # leases of sequences that the machine holds
+
+    @invariant()
+    def at_rest_nothing_is_lost_and_nothing_is_wrong(self) -> None:
+        quiet(self.engine)
+        until(lambda: len(self.engine.stats()["leases"]) <= self.holders, "leases end")
+        assert self.engine.check().problems == ()
+        for name, tier in self.engine.manager.tiers.items():
+            for entry in list(tier.index):
+                assert entry.key in self.bytes_of, f"{name} holds a page that was cleared, or never committed"
+                if entry.namespace != self.engine.namespace(self.salt_of[entry.key]):
+                    raise AssertionError(f"{name} holds a page under another namespace")
+                same = np.array_equal(self.stored_bytes(name, entry.slot), self.data(entry.key))
+                assert same or (name == "ssd" and self.may_be_bad(entry.key)), f"{name} holds other bytes"
+                if same and name == "ssd":
+                    self.spoiled.discard(entry.key)
+        stats = self.engine.stats()["tiers"]
+        assert all(t["pages"] <= t["slots"] for t in stats.values())
+        for name, limit in (("cpu", self.options["cpu"]), ("ssd", self.options["ssd"])):
+            assert stats.get(name, {"slots": limit or 0})["slots"] == (limit or 0)
+
+    # -- rules of both faces -----------------------------------------------------------------------------------------
+
+    @rule(path=paths, salt=salts, start=st.integers(0, 5), tail=tails)
+    def lookup(self, path: Path_, salt: str, start: int, tail: int) -> None:
+        hit = self.engine.lookup(tokens_at(path, tail), 4 * start, salt)
+        keys = self.keys(path, salt)[start:]
+        assert [p.key for p in hit.pages] == keys[: len(hit.pages)]
+        assert hit.tokens == 4 * len(hit.pages) == 4 * len(hit.tiers)
+        found = [any(self.slot(tier, key) is not None for tier in self.engine.manager.tiers) for key in keys]
+        assert len(hit.pages) == next((i for i, there in enumerate(found) if not there), len(found))
+
+    @rule(path=paths, salt=salts, cancel=st.booleans())
+    def prefetch(self, path: Path_, salt: str, cancel: bool) -> None:
+        prefetch = self.engine.prefetch(tokens_at(path), salt=salt)
+        if cancel:
+            prefetch.cancel()
+        report = prefetch.result(WAIT)
+        bad = {PageStatus(s) for s in report.pages if s not in ("loaded", "present", "left")}
+        assert bad <= (DAMAGE if self.met is not None else {PageStatus.CHECKSUM} if self.spoiled else set())
+
+    @rule(tier=st.sampled_from(["gpu", "cpu", "ssd"]), pages=st.integers(1, 3))
+    def press(self, tier: str, pages: int) -> None:
+        with self.engine.manager.lock:
+            if tier in self.engine.manager.tiers:
+                self.engine.manager.tiers[tier].index.evict(pages)
+
+    @rule()
+    def clear(self) -> None:
+        there = {name: len(tier.index) for name, tier in self.engine.manager.tiers.items()}
+        assert self.engine.clear() == there
+        self.forget(None)
+
+    @rule(salt=salts)
+    def invalidate(self, salt: str) -> None:
+        namespace = self.engine.namespace(salt)
+        there = {n: len(t.index.select(namespace)) for n, t in self.engine.manager.tiers.items()}
+        assert self.engine.invalidate(namespace) == there
+        self.forget(salt)
+
+    @rule(path=paths.filter(len), salt=salts, bit=st.integers(0, 6144 * 8 - 1))
+    def spoil_the_slab(self, path: Path_, salt: str, bit: int) -> None:
+        key = self.keys(path, salt)[-1]
+        slot = self.slot("ssd", key)
+        if slot is not None:
+            offset = slot * self.layout.extent_bytes + bit // 8
+            flip_file(self.directory / "cache" / "slab-0.bin", offset, bit % 8)
+            self.spoiled.add(key)
+
+    @rule(path=paths.filter(len), salt=salts, bit=st.integers(0, 6144 * 8 - 1))
+    def spoil_the_cpu_pool(self, path: Path_, salt: str, bit: int) -> None:
+        """Found by whatever reads the page, or else by check(fix=True)."""
+        key, cpu = self.keys(path, salt)[-1], self.engine.manager.cpu
+        slot = self.slot("cpu", key)
+        if cpu is None or slot is None:
+            return
+        cpu.extents.memory(slot)[bit // 8] ^= 1 << bit % 8
+        assert len(self.engine.check().problems) == 1
+        self.engine.prefetch(tokens_at(path), salt=salt).result(WAIT)
+        if self.slot("cpu", key) is not None:
+            report = self.engine.check(fix=True)
+            assert len(report.problems) <= 1
+            assert report.ok
+
+    def reopen(self, drain: bool) -> None:
+        quiet(self.engine)
+        before = {e.key for e in self.engine.manager.tiers["ssd"].index} if self.engine.manager.ssd else set()
+        self.engine.close(drain=drain)
+        self.engine.close()
+        with contextlib.suppress(EngineClosedError):
+            self.engine.lookup([])
+            raise AssertionError("a closed engine answers")
+        self.engine = self.open()
+        after = {e.key for e in self.engine.manager.tiers["ssd"].index} if self.engine.manager.ssd else set()
+        assert after == before
+        for key in set(self.bytes_of) - after:  # on no tier any more: it may come back with other bytes
+            del self.bytes_of[key], self.salt_of[key]
+        self.generation += 1
+
+
+class Owned(Machine):
+    """Sequences; one may be held open over other steps."""
+
+    options: ClassVar[dict[str, Any]] = {"gpu": 12, "cpu": 4, "ssd": 6, "bounce": 4}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: Any = None
+        self.held_path: Path_ = ()
+        self.held_salt = ""
+        self.stale = False
+
+    def open(self) -> CacheEngine:
+        return CacheEngine.from_config(self.config())
+
+    def teardown(self) -> None:
+        if self.held is not None:
+            self.held.close()
+        super().teardown()
+
+    def planes(self) -> list[tuple[torch.Tensor, ...]]:
+        return [self.engine.gpu.planes(layer) for layer in range(self.layout.n_layers)]
+
+    def compute(self, seq: Any, keys: list[bytes], first: int) -> None:
+        for i in range(first, len(keys)):
+            write_page(self.planes(), self.layout, [int(seq.slots[i])], self.data(keys[i]))
+
+    def serve(self, seq: Any, keys: list[bytes]) -> int:
+        """What is served is what was committed; how many pages it is."""
+        pages = seq.verify(WAIT) // 4
+        for layer in range(self.layout.n_layers):
+            seq.wait(layer)
+        for i in range(pages):
+            assert keys[i] in self.bytes_of, "a page was served that was cleared, or never committed"
+            assert np.array_equal(read_page(self.planes(), self.layout, [int(seq.slots[i])]), self.data(keys[i]))
+        return pages
+
+    @rule(path=paths, salt=salts, tail=tails, commit=st.booleans(), cold=cooled)
+    def request(self, path: Path_, salt: str, tail: int, commit: bool, cold: tuple[str, ...] = ()) -> None:
+        self.cool(cold)
+        keys = self.keys(path, salt)
+        try:
+            seq = self.engine.sequence(tokens_at(path, tail), salt)
+        except PoolFullError:
+            assert self.held is not None
+            return
+        with seq:
+            first = self.serve(seq, keys)
+            assert 4 * first <= max(0, len(tokens_at(path, tail)) - 1)
+            self.compute(seq, keys, first)
+            if not commit:
+                return
+            seq.commit()
+            for key in keys:
+                self.committed(key, salt)
+        quiet(self.engine)
+        assert self.engine.lookup(tokens_at(path), salt=salt).tokens == 4 * len(path)
+
+    @rule(path=paths, salt=salts, fault=read_faults, nth=st.integers(0, 4), strict=st.booleans(), cold=cooled)
+    def request_from_a_bad_disk(
+        self, path: Path_, salt: str, fault: Fault, nth: int, strict: bool, cold: tuple[str, ...]
+    ) -> None:
+        self.cool(cold)
+        keys = self.keys(path, salt)
+        seen: list[int] = []
+
+        def chosen(offset: int) -> bool:
+            seen.append(offset)
+            return len(seen) > nth
+
+        with PLAN.rule(Op.READ, fault, chosen, bit=3):
+            try:
+                seq = self.engine.sequence(tokens_at(path, 1), salt)
+            except PoolFullError:
+                return
+            with seq:
+                cached = seq.cached_tokens // 4
+                if strict and seq.load is not None and seq.load.result(WAIT).first_bad is not None:
+                    with pytest.raises(LoadFailedError) as caught:
+                        seq.commit()
+                    assert caught.value.page < cached
+                    assert seq.load.result(WAIT).pages[caught.value.page - cached].value == caught.value.cause
+                    return
+                first = self.serve(seq, keys)
+                self.compute(seq, keys, first)
+                seq.commit()
+                for key in keys:
+                    self.committed(key, salt)
+
+    @rule(path=paths, salt=salts, fault=write_faults)
+    def request_to_a_bad_disk(self, path: Path_, salt: str, fault: Fault) -> None:
+        with PLAN.rule(Op.WRITE, fault, bit=11):
+            self.request(path, salt, 1, True, ())
+            quiet(self.engine)
+        self.badly_written(self.keys(path, salt))
+
+    def store_and_load(self, path: Path_, salt: str) -> None:
+        self.request(path, salt, 1, True, ())
+        self.request(path, salt, 1, True, ("gpu", "cpu"))
+
+    @precondition(lambda self: self.held is None)
+    @rule(path=paths, salt=salts)
+    def hold(self, path: Path_, salt: str) -> None:
+        self.held = self.engine.sequence(tokens_at(path), salt)
+        self.held_path, self.held_salt, self.stale, self.holders = path, salt, False, 1
+        keys = self.keys(path, salt)
+        self.compute(self.held, keys, self.serve(self.held, keys))
+        self.fixed = {key: self.data(key).tobytes() for key in keys}
+
+    @precondition(lambda self: self.held is not None and len(self.held_path) < 5)
+    @rule(branch=st.integers(0, 1), commit=st.booleans())
+    def grow(self, branch: int, commit: bool) -> None:
+        self.held_path = (*self.held_path, branch)
+        try:
+            self.held.append(tokens_at((branch,)))
+        except PoolFullError:
+            self.held_path = self.held_path[:-1]
+            return
+        keys = self.keys(self.held_path, self.held_salt)
+        self.compute(self.held, keys, len(keys) - 1)
+        self.fixed[keys[-1]] = self.data(keys[-1]).tobytes()
+        if commit:
+            self.publish()
+
+    @precondition(lambda self: self.held is not None)
+    @rule(commit=st.booleans())
+    def let_go(self, commit: bool) -> None:
+        if commit:
+            self.publish()
+        self.held.close()
+        self.held, self.holders = None, 0
+
+    def publish(self) -> None:
+        keys = self.keys(self.held_path, self.held_salt)
+        if not self.stale:  # another request may have committed the same key with other bytes since: its bytes count,
+            for key in keys:  # also where its page is gone by now, and this one takes its place
+                if self.fixed[key] != self.data(key).tobytes():
+                    self.compute(self.held, keys, keys.index(key))
+                    self.fixed |= {key: self.data(key).tobytes() for key in keys[keys.index(key) :]}
+            for key in keys:
+                self.committed(key, self.held_salt)
+        self.held.commit()
+
+    @rule()
+    def clear(self) -> None:
+        there = {n: len(t.index) for n, t in self.engine.manager.tiers.items()}
+        assert self.engine.clear() == there
+        self.stale = True
+        self.forget(None)
+
+    @rule(salt=salts)
+    def invalidate(self, salt: str) -> None:
+        self.engine.invalidate(self.engine.namespace(salt))
+        self.stale = self.stale or salt == self.held_salt
+        self.forget(salt)
+
+    @precondition(lambda self: self.held is None)
+    @rule(drain=st.booleans())
+    def close_and_reopen(self, drain: bool) -> None:
+        self.reopen(drain)
+
+
+class OwnedWithoutCpu(Owned):
+    options: ClassVar[dict[str, Any]] = {"gpu": 8, "cpu": None, "ssd": 5, "bounce": 2}
+
+
+class Attached(Machine):
+    """Loads and stores on planes of our own."""
+
+    options: ClassVar[dict[str, Any]] = {"cpu": 4, "ssd": 6, "bounce": 4}
+
+    def open(self) -> CacheEngine:
+        self.host = Host(self.config(), blocks=24, block_tokens=2)
+        self.host.data = lambda key: self.data(key)
+        return self.host.engine
+
+    def offer(self, path: Path_, salt: str, start: int, tail: int = 0) -> None:
+        keys = self.keys(path, salt)[start:]
+        handle = self.host.store(tokens_at(path, tail), 4 * start, salt)
+        report = handle.result(WAIT)
+        assert len(report.tiers) == len(keys)
+        for key, tiers in zip(keys, report.tiers, strict=True):
+            if tiers:
+                self.committed(key, salt)
+        for i, key in enumerate(keys):
+            if not report.tiers[i] and i not in report.dropped:
+                assert key in self.bytes_of, "a page that was never committed counts as present"
+
+    def store_and_load(self, path: Path_, salt: str) -> None:
+        self.offer(path, salt, 0)
+        quiet(self.engine)
+        self.load(path, salt, 0, ("gpu", "cpu"))
+
+    @rule(path=paths, salt=salts, start=st.integers(0, 4), tail=tails)
+    def store(self, path: Path_, salt: str, start: int, tail: int) -> None:
+        self.offer(path, salt, start, tail)
+
+    @rule(path=paths, salt=salts, fault=write_faults)
+    def store_to_a_bad_disk(self, path: Path_, salt: str, fault: Fault) -> None:
+        with PLAN.rule(Op.WRITE, fault, bit=5):
+            self.offer(path, salt, 0)
+        self.badly_written(self.keys(path, salt))
+
+    @rule(path=paths, salt=salts, start=st.integers(0, 4), cold=cooled)
+    def load(self, path: Path_, salt: str, start: int, cold: tuple[str, ...]) -> None:
+        self.cool(cold)
+        keys = self.keys(path, salt)[start:]
+        on_cpu = [self.slot("cpu", key) is not None for key in keys]
+        load, blocks, hit = self.host.begin(tokens_at(path), 4 * start, salt)
+        assert load.tokens == 4 * len(hit)
+        report = self.host.finish(load, blocks, hit)  # compares the bytes
+        assert set(hit[: report.tokens // 4]) <= set(self.bytes_of)
+        for i, status in enumerate(report.pages):
+            causes = DAMAGE if self.met is not None else {PageStatus.CHECKSUM}
+            spoiled = self.may_be_bad(hit[i]) and not on_cpu[i]
+            assert status is PageStatus.LOADED or (spoiled and status in causes)
+        if report.first_bad is not None:
+            again = self.engine.lookup(tokens_at(path), 4 * start, salt)
+            assert again.tokens == report.tokens
+
+    @rule(path=paths, salt=salts, fault=read_faults, nth=st.integers(0, 4), cold=cooled)
+    def load_from_a_bad_disk(self, path: Path_, salt: str, fault: Fault, nth: int, cold: tuple[str, ...]) -> None:
+        self.cool(cold)
+        seen: list[int] = []
+
+        def chosen(offset: int) -> bool:
+            seen.append(offset)
+            return len(seen) > nth
+
+        with PLAN.rule(Op.READ, fault, chosen, bit=3):
+            report = self.host.load(tokens_at(path), salt=salt)
+        again = self.engine.lookup(tokens_at(path), salt=salt)
+        assert again.tokens == report.tokens
+
+    @rule(path=paths, salt=salts)
+    def give_up(self, path: Path_, salt: str) -> None:
+        load, blocks, keys = self.host.begin(tokens_at(path), salt=salt)
+        load.cancel()
+        self.host.finish(load, blocks, keys)
+
+    @rule(one=paths, two=paths, salt=salts)
+    def load_both(self, one: Path_, two: Path_, salt: str) -> None:
+        begun = [self.host.begin(tokens_at(path), salt=salt) for path in (one, two)]
+        for load, _, _ in begun:
+            load.result()
+            load.release_event.synchronize(WAIT)
+        for load, blocks, keys in begun:
+            self.host.finish(load, blocks, keys)
+
+    @rule(drain=st.booleans())
+    def close_and_reopen(self, drain: bool) -> None:
+        self.reopen(drain)
+
+
+class AttachedWithoutCpu(Attached):
+    options: ClassVar[dict[str, Any]] = {"cpu": None, "ssd": 5, "bounce": 2}
+
+
+class WritesBack(Machine):
+    """Pages go to the SSD when the CPU tier is half full of dirty ones, whatever store is at hand."""
+
+    def badly_written(self, keys: list[bytes]) -> None:
+        self.spoiled.update(self.bytes_of)
+
+    @rule()
+    def flush(self) -> None:
+        self.engine.flush(WAIT)
+        assert self.engine.stats()["tiers"]["cpu"]["dirty_pages"] == 0
+
+    def reopen(self, drain: bool) -> None:
+        if drain:
+            self.engine.flush(WAIT)
+        super().reopen(drain)
+
+
+class OwnedWritesBack(WritesBack, Owned):
+    options: ClassVar[dict[str, Any]] = Owned.options | {"store": {"write_policy": "write_back"}}
+
+
+class AttachedWritesBack(WritesBack, Attached):
+    options: ClassVar[dict[str, Any]] = Attached.options | {"store": {"write_policy": "write_back"}}
+
+
+class AttachedSelective(Attached):
+    options: ClassVar[dict[str, Any]] = Attached.options | {
+        "store": {"write_policy": "write_through_selective", "write_hits": 1}
+    }
+
+
+class AttachedWithoutSsd(Attached):
+    options: ClassVar[dict[str, Any]] = {"cpu": 5, "ssd": None, "bounce": 2}
+
+
+class OwnedOnGpu(Owned):
+    options: ClassVar[dict[str, Any]] = {**Owned.options, "device": "cuda"}
+
+
+class AttachedOnGpu(Attached):
+    options: ClassVar[dict[str, Any]] = {**Attached.options, "device": "cuda"}
+
+
+TestOwned = Owned.TestCase
+TestOwnedWithoutCpu = OwnedWithoutCpu.TestCase
+TestAttached = Attached.TestCase
+TestAttachedWithoutCpu = AttachedWithoutCpu.TestCase
+TestAttachedWithoutSsd = AttachedWithoutSsd.TestCase
+TestOwnedWritesBack = OwnedWritesBack.TestCase
+TestAttachedWritesBack = AttachedWritesBack.TestCase
+TestAttachedSelective = AttachedSelective.TestCase
+MORE = settings(max_examples=3 * settings.default.max_examples)
+FEWER = settings(max_examples=max(10, settings.default.max_examples // 3))
+TestOwned.settings = TestAttached.settings = MORE
+for case in (TestOwnedWithoutCpu, TestAttachedWithoutCpu, TestAttachedWithoutSsd):
+    case.settings = FEWER
+for case in (TestOwnedWritesBack, TestAttachedWritesBack, TestAttachedSelective):
+    case.settings = FEWER
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+TestOwnedOnGpu = OwnedOnGpu.TestCase
+TestAttachedOnGpu = AttachedOnGpu.TestCase
+TestOwnedOnGpu.settings = TestAttachedOnGpu.settings = FEWER
+TestOwnedOnGpu.pytestmark = TestAttachedOnGpu.pytestmark = ON_GPU
+
+# -- every transport that is here, and I/O that fails now and then ---------------------------------------------------
+
+NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+FEW = settings(max_examples=max(8, settings.default.max_examples // 5))
+KVIKIO = pytest.mark.skipif(
+    importlib.util.find_spec("kvikio") is None or not has_libcuda(), reason="no kvikio, or no libcuda.so.1"
+)
+
+
+def require_uring() -> None:
+    try:
+        NativeTransport(1).close()
+    except TransportUnavailableError as error:
+        pytest.skip(error.message)
+
+
+def _faults() -> list[Any]:
+    """Every face over every transport; one transport a face in `make test`."""
+    transports = {"FaultyTransport": [], "FaultyUring": [], "FaultyNixl": [NIXL], "FaultyKvikio": [KVIKIO]}
+    faces = [Owned, Attached, OwnedWithoutCpu, AttachedWithoutCpu]
+    return [
+        pytest.param(transport, face, marks=[*needs, *([] if i == n else [pytest.mark.suite])])
+        for n, (transport, needs) in enumerate(transports.items())
+        for i, face in enumerate(faces)
+    ]
+
+
+@pytest.mark.parametrize(("transport", "face"), _faults())
+def test_random_faults(transport: str, face: type[Machine], device: str) -> None:
+    if transport == "FaultyUring":
+        require_uring()
+    counts: Counter[str] = Counter()
+
+    class Unlucky(face):  # type: ignore[misc, valid-type]
+        met = counts
+        options: ClassVar[dict[str, Any]] = {**face.options, "device": device}
+
+        @initialize(seed=st.integers(0, 1 << 32))
+        def let_io_fail_now_and_then(self, seed: int) -> None:
+            PLAN.seed = seed
+            for fault in Fault:
+                if fault not in (Fault.HANG, Fault.DELAY):
+                    PLAN.add(FaultRule(fault, rate=0.07))
+            PLAN.add(FaultRule(Fault.DELAY, rate=0.07, seconds=0.002))
+            PLAN.add(FaultRule(Fault.FLIP, rate=0.07, part=ExtentPart.layer(self.layout, 1)))
+            PLAN.add(FaultRule(Fault.ZERO, rate=0.07, part=ExtentPart.layer(self.layout, 2)))
+            for salt in SALTS:  # whatever the steps are, there is I/O, and almost half of it meets a fault
+                self.store_and_load((0, 1, 0, 1, 0), salt)
+
+    Unlucky.transport = f"tests.support.faulty:{transport}"
+    run_state_machine_as_test(Unlucky, settings=FEW)
+    assert sum(counts.values()) > FEW.max_examples, f"hardly a fault was met: {dict(counts)}"

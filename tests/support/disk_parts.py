@@ -1,0 +1,84 @@
+"""What the hostile tests of a cache directory share: small caches on an SSD alone, and what is served from them."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.support.helpers import WAIT, Host, make_config, prompt
+
+SLOTS = 48
+LAYERS = 3
+FACTORS = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63)
+STEP = 0x9E3779B97F4A7C15
+SALTS = ("", "tenant")
+PAGES = 4  # of a document
+
+
+def ssd_config(path: Path, slots: int = SLOTS) -> dict[str, Any]:
+    return make_config(path, cpu=None, ssd=slots, bounce=8, ssd_options={"direct_io": "off"})
+
+
+@contextlib.contextmanager
+def opened(path: Path, slots: int = SLOTS) -> Iterator[Host]:
+    """A host whose pages lie on the SSD alone."""
+    host = Host(ssd_config(path, slots), blocks=16)
+    try:
+        yield host
+    finally:
+        host.engine.close()
+
+
+@contextlib.contextmanager
+def raw(path: Path) -> Iterator[sqlite3.Connection]:
+    """The catalogue of a directory that nobody has open; what is written is folded in."""
+    with contextlib.closing(sqlite3.connect(path / "catalog.sqlite", isolation_level=None)) as connection:
+        yield connection
+
+
+def document(number: int, pages: int = PAGES) -> tuple[list[int], str]:
+    """Tokens and salt."""
+    return prompt(number, pages), SALTS[number % len(SALTS)]
+
+
+def store(host: Host, numbers: Iterable[int], pages: int = PAGES) -> None:
+    for number in numbers:
+        tokens, salt = document(number, pages)
+        host.store(tokens, salt=salt).result(WAIT)
+
+
+def served(host: Host, numbers: Iterable[int], pages: int = PAGES) -> dict[int, int]:
+    """Document → pages of it that a load calls good. Fails where one of them has other bytes."""
+    found = {}
+    for number in numbers:
+        tokens, salt = document(number, pages)
+        found[number] = host.load(tokens, salt=salt).tokens // host.layout.page_tokens
+    return found
+
+
+def binding(key: bytes, sums: int = LAYERS) -> list[int]:
+    """What version 5 adds to each checksum of a page, from docs/format.md alone."""
+    seed = sum(word * factor for word, factor in zip(struct.unpack("<4Q", key), FACTORS, strict=True))
+    return [(seed + position * STEP) % (1 << 64) for position in range(sums)]
+
+
+def make_older(path: Path, version: int = 3) -> None:
+    """Give a directory of version 5 an older version: checksums of the bytes, and nothing that says whose."""
+    with raw(path) as catalogue:
+        rows = catalogue.execute("SELECT slot, key, sums FROM pages JOIN checksums USING (slot)").fetchall()
+        catalogue.execute("BEGIN")
+        for slot, key, sums in rows:
+            stored = struct.unpack(f"<{len(sums) // 8}Q", sums)
+            plain = [(s - b) % (1 << 64) for s, b in zip(stored, binding(key, len(stored)), strict=True)]
+            catalogue.execute(
+                "UPDATE checksums SET sums = ? WHERE slot = ?", (struct.pack(f"<{len(plain)}Q", *plain), slot)
+            )
+        catalogue.execute("UPDATE meta SET value = ? WHERE name = 'format_version'", (version,))
+        catalogue.execute("DELETE FROM meta WHERE name IN ('head_groups', 'striped', 'converted')")
+        if version < 3:
+            catalogue.execute("DROP TABLE retention")
+        catalogue.execute("COMMIT")

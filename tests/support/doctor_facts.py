@@ -1,0 +1,57 @@
+"""Facts of machines, as `gdscache doctor` finds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gdscache.commands.doctor import Facts
+from gdscache.commands.doctor.facts import Driver, Gpu, Kept
+from gdscache.commands.doctor.report import Found
+from gdscache.movers.choice import Calibration
+from tests.support.rates import DOWN, UP
+
+KEY = {"gpu": "H200", "gpu_uuid": "GPU-1", "driver": "13000", "copy_engine": "batch_13", "kernels": "0123456789abcdef"}
+
+MEASURED = Calibration(UP, DOWN, KEY, 0.5)
+
+HINT = "install it"
+
+WHOLE = Facts(
+    torch="2.11.0",
+    torch_cuda="13.0",
+    driver=Found(Driver(13000, "580.82.07")),
+    devices=Found((Gpu("NVIDIA H200", (9, 0), 140 << 30, 132),)),
+    device=Found("cuda:0"),
+    compiler=Found("cuda-core 1.2.2"),
+    nvrtc=Found("13.0"),
+    built=Found(0.25),
+    mover=Found(("cuda", "")),
+    pinned=Found(0.01),
+    api=Found("batch_13"),
+    calibration=Found(Kept(MEASURED, "/c/calibration.json", True, True)),
+)
+
+
+def changed(facts: Facts, **parts: Any) -> Facts:
+    return dataclasses.replace(facts, **parts)
+
+
+def lacking(cause: str, hint: str = HINT) -> Any:
+    return Found(None, cause, hint)
+
+
+PLAIN = changed(  # no GPU, as torch's CPU build shows it
+    WHOLE,
+    torch_cuda=None,
+    driver=lacking("there is no CUDA driver"),
+    devices=lacking("torch was built without CUDA"),
+    device=Found("cpu"),
+    compiler=lacking("neither cuda-core nor CuPy is installed", ""),
+    nvrtc=None,
+    built=None,
+    pinned=lacking("CUDA is not available"),
+    api=None,
+    calibration=None,
+    mover=Found(("native", "the planes are in host memory")),
+)

@@ -1,0 +1,203 @@
+"""A GPU for tests where there is none: the engine's own copies, on a CUDA driver whose memory is the host's.
+
+The driver is csrc/host/tests/fake_cuda.cc; what it can be told is in fake_cuda.h.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gdscache import opening as build
+from gdscache.cuda.streams import Event
+from gdscache.kernels.cuda import SHORTEST, PlaneRuns, can_look, plane_runs
+from gdscache.movers.base import Mover, QueuedCopies
+from gdscache.movers.choice import Direction
+from gdscache.native.gpu import ROUTES, CopyRoute, NativeGpu, StreamPoint
+from gdscache.pages.planes import PagedPlanes
+from gdscache.tracing import OFF
+from tests.support.places import ROOT
+
+_SOURCES = ROOT / "csrc" / "host"
+_TESTS = _SOURCES / "tests"
+_STAGING = 64 << 10  # so that segments are used again
+
+
+def built(name: str) -> ctypes.CDLL:
+    """A library of csrc/host/tests, built once for these sources."""
+    files = [*sorted(_TESTS.glob("fake_*")), *sorted(_SOURCES.glob("*.h")), *sorted(_SOURCES.glob("xxh3*.cc"))]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    path = ROOT / "build" / "tests" / f"{name}-{digest}.so"
+    if not path.exists():
+        spec = importlib.util.spec_from_file_location("native_build", ROOT / "tools" / "native_build.py")
+        assert spec is not None
+        assert spec.loader is not None
+        tool: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(tool)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        sources = [str(_TESTS / f"{name}.cc"), *map(str, sorted(_SOURCES.glob("xxh3*.cc")))]
+        flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", f"-I{_SOURCES}"]
+        subprocess.run([*tool.compiler(), *flags, *sources, "-o", str(fresh)], check=True)
+        fresh.replace(path)
+    return ctypes.CDLL(str(path))
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """The driver."""
+    library = built("fake_cuda")
+    library.fake_device.restype = ctypes.c_uint64
+    library.fake_device.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.fake_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.fake_forget.argtypes = [ctypes.c_void_p]
+    library.fake_context.restype = library.fake_kernel.restype = ctypes.c_void_p
+    library.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+    library.fake_calls.argtypes = [ctypes.c_char_p]
+    library.fake_calls.restype = ctypes.c_int64
+    return library
+
+
+@contextlib.contextmanager
+def held(*, copies_only: bool = False) -> Iterator[None]:
+    """Streams begin nothing in the block; or no copies, but kernels."""
+    hold = driver().fake_hold_copies if copies_only else driver().fake_hold
+    hold(1)
+    try:
+        yield
+    finally:
+        hold(0)
+
+
+@contextlib.contextmanager
+def failing(function: str, nth: int = 0) -> Iterator[None]:
+    """A call of the driver fails, the `nth` of those in the block."""
+    driver().fake_fail(function.encode(), nth)
+    try:
+        yield
+    finally:
+        driver().fake_fail(function.encode(), -1)
+
+
+def calls(function: str) -> int:
+    """How many there were."""
+    return int(driver().fake_calls(function.encode()))
+
+
+class FakeDriver:
+    """What `NativeGpu` and `CuFiles` ask of a driver."""
+
+    def __init__(self) -> None:
+        self.library = str(driver()._name)
+        self.context = int(driver().fake_context())
+
+
+class _Kernels:
+    """What `NativeGpu` asks of kernels."""
+
+    def __init__(self, planes: PagedPlanes, runs: Sequence[Sequence[PlaneRuns]], kept: dict[int, Any]) -> None:
+        layout, layers, rows = planes.layout, list[int](), list[int]()
+        for records, (start, end) in zip(runs, layout.layer_bounds, strict=True):
+            layers += [len(rows) // 6, len(records), start, end - start]
+            for r in records:
+                rows += [r.base, r.block_stride, r.run_stride, r.run_bytes, r.runs_per_block, r.end]
+        table = np.array(layers + rows, np.int64)
+        kept[table.ctypes.data] = table
+        self._table = int(driver().fake_device(table.ctypes.data, table.nbytes))
+        self._sums = all(end - start >= SHORTEST for start, end in layout.layer_bounds)
+        self._looks = can_look(layout)
+        driver().fake_vector(1)
+
+    def loaded(self) -> tuple[int, ...]:
+        return (*(int(driver().fake_kernel(which)) for which in range(4)), self._table)
+
+    def about(self) -> tuple[int, int, bool, bool]:
+        return 1, 4, self._sums, self._looks
+
+
+class _Point(StreamPoint):
+    def wait(self, stream: Any = None) -> None:
+        self.synchronize()  # the caller has no stream
+
+
+class _Gpu(NativeGpu):
+    def point(self, number: int) -> StreamPoint:
+        return _Point(self, number)
+
+
+class FakeGpuMover(Mover):
+    """Planes of host memory as if a GPU had them. `route`: of every copy; without `kernels`, the copy engine's."""
+
+    name = "cuda"
+
+    def __init__(
+        self, planes: PagedPlanes, route: CopyRoute = "staged", *, kernels: bool = True, staging: int = _STAGING
+    ) -> None:
+        self.planes = planes
+        self.layout = planes.layout
+        self._route = route
+        self._kept: dict[int, Any] = {}  # what the driver knows
+        runs = [
+            [self._on_gpu(r, t) for r, t in zip(*pair, strict=True)]
+            for pair in zip(plane_runs(planes), planes.tensors, strict=True)
+        ]
+        built: Any = _Kernels(planes, runs, self._kept) if kernels else None
+        fake: Any = FakeDriver()
+        self.gpu = _Gpu(planes, fake, runs, built, max(staging, 6 * self.layout.extent_bytes))
+
+    def _on_gpu(self, runs: PlaneRuns, tensor: torch.Tensor) -> PlaneRuns:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._kept:
+            self._kept[storage.data_ptr()] = tensor
+            driver().fake_device(storage.data_ptr(), storage.nbytes())
+        values = [getattr(runs, name) for name in PlaneRuns.__slots__]
+        return PlaneRuns(values[0] | (1 << 56), *values[1:])
+
+    @property
+    def on_gpu(self) -> NativeGpu:
+        return self.gpu
+
+    def routes(self, direction: Direction, layers: range) -> tuple[int, int]:
+        return ROUTES.index(self._route), ROUTES.index(self._route)
+
+    def _move(self, *args: Any, **options: Any) -> QueuedCopies:
+        raise AssertionError("an executor asks the GPU itself")
+
+    def mark_stores(self) -> Event:
+        return self.gpu.last(loads=False)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "cause": "a test", "copy_engine": self.gpu.api}
+
+    def close(self) -> None:
+        self.gpu.close()
+        for address in self._kept:
+            driver().fake_forget(address)
+        self._kept.clear()
+
+
+def use(
+    monkeypatch: pytest.MonkeyPatch, route: CopyRoute = "staged", *, kernels: bool = True, staging: int = _STAGING
+) -> None:
+    """Engines that are opened from now on, with planes in host memory, copy as on a GPU."""
+    driver()
+
+    real = build.open_mover
+
+    def opened(planes: PagedPlanes, config: Any, timeline: Any = OFF) -> Mover:
+        if planes.device.type != "cpu":
+            return real(planes, config, timeline)
+        return FakeGpuMover(planes, route, kernels=kernels, staging=staging)
+
+    monkeypatch.setattr(build, "open_mover", opened)

@@ -1,0 +1,230 @@
+"""A process that kills itself at one chosen point of a store, a clear or an opening."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from gdscache.disk import catalog_file, directory, slab
+from gdscache.disk.catalog import Catalog
+from gdscache.storage import files
+from gdscache.storage.base import Op
+from gdscache.storage.workers import IOPiece, IORun, Result
+from gdscache.tiers.ssd import SsdTier
+from tests.support.helpers import WAIT, Host, write_page
+from tests.support.kill_record import DOCUMENTS, PAGE_TOKENS, content, name
+from tests.support.posix_transport import PosixTransport
+
+FIRST, SECOND = 2, 5  # documents of 6 pages that share none
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(WAIT)  # other threads must not run on, nor this one return
+
+
+class DyingTransport(PosixTransport):
+    """POSIX, until a write or a read is told to stop."""
+
+    name = "dying"
+    in_write: Callable[[], None] | None = None
+    in_read: Callable[[], None] | None = None
+
+    def move(self, run: IORun) -> list[Result]:
+        if run.op is Op.WRITE and DyingTransport.in_write is not None:
+            piece = run.pieces[0]
+            half = IOPiece(piece.index, piece.offset, piece.nbytes // 2, piece.memory[: piece.nbytes // 2])
+            super().move(IORun(run.op, run.file, run.submission, [half], half.nbytes))
+            DyingTransport.in_write()
+        if run.op is Op.READ and DyingTransport.in_read is not None:
+            DyingTransport.in_read()
+        return super().move(run)
+
+
+def store(host: Host, document: int) -> None:
+    """Store all pages of a document and wait until they are on the SSD."""
+    tokens = DOCUMENTS[document]
+    blocks = host.take(len(tokens) // PAGE_TOKENS)
+    for page, block in enumerate(blocks):
+        write_page(host.planes, host.layout, [block], content(name("", document, page), host.layout.page_bytes))
+    host.engine.store(tokens, torch.tensor(blocks)).result(WAIT)
+    host.give(blocks)
+
+
+def catalogue(host: Host) -> Catalog:
+    assert host.engine.manager.ssd is not None
+    return host.engine.manager.ssd._catalog
+
+
+def _meet(reached: threading.Event, go: threading.Event) -> None:
+    reached.set()
+    go.wait(WAIT)
+
+
+def die_at_sqlite_commit(host: Host) -> None:
+    writer = catalogue(host)._writer
+    assert writer is not None
+    writer.set_trace_callback(lambda sql: die() if sql.startswith("COMMIT") else None)
+
+
+def commit_then(host: Host, which: Callable[[Any, Any], object], act: Callable[[], None], *, before: bool) -> None:
+    """Run `act` before or after the catalogue's commits that `which(insert, delete)` is true for."""
+    whole = catalogue(host).commit
+
+    def commit(insert: Any, delete: Any, *rest: Any) -> None:
+        chosen = which(insert, delete)
+        if chosen and before:
+            act()
+        whole(insert, delete, *rest)
+        if chosen and not before:
+            act()
+
+    catalogue(host).commit = commit  # type: ignore[method-assign]
+
+
+# -- the points --------------------------------------------------------------------------------------------------------
+
+
+def half_written(host: Host) -> None:
+    DyingTransport.in_write = die
+    store(host, SECOND)
+
+
+def written(host: Host) -> None:
+    commit_then(host, lambda insert, delete: insert, die, before=True)
+    store(host, SECOND)
+
+
+def rows_in_transaction(host: Host) -> None:
+    commit_then(host, lambda insert, delete: insert, lambda: die_at_sqlite_commit(host), before=True)
+    store(host, SECOND)
+
+
+def committed(host: Host) -> None:
+    commit_then(host, lambda insert, delete: insert, die, before=False)
+    store(host, SECOND)
+
+
+def deletions_in_transaction(host: Host) -> None:
+    commit_then(host, lambda insert, delete: delete, lambda: die_at_sqlite_commit(host), before=True)
+    store(host, SECOND)
+
+
+def deleted(host: Host) -> None:
+    commit_then(host, lambda insert, delete: delete, die, before=False)
+    store(host, SECOND)
+
+
+def clear_in_transaction(host: Host) -> None:
+    die_at_sqlite_commit(host)
+    host.engine.clear()
+
+
+def cleared(host: Host) -> None:
+    host.engine.clear()
+    die()
+
+
+def cleared_during_a_load(host: Host) -> None:
+    reached, hold = threading.Event(), threading.Event()
+    DyingTransport.in_read = lambda: _meet(reached, hold)
+    tokens = DOCUMENTS[FIRST]
+    host.engine.load(host.engine.lookup(tokens), host.take(len(tokens) // PAGE_TOKENS))
+    assert reached.wait(WAIT)
+    host.engine.clear()
+    die()
+
+
+def cleared_during_a_write(host: Host) -> None:
+    reached, go = threading.Event(), threading.Event()
+    DyingTransport.in_write = lambda: _meet(reached, go)
+    writing = threading.Thread(target=store, args=(host, SECOND))
+    writing.start()
+    assert reached.wait(WAIT)
+    host.engine.clear()
+    go.set()
+    writing.join(WAIT)
+    host.engine.drain(WAIT)
+    die()
+
+
+def cleared_during_a_commit(host: Host) -> None:
+    reached, go = threading.Event(), threading.Event()
+    ssd, whole = host.engine.manager.ssd, SsdTier.commit
+    assert ssd is not None
+
+    def commit(entries: Any, sums: Any) -> list[bool]:
+        visible = whole(ssd, entries, sums)
+        if entries:
+            _meet(reached, go)
+        return visible
+
+    ssd.commit = commit  # type: ignore[method-assign]
+    threading.Thread(target=store, args=(host, SECOND)).start()
+    assert reached.wait(WAIT)
+    host.engine.clear()
+    die()
+
+
+def closing(host: Host) -> None:
+    host.engine.lookup(DOCUMENTS[FIRST])
+    die_at_sqlite_commit(host)
+    host.engine.close()
+
+
+def closed_catalogue(host: Host) -> None:
+    catalogue(host).close = die  # type: ignore[method-assign]
+    host.engine.close()
+
+
+STORED = [
+    half_written,
+    written,
+    rows_in_transaction,
+    committed,
+    deletions_in_transaction,
+    deleted,
+    clear_in_transaction,
+    cleared,
+    cleared_during_a_load,
+    cleared_during_a_write,
+    cleared_during_a_commit,
+    closing,
+    closed_catalogue,
+]
+
+OPENING: dict[str, tuple[Any, str]] = {  # where an opening is ended: what death takes the place of
+    "the directory is made": (directory, "_lock"),
+    "the lock is held": (Catalog, "open"),
+    "the catalogue has its tables": (Path, "replace"),
+    "the catalogue is made": (catalog_file, "open_reader"),
+    "the slab has no bytes": (slab, "_allocate"),
+    "the slab is allocated": (slab, "_flush_directory"),
+    "the transport is probed": (files, "_probe_sector"),
+    "the catalogue is recovered": (Catalog, "recover"),
+}
+ONLY_NEW = {"the catalogue has its tables", "the slab is allocated"}  # what happens once in a directory's life
+
+
+def run(pipe: Connection, config: dict[str, Any], point: str) -> None:
+    """Store the first document, then die at a point of `STORED`."""
+    host = Host(config)
+    store(host, FIRST)
+    pipe.send("stored")
+    globals()[point](host)
+
+
+def run_opening(pipe: Connection, config: dict[str, Any], point: str) -> None:
+    """Die at a point of `OPENING`."""
+    pipe.send("opening")
+    with mock.patch.object(*OPENING[point], side_effect=die):
+        Host(config)

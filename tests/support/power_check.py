@@ -1,0 +1,95 @@
+"""What an engine serves from a directory that a loss of power left: each page by its name, each byte compared."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gdscache import CacheEngine, PageStatus
+from tests.support.helpers import MHA, WAIT, layout_of, new_planes, read_page
+from tests.support.kill_record import DOCUMENTS, PAGE_TOKENS, Name, all_pages, content, name
+
+LAYOUT = layout_of(MHA)
+_PLANES = new_planes(LAYOUT, 8, PAGE_TOKENS)
+
+
+@dataclasses.dataclass(slots=True)
+class Found:
+    """Pages that the catalogue has after recovery, those that were served with their bytes, and those that failed."""
+
+    names: dict[bytes, Name]
+    catalogue: set[Name] = dataclasses.field(default_factory=set)
+    served: set[Name] = dataclasses.field(default_factory=set)
+    refused: dict[Name, PageStatus] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def losses(self, allowed: set[Name], required: set[Name]) -> list[str]:
+        """What a loss of power must not do. Empty when all is well."""
+        found = list(self.problems)
+        for pages, what in (
+            (required - self.served, "were acknowledged and are lost"),
+            (self.served - allowed, "were cleared, or never stored, and are served"),
+            (self.catalogue - allowed, "were cleared, or never stored, and are in the catalogue"),
+            (set(self.refused), "have rows, but other bytes"),
+            (self.catalogue - self.served - set(self.refused), "have rows, but are not found"),
+        ):
+            if pages:
+                found.append(f"{len(pages)} pages {what}")
+        return found
+
+
+def look(config: dict[str, Any]) -> Found:
+    """Open the directory and ask for every page that there ever was. Fails where a page is served with other bytes."""
+    with CacheEngine.from_config(config, _PLANES) as engine:
+        found = Found(_names(engine.pages))
+        found.catalogue = {found.names[key] for key in _keys(Path(config["ssd"]["path"]))}
+        found.problems += engine.check().problems
+        ssd = engine.stats()["tiers"]["ssd"]
+        if ssd["catalogue_set_aside"] is not None:
+            found.problems.append("the catalogue was set aside")
+        if ssd["pages"] + ssd["free_slots"] != ssd["slots"]:
+            found.problems.append("slots leaked")
+        asked: set[Name] = set()
+        for salt, document, first in all_pages():
+            if name(salt, document, first) not in asked:
+                asked |= _load(engine, salt, document, first, found)
+        found.problems += engine.check().problems
+    return found
+
+
+def _names(pages: Callable[..., Any]) -> dict[bytes, Name]:
+    """Key → name of every page; `pages` is `CacheEngine.pages`."""
+    keys: dict[tuple[str, int], list[bytes]] = {}
+    for salt, document, _ in all_pages():
+        if (salt, document) not in keys:
+            keys[salt, document] = [page.key for page in pages(DOCUMENTS[document], salt)]
+    return {keys[salt, document][page]: name(salt, document, page) for salt, document, page in all_pages()}
+
+
+def _load(engine: CacheEngine, salt: str, document: int, first: int, found: Found) -> set[Name]:
+    """Load what is there from this page on; the pages that an answer was had for."""
+    hit = engine.lookup(DOCUMENTS[document], start=first * PAGE_TOKENS, salt=salt)
+    names = [name(salt, document, first + i) for i in range(len(hit.pages))]
+    load = engine.load(hit, range(len(names)))
+    report = load.result(WAIT)
+    load.release_event.synchronize(WAIT)
+    for slot, (page, status) in enumerate(zip(names, report.pages, strict=True)):
+        if status is PageStatus.LOADED:
+            got = read_page(_PLANES, LAYOUT, [slot])
+            assert np.array_equal(got, content(page, LAYOUT.page_bytes)), f"a page is served with other bytes: {page}"
+            found.served.add(page)
+        else:
+            found.refused[page] = status
+    return set(names) or {name(salt, document, first)}
+
+
+def _keys(directory: Path) -> set[bytes]:
+    """The keys of all rows, read without the engine's code."""
+    with contextlib.closing(sqlite3.connect(f"file:{directory / 'catalog.sqlite'}?mode=ro", uri=True)) as catalogue:
+        return {bytes(key) for (key,) in catalogue.execute("SELECT key FROM pages")}

@@ -1,0 +1,208 @@
+"""Everything that reaches the SSD's directory, on a tape: what was written, when it was flushed, what was committed.
+
+`transport: power_recorder:RecordingTransport` in a configuration records the slab, `recording()` the catalogue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from gdscache.disk import catalog_file, stripes
+from gdscache.disk.catalog import Catalog
+from gdscache.storage.base import Op
+from gdscache.storage.workers import IORun, Result
+from tests.support.kill_record import Log
+from tests.support.posix_transport import PosixTransport
+
+FULL = 2  # PRAGMA synchronous: a commit that returned is on the disk
+SMALL_WAL = 24  # pages of log after which SQLite copies it into the catalogue: that happens within a tape, too
+FILES = (catalog_file.CATALOG_NAME, catalog_file.CATALOG_NAME + "-wal")  # -shm is made anew at every open
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """A slab file of that size, preallocated."""
+
+    file: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claimed:
+    """Directory `number` of a striped slab says what it is. The file was flushed."""
+
+    number: int
+    content: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteBegun:
+    number: int
+    file: str
+    parts: tuple[tuple[int, bytes], ...]  # offset, bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteEnded:
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlushBegun:
+    number: int
+    file: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlushEnded:
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommitBegun:
+    """The catalogue is written to from here to the next `Committed`; two of these never overlap."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Committed:
+    """The catalogue's files, its keys, and whether SQLite had flushed all that before it returned."""
+
+    files: dict[str, bytes]
+    keys: frozenset[bytes]
+    durable: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Said:
+    """A line of the workload's log: what it was about to do, had done, or was told by the engine."""
+
+    line: bytes
+
+
+Event = Opened | Claimed | WriteBegun | WriteEnded | FlushBegun | FlushEnded | CommitBegun | Committed | Said
+
+
+class Tape:
+    """Events in the order in which they happened. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.catalogue = threading.RLock()  # held while the catalogue changes
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an empty tape."""
+        self.events: list[Event] = []
+        self.changing = False
+        self._numbers = itertools.count()
+
+    def add(self, event: Event) -> None:
+        with self._lock:
+            self.events.append(event)
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+
+TAPE = Tape()
+
+
+class TapeLog(Log):
+    """The log of `kill_child`, on the tape."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def close(self) -> None: ...
+
+    def _write(self, *values: object) -> None:
+        TAPE.add(Said(json.dumps(values).encode() + b"\n"))
+
+
+class RecordingTransport(PosixTransport):
+    """POSIX, on the tape."""
+
+    name = "recording"
+
+    def open(self, path: Path) -> int:
+        file = super().open(path)
+        TAPE.add(Opened(path.name, path.stat().st_size))
+        return file
+
+    def move(self, run: IORun) -> list[Result]:
+        if run.op is Op.READ:
+            return super().move(run)
+        number = TAPE.number()
+        parts = tuple((piece.offset, bytes(piece.memory)) for piece in run.pieces)
+        TAPE.add(WriteBegun(number, Path(self._path(run.file)).name, parts))
+        results = super().move(run)
+        TAPE.add(WriteEnded(number))
+        return results
+
+    def flush(self, file: int) -> None:
+        number = TAPE.number()
+        TAPE.add(FlushBegun(number, Path(self._path(file)).name))
+        super().flush(file)
+        TAPE.add(FlushEnded(number))
+
+
+class ForgetfulTransport(RecordingTransport):
+    """A transport that never flushes, and says that it did."""
+
+    def flush(self, file: int) -> None: ...
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Tape]:
+    """Record the catalogue, too, on an empty tape."""
+    TAPE.reset()
+    with contextlib.ExitStack() as patches:
+        for name in ("_connect", "recover", "commit", "describe_namespace", "close"):
+            patches.enter_context(mock.patch.object(Catalog, name, _recorded(name, getattr(Catalog, name))))
+        patches.enter_context(mock.patch.object(catalog_file, "WAL_PAGES", SMALL_WAL))
+        patches.enter_context(mock.patch.object(stripes, "_write", _claimed(stripes._write)))
+        yield TAPE
+
+
+def _claimed(original: Callable[[Path, stripes.Stripe], None]) -> Callable[[Path, stripes.Stripe], None]:
+    def write(directory: Path, stripe: stripes.Stripe) -> None:
+        original(directory, stripe)
+        TAPE.add(Claimed(stripe.number, (directory / catalog_file.STRIPE_NAME).read_bytes()))
+
+    return write
+
+
+def _recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(catalog: Catalog, *arguments: Any) -> Any:
+        with TAPE.catalogue:
+            if TAPE.changing:  # called by one of the others
+                return original(catalog, *arguments)
+            TAPE.changing = True
+            try:
+                TAPE.add(CommitBegun())
+                keys = frozenset(catalog.rows().values()) if name == "close" and catalog._reader else frozenset()
+                answer = original(catalog, *arguments)
+                TAPE.add(_committed(catalog, name, keys))
+            finally:
+                TAPE.changing = False
+            return answer
+
+    return method
+
+
+def _committed(catalog: Catalog, name: str, keys: frozenset[bytes]) -> Committed:
+    paths = [catalog.path.with_name(file) for file in FILES]
+    files = {path.name: path.read_bytes() for path in paths if path.exists()}
+    if name == "close":  # SQLite has copied its log into the catalogue, and flushes both for that
+        return Committed(files, keys, True)
+    assert catalog._writer is not None
+    synchronous = catalog._writer.execute("PRAGMA synchronous").fetchone()[0]
+    return Committed(files, frozenset(catalog.rows().values()), name == "_connect" or synchronous >= FULL)

@@ -1,0 +1,165 @@
+"""What the children of test_processes.py run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from gdscache import CacheEngine
+from gdscache.errors import DirectoryInUseError
+from tests.support.helpers import WAIT, fill, holds, prompt, quiet, run
+
+Config = dict[str, Any]
+
+
+def keep_open(pipe: Connection, config: Config) -> None:
+    """Own the directory until told to close; dies with the pipe's other end otherwise."""
+    with CacheEngine.from_config(config):
+        pipe.send("open")
+        pipe.recv()
+    pipe.send("closed")
+    pipe.recv()
+
+
+def try_open(pipe: Connection, config: Config) -> None:
+    """Answer with the error that opening raises, which has to survive the way, or None."""
+    try:
+        CacheEngine.from_config(config).close()
+    except DirectoryInUseError as error:
+        pipe.send(error)
+    else:
+        pipe.send(None)
+
+
+def serve(pipe: Connection, config: Config, requests: list[tuple[list[int], str]]) -> None:
+    """Run whole requests (`helpers.run`); the cached tokens of each, and the misses by cause."""
+    with CacheEngine.from_config(config) as engine:
+        pipe.send([run(engine, tokens, salt) for tokens, salt in requests])
+        assert engine.check().problems == ()
+        pipe.send(engine.stats()["misses"])
+
+
+def through_every_tier(pipe: Connection, config: Config, tokens: list[int]) -> None:
+    """Store, then empty the tiers above from the top, so that each serves once; leave the pages to the next process."""
+    with CacheEngine.from_config(config) as engine:
+        with engine.sequence(tokens) as seq:
+            fill(engine, seq)
+            handle = seq.commit()
+        handle.result(WAIT)
+        quiet(engine)  # what is leased is not evicted
+        served = []
+        for gone in ((), ("gpu",), ("gpu", "cpu")):
+            for name in gone:
+                index = engine.manager.tiers[name].index
+                with engine.manager.lock:
+                    index.evict(len(index))
+            with engine.sequence(tokens) as seq:
+                assert seq.verify(WAIT) == len(tokens) - 1
+                holds(engine, seq)
+                report = seq.load.result() if seq.load else None
+                served.append(sorted(report.bytes_by_tier) if report else ["gpu"])
+        pipe.send(served)
+
+
+def read_after_restart(pipe: Connection, config: Config, tokens: list[int]) -> None:
+    """What a process that has computed nothing finds, its bytes compared."""
+    with CacheEngine.from_config(config) as engine, engine.sequence(tokens) as seq:
+        cached = seq.verify(WAIT)
+        holds(engine, seq)
+        pipe.send((cached, sorted(seq.load.result().bytes_by_tier) if seq.load else []))
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+def _fork(child: Callable[[], None]) -> int:
+    """Fork; the child runs `child` and ends as an interpreter does, except for the threads that it has not."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    with contextlib.ExitStack() as end:
+        end.callback(lambda: os._exit(status))
+        child()
+        status = 0
+    raise AssertionError("not reached")
+
+
+def fork_and_close(pipe: Connection, config: Config, tokens: list[int], release: Path) -> None:
+    """A forked process does nothing and outlives our engine."""
+    engine = CacheEngine.from_config(config)
+    run(engine, tokens)
+
+    def wait() -> None:
+        while not release.exists():
+            time.sleep(0.01)
+
+    pid = _fork(wait)
+    run(engine, tokens)
+    engine.close()
+    pipe.send(pid)
+    os.waitpid(pid, 0)
+
+
+def fork_that_closes(pipe: Connection, config: Config, first: list[int], second: list[int]) -> None:
+    """A forked process closes what it has of the engine, as leaving a `with` block does; ours goes on.
+
+    It was forked while deletions waited for their commit, and closes when their slots have new pages.
+    """
+    with CacheEngine.from_config(config) as engine:
+        run(engine, prompt(9, 5))
+        with engine.manager.lock:
+            engine.manager.tiers["ssd"].index.evict(4)
+        go, gone = os.pipe()
+
+        def close() -> None:
+            os.read(go, 1)
+            engine.close()
+
+        pid = _fork(close)
+        run(engine, first)
+        run(engine, prompt(8, 3))
+        os.write(gone, b"1")
+        _, status = os.waitpid(pid, 0)
+        pipe.send(os.waitstatus_to_exitcode(status))
+        pipe.recv()
+        assert engine.check().problems == ()
+        again = run(engine, first)
+        pipe.send((again, run(engine, second)))
+        assert engine.check().problems == ()
+        pipe.recv()
+
+
+def fork_that_exits(pipe: Connection, config: Config, first: list[int], second: list[int]) -> None:
+    """A forked process ends by `sys.exit`, with an interpreter's whole end; ours goes on."""
+    with CacheEngine.from_config(config) as engine:
+        run(engine, first)
+        pid = os.fork()
+        if not pid:
+            sys.exit(0)
+        _, status = os.waitpid(pid, 0)
+        pipe.send(os.waitstatus_to_exitcode(status))
+        pipe.recv()
+        again = run(engine, first)
+        pipe.send((again, run(engine, second)))
+        assert engine.check().problems == ()
+        pipe.recv()
+
+
+def fork_and_die(pipe: Connection, config: Config, release: Path) -> None:
+    """A forked process lives on when we are killed."""
+    engine = CacheEngine.from_config(config)
+
+    def wait() -> None:
+        while not release.exists():
+            time.sleep(0.01)
+
+    pipe.send(_fork(wait))
+    pipe.recv()
+    engine.close()

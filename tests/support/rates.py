@@ -1,0 +1,17 @@
+"""Rates of a GPU's ways to and from host memory, as measured once: the kernel is faster up to some MiB."""
+
+from __future__ import annotations
+
+from gdscache.movers.choice import COPY_ENGINE_FROM, Rates
+
+UP = Rates(
+    {4096: 3.0, 16384: 12.0, 65536: 40.0, 262144: 50.0, 1048576: 54.0},
+    {COPY_ENGINE_FROM: 44.0, 4 * COPY_ENGINE_FROM: 52.0, 16 * COPY_ENGINE_FROM: 54.5},
+    50.0,
+)
+
+DOWN = Rates(
+    {4096: 2.0, 16384: 8.0, 65536: 30.0, 262144: 52.0, 1048576: 53.0},
+    {COPY_ENGINE_FROM: 28.0, 4 * COPY_ENGINE_FROM: 54.0, 16 * COPY_ENGINE_FROM: 56.5},
+    30.0,
+)

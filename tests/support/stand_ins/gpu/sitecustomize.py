@@ -1,0 +1,70 @@
+"""With this folder on PYTHONPATH a Python process has the stand-ins' GPU from its start: what the probe's child needs.
+
+STAND_INS is the folder of the libraries, STAND_IN_PIDS a file that this process adds its number to. STAND_IN_FAULTS is
+JSON: calls of `StandIns`, each the method's name and its arguments. STAND_IN_STATS, where set, is the file that counts
+I/O as the nvidia-fs driver does. STAND_IN_TORCH is `real` where torch is wanted for more than the probe's tensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+with open(os.environ["STAND_IN_PIDS"], "a") as pids:
+    pids.write(f"{os.getpid()}\n")
+sys.path.append(str(Path(__file__).parents[4]))
+
+import numpy as np
+
+from tests.support.cufile_parts import GpuBytes, StandIns
+
+there = StandIns(Path(os.environ["STAND_INS"]))
+if "STAND_IN_STATS" in os.environ:
+    there.count_in(Path(os.environ["STAND_IN_STATS"]))
+for name, *arguments in json.loads(os.environ.get("STAND_IN_FAULTS", "[]")):
+    getattr(there, name)(*arguments)
+
+
+class Tensor(GpuBytes):
+    """What the probes do with a CUDA tensor."""
+
+    def cpu(self) -> Tensor:
+        return self
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        return np.frombuffer(self.memory, np.uint8)
+
+
+def randint(low: int, high: int, size: tuple[int], **options: Any) -> Tensor:
+    made = there.gpu_memory(size[0], Tensor)
+    made.memory[:] = os.urandom(size[0])
+    return made
+
+
+def frombuffer(content: bytearray, **options: Any) -> Any:
+    made = there.gpu_memory(len(content), Tensor)
+    made.memory[:] = content
+    return types.SimpleNamespace(to=lambda device: made)
+
+
+if os.environ.get("STAND_IN_TORCH") == "real":
+    torch: Any = importlib.import_module("torch")
+    for module in ("nixl", "cufile"):
+        importlib.import_module(f"gdscache.storage.{module}").PROC_MODULES = os.devnull  # type: ignore[attr-defined]
+    library = os.environ["STAND_INS"] + "/libcufile.so.0"
+    importlib.import_module("gdscache.storage.cufile").find_cufile = lambda: library  # type: ignore[attr-defined]
+else:
+    torch = sys.modules["torch"] = types.ModuleType("torch")
+    torch.cuda = types.SimpleNamespace()
+    torch.uint8 = GpuBytes.dtype
+torch.cuda.set_device = lambda device: None
+torch.cuda.synchronize = lambda device=None: None
+torch.randint = randint
+torch.frombuffer = frombuffer
+torch.zeros_like = lambda like: there.gpu_memory(like.nbytes, Tensor)
+torch.equal = lambda one, other: one.memory == other.memory

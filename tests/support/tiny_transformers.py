@@ -1,0 +1,121 @@
+"""Models of transformers that are a few kilobytes, and their answers through the cache."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from gdscache import CacheEngine
+from gdscache.config import ModelConfig
+from gdscache.integrations.transformers import PrefixCache, model_section
+
+PAGE = 8
+
+NEW = 9
+
+PROMPT = 45  # 5 full pages and a tail
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SMALL, num_key_value_heads=2),
+    "qwen3": lambda: Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16),
+    "deepseek": lambda: DeepseekV3Config(
+        **SMALL,
+        num_key_value_heads=4,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=4,  # all: rounding cannot flip a choice of experts
+        n_group=2,
+        topk_group=2,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=16,
+    ),
+}
+
+
+def build(kind: str, device: str = "cpu", dtype: str = "float32", seed: int = 7) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32)
+    return model.to(device=device, dtype=getattr(torch, dtype)).eval()
+
+
+def tokens(n: int = PROMPT, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 61, (1, n), generator=torch.Generator().manual_seed(seed))
+
+
+def options(
+    model: PreTrainedModel, path: Path, *, name: str = "m", weights: str = "", gpu: int = 64, cpu: int | None = 64
+) -> dict[str, Any]:
+    """A configuration with room for `gpu` and `cpu` pages."""
+    section = model_section(model.config, dtype=model.dtype, name=name, weights=weights, page_tokens=PAGE)
+    layout = ModelConfig(**section).layout()
+    return {
+        "model": section,
+        "gpu": {"device": str(model.device), "capacity": gpu * layout.page_bytes},
+        "cpu": None if cpu is None else {"capacity": cpu * layout.extent_bytes},
+        "ssd": {"path": str(path), "capacity": 256 * layout.extent_bytes, "threads": 2},
+        "host_buffer": "1MiB",
+    }
+
+
+def generate(
+    model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy tokens (rows, prompt + NEW) and the logits of the new ones (rows, NEW, vocabulary), on the host."""
+    out = model.generate(
+        ids.to(model.device),
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences.cpu(), torch.stack(out.logits, 1).float().cpu()
+
+
+def serve(engine: CacheEngine, model: PreTrainedModel, ids: torch.Tensor, salt: str = "") -> dict[str, Any]:
+    """Answer a prompt through the cache and store it: tokens, logits, and what the cache found, with its bytes."""
+    with PrefixCache(engine, model).open(ids, salt=salt) as cache:
+        found, sources, prefix = cache.cached_tokens, cache.sources, digest(cache, cache.cached_tokens)
+        sequences, logits = generate(model, ids, cache)
+        for handle in cache.commit(sequences):
+            assert not handle.result(20).dropped
+        whole = [digest(cache, n) for n in range(0, ids.shape[1], PAGE)]
+    engine.drain(20)
+    return {"found": found, "sources": sources, "prefix": prefix, "tokens": sequences, "logits": logits, "pages": whole}
+
+
+def digest(cache: DynamicCache, n: int) -> str:
+    """Names the bytes of the first `n` tokens in all layers."""
+    hasher = hashlib.sha256()
+    for layer in cache.layers if n else ():
+        for states in (layer.keys, layer.values):
+            hasher.update(states[:, :, :n].contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return hasher.hexdigest()

@@ -1,0 +1,461 @@
+"""The benchmarks: the commands as people run them, small, and the rules by which figures are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+from gdscache.commands import console
+from gdscache.commands.bench import bare, geometry, index, kit, lookup, machine, measure, memory, rows, ssd_tier
+from gdscache.commands.bench.measure import ChildDiedError
+from gdscache.commands.console import Table
+from gdscache.config import ModelConfig
+from gdscache.errors import CapacityError, InvalidValueError, IOFailedError
+from gdscache.moves import Priority
+from gdscache.pages.keys import page_keys
+from gdscache.storage.base import Op
+from tests.support.terminal import on_terminal
+
+pytestmark = pytest.mark.suite
+
+MIB = 1 << 20
+
+
+# -- the kit -----------------------------------------------------------------------------------------------------------
+
+
+def toy(actions: dict[str, Callable[[], Any]], **given: Any) -> kit.Bench:
+    """A bench of these cases, whose rows are those of `r`."""
+
+    def measured(run: kit.Run, settings: kit.Settings, directory: Path) -> None:
+        run.plan(list(actions), given.get("budget"))
+        for name, action in actions.items():
+            run.case(name, lambda action=action: {"r": [{"value": action()}]})
+
+    def drawn(report: kit.Report, figure: Any) -> None:
+        rows.bars(figure.subplots(), [LINE], judged=not kit.quick(report))
+
+    def shown(report: kit.Report) -> list[Table]:
+        return [rows.lines_table("Toys", [LINE] * len(report["r"]), judged=not kit.quick(report))]
+
+    return kit.Bench("toy", "gdscache.bench.toy/1", {"r": []}, measured, shown, drawn)
+
+
+SERIES = measure.Series((1.0, 2.0, 3.0))
+LINE = rows.Line.of("a toy", rows.compared("a toy", SERIES, "another", measure.Series((4.0, 2.0, 6.0)), 0.75))
+
+
+def interrupted() -> float:
+    raise KeyboardInterrupt
+
+
+def broken() -> float:
+    raise IOFailedError("the disk is\non fire", "leave")
+
+
+def never() -> float:
+    raise AssertionError("measured again")
+
+
+def test_a_case_that_fails_does_not_cost_the_others(tmp_path: Path) -> None:
+    found = toy({"a": lambda: 1.0, "b": broken, "c": lambda: 3.0}).run(kit.Settings(), tmp_path)
+    assert found["r"] == [{"case": "a", "value": 1.0}, {"case": "c", "value": 3.0}]
+    assert (found["done"], found["failed"]) == (["a", "c"], [{"what": "b", "cause": "the disk is on fire"}])
+    assert (found["left"], found["complete"], found["interrupted"]) == (0, True, False)
+
+
+def test_a_defect_is_raised_and_the_report_kept(tmp_path: Path) -> None:
+    kept: list[Any] = []
+    with pytest.raises(AssertionError, match="measured again"):
+        toy({"a": lambda: 1.0, "b": never}).run(
+            kit.Settings(), tmp_path, keep=lambda found: kept.append(len(found["r"]))
+        )
+    assert kept[-1] == 1
+
+
+def test_a_run_that_does_not_begin_leaves_the_file_alone(tmp_path: Path) -> None:
+    def refused(run: kit.Run, settings: kit.Settings, directory: Path) -> None:
+        run.plan(["a"])
+        raise CapacityError("no room", "")
+
+    file = tmp_path / "r.json"
+    file.write_text("an old report")
+    with pytest.raises(CapacityError):
+        dataclasses.replace(toy({}), measure=refused).command(kit.Settings(), tmp_path, file)
+    assert file.read_text() == "an old report"
+
+
+def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(tmp_path: Path) -> None:
+    """The file has each case once it is done; what is done is not measured again, what failed is."""
+    file, seen = tmp_path / "r.json", []
+    bench = toy(
+        {"a": lambda: 1.0, "b": broken, "c": lambda: seen.append(len(read(file)["r"])) or 3.0, "d": interrupted}
+    )
+    with pytest.raises(typer.Exit) as ended:
+        bench.command(kit.Settings(), tmp_path, file)
+    assert ended.value.exit_code == 130
+    assert seen == [1]
+    first = read(file)
+    assert (first["interrupted"], first["complete"], first["left"]) == (True, False, 1)
+    again = toy({"a": never, "b": lambda: 2.0, "c": never, "d": lambda: 4.0})
+    again.command(kit.Settings(), tmp_path, None, None, file)
+    found = read(file)
+    assert [row["value"] for row in found["r"]] == [1.0, 3.0, 2.0, 4.0]
+    assert (found["complete"], found["interrupted"], found["failed"], found["left"]) == (True, False, [], 0)
+    toy(dict.fromkeys("abcd", never)).command(kit.Settings(), tmp_path, None, None, file)
+    assert read(file)["r"] == found["r"]
+
+
+def test_rows_of_a_case_that_was_wrong_are_measured_anew(tmp_path: Path) -> None:
+    def measured(run: kit.Run, settings: kit.Settings, directory: Path) -> None:
+        run.plan(["a", "b"])
+        run.add("a", {"r": [{"value": 1}]}, wrong="other bytes")
+        run.add("b", {"r": [{"value": 2}]})
+
+    bench = dataclasses.replace(toy({}), measure=measured)
+    first = bench.run(kit.Settings(), tmp_path)
+    assert [row["case"] for row in first["r"]] == ["a", "b"]
+    again = toy({"a": lambda: 5, "b": never}).run(kit.Settings(), tmp_path, done=first)
+    assert sorted(row["value"] for row in again["r"]) == [2, 5]
+    assert again["failed"] == []
+
+
+def test_time_that_is_over_leaves_cases(tmp_path: Path) -> None:
+    found = toy({"a": never}, budget=0.0).run(kit.Settings(), tmp_path)
+    assert (found["left"], found["complete"], found["failed"]) == (1, False, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": "gdscache.bench.toy/0"}, "no report of bench toy"),
+        ({"settings": {"profile": "full", "size": 2}}, "measured with size 2, now it is 1"),
+        ({"machine": {"cores": 999}}, "measured with cores 999"),
+    ],
+)
+def test_a_report_of_something_else_is_not_gone_on_with(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    file, bench = tmp_path / "r.json", toy({"a": lambda: 1.0})
+    bench.command(Sized(), tmp_path, file)
+    assert bench.resumed(file, Sized("full"), tmp_path)["r"], "the profile may be another"
+    said = read(file)
+    parts = {key: {**said[key], **part} if isinstance(part, dict) else part for key, part in change.items()}
+    file.write_text(json.dumps({**said, **parts}))
+    with pytest.raises(InvalidValueError, match=words):
+        bench.resumed(file, Sized(), tmp_path)
+    file.write_text("nothing")
+    with pytest.raises(InvalidValueError, match="cannot be read"):
+        bench.resumed(file, Sized(), tmp_path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sized(kit.Settings):
+    size: int = 1
+
+
+@pytest.mark.parametrize("profile", ["quick", "default"])
+def test_quick_prints_no_verdict(tmp_path: Path, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = toy({"a": lambda: 1.0, "b": broken})
+    with pytest.raises(typer.Exit) as ended:
+        bench.command(kit.Settings(profile), tmp_path, None, tmp_path / "r.svg")
+    assert ended.value.exit_code == 1
+    out, err = capsys.readouterr()
+    assert ("MISSED: at least 0.75" in out) == ("mean nothing" not in out) == (profile == "default")
+    assert "the disk is on fire" in out
+    assert err == ""
+    drawn = (tmp_path / "r.svg").read_text()
+    assert ("red: missed" in drawn) == ("figures mean nothing" not in drawn) == (profile == "default")
+
+
+def test_a_line_has_the_figures_of_its_row() -> None:
+    assert (LINE.ours, LINE.against, LINE.at_least) == ("2.00 GB/s", "another: 4.00 GB/s", True)
+    assert (LINE.ratio, LINE.low, LINE.high, LINE.limit, LINE.met) == (0.5, 0.25, 1.0, 0.75, False)
+    slow = rows.Line.of("w", rows.compared("w", SERIES, "x", SERIES, 1.5, "us", page_bytes=7), unit="us")
+    assert (slow.ours, slow.relation, slow.met) == ("2.00 us", "at most", True)
+
+
+def read(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text()))
+
+
+def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
+    said = machine.describe(tmp_path)
+    assert said["cores"] == len(os.sched_getaffinity(0))
+    assert said["memory_bytes"] > MIB
+    assert said["kernel"] == os.uname().release
+    assert {"gdscache", "torch", "numpy", "xxhash"} <= said["versions"].keys()
+    expected = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True)
+    kind = said["storage"]["file_system"]
+    assert kind is not None
+    assert kind in ("overlay", "btrfs") or kind[:3] == expected.stdout.strip()[:3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("index", "--dir", "{}/none"), "not a directory"),
+        (("index", "--dir", "{}", "--json", "{}"), "--json"),
+        (("index", "--dir", "{}", "--resume", "{}/none"), "cannot be read"),
+        (("io", "--dir", "{}", "--json", "{}/none/r.json"), "--json"),
+        (("io", "--dir", "{}", "--plot", "{}/r.doc"), "r.doc"),
+        (("io", "--dir", "{}", "--plot", "{}/none/r.png"), "--plot"),
+        (("io", "--dir", "{}", "--way", "gds"), "unknown way 'gds'"),
+        (("io", "--dir", "{}", "--total", "1MiB"), "use at least 16MiB"),
+        (("io", "--dir", "{}", "--total", "much"), "--total 'much'"),
+        (("io", "--dir", "{}", "--require-gds", "--way", "host"), "add --way cufile"),
+        (("ttft", "--dir", "{}", "--full", "--quick"), "choose one"),
+        (("ttft", "--dir", "{}", "--preset", "90b"), "unknown preset '90b'"),
+        (("copy", "--total", "much"), "--total 'much'"),
+        (("copy", "--pin", "all"), "--pin 'all'"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(
+    arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    from gdscache import cli
+
+    monkeypatch.setattr(sys, "argv", ["gdscache", "bench", *(a.format(tmp_path) for a in arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert words in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_commands_import_nothing_heavy() -> None:
+    """What measures is imported by the command that runs it. (gdscache itself brings torch.)"""
+    code = (
+        "import sys, gdscache; before = set(sys.modules); import gdscache.cli; "
+        "names = ('matplotlib', 'gdscache.commands.bench.'); "
+        "print(sorted(m for m in set(sys.modules) - before if m.startswith(names)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['gdscache.commands.bench.commands']"
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (("machine", "nothing_like_it"), ChildDiedError, "nothing_like_it"),
+        (("machine", "Path.unlink", "/no/such/file"), IOFailedError, "No such file"),
+        (("machine", "os._exit", 3), ChildDiedError, "status 3"),
+        (("measure", "time.sleep", 60), ChildDiedError, "no answer within 2 s"),
+    ],
+)
+def test_a_child_that_fails_is_an_error(call: tuple[Any, ...], kind: type[Exception], words: str) -> None:
+    """Crashes and hangs are told from errors that the child reports."""
+    with pytest.raises(kind, match=words) as caught:
+        measure.child(*call, deadline_s=2.0 if call[1] == "time.sleep" else 60.0)
+    assert isinstance(caught.value, ChildDiedError) == (kind is ChildDiedError)
+
+
+def test_children_get_their_arguments_and_environment() -> None:
+    assert measure.child("machine", "os.getenv", "TOY", environment={"TOY": "here"}) == "here"
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[ssd_tier.TierUnderTest]:
+    with ssd_tier.TierUnderTest(tmp_path, MIB, 6 * MIB, 2) as tier:
+        yield tier
+
+
+def test_the_tier_under_test_moves_real_bytes(tier: ssd_tier.TierUnderTest) -> None:
+    before = tier._cpu.extents.rows[: tier.pages].clone()
+    assert tier.store() > 0
+    tier._cpu.extents.rows.zero_()
+    assert tier.load() > 0
+    after = tier._cpu.extents.rows[: tier.pages]
+    assert sorted(bytes(row[:64].numpy()) for row in after) == sorted(bytes(row[:64].numpy()) for row in before)
+    assert len(tier._cpu.index) == 0  # forgotten, so that the next load reads again
+
+
+def test_a_load_of_damaged_bytes_is_no_figure(tier: ssd_tier.TierUnderTest) -> None:
+    tier.store()
+    tier.slab.write_bytes(bytes(tier.slab.stat().st_size))
+    with pytest.raises(IOFailedError, match="were to come from the SSD"):
+        tier.load()
+
+
+def test_a_store_that_is_dropped_is_no_figure(tier: ssd_tier.TierUnderTest) -> None:
+    tier._writer.close(drain=False)
+    tier._writer._lane = tier._parts.executor.lane(Priority.DEMOTION, lambda: None)  # a thread again, that drops
+    with pytest.raises(IOFailedError, match="closed"):
+        tier.store()
+
+
+def test_the_bare_loop_touches_every_part_once(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(bytes(8 * MIB))
+    with bare.BareLoop(file, 8 * MIB) as loop:
+        assert loop.run(Op.WRITE, bare.Way(3, MIB)) > 0
+        noise = bytes(loop._buffer.view)
+        assert any(noise)
+        assert file.read_bytes() == noise  # each part from memory of its own
+        loop._buffer.view[:] = bytes(8 * MIB)
+        assert loop.run(Op.READ, bare.Way(2, MIB)) > 0
+        assert loop._buffer.view == noise
+        ways = loop.scout(Op.READ)
+        assert len(ways) == bare.KEPT
+        assert loop.total == 8 * MIB
+
+
+def test_the_bare_loop_reports_short_reads(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(bytes(4 * MIB))
+    with bare.BareLoop(file, 4 * MIB) as loop:
+        os.truncate(file, 3 * MIB)
+        with pytest.raises(IOFailedError, match="moved less than 1048576"):
+            loop.run(Op.READ, bare.Way(2, MIB))
+    with pytest.raises(InvalidValueError, match="shorter"):
+        bare.BareLoop(file, 4 * MIB)
+
+
+@pytest.mark.parametrize("size", [128 << 10, MIB, 4 * MIB, 64 * MIB])
+def test_the_measured_model_has_pages_of_that_size(size: int) -> None:
+    layout = ModelConfig(**geometry.model_of(size)).layout()
+    assert layout.page_bytes == layout.extent_bytes == size
+
+
+@pytest.mark.parametrize("size", [0, 1, 127 << 10, 129 << 10, 65 * MIB])
+def test_other_page_sizes_are_refused(size: int) -> None:
+    with pytest.raises(InvalidValueError):
+        geometry.model_of(size)
+
+
+def test_ways_take_turns() -> None:
+    order: list[str] = []
+    ways = {name: (lambda name=name: order.append(name) or float(len(order))) for name in "ab"}
+    found = measure.interleave(ways, 3)
+    assert order == ["a", "b"] * 3
+    assert found["a"].values == (1.0, 3.0, 5.0)
+    assert found["b"].median == 4.0
+    assert measure.ratio(found["a"], found["b"]) == {"ratio": 0.75, "ratio_min": 0.5, "ratio_max": 5 / 6}
+
+
+def test_targets() -> None:
+    assert measure.target(0.85, 0.85, at_least=True)["met"]
+    assert not measure.target(0.84, 0.85, at_least=True)["met"]
+    assert measure.target(3, 3, at_least=False)["met"]
+    assert not measure.target(3.1, 3, at_least=False)["met"]
+    assert len(measure.judged({"a": [{"met": True}, {"b": {"met": False}}], "c": 1})) == 2
+
+
+def test_memory_is_what_two_children_say(tmp_path: Path) -> None:
+    held = memory.engine_memory(tmp_path, 500)
+    assert held["pages"] == 500
+    assert held["beyond_bytes"] == held["resident_bytes"] - held["pool_bytes"] - held["torch_bytes"]
+    assert held["pool_bytes"] == (2 * 500 + 1) * memory.PAGE_BYTES + memory.HOST_BUFFER
+    assert held["resident_bytes"] > held["pool_bytes"] + held["torch_bytes"]  # pools were touched
+    assert held["resident_bytes"] <= held["peak_bytes"]
+    assert held["met"] == (held["beyond_bytes"] <= 150 * MIB)
+
+
+# -- bench index -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def index_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The report of a quick run, and what a terminal of 80 columns showed."""
+    path = tmp_path_factory.mktemp("index")
+    files = "--dir", str(path), "--json", str(path / "r.json")
+    command = "-W", "error", "-m", "gdscache", "bench", "index", "--quick", "--pages", "3000", "--layers", "33", *files
+    status, shown = on_terminal(command)
+    assert status == 0, shown
+    assert [p.name for p in path.iterdir()] == ["r.json"]
+    return read(path / "r.json"), shown
+
+
+def check_series(series: dict[str, Any], rounds: int) -> None:
+    values = series["values"]
+    assert len(values) == rounds
+    assert all(value > 0 for value in values)
+    assert (series["min"], series["max"]) == (min(values), max(values))
+    assert series["median"] == pytest.approx(float(np.median(values)))
+
+
+def test_tables_of_a_bench_are_whole_on_80_columns(index_run: tuple[dict[str, Any], str]) -> None:
+    report, shown = index_run
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    assert "lookup, numpy tokens" in shown
+    assert console.duration(report["lookup"]["numpy_seconds"]["median"]) in shown
+    assert console.figure(report["memory"]["bytes_per_page"], "bytes") in shown
+    assert "met" not in shown.split()
+    assert "MISSED" not in shown
+
+
+def test_the_index_s_report_has_every_figure(index_run: tuple[dict[str, Any], str]) -> None:
+    index_report, _ = index_run
+    own = ["lookup", "reopen", "memory"]
+    head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
+    assert list(index_report) == ["schema", "machine", "settings", *head, *own]
+    assert index_report["done"] == own
+    settings = {"profile": "quick", "pages": 3000, "layers": 33, "repeat": 1, "lookup_pages": 2048}
+    assert index_report["settings"] == settings
+    found = index_report["lookup"]
+    assert (found["tokens"], found["pages"], found["tiers"]) == (131_072, 2048, ["gpu", "cpu", "ssd"])
+    check_series(found["hash_seconds"], 20)
+    assert found["ratio"] == pytest.approx(found["numpy_seconds"]["median"] / found["hash_seconds"]["median"])
+    check_series(found["again_seconds"], 20)
+    assert found["met"] == (found["ratio"] <= 3)
+    assert index_report["reopen"]["pages"] == 3000
+    check_series(index_report["reopen"]["seconds"], 1)
+    held = index_report["memory"]
+    # keys and parents, and 33 checksums of 8 bytes once they were read
+    assert held["bytes_per_page_opened"] > 64
+    assert held["bytes_per_page"] > held["bytes_per_page_opened"]
+
+
+def test_lookups_that_are_timed_hash_their_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(namespace: bytes, tokens: Any, page_tokens: int, parent: bytes | None = None) -> list[bytes]:
+        hashed.append(len(tokens) // page_tokens)
+        return page_keys(namespace, tokens, page_tokens, parent)
+
+    monkeypatch.setattr("gdscache.pages.keys.page_keys", counted)
+    lookup.lookup(tmp_path, pages=8, rounds=2)
+    # stored; 3 rounds of two ways and 2 timed ones; 16 and 2 in a row; those that are looked up again are not
+    assert hashed.count(8) == 1 + 2 * (3 + 2) + (16 + 2)
+
+
+def test_the_hash_loop_is_what_makes_keys() -> None:
+    tokens = np.arange(5 * lookup.PAGE_TOKENS, dtype=np.uint32)
+    namespace = bytes(range(32))
+    assert lookup.hash_loop(namespace, tokens.tobytes()) == page_keys(namespace, tokens, lookup.PAGE_TOKENS)[-1]
+
+
+def test_a_tier_that_lost_pages_is_no_figure(tmp_path: Path) -> None:
+    with index.filled(20, 2, directory=tmp_path) as path:
+        assert index.reopen(path, 20, 2, 1)["pages"] == 20
+        with pytest.raises(RuntimeError, match="20 of 21"):
+            index.reopen(path, 21, 2, 1)
+    assert not list(tmp_path.iterdir())
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+def test_the_commit_is_the_tree_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(machine.__file__).resolve().parents[3]
+    said = machine.commit()
+    if not (root / ".git").exists():
+        assert said is None
+        return
+    head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    assert said is not None
+    assert said["hash"] == head.stdout.strip()
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "gdscache" / "commands" / "bench" / "machine.py"))
+    assert machine.commit() is None  # an installed wheel is no source tree

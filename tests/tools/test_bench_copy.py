@@ -1,0 +1,841 @@
+"""`gdscache bench copy`: what it measures, how figures are made, and all of it on a GPU that is played by a clock."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from gdscache.commands import console
+from gdscache.commands.bench import copy, copy_beside, copy_cells, copy_startup, measure
+from gdscache.commands.bench.copy_beside import Beside, Neighbour
+from gdscache.commands.bench.copy_cells import GQA, MLA, MLA_FP8, Cell
+from gdscache.commands.bench.copy_gpu import Gpu, Queued, timed
+from gdscache.commands.bench.copy_pool import Copies, Pool
+from gdscache.commands.replay.plan_machine import bench_rates
+from gdscache.errors import CapacityError, DeviceError, InvalidValueError, IOFailedError
+from gdscache.movers.base import QueuedCopies
+from gdscache.movers.host import HostMover
+from gdscache.pages.planes import PagedPlanes
+
+pytestmark = pytest.mark.suite
+
+MIB = 1 << 20
+PLAIN = 50e9  # bytes a second of the plain copies of the stand-in
+RATE = 49e9  # of the mover
+PIECE = 1e-5  # seconds of a neighbour's piece of work
+
+
+class Done(float):
+    """A time at which queued copies are over, as an event."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+T = TypeVar("T")
+
+
+class Stand(Gpu):
+    """A GPU that is played by a clock: copies happen at once, and take the time that `RATE` gives them."""
+
+    pin = "off"
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.clock = 1.0
+        self.free = {"load": 0.0, "store": 0.0}
+        self.released = 0
+        self.opened = 0
+        self.queued: list[tuple[str, range, list[int], list[int]]] = []
+
+    def take(self, direction: str, nbytes: int, rate: float, after: Sequence[Any]) -> Done:
+        self.clock += 1e-6
+        start = max(self.clock, self.free[direction], *after, 0.0)
+        self.free[direction] = start + nbytes / rate
+        return Done(self.free[direction])
+
+    def together(self, ways: Sequence[Callable[[], T]]) -> list[T]:
+        return [way() for way in ways]
+
+    def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
+        self.opened += 1
+        self.path = path
+        return StandMover(self, planes)
+
+    def route(self, mover: Any, direction: str, extents: Any, layers: range, *, sums: bool) -> str:
+        return "staged" if self.path == "auto" else str(self.path)
+
+    def thread_blocks(self, mover: Any, route: str) -> int:
+        return {"copy_engine": 0, "zero_copy": 4}.get(route, 132)
+
+    def describe(self, mover: Any) -> dict[str, Any]:
+        return {"driver": 13000, "copy_engine": "batch_13", "calibration": None}
+
+    def now(self) -> float:
+        return self.clock
+
+    def mark(self, after: Sequence[Any] = ()) -> float:
+        return max(self.clock, *after, 0.0)
+
+    def wait(self, mark: float) -> None:
+        self.clock = max(self.clock, mark)
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def idle(self) -> None:
+        self.clock = max(self.clock, *self.free.values())
+
+    def copy(self, direction: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Any]) -> Any:
+        dst.copy_(src)
+        return self.take(direction, dst.numel(), PLAIN, after)
+
+    def busy(self, queue: Any, count: int) -> list[float]:
+        return [self.clock + PIECE * i for i in range(count + 1)]
+
+    def require(self, nbytes: int) -> None:
+        pass
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class StandMover(HostMover):
+    """numpy's mover, timed by the stand-in. What waits for an event is timed and not moved; `broken` moves nothing."""
+
+    def __init__(self, gpu: Stand, planes: PagedPlanes, *, broken: bool = False) -> None:
+        super().__init__(planes)
+        self.gpu, self.broken, self.closed = gpu, broken, False
+
+    def _timed(
+        self, direction: str, extents: Any, slots: Any, blocks: Any, layers: range, after: Any, sums: bool
+    ) -> QueuedCopies:
+        assert isinstance(slots, np.ndarray)  # a list would be converted within the time that counts
+        bounds = self.layout.layer_bounds
+        nbytes = len(slots) * (bounds[layers.stop - 1][1] - bounds[layers.start][0])
+        self.gpu.queued.append((direction, layers, slots.tolist(), blocks.view(-1).tolist()))
+        if not after and not self.broken:
+            (super().scatter if direction == "load" else super().gather)(extents, slots, blocks, layers)
+        rate = RATE * (0.99 if sums else 1.0)
+        event: Any = self.gpu.take(direction, nbytes, rate, after)
+        return QueuedCopies(event, None, lambda: np.zeros((len(slots), len(layers)), dtype=np.uint64))
+
+    def scatter(
+        self, extents: Any, slots: Any, blocks: Any, layers: Any = None, after: Any = (), *, sums: bool = False
+    ):
+        return self._timed("load", extents, slots, blocks, layers, after, sums)
+
+    def gather(self, extents: Any, slots: Any, blocks: Any, layers: Any = None, after: Any = (), *, sums: bool = False):
+        return self._timed("store", extents, slots, blocks, layers, after, sums)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+def test_the_geometries_are_those_of_models() -> None:
+    assert [[plane.row_bytes for plane in g.planes] for g in (GQA, MLA, MLA_FP8)] == [[2048, 2048], [1152], [656]]
+    for geometry in copy_cells.GEOMETRIES:
+        assert geometry.layout(64).page_bytes >= MIB
+
+
+@pytest.mark.parametrize(
+    ("geometry", "page_tokens", "part", "layers"),
+    [
+        (GQA, 64, "one", 1),
+        (GQA, 64, "group", 4),
+        (GQA, 64, "all", 8),
+        (GQA, 16, "group", 8),  # less than 1 MiB in all
+        (GQA, 256, "group", 1),
+        (MLA, 64, "group", 15),
+        (MLA_FP8, 1, "group", 32),
+    ],
+)
+def test_a_group_has_1_mib_a_page_where_the_page_has(geometry: Any, page_tokens: int, part: str, layers: int) -> None:
+    layout = geometry.layout(page_tokens)
+    assert copy_cells.layers_of(layout, part) == layers
+    end = layout.layer_bounds[layers - 1][1]
+    if part == "group":
+        assert end >= MIB or layers == layout.n_layers
+        assert layers == 1 or layout.layer_bounds[layers - 2][1] < MIB
+
+
+def test_every_target_is_a_cell() -> None:
+    """All pages of 1 MiB a call in all directions, one layer of GQA, and pages of one token."""
+    targets = {(c.geometry.name, c.page_tokens, c.parts, c.direction): c.target for c in copy_cells.cells()}
+    assert len(targets) == len(copy_cells.cells()) == 42
+    assert targets["gqa", 64, ("one",), "load"] == targets["gqa", 64, ("one",), "store"] == 0.92
+    for name in ("gqa", "mla"):
+        assert targets[name, 1, ("group", "all"), "load"] == targets[name, 1, ("group", "all"), "store"] == 0.92
+    assert targets["gqa", 64, ("group",), "load"] == targets["mla", 64, ("all",), "store"] == 0.97
+    assert targets["gqa", 64, ("all",), "both"] == 0.93
+    wanted = set()
+    for page_tokens, geometry, part in itertools.product((1, 16, 64, 256), copy_cells.GEOMETRIES, copy_cells.PARTS):
+        layout = geometry.layout(page_tokens)
+        layers = copy_cells.layers_of(layout, part)
+        if layout.layer_bounds[layers - 1][1] >= MIB:
+            wanted |= {(geometry.name, page_tokens, layers, direction) for direction in copy_cells.DIRECTIONS}
+    bulk = [c for c in copy_cells.cells() if c.span_bytes >= MIB]
+    assert {(c.geometry.name, c.page_tokens, c.layers, c.direction) for c in bulk} == wanted
+    assert all(c.target == (0.93 if c.direction == "both" else 0.97) for c in bulk)
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high", "coverage"),
+    [
+        (1, 1, 1, 0.0),
+        (3, 1, 3, 0.75),
+        (5, 1, 5, 0.9375),  # all of them cover less than was asked for
+        (6, 1, 6, 0.96875),
+        (8, 1, 8, 0.9921875),
+        (9, 2, 8, 0.9609375),
+        (30, 10, 21, 0.957226),  # as in tables of the sign test
+    ],
+)
+def test_intervals_are_order_statistics(count: int, low: int, high: int, coverage: float) -> None:
+    values = [float(i) for i in range(1, count + 1)]
+    random.Random(1).shuffle(values)
+    found = measure.median_interval(values)
+    assert (found.median, found.low, found.high) == ((count + 1) / 2, low, high)
+    assert found.coverage == pytest.approx(coverage, abs=1e-6)
+
+
+def test_an_interval_covers_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    within = 0
+    for _ in range(2000):
+        found = measure.median_interval(rng.lognormal(0, 1, 30).tolist())  # its median is 1
+        within += found.low <= 1 <= found.high
+    assert abs(within / 2000 - 0.957) < 0.015
+
+
+def test_no_values_have_no_median() -> None:
+    with pytest.raises(InvalidValueError, match="no median"):
+        measure.median_interval([])
+
+
+def test_pairs_change_their_order_and_keep_their_places() -> None:
+    order: list[str] = []
+    found = measure.turns(lambda: order.append("a") or "A", lambda: order.append("b") or "B", 3)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert found == (["A"] * 3, ["B"] * 3)
+
+
+def test_a_ratio_is_that_of_pairs() -> None:
+    """A machine that slows down by half in the middle of it: each pair still says 0.9."""
+    found = measure.paired([9.0, 4.5, 4.5, 9.0, 18.0], [10.0, 5.0, 5.0, 10.0, 20.0])
+    assert found == {"ratio": 0.9, "ratio_low": 0.9, "ratio_high": 0.9, "coverage": 0.9375, "pairs": 5}
+
+
+def test_a_child_without_a_gpu_says_so() -> None:
+    with pytest.raises(IOFailedError, match="CUDA GPU"):
+        measure.child("copy_startup", "pin", "torch", 4096, environment={"CUDA_VISIBLE_DEVICES": ""})
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu() -> Stand:
+    return Stand()
+
+
+@pytest.fixture
+def pool(gpu: Stand) -> Iterator[Pool]:
+    with Pool(gpu, GQA.layout(16), 2 * MIB) as pool:
+        yield pool
+    assert gpu.released == 1
+
+
+def cell_of(part: str, direction: str, geometry: Any = GQA, page_tokens: int = 16) -> Cell:
+    return Cell(geometry, page_tokens, (part,), direction)
+
+
+def test_a_run_is_timed_from_before_the_call_to_the_last_byte(gpu: Stand) -> None:
+    def way(after: Sequence[Any]) -> Queued:
+        assert after == (1.0,)
+        gpu.clock += 2.0
+        return Queued([Done(10.0), None, Done(7.0)], gpu.mark(), lambda: gpu.wait(11.0))  # type: ignore[list-item]
+
+    gpu.mark = lambda after=(): max(gpu.clock, *(e for e in after if e is not None), 0.0)  # type: ignore[method-assign]
+    run = timed(gpu, way)
+    assert (run.seconds, run.submit_seconds, run.event_seconds) == (10.0, 2.0, 9.0)
+    assert (run.first, run.end) == (3.0, 10.0)
+
+
+@pytest.mark.parametrize("direction", ["load", "store", "both"])
+@pytest.mark.parametrize("part", ["one", "all"])
+def test_ours_and_the_plain_copy_move_as_many_bytes(gpu: Stand, pool: Pool, part: str, direction: str) -> None:
+    cell = cell_of(part, direction)
+    copies, mover = Copies(pool, cell), StandMover(gpu, pool.planes)
+    ours, plain = timed(gpu, copies.ours(mover)), timed(gpu, copies.plain())
+    both = 2 if direction == "both" else 1
+    assert copies.moved_bytes == both * copies.nbytes == both * 2 * MIB
+    assert ours.seconds == pytest.approx(copies.nbytes / 49e9, rel=0.15)  # two directions at once take no longer
+    assert plain.seconds == pytest.approx(copies.nbytes / PLAIN, rel=0.1)
+    moved = {d: sum(len(s) * len(layers) for way, layers, s, _ in gpu.queued if way == d) for d in cell.directions}
+    assert set(moved.values()) == {copies.nbytes // (pool.layout.page_bytes // 8)}
+    assert timed(gpu, copies.plain(repeat=3)).seconds == pytest.approx(3 * plain.seconds, rel=0.1)
+
+
+def test_one_layer_at_a_time_takes_the_next_layer_with_each_call(gpu: Stand, pool: Pool) -> None:
+    copies = Copies(pool, cell_of("one", "load"))
+    copies.ours(StandMover(gpu, pool.planes))(())
+    assert [layers for _, layers, _, _ in gpu.queued] == [range(i, i + 1) for i in (0, 1, 2, 3)]
+    assert {len(slots) for _, _, slots, _ in gpu.queued} == {8}  # half of the pool's 16
+
+
+def test_pages_are_shuffled_and_loads_and_stores_share_none(gpu: Stand, pool: Pool) -> None:
+    Copies(pool, cell_of("one", "both")).ours(StandMover(gpu, pool.planes))(())
+    (up, _, *load), (down, _, *store) = gpu.queued[0], gpu.queued[-1]
+    assert (up, down) == ("load", "store")
+    for taken, other in zip(load, store, strict=True):
+        assert not set(taken) & set(other)
+        assert sorted(taken + other) == list(range(16))
+        assert taken != sorted(taken)
+    assert load[0] != load[1]
+
+
+def test_plain_copies_keep_to_halves_of_their_own(pool: Pool) -> None:
+    nbytes = 2 * MIB
+    for memory in (pool.host, pool.device):
+        ends = [memory(d, nbytes) for d in ("load", "store")]
+        assert [len(end) for end in ends] == [nbytes, nbytes]
+        addresses = sorted(end.data_ptr() for end in ends)
+        assert addresses[1] >= addresses[0] + nbytes
+
+
+@pytest.mark.parametrize(
+    ("route", "part", "entries"),
+    [("staged", "all", 4), ("zero_copy", "one", 32), ("copy_engine", "all", 64), ("copy_engine", "one", 64)],
+)
+def test_entries_are_what_the_copy_engine_gets(pool: Pool, route: str, part: str, entries: int) -> None:
+    """Of pages of 512 KiB in 8 layers, with K and V."""
+    assert Copies(pool, cell_of(part, "load")).entries(route) == entries
+
+
+@pytest.mark.parametrize("direction", ["load", "store", "both"])
+@pytest.mark.parametrize("part", ["one", "all"])
+def test_copies_that_bring_no_bytes_are_no_figure(gpu: Stand, pool: Pool, part: str, direction: str) -> None:
+    copies = Copies(pool, cell_of(part, direction))
+    copies.check(StandMover(gpu, pool.planes))
+    with pytest.raises(IOFailedError, match="other bytes"):
+        copies.check(StandMover(gpu, pool.planes, broken=True))
+
+
+def test_one_wrong_byte_is_found(gpu: Stand, pool: Pool) -> None:
+    class OffByOne(StandMover):
+        def scatter(self, extents: Any, slots: Any, blocks: Any, *rest: Any, **options: Any) -> QueuedCopies:
+            moved = super().scatter(extents, slots, blocks, *rest, **options)
+            self.planes.tensors[3][1].view(torch.uint8)[blocks[-1], 15, 7, 255] ^= 1
+            return moved
+
+    with pytest.raises(IOFailedError, match="load of layer 3"):
+        Copies(pool, cell_of("all", "load")).check(OffByOne(gpu, pool.planes))
+
+
+def test_a_total_that_holds_no_page_is_refused(gpu: Stand) -> None:
+    with pytest.raises(CapacityError, match="8MiB"):
+        Pool(gpu, GQA.layout(256), 4 * MIB)
+    with pytest.raises(CapacityError, match="1024MiB"):
+        Pool(gpu, GQA.layout(16), 1025 * MIB)
+
+
+def test_a_pool_gives_its_memory_back_when_it_cannot_be_filled(gpu: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise MemoryError("no planes")
+
+    monkeypatch.setattr(PagedPlanes, "allocate", refuse)
+    with pytest.raises(MemoryError, match="no planes"):
+        Pool(gpu, GQA.layout(16), 2 * MIB)
+    assert gpu.released == 1
+
+
+class Recorded:
+    """Streams and events of CUDA that write down what is asked of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.current: Any = None
+        record = self
+
+        class Stream:
+            def __init__(self, device: Any = None, priority: int = 0) -> None:
+                assert priority == 0
+                self.number = record.next()
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                self.timing = enable_timing
+
+            def wait(self, stream: Any) -> None:
+                record.log.append(("wait", stream.number, self))
+
+            def record(self, stream: Any) -> None:
+                record.log.append(("record", stream.number, self.timing))
+
+        self.count = 0
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+
+    def next(self) -> int:
+        self.count += 1
+        return self.count
+
+    @contextlib.contextmanager
+    def entered(self, stream: Any) -> Iterator[None]:
+        self.current = stream.number
+        yield
+        self.current = None
+
+    def taken(self) -> list[tuple[Any, ...]]:
+        log, self.log = self.log, []
+        return log
+
+
+def test_marks_copies_and_work_are_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    gpu = Gpu()
+    first, second = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    gpu.mark((first, None, second))
+    waits = recorded.taken()
+    marks = waits[-1][1]
+    assert waits == [("wait", marks, first), ("wait", marks, second), ("record", marks, True)]
+    streams = {marks}
+    for direction in ("load", "store"):
+        dst, src = torch.zeros(8, dtype=torch.uint8), torch.arange(8, dtype=torch.uint8)
+        gpu.copy(direction, dst, src, (first, None))
+        assert torch.equal(dst, src)
+        (_, stream, _), (kind, behind, _) = recorded.taken()
+        assert (kind, behind) == ("record", stream)
+        streams.add(stream)
+    where: list[Any] = []
+    assert len(gpu.busy(lambda: where.append(recorded.current), 3)) == 4
+    (work,) = {stream for kind, stream, timing in recorded.taken() if kind == "record" and timing}
+    assert where == [work] * 3
+    assert len({*streams, work}) == 4
+
+
+# -- beside a model's work ---------------------------------------------------------------------------------------------
+
+
+class Scripted(Stand):
+    """A neighbour whose pieces take `alone` seconds, and `beside` while a copy is under way: `first` to `end`."""
+
+    def __init__(self, alone: float, beside: float, copy_seconds: float) -> None:
+        super().__init__()
+        self.alone, self.beside, self.copy_seconds = alone, beside, copy_seconds
+        self.counts: list[int] = []
+        self.slowed = False
+
+    def busy(self, queue: Any, count: int) -> list[float]:
+        self.counts.append(count)
+        step = self.beside if self.slowed else self.alone
+        return [self.clock + step * i for i in range(count + 1)]
+
+    def way(self, after: Sequence[Any]) -> Queued:
+        first = self.clock + 0.5
+        self.clock = first
+        return Queued([Done(first + self.copy_seconds)], first)
+
+
+def test_work_counts_when_it_ran_wholly_beside_the_copy() -> None:
+    gpu = Scripted(1.0, 1.0, 8.0)
+    beside = Beside(gpu, Neighbour("work", 1, lambda: None), lambda n: gpu.way, 1)
+    assert beside.alone_seconds == 1.0
+    run = beside.run(gpu.way)
+    # the copy begins at the third piece's end, its first call returns half a piece later, it ends 8 pieces after that
+    assert run.pieces == 7
+    assert run.work_seconds == 1.0
+    assert run.copy.seconds == 8.5
+    assert run.copy.submit_seconds == 0.5
+
+
+def test_work_that_is_over_before_the_copy_is_queued_again_and_longer() -> None:
+    gpu = Scripted(1.0, 1.0, 8.0)
+    beside = Beside(gpu, Neighbour("work", 1, lambda: None), lambda n: gpu.way, 1)
+    before = len(gpu.counts)
+    gpu.copy_seconds = 40.0
+    assert beside.run(gpu.way).pieces > 30
+    assert gpu.counts[before:] == [gpu.counts[before], 2 * gpu.counts[before]]
+    gpu.copy_seconds = 1e6
+    with pytest.raises(IOFailedError, match="work: "):
+        beside.run(gpu.way)
+
+
+def test_a_copy_lasts_for_enough_work() -> None:
+    gpu = Scripted(1.0, 1.0, 0.1)
+    asked: list[int] = []
+    beside = Beside(gpu, Neighbour("work", 1, lambda: None), lambda n: asked.append(n) or gpu.way, 2)
+    assert beside.repeat >= copy_beside.LEAST / 0.6 - 1
+    assert asked[0] == 1
+    assert Beside(Scripted(1e-3, 1e-3, 1.0), Neighbour("work", 1, lambda: None), lambda n: gpu.way, 5).repeat == 5
+
+
+def test_copy_and_work_have_targets_of_their_own() -> None:
+    gpu = Scripted(1.0, 1.1, 20.0)
+    beside = Beside(gpu, Neighbour("work", 7, lambda: None), lambda n: gpu.way, 1)
+
+    def ours(after: Sequence[Any]) -> Queued:
+        queued = gpu.way(after)
+        return Queued([Done(queued.first + 25.0)], queued.first)
+
+    def run(way: Any) -> Any:
+        gpu.slowed = way is ours
+        return Beside.run(beside, way)
+
+    beside.run = run  # type: ignore[method-assign]
+    found = beside.compare(ours, gpu.way, 10**9, 6, 0.97, 1.02)
+    assert (found["beside"], found["size"], found["bytes"]) == ("work", 7, 10**9)
+    assert found["copy"]["ratio"] == pytest.approx(20.5 / 25.5)
+    assert found["copy"]["gb_per_second"]["median"] == pytest.approx(1 / 25.5)
+    assert found["work"]["ratio"] == pytest.approx(1.1)
+    assert found["work"]["alone_seconds"] == 1.0
+    assert (found["copy"]["met"], found["work"]["met"]) == (False, False)
+    assert len(measure.judged(found)) == 2
+
+
+def test_the_neighbours_work(gpu: Stand) -> None:
+    product, attention = copy_beside.matrix_product(gpu, 32), copy_beside.attention(gpu, 24)
+    out: Any = product.queue()
+    assert (out.shape, out.dtype) == ((32, 32), torch.bfloat16)
+    assert out.data_ptr() == product.queue().data_ptr()  # type: ignore[attr-defined]
+    found: Any = attention.queue()
+    assert (found.shape, found.dtype) == ((1, 32, 24, 128), torch.bfloat16)
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+QUICK = copy.Settings.of("quick")
+
+
+def settings(**changes: Any) -> copy.Settings:
+    quick = QUICK.describe()
+    return copy.Settings(
+        **{**quick, "total": 8 * MIB, "beside_total": 16 * MIB, "product": 16, "attention": 16} | changes
+    )
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    gpu, kept, texts = Stand(), [], []
+    found = copy.bench(gpu, startup=False).run(
+        settings(),
+        progress=lambda done, total, text: texts.append((done, total, text)),
+        keep=lambda part: kept.append((part["complete"], len(part["copies"]))),
+    )
+    pools, cells = 8, len(copy_cells.cells())
+    assert gpu.released == pools
+    assert {count for _, count in kept} == set(range(1, cells + 1)), "the report is kept after each cell"
+    assert [complete for complete, _ in kept].count(True) == 2
+    assert gpu.opened == pools
+    assert [done for done, _, _ in texts] == list(range(cells))
+    assert len({text for _, _, text in texts}) == cells
+    return found
+
+
+@pytest.fixture(scope="module")
+def report(found: dict[str, Any]) -> dict[str, Any]:
+    series = {"median": 0.4, "min": 0.3, "max": 0.5, "values": [0.3, 0.4, 0.5]}
+    build = {"seconds": series, "with_import_seconds": series, "target": 0.4}
+    startup = {
+        "kernel_build": {"first": {**build, "met": True}, "later": {**build, "met": False}},
+        "pinning": {
+            "bytes": 16 << 30, "seconds": series, "torch_seconds": series, "ratio": 0.4, "ratio_low": 0.3,
+            "ratio_high": 0.5, "coverage": 0.75, "pairs": 3, "target": 0.5, "met": True,
+        },
+    }  # fmt: skip
+    head = {"schema": "gdscache.bench.copy/2", "machine": {"gpus": ["A GPU"]}, "settings": {"profile": "default"}}
+    return {**head, **found, **startup}
+
+
+def check_row(row: dict[str, Any], ratio: float) -> None:
+    assert row["ratio"] == pytest.approx(ratio, rel=0.1)
+    assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+    assert row["pairs"] == len(row["gb_per_second"]["values"]) == len(row["against_gb_per_second"]["values"])
+    assert row["gb_per_second"]["median"] > row["event_gb_per_second"] * 0.5 > 0
+    assert row["submit_seconds_per_entry"] * row["entries"] == pytest.approx(row["submit_seconds"])
+    assert row["bytes"] > 0
+
+
+def test_every_cell_has_its_row(found: dict[str, Any]) -> None:
+    cells = copy_cells.cells()
+    keys = ("geometry", "page_tokens", "direction", "layers")
+    assert [[row[key] for key in keys] for row in found["copies"]] == [
+        [c.geometry.name, c.page_tokens, c.direction, c.layers] for c in cells
+    ]
+    for row, cell in zip(found["copies"], cells, strict=True):
+        check_row(row, RATE / PLAIN)
+        assert row.get("target") == cell.target
+        assert row["pairs"] == 2
+        assert row["against"] == "cudaMemcpyAsync"
+        assert set(row["routes"]) == set(row["thread_blocks"]) == set(cell.directions)
+        if cell.target:
+            assert row["met"] == (row["ratio"] >= cell.target)
+    assert {tuple(row["thread_blocks"].values()) for row in found["copies"]} == {(132,), (132, 132)}
+
+
+def test_every_target_has_a_row_with_checksums(found: dict[str, Any]) -> None:
+    targets = [row for row in found["copies"] if "target" in row]
+    assert len(found["checksums"]) == len(targets) == 42
+    for row, plain in zip(found["checksums"], targets, strict=True):
+        assert [row[key] for key in ("geometry", "parts", "direction")] == [
+            plain[key] for key in ("geometry", "parts", "direction")
+        ]
+        check_row(row, 0.99)
+        assert (row["sums"], plain["sums"], row["against"], row["target"]) == (True, False, "without checksums", 0.98)
+
+
+def test_a_load_runs_beside_both_kinds_of_work(found: dict[str, Any]) -> None:
+    rows = [(r["beside"], r["against"], r["sums"], r["copy"]["target"], r["work"]["target"]) for r in found["beside"]]
+    assert rows == [
+        (name, *rest, 1.02)
+        for name in ("matrix product", "attention")
+        for rest in (("cudaMemcpyAsync", False, 0.97), ("without checksums", True, 0.98))
+    ]
+    for row in found["beside"]:
+        assert (row["geometry"], row["page_tokens"], row["parts"], row["direction"]) == ("gqa", 64, ["all"], "load")
+        assert row["bytes"] >= 16 * MIB
+        assert row["work"]["ratio"] == pytest.approx(1.0)
+        assert row["copy"]["ratio"] == pytest.approx(0.99 if row["sums"] else 0.98, abs=0.01)
+
+
+class Interrupted(Stand):
+    """Ctrl-C in the second pool."""
+
+    def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
+        if self.opened == 1:
+            raise KeyboardInterrupt
+        return super().open_mover(planes, path)
+
+
+def test_a_plan_takes_its_rates_from_the_report(report: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(report))
+    assert bench_rates([tmp_path / "r.json"]) == {"link": pytest.approx(RATE, rel=0.1)}
+
+
+def test_a_path_can_be_forced() -> None:
+    found = copy.bench(Stand(), startup=False).run(settings(path="zero_copy", pairs=1))
+    for row in (*found["copies"], *found["checksums"], *found["beside"]):
+        assert (row["path"], set(row["routes"].values())) == ("zero_copy", {"zero_copy"})
+    with pytest.raises(InvalidValueError, match="unknown path 'fast'"):
+        copy.bench(Stand(), startup=False).run(settings(path="fast"))
+
+
+def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) -> None:
+    first = copy.bench(Interrupted(), startup=False).run(settings())
+    assert (first["complete"], first["interrupted"]) == (False, True)
+    assert {row["page_tokens"] for row in first["copies"]} == {64}
+    assert first["beside"]
+    titles = [table.title for table in copy.tables({**first, "settings": {"profile": "default"}}) if table.lines()]
+    assert titles[-1] == "Beside a model's work"
+    gpu = Stand()
+    again = copy.bench(gpu, startup=False).run(settings(), done=json.loads(json.dumps(first)))
+    assert again["complete"]
+    assert again["copies"][: len(first["copies"])] == first["copies"]
+    assert sorted(map(copy.what, again["copies"])) == sorted(map(copy.what, found["copies"]))
+    assert len(again["checksums"]) == len(found["checksums"])
+    assert gpu.opened == 7, "the pool that was measured is not opened again"
+
+
+def test_wrong_bytes_fail_their_cells_and_no_other(found: dict[str, Any]) -> None:
+    class Wrong(Stand):
+        def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
+            super().open_mover(planes, path)
+            return StandMover(self, planes, broken=self.opened == 2)
+
+    bad = copy.bench(Wrong(), startup=False).run(settings())
+    wrong = {row["what"] for row in bad["failed"]}
+    assert wrong == {copy.label(c) for c in copy_cells.cells() if (c.geometry, c.page_tokens) == (MLA, 64)}
+    assert all("gave other bytes" in row["cause"] for row in bad["failed"])
+    assert len(bad["copies"]) == len(found["copies"]) - len(wrong)
+    assert bad["left"] == 0
+
+
+def test_what_was_measured_is_kept_when_no_mover_opens() -> None:
+    class Broken(Stand):
+        def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
+            if self.opened:
+                raise RuntimeError("an illegal memory access")
+            return super().open_mover(planes, path)
+
+    kept: list[int] = []
+    with pytest.raises(RuntimeError, match="illegal"):
+        copy.bench(Broken(), startup=False).run(settings(), keep=lambda part: kept.append(len(part["copies"])))
+    assert kept[-1] > 0
+
+
+def test_fresh_processes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def child(module: str, function: str, *arguments: Any, environment: Any = None) -> dict[str, Any]:
+        calls.append((function, *arguments))
+        if function == "pin":
+            return {"seconds": 1.0 if arguments[0] == "gdscache" else 4.0}
+        cache = Path(environment["CUPY_CACHE_DIR"])
+        first = not cache.exists()
+        cache.mkdir(exist_ok=True)
+        return {"seconds": 0.5 if first else 0.05, "with_import_seconds": 2.0}
+
+    monkeypatch.setattr(copy_startup, "child", child)
+    found = copy_startup.pinning(4096, 3)
+    assert [way for _, way, _ in calls] == ["gdscache", "torch", "torch", "gdscache", "gdscache", "torch"]
+    assert (found["ratio"], found["target"], found["met"], found["bytes"]) == (0.25, 0.5, True, 4096)
+    built = copy_startup.kernel_build(2)
+    assert built["first"]["seconds"]["values"] == [0.5, 0.5]
+    assert built["later"]["seconds"]["values"] == [0.05, 0.05]
+    assert (built["first"]["target"], built["first"]["met"]) == (1.0, True)
+    assert (built["later"]["target"], built["later"]["met"]) == (0.1, True)
+
+
+# -- tables, plot, command ---------------------------------------------------------------------------------------------
+
+
+def printed(report: dict[str, Any], width: int) -> str:
+    lines = [line for table in copy.tables(report) for line in table.lines(width)]
+    assert max(map(len, lines)) <= width
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("width", [80, 300])
+def test_tables_have_every_figure(report: dict[str, Any], width: int) -> None:
+    text = printed(report, width)
+    judged = measure.judged(report)
+    assert len(judged) == 2 * 42 + 8 + 3
+    assert text.count("MISSED") == len([r for r in judged if not r["met"]])
+    assert text.count("met:") == len([r for r in judged if r["met"]])
+    for row in (*report["copies"], *report["checksums"]):
+        assert console.figure(row["ratio"]) in text
+        assert console.figure(row["gb_per_second"]["median"]) in text
+    if width == 300:
+        for words in (
+            "load, gqa, 64 tokens, all (staged)",
+            "load, mla, 1 token, group/all",
+            "16GiB",
+            "import of the compiler",
+        ):
+            assert words in text, words
+    assert "MISSED" not in printed({**report, "settings": {"profile": "quick"}}, width)
+
+
+def test_bars_that_say_the_same_are_one(report: dict[str, Any], tmp_path: Path) -> None:
+    import matplotlib.figure
+
+    judged = [row for row in report["copies"] if "target" in row]
+    lines = copy.grouped(judged, judged=True)
+    assert len(lines) == 7  # bulk in three directions, one layer and tokens in two
+    counts = [line.what.partition("\n")[2].split() for line in lines]
+    assert sum(int(count) for _, _, count, *_ in counts) == 42
+    assert sum(int(met) for met, *_ in counts) == sum(row["met"] for row in judged)
+    for line in lines:
+        assert line.low <= line.ratio <= line.high
+    figure = matplotlib.figure.Figure()
+    copy.plot(report, figure)
+    figure.savefig(tmp_path / "r.svg")
+    text = (tmp_path / "r.svg").read_text()
+    assert text.count("cells meet it") == 7
+    assert "attention" in text
+    copy.plot({**report, "copies": [], "beside": []}, matplotlib.figure.Figure())
+
+
+def gdscache(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    from gdscache import cli
+
+    monkeypatch.setattr(sys, "argv", ["gdscache", "bench", "copy", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gdscache(monkeypatch, "--json", tmp_path / "r.json") == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "bench copy needs a CUDA GPU" in err
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(DeviceError):
+        Gpu()
+
+
+def test_the_command_writes_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from gdscache.commands.bench import copy_gpu
+
+    monkeypatch.setattr(copy_gpu, "Gpu", Interrupted)
+    asked: list[copy.Settings] = []
+    monkeypatch.setattr(copy.Settings, "of", lambda profile: asked.append(settings(profile=profile)) or asked[-1])
+    files = ("--json", tmp_path / "r.json", "--plot", tmp_path / "r.svg")
+    assert gdscache(monkeypatch, "--total", "16MiB", "--pairs", "3", *files) == 130
+    assert asked[0].profile == "default"
+    written = json.loads((tmp_path / "r.json").read_text())
+    head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
+    sections = ["mover", "copies", "checksums", "beside", "kernel_build", "pinning"]
+    assert list(written) == ["schema", "machine", "settings", *head, *sections]
+    assert (written["settings"]["total"], written["settings"]["pairs"]) == (16 * MIB, 3)
+    assert written["mover"]["copy_engine"] == "batch_13"
+    assert written["copies"]
+    assert (tmp_path / "r.svg").stat().st_size > 0
+    assert "Copies against cudaMemcpyAsync" in capfd.readouterr().out
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def numbers(data: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from numbers(value, f"{path}.{key}")
+    elif isinstance(data, list):
+        for value in data:
+            yield from numbers(value, path)
+    elif isinstance(data, (int, float)) and not isinstance(data, bool):
+        yield path, float(data)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
+    if not (find_spec("cupy") or find_spec("cuda.core")):
+        pytest.skip("neither cuda-core nor CuPy is installed")
+    command = [sys.executable, "-W", "error", "-m", "gdscache", "bench", "copy", "--quick"]
+    command += ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["complete"] is True
+    assert report["machine"]["gpus"]
+    assert len(report["copies"]) == len(copy_cells.cells())
+    assert len(report["checksums"]) == 42
+    assert len(report["beside"]) == 4
+    for section in ("copies", "checksums", "beside", "kernel_build", "pinning"):
+        for path, number in numbers(report[section], section):
+            free = path.endswith((".coverage", ".thread_blocks.load", ".thread_blocks.store"))
+            assert np.isfinite(number), path
+            assert number > 0 or (free and number == 0), path
+    assert report["mover"]["calibration"]
+    assert report["mover"]["driver"] > 12000
+    assert "MISSED" not in done.stdout

@@ -1,0 +1,419 @@
+"""`gdscache bench ttft`: every cell has a figure or a cause, its arithmetic, and that it goes on where it was ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gdscache.commands.bench import ttft, ttft_cells, ttft_report
+from gdscache.commands.bench.ttft import BENCH
+from gdscache.commands.bench.ttft_answers import Answer, compare, worst
+from gdscache.commands.bench.ttft_cells import CACHED, NOWHERE, Cell, Settings, cell_of, cells, chosen, transfer_seconds
+from gdscache.commands.bench.ttft_client import EngineClient
+from gdscache.commands.bench.ttft_report import verdicts
+from gdscache.commands.console import duration
+from gdscache.errors import InvalidValueError, IOFailedError
+from tests.support.terminal import on_terminal
+
+pytestmark = pytest.mark.suite
+
+SMALL = dataclasses.replace(Settings.of("quick", "cpu"), prompts=(96,), page_tokens=8, block_tokens=8, repeat=1)
+KEYS = [
+    "schema", "machine", "settings", "complete", "interrupted", "left", "done", "cannot", "failed",
+    "model", "cells", "waits", "not_run", "verdicts",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Products this small gain nothing from a second thread, and wait for it where the machine is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """A quick run on the CPU: its directory, its report and what a terminal of 80 columns showed."""
+    path = tmp_path_factory.mktemp("ttft")
+    files = ("--dir", str(path), "--json", str(path / "r.json"), "--plot", str(path / "r.svg"))
+    line = ("-W", "error", "-m", "gdscache", "bench", "ttft", "--quick", "--device", "cpu", "--repeat", "1", *files)
+    status, shown = on_terminal(line)
+    assert status == 0, shown
+    return path, json.loads((path / "r.json").read_text()), shown
+
+
+def test_every_cell_has_a_figure_or_a_cause(quick: tuple[Path, dict[str, Any], str]) -> None:
+    path, report, printed = quick
+    assert list(report) == KEYS
+    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/3", True, 0)
+    wanted = [cell.label for cell in cells(Settings.of("quick", "cpu"))]
+    listed = [row["what"] for name in ("cannot", "failed", "not_run") for row in report[name]]
+    assert sorted([*(cell_of(row).label for row in report["cells"]), *listed]) == sorted(wanted)
+    assert report["failed"] == report["not_run"] == []
+    assert all("ssd direct" in row["what"] for row in report["cannot"])
+    assert all("the planes are on cpu" in row["cause"] for row in report["cannot"])
+    assert "the planes are" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    for row in report["cells"]:
+        assert duration(row["ttft_seconds"]["median"]) in printed
+    assert not {"met:", "MISSED:", "…"} & set(printed.split())
+    assert (path / "r.svg").stat().st_size > 1000
+    assert sorted(file.name for file in path.iterdir()) == ["r.json", "r.svg"]  # the tier's files are gone
+
+
+def test_the_figures_are_what_they_say(quick: tuple[Path, dict[str, Any], str]) -> None:
+    _, report, _ = quick
+    for row in report["cells"]:
+        assert row["tokens"] == "same"
+        for name in ("ttft_seconds", "recompute_seconds"):
+            series = row[name]
+            assert len(series["values"]) == 1
+            assert 0 < series["min"] <= series["median"] <= series["p99"] <= series["max"] * 1.0001
+        if row["where"] == NOWHERE:
+            assert row["added"] == row["ttft_seconds"]["median"] / row["recompute_seconds"]["median"] - 1
+            continue
+        cached = row["cached_tokens"]
+        assert cached == 256 * row["cached_percent"] // 100 // 16 * 16
+        page_bytes = 16 * 2 * 4 * 4 * 64 * 4  # tokens, planes, layers, heads, head_dim, bytes
+        assert sum(row["bytes"].values()) == (0 if row["where"] == "gpu" else cached // 16 * page_bytes)
+        rates = {name: series["median"] for name, series in row["gb_per_second"].items()}
+        assert row["transfer_seconds"] == transfer_seconds(row["where"], row["bytes"], rates)
+        assert row["ideal_seconds"] == max(row["resident_seconds"]["median"], row["transfer_seconds"])
+        assert row["ideal_ratio"] == row["ideal_seconds"] / row["ttft_seconds"]["median"]
+        if not row["gate"]:
+            names = {"gpu": {"pool"}, "cpu": {"cpu"}, "ssd_via_cpu": {"ssd"}, "mixed": {"cpu", "ssd"}}
+            assert set(row["sources"]) == names[row["where"]]
+            assert sum(row["sources"].values()) == cached
+            overlaps = row["overlap"] and row["where"] != "gpu"
+            assert (row["wait_seconds"] is not None) == overlaps
+            if overlaps:
+                assert row["wait_seconds"]["count"] == 4  # one a layer
+    (waits,) = report["waits"]
+    assert (waits["requests"], waits["wait_seconds"]["count"]) == (4, 4)
+    assert not any("met" in row for row in report["verdicts"])  # the targets are those of a GPU
+    assert {row["name"] for row in report["verdicts"]} >= {"ideal", "gate", "gate better", "wait", "miss"}
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def some(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Measure these cells only, for which the others are left out."""
+
+    def only(*wanted: Cell) -> None:
+        everything = cells(SMALL)
+        assert set(wanted) <= set(everything)
+        monkeypatch.setattr(
+            ttft, "chosen", lambda _: (list(wanted), {cell: "not now" for cell in everything if cell not in wanted})
+        )
+
+    return only
+
+
+def a_cell(where: str = "cpu", cached: int = 50, *, overlap: bool = True, gate: bool = False) -> Cell:
+    return Cell(96, cached, where, overlap, gate)
+
+
+def test_it_goes_on_where_it_was_ended(
+    tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [a_cell(NOWHERE, 0), a_cell(), a_cell("mixed"), a_cell("ssd_via_cpu", 90), a_cell("gpu", 99)]
+    some(*wanted)
+    measured: list[Cell] = []
+    plain, kept = EngineClient.hit, []
+
+    def hit(self: EngineClient, cell: Cell) -> Answer:
+        measured.append(cell)
+        if cell.cached == 90 and not kept:
+            raise KeyboardInterrupt
+        return plain(self, cell)
+
+    monkeypatch.setattr(EngineClient, "hit", hit)
+    found = BENCH.run(SMALL, tmp_path)
+    assert (found["interrupted"], found["complete"], found["left"]) == (True, False, 2)
+    assert {cell_of(row) for row in found["cells"]} == set(wanted[:3])
+    assert not any(tmp_path.iterdir())
+    kept += [json.loads(json.dumps(found))]
+    measured.clear()
+    again = BENCH.run(SMALL, tmp_path, done=kept[0])
+    assert set(measured) == set(wanted[3:])
+    assert again["cells"][:3] == kept[0]["cells"]
+    assert {cell_of(row) for row in again["cells"]} == set(wanted)
+    assert (again["interrupted"], again["complete"], again["left"]) == (False, True, 0)
+    assert again["waits"] == kept[0]["waits"]
+    measured.clear()
+    over = BENCH.run(SMALL, tmp_path, done=again)
+    assert (measured, over["complete"], over["cells"]) == ([], True, again["cells"])
+
+
+def test_a_budget_that_is_spent_leaves_cells(tmp_path: Path, some: Callable[..., None]) -> None:
+    some(a_cell(), a_cell("gpu", 99))
+    found = BENCH.run(dataclasses.replace(SMALL, budget_seconds=0.0), tmp_path)
+    assert (found["cells"], found["left"], found["complete"], found["failed"]) == ([], 2, False, [])
+
+
+def test_other_tokens_and_errors_are_failures(
+    tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, broken, good, elsewhere = a_cell("cpu"), a_cell("mixed"), a_cell("ssd_via_cpu"), a_cell("cpu", overlap=False)
+    some(wrong, elsewhere, good, broken)
+    plain = EngineClient.hit
+
+    def hit(self: EngineClient, cell: Cell) -> Answer:
+        if cell == broken:
+            raise IOFailedError("the disk is on fire", "leave")
+        found = plain(self, cell)
+        if cell == wrong:
+            return dataclasses.replace(found, tokens=tuple(token + 1 for token in found.tokens))
+        return dataclasses.replace(found, sources={"ssd": 48}) if cell == elsewhere else found
+
+    monkeypatch.setattr(EngineClient, "hit", hit)
+    found = BENCH.run(SMALL, tmp_path)
+    causes = {row["what"]: row["cause"] for row in found["failed"]}
+    assert causes == {
+        wrong.label: "it gave other tokens than without a cache",
+        broken.label: "the disk is on fire",
+        elsewhere.label: "tokens came from {'ssd': 48}",
+    }
+    assert found["complete"]
+    assert {cell_of(row) for row in found["cells"]} == {wrong, good, elsewhere}
+    monkeypatch.setattr(EngineClient, "hit", plain)
+    mended = BENCH.run(SMALL, tmp_path, done=found)
+    assert (mended["failed"], len(mended["cells"])) == ([], 4)
+    assert [row["tokens"] for row in mended["cells"]] == ["same"] * 4
+
+
+@pytest.mark.parametrize("step", ["prime", "plain"])
+def test_a_failing_baseline_fails_its_cells(
+    tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    some(a_cell(), a_cell("mixed"))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(EngineClient, step, fail)
+    found = BENCH.run(SMALL, tmp_path)
+    assert [row["cause"] for row in found["failed"]] == ["out of memory"] * 2
+    assert (found["cells"], found["left"]) == ([], 0)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[EngineClient]:
+    made = EngineClient(SMALL, 96, tmp_path)
+    try:
+        made.open_cache("via_cpu")
+        assert made.prime(96) > 0
+        yield made
+    finally:
+        made.close()
+
+
+def test_the_gates_learn_and_decide(client: EngineClient) -> None:
+    client.learn(96)
+    for overlap in (True, False):
+        client.install(overlap=overlap, gate=True)
+        costs = client.cache.manager.costs
+        assert costs.measured(("cpu", "ssd")), "prefills and loads were reported"
+        assert costs.prefill.observations >= 4
+    assert client.cache.gate.mode == "enforcing"
+    figures = client.cache.manager.costs  # of the runs without overlap
+    before = figures.prefill.observations
+    client.hit(a_cell(overlap=False))
+    assert figures.prefill.observations == before + 1
+    for _ in range(8):  # loads that take forever
+        figures.observe_load("cpu", 1 << 20, 100.0)
+    assert client.hit(a_cell(overlap=False, gate=True)).sources == {}
+    assert client.hit(a_cell(overlap=False)).sources == {"cpu": 48}
+    assert client.hit(a_cell(overlap=True)).sources == {"cpu": 48}
+
+
+def test_a_miss_finds_nothing_and_leaves_nothing(client: EngineClient) -> None:
+    before = client.cache.manager.stats()["tiers"]["cpu"]["pages"]
+    for cached in (True, False):
+        answer = client.miss(a_cell(NOWHERE, 0), cached=cached)
+        assert (answer.sources, len(answer.tokens)) == ({}, 1)
+        assert 0 < answer.ttft <= answer.whole
+    client.cache.drain(30)
+    assert client.cache.manager.stats()["tiers"]["cpu"]["pages"] == before
+    assert client.cache.stats()["gate"]["hits"]["unmeasured"] == 0
+
+
+def test_pages_that_are_not_where_they_are_needed(client: EngineClient) -> None:
+    tokens, cached = client.of(a_cell())
+    assert cached == 48
+    client.cache.clear()
+    with pytest.raises(IOFailedError, match="pages are not where ssd_via_cpu needs them"):
+        client.place(tokens, cached, "ssd_via_cpu")
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_profiles_measure() -> None:
+    for device in ("cuda:0", "cpu"):
+        default, full = Settings.of("default", device), Settings.of("full", device)
+        short, middle, long = default.prompts
+        wanted, others = chosen(default)
+        assert set(wanted) | set(others) == set(cells(default))
+        assert not set(wanted) & set(others)
+        assert {cell.prompt for cell in wanted} == {short, middle}
+        assert {cell for cell in cells(default) if cell.prompt == middle} <= set(wanted)
+        assert all(cell.prompt in (short, long) and "--full" in cause for cell, cause in others.items())
+        assert chosen(full) == (cells(full), {})
+        assert full.budget_seconds is None
+    assert Settings.of("default", "cuda:0").preset == "8b"
+    assert Settings.of("default", "cuda:0").prompts == (8192, 32768, 131072)
+    whole = cells(Settings.of("full", "cuda:0"))
+    assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 4 * 2 * 2))
+    assert [cell_of(cell.describe()) for cell in whole] == whole
+    groups = [cell.group for cell in whole]
+    assert len(set(groups)) == sum(a != b for a, b in zip([None, *groups], groups, strict=False))  # each in one piece
+    assert {cell.cached for cell in whole} == set(CACHED)
+
+
+def test_the_ceiling_of_a_transfer() -> None:
+    nbytes = {"cpu": 30 * 10**9, "ssd": 10 * 10**9}
+    rates = {"copy": 50.0, "read": 9.0, "onward": 5.0}
+    assert transfer_seconds("mixed", nbytes, rates) == 2.0  # the disk, and the copies behind it
+    assert transfer_seconds("mixed", nbytes, rates | {"copy": 10.0}) == 4.0  # the bus, by which all of it goes
+    assert transfer_seconds("ssd_direct", {"ssd": 9 * 10**9}, rates | {"copy": 0.1}) == 1.0
+    assert transfer_seconds("cpu", {"cpu": 10**10}, {"copy": 50.0}) == 0.2
+    assert transfer_seconds("gpu", {}, rates) == 0.0
+    assert transfer_seconds("mixed", nbytes, {"copy": 50.0}) is None
+    assert ttft_cells.bytes_at("mixed", 5, 10) == {"cpu": 20, "ssd": 30}
+    assert ttft_cells.bytes_at("gpu", 5, 10) == {}
+    assert ttft_cells.expected_tiers("mixed", 5) == ["cpu", "cpu", "ssd", "ssd", "ssd"]
+
+
+def made_up(cell: Cell, ttft_seconds: float, c: float = 1.0, t: float = 0.5, plain: float = 2.0) -> dict[str, Any]:
+    return {
+        **cell.describe(),
+        "ttft_seconds": {"median": ttft_seconds},
+        "recompute_seconds": {"median": plain},
+        "resident_seconds": {"median": c},
+        "transfer_seconds": t,
+        "ideal_ratio": max(c, t) / ttft_seconds,
+        "wait_seconds": {"median": 40e-6} if cell.overlap else None,
+        "added": ttft_seconds / plain - 1,
+    }
+
+
+def judged(rows: list[dict[str, Any]], name: str, waits: Any = (), **more: Any) -> list[tuple[float, Any]]:
+    found = verdicts(rows, waits, **{"judged": True, "ram": True, **more})
+    return [(pytest.approx(row["value"]), row.get("met")) for row in found if row["name"] == name]
+
+
+def test_the_verdict_on_hits() -> None:
+    def row(where: str, seconds: float, prompt: int = 32768, cached: int = 50, **switches: bool) -> dict[str, Any]:
+        return made_up(Cell(prompt, cached, where, **{"overlap": True, "gate": False, **switches}), seconds)
+
+    assert judged([row("cpu", 1 / 0.901)], "ideal") == [(0.901, True)]
+    assert judged([row("cpu", 1 / 0.89)], "ideal") == [(0.89, False)]
+    assert judged([row("ssd_via_cpu", 1 / 0.86)], "ideal") == [(0.86, True)]
+    assert judged([row("ssd_via_cpu", 1 / 0.84)], "ideal") == [(0.84, False)]
+    assert judged([row("ssd_via_cpu", 1 / 0.84)], "ideal", ram=False) == [(0.84, None)]
+    assert judged([row("cpu", 1 / 0.89)], "ideal", judged=False) == [(0.89, None)]
+    assert judged([row("cpu", 2.0, prompt=8192)], "ideal") == [(0.5, None)]
+    assert judged([row("cpu", 2.0, prompt=131072, cached=99)], "ideal") == [(0.5, False)]
+    for other in (row("mixed", 2.0), row("cpu", 2.0, gate=True), row("cpu", 2.0, overlap=False)):
+        assert judged([other], "ideal") == []
+
+
+def test_the_verdict_on_overlap() -> None:
+    on, off = Cell(32768, 50, "cpu", overlap=True, gate=False), Cell(32768, 50, "cpu", overlap=False, gate=False)
+    for t, seconds, met in ((0.5, 1.5, True), (0.5, 1.34, False), (0.3, 1.18, True), (0.7, 1.7, True)):
+        share = seconds / (1 + t)
+        assert judged([made_up(on, 1.0, t=t), made_up(off, seconds, t=t)], "overlap") == [(share, met)]
+    for t in (0.29, 0.71, 2.0):
+        assert judged([made_up(on, 1.0, t=t), made_up(off, 1.0, t=t)], "overlap") == []
+    assert judged([made_up(on, 1.0)], "overlap") == []
+    gated = dataclasses.replace(off, gate=True)
+    assert judged([made_up(on, 1.0), made_up(gated, 1.5)], "overlap") == []
+
+
+def test_the_verdict_on_the_gate() -> None:
+    off = Cell(8192, 90, "mixed", overlap=False, gate=False)
+    on = dataclasses.replace(off, gate=True)
+    rows = [made_up(off, 1.0), made_up(on, 1.04)]
+    assert judged(rows, "gate") == [(0.52, True)]
+    assert judged(rows, "gate better") == [(1.04, True)]
+    assert judged([made_up(off, 1.0), made_up(on, 1.06)], "gate better") == [(1.06, False)]
+    assert judged([made_up(off, 9.0), made_up(on, 2.08)], "gate") == [(1.04, False)]
+    assert judged([made_up(off, 9.0), made_up(on, 2.08)], "gate better") == [(1.04, True)]
+    assert judged([made_up(on, 2.05)], "gate better") == []
+    overlapped = dataclasses.replace(off, overlap=True)
+    assert judged([made_up(overlapped, 1.0), made_up(on, 2.0)], "gate better") == []  # it runs otherwise
+
+
+def test_the_verdict_on_waits_and_misses() -> None:
+    row = made_up(Cell(32768, 50, "cpu", overlap=True, gate=False), 1.0)
+    many = {"requests": 4, "cached_tokens": 4096, "wait_seconds": {"median": 51e-6}}
+    assert judged([row], "wait", [many]) == [(40e-6, True), (51e-6, False)]
+    row["wait_seconds"] = None
+    assert judged([row], "wait") == []
+    miss = Cell(32768, 0, NOWHERE, overlap=True, gate=False)
+    assert judged([made_up(miss, 2.03)], "miss") == [(0.015, True)]
+    assert judged([made_up(miss, 2.06)], "miss") == [(0.03, False)]
+
+
+def test_tokens_are_compared() -> None:
+    def answer(*tokens: int, margin: float = 0.5) -> Answer:
+        return Answer(1.0, 1.0, tokens, (0.5, margin, 0.5), {}, (), 0)
+
+    plain = answer(1, 2, 3, margin=0.01)
+    assert compare([plain, plain], [plain, plain], 0.0) == "same"
+    assert compare([plain, answer(1, 4, 5)], [plain, plain], 0.05) == "near tie"
+    assert compare([plain, answer(1, 4, 5)], [plain, plain], 0.0) == "other"
+    assert compare([answer(9, 2, 3), answer(1, 4, 5)], [plain, plain], 0.05) == "other"
+    wide = answer(1, 2, 3, margin=0.15)  # the same sums in another order may be so far off, the same sums may not
+    other = answer(1, 4, 5)
+    assert worst([other], [wide], [other], 0.05, gated=False) == "near tie"
+    assert worst([other], [wide], [wide], 0.05, gated=False) == "other"
+    assert worst([other], [wide], [wide], 0.05, gated=True) == "near tie"
+    assert worst([wide], [wide], [wide], 0.0, gated=False) == "same"
+
+
+def test_a_plot_of_what_there_is(tmp_path: Path, quick: tuple[Path, dict[str, Any], str]) -> None:
+    import matplotlib.figure
+
+    _, report, _ = quick
+    for name, some in (("none", []), ("one", report["cells"][2:3])):
+        figure = matplotlib.figure.Figure()
+        ttft_report.plot({**report, "cells": some, "model": None}, figure)
+        figure.savefig(tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_settings_that_measure_nothing() -> None:
+    SMALL.check()
+    with pytest.raises(InvalidValueError, match="a prompt of 63 tokens"):
+        dataclasses.replace(SMALL, prompts=(63,), page_tokens=16).check()
+    assert np.isfinite(Settings().budget_seconds or 0.0)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_quick_run_on_a_gpu(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    settings = dataclasses.replace(Settings.of("quick", "cuda:0"), repeat=1)
+    found = BENCH.run(settings, tmp_path)
+    assert (found["failed"], found["left"]) == ([], 0)
+    assert all("ssd direct" in row["what"] for row in found["cannot"])
+    assert {row["tokens"] for row in found["cells"]} <= {"same", "near tie"}

@@ -1,0 +1,164 @@
+"""The command line: what it prints, where, and with which exit status."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gdscache import cli
+from gdscache.config import config_schema, load_config
+from gdscache.pages.keys import namespace_digest
+from tests.support.places import ROOT
+
+CONFIGS = ROOT / "configs"
+
+
+@pytest.fixture
+def gdscache(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Run the entry point: (exit status, stdout, stderr)."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gdscache", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, *capfd.readouterr()
+
+    return run
+
+
+def test_schema_is_json_and_nothing_else(gdscache) -> None:
+    status, out, err = gdscache("config", "schema")
+    assert (status, err) == (0, "")
+    assert json.loads(out) == config_schema()
+
+
+def test_check_as_json(gdscache) -> None:
+    file = CONFIGS / "llama3_8b.yaml"
+    status, out, err = gdscache("config", "check", file, "--json")
+    assert (status, err) == (0, "")
+    said = json.loads(out)
+    config = load_config(file)
+    assert said["file"] == str(file)
+    assert said["page_bytes"] == said["extent_bytes"] == 8 << 20
+    assert said["token_bytes"] == 128 << 10
+    assert said["planes"] == ["k [8, 128] bfloat16", "v [8, 128] bfloat16"]
+    assert said["tiers"] == {
+        "gpu": {"bytes": 8 << 30, "pages": 1024},
+        "cpu": {"bytes": 32 << 30, "pages": 4096},
+        "ssd": {"bytes": 256 << 30, "pages": 32768},
+    }
+    assert said["namespace"] == namespace_digest(config.model.namespace_fields()).hex()
+    assert config.ssd is not None
+    assert said["ssd_path"] == str(config.ssd.path)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_check_shows_the_same_figures_as_a_table(gdscache, file: Path) -> None:
+    _, as_json, _ = gdscache("config", "check", file, "--json")
+    said = json.loads(as_json)
+    status, out, err = gdscache("config", "check", file)
+    assert (status, err) == (0, "")
+    rows = {line[:14].strip(): line[14:].strip() for line in out.splitlines()[1:]}
+    assert rows["namespace"] == said["namespace"]
+    assert rows["extent bytes"].startswith(f"{said['extent_bytes']:,} ")
+    assert rows["page"].startswith(f"{said['page_tokens']} tokens")
+    for name, tier in said["tiers"].items():
+        row = rows[f"{name} tier"]
+        assert row == "none" if tier is None else f": {tier['pages']:,} pages" in row
+    assert (rows.get("ssd path") or None) == said["ssd_path"]
+
+
+def test_pages_are_counted_whole_and_an_extent_is_rounded_up(gdscache, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "model: {name: m, kind: mla, layers: 3, kv_lora_rank: 7, rope_dim: 2, page_tokens: 80}\n"
+        "gpu: {capacity: 24575}\n",
+        encoding="utf-8",
+    )
+    _, out, _ = gdscache("config", "check", file, "--json")
+    said = json.loads(out)
+    assert (said["page_bytes"], said["extent_bytes"]) == (80 * 3 * (7 + 2) * 2, 8192)
+    assert said["tiers"] == {"gpu": {"bytes": 24575, "pages": 2}, "cpu": None, "ssd": None}
+    assert said["ssd_path"] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("model: {name: m}\ncup: {}\n", ["unknown key `cup`", "did you mean `cpu`?"]),
+        ("model: {name: m, layers: 1}\n", ["model.kv_heads", "hint: mha needs"]),
+        ("model: [\n", ["c.yaml:2:1"]),
+        ("[bold]x[/bold]: 1\n", ["c.yaml"]),
+        (None, ["No such file"]),
+    ],
+)
+def test_a_refused_file_is_a_message_and_status_2(
+    gdscache, tmp_path: Path, content: str | None, says: list[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    for options in ([], ["--json"]):
+        status, out, err = gdscache("config", "check", file, *options)
+        assert (status, out) == (2, "")
+        assert err.startswith("error: ")
+        assert "Traceback" not in err
+        assert "hint: " in err
+        for part in [str(file), *says]:
+            assert part in err
+
+
+def test_a_model_name_that_looks_like_markup_is_shown_as_it_is(gdscache, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {name: '[red]m[/]', layers: 1, kv_heads: 1, head_dim: 1}\n", encoding="utf-8")
+    status, out, _ = gdscache("config", "check", file)
+    assert status == 0
+    assert "[red]m[/]" in out
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["config", "chek"], ["config", "check"], ["--versoin"]])
+def test_wrong_usage_is_status_2(gdscache, arguments: list[str]) -> None:
+    status, out, err = gdscache(*arguments)
+    assert (status, out) == (2, "")
+    assert "Usage" in err
+
+
+def test_version(gdscache) -> None:
+    assert gdscache("--version") == (0, f"gdscache {importlib.metadata.version('gdscache')}\n", "")
+
+
+def test_an_error_inside_gdscache_is_not_hidden(gdscache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "load_config", broken)
+    monkeypatch.setattr(sys, "argv", ["gdscache", "config", "check", "x"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+def test_as_a_module_in_its_own_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gdscache", "config", "check"]
+    environment = os.environ | {"COLUMNS": "30"}
+    good = subprocess.run(
+        [*command, str(CONFIGS / "cpu_only.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
+    assert (good.returncode, good.stderr) == (0, "")
+    namespace = load_config(CONFIGS / "cpu_only.yaml").model.namespace_fields()
+    assert namespace_digest(namespace).hex() in good.stdout  # on one line, however narrow
+    bad = subprocess.run([*command, "no.yaml"], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("error: no.yaml: cannot be read")

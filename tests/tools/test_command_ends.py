@@ -1,0 +1,264 @@
+"""How commands end when something around them fails: a line on stderr and a status, never a traceback."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gdscache import exits
+from gdscache.commands.replay import trace
+from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
+from tests.support.places import ROOT
+
+CONFIGS = ROOT / "configs"
+CONFIG = CONFIGS / "cpu_only.yaml"
+REQUEST = {"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run a command: its status and what it said on stderr. `stdout` takes what it prints."""
+
+    def command(*arguments: str | Path, stdout: io.TextIOBase | None = None) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["gdscache", *map(str, arguments)])
+        with monkeypatch.context() as patched:
+            if stdout is not None:
+                patched.setattr(sys, "stdout", stdout)
+            with pytest.raises(SystemExit) as caught:
+                exits.main()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, capfd.readouterr().err
+
+    return command
+
+
+def refused(ended: tuple[int, str], *words: str) -> None:
+    """A message of a few lines that begins with `error:` and has the words, no traceback; the status of refusals."""
+    status, said = ended
+    assert status == EXIT_REFUSED, said
+    assert said.startswith("error: "), said[:300]
+    assert "Traceback" not in said
+    assert len(said.splitlines()) <= 3, said[:2000]
+    assert len(said) < 1000, len(said)
+    for word in words:
+        assert word in said, said
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Path:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(f"{json.dumps(REQUEST)}\n")
+    return file
+
+
+# -- output that fails -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("--version",),
+        ("--help",),
+        ("config", "--help"),
+        ("config", "schema"),
+        ("config", "check", str(CONFIG)),
+        ("config", "check", "--json", str(CONFIG)),
+        ("replay", "TRACE"),
+        ("replay", "TRACE", "--json"),
+    ],
+    ids=" ".join,
+)
+def test_a_full_disk_behind_stdout_is_said_and_the_status_is_no_verdict(
+    run: Run, requests: Path, command: tuple[str, ...]
+) -> None:
+    command = tuple(str(requests) if part == "TRACE" else part for part in command)
+    with open("/dev/full", "w") as full:
+        refused(run(*command, stdout=full), "No space left")
+
+
+def test_a_full_disk_behind_a_file_that_a_command_writes_names_the_file(run: Run, requests: Path) -> None:
+    refused(run("make-trace", "chat", "/dev/full", "--seconds", "30"), "/dev/full", "No space left")
+    refused(run("make-trace", "chat", "/proc/nowhere.gz", "--seconds", "30"), "/proc/nowhere.gz")
+
+
+@pytest.mark.suite
+def test_nothing_is_said_when_the_process_ends_with_a_full_stdout() -> None:
+    """What was buffered is not written again at the interpreter's end, where nobody could catch it."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "gdscache", "--version"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    refused((done.returncode, done.stderr), "No space left")
+
+
+@pytest.mark.suite
+def test_a_reader_that_has_gone_is_told_nothing() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "gdscache", "config", "schema"],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert (done.returncode, done.stderr) == (EXIT_FAILED, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_output_cannot_encode_is_written_escaped(run: Run, tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "日本.yaml"
+    file.write_text(CONFIG.read_text().replace("name: ", "name: 日本-"), encoding="utf-8")
+    for more in ((), ("--json",)):
+        out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        assert run("config", "check", file, *more, stdout=out) == (0, "")
+        out.flush()
+        assert r"\u65e5\u672c-" in out.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    refused(run("config", "check", tmp_path / "月.yaml", stdout=out))
+
+
+# -- input without an end, or without a bottom -------------------------------------------------------------------------
+
+
+@pytest.mark.suite
+@pytest.mark.parametrize("command", [("config", "check"), ("replay",), ("timeline",), ("replay", "TRACE", "--config")])
+def test_a_file_without_an_end_is_refused(run: Run, requests: Path, command: tuple[str, ...]) -> None:
+    refused(run(*(requests if part == "TRACE" else part for part in command), "/dev/zero"), "/dev/zero")
+
+
+def test_a_pipe_without_an_end_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of lines that are requests, each one right; packed too."""
+    monkeypatch.setattr(trace, "MAX_TRACE_BYTES", 1 << 20)
+    line = f"{json.dumps(REQUEST)}\n".encode()
+    for name, block in (("plain", line * 100), ("packed", gzip.compress(line * 100))):
+        pipe = tmp_path / name
+        os.mkfifo(pipe)
+        thread = threading.Thread(target=_pour, args=(pipe, block))
+        thread.start()
+        refused(run("replay", pipe), f"{name}:", "1,048,576")
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_trace_from_a_pipe_is_read(run: Run, requests: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    thread = threading.Thread(target=pipe.write_bytes, args=(requests.read_bytes(),))
+    thread.start()
+    assert run("replay", pipe) == (0, "")
+    thread.join(20)
+
+
+def _pour(pipe: Path, block: bytes) -> None:
+    """Write until the reader has gone."""
+    try:
+        with pipe.open("wb") as file:
+            while True:
+                file.write(block)
+    except BrokenPipeError:
+        pass
+
+
+DEEP = pytest.param(100_000, marks=pytest.mark.suite)
+
+
+@pytest.mark.parametrize("depth", [3_000, DEEP])
+@pytest.mark.parametrize("begin", ["[", '{"a":', "- ", "a: &a [x]\nb: {k: "], ids=range(4))
+def test_input_that_is_nested_too_deeply_is_refused(
+    run: Run, tmp_path: Path, requests: Path, begin: str, depth: int
+) -> None:
+    text = begin + begin[begin.rfind("\n") + 1 :].removeprefix("b: ") * depth
+    file = tmp_path / "deep"
+    file.write_text(text)
+    for command in (("config", "check", file), ("replay", file), ("timeline", file)):
+        refused(run(*command), str(file))
+    if "\n" not in text:
+        refused(run("replay", requests, "--cpu", "1GiB", "--set", f"store.queue={text[:5000]}"), "--set")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"\x00" * 100, b"nan", b'{"a": 1}', b"{", b"\x1f\x8b\x08"])
+def test_input_that_is_something_else_is_refused(run: Run, tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    for command in (("config", "check"), ("replay",), ("timeline",)):
+        status, said = run(*command, file)
+        assert status == EXIT_REFUSED, (command, said)
+        assert "Traceback" not in said
+        assert said.startswith("error: ")
+        assert len(said) < 2000
+
+
+@pytest.mark.parametrize("name", ["a\0b", "~nobody-of-this-name/x", "", "x" * 5000, "\ud800", "/proc/self/mem"])
+def test_names_that_no_file_has_are_refused(run: Run, name: str) -> None:
+    for command in (("config", "check"), ("replay",), ("timeline",)):
+        status, said = run(*command, name)
+        assert (status, "Traceback" in said) == (EXIT_REFUSED, False), (command, said[-500:])
+
+
+@pytest.mark.parametrize(
+    "capacity", ["9" * 30, "1e999999999", "1e30%", "-1", "nan", "inf%", "1e-999999999", "x" * 5000]
+)
+def test_capacities_that_no_tier_has_are_refused(run: Run, requests: Path, capacity: str) -> None:
+    refused(run("replay", requests, f"--capacity={capacity}"), "capacity")
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
+
+INTERRUPTED_IMPORT = """
+import sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["gdscache", "config", "check", {config!r}]
+import runpy
+runpy.run_module("gdscache", run_name="__main__")
+"""
+
+
+LATER = [
+    pytest.param(name, marks=pytest.mark.suite) for name in ("rich.table", "pydantic", "gdscache.commands.replay.trace")
+]
+
+
+@pytest.mark.parametrize("name", ["gdscache.cli", "yaml", *LATER])
+def test_ctrl_c_while_a_command_starts_ends_it_with_a_line(name: str) -> None:
+    code = INTERRUPTED_IMPORT.format(name=name, config=str(CONFIG))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (EXIT_INTERRUPTED, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RecursionError, MemoryError, OSError(5, "Input/output error")])
+def test_what_breaks_off_a_command_ends_it_without_a_traceback(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException | type[BaseException]
+) -> None:
+    def broken(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("gdscache.cli.load_config", broken)
+    status, said = run("config", "check", CONFIG)
+    assert "Traceback" not in said
+    if error is KeyboardInterrupt:
+        assert status == EXIT_INTERRUPTED
+    else:
+        refused((status, said))
+
+
+def test_a_defect_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody foresaw is not hidden behind a line."""
+    monkeypatch.setattr("gdscache.cli.describe", lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        run("config", "check", CONFIG)

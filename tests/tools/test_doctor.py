@@ -1,0 +1,504 @@
+"""`gdscache doctor`: what it makes of a machine, of one without a GPU, and of what a configuration asks for."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gdscache import cli
+from gdscache.commands import doctor
+from gdscache.commands.doctor import Asked, Facts, Report, Row, copies, defaults, gpu, kernels, storage
+from gdscache.commands.doctor.facts import Driver, Kept
+from gdscache.commands.doctor.report import Found, attempt
+from gdscache.config import Config, GpuConfig, load_config
+from gdscache.errors import DeviceError, PinnedMemoryError
+from gdscache.extents.host import HostExtents
+from gdscache.movers import calibration as calibrate
+from gdscache.movers import choice as paths
+from gdscache.movers import open_mover
+from gdscache.movers.choice import Rates
+from gdscache.movers.cuda import CudaMover
+from gdscache.pages.planes import PagedPlanes
+from gdscache.sizes import about
+from tests.support.doctor_facts import HINT, KEY, MEASURED, PLAIN, WHOLE, changed, lacking
+from tests.support.places import ROOT
+from tests.support.rates import DOWN, UP
+
+pytestmark = pytest.mark.suite
+
+CONFIGS = ROOT / "configs"
+MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128, "page_tokens": 16}  # 64 KiB a layer
+SECTIONS = ["GPU", "Kernels", "GPU <-> CPU", "SSD", "Inference engines"]
+
+NO_COMPILER = changed(
+    WHOLE,
+    compiler=lacking("neither cuda-core nor CuPy is installed", ""),
+    nvrtc=None,
+    built=lacking("cannot build pages.cu"),
+    calibration=None,
+    mover=Found(("copy_engine", "cannot build pages.cu")),
+)
+NOT_PINNED = changed(WHOLE, pinned=lacking("cudaHostRegister answered 2"))
+NO_SUCH_GPU = changed(WHOLE, device=lacking("there are 1 devices"), mover=None)
+
+
+def asks(**sections: Any) -> Asked:
+    return Asked(Config.from_dict({"model": MODEL, "cpu": {}} | sections))
+
+
+def rows(report: Report) -> dict[str, Row]:
+    """Every row by its name; no name is there twice."""
+    found = [row for section in report.sections for row in section.rows]
+    assert len({row.name for row in found}) == len(found)
+    return {row.name: row for row in found}
+
+
+def verdicts(facts: Facts, asked: Asked, verdict: str) -> set[str]:
+    return {row.name for row in rows(doctor.examine(facts, asked)).values() if row.verdict == verdict}
+
+
+# --- verdicts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_machine() -> None:
+    report = doctor.examine(WHOLE, asks())
+    assert not report.failed
+    assert [section.title for section in report.sections] == SECTIONS
+    assert {row.verdict for row in rows(report).values()} == {"ok", "info"}
+    said = rows(report)
+    assert said["torch"].value == "2.11.0, CUDA 13.0"
+    assert said["driver"].value == "580.82.07, CUDA 13.0"
+    assert said["GPU 0"].value == "NVIDIA H200, compute capability 9.0, 140GiB, 132 SMs"
+    assert said["gpu.kernels"].data["implementation"] == "cuda"
+
+
+def test_a_machine_without_a_gpu_lacks_nothing_that_the_defaults_ask_for() -> None:
+    for asked in (defaults(), asks(), asks(cpu={"pin": "off"}, gpu={"device": "cpu", "kernels": "off"})):
+        report = doctor.examine(PLAIN, asked)
+        assert not report.failed
+        assert verdicts(PLAIN, asked, "warn") == set()
+        assert rows(report)["gpu.kernels"].data["implementation"] == "native"
+        assert rows(report)["torch"].value == "2.11.0, without CUDA"
+        assert not {"GPU", "NVRTC", "kernels", "copy engine", "calibration"} & rows(report).keys()  # nothing was tried
+        advised = {name for name, row in rows(report).items() if row.next_step}
+        assert advised == {"driver"}  # all else would be advice to someone who has a GPU
+
+
+def test_a_gpu_that_torch_does_not_see_is_a_warning() -> None:
+    driven = changed(PLAIN, driver=Found(Driver(13000)))
+    assert verdicts(driven, defaults(), "warn") == {"torch"}
+    hidden = changed(PLAIN, torch_cuda="13.0", driver=Found(Driver(13000, "", "cuInit answers 100")))
+    assert verdicts(hidden, defaults(), "warn") == {"driver", "GPU"}
+    assert rows(doctor.examine(hidden, defaults()))["driver"].value == "CUDA 13.0, cuInit answers 100"
+    assert not doctor.examine(hidden, defaults()).failed
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "fails"),
+    [
+        (PLAIN, asks(cpu={"pin": "on"}), {"cpu.pin"}),
+        (NO_SUCH_GPU, asks(gpu={"device": "cuda:7"}), {"gpu.device"}),
+        (NO_SUCH_GPU, asks(gpu={"device": "cuda:7", "kernels": "on"}), {"gpu.device", "gpu.kernels"}),
+        (changed(PLAIN, mover=lacking("the planes are in host memory")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
+        (changed(NO_COMPILER, mover=lacking("cannot build pages.cu")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
+        (NOT_PINNED, asks(cpu={"pin": "on"}), {"cpu.pin"}),
+        (changed(WHOLE, mover=lacking("half of gpu.staging is 131072 bytes")), asks(), {"gpu.kernels"}),
+        (changed(WHOLE, mover=lacking("OutOfMemoryError", "")), asks(), {"gpu.kernels"}),
+    ],
+)
+def test_what_would_not_be_as_asked_for_fails(facts: Facts, asked: Asked, fails: set[str]) -> None:
+    report = doctor.examine(facts, asked)
+    assert {row.name for row in report.failed} == fails
+    assert not report.describe()["ok"]
+    assert all(row.next_step for row in report.failed)
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "warns"),
+    [
+        (NO_COMPILER, asks(), {"compiler", "kernels", "gpu.kernels"}),
+        (NOT_PINNED, asks(), {"page-locking", "cpu.pin"}),
+        (NOT_PINNED, asks(cpu={"pin": "off"}), {"page-locking"}),
+        (changed(WHOLE, api=Found("single")), asks(), {"copy engine"}),
+        (
+            changed(WHOLE, calibration=Found(Kept(MEASURED, "no home", False, False))),
+            asks(),
+            {"calibration"},
+        ),
+        (changed(WHOLE, calibration=lacking("cuMemAlloc")), asks(), {"calibration", "load path", "store path"}),
+        (changed(WHOLE, nvrtc=lacking("no libnvrtc.so.13", "")), asks(), {"NVRTC"}),
+    ],
+)
+def test_what_auto_makes_up_for_is_a_warning(facts: Facts, asked: Asked, warns: set[str]) -> None:
+    assert not doctor.examine(facts, asked).failed
+    assert verdicts(facts, asked, "warn") == warns
+
+
+def test_what_is_switched_off_is_no_warning() -> None:
+    off = changed(WHOLE, mover=Found(("copy_engine", "gpu.kernels is off")))
+    assert verdicts(off, asks(gpu={"kernels": "off"}), "warn") == set()
+    assert "since gpu.kernels is off" in rows(doctor.examine(off, asks(gpu={"kernels": "off"})))["gpu.kernels"].value
+
+
+def test_what_to_install_fits_torch() -> None:
+    said = rows(doctor.examine(changed(NO_COMPILER, torch_cuda="12.8"), asks()))
+    assert "cuda12" in said["compiler"].next_step
+    assert "cuda13" not in said["compiler"].next_step
+    assert said["gpu.kernels"].next_step == HINT
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def test_the_rates_are_those_of_the_calibration() -> None:
+    said = rows(doctor.examine(WHOLE, defaults()))
+    for path, up, down in (("staged", UP.staged, DOWN.staged), ("copy engine", UP.copy_engine, DOWN.copy_engine)):
+        found = [row for name, row in said.items() if name.startswith(f"{path}, pieces of ")]
+        assert [row.data["bytes"] for row in found] == sorted(up)
+        for row, size in zip(found, sorted(up), strict=True):
+            assert row.name == f"{path}, pieces of {about(size)}"
+            assert (row.data["load"], row.data["store"]) == (pytest.approx(up[size]), pytest.approx(down[size]))
+            assert f"load {up[size]:.1f} GB/s" in row.value
+    assert said["zero-copy kernel"].data == {"load": 50.0, "store": 30.0}
+    assert said["staged"].data == {"load": 262144, "store": 65536}
+    assert said["staged"].value == "load: from 256KiB on, store: from 64KiB on"
+    assert said["calibration"].data["seconds"] == 0.5
+    assert said["calibration"].value == "cached, once measured in 0.50 s: /c/calibration.json"
+
+
+def test_where_a_kernel_always_wins_nothing_is_staged() -> None:
+    slow = dataclasses.replace(MEASURED, load=Rates({4096: 3.0, 1 << 20: 20.0}, {1 << 20: 5.0}, 50.0))
+    facts = changed(WHOLE, calibration=Found(Kept(slow, "/c", False, True)))
+    said = rows(doctor.examine(facts, defaults()))
+    assert said["staged"].data == {"load": None, "store": 65536}
+    assert said["staged"].value.startswith("load: never")
+    assert said["calibration"].value == "measured now in 0.50 s: /c"
+
+
+def test_the_paths_of_a_model() -> None:
+    said = rows(doctor.examine(WHOLE, asks()))
+    # 64 KiB a layer and 256 KiB in all: the crossover of loads is at 256 KiB, that of stores at 64 KiB.
+    expected = {"load path, all layers": "staged", "load path, one layer": "zero_copy"}
+    expected |= {"store path, all layers": "staged", "store path, one layer": "staged"}
+    assert {name: said[name].data["path"] for name in expected} == expected
+    assert said["load path, one layer"].data == {
+        "path": "zero_copy",
+        "layers": 1,
+        "extent_bytes": 64 << 10,
+        "plane_bytes": 32 << 10,
+    }
+    assert rows(doctor.examine(WHOLE, defaults())).keys().isdisjoint(name for name in expected)
+
+
+def test_a_load_also_shows_the_group_of_layers_that_it_moves_at_a_time() -> None:
+    said = rows(doctor.examine(WHOLE, asks(model=MODEL | {"layers": 7})))
+    assert said["load path, 4 layers"].data["extent_bytes"] == 256 << 10
+    assert "store path, 4 layers" not in said
+
+
+ODD = {  # layers that a kernel sums only while it moves them: a row of 4,001 bytes a token
+    "name": "m",
+    "kind": "planes",
+    "layers": 2,
+    "dtype": "uint8",
+    "page_tokens": 511,
+    "planes": [{"name": "p", "shape": [4001]}],
+}
+
+
+def test_the_copy_engine_may_do_it_alone_with_checksums_and_without() -> None:
+    large = MODEL | {"page_tokens": 512}  # 1 MiB a plane
+    fast = dataclasses.replace(MEASURED, load=dataclasses.replace(UP, copy_engine={1 << 20: 60.0}))
+    facts = changed(WHOLE, calibration=Found(Kept(fast, "/c", True, True)))
+    for verify in ("once", "always"):
+        said = rows(doctor.examine(facts, asks(model=large, load={"verify": verify})))
+        for path in ("load path, one layer", "store path, one layer"):
+            assert said[path].data["path"] == "copy_engine"
+            assert "checksums" not in said[path].value
+    said = rows(doctor.examine(WHOLE, asks(model=large, load={"verify": "once"})))
+    assert said["load path, one layer"].data["path"] == "copy_engine"
+    said = rows(doctor.examine(WHOLE, asks(model=large, load={"verify": "always"})))
+    assert said["load path, one layer"].data["path"] == "staged"  # with checksums it has to be faster
+
+
+def test_where_the_kernel_that_moves_the_bytes_sums_them_the_copy_engine_is_not_alone() -> None:
+    once, always = (rows(doctor.examine(WHOLE, asks(model=ODD, load={"verify": v}))) for v in ("once", "always"))
+    assert once["load path, one layer"].data["path"] == "copy_engine"
+    assert always["load path, one layer"].data["path"] == "staged"
+    assert once["store path, one layer"].data["path"] == "staged"  # stores always take checksums
+
+
+def test_the_smallest_plane_decides_whether_the_copy_engine_may_do_it_alone() -> None:
+    mla = {"name": "m", "kind": "mla", "layers": 2, "kv_lora_rank": 512, "rope_dim": 64, "page_tokens": 512}
+    said = rows(doctor.examine(WHOLE, asks(model=mla, load={"verify": "once"})))["load path, all layers"]
+    assert (said.data["plane_bytes"], said.data["path"]) == (64 << 10, "staged")
+
+
+def test_a_pool_without_tiers_below_copies_nothing() -> None:
+    said = rows(doctor.examine(WHOLE, asks(cpu=None)))
+    assert "nothing is copied" in said["paths"].value
+    assert not {"cpu.pin", "load path, all layers"} & said.keys()
+
+
+# --- finding out -------------------------------------------------------------------------------------------------
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    def find() -> None:
+        raise error
+
+    return find
+
+
+def test_an_expected_error_is_an_answer() -> None:
+    assert attempt(lambda: 3) == Found(3)
+    assert attempt(raises(PinnedMemoryError("no", "do"))) == Found(None, "no", "do")
+    for error in (ImportError("x"), OSError("x"), RuntimeError("\n x\nat line 3"), MemoryError("x")):
+        assert attempt(raises(error)) == Found(None, f"{type(error).__name__}: x")
+    assert attempt(raises(RuntimeError())) == Found(None, "RuntimeError")
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), TypeError(), KeyError("x"), KeyboardInterrupt()])
+def test_any_other_error_is_not_hidden(error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        attempt(raises(error))
+
+
+def test_nvrtc_that_is_not_there() -> None:
+    lacks = raises(RuntimeError('Failure finding "libnvrtc.so.13"'))
+    missing: Any = SimpleNamespace(nvrtc=lacks)
+    assert "libnvrtc.so.13" in attempt(lambda: kernels.nvrtc_version(missing)).cause
+    found: Any = SimpleNamespace(nvrtc=lambda: (13, 0))
+    assert kernels.nvrtc_version(found) == "13.0"
+
+
+class FakeCuda:
+    """The driver as `find_driver` calls it."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def cuDriverGetVersion(self, number: Any) -> int:  # noqa: N802
+        number._obj.value = 12080
+        return 0
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return self.code
+
+    def cuGetErrorName(self, code: int, text: Any) -> int:  # noqa: N802
+        text._obj.value = b"CUDA_ERROR_NO_DEVICE"
+        return 0
+
+
+def test_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", raises_for(OSError("libcuda.so.1: cannot open")))
+    with pytest.raises(DeviceError, match="no CUDA driver"):
+        gpu.find_driver()
+    monkeypatch.setattr(gpu, "DRIVER_VERSION", tmp_path / "version")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeCuda(100))
+    assert gpu.find_driver() == Driver(12080, "", "cuInit answers 100 (CUDA_ERROR_NO_DEVICE)")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeCuda(0))
+    for line in (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Fri Jan 10 20:14:31 UTC 2025",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (root@x)",
+    ):
+        (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.3.0\n")
+        assert gpu.find_driver() == Driver(12080, "570.86.10")
+
+
+def raises_for(error: Exception) -> Callable[[str], None]:
+    return lambda name: raises(error)()
+
+
+def test_the_gpu_to_look_at() -> None:
+    for device, index in ((WHOLE.device, 0), (Found("cuda:3"), 3), (Found("cpu"), 0), (lacking("cuda:9"), 0)):
+        assert gpu.gpu_to_look_at(WHOLE.devices, device) == torch.device("cuda", index)
+    assert gpu.gpu_to_look_at(PLAIN.devices, PLAIN.device) is None
+
+
+def test_a_calibration_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(copies, "Driver", lambda device: SimpleNamespace())
+    monkeypatch.setattr(copies, "CopyEngine", lambda driver: SimpleNamespace(api="batch_13"))
+    monkeypatch.setattr(calibrate, "calibration_key", lambda driver, engine: dict(KEY))
+    monkeypatch.setattr(calibrate, "measure", lambda driver, key: MEASURED)
+    monkeypatch.setenv("GDSCACHE_CACHE_DIR", str(tmp_path))
+    device, file = torch.device("cuda", 0), str(paths.cache_file(KEY))
+
+    def found(*, recalibrate: bool = False) -> Kept:
+        return copies.find_calibration(device, recalibrate=recalibrate)
+
+    assert found() == Kept(MEASURED, file, cached=False, kept=True)
+    assert found() == Kept(MEASURED, file, cached=True, kept=True)
+    assert found(recalibrate=True) == Kept(MEASURED, file, cached=False, kept=True)
+    monkeypatch.setenv("GDSCACHE_CACHE_DIR", "/proc")
+    assert found() == Kept(MEASURED, str(paths.cache_file(KEY)), cached=False, kept=False)
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """Run `gdscache doctor` with a cache of its own: (exit status, stdout, stderr)."""
+    monkeypatch.setenv("GDSCACHE_CACHE_DIR", str(tmp_path / "calibration"))
+
+    def runs(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gdscache", "doctor", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, *capfd.readouterr()
+
+    return runs
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"model: {{name: m, layers: 4, kv_heads: 8, head_dim: 128}}\n{text}\n", encoding="utf-8")
+    return file
+
+
+def by_name(out: str) -> dict[str, Any]:
+    return {row["name"]: row for section in json.loads(out)["sections"] for row in section["rows"]}
+
+
+def test_the_defaults_work_everywhere(run) -> None:
+    status, out, _ = run("--json")
+    said = json.loads(out)
+    assert (status, said["ok"]) == (0, True)
+    assert [section["title"] for section in said["sections"]] == SECTIONS
+    assert set(by_name(out)["torch"]) == {"name", "value", "verdict", "next_step", "data"}
+    assert by_name(out)["torch"]["data"] == {"version": torch.__version__, "cuda": torch.version.cuda}
+    assert "fail" not in {row["verdict"] for row in by_name(out).values()}
+
+
+def test_a_host_pool_is_copied_by_numpy_and_the_table_says_what_the_json_says(
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, looked, look = CONFIGS / "cpu_only.yaml", list[Facts](), doctor.find
+
+    def look_once(asked: Asked, **options: bool) -> Facts:
+        if not looked:
+            looked.append(look(asked, **options))
+        return looked[0]
+
+    monkeypatch.setattr(doctor, "find", look_once)
+    status, as_json, _ = run("--json", "--config", file)
+    assert status == 0
+    assert by_name(as_json)["gpu.kernels"]["data"]["implementation"] == "native"
+    assert by_name(as_json)["gpu.device"]["data"] == "cpu"
+    assert by_name(as_json)["cpu.pin"]["data"] == {"pinned": False}
+    status, out, err = run("--config", file)
+    assert (status, err) == (0, "")
+    assert out.rstrip().endswith(f"{file}: no check fails")
+    lines = [line.split() for line in out.splitlines()]
+    for name, row in by_name(as_json).items():
+        assert any(line[: 1 + len(name.split())] == [row["verdict"], *name.split()] for line in lines), name
+
+
+@pytest.mark.parametrize(
+    ("text", "fails"),
+    [
+        ("gpu: {device: 'cuda:99'}", {"gpu.device"}),
+        ("gpu: {device: cpu, kernels: on}", {"gpu.kernels"}),
+        ("gpu: {device: 'cuda:99', kernels: on}", {"gpu.device", "gpu.kernels"}),
+    ],
+)
+def test_status_1_where_the_config_asks_for_what_is_not_there(run, tmp_path: Path, text: str, fails: set[str]) -> None:
+    file = written(tmp_path, text)
+    status, out, _ = run("--config", file, "--json")
+    assert (status, json.loads(out)["ok"]) == (1, False)
+    failed = {name: row for name, row in by_name(out).items() if row["verdict"] == "fail"}
+    assert set(failed) == fails
+    assert all(row["next_step"] for row in failed.values())
+    status, out, err = run("--config", file)
+    assert status == 1
+    assert "Traceback" not in out + err
+    for name in fails:
+        assert name in " ".join(out.splitlines()[-3:])  # the last sentence, which a long path wraps
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which gives what is asked for")
+def test_status_1_where_a_gpu_is_asked_for_and_there_is_none(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "TRANSPORTS", ("posix",))  # each one costs a child; all are tried for cpu_only.yaml
+    status, out, _ = run("--json", "--config", CONFIGS / "three_tier_gds.yaml")
+    assert status == 1
+    failed = {name for name, row in by_name(out).items() if row["verdict"] == "fail"}
+    always = {"gpu.device", "gpu.kernels", "cpu.pin", "ssd.gds"}  # cufile reads into host memory where there is no GPU
+    assert always <= failed <= always | {"free space", "ssd.direct_io"}  # by the disk of this machine
+
+
+@pytest.mark.parametrize("text", ["gpu: {kernels: maybe}", "gpuu: {}"])
+def test_a_config_that_is_refused_is_status_2(run, tmp_path: Path, text: str) -> None:
+    status, out, err = run("--config", written(tmp_path, text), "--json")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert run("--config", tmp_path / "none.yaml")[0] == 2
+
+
+def test_what_looks_like_markup_is_shown_as_it_is() -> None:
+    report = Report((doctor.Section("[red]s", (Row("[b]n[/b]", "[i]v[/i]", "warn", "[u]do"),)),))
+    shown = "\n".join(line for table in doctor.tables(report) for line in table.lines(80))
+    assert all(part in shown for part in ("[red]s", "[b]n[/b]", "[i]v[/i]", "[u]do"))
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_gpu_is_calibrated_once(run, tmp_path: Path) -> None:
+    status, out, _ = run("--json", "--config", CONFIGS / "llama3_8b.yaml")
+    first = by_name(out)
+    failed = {name for name, row in first.items() if row["verdict"] == "fail"}
+    assert failed <= {"free space"}  # the config asks for 256 GiB of SSD
+    assert status == bool(failed)
+    assert first["gpu.kernels"]["data"] == {"implementation": "cuda", "cause": ""}
+    assert first["kernels"]["data"] > 0
+    assert first["cpu.pin"]["data"] == {"pinned": True}
+    calibration = first["calibration"]["data"]
+    assert calibration["seconds"] > 0
+    assert (calibration["cached"], calibration["kept"]) == (False, True)
+    assert [str(file) for file in (tmp_path / "calibration").glob("*.json")] == [calibration["file"]]
+    for path, pieces in (("staged", calibrate.PIECES), ("copy engine", calibrate.ENGINE_PIECES)):
+        sizes = [row["data"]["bytes"] for name, row in first.items() if name.startswith(f"{path}, pieces of ")]
+        assert sizes == sorted(pieces)
+    assert first["load path, all layers"]["data"]["path"] in ("staged", "zero_copy", "copy_engine")
+    again = by_name(run("--json")[1])["calibration"]["data"]
+    assert again == calibration | {"cached": True}
+    anew = by_name(run("--json", "--recalibrate")[1])["calibration"]["data"]
+    assert not anew["cached"]
+    assert anew["seconds"] != calibration["seconds"]
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", ["llama3_8b", "deepseek_v3_mla"])
+def test_the_paths_are_those_that_the_mover_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    monkeypatch.setenv("GDSCACHE_CACHE_DIR", str(tmp_path))
+    layout = load_config(CONFIGS / f"{name}.yaml").model.layout()
+    planes = PagedPlanes.allocate(layout, 1, torch.device("cuda", 0))
+    mover = open_mover(planes, GpuConfig())
+    extents = HostExtents(layout, layout.extent_bytes, "on")
+    try:
+        assert isinstance(mover, CudaMover)
+        for direction in copies.DIRECTIONS:
+            for row in copies.model_paths(layout, direction, "auto", mover.paths.calibration, sums=True):
+                layers = range(row.data["layers"])
+                assert row.data["path"] == mover.path(direction, extents, layers, sums=True), row.name
+    finally:
+        mover.close()
+        extents.close()

@@ -1,0 +1,700 @@
+"""The SSD section of `gdscache doctor`: what it finds below a directory, tries in it, and makes of that."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import gzip
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdscache import cli
+from gdscache.commands.doctor import disk, storage, trial
+from gdscache.commands.doctor.facts import Asked, Directory, Facts, Mount, Place, Space, Ssd, defaults
+from gdscache.commands.doctor.report import Found, Row
+from gdscache.commands.doctor.ssd import ssd_rows
+from gdscache.commands.doctor.trial import Moved
+from gdscache.config import Config
+from gdscache.disk.directory import CacheDirectory
+from gdscache.disk.slab import slab_name
+from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
+from gdscache.sizes import GIB, MIB
+from tests.support.doctor_facts import PLAIN, WHOLE
+from tests.support.helpers import WAIT
+from tests.support.native_parts import has_ring
+from tests.support.posix_transport import PosixTransport
+from tests.support.transport_parts import refuse_ring
+
+pytestmark = pytest.mark.suite
+
+MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128}
+NO_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+
+
+# --- a machine made of files -------------------------------------------------------------------------------------
+
+
+def put(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def link(root: Path, name: str, target: str) -> None:
+    """A relative link from `name` to `target`, both below `root`."""
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(os.path.relpath(root / target, path.parent))
+
+
+MOUNTS = """\
+21 1 254:0 / / rw,relatime - ext4 /dev/vda rw,data=ordered
+22 21 259:1 / /mnt/nvme rw,noatime shared:1 - xfs /dev/nvme0n1p1 rw,attr2
+23 21 0:30 / /mnt/nvme\\0402 rw - tmpfs tmpfs rw,size=1g
+24 21 9:0 / /raid rw - ext4 /dev/md0 rw
+25 21 0:40 / /dev/shm rw - tmpfs first rw
+26 21 0:41 / /dev/shm rw - tmpfs second rw
+"""
+PCI = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0"
+
+
+def nvme(root: Path, name: str = "nvme0", pci: str = PCI, width: int = 4, node: int = 1) -> str:
+    """An NVMe disk with a partition; the path of the disk."""
+    block = f"{pci}/nvme/{name}/{name}n1"
+    put(
+        root,
+        {
+            f"{pci}/current_link_speed": "16.0 GT/s PCIe\n",
+            f"{pci}/max_link_speed": "32.0 GT/s PCIe\n",
+            f"{pci}/current_link_width": f"{width}\n",
+            f"{pci}/max_link_width": "4\n",
+            f"{pci}/numa_node": f"{node}\n",
+            f"{pci}/nvme/{name}/model": "FAST 9000   \n",
+            f"{block}/queue/rotational": "0\n",
+            f"{block}/{name}n1p1/partition": "1\n",
+        },
+    )
+    link(root, f"{block}/device", f"{pci}/nvme/{name}")
+    return block
+
+
+def test_the_mount_is_the_innermost_and_the_last(tmp_path: Path) -> None:
+    put(tmp_path, {"proc/self/mountinfo": MOUNTS})
+
+    def mounted(path: str) -> tuple[str, str]:
+        found = disk.find_mount(Path(path), tmp_path)
+        return found.file_system, found.device
+
+    assert mounted("/mnt/nvme/a/b") == ("xfs", "259:1")
+    assert mounted("/mnt/nvmes") == ("ext4", "254:0")  # a longer name is not inside
+    assert mounted("/mnt/nvme 2/x") == ("tmpfs", "0:30")
+    assert mounted("/dev/shm") == ("tmpfs", "0:41")
+    assert disk.find_mount(Path("/mnt/nvme"), tmp_path).options == "rw,noatime,attr2"
+    with pytest.raises(OSError, match="mountinfo"):
+        disk.find_mount(Path("/"), tmp_path / "none")
+
+
+def disks(root: Path, mount: Mount, gpu_node: int | None = None) -> dict[str, Row]:
+    return {row.name: row for row in disk.disk_rows(mount, gpu_node, root)}
+
+
+NVME = Mount("xfs", "/dev/nvme0n1p1", "259:1", "")
+
+
+def test_a_partition_of_an_nvme_disk(tmp_path: Path) -> None:
+    block = nvme(tmp_path)
+    link(tmp_path, "sys/dev/block/259:1", f"{block}/nvme0n1p1")
+    found = disks(tmp_path, NVME, 1)
+    assert {name: row.value for name, row in found.items()} == {
+        "disk nvme0n1": "FAST 9000, not rotational",
+        "PCIe link of nvme0n1": "16 GT/s x4 of 32 GT/s x4",
+        "NUMA node of nvme0n1": "disk 1, gpu 1",
+    }
+    assert found["PCIe link of nvme0n1"].data == {"speed": 16.0, "width": 4, "max_speed": 32.0, "max_width": 4}
+    assert "NUMA node of nvme0n1" not in disks(tmp_path, NVME)  # of no use without a GPU's
+
+
+@pytest.mark.parametrize(
+    ("change", "node", "warns"),
+    [
+        ({}, 1, set()),
+        ({}, 0, {"NUMA node of nvme0n1"}),
+        ({f"{PCI}/current_link_speed": "16.0 GT/s PCIe"}, 1, {"PCIe link of nvme0n1"}),
+        ({f"{PCI}/current_link_width": "2"}, 1, {"PCIe link of nvme0n1"}),
+        ({f"{PCI}/nvme/nvme0/nvme0n1/queue/rotational": "1"}, 1, {"disk nvme0n1"}),
+    ],
+)
+def test_a_disk_that_is_slow_or_far_away(tmp_path: Path, change: dict[str, str], node: int, warns: set[str]) -> None:
+    block = nvme(tmp_path)
+    link(tmp_path, "sys/dev/block/259:1", f"{block}/nvme0n1p1")
+    put(tmp_path, {f"{PCI}/current_link_speed": "32.0 GT/s PCIe"} | change)
+    found = disks(tmp_path, NVME, node)
+    assert {name for name, row in found.items() if row.verdict == "warn"} == warns
+    assert all(bool(row.next_step) == (row.verdict == "warn") for row in found.values())
+
+
+def test_the_disks_of_a_raid(tmp_path: Path) -> None:
+    put(tmp_path, {"sys/devices/virtual/block/md0/queue/rotational": "0"})
+    for index in range(2):
+        block = nvme(tmp_path, f"nvme{index}", f"sys/devices/pci0000:00/0000:0{index + 1}:00.0", 2 + index, -1)
+        link(tmp_path, f"sys/devices/virtual/block/md0/slaves/nvme{index}n1p1", f"{block}/nvme{index}n1p1")
+    link(tmp_path, "sys/dev/block/9:0", "sys/devices/virtual/block/md0")
+    found = disks(tmp_path, Mount("ext4", "/dev/md0", "9:0", ""), 0)
+    widths = {name: row.data["width"] for name, row in found.items() if name.startswith("PCIe")}
+    assert widths == {"PCIe link of nvme0n1": 2, "PCIe link of nvme1n1": 3}
+    assert not any(name.startswith("NUMA") for name in found)  # -1: not known
+
+
+def test_a_disk_of_an_nvme_subsystem_has_the_link_of_its_controller(tmp_path: Path) -> None:
+    nvme(tmp_path)
+    subsystem = "sys/devices/virtual/nvme-subsystem/nvme-subsys0"
+    put(tmp_path, {f"{subsystem}/nvme0n1/queue/rotational": "0"})
+    link(tmp_path, f"{subsystem}/nvme0", f"{PCI}/nvme/nvme0")
+    link(tmp_path, "sys/dev/block/259:0", f"{subsystem}/nvme0n1")
+    found = disks(tmp_path, Mount("xfs", "/dev/nvme0n1", "259:0", ""), 1)
+    assert found["disk nvme0n1"].value == "FAST 9000, not rotational"
+    assert found["PCIe link of nvme0n1"].data["width"] == 4
+    assert found["NUMA node of nvme0n1"].verdict == "ok"
+
+
+def test_a_file_system_with_a_number_of_its_own_is_found_by_its_source(tmp_path: Path) -> None:
+    put(tmp_path, {"sys/class/block/vdz/queue/rotational": "1"})
+    found = disks(tmp_path, Mount("btrfs", "/dev/vdz", "0:50", ""))
+    assert {name: row.value for name, row in found.items()} == {"disk vdz": "model not known, rotational"}
+    assert disks(tmp_path, Mount("tmpfs", "tmpfs", "0:41", "")) == {}
+
+
+def kernel(root: Path, device: str = "259:1", *, has_gpu: bool = True) -> dict[str, Row]:
+    return {row.name: row for row in disk.gds_rows(device, has_gpu=has_gpu, root=root)}
+
+
+def test_what_the_kernel_shows_of_gds(tmp_path: Path) -> None:
+    nothing = kernel(tmp_path, has_gpu=False)
+    assert {row.verdict for row in nothing.values()} == {"info"}
+    assert not any(row.next_step for row in nothing.values())
+    assert nothing["nvidia-fs"].data == {"loaded": False, "version": "", "counts": None}
+    assert nothing["/proc/modules"].value.startswith("missing")
+    assert nothing["IOMMU"].data == {"groups": 0, "arguments": ""}
+    assert kernel(tmp_path)["/run/udev"].verdict == "warn"
+    assert set(nothing["P2PDMA"].data.values()) == {None}
+    put(
+        tmp_path,
+        {
+            "proc/modules": "nvidia_fs 323584 0 - Live 0x0\nnvidia 1 0 - Live 0x0\n",
+            "proc/driver/nvidia-fs/version": "version: 2.26.6\n",
+            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07\n",
+            "proc/driver/nvidia/params": 'EnableMSI: 1\nRegistryDwords: "RMForceStaticBar1=1;"\n',
+            "proc/sys/kernel/osrelease": "6.10.3-generic\n",
+            "proc/cmdline": "quiet intel_iommu=on iommu=pt noiommu_x\n",
+            "sys/module/nvidia_fs/parameters/rw_stats_enabled": "1\n",
+            "sys/module/nvme_core/parameters/multipath": "N\n",
+            "sys/kernel/iommu_groups/0/type": "identity\n",
+            "boot/config-6.10.3-generic": "CONFIG_PCI=y\nCONFIG_PCI_P2PDMA=y\n",
+            "run/udev/data/b259:1": "E:ID_FS_TYPE=xfs\n",
+        },
+    )
+    found = kernel(tmp_path)
+    assert {name for name, row in found.items() if row.verdict == "ok"} == {"nvidia-fs", "/run/udev"}
+    assert found["nvidia-fs"].data == {"loaded": True, "version": "2.26.6", "counts": True}
+    assert found["IOMMU"].data == {"groups": 1, "arguments": "intel_iommu=on iommu=pt"}
+    assert set(found["P2PDMA"].data.values()) == {True}
+    assert "/proc/modules" not in found
+    for device in ("259:2", ""):
+        assert (row := kernel(tmp_path, device)["/run/udev"]).verdict == "warn"
+        assert "udev" in row.next_step
+    put(
+        tmp_path,
+        {
+            "proc/modules": "nvidia_fs_not 1 0\n",
+            "proc/sys/kernel/osrelease": "5.15.0",
+            "sys/module/nvidia_fs/parameters/rw_stats_enabled": "0\n",
+        },
+    )
+    assert kernel(tmp_path)["nvidia-fs"].verdict == "warn"  # nothing is counted
+    (tmp_path / "proc/driver/nvidia-fs/version").unlink()
+    (tmp_path / "proc/config.gz").write_bytes(gzip.compress(b"# CONFIG_PCI_P2PDMA is not set\n"))
+    (tmp_path / "sys/module/nvme_core/parameters/multipath").unlink()
+    found = kernel(tmp_path)
+    assert found["nvidia-fs"].verdict == "info"
+    assert found["P2PDMA"].value == "lacks kernel 6.2 or newer, CONFIG_PCI_P2PDMA; cannot be seen: NVMe multipath off"
+
+
+def test_the_numa_node_of_a_gpu(tmp_path: Path) -> None:
+    put(
+        tmp_path,
+        {"sys/bus/pci/devices/0000:18:00.0/numa_node": "1", "sys/bus/pci/devices/0000:19:00.0/numa_node": "-1"},
+    )
+    assert [disk.gpu_numa_node(f"0000:{bus}:00.0", tmp_path) for bus in (18, 19, 20)] == [1, None, None]
+
+
+def test_libcufile_is_found_in_the_system_and_in_wheels(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"libcufile\.so is not found"):
+        storage.find_cufile(tmp_path, [])
+    put(tmp_path, {"wheels/nvidia/cu13/lib/libcufile.so.0": ""})
+    assert storage.find_cufile(tmp_path, [str(tmp_path / "wheels")]).endswith("cu13/lib/libcufile.so.0")
+    put(tmp_path, {"usr/local/cuda-13.0/targets/x86_64-linux/lib/libcufile.so.1.15": ""})
+    assert storage.find_cufile(tmp_path, []).endswith("libcufile.so.1.15")
+
+
+# --- a real directory --------------------------------------------------------------------------------------------
+
+
+def answered(name: str = "posix", **changes: Any) -> Found[Moved]:
+    facts = Moved(name, "host", "host", True, 32 * MIB, 0.01, 0.02, "configured")
+    return Found(dataclasses.replace(facts, **changes))
+
+
+def look(asked: Asked, directory: Path) -> Ssd:
+    return storage.find_ssd(asked, directory, "cpu", has_gpu=False)
+
+
+@pytest.fixture
+def no_children(monkeypatch: pytest.MonkeyPatch) -> list[trial.Trial]:
+    """No child is started: what would be tried, each with an answer."""
+    asked: list[trial.Trial] = []
+
+    def tried(wanted: trial.Trial, deadline_s: float) -> Found[Moved]:
+        asked.append(wanted)
+        Path(wanted.directory, "left").touch()
+        return answered(wanted.transport)
+
+    monkeypatch.setattr(storage, "try_transport", tried)
+    monkeypatch.setattr(storage, "find_package", lambda name: Found(None, f"{name} is not installed"))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("route", "cpu", "device", "kinds", "expected"),
+    [
+        ("auto", True, "cpu", ("host",), "via_cpu (the transport moves host memory, the planes are on cpu)"),
+        ("auto", True, "cuda:0", ("cuda", "host"), "direct or via_cpu, whichever is faster when the engine opens"),
+        ("auto", False, "cuda:0", ("cuda",), "direct (the transport moves GPU memory only)"),
+        ("auto", True, "cuda:0", ("cuda",), None),  # a CPU tier that nothing could fill
+        ("via_cpu", True, "cuda:0", ("cuda", "host"), "via_cpu (configured)"),
+        ("direct", True, "cuda:0", ("cuda", "host"), "direct (configured)"),
+        ("direct", True, "cpu", ("host",), None),
+        ("direct", True, "cuda:0", ("host",), None),
+    ],
+)
+def test_the_route_is_what_an_engine_would_take(
+    route: str, cpu: bool, device: str, kinds: tuple[str, ...], expected: str | None
+) -> None:
+    asked = Asked(Config.from_dict({"model": MODEL, "ssd": {"path": "/x", "route": route}, "cpu": {} if cpu else None}))
+    moved = answered(kinds=kinds).value
+    assert moved is not None
+    if expected is None:
+        with pytest.raises(TransportUnavailableError):
+            storage.find_route(asked, moved, device)
+    else:
+        assert storage.find_route(asked, moved, device) == expected
+
+
+def test_a_directory_that_does_not_exist_is_not_made(no_children: list[trial.Trial], tmp_path: Path) -> None:
+    whole = look(defaults(), tmp_path / "a/b")
+    found = whole.places[0]
+    assert (found.directory.exists, found.directory.place, found.directory.problem) == (False, str(tmp_path), "")
+    assert list(tmp_path.iterdir()) == []
+    assert [tried.transport for tried in no_children] == ["posix", "uring"]
+    assert all(Path(tried.directory).is_relative_to(tmp_path) for tried in no_children)
+    assert found.mount.value
+    assert found.space.value
+    assert found.direct_io
+    json.dumps(dataclasses.asdict(whole))  # all of it is plain data
+
+
+def test_a_file_in_the_way(no_children: list[trial.Trial], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file/below"):
+        found = look(defaults(), path)
+        assert "is not a directory" in found.places[0].directory.problem
+        row = named(dataclasses.replace(PLAIN, ssd=found))["directory"]
+        assert (row.verdict, bool(row.next_step)) == ("fail", True)
+    assert no_children == []
+
+
+@NO_ROOT
+def test_a_directory_that_may_not_be_written(no_children: list[trial.Trial], tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    found = look(defaults(), tmp_path)
+    assert "Permission denied" in found.places[0].directory.problem
+    assert no_children == []
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
+def test_read_only_and_full(
+    no_children: list[trial.Trial], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
+) -> None:
+    def refuses(**_: object) -> str:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(storage.tempfile, "mkdtemp", refuses)
+    found = look(defaults(), tmp_path)
+    assert os.strerror(code) in found.places[0].directory.problem
+    assert found.trials == {}
+    with pytest.raises(DirectoryNotWritableError, match=os.strerror(code)), storage.scratch(tmp_path):
+        pass
+
+
+def test_an_engine_in_the_directory_is_named(tmp_path: Path) -> None:
+    if not Path("/proc/locks").exists():
+        pytest.skip("the kernel shows no locks")
+    with CacheDirectory.open(tmp_path):
+        found = storage.find_directory(tmp_path, tmp_path)
+    assert f"process {os.getpid()}" in found.holder
+    assert storage.find_directory(tmp_path, tmp_path).holder == ""
+
+
+def test_free_space_counts_the_slab_that_is_there(tmp_path: Path) -> None:
+    assert storage.find_space(tmp_path, tmp_path).slab == 0
+    for number in (0, 2):
+        with (tmp_path / slab_name(number)).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, (number + 1) * MIB)
+    assert storage.find_space(tmp_path, tmp_path).slab >= MIB
+    assert storage.find_space(tmp_path, tmp_path, 1).slab == 0
+    assert storage.find_space(tmp_path, tmp_path, 2).slab >= 3 * MIB
+
+
+def test_what_is_tried_is_what_the_config_asks_for(no_children: list[trial.Trial], tmp_path: Path) -> None:
+    def tries(**ssd: Any) -> list[tuple[str, str, str, int]]:
+        no_children.clear()
+        asked = Asked(Config.from_dict({"model": MODEL, "ssd": {"path": str(tmp_path), **ssd}}))
+        chosen = look(asked, tmp_path).places[0].chosen
+        assert chosen
+        assert chosen.value
+        assert chosen.value.name == ssd.get("transport", "auto")
+        return [(one.transport, one.direct_io, one.gds, one.threads) for one in no_children]
+
+    each = [(name, "auto", "auto", 3) for name in ("posix", "uring")]
+    assert tries(transport="posix", threads=3) == each  # once, although it is the chosen one
+    assert tries(transport="uring", threads=3) == each
+    assert tries(gds="off", direct_io="off") == [(name, "off", "off", 8) for name in ("posix", "uring", "auto")]
+    assert tries(transport="kvikio", gds="on", direct_io="on")[2] == ("kvikio", "auto", "auto", 8)
+
+
+def test_every_directory_of_the_slab_is_looked_at_with_the_transport_of_the_first(
+    no_children: list[trial.Trial], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    paths = [tmp_path / name for name in ("a", "b", "c")]
+    for path in paths[:2]:
+        path.mkdir()
+    paths[2].touch()  # no directory
+    answers = {"auto": answered("uring"), "uring": answered("uring", direct=False)}
+
+    def tried(wanted: trial.Trial, deadline_s: float) -> Found[Moved]:
+        no_children.append(wanted)
+        return answers.get(wanted.transport, answered(wanted.transport))
+
+    monkeypatch.setattr(storage, "try_transport", tried)
+    ssd = {"path": str(paths[0]), "stripes": [str(path) for path in paths[1:]], "direct_io": "on", "capacity": "64MiB"}
+    asked = Asked(Config.from_dict({"model": MODEL, "ssd": ssd}))
+    found = look(asked, paths[0])
+    places = [(one.transport, Path(one.directory).relative_to(tmp_path).parts[0]) for one in no_children]
+    assert places == [("posix", "a"), ("uring", "a"), ("auto", "a"), ("uring", "b")]
+    rows = named(dataclasses.replace(PLAIN, ssd=found), asked)
+    assert rows["ssd.direct_io"].verdict == "ok"
+    assert rows["ssd.direct_io, stripe 1"].verdict == "fail"
+    assert rows["ssd.transport, stripe 1"].value == "auto: uring"
+    assert rows["directory, stripe 2"].verdict == "fail"
+    assert rows["directory, stripe 2"].next_step == "set ssd.stripes to a directory"
+    assert "ssd.transport, stripe 2" not in rows
+    assert [path.name for path in paths[0].iterdir()] == [path.name for path in paths[1].iterdir()] == []
+    elsewhere = Asked(asked.config, directory=tmp_path)
+    assert len(look(elsewhere, tmp_path).places) == 1
+    json.dumps(dataclasses.asdict(found))
+
+
+# --- a trial -----------------------------------------------------------------------------------------------------
+
+
+def a_trial(directory: Path, transport: str = "posix", **changes: Any) -> trial.Trial:
+    return trial.Trial(transport, str(directory), "cpu", 2, "off", "off", **{"nbytes": 2 * MIB} | changes)
+
+
+def test_a_trial_says_what_it_moved_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_ring(monkeypatch)
+    found = trial.carry_out(a_trial(tmp_path, "auto"))
+    said = (found.name, found.memory, found.word, found.direct, found.nbytes)
+    assert said == ("posix", "host", "host", False, 2 * MIB)
+    assert found.reason == "the device is cpu; no io_uring: io_uring_setup answers Operation not permitted"
+    assert min(found.write_s, found.read_s) > 0
+
+
+def test_counters_of_others_make_no_gds_of_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter(range(100))
+    monkeypatch.setattr(trial, "gds_operations", lambda: (n := next(counts), n))
+    assert trial.carry_out(a_trial(tmp_path)).word == "host"
+
+
+@pytest.mark.parametrize(
+    ("kind", "described", "counted", "word"),
+    [
+        ("cuda", {"compat": "off"}, True, "gds"),
+        ("cuda", {"compat": "off"}, False, "compat"),
+        ("cuda", {"compat": "on"}, True, "compat"),  # kvikio without cuFile: others were counted
+        ("cuda", {"gds": False}, True, "compat"),
+        ("cuda", {"gds": True}, True, "gds"),
+        ("cuda", {}, False, "compat"),
+        ("host", {"compat": "off", "gds": True}, True, "host"),
+    ],
+)
+def test_gds_is_said_only_of_what_was_counted(kind: str, described: Any, counted: bool, word: str) -> None:
+    assert trial.word_for(kind, described, counted=counted) == word
+
+
+class Forgetful(PosixTransport):
+    """Reads nothing, and says that it did."""
+
+    def move(self, run: Any) -> Any:
+        moved = super().move(run)
+        for piece in run.pieces if run.op.value == "read" else ():
+            piece.memory[5:9] = bytes(4)
+        return moved
+
+
+def test_bytes_that_differ_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="the bytes read into memory are not those written, from "):
+        trial.carry_out(a_trial(tmp_path, f"{__name__}:Forgetful"))
+
+
+HANGS = """
+import os, subprocess, sys
+grandchild = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+with open(os.environ["PIDS"], "w") as file:
+    file.write(f"{os.getpid()} {grandchild.pid}")
+while True:
+    pass
+"""
+MODULE = """
+import os
+from tests.support.posix_transport import PosixTransport
+
+class Dies(PosixTransport):
+    def flush(self, file):
+        os.abort()
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Transports that a child can import; the file for the pids of the one that hangs."""
+    (tmp_path / "broken_transports.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    yield tmp_path / "pids"
+    for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else ():
+        if alive(int(pid)):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_transport_that_hangs_is_killed_with_what_it_started(
+    module: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trial, "_CODE", HANGS)
+    place = tmp_path / "ssd"
+    place.mkdir()
+    began = time.monotonic()
+    with storage.scratch(place) as own:
+        found = trial.try_transport(a_trial(own), 3.0)
+    assert time.monotonic() - began < WAIT
+    assert found.value is None
+    assert "no answer within 3 s: killed" in found.cause
+    assert found.hint
+    assert list(place.iterdir()) == []
+    pids = [int(pid) for pid in module.read_text().split()]  # it had come so far
+    deadline = time.monotonic() + WAIT
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(alive, pids))
+
+
+def test_a_transport_that_dies_is_an_answer(module: Path, tmp_path: Path) -> None:
+    found = trial.try_transport(a_trial(tmp_path, "broken_transports:Dies"))
+    assert found.value is None
+    assert "exit status -6" in found.cause
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+
+PLACE = Place(
+    directory=Directory("/mnt/nvme", True, "/mnt/nvme", "me", "drwx------"),
+    space=Found(Space(100 * GIB, 10**6, 0)),
+    mount=Found(Mount("xfs", "/dev/nvme0n1", "259:0", "rw")),
+    direct_io=Found(""),
+    chosen=answered("kvikio", memory="cuda", word="gds", kinds=("cuda", "host")),
+)
+BEST = Ssd(
+    places=(PLACE,),
+    kernel=(),
+    packages={"libcufile": Found("/usr/lib/libcufile.so"), "kvikio": Found("26.10"), "nixl": Found("1.5.1")},
+    trials={"posix": answered(), "kvikio": answered("kvikio", memory="cuda", word="gds")},
+    route=Found("direct (configured)"),
+)
+
+
+def wanting(**ssd: Any) -> Asked:
+    return Asked(Config.from_dict({"model": MODEL, "ssd": {"path": "/mnt/nvme", **ssd}}))
+
+
+def named(facts: Facts, asked: Asked | None = None) -> dict[str, Row]:
+    rows = list(ssd_rows(facts, asked or defaults()))
+    assert len({row.name for row in rows}) == len(rows)
+    return {row.name: row for row in rows}
+
+
+def judged(asked: Asked | None = None, stripes: tuple[Place, ...] = (), **changes: Any) -> dict[str, Row]:
+    """Rows of the best machine, with fields of `Ssd` and of its first `Place` replaced."""
+    mine = {name: changes.pop(name) for name in list(changes) if name in PLACE.__dataclass_fields__}
+    places = (dataclasses.replace(PLACE, **mine), *stripes)
+    return named(dataclasses.replace(WHOLE, ssd=dataclasses.replace(BEST, places=places, **changes)), asked)
+
+
+def test_without_a_directory_the_section_says_so() -> None:
+    (row,) = ssd_rows(WHOLE, defaults())
+    assert (row.verdict, row.next_step) == ("info", "")
+    assert "none was given" in row.value
+
+
+def test_the_best_machine_gets_all_that_can_be_asked_for() -> None:
+    rows = judged(wanting(transport="kvikio", gds="on", direct_io="on"))
+    assert {row.verdict for row in rows.values()} == {"ok"}
+    assert rows["ssd.gds"].data == "gds"
+    assert "32MiB of GPU memory (gds)" in rows["transport kvikio"].value
+    assert rows["transport posix"].data["write_gb_s"] == pytest.approx(3.3554432)
+
+
+NOTHING = {"ssd.transport", "ssd.gds"}
+COMPAT = answered("kvikio", memory="cuda", word="compat")
+HELD = dataclasses.replace(PLACE.directory, holder="process 7")
+
+
+@pytest.mark.parametrize(
+    ("changes", "ssd", "verdict", "names"),
+    [
+        ({"chosen": COMPAT}, {"gds": "on"}, "fail", {"ssd.gds"}),
+        ({"chosen": answered()}, {"gds": "on", "transport": "posix"}, "fail", {"ssd.gds"}),
+        ({"chosen": COMPAT}, {"gds": "auto"}, "fail", set()),
+        ({"route": Found(None, "the planes are on cpu", "set it to auto")}, {"route": "direct"}, "fail", {"ssd.route"}),
+        ({"chosen": answered(direct=False)}, {"direct_io": "on"}, "fail", {"ssd.direct_io"}),
+        ({"chosen": answered(direct=False)}, {}, "warn", {"ssd.direct_io"}),
+        ({"chosen": answered(direct=False)}, {"direct_io": "off"}, "warn", set()),
+        ({"chosen": Found(None, "no answer")}, {"gds": "on", "direct_io": "on"}, "fail", NOTHING),
+        ({"chosen": Found(None, "no answer")}, {}, "fail", {"ssd.transport"}),
+        ({"space": Found(Space(GIB, 5, 0))}, {"capacity": "2GiB"}, "fail", {"free space"}),
+        ({"space": Found(Space(GIB, 5, GIB))}, {"capacity": "2GiB"}, "fail", set()),
+        ({"space": Found(Space(9 * GIB, 0, 0))}, {"capacity": "2GiB"}, "fail", {"free space"}),
+        ({"directory": HELD}, {}, "warn", {"directory"}),
+        ({"direct_io": Found("open answers EINVAL")}, {}, "warn", {"O_DIRECT"}),
+        ({"mount": Found(Mount("tmpfs", "tmpfs", "0:4", "rw"))}, {}, "warn", {"file system"}),
+        ({"mount": Found(Mount("nfs4", "host:/x", "0:4", "rw"))}, {}, "warn", {"file system"}),
+        ({"trials": {"posix": Found(None, "No space left")}}, {}, "fail", {"transport posix"}),
+        ({"trials": {"kvikio": Found(None, "no answer within 60 s: killed")}}, {}, "warn", {"transport kvikio"}),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(changes: dict[str, Any], ssd: dict[str, Any], verdict: str, names: set[str]) -> None:
+    rows = judged(wanting(**ssd), **changes)
+    assert {name for name, row in rows.items() if row.verdict == verdict} == names
+    assert all(row.next_step for row in rows.values() if row.verdict in ("warn", "fail"))
+
+
+def stripe(device: str, free: int, slab: int = 0) -> Place:
+    """`free` and `slab` in GiB."""
+    mount = Mount("xfs", "/dev/x", device, "rw")
+    return Place(PLACE.directory, Found(Space(free * GIB, 5, slab * GIB)), Found(mount), (), Found(""), answered())
+
+
+@pytest.mark.parametrize(
+    ("stripes", "short"),
+    [
+        ([stripe("9:1", 4), stripe("9:2", 4)], []),
+        ([stripe("9:1", 4), stripe("9:2", 3)], ["free space, stripe 2"]),
+        ([stripe("9:1", 3, slab=1), stripe("9:2", 1, slab=3)], []),
+        ([stripe("9:1", 7), stripe("9:1", 7)], ["free space, stripe 1", "free space, stripe 2"]),  # 8 on one device
+        ([stripe("9:1", 6, slab=1), stripe("9:1", 6, slab=1)], []),
+        ([stripe("", 4), stripe("", 4)], []),  # nobody knows the devices
+        ([stripe("259:0", 99), stripe("9:1", 4)], []),
+    ],
+)
+def test_each_directory_has_room_for_its_part_of_the_slab(stripes: list[Place], short: list[str]) -> None:
+    rows = judged(wanting(capacity="12GiB"), stripes=tuple(stripes))
+    assert [name for name, row in rows.items() if row.verdict == "fail"] == short
+    assert all("ssd.capacity to" in rows[name].next_step for name in short)
+
+
+def test_io_uring_that_is_forbidden_is_no_defect_of_the_configuration() -> None:
+    lacks: Found[Moved] = Found(None, "io_uring_setup answers Operation not permitted", "set transport to posix")
+    rows = judged(wanting(), trials={"posix": answered(), "uring": lacks})
+    assert (rows["transport uring"].verdict, rows["transport uring"].value) == ("warn", lacks.cause)
+    assert "seccomp" in rows["transport uring"].next_step
+    assert rows["transport posix"].verdict == "ok"
+    plain = named(dataclasses.replace(PLAIN, ssd=dataclasses.replace(BEST, trials={"uring": lacks})))
+    assert (plain["transport uring"].verdict, plain["transport uring"].next_step) == ("info", "")
+
+
+def test_nothing_of_gds_is_missed_where_there_is_no_gpu() -> None:
+    lacks: Found[Any] = Found(None, "not installed", "install it")
+    packages = {"libcufile": lacks, "kvikio": lacks, "nixl": lacks}
+    ssd = dataclasses.replace(BEST, packages=packages, trials={"posix": answered(), "nixl": lacks})
+    rows = named(dataclasses.replace(PLAIN, ssd=ssd))
+    assert {row.verdict for row in rows.values()} == {"ok", "info"}
+    assert not any(row.next_step for row in rows.values())
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
+    """Run `gdscache doctor --json`: (exit status, rows of the section SSD by name)."""
+
+    def runs(*arguments: str | Path) -> tuple[int, Any]:
+        monkeypatch.setattr(sys, "argv", ["gdscache", "doctor", "--json", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        sections = {section["title"]: section["rows"] for section in json.loads(capfd.readouterr().out)["sections"]}
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, {row["name"]: row for row in sections["SSD"]}
+
+    return runs
+
+
+def test_the_command_tries_a_directory_and_leaves_nothing(
+    run: Callable[..., tuple[int, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(storage, "find_package", lambda name: Found(None, f"{name} is not installed"))
+    status, rows = run("--dir", tmp_path / "none")
+    assert (status, rows["directory"]["data"]["exists"]) == (0, False)
+    assert rows["transport posix"]["data"]["word"] == "host"
+    assert rows["transport posix"]["data"]["read_gb_s"] > 0
+    assert rows["transport uring"]["verdict"] == ("ok" if has_ring() else "info")
+    assert not has_ring() or rows["transport uring"]["data"]["read_gb_s"] > 0
+    assert "transport kvikio" not in rows
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_children")
+def test_dir_goes_before_the_path_of_the_config(run: Callable[..., tuple[int, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    settings = f"ssd: {{path: '{tmp_path}/there', capacity: 8MiB, gds: on, transport: posix}}\nhost_buffer: 8MiB\n"
+    file.write_text("model: {name: m, layers: 4, kv_heads: 8, head_dim: 128}\n" + settings)
+    status, rows = run("--config", file)
+    assert rows["directory"]["data"]["path"] == str(tmp_path / "there")
+    assert (status, rows["ssd.gds"]["verdict"], rows["ssd.transport"]["verdict"]) == (1, "fail", "ok")
+    assert run("--config", file, "--dir", tmp_path / "here")[1]["directory"]["data"]["path"] == str(tmp_path / "here")
+    assert sorted(tmp_path.iterdir()) == [file]
+    assert set(run()[1]) == {"directory"}

@@ -1,0 +1,163 @@
+"""The examples run and do what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.support.places import ROOT
+
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+
+def run(device: str, directory: Path, *arguments: str) -> str:
+    """Run Python with warnings as errors, at home in `directory`, without a GPU where `device` is cpu; its output."""
+    home = {"HOME": str(directory), "TMPDIR": str(directory), "COLUMNS": "80"}
+    if device == "cpu":
+        home["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=directory,
+        env={**os.environ, **home},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def example(device: str, directory: Path, name: str, *arguments: str) -> str:
+    output = run(device, directory, str(ROOT / "examples" / f"{name}.py"), *arguments)
+    assert not [p for p in directory.iterdir() if p.is_dir() and p.name.startswith(("tmp", "gdscache"))], "left behind"
+    return output
+
+
+def test_every_example_is_tested() -> None:
+    here = ["attach_engine", "demo", "engine", "gds_throughput", "quickstart", "transformers_generate"]
+    assert sorted([*here, "sglang_offline", "vllm_offline"]) == EXAMPLES  # vLLM's in tests/engines; SGLang's: on a GPU
+
+
+def test_quickstart(device: str, tmp_path: Path) -> None:
+    assert example(device, tmp_path, "quickstart").splitlines() == [
+        "first engine: 0 of 100 tokens are cached",
+        "second engine: 96 of 100 tokens are cached",
+        "every byte came back from the SSD",
+    ]
+
+
+@pytest.mark.suite
+def test_quickstart_keeps_a_directory_that_is_given(tmp_path: Path) -> None:
+    kept = str(tmp_path / "kept")
+    for cached in (0, 96):
+        assert f"first engine: {cached} of 100" in example("cpu", tmp_path, "quickstart", kept)
+
+
+@pytest.mark.suite
+def test_transformers_generate(device: str, tmp_path: Path) -> None:
+    lines = example(device, tmp_path, "transformers_generate").splitlines()
+    assert lines[-1] == "same tokens as without the cache: yes"
+    cached = [int(line.split("prompt,")[1].split()[0]) for line in lines if "from the cache" in line]
+    assert cached == [0, 144, 176, 128, 160, 208]
+    assert "'ssd': 128" in lines[5]
+
+
+def test_attach_engine(device: str, tmp_path: Path) -> None:
+    lines = example(device, tmp_path, "attach_engine").splitlines()
+    served = [line.split(": ")[1].split(" of 240 tokens from ") for line in lines if "question" in line]
+    assert [int(n) for n, _ in served] == [0, 192, 192, 224, 224, 224]
+    assert [source for _, source in served] == ["nowhere", "cpu", "cpu", "ssd", "cpu, ssd", "cpu, ssd"]
+    assert lines[-1] == "every row was the one that the model computes"
+
+
+@pytest.mark.suite
+def test_gds_throughput(device: str, tmp_path: Path) -> None:
+    lines = example(device, tmp_path, "gds_throughput", "--mib", "16", "--threads", "4").splitlines()
+    first = re.fullmatch(r"posix, cpu: read ([\d.]+), write ([\d.]+) GB/s, (.*) the page cache; .* 0 and 0", lines[0])
+    assert first is not None, lines
+    assert all(float(first[i]) > 0 for i in (1, 2))
+    kinds = [line.partition(":")[0] for line in lines[:-1] if not line.startswith("[")]
+    tried = (
+        ["posix, cpu", "uring, cpu", "nixl, cpu"]
+        if device == "cpu"
+        else ["posix, cpu", "uring, cpu", "nixl, cpu", "cufile, cuda", "kvikio, cuda", "nixl, cuda"]
+    )
+    assert kinds == tried
+    assert lines[-1] in ("GPUDirect Storage: no", "GPUDirect Storage: yes")
+    assert (lines[-1] == "GPUDirect Storage: no") or device == "cuda"
+
+
+@pytest.mark.suite
+def test_gds_that_is_required_is_not_made_up(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "gds_throughput.py"),
+        str(tmp_path),
+        "--mib",
+        "4",
+        "--require-gds",
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 1
+    assert "GPUDirect Storage was required" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.suite
+def test_demo(device: str, tmp_path: Path) -> None:
+    output = example(device, tmp_path, "demo", "--quick", "--json", "demo.json")
+    assert output.splitlines()[-1] == "same tokens as without the cache: yes"
+    assert "…" not in output, "the table fits into 80 columns"
+    report = json.loads((tmp_path / "demo.json").read_text())
+    assert report["same_tokens"] is True
+    rows = {(row["phase"], row["source"]): row for row in report["rows"]}
+    assert {key: row["requests"] for key, row in rows.items()} == {
+        ("no cache", "cold"): 15,
+        ("first", "cold"): 4,
+        ("first", "gpu"): 4,
+        ("first", "cpu"): 1,
+        ("first", "ssd"): 1,
+        ("restart", "ssd"): 4,
+        ("restart", "gpu"): 1,
+    }
+    for (_, source), row in rows.items():
+        assert row["tokens_reused"] == (0 if source == "cold" else 512 * row["requests"])
+        assert (row["gb_per_second"] is not None) == (source in ("cpu", "ssd"))
+        assert row["first_token_seconds"] > 0
+
+
+@pytest.mark.suite
+def test_the_demo_compares_before_it_says_yes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    demo = load_demo(monkeypatch)
+    plain = {"request": [0, 0], "phase": "no cache", "seconds": 1.0, "answer": [1, 2, 3]}
+    cached = {**plain, "phase": "first", "seconds": 0.5, "sources": {"ssd": 64}, "load_seconds": 0.1}
+    monkeypatch.setattr(demo.subprocess, "run", lambda *_, **__: None)
+    options = Namespace(quick=True, json=tmp_path / "out.json")
+    (tmp_path / "restart.json").write_text("[]")
+    for answer, verdict in (([1, 2, 3], "yes"), ([1, 2, 4], "no")):
+        (tmp_path / "first.json").write_text(json.dumps([plain, {**cached, "answer": answer}]))
+        assert demo.run_demo(demo.QUICK, tmp_path, options, Console()) is (verdict == "yes")
+        assert capsys.readouterr().out.splitlines()[-1] == f"same tokens as without the cache: {verdict}"
+        assert json.loads(options.json.read_text())["different"] == ([] if verdict == "yes" else [[0, 0]])
+
+
+def load_demo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "demo", module)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module

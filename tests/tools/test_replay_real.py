@@ -1,0 +1,192 @@
+"""`gdscache replay --real`: an engine moves every byte of a trace, and finds what the simulation of it finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gdscache.commands.replay import tier_report
+from gdscache.commands.replay.real import RealOutcome, WrongBytesError, namespace_of, replay_real, tokens_of, with_keys
+from gdscache.commands.replay.tier_setup import Asked, Setup, setups
+from gdscache.commands.replay.trace import Request, read_trace
+from gdscache.commands.replay.workload import Workload, expand
+from gdscache.config import Config
+from gdscache.engine import CacheEngine
+from gdscache.moves.clock import MachineModel
+from tests.support.traces import line, request, write
+
+pytestmark = pytest.mark.suite
+
+TRACE = os.environ.get("GDSCACHE_CONVERSATION_TRACE")
+REQUESTS = 2_000
+
+# Every tier is full most of the time, and each policy is there with others than its default. The CPU tier always has
+# room for a whole prompt beside what is dirty: a store in several rounds depends on how fast the writer is meanwhile.
+POLICIES: dict[str, tuple[str, ...]] = {
+    "write_through": (),
+    "no_cpu_tier": ("cpu=null",),
+    "no_ssd_tier": ("ssd=null",),
+    "selective": ("store.write_policy=write_through_selective", "store.write_hits=1", "cpu.eviction=lru"),
+    "write_back": ("store.write_policy=write_back", "ssd.eviction=lru"),
+    "write_back_in_bulk": ("store.write_policy=write_back",),
+    "second_offer": ("ssd.admission=second_offer", "ssd.promotion=second_hit"),
+    "tinylfu": ("ssd.admission=tinylfu", "ssd.promotion=never", "cpu.eviction=lru"),
+    "back_and_tinylfu": ("store.write_policy=write_back", "ssd.admission=tinylfu", "ssd.promotion=second_hit"),
+    "endurance": ("ssd.endurance=64KiB",),
+}
+
+
+def conversations(requests: int, seed: int = 0) -> list[Request]:
+    """People who share a few system prompts and come back with longer prompts; some blocks are partial."""
+    draw, blocks = random.Random(seed), iter(range(1 << 30))
+    starts = [[next(blocks) for _ in range(draw.randint(1, 6))] for _ in range(4)]
+    open_: list[list[int]] = []
+    found = []
+    for at in range(requests):
+        if not open_ or draw.random() < 0.3:
+            open_.append(list(draw.choice(starts)))
+        chat = open_[-1 - min(int(draw.expovariate(0.2)), len(open_) - 1)]
+        chat += [next(blocks) for _ in range(draw.randint(1, 8))]
+        found.append(request(chat, 512 * len(chat) - draw.choice([0, 0, 7]), timestamp=at))
+        if 512 * len(chat) != found[-1].input_tokens:
+            chat.pop()  # a partial block is not what the next turn goes on from
+    return found
+
+
+def agree(requests: Sequence[Request], sets: Sequence[str], directory: Path, cpu: str, ssd: str) -> RealOutcome:
+    """Replay both ways, and hold every request of one against the other."""
+    work = expand(requests, partial=False)
+    # the first five keys say which tiers there are, and come last
+    [setup] = setups(
+        Asked(page_bytes="4KiB", cpu=(cpu,), ssd=(ssd,), sets=("ssd.transport=posix", *sets)), len(work.names)
+    )
+    work = with_keys(work, namespace_of(setup.config))
+    outcome = replay_real(work, setup.config, directory)
+    modelled = tier_report.simulate(work, [0.0] * len(requests), setup, MachineModel(), serial=True)
+    assert tier_report.totals(modelled) == []
+    assert outcome.problems == ()
+    assert outcome.failed == {}
+    differing = [
+        (i, mine, other)
+        for i, (mine, other) in enumerate(zip(outcome.found, modelled["found"], strict=True))
+        if mine != other
+    ]
+    assert differing == []
+    assert dict(outcome.dropped) == {c: n for c, n in modelled["stores"]["dropped_pages"].items() if n}
+    stats: Mapping[str, Any] = outcome.stats
+    for name, tier in modelled["tiers"].items():
+        assert stats["tiers"][name]["evictions"] == tier["evictions"], name
+        assert stats["stored"].get(name, 0) == tier["stored_pages"], name
+    if modelled["ssd"] is not None:
+        assert stats.get("refused", {}) == modelled["ssd"]["refused_pages"]
+    return outcome
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_engine_finds_what_the_simulation_finds(tmp_path: Path, name: str) -> None:
+    requests = conversations(150)
+    outcome = agree(requests, POLICIES[name], tmp_path, "180", "400")
+    evictions = {tier: about["evictions"] for tier, about in outcome.stats["tiers"].items()}
+    assert "cpu" not in evictions or evictions["cpu"] > 50
+    hits = sum(found.cpu + found.ssd for found in outcome.found)
+    assert hits > 50
+    assert outcome.verified_bytes == 4096 * sum(found.loaded for found in outcome.found)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(
+    TRACE is None, reason="GDSCACHE_CONVERSATION_TRACE does not name Mooncake's conversation_trace.jsonl"
+)
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_engine_finds_what_the_simulation_finds_on_the_conversation_trace(tmp_path: Path, name: str) -> None:
+    assert TRACE is not None
+    requests = read_trace([Path(TRACE)])[:REQUESTS]
+    outcome = agree(requests, POLICIES[name], tmp_path, "700", "3000")
+    assert len(outcome.found) == REQUESTS
+    assert all(tier["evictions"] for name, tier in outcome.stats["tiers"].items() if name == "cpu")
+
+
+@pytest.mark.skipif(
+    TRACE is None, reason="GDSCACHE_CONVERSATION_TRACE does not name Mooncake's conversation_trace.jsonl"
+)
+def test_the_first_requests_of_the_conversation_trace(tmp_path: Path) -> None:
+    assert TRACE is not None
+    agree(read_trace([Path(TRACE)])[:200], (), tmp_path, "200", "1000")
+
+
+def test_pages_have_the_keys_of_their_tokens(tmp_path: Path) -> None:
+    work = expand([request([7, 8]), request([7, 9, 10])], 256, partial=False)
+    [setup] = setups(Asked(page_bytes="4KiB", page_tokens=256, cpu=("8",)), 10)
+    named = with_keys(work, namespace_of(setup.config))
+    planes = [[torch.zeros((8, 256, 16), dtype=torch.uint8)]]
+    with CacheEngine.from_config(setup.config, planes=planes) as engine:
+        for i, prompt in enumerate(work.prompts):
+            assert engine.pages(tokens_of(work, i)) == [named.names[number] for number in prompt.pages]
+
+
+def test_bytes_that_are_not_what_was_stored_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the engine's own checks blinded, the replay's comparison still sees a flipped bit."""
+    work = expand([request([1, 2]), request([1, 2])], partial=False)
+    [setup] = setups(Asked(page_bytes="4KiB", cpu=("8",)), len(work.names))
+    inner = CacheEngine.load
+
+    def load(self: CacheEngine, hit: Any, slots: Any, after: Any = None) -> Any:
+        handle = inner(self, hit, slots, after)
+        handle.result()
+        self._parts.planes.tensors[0][0].view(-1)[4096 + 5] ^= 1
+        return handle
+
+    monkeypatch.setattr(CacheEngine, "load", load)
+    with pytest.raises(WrongBytesError, match="request 1: page 1 of 2 came from cpu"):
+        replay_real(work, setup.config, tmp_path)
+
+
+def test_a_config_of_its_own_geometry(tmp_path: Path) -> None:
+    """Several layers and planes; pages that are not a whole number of 4 KiB."""
+    model = {"name": "m", "layers": 3, "kv_heads": 2, "head_dim": 24, "page_tokens": 128}
+    fields = {
+        "model": model,
+        "gpu": {"device": "cpu"},
+        "cpu": {"capacity": 200 * 72 * 1024},
+        "ssd": {"path": "elsewhere", "capacity": 500 * 72 * 1024, "transport": "posix"},
+    }
+    config = Config.from_dict(fields)
+    work: Workload = expand(conversations(50), 128, partial=False)
+    work = with_keys(work, namespace_of(config))
+    outcome = replay_real(work, config, tmp_path)
+    modelled = tier_report.simulate(work, [0.0] * 50, Setup(config, {}), MachineModel(), serial=True)
+    assert outcome.requests_that_differ(modelled["found"]) == 0
+    assert outcome.verified_bytes > 0
+    assert outcome.stats["tiers"]["ssd"]["evictions"] > 0
+    assert not Path("elsewhere").exists()
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    prompts = [[1, 2, 3], [4], [1, 2, 3], [5], [4]]
+    return write(tmp_path / "trace.jsonl", *[line(blocks, timestamp=i) for i, blocks in enumerate(prompts)])
+
+
+def test_the_command(gdscache: Any, trace: Path, tmp_path: Path) -> None:
+    where = tmp_path / "here"
+    where.mkdir()
+    options = ["--real", "--cpu", "3", "--ssd", "5", "--set", "ssd.reserve=0", "--dir", where]
+    status, out, _ = gdscache("replay", trace, *options, "--json")
+    assert status == 0
+    report = json.loads(out)
+    assert report["agrees"] is True
+    assert report["hit_pages"] == 4
+    assert report["verified_bytes"] == 4 * 4096
+    assert report["simulated_hit_pages"] == {name: tier["hit_pages"] for name, tier in report["tiers"].items()}
+    assert list(where.iterdir()) == []
+    status, out, _ = gdscache("replay", trace, *options)
+    assert status == 0
+    assert "hits simulated" in out

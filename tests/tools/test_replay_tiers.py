@@ -1,0 +1,541 @@
+"""`gdscache replay` through all tiers: virtual time by hand, figures by hand, and what holds for any traffic."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdscache.commands.replay import tier_report
+from gdscache.commands.replay.hierarchy import Hierarchy
+from gdscache.commands.replay.simulate import infinite, optimum, simulate
+from gdscache.commands.replay.tier_setup import SWEPT_CAPACITIES, Asked, Setup, page_tokens_of, pages_of, setups
+from gdscache.commands.replay.trace import read_trace
+from gdscache.commands.replay.traffic import Found, Traffic
+from gdscache.commands.replay.workload import Workload, expand
+from gdscache.config import Config, EvictionOrder
+from gdscache.errors import ConfigError, InvalidValueError
+from gdscache.moves import clock
+from gdscache.moves.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
+from gdscache.pages.keys import Page
+from gdscache.policies import POLICIES
+from gdscache.storage import workers
+from tests.support.interpreters import PACKAGE, python
+from tests.support.replays import INSTANT, PAGE, make, run, work_of
+from tests.support.traces import line, request, workloads, write
+
+pytestmark = pytest.mark.suite
+
+TRACE = os.environ.get("GDSCACHE_CONVERSATION_TRACE")
+
+
+# -- time ---------------------------------------------------------------------------------------------------------
+
+
+def ends(clock: Clock, **events: Done) -> dict[str, float]:
+    """When each of them happens."""
+    found: dict[str, float] = {}
+
+    def wait(name: str, done: Done) -> Process:
+        yield done
+        found[name] = clock.now
+
+    for name, done in events.items():
+        clock.start(wait(name, done))
+    clock.run()
+    return found
+
+
+def test_a_pipe_moves_one_after_the_other() -> None:
+    clock = Clock()
+    pipe = Pipe(clock, 10.0)
+    assert ends(clock, a=pipe.move(20), b=pipe.move(5)) == {"a": 2.0, "b": 2.5}
+    assert ends(clock, late=pipe.move(10)) == {"late": 3.5}
+
+
+def test_an_infinite_pipe_takes_no_time() -> None:
+    clock = Clock()
+    assert Pipe(clock, math.inf).move(1 << 60).happened
+
+
+def test_a_disk_alone_has_its_rate_and_latency_does_not_keep_it_busy() -> None:
+    clock = Clock()
+    disk = DiskModel(clock, read=10.0, write=5.0, latency=0.5)
+    assert ends(clock, a=disk.read(20), b=disk.read(10)) == {"a": 2.5, "b": 3.5}
+    start = clock.now
+    assert ends(clock, w=disk.write(10)) == {"w": start + 2.5}
+
+
+def test_reads_go_before_writes_which_keep_their_share() -> None:
+    clock = Clock()
+    disk = DiskModel(clock, read=8.0, write=1.0)  # together: in 2 s, 8 bytes are read and 1 written
+    found = ends(clock, w=disk.write(2), r=disk.read(8))
+    assert found["r"] == pytest.approx(2.0)
+    assert found["w"] == pytest.approx(2.0 + 1.0)  # one byte was left, and the disk its own
+
+
+def test_reads_that_never_end_do_not_starve_writes() -> None:
+    clock = Clock()
+    disk = DiskModel(clock, read=100.0, write=50.0)
+    reads = {f"r{i}": disk.read(80) for i in range(50)}
+    found = ends(clock, w=disk.write(10), **reads)
+    assert found["w"] == pytest.approx(1.0)  # of a second for 80 bytes read and 10 written
+    assert found["r49"] == pytest.approx(41.0 - 0.8 + 0.0, abs=0.5)
+
+
+def test_things_of_one_time_happen_in_order_and_time_does_not_go_back() -> None:
+    clock = Clock()
+    seen: list[tuple[float, int]] = []
+    for number in range(4):
+        clock.call(2.0, lambda n=number: seen.append((clock.now, n)))  # type: ignore[misc]
+    clock.call(1.0, lambda: clock.call(0.0, lambda: seen.append((clock.now, 9))))
+    clock.run(until=1.5)
+    assert seen == [(1.0, 9)]
+    assert clock.now == 1.5
+    clock.run()
+    assert seen == [(1.0, 9), *((2.0, n) for n in range(4))]
+
+
+@pytest.mark.parametrize("bad", [{"ssd_read": 0}, {"link": -1}, {"prefill": math.nan}, {"latency": -1}])
+def test_machines_that_are_none_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(InvalidValueError):
+        MachineModel(**bad)
+
+
+def test_what_is_said_twice_is_the_same() -> None:
+    assert clock.READS_PER_WRITE == workers.READS_PER_WRITE
+
+
+@pytest.mark.parametrize(
+    "name", ["moves.virtual", "replay.hierarchy", "replay.traffic", "replay.tier_setup", "replay.tier_report"]
+)
+def test_a_simulation_needs_no_torch(name: str) -> None:
+    code = (
+        "import importlib, sys, types; sys.modules['torch'] = None;"
+        f"package = types.ModuleType('gdscache'); package.__path__ = [{str(PACKAGE)!r}];"
+        "sys.modules['gdscache'] = package;"
+        f"importlib.import_module('gdscache.{name}')"
+    )
+    assert python(code) == ""
+
+
+# -- figures by hand ----------------------------------------------------------------------------------------------
+
+
+def test_pages_are_found_where_they_are() -> None:
+    work = work_of([1, 2], [3, 4], [1, 2, 5], [1])
+    tiers, outcome = run(work, make(cpu=2, ssd=8))
+    # 3 and 4 push 1 and 2 out of the CPU tier; they come back from the SSD, and 5 finds no slot beside them
+    assert outcome.found == [Found(0, 0, 0, 0), Found(0, 0, 0, 0), Found(0, 0, 2, 2), Found(0, 1, 0, 1)]
+    assert outcome.misses == {"cold": 5}
+    assert tiers.ledger.stored == {"cpu": 4, "ssd": 5}
+    assert tiers.moved.promoted == 2
+    assert tiers.moved.written == {"cpu": 4, "ssd": 5}
+    assert tiers.moved.read == {"cpu": 4 + 1, "ssd": 2}  # four on their way to the SSD, one by a load
+    assert tiers.problems() == []
+
+
+def test_misses_have_their_cause() -> None:
+    config = make(cpu=2, ssd=None)
+    _, outcome = run(work_of([1, 2], [3, 4], [1, 2]), config)
+    assert outcome.misses == {"cold": 4, "absent": 2}
+    # without its head the tail is of no use: 1 is gone from the one tier that had both, and the SSD has only 2
+    work = work_of([1, 2], [3, 4], [1, 2])
+    tiers = Hierarchy(make(cpu=2, ssd=8), INSTANT, Clock())
+    traffic = Traffic(work, tiers, INSTANT, [0.0] * 3, serial=True)
+    lost = work.names[0]
+    inner = tiers.store
+
+    def store(pages: list[Page], sources: Any = None) -> None:
+        inner(pages, sources)
+        if pages[0].key == work.names[2].key:
+            tiers.clock.run()
+            assert tiers.ssd is not None
+            entry = tiers.ssd.index.find(lost.key)
+            assert entry is not None
+            tiers.ssd.index.drop(entry)
+
+    tiers.store = store  # type: ignore[method-assign,assignment]
+    assert traffic.run().misses == {"cold": 4, "absent": 1, "behind": 1}
+
+
+def test_a_load_takes_the_time_of_its_bytes_and_the_rest_is_computed() -> None:
+    machine = MachineModel(ssd_read=4 * PAGE, ssd_write=math.inf, link=8 * PAGE, latency=0.0, prefill=512.0)
+    work = expand([request([1, 2], tokens=1024 + 256), request([3, 4]), request([1, 2, 5])], partial=False)
+    _, outcome = run(work, make(cpu=2, ssd=8), machine)
+    # the third reads two pages (0.5 s), copies them at once (0.25 s) and computes one
+    assert outcome.first_token == pytest.approx([2.5, 2.0, 0.5 + 0.25 + 1.0])
+    assert outcome.uncached == pytest.approx([2.5, 2.0, 3.0])
+    _, outcome = run(work, make(cpu=2, ssd=8), MachineModel(4 * PAGE, math.inf, 8 * PAGE, 0.0, 512.0, overlap=True))
+    assert outcome.first_token[2] == pytest.approx(1.0)
+
+
+def test_a_prompt_that_is_there_computes_a_token() -> None:
+    _, outcome = run(work_of([1], [1]), make(), MachineModel(prefill=512.0))
+    assert outcome.first_token == pytest.approx([1.0, 1 / 512])
+
+
+def test_pages_that_are_still_computed_are_no_hits() -> None:
+    work, machine = work_of([1, 2], [1, 2], [1, 2]), MachineModel(prefill=512.0)
+    _, outcome = run(work, make(), machine, [0.0, 1.0, 3.0], serial=False)
+    assert [found and found.cpu for found in outcome.found] == [0, 0, 2]
+    assert outcome.misses == {"cold": 2, "absent": 2}
+
+
+def test_two_loads_read_a_page_of_the_ssd_once() -> None:
+    machine = MachineModel(ssd_read=PAGE, link=math.inf)
+    work = work_of([1, 2], [3, 4], [1, 2], [1, 2])
+    tiers, outcome = run(work, make(cpu=2, ssd=8), machine, [0.0, 1.0, 2.0, 2.5], serial=False)
+    assert tiers.moved.read["ssd"] == 2
+    assert outcome.first_token == pytest.approx([0.0, 0.0, 2.0, 1.5])
+    assert tiers.problems() == []
+
+
+def test_only_so_many_loads_move_at_once() -> None:
+    machine = MachineModel(ssd_read=PAGE, link=math.inf)
+    work = work_of([1], [2], [1], [2])
+    config = make(cpu=None, ssd=8, load={"threads": 1})
+    _, outcome = run(work, config, machine, [0.0, 1.0, 5.0, 5.0], serial=False)
+    assert outcome.first_token == pytest.approx([0.0, 0.0, 1.0, 2.0])
+
+
+def test_a_full_queue_drops_tails_and_counts_them() -> None:
+    machine = MachineModel(ssd_write=PAGE)
+    config = make(cpu=8, ssd=8, store={"queue": 3 * PAGE})
+    tiers, outcome = run(work_of([1, 2, 3, 4, 5], [1, 2, 3, 4, 5]), config, machine, [0.0, 100.0], serial=False)
+    assert tiers.ledger.dropped == {"queue_full": 2}
+    assert tiers.moved.most_queued == 3
+    assert outcome.found[1] == Found(0, 3, 0, 3)
+
+
+def test_a_batch_that_misses_its_deadline_is_dropped() -> None:
+    machine = MachineModel(ssd_write=PAGE)
+    tiers, _ = run(work_of([1, 2, 3]), make(cpu=8, ssd=8, store={"deadline": 2.0}), machine)
+    assert tiers.ledger.dropped == {"deadline": 3}
+    assert tiers.ssd is not None
+    assert len(tiers.ssd.index) == 0
+    assert tiers.problems() == []
+
+
+def test_stores_wait_for_the_bounce_reserve() -> None:
+    machine = MachineModel(ssd_write=PAGE)
+    tiers, outcome = run(work_of([1, 2, 3, 4, 5]), make(cpu=None, ssd=8, host_buffer=4 * PAGE), machine)
+    assert tiers.moved.written == {"ssd": 5}
+    assert outcome.seconds == pytest.approx(5.0)
+    assert tiers.problems() == []
+
+
+def test_a_direct_route_leaves_the_cpu_tier_alone() -> None:
+    tiers, outcome = run(work_of([1, 2], [3, 4], [1, 2]), make(cpu=2, ssd=8, ssd_={"route": "direct"}))
+    assert outcome.hits("ssd") == 2
+    assert tiers.moved.promoted == 0
+
+
+def test_a_pool_shares_pages_and_one_token_is_always_computed() -> None:
+    work = work_of([1, 2], [1, 2, 3], [1, 2])
+    tiers, outcome = run(work, make(gpu=4), own_pool=True)
+    assert outcome.found == [Found(0, 0, 0, 0), Found(2, 0, 0, 2), Found(1, 0, 0, 1)]
+    assert tiers.moved.written["gpu"] == 3
+    assert tiers.ledger.offered == 2 + 3 + 2
+    assert tiers.problems() == []
+
+
+def test_requests_wait_for_the_pool_in_line_and_too_long_ones_go_without() -> None:
+    machine = MachineModel(prefill=512.0)
+    work = work_of([1, 2], [3, 4], [5, 6], [7, 8, 9, 10])
+    tiers, outcome = run(work, make(gpu=3), machine, [0.0, 0.5, 0.6, 0.7], serial=False, own_pool=True)
+    assert outcome.first_token == pytest.approx([2.0, 3.5, 5.4, 4.0])
+    assert outcome.refused == 1
+    assert outcome.found[3] is None
+    assert tiers.problems() == []
+
+
+def test_the_write_policies_write_what_they_say() -> None:
+    work = work_of([1, 2], [1, 2], [1, 2], [3, 4, 5, 6])
+    for policy, written in (("write_through", 6), ("write_through_selective", 2), ("never", 0)):
+        tiers, _ = run(work, make(cpu=8, ssd=8, store={"write_policy": policy}))
+        assert tiers.moved.written["ssd"] == written
+    tiers, _ = run(work, make(cpu=4, ssd=8, store={"write_policy": "write_back"}))
+    # 1 and 2 are dirty and stay; 5 and 6 find no slot and go past the CPU tier; then three of four are written ahead
+    assert (tiers.moved.demoted, tiers.moved.written) == (3, {"cpu": 4, "ssd": 5})
+    assert tiers.problems() == []
+
+
+def test_what_is_refused_is_counted_by_cause() -> None:
+    config = make(cpu=1, ssd=8, ssd_={"admission": "second_offer"})
+    tiers, _ = run(work_of([1], [2], [1], [2]), config)
+    assert tiers.manager.counts["refused", "second_offer"] == 2
+    assert tiers.moved.written["ssd"] == 2
+    found = tier_report.simulate(work_of([1], [2], [1], [2]), [0.0, 1.0, 2.0, 3.0], Setup(config, {}), INSTANT)
+    assert found["ssd"]["refused_pages"] == {"second_offer": 2}
+    assert tier_report.totals(found) == []
+
+
+# -- whatever the traffic -----------------------------------------------------------------------------------------
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Small tiers, any policies."""
+    cpu = draw(st.one_of(st.none(), st.integers(1, 10)))
+    ssd = draw(st.integers(1, 16) if cpu is None else st.one_of(st.none(), st.integers(1, 16)))
+    policy = draw(st.sampled_from(["write_through", "write_through_selective", "write_back", "never"]))
+    if cpu is None and policy in ("write_through_selective", "write_back"):
+        policy = "write_through"
+    eviction = st.sampled_from(sorted(get_args(EvictionOrder)))
+    return make(
+        cpu,
+        ssd,
+        draw(st.integers(1, 8)),
+        draw(st.sampled_from([8, 16384])),  # with the latter a batch is four pages
+        gpu_={"eviction": draw(eviction), "staging": "64MiB"},
+        cpu_={"eviction": draw(eviction)},
+        ssd_={
+            "eviction": draw(eviction),
+            "reserve": draw(st.integers(0, 4)),
+            "admission": draw(st.sampled_from(["all", "second_offer", "tinylfu"])),
+            "promotion": draw(st.sampled_from(["always", "second_hit", "never"])),
+            "endurance": draw(st.sampled_from([None, "1GiB"])),
+        },
+        store={
+            "write_policy": policy,
+            "write_hits": draw(st.integers(1, 3)),
+            "queue": draw(st.integers(1, 12)) * 8 << 20,
+        },
+        load={"threads": draw(st.integers(1, 3))},
+        host_buffer=draw(st.integers(2, 6)) * 8 << 20,
+    )
+
+
+machines = st.builds(
+    MachineModel,
+    st.sampled_from([math.inf, 1e6, 1e4]),
+    st.sampled_from([math.inf, 1e6, 1e4]),
+    st.sampled_from([math.inf, 1e6, 1e4]),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([math.inf, 1000.0]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    workloads(requests=24, depth=5),
+    configs(),
+    machines,
+    st.lists(st.floats(0, 10), min_size=24, max_size=24),
+    st.booleans(),
+    st.booleans(),
+)
+def test_everything_adds_up(
+    work: Workload, config: Config, machine: MachineModel, gaps: list[float], serial: bool, own_pool: bool
+) -> None:
+    work = work._replace(partial=False)
+    times = [sum(gaps[: i + 1]) for i in range(len(work.prompts))]
+    tiers, outcome = run(work, config, machine, times, serial=serial, own_pool=own_pool)
+    assert tiers.problems() == []
+    counts, ledger = tiers.manager.counts, tiers.ledger
+    found = [found for found in outcome.found if found is not None]
+    assert len(found) + outcome.refused == len(work.prompts)
+    hits = sum(outcome.hits(name) for name in ("gpu", "cpu", "ssd"))
+    if not outcome.waited and not outcome.refused:
+        assert counts["lookups", "pages"] == hits + sum(outcome.misses.values())
+        for name in ("gpu", "cpu", "ssd"):
+            assert counts["hits", name] == outcome.hits(name)
+    loaded = counts["loaded", "cpu"] + counts["loaded", "ssd"]
+    assert loaded == sum(f.loaded for f in found) or own_pool
+    assert counts["loaded", "ssd"] == tiers.moved.read["ssd"]
+    assert ledger.offered == ledger.finished
+    assert counts["stores", "present"] + sum(ledger.dropped.values()) <= ledger.offered
+    assert tiers.moved.most_queued <= config.store.queue // tiers.extent_bytes
+    assert tiers.moved.most_to_ssd <= config.store.queue // tiers.extent_bytes
+    assert tiers.moved.written["ssd"] == counts["stored", "ssd"] + tiers.moved.not_written["deadline"]
+    if not own_pool:
+        # A page on its way takes no slot yet: it may evict a page after the hit that would have been the price of it.
+        under_way = 0 if serial else config.store.queue // tiers.extent_bytes
+        assert hits <= optimum(work, tier_report.slots(config, own_pool=False) + under_way).hits
+    for name, tier in tiers.manager.tiers.items():
+        assert len(tier.index) <= tier.index.slots, name
+    assert all(seconds >= 0 for seconds in outcome.first_token)
+
+
+@settings(max_examples=100, deadline=None)
+@given(workloads(requests=30, depth=4), st.integers(1, 12), st.sampled_from(sorted(get_args(EvictionOrder))))
+def test_one_tier_in_series_is_the_replay_without_time(work: Workload, capacity: int, policy: str) -> None:
+    work = work._replace(partial=False)
+    tiers, outcome = run(work, make(cpu=capacity, ssd=None, cpu_={"eviction": policy}))
+    plain = simulate(work, capacity, POLICIES[policy]())
+    assert outcome.hits("cpu") == plain.hits
+    assert dict(outcome.misses) == {k: n for k, n in (("cold", plain.cold), ("absent", plain.absent)) if n}
+    assert tiers.moved.written["cpu"] == plain.written
+    assert tiers.ledger.dropped["cpu_full"] == plain.unstored
+    assert tiers.manager.tiers["cpu"].index.evictions == plain.evictions
+
+
+@settings(max_examples=50, deadline=None)
+@given(workloads(requests=20, depth=4), st.booleans())
+def test_tiers_that_hold_everything_find_everything(work: Workload, own_pool: bool) -> None:
+    work = expand([request(p.pages, 512 * len(p.pages) + 1) for p in work.prompts], partial=False)
+    unique = len(work.names)
+    _, outcome = run(work, make(cpu=unique, ssd=unique, gpu=2 * unique + 2), own_pool=own_pool)
+    assert sum(outcome.hits(name) for name in ("gpu", "cpu", "ssd")) == infinite(work).hits
+
+
+# -- what is asked for --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "pages"), [("5", 5), ("1e3", 1000), ("10%", 19), ("0.1%", 1), ("64KiB", 16), ("1 MiB", 256), ("5KiB", 1)]
+)
+def test_capacities(text: str, pages: int) -> None:
+    assert pages_of(text, 190, PAGE, "--cpu") == pages
+
+
+@pytest.mark.parametrize("text", ["", "%", "0", "-1", "1.5", "x", "nan", "inf", "4Gib", "0%"])
+def test_other_capacities_are_refused(text: str) -> None:
+    with pytest.raises(InvalidValueError, match="--cpu"):
+        pages_of(text, 190, PAGE, "--cpu")
+
+
+def test_runs_are_the_product_of_what_is_given() -> None:
+    asked = Asked(page_bytes="4KiB", cpu=("10",), ssd=("10%", "50"), write=("write_back", "write_through"))
+    found = setups(asked, 1000)
+    assert [setup.varied for setup in found] == [
+        {"ssd": size, "write": policy} for size in ("10%", "50") for policy in ("write_back", "write_through")
+    ]
+    assert [setup.config.ssd and setup.config.ssd.capacity // PAGE for setup in found] == [100, 100, 50, 50]
+    assert {setup.config.cpu and setup.config.cpu.capacity // PAGE for setup in found} == {10}
+
+
+def test_a_sweep_varies_one_policy_at_a_time() -> None:
+    found = setups(Asked(cpu=("10",), ssd=("5%", "10%"), eviction=("lru",), sweep=True), 1000)
+    rows = [tuple(setup.varied.values()) for setup in found]
+    assert [setup.varied.keys() for setup in found] == [{"ssd", "write", "admission"}] * len(found)
+    base = ("write_through", "all")
+    others = [
+        ("write_through_selective", "all"),
+        ("write_back", "all"),
+        (base[0], "second_offer"),
+        (base[0], "tinylfu"),
+    ]
+    assert rows == [(size, *row) for size in ("5%", "10%") for row in [base, *others]]
+
+
+def test_a_sweep_is_over_the_lowest_tier() -> None:
+    assert {setup.varied["ssd"] for setup in setups(Asked(cpu=("10",), sweep=True), 1000)} == set(SWEPT_CAPACITIES)
+    found = setups(Asked(ssd=("none",), eviction=("lru",), sweep=True), 1000)
+    assert [setup.varied["cpu"] for setup in found] == list(SWEPT_CAPACITIES)
+    assert all(setup.config.ssd is None for setup in found)
+
+
+def test_a_config_is_taken_as_it_is_and_keys_can_be_set(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: {name: m, layers: 2, kv_heads: 1, head_dim: 64, page_tokens: 64}\n"
+        "cpu: {capacity: 1GiB}\nssd: {path: /nowhere, capacity: 2GiB, promotion: never}\n"
+    )
+    asked = Asked(config=path, sets=("store.queue=8GiB", "ssd.admission=tinylfu"))
+    [setup] = setups(asked, 1000)
+    assert setup.varied == {}
+    assert page_tokens_of(asked) == 64
+    assert setup.config.store.queue == 8 << 30
+    assert setup.config.ssd is not None
+    assert (setup.config.ssd.capacity, setup.config.ssd.promotion) == (2 << 30, "never")
+    assert setup.config.ssd.admission == "tinylfu"
+    with pytest.raises(ConfigError, match=r"ssd\.admission"):
+        setups(Asked(config=path, admission=("some",)), 1000)
+    with pytest.raises(InvalidValueError, match="has no value"):
+        setups(Asked(config=path, sets=("store.queue",)), 1000)
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    prompts = [[1, 2, 3], [4], [1, 2, 3], [5], [4]]
+    return write(tmp_path / "trace.jsonl", *[line(blocks, timestamp=1000 * i) for i, blocks in enumerate(prompts)])
+
+
+def test_the_report_as_json(gdscache, trace: Path) -> None:
+    options = ["--cpu", "3", "--ssd", "5", "--page-bytes", "4KiB", "--set", "ssd.reserve=0", "--json"]
+    status, out, err = gdscache("replay", trace, *options, "--prefill-tokens-per-second", "5120")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert report["mode"] == "simulate"
+    assert report["workload"]["pages"] == 9
+    [found] = report["runs"]
+    assert found["hit_pages"] == found["lookup_pages"] - 5 == 4
+    assert found["hit_pages"] == sum(tier["hit_pages"] for tier in found["tiers"].values())
+    assert found["miss_pages"] == {"cold": 5, "absent": 0, "behind": 0}
+    assert found["tiers"]["ssd"]["written_bytes"] == 5 * PAGE
+    assert found["ssd"]["drive_writes_per_day"] == pytest.approx(86400 / 4, rel=0.001)
+    assert found["of_optimum"] == 1.0
+    assert found["first_token_seconds_no_cache"]["mean"] == pytest.approx(9 / 5 / 10)
+    assert found["first_token_seconds"]["mean"] < found["first_token_seconds_no_cache"]["mean"]
+    assert found["samples"][-1]["ssd_written_bytes"] == 5 * PAGE
+
+
+def test_the_tables_name_every_run(gdscache, trace: Path) -> None:
+    status, out, err = gdscache("replay", trace, "--cpu", "3", "--ssd", "3,5", "--policy", "lru,lifetime")
+    assert (status, err) == (0, "")
+    for label in ("infinite", "optimum, 6 pages", "optimum, 8 pages", "ssd, eviction", "3, lru", "5, lifetime"):
+        assert label in out
+    assert "TTFT" not in out
+
+
+def test_a_plot_is_drawn(gdscache, trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    drawn = tmp_path / "tiers.svg"
+    options = ["--cpu", "2", "--ssd", "2,4", "--write", "write_back,write_through", "--plot", drawn]
+    assert gdscache("replay", trace, *options)[0] == 0
+    text = drawn.read_text()
+    for label in ("optimum (Belady)", "infinite cache", "write write_back", "write write_through", "hours"):
+        assert f"<!-- {label} -->" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cpu", "much"], "is no capacity"),
+        (["--cpu", "4", "--capacity", "4"], "--capacity is that of one tier"),
+        (["--cpu", "none"], "there is no tier"),
+        (["--cpu", "4", "--write", "sometimes"], "store.write_policy"),
+        (["--cpu", "4", "--model", "unknown"], "no model is named"),
+        (["--cpu", "4", "--page-bytes", "1000"], "no whole number of bytes"),
+        (["--cpu", "4", "--speed", "0"], "--speed is 0"),
+        (["--cpu", "4", "--link-gbps", "0"], "link is 0"),
+        (["--cpu", "4", "--page-tokens", "100"], "do not divide"),
+        (["--cpu", "4", "--set", "cpu"], "has no value"),
+        (["--real", "--cpu", "4,5"], "--real is one engine"),
+    ],
+)
+def test_what_cannot_be_is_refused(gdscache, trace: Path, arguments: list[str], said: str) -> None:
+    status, out, err = gdscache("replay", trace, *arguments)
+    assert (status, out) == (2, "")
+    assert said in err
+
+
+@pytest.mark.skipif(
+    TRACE is None, reason="GDSCACHE_CONVERSATION_TRACE does not name Mooncake's conversation_trace.jsonl"
+)
+def test_the_conversation_trace_takes_seconds() -> None:
+    assert TRACE is not None
+    requests = read_trace([Path(TRACE)])
+    work = expand(requests, partial=False)
+    asked = Asked(page_bytes="4KiB", cpu=("2000",), ssd=("17000",), eviction=("lru",))
+    [setup] = setups(asked, len(work.names))
+    machine = MachineModel(6e9, 3e9, 50e9, 1e-4, 20000.0)
+    begun = time.process_time()
+    found = tier_report.simulate(work, [r.timestamp / 1000 for r in requests], setup, machine)
+    assert time.process_time() - begun <= 10
+    assert tier_report.totals(found) == []
+    assert found["lookup_pages"] == 276_491
+    assert found["miss_pages"]["cold"] == 170_899

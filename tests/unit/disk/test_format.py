@@ -1,0 +1,395 @@
+"""docs/format.md, byte for byte. The literals here were computed with hashlib, struct and xxhash alone."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import stat
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from gdscache.commands.inspect import inspect, verify
+from gdscache.commands.inspect.tables import inspect_tables, verify_tables
+from gdscache.disk import catalog_file
+from gdscache.disk.catalog import Catalog, PageRecord
+from gdscache.disk.conversion import convert
+from gdscache.disk.directory import CacheDirectory
+from gdscache.disk.slab import Slab
+from gdscache.errors import CatalogVersionError, ExtentSizeError
+from gdscache.pages.checksum import bound, first_bad_layer, layer_checksums, unbound
+from gdscache.pages.keys import as_tokens, namespace_digest, page_keys
+from gdscache.pages.layout import PageLayout, Plane
+from tests.support.places import ROOT
+
+DOCUMENT = ROOT / "docs" / "format.md"
+
+LAYOUT = PageLayout.uniform([Plane("k", (1, 8), "float16"), Plane("v", (1, 4), "float16")], n_layers=2, page_tokens=4)
+FIELDS = {
+    "name": "tiny-llama ü",
+    "weights": "v1",
+    "planes": LAYOUT.describe(),
+    "page_tokens": 4,
+    "first_layer": 4,
+    "layers": 2,
+    "head_group": 1,
+    "head_groups": 2,
+    "salt": "s",
+    "request_salt": "tenant-7",
+}
+CANONICAL = (
+    '{"first_layer":4,"format":1,"head_group":1,"head_groups":2,"layers":2,"name":"tiny-llama \\u00fc","page_tokens":4,'
+    '"planes":[[["k",[1,8],"float16"],["v",[1,4],"float16"]],[["k",[1,8],"float16"],["v",[1,4],"float16"]]],'
+    '"request_salt":"tenant-7","salt":"s","weights":"v1"}'
+)
+NAMESPACE = "5387d9e0c3c6cb7d5d1b785c55c2c4573859d3d1ca737a9d9458cf6591f38b74"
+TOKENS = [0, 1, 2, 4294967295, 5, 6, 7, 8, 9]
+KEYS = [
+    "b2c096fe6a04e842190709014c4a173e28e2d29ba3ad71a95c03389b7a96b8ea",
+    "2c6087bebdda68c2df6d635ca40d9a087b91bdd8c8ff62a5d2dd9729e8f31523",
+]
+PAGE = bytes((i * 7 + 3) % 256 for i in range(192))
+CHECKSUMS = [0xF084E7CFBC624743, 0x3F62AFEAD502DF13]
+CHECKSUM_BYTES = "434762bccfe784f013df02d5eaaf623f"  # as versions 1 to 4 store them
+FACTORS = [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63]
+STEP = 0x9E3779B97F4A7C15
+BOUND_BYTES = [  # ... and version 5, of the same bytes under each of KEYS
+    "5432da441c081f373946c5dcf0493424",
+    "217b592e554c688c068f44c6298e7d79",
+]
+
+SCHEMA = """\
+CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE namespaces(id INTEGER PRIMARY KEY, digest BLOB UNIQUE, description TEXT);
+CREATE TABLE pages(slot INTEGER PRIMARY KEY, key BLOB, parent BLOB, namespace INTEGER, length INTEGER, recency INTEGER);
+CREATE TABLE checksums(slot INTEGER PRIMARY KEY, sums BLOB);
+CREATE TABLE retention(slot INTEGER PRIMARY KEY, priority INTEGER, expires INTEGER);
+"""
+OLDER_SCHEMA = SCHEMA[: SCHEMA.index("CREATE TABLE retention")]  # of versions 1 and 2
+META = {  # besides `created`
+    1: {"format_version": 1, "extent_bytes": 4096},
+    3: {"format_version": 3, "extent_bytes": 4096},
+    5: {"format_version": 5, "extent_bytes": 4096, "head_groups": 1, "striped": 0},
+}
+
+
+def test_namespace_digest() -> None:
+    assert namespace_digest(FIELDS).hex() == NAMESPACE
+    assert hashlib.blake2b(CANONICAL.encode("ascii"), digest_size=32, person=b"gdscache-ns").hexdigest() == NAMESPACE
+    assert namespace_digest(dict(reversed(FIELDS.items()))).hex() == NAMESPACE
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_field_of_a_namespace_counts(field: str) -> None:
+    other = {"planes": LAYOUT.describe()[:1]}.get(field, 77 if isinstance(FIELDS[field], int) else "other")
+    assert namespace_digest({**FIELDS, field: other}).hex() != NAMESPACE
+    assert f"`{field}`" in DOCUMENT.read_text()
+
+
+def test_page_keys() -> None:
+    namespace = bytes.fromhex(NAMESPACE)
+    assert [key.hex() for key in page_keys(namespace, as_tokens(TOKENS), 4)] == KEYS  # no key for the ninth token
+    first = hashlib.blake2b(namespace + struct.pack("<4I", *TOKENS[:4]), digest_size=32, key=namespace)
+    second = hashlib.blake2b(first.digest() + struct.pack("<4I", *TOKENS[4:8]), digest_size=32, key=namespace)
+    assert [first.hexdigest(), second.hexdigest()] == KEYS
+
+
+def test_extent_layout() -> None:
+    """Layer, plane, token; nothing between, padding to 4,096 at the end."""
+    at = 0
+    for layer in range(2):
+        for plane, row_bytes in enumerate((16, 8)):
+            piece = LAYOUT.pieces[layer][plane]
+            assert (piece.offset, piece.nbytes) == (at, 4 * row_bytes)
+            at += 4 * row_bytes
+    assert (LAYOUT.page_bytes, LAYOUT.extent_bytes, LAYOUT.layer_bounds) == (192, 4096, ((0, 96), (96, 192)))
+
+
+@pytest.mark.parametrize("rows", [1, 2047, 2048, 2049])
+def test_an_extent_is_the_page_rounded_up(rows: int) -> None:
+    layout = PageLayout.uniform([Plane("k", (rows,), "float16")], n_layers=1, page_tokens=1)
+    assert layout.extent_bytes == {1: 4096, 2047: 4096, 2048: 4096, 2049: 8192}[rows]
+
+
+def test_checksums_cover_each_layer_and_no_padding() -> None:
+    for padding in (b"\x00", b"\xff"):
+        extent = memoryview(PAGE + padding * (4096 - 192))
+        assert [int(value) for value in layer_checksums(extent, LAYOUT.layer_bounds)] == CHECKSUMS
+    assert [xxhash.xxh3_64_intdigest(PAGE[:96]), xxhash.xxh3_64_intdigest(PAGE[96:])] == CHECKSUMS
+
+
+def test_the_long_form_of_the_checksum() -> None:
+    """Above 240 bytes XXH3 is another algorithm; a GPU kernel will have to give this value."""
+    data = bytes((i * i + i // 7) % 251 for i in range(5000))
+    assert layer_checksums(memoryview(data), [(0, 5000)])[0] == 0x3EA98D7541D98461
+    assert layer_checksums(memoryview(data), [(0, 0)])[0] == 0x2D06800538D394C2
+
+
+@pytest.mark.parametrize(("key", "stored"), list(zip(KEYS, BOUND_BYTES, strict=True)))
+def test_checksums_are_bound_to_the_key(key: str, stored: str) -> None:
+    words = struct.unpack("<4Q", bytes.fromhex(key))
+    seed = sum(word * factor for word, factor in zip(words, FACTORS, strict=True))
+    by_hand = [(value + seed + position * STEP) % 2**64 for position, value in enumerate(CHECKSUMS)]
+    assert struct.pack("<2Q", *by_hand).hex() == stored
+    sums = np.array([CHECKSUMS], np.uint64)
+    assert bound(sums, [bytes.fromhex(key)]).astype("<u8").tobytes().hex() == stored
+    assert np.array_equal(unbound(bound(sums, [bytes.fromhex(key)]), [bytes.fromhex(key)]), sums)
+    for number in [*FACTORS, STEP]:
+        assert f"0x{number:016X}" in DOCUMENT.read_text()
+
+
+def test_what_is_bound_to_one_key_matches_nothing_under_another() -> None:
+    """Keys that differ in any one bit, and each other layer of the page."""
+    key = bytes.fromhex(KEYS[0])
+    sums = np.array([CHECKSUMS], np.uint64)
+    others = [(int.from_bytes(key, "little") ^ 1 << bit).to_bytes(32, "little") for bit in range(256)]
+    found = unbound(np.repeat(bound(sums, [key]), 256, axis=0), others)
+    assert not (found == sums).any()
+    assert not (unbound(bound(sums, [key])[:, ::-1], [key]) == sums[:, ::-1]).any()
+    assert not (bound(sums, [key]) == sums).any()
+
+
+def test_damage_is_found_in_the_layer_it_is_in() -> None:
+    expected = np.array(CHECKSUMS, np.uint64)
+    assert first_bad_layer(memoryview(PAGE), LAYOUT.layer_bounds, expected) is None
+    for bit in range(8 * len(PAGE)):
+        damaged = bytearray(PAGE)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert first_bad_layer(memoryview(damaged), LAYOUT.layer_bounds, expected) == bit // 8 // 96
+
+
+def build(path: Path) -> None:
+    """A directory with one page in slot 2."""
+    namespace = bytes.fromhex(NAMESPACE)
+    first, second = map(bytes.fromhex, KEYS)
+    sums = bound(np.array([CHECKSUMS, CHECKSUMS], np.uint64), [first, second])
+    with (
+        CacheDirectory.open(path),
+        Catalog.open(path, extent_bytes=LAYOUT.extent_bytes, durability="process") as catalog,
+    ):
+        slab = Slab.open(path, LAYOUT.extent_bytes, 4)
+        with open(slab.path, "r+b") as file:
+            file.seek(slab.offset(2))
+            file.write(PAGE)
+        catalog.describe_namespace(namespace, FIELDS)
+        catalog.commit([PageRecord(2, first, namespace, namespace, 192, 41, sums[0])], [], {})
+        catalog.commit([PageRecord(0, second, first, namespace, 192, 42, sums[1], -1, 1800000000.1239)], [], {2: 43})
+
+
+def test_the_files_and_their_modes(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        build(tmp_path / "cache")
+        path = tmp_path / "cache"
+        with Catalog.open(path, extent_bytes=4096, durability="process") as catalog:
+            catalog.commit([], [0], {})  # makes the log
+            found = {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in path.iterdir()}
+    finally:
+        os.umask(old)
+    names = ["lock", "slab-0.bin", "catalog.sqlite", "catalog.sqlite-wal"]
+    assert found == dict.fromkeys(names, 0o600)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_a_set_aside_catalogue_is_private_too(tmp_path: Path) -> None:
+    build(tmp_path)
+    os.truncate(tmp_path / "catalog.sqlite", 5000)
+    Catalog.open(tmp_path, extent_bytes=4096, durability="process").close()
+    aside = next(tmp_path.glob("catalog.corrupt-*"))
+    assert re.fullmatch(r"catalog\.corrupt-\d{8}T\d{6}\.\d{6}Z", aside.name)
+    assert stat.S_IMODE(aside.stat().st_mode) == 0o600
+
+
+def test_the_slab(tmp_path: Path) -> None:
+    build(tmp_path)
+    assert (tmp_path / "slab-0.bin").read_bytes() == bytes(8192) + PAGE + bytes(4096 - 192 + 4096)
+
+
+def test_the_catalogue(tmp_path: Path) -> None:
+    build(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection:
+        sql = [text for (text,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
+        meta = dict(connection.execute("SELECT name, value FROM meta"))
+        namespaces = connection.execute("SELECT * FROM namespaces").fetchall()
+        pages = connection.execute("SELECT * FROM pages ORDER BY slot").fetchall()
+        sums = connection.execute("SELECT slot, hex(sums) FROM checksums ORDER BY slot").fetchall()
+        retention = connection.execute("SELECT slot, priority, expires FROM retention").fetchall()
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert connection.execute("PRAGMA encoding").fetchone() == ("UTF-8",)
+    assert "".join(f"{text};\n" for text in sql) == SCHEMA
+    created = meta.pop("created")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", created)
+    assert meta == META[5]
+    namespace, first, second = bytes.fromhex(NAMESPACE), *map(bytes.fromhex, KEYS)
+    assert [(digest, json.loads(text)) for _, digest, text in namespaces] == [(namespace, FIELDS)]
+    assert pages == [(0, second, first, 1, 192, 42), (2, first, namespace, 1, 192, 43)]
+    assert sums == [(0, BOUND_BYTES[1].upper()), (2, BOUND_BYTES[0].upper())]
+    assert retention == [(0, -1, 1800000000123)]
+
+
+def write_by_hand(tmp_path: Path, version: int) -> None:
+    """A directory with one page in slot 1."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.executescript(SCHEMA if version >= 3 else OLDER_SCHEMA)
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", META[version].items())
+        connection.execute("INSERT INTO namespaces VALUES (9, ?, '{}')", (bytes.fromhex(NAMESPACE),))
+        connection.execute(
+            "INSERT INTO pages VALUES (1, ?, ?, 9, 192, 5)", (bytes.fromhex(KEYS[0]), bytes.fromhex(NAMESPACE))
+        )
+        stored = BOUND_BYTES[0] if version == 5 else CHECKSUM_BYTES
+        connection.execute("INSERT INTO checksums VALUES (1, ?)", (bytes.fromhex(stored),))
+        if version >= 3:
+            connection.execute("INSERT INTO retention VALUES (1, 2, 1800000000500)")
+    (tmp_path / "slab-0.bin").write_bytes(bytes(4096) + PAGE + bytes(4096 - 192))
+
+
+VERSIONS = [1, 3, 5]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path, version: int) -> None:
+    write_by_hand(tmp_path, version)
+    slab = Slab.open(tmp_path, 4096, 2)
+    with Catalog.open(tmp_path, extent_bytes=4096, durability="power") as catalog:
+        found = catalog.recover(slab.valid_slots)
+        assert [c.tolist() for c in (found.slots, found.lengths, found.recency)] == [[1], [192], [5]]
+        assert not found.dropped
+        assert (found.keys[0].tobytes().hex(), found.digests[0].hex()) == (KEYS[0], NAMESPACE)
+        kept = [found.retained.tolist(), found.priorities.tolist(), found.expires.tolist()]
+        assert kept == ([[], [], []] if version == 1 else [[0], [2], [1800000000.5]])
+        (stored,) = catalog.checksums([1])
+    assert stored is not None
+    assert stored.astype("<u8").tobytes().hex() == BOUND_BYTES[0]
+    (sums,) = unbound(stored[None], [bytes.fromhex(KEYS[0])])
+    with open(slab.path, "rb") as file:
+        file.seek(slab.offset(1))
+        assert first_bad_layer(memoryview(file.read(4096)), LAYOUT.layer_bounds, sums) is None
+
+
+def tables(path: Path) -> tuple[str, dict[str, int]]:
+    with contextlib.closing(sqlite3.connect(path / "catalog.sqlite")) as connection:
+        sql = [text for (text,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
+        meta = dict(connection.execute("SELECT name, value FROM meta"))
+    return "".join(f"{text};\n" for text in sql), meta
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_older_directory_is_converted_once_and_keeps_its_pages(tmp_path: Path, version: int) -> None:
+    write_by_hand(tmp_path, version)
+    assert tables(tmp_path) == (SCHEMA if version == 3 else OLDER_SCHEMA, META[version])
+    for _ in range(2):
+        with Catalog.open(tmp_path, extent_bytes=4096, durability="process") as catalog:
+            assert [key.tobytes().hex() for key in catalog.recover(2).keys] == [KEYS[0]]
+        assert tables(tmp_path) == (SCHEMA, META[5])
+        assert verify(tmp_path)["bad"] == []
+        assert not list(tmp_path.glob("catalog.corrupt-*"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_people_look_into_all_versions_and_change_none(tmp_path: Path, version: int) -> None:
+    write_by_hand(tmp_path, version)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.execute("UPDATE namespaces SET description = ?", (CANONICAL,))
+    before, sql = (tmp_path / "catalog.sqlite").read_bytes(), tables(tmp_path)
+    report, found = inspect(tmp_path), verify(tmp_path)
+    assert (report["format_version"], report["pages"], found["good_pages"]) == (version, 1, 1)
+    assert report["retention"] == (
+        {"priorities": {"0": 1}, "expiring_pages": 0, "expired_pages": 0}
+        if version == 1
+        else {"priorities": {"2": 1}, "expiring_pages": 1, "expired_pages": int(time.time() > 1800000000.5)}
+    )
+    assert (report["unbound_from_slot"], found["unbound_pages"]) == ((None, 0) if version == 5 else (0, 1))
+    texts = "\n".join(line for table in inspect_tables(report) for line in table.lines())
+    assert ("not bound to pages" in texts) == (version != 5)
+    texts = "\n".join(line for table in verify_tables(found) for line in table.lines())
+    assert ("older format version" in texts) == (version != 5)
+    assert (tmp_path / "catalog.sqlite").read_bytes() == before
+    assert tables(tmp_path) == sql
+
+
+def test_a_mix_up_is_found_in_this_version_only(tmp_path: Path) -> None:
+    """The row of one page names another: its bytes are whole, and belong to nobody who asks."""
+    for version in VERSIONS:
+        path = tmp_path / str(version)
+        path.mkdir()
+        write_by_hand(path, version)
+        with contextlib.closing(sqlite3.connect(path / "catalog.sqlite")) as connection, connection:
+            connection.execute("UPDATE namespaces SET description = ?", (CANONICAL,))
+            connection.execute("UPDATE pages SET key = ?", (bytes.fromhex(KEYS[1]),))
+        found = verify(path)
+        assert (found["bad_pages"], found["unbound_pages"]) == ((1, 0) if version == 5 else (0, 1))
+
+
+def test_a_damaged_retention_is_reported(tmp_path: Path) -> None:
+    write_by_hand(tmp_path, 3)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.execute("UPDATE retention SET expires = 'soon'")
+    report, found = inspect(tmp_path), verify(tmp_path)
+    assert (report["pages"], report["unusable_rows"]) == (0, {"row": 1})
+    assert (found["pages"], found["good_pages"], [f["cause"] for f in found["bad"]]) == (1, 0, ["row"])
+
+
+def test_an_older_directory_of_other_extents_is_refused_and_left_alone(tmp_path: Path) -> None:
+    write_by_hand(tmp_path, 1)
+    before = (tmp_path / "catalog.sqlite").read_bytes()
+    with pytest.raises(ExtentSizeError):
+        Catalog.open(tmp_path, extent_bytes=8192, durability="process")
+    assert (tmp_path / "catalog.sqlite").read_bytes() == before
+
+
+def test_a_conversion_that_cannot_begin_leaves_the_older_version(tmp_path: Path) -> None:
+    write_by_hand(tmp_path, 1)
+
+    def forbid(action: int, table: str | None, *_: object) -> int:
+        return sqlite3.SQLITE_DENY if (action, table) == (sqlite3.SQLITE_UPDATE, "meta") else sqlite3.SQLITE_OK
+
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None)) as connection:
+        connection.set_authorizer(forbid)
+        with pytest.raises(sqlite3.DatabaseError, match="not authorized"):
+            convert(connection, tmp_path / "catalog.sqlite")
+    assert tables(tmp_path) == (OLDER_SCHEMA, META[1])
+
+
+@pytest.mark.parametrize("groups", [0, 2, 8])
+def test_checksums_of_other_head_groups_are_refused(tmp_path: Path, groups: int) -> None:
+    write_by_hand(tmp_path, 5)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.execute("UPDATE meta SET value = ? WHERE name = 'head_groups'", (groups,))
+    before = (tmp_path / "catalog.sqlite").read_bytes()
+    for look in (lambda: Catalog.open(tmp_path, extent_bytes=4096, durability="process"), lambda: inspect(tmp_path)):
+        with pytest.raises(CatalogVersionError, match=f"{groups} head groups a layer.*reads 1"):
+            look()
+    assert (tmp_path / "catalog.sqlite").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("version", "sql", "without"),
+    [(1, SCHEMA, ""), (3, OLDER_SCHEMA, ""), (5, OLDER_SCHEMA, ""), *((5, SCHEMA, name) for name in META[5])],
+)
+def test_tables_of_another_version_are_set_aside(tmp_path: Path, version: int, sql: str, without: str) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.executescript(sql)
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", META[version].items())
+        connection.execute("DELETE FROM meta WHERE name = ?", (without,))
+    Catalog.open(tmp_path, extent_bytes=4096, durability="process").close()
+    assert len(list(tmp_path.glob("catalog.corrupt-*"))) == 1
+
+
+def test_the_document_says_what_the_code_does() -> None:
+    text = DOCUMENT.read_text()
+    assert SCHEMA in text
+    assert f"version {catalog_file.FORMAT_VERSION}\n" in text.splitlines(keepends=True)[0]
+    assert f"checkpointed every {catalog_file.WAL_PAGES * 4096 >> 20} MiB" in text
+    assert f"cut to {catalog_file.WAL_BYTES >> 20} MiB" in text
+    assert f"catalogue of up to {catalog_file.QUICK_CHECK_BYTES >> 20} MiB" in text
+    names = [catalog_file.CATALOG_NAME, catalog_file.NEW_NAME, catalog_file.SUSPECT_NAME, catalog_file.CORRUPT_PREFIX]
+    for name in [*names, "slab-0.bin", "lock"]:
+        assert f"`{name}" in text

@@ -1,0 +1,404 @@
+"""The index of a tier against a slow and obvious model: order of eviction, slots, leases, invisibility."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    run_state_machine_as_test,
+)
+
+from gdscache.index.index import PageIndex
+from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.table import Entry, PageState
+from gdscache.pages.keys import Page
+from gdscache.policies import POLICIES, new_policy
+from tests.support.index_machine import NAMESPACE, IndexMachine, chain, name, put, restore, retentions, state
+from tests.support.policy_models import MODELS
+
+
+def kept(index: PageIndex, pages: Sequence[Page]) -> list[int]:
+    return [i for i, page in enumerate(pages) if index.get(page.key) is not None]
+
+
+@pytest.mark.parametrize("evicted", range(1, 7))
+def test_a_chain_that_was_only_stored_goes_from_its_tail(evicted: int) -> None:
+    index = PageIndex(6)
+    pages = chain(1, 6)
+    put(index, pages)
+    assert index.evict(evicted) == evicted
+    assert kept(index, pages) == list(range(6 - evicted))
+    assert index.check() == []
+
+
+@pytest.mark.parametrize("order", ["head first", "tail first"])
+@pytest.mark.parametrize("evicted", range(1, 6))
+def test_the_colder_chain_goes_before_the_warmer_one_is_touched(order: str, evicted: int) -> None:
+    index = PageIndex(10)
+    cold, warm = chain(1, 5), chain(2, 5)
+    put(index, cold)
+    put(index, warm)
+    for pages in (cold, warm):
+        index.touch([p.key for p in (pages if order == "head first" else reversed(pages))])
+    assert index.evict(evicted) == evicted
+    assert kept(index, warm) == list(range(5))
+    assert kept(index, cold) == list(range(5 - evicted))
+
+
+uses = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=12)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("touch"), uses),
+        st.tuples(st.just("put"), st.integers(0, 3)),
+        st.tuples(st.just("evict"), st.integers(1, 3)),
+        st.tuples(st.just("retain"), st.integers(0, 3)),
+        st.tuples(st.just("drop"), st.integers(0, 3)),
+        st.tuples(st.just("settle"), st.integers(1, 5)),
+    ),
+    max_size=30,
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(steps=steps, kept=st.integers(0, 20))
+def test_what_counts_later_counts_as_if_it_had_at_once(policy: str, steps: list[tuple[str, Any]], kept: int) -> None:
+    chains = [chain(number, 6) for number in range(4)]
+    later, at_once = (PageIndex(12, new_policy(policy)) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gdscache.index.eviction_orders._CHANGES_KEPT", kept)
+        for what, given_ in steps:
+            for index in (later, at_once):
+                if what == "touch":
+                    index.touch([chains[number][i].key for number, i in given_])
+                elif what == "put":
+                    pages = [page for page in chains[given_] if page.key not in index]
+                    slots = index.allocate_some(len(pages), pages=pages)
+                    retentions = [Retention(page.key[-1] % 2 if given_ == 3 else 0, None) for page in pages]
+                    index.insert_all(pages, slots, PageState.VERIFIED, retentions)
+                    for page in pages[: len(slots)]:
+                        index.lease(entry := index.find(page.key) or pytest.fail("a page is gone"))
+                        index.release(entry)
+                elif what == "evict":
+                    index.evict(given_)
+                elif what == "settle":
+                    index.settle(given_)
+                elif what == "retain":
+                    index.retain(chains[given_][0].key, Retention(1, None))
+                elif (entry := index.get(chains[given_][-1].key)) is not None:
+                    index.drop(entry)
+            at_once.settle()
+            assert later.unsettled <= kept
+            assert {e.key for e in later} == {e.key for e in at_once}
+        assert list(later._orders) == list(at_once._orders)
+        assert later.check() == at_once.check() == []
+
+
+def test_a_large_tier_evicts_some_tails_ahead_but_no_head_for_it() -> None:
+    index = PageIndex(1024)  # two ahead
+    long, short = chain(1, 1000), chain(2, 24)
+    put(index, [*long, *short])
+    new = chain(3, 9)
+    assert index.allocate_some(1, pages=new[:1]) == [997]
+    assert index.evictions == 3
+    assert index.allocate_some(2, pages=new[:2]) == [998, 999]
+    assert index.evictions == 3  # they were there
+    index.lease(found := index.get(long[996].key) or pytest.fail("the tail is gone"))
+    entry = index.get(short[23].key) or pytest.fail("the warm tail is gone")
+    index.lease(entry)
+    assert len(index.allocate_some(1, pages=new[:3])) == 1  # only heads can go: one, none ahead
+    assert index.evictions == 4
+    index.release(found)
+    index.release(entry)
+
+
+def test_a_shared_head_stays_while_a_branch_can_go() -> None:
+    index = PageIndex(5)
+    trunk = chain(1, 2)
+    branches = [Page(name("branch", i), trunk[1].key, NAMESPACE) for i in range(3)]
+    put(index, [*trunk, *branches])
+    assert index.evict(3) == 3
+    assert kept(index, trunk) == [0, 1]
+    assert kept(index, branches) == []
+
+
+def test_a_leased_tail_does_not_keep_what_is_before_it_for_ever() -> None:
+    index = PageIndex(3)
+    pages = chain(1, 3)
+    entries = put(index, pages)
+    index.lease(entries[2])
+    assert index.evict(3) == 2  # nothing but the head and the middle can go, so they go
+    assert kept(index, pages) == [2]
+    index.release(entries[2])
+    assert index.evict(1) == 1
+    assert index.free_slots == 3
+    assert index.check() == []
+
+
+def test_a_head_goes_with_the_last_of_its_tails() -> None:
+    index = PageIndex(4)
+    head, *_ = chain(1, 1)
+    tails = [Page(name("tail", i), head.key, NAMESPACE) for i in range(2)]
+    put(index, [head, *tails, *chain(2, 1)])
+    assert index.evict(3) == index.evictions == 3
+    assert kept(index, [head, *tails, *chain(2, 1)]) == [3]
+
+
+def test_slots_come_back_whether_their_pages_were_at_rest_or_in_use() -> None:
+    given_back: list[int] = []
+    index = PageIndex(6, recycle=given_back.append)
+    pages = chain(1, 6)
+    for entry in put(index, pages):
+        index.lease(entry)
+        index.release(entry)
+    for i in (1, 4):
+        index.find(pages[i].key)
+    assert index.evict(6) == index.evictions == 6
+    assert given_back == [5, 4, 3, 2, 1, 0]
+    index.free(given_back)
+    assert index.check() == []
+
+
+def test_allocate_is_all_or_nothing() -> None:
+    index = PageIndex(4)
+    pages = chain(1, 4)
+    entries = put(index, pages)
+    index.lease(entries[0])
+    assert index.allocate(4) is None
+    assert kept(index, pages) == [0, 1, 2, 3]
+    assert index.evictions == 0
+    got = index.allocate(3)
+    assert got is not None
+    assert len(set(got)) == 3
+    assert kept(index, pages) == [0]
+    assert index.allocate(1) is None
+
+
+def test_a_page_dropped_while_leased_is_gone_at_once_and_its_slot_later() -> None:
+    index = PageIndex(2)
+    entry = put(index, chain(1, 1))[0]
+    index.lease(entry)
+    index.lease(entry)
+    index.drop(entry)
+    assert index.get(entry.key) is None
+    assert index.find(entry.key) is None
+    assert index.free_slots == 1
+    index.release(entry)
+    assert index.free_slots == 1
+    index.release(entry)
+    assert index.free_slots == 2
+    index.drop(entry)  # again changes nothing
+    assert index.free_slots == 2
+    assert index.check() == []
+
+
+def test_the_same_page_may_come_back_while_its_old_slot_is_still_leased() -> None:
+    index = PageIndex(2)
+    page = chain(1, 1)[0]
+    old = put(index, [page])[0]
+    index.lease(old)
+    index.drop(old)
+    new = put(index, [page])[0]
+    assert new.slot != old.slot
+    index.release(old)
+    assert index.get(page.key) is new
+    assert index.free_slots == 1
+    assert index.check() == []
+
+
+def test_a_reservation_is_invisible_and_never_evicted() -> None:
+    index = PageIndex(2)
+    slots = index.allocate(1)
+    assert slots is not None
+    entry = index.insert(chain(1, 1)[0], slots[0], PageState.PENDING)
+    assert index.get(entry.key) is None
+    assert index.evict(2) == 0
+    assert index.allocate(2) is None
+    assert index.commit(entry)
+    assert index.get(entry.key) is entry
+
+
+def test_a_reservation_dropped_before_its_commit_stays_invisible() -> None:
+    index = PageIndex(1)
+    slots = index.allocate(1)
+    assert slots is not None
+    entry = index.insert(chain(1, 1)[0], slots[0], PageState.PENDING)
+    index.lease(entry)
+    index.drop(entry)
+    assert not index.commit(entry)
+    assert index.get(entry.key) is None
+    index.release(entry)
+    assert index.free_slots == 1
+    assert index.check() == []
+
+
+def test_a_visible_page_is_recycled_and_a_reservation_is_not() -> None:
+    retired: list[int] = []
+    index = PageIndex(3, recycle=retired.append)
+    visible = put(index, chain(1, 1))[0]
+    slots = index.allocate(1)
+    assert slots is not None
+    reserved = index.insert(chain(2, 1)[0], slots[0], PageState.PENDING)
+    index.drop(visible)
+    index.drop(reserved)
+    assert retired == [visible.slot]
+    assert index.free_slots == 2
+    assert index.check(elsewhere=retired) == []
+
+
+def test_check_sees_what_is_wrong() -> None:
+    def fresh() -> tuple[PageIndex, list[Entry]]:
+        index = PageIndex(4)
+        return index, put(index, chain(1, 3))
+
+    index, entries = fresh()
+    index.free((entries[0].slot,))
+    assert index.check()
+    index, _ = fresh()
+    index._free.take(1)
+    assert index.check()
+    index, entries = fresh()
+    index._children[entries[0].slot] += 1
+    assert index.check()
+    index, entries = fresh()
+    entries[0].leases = -1
+    assert index.check()
+    index, entries = fresh()
+    index.settle()
+    index._orders.policy.remove(entries[0].key)
+    assert index.check()
+    index, _ = fresh()
+    index._orphans[b"x" * 32] = 1
+    assert index.check()
+    index, _ = fresh()
+    index._free.give(99)
+    assert index.check()
+    index, _ = fresh()
+    index._free._count += 1
+    assert index.check()
+    index, _ = fresh()
+    assert index.check() == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(order=st.permutations(range(8)), n=st.integers(0, 8))
+def test_a_restored_index_evicts_in_its_recorded_order(policy: str, order: list[int], n: int) -> None:
+    pages = [chain(i, 1)[0] for i in range(8)]
+    index = PageIndex(10, new_policy(policy))
+    restore(index, [pages[i] for i in order])
+    assert index.free_slots == 2
+    assert index.evict(n) == n
+    assert kept(index, pages) == sorted(order[n:])
+    assert index.check() == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(order=st.permutations(range(6)), n=st.integers(0, 6))
+def test_a_restored_chain_goes_from_its_tail_whatever_the_order_of_its_rows(
+    policy: str, order: list[int], n: int
+) -> None:
+    pages = chain(1, 6)
+    index = PageIndex(6, new_policy(policy))
+    restore(index, [pages[i] for i in order])
+    index.evict(n)
+    assert kept(index, pages) == list(range(6 - n))
+
+
+@given(st.data())
+def test_a_restored_index_is_the_one_that_was_filled_page_by_page(data: st.DataObject) -> None:
+    """Branches, chains without their head, several namespaces, slots in any order."""
+    salts = [b"n" * 32, b"m" * 32]
+    pages: list[Page] = []
+    for i in range(data.draw(st.integers(0, 12))):
+        namespace = data.draw(st.sampled_from(salts))
+        above = [page.key for page in pages if page.namespace == namespace]
+        parent = data.draw(st.sampled_from([namespace, name("lost", namespace), *above]))
+        pages.append(Page(name(i, parent), parent, namespace))
+    order = data.draw(st.permutations(range(len(pages))))
+    slots = data.draw(st.permutations(range(16)))[: len(pages)]
+    restored, filled = PageIndex(16), PageIndex(16)
+    restore(restored, [pages[i] for i in order], [slots[i] for i in order])
+    filled.take_free(16)
+    for i in order:
+        filled.insert(pages[i], slots[i], PageState.VERIFIED)
+    filled.free(set(range(16)) - set(slots))
+    assert restored.check() == filled.check() == []
+    assert {(e.page, e.slot) for e in restored} == {(e.page, e.slot) for e in filled}
+    assert sorted(restored.take_free(16)) == sorted(filled.take_free(16))
+    while len(filled):
+        n = data.draw(st.integers(1, 5))
+        assert restored.evict(n) == filled.evict(n)
+        assert {e.key for e in restored} == {e.key for e in filled}
+        assert restored.check(elsewhere=sorted(set(range(16)) - set(slots))) == []
+
+
+def test_keys_that_begin_alike_are_told_apart() -> None:
+    """The columns are matched by eight bytes of their keys first."""
+    alike = [b"8 bytes." + bytes([i]) * 24 for i in range(4)]
+    pages = [
+        Page(alike[0], NAMESPACE, NAMESPACE),
+        Page(alike[1], alike[0], NAMESPACE),
+        Page(alike[2], alike[3], NAMESPACE),
+    ]
+    index = PageIndex(3)
+    restore(index, pages)
+    assert index.check() == []
+    lone = PageIndex(2)
+    restore(lone, [pages[0], Page(name("x"), alike[3], NAMESPACE)])
+    assert lone.check() == []
+
+
+# -- the model: evict one page at a time, the coldest that nobody needs ----------------------------------------------
+
+
+@given(st.permutations([*chain(1, 4), *chain(2, 3)]), st.integers(0, 7), st.lists(retentions, min_size=7, max_size=7))
+def test_pages_put_in_together_are_there_as_if_one_after_another(
+    pages: list[Page], slots: int, wanted: list[Retention]
+) -> None:
+    together, one_by_one = PageIndex(8), PageIndex(8)
+    for index in (together, one_by_one):
+        index.insert(pages[0], 7, PageState.VERIFIED)
+    rest = pages[1:]
+    entries = together.insert_all(rest, range(slots), PageState.PENDING, wanted)
+    expected = [one_by_one.insert(p, i, PageState.PENDING, wanted[i]) for i, p in enumerate(rest) if i < slots]
+    for index, taken in ((together, entries), (one_by_one, expected)):
+        assert index.take_free(8) == list(range(8))
+        index.free(set(range(8)) - {7, *(entry.slot for entry in taken)})
+    assert [entry.page for entry in entries] == [entry.page for entry in expected]
+    assert state(together) == state(one_by_one)
+    assert state(together)[-1] == []
+
+
+@given(st.lists(st.sampled_from(["absent", "at rest", "in use", "retained", "pending"]), max_size=6), st.integers(0, 6))
+def test_a_run_of_pages_is_pinned_up_to_the_first_that_is_not_visible(kinds: list[str], start: int) -> None:
+    pages, index = chain(1, len(kinds)), PageIndex(8)
+    for i, (page, kind) in enumerate(zip(pages, kinds, strict=True)):
+        if kind != "absent":
+            retention = Retention(1) if kind == "retained" else DEFAULT
+            entry = index.insert(page, i, PageState.PENDING if kind == "pending" else PageState.VERIFIED, retention)
+            if kind != "pending":
+                index.lease(entry)
+                index.release(entry)
+            if kind == "in use":
+                index.find(page.key)
+    start = min(start, len(kinds))
+    for stop in range(start, len(kinds) + 1):
+        visible = [kind not in ("absent", "pending") for kind in kinds[start:stop]]
+        pinned = index.pin_run(pages, start, stop)
+        assert [e.page for e in pinned] == pages[start : start + [*visible, False].index(False)]
+        assert all(e.leases == 1 and e is index.get(e.key) for e in pinned)
+        assert all(e.retention == index.retention(e.key) for e in pinned)
+        for entry in pinned:
+            index.release(entry)
+        assert not any(entry.leases for entry in index)
+    absent = [kind == "absent" for kind in kinds[start:]]
+    assert index.absent_until(pages, start) == start + [*absent, False].index(False)
+
+
+@pytest.mark.parametrize("policy", MODELS)
+def test_an_index_is_its_model(policy: str) -> None:
+    machine = type("Machine", (IndexMachine,), {"policy_name": policy})
+    run_state_machine_as_test(machine, settings=settings(deadline=None))

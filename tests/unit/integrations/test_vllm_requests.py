@@ -1,0 +1,153 @@
+"""The scheduler's side of the vLLM connector: a small scheduler that does random things, and single cases."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from gdscache import PageHashes
+from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
+from tests.support.vllm_scheduler import SIZE, WAIT, FakeCache, FakeFetch, Scheduler, hashes_of, names_of
+
+
+def test_a_scheduler() -> None:
+    run_state_machine_as_test(Scheduler, settings=settings(stateful_step_count=60))
+
+
+# -- single cases ------------------------------------------------------------------------------------------------------
+
+
+def table(cache: FakeCache | None = None) -> tuple[RequestTable, FakeCache]:
+    cache = cache or FakeCache()
+    return RequestTable(cache, SIZE, wait=WAIT, clock=lambda: cache.now), cache
+
+
+def request_of(tokens: int, name: str = "r") -> Any:
+    words = tuple(range(tokens))
+    return SimpleNamespace(
+        request_id=name, num_tokens=tokens, num_computed_tokens=0, block_hashes=hashes_of(words), tokens=words
+    )
+
+
+def stored(cache: FakeCache, request: Any, pages: int) -> None:
+    cache.stored.update(names_of(PageHashes(request.block_hashes[:pages])))
+
+
+def landed(cache: FakeCache) -> FakeFetch:
+    fetch = cache.fetches[-1]
+    fetch.there, fetch.ended = fetch.wanted, True
+    return fetch
+
+
+@pytest.mark.parametrize(("tokens", "found"), [(9, 8), (8, 6), (2, 0), (1, 0)])
+def test_one_token_is_left_to_compute(tokens: int, found: int) -> None:
+    scheduler, cache = table()
+    request = request_of(tokens)
+    stored(cache, request, 9)
+    scheduler.add(request)
+    if found:
+        landed(cache)
+    assert scheduler.ask(request, 0) == (found, False)
+
+
+def test_a_load_goes_behind_what_vllm_has_itself() -> None:
+    scheduler, cache = table()
+    request = request_of(11)
+    stored(cache, request, 4)
+    scheduler.add(request)
+    fetch = landed(cache)
+    assert scheduler.ask(request, 4) == (4, False)
+    scheduler.place(request, [7, 3, 9, 1, 5], 4)
+    assert scheduler.take_loads() == [LoadOrder("r", fetch, 2, (9, 1))]  # type: ignore[arg-type]
+    assert scheduler.take_fresh() == {9, 1, 5}
+    request.num_computed_tokens = 8
+    (order,) = scheduler.stores({"r": 3}, lambda name: [7, 3, 9, 1, 5, 8])
+    assert (order.first, order.blocks) == (4, (5,))
+    assert list(scheduler.stores({"r": 0}, lambda name: [])) == []
+
+
+def test_what_ours_has_lost_is_stored_again_from_vllms_own_cache() -> None:
+    scheduler, cache = table()
+    request = request_of(11)
+    stored(cache, request, 1)
+    scheduler.add(request)
+    landed(cache)
+    assert scheduler.ask(request, 8) == (0, False)
+    scheduler.place(request, [7, 3, 9, 1, 5], 0)
+    request.num_computed_tokens = 8
+    (order,) = scheduler.stores({"r": 3}, lambda name: [7, 3, 9, 1, 5, 8])
+    assert (order.first, order.blocks) == (1, (3, 9, 1, 5))
+
+
+def test_a_bad_page_is_stored_again_when_it_was_computed() -> None:
+    scheduler, cache = table()
+    request = request_of(11)
+    stored(cache, request, 4)
+    scheduler.add(request)
+    fetch = cache.fetches[-1]
+    fetch.ended = fetch.no_room = True
+    assert scheduler.ask(request, 0) == (8, True)
+    scheduler.place(request, [7, 3, 9, 1], 8)
+    (load,) = scheduler.take_loads()
+    assert load.between
+    request.num_computed_tokens = 2  # its second block was bad
+    scheduler.place(request, [7, 3, 9, 1, 5], 0)
+    assert scheduler.take_loads() == []
+    (order,) = scheduler.stores({"r": 9}, lambda name: [7, 3, 9, 1, 5, 8])
+    assert (order.first, order.blocks) == (1, (3, 9, 1, 5))
+
+
+def test_requests_that_are_left_alone() -> None:
+    cache = FakeCache()
+    scheduler = RequestTable(cache, SIZE, wait=WAIT, refuses=lambda request: request.request_id == "adapter")
+    adapter, prompt_logprobs = request_of(9, "adapter"), request_of(9, "logprobs")
+    prompt_logprobs.skip_reading_prefix_cache = True
+    for request in (adapter, prompt_logprobs):
+        stored(cache, request, 9)
+        scheduler.add(request)
+        assert scheduler.ask(request, 0) == (0, False)
+        scheduler.place(request, [1, 2, 3, 4, 5], 0)
+        assert list(scheduler.stores({request.request_id: 9}, lambda name: [1, 2, 3, 4, 5])) == []
+        scheduler.finish(request.request_id)
+    assert cache.fetches == []
+    assert scheduler.take_fresh() == {1, 2, 3, 4, 5}
+    assert len(scheduler) == 0
+    assert scheduler.ask(adapter, 0) == (0, False)  # one that was never seen
+
+
+def test_after_a_change_of_weights_nothing_is_stored_of_the_requests_that_are_there() -> None:
+    scheduler, cache = table()
+    running, waiting = request_of(11), request_of(9, "waiting")
+    for request in (running, waiting):
+        scheduler.add(request)
+    scheduler.ask(running, 0)
+    scheduler.place(running, [0, 1, 2, 3, 4], 0)
+    scheduler.leave_alone()
+    assert all(fetch.released for fetch in cache.fetches)
+    assert list(scheduler.stores({"r": 11}, lambda name: [0, 1, 2, 3, 4])) == []
+    stored(cache, waiting, 9)
+    assert scheduler.ask(waiting, 0) == (0, False)
+    scheduler.place(waiting, [5, 6, 7, 8], 0)
+    assert list(scheduler.stores({"waiting": 9}, lambda name: [5, 6, 7, 8])) == []
+    for request in (running, waiting):
+        scheduler.finish(request.request_id)
+
+
+def test_a_request_that_waits_finds_what_others_stored_meanwhile() -> None:
+    scheduler, cache = table()
+    request = request_of(11)
+    scheduler.add(request)
+    assert scheduler.ask(request, 0) == (0, False)
+    stored(cache, request, 3)
+    assert scheduler.ask(request, 0) == (0, False)  # looked up a moment ago
+    cache.now = 1.5
+    assert scheduler.ask(request, 0) == (None, False)
+    landed(cache)
+    assert scheduler.ask(request, 0) == (6, False)
+    cache.now = 3.0
+    assert scheduler.ask(request, 0) == (6, False)  # nothing has come since
+    assert [fetch.released for fetch in cache.fetches] == [1, 0]

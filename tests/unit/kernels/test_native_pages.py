@@ -1,0 +1,161 @@
+"""Gather and scatter of the native library against the numpy mover, and its checksums against `xxhash`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdscache.errors import NativeCallError
+from gdscache.kernels.host import NativePool
+from gdscache.native.library import address
+from gdscache.pages.checksum import layer_checksums
+from gdscache.pages.layout import PageLayout, Plane
+from gdscache.pages.planes import PagedPlanes
+from tests.support import reference_pages as reference
+
+DTYPES = ("uint8", "float16", "float32")
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> tuple[PagedPlanes, np.random.Generator]:
+    """Planes with any widths and strides, filled at random."""
+    block_tokens = draw(st.sampled_from([1, 2, 3, 16]))
+    page_blocks = draw(st.integers(1, 5))
+    blocks = page_blocks * draw(st.integers(1, 4)) + draw(st.integers(0, 2))
+    widths = st.one_of(st.integers(1, 40), st.sampled_from([64, 128, 512, 1200, 5000]))
+    layers = draw(
+        st.lists(st.lists(st.tuples(widths, st.sampled_from(DTYPES)), min_size=1, max_size=3), min_size=1, max_size=4)
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    planes = tuple(tuple(Plane(f"p{n}", (w,), d) for n, (w, d) in enumerate(layer)) for layer in layers)
+    layout = PageLayout(planes, block_tokens * page_blocks)
+    tensors = []
+    for layer in planes:
+        row = []
+        for plane in layer:
+            width, extra = plane.shape[0], draw(st.sampled_from([0, 0, 1, 7]))
+            swapped = draw(st.booleans())
+            shape = (block_tokens, blocks) if swapped else (blocks, block_tokens)
+            size = (*shape, width + extra)
+            items = int(np.prod(size)) * plane.row_bytes // width
+            whole = torch.from_numpy(rng.integers(0, 255, items, np.uint8)).view(getattr(torch, plane.dtype)).view(size)
+            tensor = whole[..., extra:]
+            row.append(tensor.transpose(0, 1) if swapped else tensor)
+        tensors.append(row)
+    return PagedPlanes(layout, tensors), rng
+
+
+def raw(planes: PagedPlanes) -> list[bytes]:
+    return [t.contiguous().view(torch.uint8).numpy().tobytes() for layer in planes.tensors for t in layer]
+
+
+@settings(max_examples=60)
+@given(pools(), st.data(), st.booleans())
+def test_moves_like_the_numpy_mover(
+    made: tuple[PagedPlanes, np.random.Generator], data: st.DataObject, streamed: bool
+) -> None:
+    planes, rng = made
+    layout, pages = planes.layout, planes.blocks // planes.blocks_per_page
+    first = data.draw(st.integers(0, layout.n_layers - 1))
+    layers = range(first, data.draw(st.integers(first + 1, layout.n_layers)))
+    start, stop = layout.layer_bounds[first][0], layout.layer_bounds[layers.stop - 1][1]
+    order = rng.permutation(planes.blocks) if data.draw(st.booleans()) else np.arange(planes.blocks)
+    blocks = order[: pages * planes.blocks_per_page].reshape(pages, -1)
+    shift = data.draw(st.sampled_from([0, 0, 1, 33]))
+    memory = np.full((pages, layout.extent_bytes + 64), 0xA5, np.uint8)
+    extents = memory[:, shift : shift + layout.extent_bytes]
+    expected = np.full((pages, layout.extent_bytes), 0xA5, np.uint8)
+    rows = torch.arange(pages)
+    reference.gather(planes, torch.from_numpy(blocks), torch.from_numpy(expected), rows, layers)
+
+    pool = NativePool(planes)
+    parts = np.array([address(memory) + n * memory.shape[1] + shift + start for n in range(pages)], np.uint64)
+    sums = pool.gather(blocks, parts, layers, streamed=streamed)
+    assert np.array_equal(extents, expected)
+    bounds = layout.layer_bounds[first : layers.stop]
+    wanted = [layer_checksums(memoryview(row), bounds) for row in expected]
+    assert np.array_equal(sums, wanted)
+
+    fresh = rng.integers(0, 255, (pages, stop - start), np.uint8)
+    extents[:, start:stop] = expected[:, start:stop] = fresh
+    before = [[t.clone() for t in layer] for layer in planes.tensors]
+    sums = pool.scatter(blocks, parts, layers, streamed=streamed)
+    assert np.array_equal(sums, [layer_checksums(memoryview(row), bounds) for row in expected])
+    ours = raw(planes)
+    for mine, old in zip(planes.tensors, before, strict=True):
+        for tensor, saved in zip(mine, old, strict=True):
+            tensor.copy_(saved)
+    reference.scatter(planes, torch.from_numpy(blocks), torch.from_numpy(expected), rows, layers)
+    assert ours == raw(planes)
+    assert (memory[:, :shift] == 0xA5).all()
+    pool.close()
+
+
+def small() -> PagedPlanes:
+    layout = PageLayout.uniform([Plane("k", (8,), "float16"), Plane("v", (4,), "float16")], 3, 4)
+    return PagedPlanes.allocate(layout, 5, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("blocks", [[[5]], [[-1]], [[1 << 62]], [[-(1 << 63)]]])
+def test_blocks_that_are_not_the_pools_are_refused_before_a_byte_moves(blocks: list[list[int]]) -> None:
+    pool, memory = NativePool(small()), np.full((2, 4096), 7, np.uint8)
+    parts = np.array([address(memory), address(memory) + 4096], np.uint64)
+    for call in (pool.gather, pool.scatter):
+        with pytest.raises(NativeCallError, match="Invalid argument"):
+            call([[0], *blocks], parts, range(3))
+    assert (memory == 7).all()
+
+
+def test_other_hostile_values_are_refused() -> None:
+    pool, memory = NativePool(small()), np.zeros(4096, np.uint8)
+    parts = np.array([address(memory)], np.uint64)
+    for layers in (range(-1, 2), range(4), range(2, 9)):
+        with pytest.raises(NativeCallError):
+            pool.gather([[0]], parts, layers)
+    with pytest.raises(NativeCallError):
+        pool.gather([[0]], np.array([0], np.uint64), range(3))
+    with pytest.raises(NativeCallError, match="shape"):
+        pool.gather([[0, 1]], parts, range(3))
+    assert pool.gather(np.empty((0, 1), np.int64), parts[:0], range(3)).shape == (0, 3)
+    pool.close()
+    pool.close()
+    with pytest.raises(NativeCallError, match="closed"):
+        pool.gather([[0]], parts, range(3))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cause"),
+    [
+        ((0, 1, 1), "number of blocks"),
+        ((5, 0, 1), "tokens a block"),
+        ((5, 4, -1), "blocks a page"),
+        ((1 << 60, 4, 1), "number of blocks"),
+        ((1 << 46, 4, 1), "address space"),
+    ],
+)
+def test_pools_that_make_no_sense_are_refused(
+    numbers: tuple[int, int, int], cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planes = small()
+    monkeypatch.setattr(planes, "blocks", numbers[0])
+    monkeypatch.setattr(planes, "block_tokens", numbers[1])
+    monkeypatch.setattr(PagedPlanes, "blocks_per_page", property(lambda self: numbers[2]))
+    monkeypatch.setattr(planes, "tensors", [[Strided(t) for t in layer] for layer in planes.tensors])
+    with pytest.raises(NativeCallError, match=cause):
+        NativePool(planes)
+
+
+class Strided:
+    """A tensor that says that its blocks are far apart."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr()
+
+    def stride(self) -> tuple[int, ...]:
+        return (1 << 40, *self.tensor.stride()[1:])

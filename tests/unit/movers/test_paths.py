@@ -1,0 +1,573 @@
+"""The choice of a path between host and GPU, and the calibration it is made from: arithmetic, and one small file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import itertools
+import json
+import logging
+import math
+import os
+import pwd
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdscache.movers import calibration as calibrate
+from gdscache.movers import choice as paths
+from gdscache.movers.choice import COPY_ENGINE_FROM, Calibration, Choice, Direction, Paths, Rates
+from tests.support.rates import DOWN, UP
+
+KEY = {
+    "gpu": "NVIDIA H200",
+    "gpu_uuid": "GPU-1",
+    "driver": "13000",
+    "copy_engine": "batch_13",
+    "gdscache": "0.1.0",
+    "kernels": "0123456789abcdef",
+}
+MEASURED = Calibration(UP, DOWN, KEY, 0.5)
+CHOICES: list[Choice] = ["staged", "zero_copy", "copy_engine"]
+BOTH: list[Direction] = ["load", "store"]
+
+by_size = st.dictionaries(st.integers(1, 1 << 25), st.floats(0.001, 1000), min_size=1, max_size=9)
+rates = st.builds(Rates, by_size, by_size, st.floats(0.001, 1000))
+pieces = st.integers(1, 1 << 30)
+runs = pieces | st.integers(COPY_ENGINE_FROM - 2, 4 * COPY_ENGINE_FROM)
+
+
+def rising(given: dict[int, float]) -> dict[int, float]:
+    """The same sizes with rates that never fall."""
+    return dict(zip(sorted(given), sorted(given.values()), strict=True))
+
+
+def staging(by_size: dict[int, float], zero_copy: float = 1.0) -> Rates:
+    """Rates where the copy engine alone is never worth it."""
+    return Rates(by_size, {COPY_ENGINE_FROM: 0.001}, zero_copy)
+
+
+def engine(by_size: dict[int, float]) -> Rates:
+    """Rates where the copy engine alone is all that is worth it."""
+    return Rates({4096: 0.001}, by_size, 0.001)
+
+
+def automatic(load: Rates = UP, store: Rates = DOWN) -> Paths:
+    return Paths("auto", "auto", lambda: Calibration(load, store, KEY, 0.5))
+
+
+# --- rates -------------------------------------------------------------------------------------------------------
+
+
+def test_a_measured_size_has_the_measured_rate() -> None:
+    for measured in (UP, DOWN):
+        for size, rate in measured.staged.items():
+            assert measured.staging(size) == pytest.approx(rate)
+        for size, rate in measured.copy_engine.items():
+            assert measured.engine(size) == pytest.approx(rate)
+
+
+def test_between_two_sizes_the_rate_goes_with_the_logarithm() -> None:
+    assert UP.staging(8192) == pytest.approx(math.sqrt(3.0 * 12.0))
+    assert UP.staging(4096 * 2**1) ** 2 == pytest.approx(UP.staging(4096) * UP.staging(16384))
+    assert UP.engine(2 * COPY_ENGINE_FROM) == pytest.approx(math.sqrt(44.0 * 52.0))
+
+
+def test_below_the_smallest_size_each_piece_takes_its_time() -> None:
+    for size in (1, 512, 4095):
+        assert size / UP.staging(size) == pytest.approx(4096 / 3.0)
+    large = engine({1 << 20: 50.0})
+    for size in (COPY_ENGINE_FROM, COPY_ENGINE_FROM + 1, (1 << 20) - 1):
+        assert size / large.engine(size) == pytest.approx((1 << 20) / 50.0)
+
+
+def test_above_the_largest_size_the_rate_stays() -> None:
+    assert UP.staging(1048577) == UP.staging(1 << 40) == 54.0
+    assert UP.engine(16 * COPY_ENGINE_FROM + 1) == UP.engine(1 << 40) == 54.5
+
+
+def test_one_size_is_enough() -> None:
+    one, large = Rates({4096: 3.0}, {1 << 20: 32.0}, 1.0), 1 << 20
+    assert (one.staging(2048), one.staging(4096), one.staging(1 << 30)) == (1.5, 3.0, 3.0)
+    assert (one.engine(large // 2), one.engine(large), one.engine(1 << 30)) == (16.0, 32.0, 32.0)
+
+
+def test_the_two_curves_do_not_mix() -> None:
+    flat = Rates({4096: 3.0}, {4096: 7.0}, 11.0)
+    for size in (COPY_ENGINE_FROM, 1 << 20, 1 << 30):
+        assert (flat.staging(size), flat.engine(size)) == (3.0, 7.0)
+
+
+@given(by_size, pieces, pieces)
+def test_where_larger_pieces_were_faster_the_rate_never_falls(some: dict[int, float], one: int, other: int) -> None:
+    small, large = sorted((one, other))
+    staged, alone = staging(rising(some)), engine(rising(some))
+    assert 0 < staged.staging(small) <= staged.staging(large) * (1 + 1e-9)
+    assert 0 <= alone.engine(small) <= alone.engine(large) * (1 + 1e-9)
+
+
+@given(by_size, runs)
+def test_a_rate_lies_between_those_of_its_neighbours(some: dict[int, float], piece: int) -> None:
+    sizes = sorted(some)
+    around = [size for size in sizes if size <= piece][-1:] + [size for size in sizes if size >= piece][:1]
+    low, high = (limit(some[size] for size in around) for limit in (min, max))
+    if piece < sizes[0]:
+        low = 0.0
+    assert low * (1 - 1e-9) <= staging(some).staging(piece) <= high * (1 + 1e-9)
+    if piece >= COPY_ENGINE_FROM:
+        assert low * (1 - 1e-9) <= engine(some).engine(piece) <= high * (1 + 1e-9)
+
+
+@given(by_size, st.integers(1, COPY_ENGINE_FROM - 1))
+def test_for_small_pieces_the_copy_engine_alone_has_no_rate(some: dict[int, float], piece: int) -> None:
+    assert engine(some).engine(piece) == 0.0
+    assert engine(some).engine(COPY_ENGINE_FROM) > 0.0
+
+
+# --- the choice --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_forced_path_is_taken_whatever_was_measured(choice: Choice) -> None:
+    forced = Paths(choice, "auto", lambda: MEASURED)
+    for size, sums, fused in itertools.product((1, 1 << 30), (False, True), (False, True)):
+        assert forced.choose("load", size, size, sums=sums, fused=fused) == choice
+    assert forced.choose("store", 1 << 20, 1 << 20, sums=True, fused=True) == "staged"
+    backwards = Paths("auto", choice, lambda: MEASURED)
+    assert backwards.choose("store", 1, 1, sums=True, fused=True) == choice
+    assert backwards.choose("load", 4096, 4096, sums=True, fused=True) == "zero_copy"
+
+
+def test_nothing_is_measured_where_both_paths_are_forced() -> None:
+    def never() -> Calibration:
+        raise AssertionError("measured")
+
+    forced = Paths("staged", "zero_copy", never)
+    assert forced.calibration is None
+    assert (forced.crossover("load"), forced.crossover("store")) == (None, None)
+    assert forced.describe()["calibration"] is None
+    assert [forced.choose(direction, 1, 1, sums=False) for direction in BOTH] == ["staged", "zero_copy"]
+
+
+@given(pieces, runs, st.booleans(), st.booleans(), st.sampled_from(BOTH))
+def test_where_it_cannot_be_measured_all_is_staged(
+    span: int, run: int, sums: bool, fused: bool, direction: Direction
+) -> None:
+    assert Paths("auto", "auto", lambda: None).choose(direction, span, run, sums=sums, fused=fused) == "staged"
+
+
+def test_small_pieces_go_by_the_kernel_and_large_ones_are_staged() -> None:
+    both = automatic()
+    assert both.choose("load", 4096, 512, sums=True) == "zero_copy"
+    assert both.choose("load", 1 << 20, 512, sums=True) == "staged"
+
+
+def test_each_direction_has_its_own_rates() -> None:
+    both = automatic()
+    assert both.choose("load", 131072, 512, sums=True) == "zero_copy"
+    assert both.choose("store", 131072, 512, sums=True) == "staged"
+    swapped = automatic(DOWN, UP)
+    assert swapped.crossover("load") == both.crossover("store")
+    assert swapped.crossover("store") == both.crossover("load")
+    fast, slow = engine({COPY_ENGINE_FROM: 50.0}), staging({4096: 50.0})
+    for some, chosen in (
+        (automatic(fast, slow), ["copy_engine", "staged"]),
+        (automatic(slow, fast), ["staged", "copy_engine"]),
+    ):
+        assert [some.choose(direction, 1 << 20, 1 << 20, sums=True) for direction in BOTH] == chosen
+
+
+def test_the_copy_engine_alone_where_the_planes_have_large_pieces_and_no_kernel_has_to_move_them() -> None:
+    both = automatic()
+    for direction in BOTH:
+        assert both.choose(direction, 1 << 20, 1 << 20, sums=False) == "copy_engine"
+        assert both.choose(direction, 1 << 20, 1 << 20, sums=False, fused=True) == "copy_engine"
+        assert both.choose(direction, 1 << 20, 1 << 20, sums=True, fused=True) == "staged"
+        assert both.choose(direction, 1 << 20, 16384, sums=False) == "staged"
+    assert both.choose("store", 1 << 20, 1 << 20, sums=True) == "copy_engine"
+    assert both.choose("load", 1 << 20, 1 << 20, sums=True) == "staged"  # it would only be as fast
+
+
+@given(rates, pieces, runs, st.sampled_from(BOTH))
+def test_checksums_of_the_kernel_that_moves_the_bytes_exclude_the_copy_engine_and_nothing_else(
+    some: Rates, span: int, run: int, direction: Direction
+) -> None:
+    both = automatic(some, some)
+    fused, free = (both.choose(direction, span, run, sums=True, fused=fused) for fused in (True, False))
+    assert fused in ("staged", "zero_copy")
+    assert fused == both.choose(direction, span, 1, sums=True)
+    assert free in ("copy_engine", fused)
+    unwanted, plain = (both.choose(direction, span, run, sums=False, fused=fused) for fused in (True, False))
+    assert unwanted == plain
+
+
+@given(rates, pieces, runs, st.booleans(), st.sampled_from(BOTH))
+def test_the_copy_engine_is_taken_exactly_where_it_is_fast_enough(
+    some: Rates, span: int, run: int, sums: bool, direction: Direction
+) -> None:
+    chosen = automatic(some, some).choose(direction, span, run, sums=sums)
+    wanted = 0.97 if direction == "load" and not sums else 1.02
+    assert (chosen == "copy_engine") is (some.engine(run) >= wanted * max(some.staging(span), some.zero_copy))
+
+
+@given(pieces, st.integers(1, COPY_ENGINE_FROM - 1), st.booleans(), st.sampled_from(BOTH))
+def test_small_pieces_never_go_by_the_copy_engine_alone(span: int, run: int, sums: bool, direction: Direction) -> None:
+    fast = engine({1: 1000.0})
+    assert automatic(fast, fast).choose(direction, span, run, sums=sums) != "copy_engine"
+    assert automatic(fast, fast).choose(direction, span, COPY_ENGINE_FROM, sums=sums) == "copy_engine"
+
+
+@given(rates, pieces, runs, st.booleans(), st.booleans(), st.sampled_from(BOTH))
+def test_the_choice_is_never_far_from_the_best(
+    some: Rates, span: int, run: int, sums: bool, fused: bool, direction: Direction
+) -> None:
+    expected = {"staged": some.staging(span), "zero_copy": some.zero_copy, "copy_engine": some.engine(run)}
+    chosen = automatic(some, some).choose(direction, span, run, sums=sums, fused=fused)
+    allowed = [rate for path, rate in expected.items() if path != "copy_engine" or not (sums and fused)]
+    assert expected[chosen] >= max(allowed) / 1.05 / 1.02 * (1 - 1e-9)
+
+
+def test_a_kernel_must_win_clearly_where_the_copies_are_large_and_staging_where_they_are_small() -> None:
+    for span, zero_copy, path in (
+        (65536, 52.4, "staged"),
+        (65536, 52.6, "zero_copy"),
+        (65535, 47.5, "staged"),
+        (65535, 47.7, "zero_copy"),
+    ):
+        assert automatic(staging({4096: 50.0}, zero_copy)).choose("load", span, 1, sums=True) == path
+
+
+@pytest.mark.parametrize(
+    ("direction", "sums", "enough", "too_little"),
+    [
+        ("load", False, 48.6, 48.4),
+        ("load", True, 51.1, 50.9),
+        ("store", False, 51.1, 50.9),
+        ("store", True, 51.1, 50.9),
+    ],
+)
+def test_the_copy_engine_may_lose_a_little_where_no_model_waits_for_it_and_must_win_elsewhere(
+    direction: Direction, sums: bool, enough: float, too_little: float
+) -> None:
+    page, piece = 4 * COPY_ENGINE_FROM, COPY_ENGINE_FROM
+    for staged, zero_copy in ((50.0, 1.0), (1.0, 50.0)):
+        fast, slow = (Rates({page: staged}, {piece: rate}, zero_copy) for rate in (enough, too_little))
+        assert automatic(fast, fast).choose(direction, page, piece, sums=sums) == "copy_engine"
+        assert automatic(fast, fast).choose(direction, page, piece - 1, sums=sums) != "copy_engine"
+        assert automatic(slow, slow).choose(direction, page, piece, sums=sums) != "copy_engine"
+
+
+@given(by_size, st.floats(0.001, 1000), st.integers(9, 25))
+def test_the_crossover_is_where_the_choice_changes(some: dict[int, float], zero_copy: float, bits: int) -> None:
+    both = automatic(staging(rising(some), zero_copy))
+    border = both.crossover("load")
+    path = both.choose("load", 1 << bits, 1, sums=True)
+    assert (path == "staged") == (border is not None and 1 << bits >= border)
+
+
+def test_there_is_no_crossover_where_the_kernel_always_wins() -> None:
+    assert automatic(staging({4096: 3.0, 1 << 20: 20.0}, 50.0)).crossover("load") is None
+
+
+def test_the_description_is_plain_data() -> None:
+    described = json.loads(json.dumps(automatic().describe()))
+    assert (described["load_path"], described["store_path"]) == ("auto", "auto")
+    assert described["staged_from_bytes"] == {"load": 262144, "store": 65536}
+    assert described["calibration"]["load"]["zero_copy"] == 50.0
+    assert described["calibration"]["load"]["copy_engine"][str(COPY_ENGINE_FROM)] == 44.0
+    assert described["calibration"]["store"]["staged"]["4096"] == 2.0
+    assert described["calibration"]["seconds"] == 0.5
+
+
+# --- the file ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the calibration is kept; not there yet."""
+    found = tmp_path / "some" / "caches"
+    monkeypatch.setenv("GDSCACHE_CACHE_DIR", str(found))
+    return found
+
+
+def kept(directory: Path) -> dict[str, Any]:
+    """The one file that was written, as data."""
+    (file,) = directory.iterdir()
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert isinstance(data, dict)
+    return data
+
+
+def plant(directory: Path, content: str | bytes) -> None:
+    """Leave something where the calibration belongs."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths.cache_file(KEY).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def changed(*where: str, value: object) -> str:
+    """The file of `MEASURED` with one value put in the place of another."""
+    data = json.loads(json.dumps(dataclasses.asdict(MEASURED)))
+    inside = data
+    for name in where[:-1]:
+        inside = inside[name]
+    inside[where[-1]] = value
+    return json.dumps(data)
+
+
+def without(direction: str, part: str) -> dict[str, Any]:
+    """What `MEASURED` has of one direction, less a part."""
+    rates = dataclasses.asdict(MEASURED)[direction]
+    return {name: value for name, value in rates.items() if name != part}
+
+
+def measured_anew(monkeypatch: pytest.MonkeyPatch, *, fresh: bool = False) -> bool:
+    """Whether `calibrated` measures; what it returns is `MEASURED` in any case."""
+    runs = []
+
+    def measure(driver: object, key: dict[str, str]) -> Calibration:
+        runs.append(key)
+        return MEASURED
+
+    monkeypatch.setattr(calibrate, "calibration_key", lambda driver, engine: dict(KEY))
+    monkeypatch.setattr(calibrate, "measure", measure)
+    nothing: Any = SimpleNamespace()
+    assert calibrate.calibrated(nothing, nothing, fresh=fresh) == MEASURED
+    return bool(runs)
+
+
+def test_what_was_written_is_read_back(directory: Path) -> None:
+    assert paths.read(KEY) is None
+    paths.write(MEASURED)
+    assert paths.read(KEY) == MEASURED
+    assert [file.name for file in directory.iterdir()] == ["calibration-GPU-1.json"]
+    assert kept(directory)["key"] == KEY
+
+
+def test_it_is_measured_once_and_again_when_asked(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measured_anew(monkeypatch)
+    assert not measured_anew(monkeypatch)
+    assert measured_anew(monkeypatch, fresh=True)
+
+
+@pytest.mark.parametrize("part", KEY)
+def test_another_machines_calibration_is_not_taken(directory: Path, part: str) -> None:
+    paths.write(MEASURED)
+    other = KEY | {part: KEY[part] + "1"}
+    assert paths.read(other) is None
+    (directory / "calibration-GPU-1.json").rename(paths.cache_file(other))
+    assert paths.read(other) is None
+    paths.write(dataclasses.replace(MEASURED, key=other, seconds=0.75))
+    found = paths.read(other)
+    assert found is not None
+    assert (found.key, found.seconds) == (other, 0.75)
+
+
+def test_a_key_with_more_or_fewer_parts_is_another(directory: Path) -> None:
+    paths.write(MEASURED)
+    assert paths.read(KEY | {"more": ""}) is None
+    assert paths.read({part: KEY[part] for part in KEY if part != "driver"}) is None
+
+
+def test_each_gpu_has_a_file_of_its_own(directory: Path) -> None:
+    second = dataclasses.replace(MEASURED, key=KEY | {"gpu_uuid": "GPU-2"}, seconds=0.25)
+    paths.write(MEASURED)
+    paths.write(second)
+    assert paths.read(KEY) == MEASURED
+    assert paths.read(second.key) == second
+
+
+WHOLE = json.dumps(dataclasses.asdict(MEASURED))
+DIRECTIONS = ("load", "store")
+BROKEN: dict[str, str | bytes] = {
+    "empty": "",
+    "a list": "[]",
+    "null": "null",
+    "a number": "17",
+    "a text": '"x"',
+    "no JSON": "{load: 3}",
+    "not UTF-8": b'{"key": "\xff\xfe"}',
+    "zeros": bytes(4096),
+    "deep": "[" * 100_000,
+    "another program's": '{"version": 1, "entries": []}',
+    "nothing but the key": json.dumps({"key": KEY}),
+    "no seconds": json.dumps({"key": KEY, "load": {}, "store": {}}),
+    "load is a list": changed("load", value=[1, 2]),
+    "store is null": changed("store", value=None),
+}
+MEASURED_SIZES = {"staged": ("4096", "1048576"), "copy_engine": (str(COPY_ENGINE_FROM), str(16 * COPY_ENGINE_FROM))}
+for d in DIRECTIONS:
+    BROKEN |= {f"{d} without {part}": changed(d, value=without(d, part)) for part in (*MEASURED_SIZES, "zero_copy")}
+    for path in MEASURED_SIZES:
+        BROKEN |= {
+            f"{d}, {path}: no sizes": changed(d, path, value={}),
+            f"{d}, {path}: null": changed(d, path, value=None),
+            f"{d}, {path}: a rate": changed(d, path, value=3.0),
+            f"{d}, {path}: sizes are a list": changed(d, path, value=[3.0]),
+            f"{d}, {path}: a size of zero": changed(d, path, "0", value=3.0),
+            f"{d}, {path}: a negative size": changed(d, path, "-4096", value=3.0),
+            f"{d}, {path}: a size that is none": changed(d, path, "4KiB", value=3.0),
+            f"{d}, {path}: a size with a fraction": changed(d, path, "4096.5", value=3.0),
+        }
+for name, bad in {
+    "zero": 0.0,
+    "negative": -1.0,
+    "NaN": math.nan,
+    "infinite": math.inf,
+    "huge": 10**400,
+    "null": None,
+    "a text": "fast",
+    "NaN as a text": "nan",
+    "a list": [],
+}.items():
+    BROKEN |= {f"{d} by kernel {name}": changed(d, "zero_copy", value=bad) for d in DIRECTIONS}
+    for path, sizes in MEASURED_SIZES.items():
+        BROKEN |= {
+            f"{d}, {path} at {size} {name}": changed(d, path, size, value=bad) for d in DIRECTIONS for size in sizes
+        }
+    BROKEN |= {f"seconds {name}": changed("seconds", value=bad)}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_measured_anew(directory: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plant(directory, BROKEN[name])
+    assert paths.read(KEY) is None
+    assert measured_anew(monkeypatch)
+    assert paths.read(KEY) == MEASURED
+
+
+@contextlib.contextmanager
+def planted(content: str) -> Iterator[None]:
+    """A directory that holds such a file; hypothesis runs a test many times in one directory of pytest's."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
+        patch.setenv("GDSCACHE_CACHE_DIR", name)
+        plant(Path(name), content)
+        yield
+
+
+@given(st.integers(0, len(WHOLE) - 1))
+def test_a_torn_file_is_no_calibration(length: int) -> None:
+    with planted(WHOLE[:length]):
+        assert paths.read(KEY) is None
+
+
+json_data = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_data, json_data, json_data)
+def test_whatever_the_file_holds_reading_it_never_fails(load: object, store: object, seconds: object) -> None:
+    with planted(json.dumps({"key": KEY, "load": load, "store": store, "seconds": seconds})):
+        assert paths.read(KEY) is None
+
+
+# --- where it cannot be kept -------------------------------------------------------------------------------------
+
+
+def survives(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is measured every time, with a line in the log and no more."""
+    with caplog.at_level(logging.INFO, logger="gdscache"):
+        assert measured_anew(monkeypatch)
+        assert measured_anew(monkeypatch)
+    assert paths.read(KEY) is None
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    assert all("cannot be kept" in record.message for record in caplog.records)
+
+
+def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("GDSCACHE_CACHE_DIR", "/proc")  # not even by root
+    survives(monkeypatch, caplog)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory.mkdir(parents=True, mode=0o500)
+    survives(monkeypatch, caplog)
+
+
+def test_a_file_where_the_directory_should_be(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory.parent.mkdir()
+    directory.write_text("mine")
+    survives(monkeypatch, caplog)
+    assert directory.read_text() == "mine"
+
+
+def test_a_directory_where_the_file_should_be(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths.cache_file(KEY).mkdir(parents=True)
+    (paths.cache_file(KEY) / "theirs").touch()
+    survives(monkeypatch, caplog)
+    found = {path for path in directory.rglob("*") if path.suffix != ".lock"}
+    assert found == {paths.cache_file(KEY), paths.cache_file(KEY) / "theirs"}
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths.write(MEASURED)
+
+    def full(data: object, file: Any, **options: Any) -> None:
+        file.write(WHOLE[:100])
+        file.flush()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="gdscache"):
+        patch.setattr(json, "dump", full)
+        paths.write(dataclasses.replace(MEASURED, seconds=0.75))
+    assert "No space left" in caplog.text
+    assert [file.name for file in directory.iterdir()] == ["calibration-GPU-1.json"]
+    assert paths.read(KEY) == MEASURED
+
+
+def test_an_interrupt_leaves_nothing_behind(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(json, "dump", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        paths.write(MEASURED)
+    assert list(directory.iterdir()) == []
+
+
+# --- where it is kept --------------------------------------------------------------------------------------------
+
+
+def test_the_place_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("GDSCACHE_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    name = "calibration-GPU-1.json"
+    assert paths.cache_file(KEY) == tmp_path / ".cache" / "gdscache" / name
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert paths.cache_file(KEY) == Path("/caches/gdscache") / name
+    monkeypatch.setenv("GDSCACHE_CACHE_DIR", "~/mine")
+    assert paths.cache_file(KEY) == tmp_path / "mine" / name
+    monkeypatch.setenv("GDSCACHE_CACHE_DIR", "")
+    assert paths.cache_file(KEY) == Path("/caches/gdscache") / name
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("HOME", "GDSCACHE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(FileNotFoundError, match="home"):
+        paths.cache_file(KEY)
+    survives(monkeypatch, caplog)

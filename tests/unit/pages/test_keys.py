@@ -1,0 +1,262 @@
+"""Namespaces and page keys: equal exactly when the bytes are interchangeable."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdscache.config import ModelConfig
+from gdscache.errors import TokensError
+from gdscache.pages.keys import Page, PageNames, as_tokens, namespace_digest, page_keys
+from tests.support.helpers import EXTRA, MHA, MLA
+
+NAMESPACE = namespace_digest({"name": "m"})
+token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def slow_keys(namespace: bytes, tokens: list[int], page_tokens: int) -> list[bytes]:
+    """The definition, written down again."""
+    keys, parent = [], namespace
+    for page in range(len(tokens) // page_tokens):
+        ids = tokens[page * page_tokens : (page + 1) * page_tokens]
+        text = parent + b"".join(struct.pack("<I", t) for t in ids)
+        parent = hashlib.blake2b(text, digest_size=32, key=namespace).digest()
+        keys.append(parent)
+    return keys
+
+
+@given(token_lists, st.integers(1, 12))
+def test_keys_are_the_definition(tokens: list[int], page_tokens: int) -> None:
+    assert page_keys(NAMESPACE, as_tokens(tokens), page_tokens) == slow_keys(NAMESPACE, tokens, page_tokens)
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=24), st.lists(st.integers(0, 3), max_size=24), st.integers(1, 4)
+)
+def test_two_sequences_share_keys_exactly_as_far_as_they_share_pages(a: list[int], b: list[int], n: int) -> None:
+    keys_a, keys_b = page_keys(NAMESPACE, as_tokens(a), n), page_keys(NAMESPACE, as_tokens(b), n)
+    for i, (x, y) in enumerate(zip(keys_a, keys_b, strict=False)):
+        assert (x == y) == (a[: (i + 1) * n] == b[: (i + 1) * n])
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=14), st.sampled_from([NAMESPACE, bytes(32)])), max_size=20),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 20),
+)
+def test_names_are_the_same_whatever_is_remembered(
+    asked: list[tuple[list[int], bytes]], page_tokens: int, kept: int, most: int
+) -> None:
+    names = PageNames(page_tokens, kept, most)
+    for tokens, namespace in asked:
+        given_tokens = np.array(tokens, dtype="<u4")
+        pages = names.of(namespace, given_tokens)
+        given_tokens[:] = 7  # the caller's own
+        keys = slow_keys(namespace, tokens, page_tokens)
+        assert pages == [Page(key, parent, namespace) for key, parent in zip(keys, [namespace, *keys], strict=False)]
+        pages.clear()  # the caller's own, too
+        held = [len(sequence.pages) for sequence in names._known]
+        assert len(held) <= kept
+        assert len(held) <= 1 or sum(held) <= most
+
+
+def test_what_is_remembered_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+
+    def counted(namespace: bytes, tokens: Any, page_tokens: int, parent: bytes | None = None) -> list[bytes]:
+        hashed.append(len(tokens) // page_tokens)
+        return page_keys(namespace, tokens, page_tokens, parent)
+
+    monkeypatch.setattr("gdscache.pages.keys.page_keys", counted)
+    names = PageNames(2)
+    system, other = list(range(6)), [9, 9]
+    for tokens, new in [
+        (system, 3),
+        (system[:5], 0),
+        ([*system, *other], 1),
+        ([*system, *system], 3),  # a second conversation with the same beginning
+        ([*system, *other, 4, 4], 1),  # while the first goes on
+        ([*system, *system, 5, 5], 1),
+    ]:
+        hashed.clear()
+        names.of(NAMESPACE, as_tokens(tokens))
+        assert sum(hashed) == new, tokens
+    assert len(names._known) == 2
+    names.forget()
+    names.of(NAMESPACE, as_tokens(system))
+    assert hashed[-1] == 3
+
+
+def test_the_key_of_a_known_page_never_changes() -> None:
+    """The format on disk: other keys would lose every cache that exists."""
+    known = "0c4ba411e65c41884a5b4c7edcf017e75bf38e6b30840beb0801ebc7a0cdeb60"
+    assert page_keys(bytes(range(32)), as_tokens([1, 2, 3, 0xFFFFFFFF]), 4) == [bytes.fromhex(known)]
+    assert NAMESPACE.hex() == "ed240f5afd2748db15c1a02c05fd2837fb0f45f71bad7452f45d8802c4e7090a"
+
+
+def test_a_namespace_is_canonical_json() -> None:
+    fields = {"b": "ü", "a": [1, None]}
+    text = json.dumps({"format": 1, **fields}, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+    assert namespace_digest(fields) == hashlib.blake2b(text, digest_size=32, person=b"gdscache-ns").digest()
+    assert namespace_digest({"a": 1, "b": 2}) == namespace_digest({"b": 2, "a": 1})
+    assert namespace_digest({"a": "1", "b": ""}) != namespace_digest({"a": "", "b": "1"})
+    assert namespace_digest({"a": 1}) != namespace_digest({"a": "1"})
+
+
+def test_keys_are_the_same_in_another_process() -> None:
+    code = (
+        "from gdscache.pages.keys import *; n = namespace_digest({'name': 'm'});"
+        "print(n.hex(), page_keys(n, as_tokens(list(range(8))), 4)[1].hex())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert out == [NAMESPACE.hex(), page_keys(NAMESPACE, as_tokens(list(range(8))), 4)[1].hex()]
+
+
+def test_namespaces_do_not_share_keys() -> None:
+    other = namespace_digest({"name": "n"})
+    tokens = as_tokens(list(range(8)))
+    assert not set(page_keys(NAMESPACE, tokens, 2)) & set(page_keys(other, tokens, 2))
+
+
+def test_a_partial_tail_has_no_key() -> None:
+    assert len(page_keys(NAMESPACE, as_tokens([1] * 7), 4)) == 1
+    assert page_keys(NAMESPACE, as_tokens([1] * 3), 4) == []
+    assert page_keys(NAMESPACE, as_tokens([]), 4) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        list,
+        tuple,
+        lambda t: np.array(t, np.int64),
+        lambda t: np.array(t, np.uint32),
+        lambda t: np.array(t, ">i8"),
+        lambda t: np.array(t, np.int64).repeat(2)[::2],
+        lambda t: torch.tensor(t),
+        lambda t: torch.tensor(t, dtype=torch.int32),
+        lambda t: [np.int64(x) for x in t],
+    ],
+)
+def test_every_way_to_give_tokens_gives_the_same_keys(make: Callable[[list[int]], Any]) -> None:
+    tokens = [0, 1, 127, 128, 65536, 2**31 - 1, 5, 6]
+    got = as_tokens(make(tokens))
+    assert got.dtype == np.dtype("<u4")
+    assert got.tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "text",
+        b"bytes",
+        None,
+        7,
+        [1.0],
+        [1, "2"],
+        [None],
+        [-1],
+        [2**32],
+        [[1, 2], [3, 4]],
+        np.array([1.5]),
+        np.array([-1]),
+        np.array([2**32]),
+        np.array([True]),
+        np.array([[1, 2]]),
+        np.array(["a"]),
+        np.array([1, None], dtype=object),
+        torch.tensor([1.0]),
+        torch.tensor([[1]]),
+        torch.tensor([-5]),
+        {1: 2},
+        {1, 2},
+    ],
+    ids=repr,
+)
+def test_what_is_no_run_of_token_ids_is_refused(bad: Any) -> None:
+    with pytest.raises(TokensError) as caught:
+        as_tokens(bad)
+    assert caught.value.hint
+
+
+# -- every field of the model keeps bytes apart ----------------------------------------------------------------------
+
+# For each base, what changes the bytes of a page, or their meaning.
+CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (MHA, {"name": "other"}),
+    (MHA, {"weights": "v2"}),
+    (MHA, {"dtype": "float16"}),
+    (MHA, {"dtype": "float8_e4m3fn"}),
+    (MHA, {"layers": 4}),
+    (MHA, {"page_tokens": 8}),
+    (MHA, {"kv_heads": 8}),
+    (MHA, {"head_dim": 64}),
+    (MHA, {"kv_heads": 8, "head_dim": 16}),  # the same row bytes in another shape
+    (MHA, {"v_head_dim": 16}),
+    (MHA, {"first_layer": 3}),
+    (MHA, {"head_group": 1, "head_groups": 2}),
+    (MHA, {"head_groups": 2}),
+    (MHA, {"salt": "tenant"}),
+    (MLA, {}),
+    (MLA, {"kv_lora_rank": 128}),
+    (MLA, {"rope_dim": 32}),
+    (MLA, {"kind": "planes", "planes": [{"name": "latent", "shape": [576]}], "kv_lora_rank": None, "rope_dim": None}),
+    (EXTRA, {}),
+    (EXTRA, {"planes": EXTRA["planes"][:3]}),
+    (EXTRA, {"planes": EXTRA["planes"][::-1]}),
+    (EXTRA, {"planes": [EXTRA["planes"][0] | {"name": "K"}, *EXTRA["planes"][1:]]}),
+    (EXTRA, {"planes": [EXTRA["planes"][0] | {"dtype": "float16"}, *EXTRA["planes"][1:]]}),
+    (EXTRA, {"planes": [EXTRA["planes"][0] | {"shape": [128]}, *EXTRA["planes"][1:]]}),
+    (EXTRA, {"planes": [*EXTRA["planes"][:3], EXTRA["planes"][3] | {"layers": [0, 1]}]}),
+    (EXTRA, {"planes": [*EXTRA["planes"][:3], EXTRA["planes"][3] | {"layers": [1, 2]}]}),
+]
+
+
+def test_no_two_models_share_a_namespace() -> None:
+    models = [ModelConfig(**MHA), *(ModelConfig(**{**base, **change}) for base, change in CHANGES)]
+    named = [(m, namespace_digest(m.namespace_fields())) for m in models]
+    for (a, x), (b, y) in itertools.combinations(named, 2):
+        assert x != y, (a, b)
+
+
+def test_every_field_of_the_model_is_tried_above() -> None:
+    tried = {key for base, change in CHANGES for key in {**base, **change}}
+    assert set(ModelConfig.model_fields) - tried == set()
+
+
+def test_request_salts_and_the_configured_salt_do_not_meet() -> None:
+    plain, salted = ModelConfig(**MHA), ModelConfig(**{**MHA, "salt": "a"})
+    digests = [
+        namespace_digest(plain.namespace_fields()),
+        namespace_digest(plain.namespace_fields("a")),
+        namespace_digest(salted.namespace_fields()),
+        namespace_digest(salted.namespace_fields("a")),
+        namespace_digest(plain.namespace_fields("aa")),
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+def test_two_ways_to_write_the_same_planes_share_pages() -> None:
+    planes = [{"name": "k", "shape": [4, 32]}, {"name": "v", "shape": [4, 32]}]
+    written_out = {
+        "kind": "planes",
+        "name": "tiny",
+        "layers": 3,
+        "page_tokens": 4,
+        "dtype": "bfloat16",
+        "planes": planes,
+    }
+    assert ModelConfig(**written_out).namespace_fields() == ModelConfig(**MHA).namespace_fields()

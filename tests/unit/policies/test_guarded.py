@@ -1,0 +1,319 @@
+"""The order that may not lose to LRU: its shadow against a list, its bound against traces that look for a hole."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gdscache.commands.replay.simulate import simulate
+from gdscache.commands.replay.trace import Request
+from gdscache.commands.replay.workload import Workload, expand
+from gdscache.policies.base import LRU
+from gdscache.policies.guarded import Bets, Guarded
+from gdscache.policies.levels import Levels
+from gdscache.policies.lifetime import Lifetime
+from gdscache.policies.shadow import LRUShadow
+from tests.support.policy_models import SlowShadow
+
+
+def name(*path: object) -> bytes:
+    return hashlib.blake2b(repr(path).encode(), digest_size=32).digest()
+
+
+class ShadowMachine(RuleBasedStateMachine):
+    """A tier of some pages, in trees of any shape, that gives up whatever it likes."""
+
+    keys = st.integers(0, 15).map(name)
+
+    @initialize(order=st.one_of(st.just([]), st.permutations(range(8))))
+    def restored(self, order: list[int]) -> None:
+        self.shadow = LRUShadow(map(name, order))
+        self.slow = SlowShadow([name(i) for i in order])
+
+    @rule(keys=st.lists(st.integers(0, 15), min_size=1, max_size=5, unique=True), base=st.integers(0, 7))
+    def insert(self, keys: list[int], base: int) -> None:
+        """Pages, each behind one of a lower number: no page follows itself."""
+        for number in sorted(keys):
+            key = name(number)
+            if key not in self.slow.tier:
+                parent = name(number * base // 8) if number * base // 8 < number else b"root"
+                self.shadow.insert(key, parent)
+                self.slow.insert(key, parent)
+
+    @rule(key=keys)
+    def touch(self, key: bytes) -> None:
+        if key in self.slow.tier:
+            self.shadow.touch(key)
+            self.slow.touch(key)
+
+    @precondition(lambda self: self.slow.tier)
+    @rule(data=st.data(), evicted=st.booleans())
+    def gone(self, data: st.DataObject, evicted: bool) -> None:
+        key = data.draw(st.sampled_from(self.slow.tier))
+        (self.shadow.evict if evicted else self.shadow.drop)(key)
+        (self.slow.evict if evicted else self.slow.drop)(key)
+
+    @invariant()
+    def agrees(self) -> None:
+        shadow, slow = self.shadow, self.slow
+        slow.room = shadow.room  # how it follows a tier that shrinks has a test of its own
+        assert set(shadow) == set(slow.tier) == set(shadow.left) | (set(slow.recent) - shadow.owed)
+        assert len(shadow) == len(slow.recent)
+        assert shadow.owed == set(slow.recent) - set(slow.tier)
+        assert list(shadow.left) == slow.left
+        assert (shadow.hits, shadow.used) == (slow.hits, slow.used)
+        assert len(shadow) <= max(shadow.room, len(slow.tier))
+
+
+TestShadow = ShadowMachine.TestCase
+TestShadow.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_shadow_follows_a_tier_that_shrinks() -> None:
+    shadow = LRUShadow(map(name, range(100)))
+    for i in range(60):
+        shadow.drop(name(i))
+    for i in range(1000, 1300):
+        shadow.evict(next(iter(shadow)))
+        shadow.insert(name(i), b"")
+    assert shadow.room <= 41
+    assert len(shadow) <= 41
+
+
+def test_pages_that_follow_each_other_in_a_circle_do_no_harm() -> None:
+    shadow = LRUShadow()
+    shadow.insert(name(0), name(1))
+    shadow.insert(name(1), name(0))
+    for i in range(2, 20):
+        shadow.evict(list(shadow)[-1])
+        shadow.insert(name(i), name(i))
+    assert set(shadow) >= {name(19)}
+
+
+class MostRecent(Lifetime):
+    """The worst order in most traffic: what was used last goes first."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return reversed(list(super().__iter__()))
+
+
+class Adversary(Levels):
+    """Gives up what it is told is wanted next."""
+
+    wanted: Sequence[bytes] = ()
+    __slots__ = ()
+
+    def _insert(self, key: bytes, parent: bytes) -> None:
+        self._put(key, 0, 0)
+
+    def _touch(self, key: bytes) -> bool:
+        return key in self._at
+
+    def __iter__(self) -> Iterator[bytes]:
+        here = set(super().__iter__())
+        first = [key for key in dict.fromkeys(self.wanted) if key in here]
+        return itertools.chain(first, (key for key in super().__iter__() if key not in set(first)))
+
+
+class GuardedMostRecent(Guarded):
+    order = MostRecent  # type: ignore[assignment]
+    __slots__ = ()
+
+
+class GuardedAdversary(Guarded):
+    order = Adversary  # type: ignore[assignment]
+    __slots__ = ()
+
+
+def slow_lru_hits(workload: Workload, capacity: int) -> int:
+    """LRU over the same requests, tails before heads, request by request: no code of the guard's."""
+    parents = {page.key: page.parent for page in workload.names}
+    order: list[bytes] = []
+    hits = 0
+    for pages, _ in workload.prompts:
+        keys = [workload.names[page].key for page in pages][:capacity]
+        hits += sum(key in order for key in keys)
+        for key in reversed(keys):  # tails first, so that heads outlive them
+            if key in order:
+                order.remove(key)
+            order.append(key)
+        while len(order) > capacity:
+            followed = {parents[key] for key in order}
+            order.remove(next(key for key in order if key not in followed))
+    return hits
+
+
+def trace(prompts: Sequence[Sequence[int]]) -> Workload:
+    """Prompts as paths of numbers from the root of a tree."""
+    ids: dict[tuple[int, ...], int] = {}
+    found = []
+    for at, path in enumerate(prompts):
+        blocks = tuple(ids.setdefault(tuple(path[: i + 1]), len(ids)) for i in range(len(path)))
+        found.append(Request(at, 512 * len(blocks), 0, blocks))
+    return expand(found)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=20, max_size=150),
+    st.integers(4, 24),
+    st.sampled_from([Guarded, GuardedMostRecent, GuardedAdversary]),
+)
+def test_no_trace_breaks_the_bound(prompts: list[list[int]], capacity: int, kind: type[Guarded]) -> None:
+    work = trace(prompts)
+    Adversary.wanted = [work.names[page].key for pages, _ in work.prompts for page in pages]
+    policy = kind()
+    found = simulate(work, capacity, policy)
+    longest = max(len(pages) for pages, _ in work.prompts)
+    assert slow_lru_hits(work, capacity) - found.hits <= policy.bound + longest
+
+
+@pytest.mark.parametrize("kind", [GuardedMostRecent, GuardedAdversary, Guarded])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_order_that_is_always_wrong_costs_a_constant(kind: type[Guarded], seed: int) -> None:
+    """Popular texts, and an order that gives up what is wanted next: it loses its budget, and then nothing more."""
+    draw = random.Random(seed)
+    capacity, losses = 60, []
+    prompts: list[list[int]] = []
+    for requests in (1500, 3000, 6000):
+        while len(prompts) < requests:
+            prompts.append([int(80 * draw.random() ** 2), *([draw.randrange(3)] * draw.randint(0, 2))])
+        work = trace(prompts)
+        Adversary.wanted = [work.names[page].key for pages, _ in work.prompts[-50:] for page in pages]
+        policy = kind()
+        hits, base = simulate(work, capacity, policy).hits, simulate(work, capacity, LRU()).hits
+        losses.append(base - hits)
+        assert losses[-1] <= policy.bound + 3
+        assert losses[-1] <= 0.02 * base + capacity
+    assert losses[-1] - losses[0] <= 0.01 * base + capacity
+
+
+def test_without_the_guard_the_same_orders_lose_without_end() -> None:
+    """What the tests above are against."""
+    draw = random.Random(0)
+    work = trace([[int(80 * draw.random() ** 2)] for _ in range(6000)])
+    base = simulate(work, 20, LRU()).hits
+    assert simulate(work, 20, MostRecent()).hits < 0.8 * base
+    assert simulate(work, 20, GuardedMostRecent()).hits > 0.97 * base - 20
+
+
+def test_it_is_the_other_order_or_lru() -> None:
+    """While it is free its victims are the order's; while it follows, those that LRU has given up or would."""
+    draw = random.Random(3)
+    policy, bare, slow = GuardedMostRecent(), MostRecent(), SlowShadow()
+    present: set[bytes] = set()
+    modes = set()
+    for _ in range(3000):
+        key = name(int(80 * draw.random() ** 2))
+        if key in present:
+            for order in (policy, bare, slow):
+                order.touch(key)
+        else:
+            if len(present) == 30:
+                expected = slow.order() if policy.following else list(bare)
+                assert list(policy) == expected
+                modes.add(policy.following)
+                policy.evict(expected[0])
+                bare.evict(expected[0])
+                slow.evict(expected[0])
+                present.remove(expected[0])
+            present.add(key)
+            policy.insert(key, b"root")
+            bare.insert(key, b"root")
+            slow.insert(key, b"root")
+        assert policy.debt == slow.hits - slow.used
+    assert modes == {True, False}
+
+
+def test_a_good_order_is_set_free_again_by_its_bets() -> None:
+    """LRU's worst case behind traffic in which the order has lost its budget."""
+    policy = Guarded()
+    policy.following = True
+    work = trace([[i % 300, 0] for i in range(9000)])
+    found = simulate(work, 400, policy)
+    assert not policy.following
+    assert found.hits > 200
+    assert simulate(work, 400, LRU()).hits == 0
+
+
+def test_bets_are_won_by_the_page_that_is_wanted_first() -> None:
+    bets = Bets()
+    for i in range(Bets.LEAST):
+        assert not bets.won
+        bets.add(name("kept", i), name("given", i))
+        bets.wanted(name("kept", i))
+        assert name("given", i) not in bets.open
+    assert bets.won
+    for i in range(Bets.LEAST):
+        bets.add(name("kept", i), name("given", i))
+        bets.wanted(name("given", i))
+    assert not bets.won
+    for i in range(2 * Bets.MOST):
+        bets.add(name("kept", i), name("given", i))
+    assert sum(name("kept", i) in bets.open for i in range(2 * Bets.MOST)) == Bets.MOST
+
+
+class SmallSample(Guarded):
+    """Samples from 400 pages on."""
+
+    EXACT = 400
+    SAMPLE = 100
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_sample_tells_what_all_pages_would(restored: bool) -> None:
+    draw = random.Random(1)
+    policy, exact = SmallSample(), Guarded()
+    present: list[bytes] = []
+    if restored:
+        present = [name(i) for i in range(900)]
+        for order in (policy, exact):
+            order.restore(present, range(900))
+    for _ in range(40_000):
+        key = name(int(3000 * draw.random() ** 2))
+        if key in present:
+            policy.touch(key)
+            exact.touch(key)
+            continue
+        if len(present) >= 1000:
+            gone = present.pop(draw.randrange(1000))  # neither of them is asked: it is the count that is compared
+            policy.evict(gone)
+            exact.evict(gone)
+        present.append(key)
+        policy.insert(key)
+        exact.insert(key)
+    assert 100 <= policy._shadow.room <= 200
+    assert policy._shadow.room << policy._shift == pytest.approx(1000, rel=0.2)
+    assert abs(policy.debt - exact.debt) < 0.1 * exact._shadow.hits
+    assert policy._shadow.hits << policy._shift == pytest.approx(exact._shadow.hits, rel=0.2)
+    for order in (policy, exact):
+        order.following = True
+        assert set(order) == set(present)
+    for key in present:
+        policy.remove(key)
+    assert list(policy) == []
+    assert not policy._shadow.left
+
+
+def test_what_is_known_of_pages_that_are_gone_is_bounded() -> None:
+    policy = Guarded()
+    for i in range(5000):
+        if i >= 50:
+            policy.evict(next(iter(policy)))
+        policy.insert(name(i), name(i - 1) if i % 7 else b"root")
+    shadow = policy._shadow
+    assert len(shadow) <= 50
+    assert len(shadow.owed) <= 50
+    assert len(shadow.left) <= 50
+    assert len(shadow._children) <= 51
+    assert len(shadow._ready) <= 100

@@ -1,0 +1,387 @@
+"""The queue and the quota of prefetches against slow models of themselves, by a clock of their own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gdscache.config import PrefetchConfig
+from gdscache.prefetch import queue as prefetching
+from gdscache.prefetch.queue import (
+    DEMAND_PAUSE_S,
+    PARKED_S,
+    PrefetchedPages,
+    PrefetchEnd,
+    PrefetchQueue,
+    PrefetchRequest,
+)
+
+# -- the quota's ledger ----------------------------------------------------------------------------------------------
+
+
+keys = st.integers(0, 7).map(lambda n: bytes([n]))
+steps = st.lists(st.tuples(st.sampled_from(["begin", "land", "fail", "use", "evict", "sweep"]), keys), max_size=80)
+
+
+@given(steps)
+def test_every_prefetched_page_is_used_or_lost_or_still_held(actions: list[tuple[str, bytes]]) -> None:
+    """The model knows at once when a page is evicted; the ledger finds out when somebody looks."""
+    tier: dict[bytes, int] = {}  # what the CPU tier has, by slot
+    slots = iter(range(1000))
+    held = PrefetchedPages(8, tier.get)
+    flying: dict[bytes, bool] = {}
+    unused: set[bytes] = set()
+    used = gone = 0
+    for action, key in actions:
+        if action == "begin" and key not in flying and key not in tier:
+            held.begin([key])
+            flying[key] = False
+        elif action in ("land", "fail") and key in flying:
+            good = action == "land"
+            if good:
+                tier[key] = next(slots)
+            held.land(key, tier[key] if good else None)
+            if flying.pop(key):
+                used += good
+            elif good:
+                unused.add(key)
+        elif action == "use" and (key in flying or key in tier):
+            held.use(key, tier.get(key))
+            if key in flying:
+                flying[key] = True
+            elif key in unused:
+                unused.remove(key)
+                used += 1
+        elif action == "evict" and key in tier:
+            del tier[key]
+            if key in unused:
+                unused.remove(key)
+                gone += 1
+        elif action == "sweep":
+            assert held.sweep(3) <= 3
+        assert len(held) >= len(flying) + len(unused), "it holds more than it says"
+        assert held.used == used
+        assert held.lost <= gone
+    held.sweep(100)
+    assert (len(held), held.unused, held.lost) == (len(flying) + len(unused), len(unused), gone)
+    assert held.room == 8 - len(held)
+
+
+def test_a_page_that_came_back_by_another_way_was_lost_before() -> None:
+    tier = {b"a": 1}
+    held = PrefetchedPages(4, tier.get)
+    held.begin([b"a"])
+    held.land(b"a", 1)
+    tier[b"a"] = 2  # evicted, and stored again
+    held.use(b"a", 2)
+    assert (held.used, held.lost, len(held)) == (0, 1, 0)
+    held.use(b"a", 2)
+    assert (held.used, held.lost, len(held)) == (0, 1, 0)
+
+
+# -- the queue against a slow model of itself -------------------------------------------------------------------------
+
+
+def test_a_page_that_left_before_its_landing_was_told_may_come_again() -> None:
+    """A chunk's pages are there, and may be evicted and begun again, a moment before its end is told."""
+    for used, slots, expected in (
+        (False, (5, 6), (0, 1, 1)),
+        (True, (5, 6), (1, 0, 1)),
+        (True, (None, 6), (1, 0, 0)),
+        (False, (None, None), (0, 0, 0)),
+        (False, (5, None), (0, 1, 0)),
+    ):
+        held = PrefetchedPages(8, {b"a": 6}.get)
+        held.begin([b"a"])
+        if used:
+            held.use(b"a", 5)
+        held.begin([b"a"])
+        assert len(held) == 1
+        for slot in slots:
+            held.land(b"a", slot)
+        assert (held.used, held.lost, held.unused) == expected
+        assert len(held) == held.unused
+
+
+class Queue(RuleBasedStateMachine):
+    """Requests, turns, landings, evictions and time in any order. The model has no deque, no counters, no laziness."""
+
+    SWEPT: ClassVar[int] = 1024
+
+    @initialize(
+        concurrent=st.integers(1, 3),
+        limit=st.sampled_from([1, 2, 4, 8, 100]),
+        stop=st.sampled_from(["best_effort", "best_effort", "timeout"]),
+        queue=st.sampled_from([100, 100, 2]),
+    )
+    def begin_with(self, concurrent: int, limit: int, stop: Any, queue: int) -> None:
+        self.now = 100.0
+        self.tier: dict[bytes, int] = {}
+        self.held = PrefetchedPages(limit, self.tier.get)
+        self.config = PrefetchConfig(concurrent=concurrent, stop=stop, timeout=0.3, quota=0.5)
+        self.most = queue
+        self.ended: list[PrefetchRequest] = []
+        self.queue = PrefetchQueue(self.config, 3, self.held, self.ended.append, lambda: self.now, queue)
+        self.requests: list[PrefetchRequest] = []
+        self.left: dict[PrefetchRequest, int] = {}
+        self.limits: dict[PrefetchRequest, float] = {}
+        self.expected: dict[PrefetchRequest, PrefetchEnd] = {}
+        self.turn: dict[PrefetchRequest, int] = {}  # the number of its last turn: the smallest is next
+        self.parked: dict[PrefetchRequest, float] = {}
+        self.chunks: list[tuple[PrefetchRequest, list[bytes]]] = []  # under way
+        self.unused: set[bytes] = set()
+        self.turns = self.keys = 0
+        self.held_back: float | None = None
+        self.lead: dict[tuple[PrefetchRequest, PrefetchRequest], int] = {}
+
+    def live(self) -> list[PrefetchRequest]:
+        return [r for r in self.requests if r not in self.ended]
+
+    def waiting(self) -> list[PrefetchRequest]:
+        some = [r for r in self.requests if r not in self.expected and self.left[r]]
+        return sorted(some, key=lambda r: self.turn[r])
+
+    def room(self) -> int:
+        return self.held.limit - len(self.unused) - sum(len(keys) for _, keys in self.chunks)
+
+    def flying(self, request: PrefetchRequest) -> int:
+        return sum(r is request for r, _ in self.chunks)
+
+    def decide(self, request: PrefetchRequest, why: PrefetchEnd) -> None:
+        self.expected.setdefault(request, why)
+
+    @rule(pages=st.sampled_from([0, 1, 4, 7, 9, 9]))
+    def add(self, pages: int) -> None:
+        request, full = PrefetchRequest(pages), len(self.live()) >= self.most
+        self.requests.append(request)
+        self.left[request] = pages
+        self.turn[request] = self.turns = self.turns + 1
+        if self.config.stop == "timeout":
+            self.limits[request] = self.now + 0.3 + 0.25 * 4 * pages / 1024
+        if not pages:
+            self.decide(request, PrefetchEnd.COMPLETE)
+        elif full:
+            self.decide(request, PrefetchEnd.QUEUE_FULL)
+        self.queue.add(request, 4 * pages)
+
+    @rule(
+        demand=st.sampled_from([False, False, True]),
+        take=st.sampled_from([1, 3, 0, 1, 3, 3]),
+        then=st.sampled_from(["", "", "", "", "busy", "skip", "no_room"]),
+    )
+    def next(self, demand: bool, take: int, then: str) -> None:
+        for request, limit in self.limits.items():
+            if self.now >= limit and self.left[request]:
+                self.decide(request, PrefetchEnd.STOPPED)
+        ready = [r for r in self.waiting() if self.parked.get(r, 0.0) <= self.now]
+        if not ready:
+            self.held_back = None
+        elif not demand:
+            self.held_back = None
+            ready = ready if len(self.chunks) < self.config.concurrent else []
+        else:
+            self.held_back = self.now if self.held_back is None else self.held_back
+            if self.chunks or self.now < self.held_back + DEMAND_PAUSE_S:
+                ready = []
+        if ready and not self.room():
+            for request in ready:
+                self.decide(request, PrefetchEnd.QUOTA)
+            ready, self.held_back = [], None
+        turn = self.queue.next(demand=demand)
+        for _ in range(200):  # requests, each of which looks for pages two at a time
+            if turn is None and self.queue.wake() == 0:
+                turn = self.queue.next(demand=demand)
+        if not ready:
+            assert turn is None
+            return
+        assert turn is not None, "it was somebody's turn"
+        request, most = turn
+        assert request is ready[0]
+        assert 1 <= most <= min(3, self.left[request], self.room())
+        self.answer(request, min(take, most), then)
+
+    def answer(self, request: PrefetchRequest, pages: int, then: str) -> None:
+        if pages:
+            keys = [b"%d" % (self.keys + i) for i in range(pages)]
+            self.keys += pages
+            self.held.begin(keys)
+            self.chunks.append((request, keys))
+            self.left[request] -= pages
+            for other in self.waiting():
+                if other is not request and not self.parked.get(other):
+                    self.lead[request, other] = self.lead.get((request, other), 0) + 1
+                    assert self.lead[request, other] <= 1, "two chunks more"
+                self.lead[other, request] = 0
+            self.turn[request] = self.turns = self.turns + 1
+            self.held_back = None if self.held_back is None else self.now
+            self.queue.begin(request, chunk=True, left=self.left[request])
+        elif then == "busy":
+            self.parked[request] = self.now + PARKED_S
+            self.queue.park(request)
+        else:
+            if then == "skip":
+                self.left[request] -= 1
+            else:
+                self.decide(request, PrefetchEnd.NO_ROOM)
+            self.queue.begin(request, chunk=False, left=self.left[request])
+            if not self.left[request] and not self.flying(request):
+                self.decide(request, PrefetchEnd.COMPLETE)
+        if then == "no_room":
+            self.decide(request, PrefetchEnd.NO_ROOM)
+        if request in self.expected:
+            self.queue.stop(request, self.expected[request])
+
+    @precondition(lambda self: self.chunks)
+    @rule(data=st.data(), good=st.sampled_from([True, True, True, False]))
+    def land(self, data: st.DataObject, good: bool) -> None:
+        request, landed = self.chunks.pop(data.draw(st.integers(0, len(self.chunks) - 1)))
+        for key in landed:
+            if good:
+                self.tier[key] = int(key)
+                self.unused.add(key)
+            self.held.land(key, int(key) if good else None)
+        if not good:
+            self.decide(request, PrefetchEnd.ERROR)
+        elif not self.left[request] and not self.flying(request):
+            self.decide(request, PrefetchEnd.COMPLETE)
+        self.queue.land(request, good=good)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), why=st.sampled_from([PrefetchEnd.CANCELLED, PrefetchEnd.STOPPED, PrefetchEnd.CLOSED]))
+    def stop(self, data: st.DataObject, why: PrefetchEnd) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        self.decide(request, why)
+        self.queue.stop(request, why)
+
+    @precondition(lambda self: self.unused)
+    @rule(data=st.data(), used=st.booleans())
+    def use_or_evict(self, data: st.DataObject, used: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.unused)))
+        self.unused.remove(key)
+        if used:
+            self.held.use(key, self.tier[key])
+        else:
+            del self.tier[key]
+
+    @rule(seconds=st.sampled_from([0.001, PARKED_S, 0.05, 0.05, DEMAND_PAUSE_S, 0.4]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def every_request_ends_once_and_nothing_is_exceeded(self) -> None:
+        if not hasattr(self, "requests"):
+            return
+        assert len(set(self.ended)) == len(self.ended)
+        for request in self.requests:
+            over = request in self.expected and not self.flying(request)
+            assert (request in self.ended) == over
+            if over:
+                assert request.end is self.expected[request]
+        assert len(self.queue) == len(self.live())
+        assert len(self.held) <= self.held.limit
+        assert self.queue.flying == len(self.chunks) <= self.config.concurrent
+
+
+class QueueThatSweepsLittle(Queue):
+    """The queue looks for two pages at a time, and comes back for the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swept, prefetching.SWEPT = prefetching.SWEPT, 2
+
+    def teardown(self) -> None:
+        prefetching.SWEPT = self.swept
+
+
+TestQueue = Queue.TestCase
+TestQueueThatSweepsLittle = QueueThatSweepsLittle.TestCase
+TestQueue.settings = TestQueueThatSweepsLittle.settings = settings(
+    max_examples=3 * settings.default.max_examples, stateful_step_count=50
+)
+
+
+def new_queue(clock: Callable[[], float], **config: Any) -> tuple[PrefetchQueue, list[PrefetchRequest]]:
+    ended: list[PrefetchRequest] = []
+    held = PrefetchedPages(1 << 20, lambda key: 0)
+    return PrefetchQueue(PrefetchConfig(**config), 4, held, ended.append, clock), ended
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 3), st.randoms())
+def test_nobody_waits_while_another_gets_two_chunks_more(sizes: list[int], concurrent: int, rng: random.Random) -> None:
+    now = 0.0
+    queue, ended = new_queue(lambda: now, concurrent=concurrent)
+    requests = [PrefetchRequest(pages) for pages in sizes]
+    left = dict(zip(requests, sizes, strict=True))
+    chunks = dict.fromkeys(requests, 0)
+    flying: list[PrefetchRequest] = []
+    for request in requests:
+        queue.add(request, 1)
+    while len(ended) < len(requests):
+        if (turn := queue.next(demand=False)) is not None:
+            request, most = turn
+            left[request] -= most
+            chunks[request] += 1
+            queue.begin(request, chunk=True, left=left[request])
+            flying.append(request)
+            waiting = [r for r in requests if left[r]]
+            assert chunks[request] <= min((chunks[r] for r in waiting), default=chunks[request]) + 1
+        else:
+            queue.land(flying.pop(rng.randrange(len(flying))), good=True)
+        now += 0.01
+    assert {r.end for r in ended} == {PrefetchEnd.COMPLETE}
+    assert [chunks[r] for r in requests] == [-(-pages // 4) for pages in sizes]
+
+
+def test_loads_without_end_leave_a_chunk_in_a_tenth_of_a_second() -> None:
+    now = 0.0
+    queue, _ = new_queue(lambda: now, concurrent=3)
+    request = PrefetchRequest(1000)
+    queue.add(request, 1)
+    begun = []
+    for step in range(1, 1001):
+        now = step / 1000
+        if queue.next(demand=True) is not None:
+            queue.begin(request, chunk=True, left=1000)
+            queue.land(request, good=True)
+            begun.append(now)
+            assert queue.wake() == pytest.approx(DEMAND_PAUSE_S)
+    assert len(begun) == 9
+    assert all(b - a >= DEMAND_PAUSE_S - 1e-9 for a, b in zip([0.001, *begun], begun, strict=False))
+    assert queue.next(demand=False) is not None, "the loads are over"
+
+
+def test_time_is_told_by_the_clock_alone() -> None:
+    now = 50.0
+    queue, ended = new_queue(lambda: now, stop="timeout", timeout=2.0)
+    request = PrefetchRequest(8)
+    queue.add(request, 4096)
+    assert request.limit == 53.0
+    assert queue.patience(request, 30.0) == (3.0, PrefetchEnd.STOPPED)
+    assert queue.wake() == 3.0
+    now = 52.0
+    assert queue.patience(request, 30.0) == (1.0, PrefetchEnd.STOPPED)
+    now = 53.0
+    assert queue.patience(request, 30.0) == (0.0, PrefetchEnd.STOPPED)
+    assert not ended
+    assert queue.next(demand=False) is None
+    assert ended == [request]
+    assert request.end is PrefetchEnd.STOPPED
+    assert queue.wake() is None
+
+
+@pytest.mark.parametrize(
+    ("stop", "patience"),
+    [("best_effort", (0.0, PrefetchEnd.STOPPED)), ("wait_complete", (30.0, PrefetchEnd.DEADLINE))],
+)
+def test_the_other_policies_know_no_time_of_their_own(stop: str, patience: tuple[float, PrefetchEnd]) -> None:
+    queue, _ = new_queue(lambda: 7.0, stop=stop)
+    request = PrefetchRequest(8)
+    queue.add(request, 1 << 20)
+    assert request.limit is None
+    assert queue.patience(request, 30.0) == patience

@@ -1,0 +1,156 @@
+"""Which package may import which. Below the line of a package stands all that it is built on; there are no circles."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gdscache
+
+ROOT = Path(gdscache.__file__).parent
+BASICS = ("arrays", "errors", "limits", "sizes", "arguments")  # modules of the root that any package may import
+TOOLS = ("cli", "exits", "commands")  # the commands: nothing imports them
+
+# Package -> packages that it may import, the lowest first.
+MAY_IMPORT = {
+    "native": "",
+    "pages": "native",
+    "policies": "",
+    "tracing": "",
+    "runtime": "native",
+    "config": "pages runtime",
+    "cuda": "runtime",
+    "index": "pages policies",
+    "extents": "cuda pages runtime",
+    "kernels": "cuda native pages",
+    "storage": "cuda native pages runtime",
+    "moves": "cuda extents index kernels native pages runtime storage tracing",
+    "movers": "cuda extents kernels native pages runtime tracing",
+    "disk": "moves pages runtime storage",
+    "events": "pages runtime",
+    "gate": "disk",
+    "pool": "cuda native pages runtime storage",
+    "tiers": "config cuda disk extents gate index native pages policies pool runtime storage tracing",
+    "load": "config cuda index moves native pages policies runtime tiers tracing",
+    "prefetch": "config load moves pages runtime",
+    "store": "cuda index moves native pages runtime tiers",
+    "sequence": "cuda index load pages store tiers",
+    "opening": (
+        "config cuda disk events extents gate load movers moves pages policies prefetch runtime store tiers tracing"
+    ),
+    "closing": "opening runtime",
+    "engine": (
+        "closing config cuda events gate index load moves opening pages prefetch runtime sequence store tiers tracing"
+    ),
+    "metrics": "engine",
+    "integrations": "config cuda engine load moves pages prefetch runtime sequence store",
+    "testing": "cuda pages storage",
+}
+
+
+def modules() -> dict[str, Path]:
+    """All modules of gdscache, by their names without `gdscache.`; a package by its name."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Modules of gdscache that a file imports, in its functions too; not those for types alone."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        node
+        for part in ast.walk(tree)
+        if isinstance(part, ast.If) and isinstance(part.test, ast.Name) and part.test.id == "TYPE_CHECKING"
+        for statement in part.body
+        for node in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "gdscache":
+            home = node.module.partition(".")[2]
+            for alias in node.names:
+                name = f"{home}.{alias.name}".strip(".")
+                yield name if name in known else home
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.split(".")[0] == "gdscache")
+
+
+MODULES = modules()
+GRAPH = {name: set(imports(path, MODULES)) - {""} for name, path in MODULES.items() if name}
+
+
+def package(module: str) -> str:
+    return module.split(".")[0]
+
+
+@pytest.mark.parametrize("name", [*MAY_IMPORT, *BASICS])
+def test_a_package_imports_what_the_table_allows(name: str) -> None:
+    allowed = {name, *MAY_IMPORT.get(name, "").split(), *BASICS}
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in GRAPH.items()
+        for other in sorted(others)
+        if package(module) == name and package(other) not in allowed
+    ]
+    assert not wrong
+    used = {package(other) for module, others in GRAPH.items() if package(module) == name for other in others}
+    assert not allowed - used - {name, *BASICS}, "the table allows what nobody needs"
+
+
+def test_the_table_names_every_package_once_and_has_no_circle() -> None:
+    assert {package(module) for module in GRAPH} == {*MAY_IMPORT, *BASICS, *TOOLS, "__main__"}
+    above: set[str] = set()
+    for name, allowed in MAY_IMPORT.items():
+        assert set(allowed.split()) <= above, f"{name} stands before what it imports"
+        above.add(name)
+
+
+def test_no_modules_import_each_other() -> None:
+    """Also not inside a package, and not by way of others. The commands, which `cli` names, are the next test's."""
+    graph = {name: others for name, others in GRAPH.items() if package(name) not in TOOLS}
+    while graph:
+        free = [name for name, others in graph.items() if not others & graph.keys() - {name}]
+        assert free, f"these import each other: {', '.join(sorted(graph))}"
+        for name in free:
+            del graph[name]
+
+
+def test_nothing_of_the_engine_imports_a_command() -> None:
+    wrong = [
+        f"{module} imports {other}"
+        for module, other in itertools.chain.from_iterable(
+            ((module, other) for other in others) for module, others in GRAPH.items()
+        )
+        if package(other) in TOOLS and package(module) not in TOOLS and module != "__main__"
+    ]
+    assert not wrong
+
+
+# Classes that a package of the engine and a command call by the same name.
+TWICE = {
+    "Call": "to a pool; of a simulated client in a replay's trace",
+    "Lane": "of an executor's steps; a loop's worker in bench io",
+    "Place": "of an event; of a page in a row of bench io",
+    "Pool": "beyond one machine; of planes in bench copy",
+    "Span": "of a timeline; of tokens in the toy engine",
+    "Way": "of pages from space to space; of a bench's bytes",
+}
+
+
+def test_no_two_packages_have_a_public_class_of_one_name() -> None:
+    """Each command is a package here, and may have words that other commands have."""
+    homes: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(package(module))
+    twice = {name: found for name, found in homes.items() if len(found) > 1}
+    assert twice.keys() == TWICE.keys(), twice
