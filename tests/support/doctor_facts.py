@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from gdscache.commands.doctor import Facts
-from gdscache.commands.doctor.facts import Driver, Gpu, Kept
+from gdscache.commands.doctor.facts import Gpu, Kept, NvidiaDriver
 from gdscache.commands.doctor.report import Found
 from gdscache.movers.choice import Calibration
 from tests.support.rates import DOWN, UP
@@ -20,7 +20,7 @@ HINT = "install it"
 WHOLE = Facts(
     torch="2.11.0",
     torch_cuda="13.0",
-    driver=Found(Driver(13000, "580.82.07")),
+    driver=Found(NvidiaDriver(13000, "580.82.07")),
     devices=Found((Gpu("NVIDIA H200", (9, 0), 140 << 30, 132),)),
     device=Found("cuda:0"),
     compiler=Found("cuda-core 1.2.2"),

@@ -17,7 +17,7 @@ import torch
 from gdscache import cli
 from gdscache.commands import doctor
 from gdscache.commands.doctor import Asked, Facts, Report, Row, copies, defaults, gpu, kernels, storage
-from gdscache.commands.doctor.facts import Driver, Kept
+from gdscache.commands.doctor.facts import Kept, NvidiaDriver
 from gdscache.commands.doctor.report import Found, attempt
 from gdscache.config import Config, GpuConfig, load_config
 from gdscache.errors import DeviceError, PinnedMemoryError
@@ -94,9 +94,9 @@ def test_a_machine_without_a_gpu_lacks_nothing_that_the_defaults_ask_for() -> No
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_warning() -> None:
-    driven = changed(PLAIN, driver=Found(Driver(13000)))
+    driven = changed(PLAIN, driver=Found(NvidiaDriver(13000)))
     assert verdicts(driven, defaults(), "warn") == {"torch"}
-    hidden = changed(PLAIN, torch_cuda="13.0", driver=Found(Driver(13000, "", "cuInit answers 100")))
+    hidden = changed(PLAIN, torch_cuda="13.0", driver=Found(NvidiaDriver(13000, "", "cuInit answers 100")))
     assert verdicts(hidden, defaults(), "warn") == {"driver", "GPU"}
     assert rows(doctor.examine(hidden, defaults()))["driver"].value == "CUDA 13.0, cuInit answers 100"
     assert not doctor.examine(hidden, defaults()).failed
@@ -305,14 +305,14 @@ def test_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         gpu.find_driver()
     monkeypatch.setattr(gpu, "DRIVER_VERSION", tmp_path / "version")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeCuda(100))
-    assert gpu.find_driver() == Driver(12080, "", "cuInit answers 100 (CUDA_ERROR_NO_DEVICE)")
+    assert gpu.find_driver() == NvidiaDriver(12080, "", "cuInit answers 100 (CUDA_ERROR_NO_DEVICE)")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeCuda(0))
     for line in (
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Fri Jan 10 20:14:31 UTC 2025",
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (root@x)",
     ):
         (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.3.0\n")
-        assert gpu.find_driver() == Driver(12080, "570.86.10")
+        assert gpu.find_driver() == NvidiaDriver(12080, "570.86.10")
 
 
 def raises_for(error: Exception) -> Callable[[str], None]:

@@ -18,7 +18,7 @@ import pytest
 
 from gdscache import cli
 from gdscache.commands.doctor import disk, storage, trial
-from gdscache.commands.doctor.facts import Asked, Directory, Facts, Mount, Place, Space, Ssd, defaults
+from gdscache.commands.doctor.facts import Asked, Directory, Facts, FreeSpace, Mount, Place, Ssd, defaults
 from gdscache.commands.doctor.report import Found, Row
 from gdscache.commands.doctor.ssd import ssd_rows
 from gdscache.commands.doctor.trial import Moved
@@ -533,7 +533,7 @@ def test_a_transport_that_dies_is_an_answer(module: Path, tmp_path: Path) -> Non
 
 PLACE = Place(
     directory=Directory("/mnt/nvme", True, "/mnt/nvme", "me", "drwx------"),
-    space=Found(Space(100 * GIB, 10**6, 0)),
+    space=Found(FreeSpace(100 * GIB, 10**6, 0)),
     mount=Found(Mount("xfs", "/dev/nvme0n1", "259:0", "rw")),
     direct_io=Found(""),
     chosen=answered("kvikio", memory="cuda", word="gds", kinds=("cuda", "host")),
@@ -595,9 +595,9 @@ HELD = dataclasses.replace(PLACE.directory, holder="process 7")
         ({"chosen": answered(direct=False)}, {"direct_io": "off"}, "warn", set()),
         ({"chosen": Found(None, "no answer")}, {"gds": "on", "direct_io": "on"}, "fail", NOTHING),
         ({"chosen": Found(None, "no answer")}, {}, "fail", {"ssd.transport"}),
-        ({"space": Found(Space(GIB, 5, 0))}, {"capacity": "2GiB"}, "fail", {"free space"}),
-        ({"space": Found(Space(GIB, 5, GIB))}, {"capacity": "2GiB"}, "fail", set()),
-        ({"space": Found(Space(9 * GIB, 0, 0))}, {"capacity": "2GiB"}, "fail", {"free space"}),
+        ({"space": Found(FreeSpace(GIB, 5, 0))}, {"capacity": "2GiB"}, "fail", {"free space"}),
+        ({"space": Found(FreeSpace(GIB, 5, GIB))}, {"capacity": "2GiB"}, "fail", set()),
+        ({"space": Found(FreeSpace(9 * GIB, 0, 0))}, {"capacity": "2GiB"}, "fail", {"free space"}),
         ({"directory": HELD}, {}, "warn", {"directory"}),
         ({"direct_io": Found("open answers EINVAL")}, {}, "warn", {"O_DIRECT"}),
         ({"mount": Found(Mount("tmpfs", "tmpfs", "0:4", "rw"))}, {}, "warn", {"file system"}),
@@ -615,7 +615,7 @@ def test_what_is_missing_is_named(changes: dict[str, Any], ssd: dict[str, Any], 
 def stripe(device: str, free: int, slab: int = 0) -> Place:
     """`free` and `slab` in GiB."""
     mount = Mount("xfs", "/dev/x", device, "rw")
-    return Place(PLACE.directory, Found(Space(free * GIB, 5, slab * GIB)), Found(mount), (), Found(""), answered())
+    return Place(PLACE.directory, Found(FreeSpace(free * GIB, 5, slab * GIB)), Found(mount), (), Found(""), answered())
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def defaults() -> Asked:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Driver:
+class NvidiaDriver:
     """The NVIDIA driver: the newest CUDA version that it runs (13000 is 13.0), its own version where that is known.
 
     `cause`: why it finds no GPU.
@@ -89,7 +89,7 @@ class Directory:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Space:
+class FreeSpace:
     """Bytes that this user may still write, free inodes (None: not counted), bytes of the slab that is there now."""
 
     free: int
@@ -113,7 +113,7 @@ class Place:
     empty where it does. `chosen`: what `ssd.transport` comes to there. None is what was not tried."""
 
     directory: Directory
-    space: Found[Space]
+    space: Found[FreeSpace]
     mount: Found[Mount]
     disks: tuple[Row, ...] = ()
     direct_io: Found[str] | None = None
@@ -144,7 +144,7 @@ class Facts:
 
     torch: str
     torch_cuda: str | None
-    driver: Found[Driver]
+    driver: Found[NvidiaDriver]
     devices: Found[tuple[Gpu, ...]]
     device: Found[str]
     compiler: Found[str]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from gdscache.commands.doctor.facts import Asked, Driver, Facts, Gpu
+from gdscache.commands.doctor.facts import Asked, Facts, Gpu, NvidiaDriver
 from gdscache.commands.doctor.report import Found, Row, Verdict, comes_to
 from gdscache.errors import DeviceError
 from gdscache.sizes import about
@@ -18,7 +18,7 @@ from gdscache.sizes import about
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 
-def find_driver() -> Driver:
+def find_driver() -> NvidiaDriver:
     """The NVIDIA driver. Raises `DeviceError` where there is none."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -32,7 +32,7 @@ def find_driver() -> Driver:
         library.cuGetErrorName(code, ctypes.byref(text))
     cause = f"cuInit answers {code} ({(text.value or b'unknown').decode()})" if code else ""
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", DRIVER_VERSION.read_text()) if DRIVER_VERSION.exists() else None
-    return Driver(number.value, found[0] if found else "", cause)
+    return NvidiaDriver(number.value, found[0] if found else "", cause)
 
 
 def find_devices() -> tuple[Gpu, ...]:

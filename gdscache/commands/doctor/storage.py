@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gdscache.commands.doctor import disk
-from gdscache.commands.doctor.facts import Asked, Directory, Place, Space, Ssd
+from gdscache.commands.doctor.facts import Asked, Directory, FreeSpace, Place, Ssd
 from gdscache.commands.doctor.report import Found, attempt
 from gdscache.commands.doctor.trial import DEADLINE_S, Moved, Trial, try_transport
 from gdscache.commands.inspect.owner import find_owner
@@ -170,14 +170,14 @@ def scratch(place: Path) -> Iterator[Path]:
         shutil.rmtree(inside)
 
 
-def find_space(directory: Path, place: Path, number: int = 0) -> Space:
+def find_space(directory: Path, place: Path, number: int = 0) -> FreeSpace:
     """Free space for this user, and what the slab's file `number` holds if it is there. Raises `OSError`."""
     system = os.statvfs(place)
     try:
         slab = os.lstat(directory / slab_name(number)).st_blocks * 512
     except OSError:
         slab = 0
-    return Space(system.f_bavail * system.f_frsize, system.f_favail if system.f_files else None, slab)
+    return FreeSpace(system.f_bavail * system.f_frsize, system.f_favail if system.f_files else None, slab)
 
 
 def find_package(name: str) -> Found[str]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_pool import POOLS, FakePool, pool_entry
 
 from gdscache import CacheEngine, PageHashes, errors
 from gdscache.errors import (
@@ -34,6 +33,7 @@ from gdscache.integrations.sglang.setup import (
     weights_of,
 )
 from gdscache.integrations.sglang.weights import METHODS, WeightWatch
+from tests.support.fake_pool import POOLS, FakePool, pool_entry
 
 PAGE, PAGES, LAYERS = 4, 5, 3
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_pool import POOLS, FakePool, pool_entry
 
 from gdscache import CacheEngine, PageHashes, errors
 from gdscache.config import Config
 from gdscache.errors import CacheLayoutUnsupportedError, ConfigError, GdsCacheError, InvalidValueError, UnknownKeyError
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
 from gdscache.integrations.vllm.setup import Options, model_of, refuse_setup, weights_of
+from tests.support.fake_pool import POOLS, FakePool, pool_entry
 
 
 class FullAttentionSpec(SimpleNamespace):
