@@ -6,16 +6,14 @@ import dataclasses
 import importlib.metadata
 import itertools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from gdscache.commands.bench.commands import bench_app
+from gdscache.commands.console import Table, progress_bar, show
 from gdscache.commands.replay.commands import replay
 from gdscache.commands.replay.make_command import make_trace
 from gdscache.commands.replay.plan_commands import plan_tiers
@@ -82,9 +80,7 @@ def check(
     if as_json:
         typer.echo(json.dumps({"file": str(file), **meaning}, indent=2))
         return
-    console = _console()
-    console.print(f"{file}: valid")
-    console.print(_table(meaning))
+    show(f"{file}: valid", _table(meaning))
 
 
 @app.command("doctor")
@@ -113,14 +109,11 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(report.describe(), indent=2))
     else:
-        console = _console()
-        for table in checks.tables(report):
-            console.print(table)
-            console.print()
         subject = str(file) if file else "the defaults"
         failed = ", ".join(row.name for row in report.failed)
-        console.print(f"{subject}: not as asked for: {failed}" if failed else f"{subject}: no check fails")
-    if not report.ok:
+        end = f"{subject}: not as asked for: {failed}" if failed else f"{subject}: no check fails"
+        show(*checks.tables(report), end)
+    if report.failed:
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -145,7 +138,6 @@ def verify_directory(
 
     Status 0: all pages are good. 1: bad pages were found. 2: not every page could be checked.
     """
-    from gdscache.commands.console import progress_bar
     from gdscache.commands.inspect import tables, verify
 
     try:
@@ -194,22 +186,12 @@ def describe(config: Config) -> dict[str, Any]:
 def _show(report: dict[str, Any], tables: Callable[[dict[str, Any]], list[Table]], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report, indent=2))
-        return
-    console = _console()
-    for table in tables(report):
-        console.print(table)
-        console.print()
-
-
-def _console() -> Console:
-    # Piped output has no width of its own; a namespace must stay on its line to be copied.
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+    else:
+        show(*tables(report))
 
 
 def _table(meaning: dict[str, Any]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = Table()
     table.add_row("model", f"{meaning['model']}: {meaning['layers']} layers, {meaning['kind']}")
     for plane in meaning["planes"]:
         table.add_row("plane", plane)

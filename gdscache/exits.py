@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import sys
 
@@ -24,6 +25,7 @@ def main() -> None:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks is written as \u65e5
                 stream.reconfigure(errors="backslashreplace")
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         from gdscache.cli import app
 
         try:

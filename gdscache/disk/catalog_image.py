@@ -42,7 +42,7 @@ def open_image(image: bytearray) -> sqlite3.Connection:
     """A connection to a copy of an image; nothing that it does reaches a file. From several threads in turn."""
     connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     if image:
-        connection.deserialize(bytes(image))
+        connection.deserialize(image)
     return connection
 
 

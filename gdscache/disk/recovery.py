@@ -60,8 +60,8 @@ NO_KEYS: Keys = np.empty(0, f"V{KEY_BYTES}")
 class Recovered:
     """What the catalogue knew at open: columns of equal length, and `order`, the rows from the least recent one on.
 
-    `keys` and `parents` are of dtype V32, the others int64; `namespaces` are positions in `digests`. `dropped` counts
-    the rows that were deleted, by cause: `slot` (outside the slab), `row` (a value of the wrong type or size),
+    `keys` and `parents` are of dtype V32, the others int64; `namespaces` are positions in `digests`. `causes` has the
+    slots of the rows that were deleted: `slot` (outside the slab), `row` (a value of the wrong type or size),
     `length`, `namespace` (unknown), `expired`, `duplicate` (a key once more; its most recent row stays), `parent` (the
     page would follow itself, at once or by way of others). `set_aside` is where a corrupt catalogue was moved to.
 
@@ -82,8 +82,13 @@ class Recovered:
     retained: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
     priorities: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
     expires: Float64Array = dataclasses.field(default_factory=NO_FLOATS.copy)
-    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    causes: dict[int, str] = dataclasses.field(default_factory=dict)
     set_aside: Path | None = None
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Rows that were deleted, by cause."""
+        return Counter(self.causes.values())
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -128,32 +133,38 @@ def scan(
 ) -> Recovered:
     """All whole rows of slots below `slots` that have not expired by `now`; the others are deleted, in the transaction
     that the caller has begun."""
-    dropped: Counter[str] = Counter()
-    dropped["slot"] = _delete_outside(writer, slots)
+    causes: dict[int, str] = {}
+
+    def drop(cause: str, some: Iterable[int]) -> None:
+        found = [int(slot) for slot in some]
+        delete_pages(writer, found)
+        causes.update(dict.fromkeys(found, cause))
+
+    drop("slot", _outside(writer, slots))
     columns = _read(writer, slots)
     if len(columns.slots) != writer.execute("SELECT count(*) FROM pages").fetchone()[0]:
-        broken = [slot for (slot,) in writer.execute(f"SELECT slot FROM pages WHERE NOT ({WHOLE_ROW})")]
-        dropped["row"] = delete_pages(writer, broken)
+        drop("row", [slot for (slot,) in writer.execute(f"SELECT slot FROM pages WHERE NOT ({WHOLE_ROW})")])
     names = namespaces_by_id(writer, np.unique(columns.namespaces).tolist())
     retentions = _retentions(writer)
     for cause, some in (("row", retentions.broken), ("expired", retentions.slots[retentions.expires <= now].tolist())):
         if some:
-            dropped[cause] += delete_pages(writer, some)
-            columns = columns.take(~np.isin(columns.slots, some))
+            gone = np.isin(columns.slots, some)
+            drop(cause, columns.slots[gone].tolist())
+            columns = columns.take(~gone)
     bad_length = (columns.lengths < 1) | (columns.lengths > extent_bytes)
     bad_name = ~bad_length & ~np.isin(columns.namespaces, list(names))
     if bad_length.any() or bad_name.any():
-        dropped["length"] = delete_pages(writer, columns.slots[bad_length].tolist())
-        dropped["namespace"] = delete_pages(writer, columns.slots[bad_name].tolist())
+        drop("length", columns.slots[bad_length].tolist())
+        drop("namespace", columns.slots[bad_name].tolist())
         columns = columns.take(~(bad_length | bad_name))
     repeated = _repeated(columns)
     if len(repeated):
-        dropped["duplicate"] = delete_pages(writer, columns.slots[repeated].tolist())
+        drop("duplicate", columns.slots[repeated].tolist())
         columns = columns.take(np.delete(np.arange(len(columns.slots)), repeated))
     above = find(columns.keys, columns.parents)
     circle = circular(above)
     if len(circle):
-        dropped["parent"] = delete_pages(writer, columns.slots[circle].tolist())
+        drop("parent", columns.slots[circle].tolist())
         columns = columns.take(np.delete(np.arange(len(columns.slots)), circle))
         above = find(columns.keys, columns.parents)
     retained, there = retentions.positions(columns.slots)
@@ -174,29 +185,28 @@ def scan(
         retained=retained,
         priorities=retentions.priorities[there],
         expires=retentions.expires[there],
-        dropped=+dropped,
+        causes=causes,
         set_aside=set_aside,
     )
 
 
-def delete_pages(writer: sqlite3.Connection, slots: Iterable[int]) -> int:
-    """Delete the rows of `slots`, those there are; returns how many."""
+def delete_pages(writer: sqlite3.Connection, slots: Iterable[int]) -> None:
+    """Delete the rows of `slots`, those there are."""
     runs: list[list[int]] = []  # first and last slot: neighbours go together, which is many times as fast
     for slot in sorted({int(slot) for slot in slots}):
         if runs and runs[-1][1] == slot - 1:
             runs[-1][1] = slot
         else:
             runs.append([slot, slot])
-    for table in ("retention", "checksums"):
+    for table in ("retention", "checksums", "pages") if runs else ():
         writer.executemany(f"DELETE FROM {table} WHERE slot BETWEEN ? AND ?", runs)
-    return writer.executemany("DELETE FROM pages WHERE slot BETWEEN ? AND ?", runs).rowcount if runs else 0
 
 
-def _delete_outside(writer: sqlite3.Connection, slots: int) -> int:
-    for table in ("retention", "checksums", "pages"):
-        before = writer.execute(f"DELETE FROM {table} WHERE slot < 0").rowcount
-        beyond = writer.execute(f"DELETE FROM {table} WHERE slot >= ?", (slots,)).rowcount
-    return before + beyond
+def _outside(writer: sqlite3.Connection, slots: int) -> list[int]:
+    """Slots of pages outside the slab; of other tables, what lies there is deleted."""
+    for table in ("retention", "checksums"):
+        writer.execute(f"DELETE FROM {table} WHERE slot < 0 OR slot >= ?", (slots,))
+    return [slot for (slot,) in writer.execute("SELECT slot FROM pages WHERE slot < 0 OR slot >= ?", (slots,))]
 
 
 def _retentions(writer: sqlite3.Connection) -> _Retentions:

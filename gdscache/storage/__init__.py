@@ -14,7 +14,7 @@ from gdscache.storage.base import IORequest, Op, Submission, Switch, Transport
 if TYPE_CHECKING:
     from gdscache.storage.probe import ProbeResult
 
-__all__ = ["IORequest", "Op", "Submission", "Transport", "open_transport"]
+__all__ = ["IORequest", "Op", "Submission", "Transport", "choose_and_open", "open_transport"]
 
 _log = logging.getLogger("gdscache.storage")
 _GDS = ("cufile", "kvikio", "nixl")  # that may use it
@@ -34,6 +34,15 @@ def open_transport(
 
     Raises `TransportUnavailableError` with the reason and what to change.
     """
+    opened, reason = choose_and_open(transport, directory, device, threads, direct_io, gds)
+    _log.info("transport %s, %d threads, for %s: %s", opened.name, threads, directory, reason)
+    return opened
+
+
+def choose_and_open(
+    transport: str, directory: Path, device: str, threads: int, direct_io: Switch, gds: Switch
+) -> tuple[Transport, str]:
+    """What `open_transport` opens, and why that one."""
     if transport not in ("auto", "posix", "uring", "cufile", "kvikio", "nixl") and ":" not in transport:
         raise TransportUnavailableError(
             f"unknown transport {transport!r}",
@@ -59,8 +68,7 @@ def open_transport(
         opened = NixlTransport(threads=threads, direct_io=direct_io, gds=compat == "off")
     else:
         opened = _construct(choice, threads, direct_io)
-    _log.info("transport %s, %d threads, for %s: %s", opened.name, threads, directory, reason)
-    return opened
+    return opened, reason
 
 
 def _without_gds(threads: int, direct_io: Switch, reason: str) -> tuple[Transport, str]:

@@ -7,24 +7,19 @@ import contextlib
 import ctypes
 import dataclasses
 import importlib.util
-import logging
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from gdscache.storage.base import PROBE_PREFIX, failed
+from gdscache.storage.trial import run_child
 
 PROBE_BYTES = 4 << 20
 PROC_MODULES = Path("/proc/modules")
 NVIDIA_FS_STATS = Path("/proc/driver/nvidia-fs/stats")
-
-_KILL_WAIT_S = 5.0
-_log = logging.getLogger("gdscache.storage")
 
 _KVIKIO_CHILD = """
 import os, sys
@@ -48,30 +43,19 @@ with open(path, "rb") as plain:
 file.close()
 """
 
-# What a child does with a transport of ours, which was opened before.
+# What a child does with a transport of ours, which `transport(device)` opens.
 _TRANSPORT_CHILD = """
-import sys, time
+import sys
 from pathlib import Path
-import torch
-from gdscache.storage import IORequest, Op
+from gdscache.errors import StorageError
+from gdscache.storage.trial import write_and_read
 
 path, device, nbytes, seconds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-torch.cuda.set_device(device)
-memory = torch.randint(0, 256, (2 * nbytes,), dtype=torch.uint8, device="cuda")
-source, target = memory[:nbytes], memory[nbytes:]
-torch.cuda.synchronize()
-with transport(device) as opened:
-    file = opened.open(path)
-    opened.register(memory)
-    for op, part in ((Op.WRITE, source), (Op.READ, target)):
-        [error] = opened.submit(op, [IORequest(file, 0, part)]).wait(time.monotonic() + seconds)
-        if error:
-            sys.exit(str(error))
-    opened.deregister(memory)
-if not torch.equal(source, target):
-    sys.exit("the bytes read into GPU memory are not those written")
-if path.read_bytes() != source.cpu().numpy().tobytes():
-    sys.exit("the file does not hold the bytes written")
+try:
+    with transport(device) as opened:
+        write_and_read(opened, path, f"cuda:{device}", nbytes, seconds)
+except StorageError as error:
+    sys.exit(error.message)
 """
 
 _CUFILE = """
@@ -139,7 +123,7 @@ def probe_transport(opened: str, what: str, directory: Path, device_index: int, 
     with _file(directory) as name:
         before = gds_operations()
         arguments = [name, str(device_index), str(PROBE_BYTES), str(deadline_s)]
-        refusal = run_child(opened + _TRANSPORT_CHILD, arguments, deadline_s)
+        refusal = run_child(opened + _TRANSPORT_CHILD, arguments, deadline_s).cause
         after = gds_operations()
     if refusal:
         return ProbeResult(False, "posix", f"{what}: {refusal}")
@@ -167,7 +151,7 @@ def _file(directory: Path) -> Iterator[str]:
 
 def _probe_file(name: str, device_index: int, deadline_s: float) -> ProbeResult:
     def child(mode: str) -> str:
-        return run_child(_KVIKIO_CHILD, [name, str(device_index), mode, str(PROBE_BYTES)], deadline_s)
+        return run_child(_KVIKIO_CHILD, [name, str(device_index), mode, str(PROBE_BYTES)], deadline_s).cause
 
     if PROC_MODULES.exists():
         before = gds_operations()
@@ -184,32 +168,6 @@ def _probe_file(name: str, device_index: int, deadline_s: float) -> ProbeResult:
     if refusal:
         return ProbeResult(False, "posix", f"{cause}; kvikio without cuFile: {refusal}")
     return ProbeResult(True, "compat", cause)
-
-
-def run_child(code: str, arguments: list[str], deadline_s: float) -> str:
-    """Run Python code in a child; why it failed (its last line), or an empty string. Never waits much longer than
-    `deadline_s`, even for a child that the kernel does not let die."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
-    environment["CUFILE_LOGFILE_PATH"] = os.devnull
-    found = [*filter(None, [environment.get("PYTHONPATH")]), *(os.path.abspath(path) for path in sys.path)]
-    environment["PYTHONPATH"] = os.pathsep.join(found)  # it imports what we do
-    command = [sys.executable, "-P", "-c", code, *arguments]
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
-        )
-        try:
-            status = process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            return f"no answer within {deadline_s:g} s"
-        finally:
-            _end(process)
-        if status == 0:
-            return ""
-        output.seek(0)
-        lines = output.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
-        return f"{last} (exit status {status})"
 
 
 def gds_operations() -> tuple[int, int]:
@@ -230,12 +188,3 @@ def _missing() -> str:
     except OSError as error:
         return f"no CUDA driver: {error}"
     return ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.kill()
-        try:
-            process.wait(_KILL_WAIT_S)
-        except subprocess.TimeoutExpired:
-            _log.warning("the probe's child %d cannot be killed: it hangs in the kernel", process.pid)

@@ -65,6 +65,7 @@ class TierManager:
         self.served = [(name, tier) for name, tier in self.tiers.items() if tier.served]
         self.landing = next((tier for tier in tiers if tier.kind == "memory"), None)
         self.files = [cast("DurableTier", tier) for tier in tiers if tier.kind == "files"]
+        self._watches = any(tier.served for tier in self.files)  # a post costs lookups some 2 ms beside busy threads
         self.counts: Counter[tuple[str, str]] = Counter()
         self._on_use = on_use
         self._leases: set[Lease] = set()
@@ -142,12 +143,12 @@ class TierManager:
         gives the interpreter's lock up: without our lock, and not for who is waited for."""
         self._watched, self._watching = self._clock(), False
         for tier in self.files:
-            if not self.quarantine.stopped and (why := tier.lock_lost()):
+            if tier.served and not self.quarantine.stopped and (why := tier.lock_lost()):
                 self.quarantine.stop(why)
 
     def have_watched(self) -> None:
         """Have `watch` done soon, where the last time was more than 50 ms ago: for calls, which go by what is known."""
-        if not self._watching and self.files and self._clock() - self._watched >= WATCH_S:
+        if not self._watching and self._watches and self._clock() - self._watched >= WATCH_S:
             self._watching = True
             self.calls.post(self.watch)
 

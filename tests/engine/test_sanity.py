@@ -61,6 +61,15 @@ def test_each_has_its_figures_and_the_setting(
     assert setting in sentence
 
 
+def test_a_default_that_does_not_fit_is_nobody_s_mistake(tmp_path: Path) -> None:
+    config = Config.from_dict(
+        {"model": make_config()["model"], "cpu": None, "ssd": {"path": str(tmp_path), "capacity": 200 * EXTENT}}
+    )
+    assert config.ssd is not None
+    assert config.ssd.reserve > 200 // 8
+    assert not [sentence for sentence in concerns(config, 8, on_gpu=False) if "reserve" in sentence]
+
+
 def test_an_engine_says_it_once_and_shows_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gdscache.config"):
         engine = CacheEngine.from_config(make_config(tmp_path, gpu=8, cpu=4, ssd=12, bounce=8))

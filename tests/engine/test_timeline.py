@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from gdscache import CacheEngine, PageStatus
 from gdscache.commands.timeline.summary import (
     MODEL_STREAM,
+    Trace,
+    TraceSpan,
     both,
     computing,
     length,
@@ -733,6 +735,15 @@ def test_the_summary_counts_what_runs_under_layers(served_trace: Path) -> None:
     assert not [s for s in part.spans if s.kind == "write"]
 
 
+def test_the_longest_load_is_the_one_with_the_most_time_from_begin_to_end() -> None:
+    def span(load: int | None, start: float, end: float) -> TraceSpan:
+        return TraceSpan("read", "read", "SSD reads", start, end, {} if load is None else {"load": load})
+
+    spans = (span(None, 0, 100), span(1, 10, 30), span(2, 12, 13), span(1, 30, 31), span(2, 40, 41), span(3, 50, 60))
+    assert Trace(("SSD reads",), spans, 0).longest_load == 2
+    assert Trace(("SSD reads",), spans[:1], 0).longest_load is None
+
+
 def test_stream_times_of_a_model_count_before_those_of_its_thread(tmp_path: Path) -> None:
     timeline = TraceTimeline()
     with timeline.span("layer", layer=0):
@@ -795,11 +806,15 @@ def gdscache(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 def test_the_command(gdscache: Callable[..., tuple[int, str]], served_trace: Path, tmp_path: Path) -> None:
     status, text = gdscache("timeline", served_trace)
     assert status == 0
-    for word in ("model thread", "load thread", "SSD reads", "under layers", "the model computed"):
+    for word in ("model thread", "load thread", "SSD reads", "under layers", "Load 1: ", "the model computed"):
         assert word in text
     status, text = gdscache("timeline", served_trace, "--json", "--load", 1)
     assert status == 0
-    assert json.loads(text) == summary(read_trace_file(served_trace).of_load(1))
+    trace = read_trace_file(served_trace)
+    report = {"load": 1, **summary(trace.of_load(1))}
+    assert json.loads(text) == report
+    assert json.loads(gdscache("timeline", served_trace, "--json")[1]) == report  # the longest, and the only one
+    assert json.loads(gdscache("timeline", served_trace, "--json", "--whole")[1]) == {"load": None, **summary(trace)}
 
 
 @pytest.mark.suite
@@ -819,6 +834,7 @@ def test_what_the_command_refuses(gdscache: Callable[..., tuple[int, str]], serv
         other.write_text(text)
         status, said = gdscache("timeline", other)
         assert (status, "is no timeline of gdscache" in said) == (2, True)
+        assert "Error" not in said, "a Python exception's name tells a reader nothing"
     other.write_text('{"otherData": {"format": 99}}')
     cases: list[tuple[list[object], str]] = [
         ([other], "has format 99"),

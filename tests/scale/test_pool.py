@@ -187,6 +187,22 @@ def test_an_engine_that_dies_takes_its_segment_and_nothing_else(pool: RealPool) 
     assert second.call("fetch", seed=next(seeds) - 1, pages=4)["good"] == 4
 
 
+def test_an_engine_that_starts_again_finds_its_pages_in_the_pool(pool: RealPool) -> None:
+    pool.new_owner()
+    engine = pool.new_engine()
+    for seed, end in enumerate(("close", "kill")):
+        assert stored_in_both(engine.call("store", seed=seed, pages=PAGES))
+        if end == "close":
+            engine.call("close")
+        else:
+            engine.kill()
+        engine = pool.new_engine()
+        found = engine.call("fetch", seed=seed, pages=PAGES)
+        assert found["good"] == PAGES, end
+        assert found["tiers"] == ["mooncake"] * PAGES
+        assert engine.call("check") == []
+
+
 def test_replicas_survive_a_lost_owner(pool: RealPool) -> None:
     owners = [pool.new_owner(), pool.new_owner()]
     first, second = pool.new_engine(replicas=2), pool.new_engine(replicas=2)

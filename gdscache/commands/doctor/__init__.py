@@ -1,7 +1,7 @@
 """`gdscache doctor`: what this machine gives, what is missing, and whether a configuration gets what it asks for.
 
 First facts are found out, each with its value or the cause why it could not be had; then checks judge them, a section
-each. To add a section: find its facts in a file of their own, give `Facts` a field, and add its check to `CHECKS`.
+each. What needs no other fact to be judged is found as a row.
 """
 
 from __future__ import annotations
@@ -10,42 +10,64 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from gdscache.commands.doctor.copies import copy_rows, find_copies
-from gdscache.commands.doctor.engines import engine_rows, find_engines
-from gdscache.commands.doctor.facts import Asked, Facts, Found, MoverFacts, attempt, defaults
-from gdscache.commands.doctor.gpu import find_gpu, gpu_rows, gpu_to_look_at
-from gdscache.commands.doctor.kernels import find_kernels, find_mover, kernel_rows
-from gdscache.commands.doctor.report import Report, Row, Section, tables
+from gdscache.commands.doctor import copies, gpu, kernels
+from gdscache.commands.doctor.engines import engine_rows
+from gdscache.commands.doctor.facts import Asked, Facts, defaults
+from gdscache.commands.doctor.report import Found, Report, Row, Section, attempt, tables
+from gdscache.commands.doctor.ssd import ssd_rows
 from gdscache.commands.doctor.storage import find_ssd
-from gdscache.commands.doctor.storage_rows import ssd_rows
+from gdscache.cuda.driver import Driver
+from gdscache.cuda.streams import resolve_device
+from gdscache.kernels.compilers import find_compiler
+from gdscache.kernels.copy_engine import CopyEngine
 
 __all__ = ["CHECKS", "Asked", "Facts", "Report", "Row", "Section", "defaults", "examine", "find", "tables"]
 
 Check = Callable[[Facts, Asked], Iterable[Row]]
 
 CHECKS: tuple[tuple[str, Check], ...] = (
-    ("GPU", gpu_rows),
-    ("Kernels", kernel_rows),
-    ("GPU <-> CPU", copy_rows),
+    ("GPU", gpu.gpu_rows),
+    ("Kernels", kernels.kernel_rows),
+    ("GPU <-> CPU", copies.copy_rows),
     ("SSD", ssd_rows),
-    ("Inference engines", engine_rows),
+    ("Inference engines", lambda facts, asked: facts.engines),
 )
 
 
 def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
     """Look at the machine. Builds kernels, measures the bus where nobody has, opens what copies the pages,
     and writes and reads some MiB in the SSD tier's directories, with nothing left there."""
-    gpu = find_gpu(asked)
-    device = gpu_to_look_at(gpu)
-    kernels = find_kernels(device)
-    copies = find_copies(device, kernels=kernels.built.value is not None, recalibrate=recalibrate)
-    mover: Found[MoverFacts] = Found(None, "not tried: no device")
-    if gpu.device.value:
-        engines = torch.device(gpu.device.value)
-        mover = attempt(lambda: find_mover(asked, engines))
-    directory = asked.ssd_directory
-    ssd = None if directory is None else find_ssd(asked, directory, gpu.device.value or "cpu")
-    return Facts(gpu, kernels, copies, mover, ssd, find_engines())
+    devices = attempt(gpu.find_devices)
+    device: Found[str] = attempt(lambda: str(resolve_device(asked.config.gpu.device)))
+    card = gpu.gpu_to_look_at(devices, device)
+    compiler = attempt(find_compiler)
+    found = compiler.value
+    built = attempt(lambda: kernels.build_seconds(card)) if card else None
+    calibration = None
+    if card and built and built.value is not None:
+        calibration = attempt(lambda: copies.find_calibration(card, recalibrate=recalibrate))
+    mover = (
+        None if device.value is None else attempt(lambda: kernels.find_mover(asked, torch.device(str(device.value))))
+    )
+    place, ssd = asked.ssd_directory, None
+    if place is not None:
+        ssd = find_ssd(asked, place, device.value or "cpu", has_gpu=bool(devices.value))
+    return Facts(
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        driver=attempt(gpu.find_driver),
+        devices=devices,
+        device=device,
+        compiler=Found(f"{found.name} {found.version}" if found else None, compiler.cause, compiler.hint),
+        nvrtc=attempt(lambda: kernels.nvrtc_version(found)) if found else None,
+        built=built,
+        mover=mover,
+        pinned=attempt(copies.pin_seconds),
+        api=attempt(lambda: CopyEngine(Driver(card)).api) if card else None,
+        calibration=calibration,
+        ssd=ssd,
+        engines=tuple(engine_rows()),
+    )
 
 
 def examine(facts: Facts, asked: Asked) -> Report:

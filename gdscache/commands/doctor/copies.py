@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
 import time
 from collections.abc import Iterator
 
 import torch
 
-from gdscache.commands.doctor.facts import Asked, CalibrationFacts, CopyFacts, Facts, Found, attempt
-from gdscache.commands.doctor.report import Row, Verdict, answer
+from gdscache.commands.doctor.facts import Asked, Facts, Kept
+from gdscache.commands.doctor.report import Row, Verdict, answer, attempt
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.kernels.copy_engine import CopyEngine
@@ -26,18 +25,6 @@ PINNED_BYTES = 64 << 20
 DIRECTIONS: tuple[Direction, ...] = ("load", "store")
 
 
-def find_copies(gpu: torch.device | None, *, kernels: bool, recalibrate: bool) -> CopyFacts:
-    """Page-locking; for `gpu` its copy engine and, where there are `kernels`, the calibration: as kept, or made now."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    api: Found[str] = Found(None, "not tried: no GPU")
-    calibration: Found[CalibrationFacts] = Found(None, f"not tried: no {'kernels' if gpu else 'GPU'}")
-    if gpu is not None:
-        api = attempt(lambda: CopyEngine(Driver(gpu)).api)
-    if gpu is not None and kernels:
-        calibration = attempt(lambda: find_calibration(gpu, recalibrate=recalibrate))
-    return CopyFacts(attempt(pin_seconds), None if limit == resource.RLIM_INFINITY else limit, api, calibration)
-
-
 def pin_seconds() -> float:
     """Page-lock some memory and see how long it takes. Raises `PinnedMemoryError` with the cause where it cannot be."""
     began = time.perf_counter()
@@ -45,7 +32,7 @@ def pin_seconds() -> float:
         return time.perf_counter() - began
 
 
-def find_calibration(gpu: torch.device, *, recalibrate: bool) -> CalibrationFacts:
+def find_calibration(gpu: torch.device, *, recalibrate: bool) -> Kept:
     """The calibration of a GPU. Raises `KernelUnavailableError` and others where it has to be made and cannot be."""
     driver = Driver(gpu)
     engine = CopyEngine(driver)
@@ -55,98 +42,90 @@ def find_calibration(gpu: torch.device, *, recalibrate: bool) -> CalibrationFact
     if found is None:
         found = calibrate.calibrated(driver, engine, fresh=True)
     place = attempt(lambda: str(paths.cache_file(key)))
-    return CalibrationFacts(found, place.value or place.cause, cached, paths.read(key) == found)
+    return Kept(found, place.value or place.cause, cached, paths.read(key) == found)
 
 
 def copy_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     """Page-locking, `cpu.pin`; the copy engine; the calibration; the ways of loads and stores."""
-    found = facts.copies
     lack: Verdict = "warn" if facts.has_gpu else "info"
-    yield answer("page-locking", found.pinned, lack, show=lambda seconds: f"{about(PINNED_BYTES)} in {seconds:.3f} s")
-    limit = "none" if found.locked_limit is None else f"{about(found.locked_limit)} (ulimit -l)"
-    yield Row("locked-memory limit", limit, data=found.locked_limit)
-    yield from _pin_row(facts, asked)
-    engine = answer("copy engine", found.api, lack)
-    if found.api.value == "single":
+    shown = f"{about(PINNED_BYTES)} in {{:.3f}} s".format
+    yield from answer("page-locking", facts.pinned, lack, show=shown)
+    if asked.config.cpu is not None:
+        yield _pin_row(asked.config.cpu.pin, facts)
+    for row in answer("copy engine", facts.api, lack):
         hint = "a driver for CUDA 12.8 or newer takes batches: one call a piece is slow for small pieces"
-        engine = dataclasses.replace(engine, verdict="warn", next_step=hint)
-    yield engine
-    yield from _calibration_rows(found.calibration, lack)
-    if asked.given:
-        yield from _path_rows(facts, asked)
+        yield row if row.data != "single" else dataclasses.replace(row, verdict="warn", next_step=hint)
+    if facts.calibration is not None and facts.calibration.value is not None:
+        yield from _calibration_rows(facts.calibration.value)
+    else:
+        yield from answer("calibration", facts.calibration, lack)
+    if asked.given and facts.mover is not None and facts.mover.value is not None:
+        yield from _path_rows(facts, facts.mover.value[0], asked)
 
 
-def _pin_row(facts: Facts, asked: Asked) -> Iterator[Row]:
-    if asked.config.cpu is None:
-        return
-    wanted, works = asked.config.cpu.pin, facts.copies.pinned.value is not None
+def _pin_row(wanted: str, facts: Facts) -> Row:
+    works = facts.pinned.value is not None
     pinned = works and wanted != "off"
     verdict: Verdict = "ok" if pinned else "info"
     if wanted == "on" and not works:
         verdict = "fail"
     elif wanted == "auto" and not works and facts.has_gpu:
         verdict = "warn"
+    hint = "set cpu.pin to auto or off" if verdict == "fail" else "see page-locking"
     value = f"{wanted}: {'page-locked' if pinned else 'pageable'}"
-    yield Row("cpu.pin", value, verdict, "set cpu.pin to auto or off" if verdict == "fail" else "", {"pinned": pinned})
+    return Row("cpu.pin", value, verdict, hint if verdict in ("fail", "warn") else "", {"pinned": pinned})
 
 
-def _calibration_rows(found: Found[CalibrationFacts], lack: Verdict) -> Iterator[Row]:
-    facts = found.value
-    if facts is None:
-        yield answer("calibration", found, lack)
-        return
-    rates = facts.calibration
-    data = {"cached": facts.cached, "kept": facts.kept, "seconds": rates.seconds, "file": facts.file, "key": rates.key}
-    took = f"{'cached, once measured' if facts.cached else 'measured now'} in {rates.seconds:.2f} s"
-    if facts.kept:
-        yield Row("calibration", f"{took}: {facts.file}", "ok", data=data)
+def _calibration_rows(kept: Kept) -> Iterator[Row]:
+    rates = kept.calibration
+    data = {"cached": kept.cached, "kept": kept.kept, "seconds": rates.seconds, "file": kept.file, "key": rates.key}
+    took = f"{'cached, once measured' if kept.cached else 'measured now'} in {rates.seconds:.2f} s"
+    if kept.kept:
+        yield Row("calibration", f"{took}: {kept.file}", "ok", data=data)
     else:
-        value = f"{took}, and again by every engine: it cannot be kept ({facts.file})"
+        value = f"{took}, and again by every engine: it cannot be kept ({kept.file})"
         yield Row("calibration", value, "warn", "set GDSCACHE_CACHE_DIR to a directory that can be written", data)
+    both = {direction: rates.rates(direction) for direction in DIRECTIONS}
     for size in sorted(rates.load.staged):
-        speeds = {direction: rates.rates(direction).staging(size) for direction in DIRECTIONS}
-        yield Row(f"staged, pieces of {about(size)}", _speeds(speeds), data={"bytes": size, **speeds})
+        yield _speeds(f"staged, pieces of {about(size)}", {d: r.staging(size) for d, r in both.items()}, size)
     for size in sorted(rates.load.copy_engine):
-        speeds = {direction: rates.rates(direction).engine(size) for direction in DIRECTIONS}
-        yield Row(f"copy engine, pieces of {about(size)}", _speeds(speeds), data={"bytes": size, **speeds})
-    speeds = {direction: rates.rates(direction).zero_copy for direction in DIRECTIONS}
-    yield Row("zero-copy kernel", _speeds(speeds), data=speeds)
+        yield _speeds(f"copy engine, pieces of {about(size)}", {d: r.engine(size) for d, r in both.items()}, size)
+    yield _speeds("zero-copy kernel", {d: r.zero_copy for d, r in both.items()})
     borders = {direction: _automatic(rates).crossover(direction) for direction in DIRECTIONS}
     texts = [f"{d}: {'never' if size is None else f'from {about(size)} on'}" for d, size in borders.items()]
     yield Row("staged", ", ".join(texts), data=borders)
+
+
+def _speeds(name: str, speeds: dict[Direction, float], size: int | None = None) -> Row:
+    value = ", ".join(f"{direction} {rate:.1f} GB/s" for direction, rate in speeds.items())
+    return Row(name, value, data=speeds if size is None else {"bytes": size, **speeds})
 
 
 def _automatic(calibration: Calibration) -> Paths:
     return Paths("auto", "auto", lambda: calibration)
 
 
-def _speeds(rates: dict[Direction, float]) -> str:
-    return ", ".join(f"{direction} {rate:.1f} GB/s" for direction, rate in rates.items())
-
-
-def _path_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
+def _path_rows(facts: Facts, mover: str, asked: Asked) -> Iterator[Row]:
     """The path of this model's pages, with the paths that the configuration names."""
-    config, mover = asked.config, facts.mover.value
-    if mover is None:
-        return
+    config = asked.config
     if config.cpu is None and config.ssd is None:
         yield Row("paths", "no tier below the GPU pool: nothing is copied")
         return
     if config.cpu is None:
         yield Row("host_buffer", "pages pass through it, except where the SSD is reached from GPU memory")
-    pinned = facts.copies.pinned.value is not None and (config.cpu is None or config.cpu.pin != "off")
+    pinned = facts.pinned.value is not None and (config.cpu is None or config.cpu.pin != "off")
     sums: dict[Direction, bool] = {"load": config.load.verify == "always", "store": True}
-    found = facts.copies.calibration.value
+    kept = facts.calibration.value if facts.calibration else None
     for direction, wanted in sums.items():
         name = f"{direction} path"
-        if mover.name != "cuda":
-            yield Row(name, f"none, pages are copied by {mover.name}", "info")
+        if mover != "cuda":
+            yield Row(name, f"none, pages are copied by {mover}")
         elif not pinned:
-            yield Row(name, "staged, since host memory is pageable", "info")
-        elif found is None:
-            yield Row(name, "unknown, since there is no calibration", "warn")
+            yield Row(name, "staged, since host memory is pageable")
+        elif kept is None:
+            yield Row(name, "unknown, since there is no calibration", "warn", "see calibration")
         else:
-            yield from model_paths(config.model.layout(), direction, found.calibration, sums=wanted)
+            yield from model_paths(config.model.layout(), direction, kept.calibration, sums=wanted)
 
 
 def model_paths(layout: PageLayout, direction: Direction, calibration: Calibration, *, sums: bool) -> Iterator[Row]:

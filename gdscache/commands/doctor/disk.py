@@ -1,4 +1,4 @@
-"""What is below a directory, read from `/proc`, `/sys` and `/run`: each function takes their root, for tests."""
+"""What is below a directory, read from `/proc`, `/sys` and `/run`: each function takes their root."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from gdscache.commands.doctor.facts import DiskFacts, KernelSideFacts, LinkFacts, MountFacts
+from gdscache.commands.doctor.facts import Mount
+from gdscache.commands.doctor.report import Row
 
 ROOT = Path("/")
 OPEN_KERNEL_MODULE = "Open Kernel Module"
 _P2PDMA_KERNEL = (6, 2)
+_FLAGS = {"0": False, "1": True, "N": False, "Y": True}
 
 
-def find_mount(directory: Path, root: Path = ROOT) -> MountFacts:
+def find_mount(directory: Path, root: Path = ROOT) -> Mount:
     """The mount that holds an absolute directory without links. Raises `OSError` without `/proc`."""
-    best: tuple[int, MountFacts] | None = None
+    best: tuple[int, Mount] | None = None
     for line in (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         left, _, right = line.partition(" - ")
         fields, kinds = left.split(), right.split()
@@ -28,7 +30,7 @@ def find_mount(directory: Path, root: Path = ROOT) -> MountFacts:
         # A later mount covers an earlier one at the same point.
         if directory.is_relative_to(point) and (best is None or len(point.parts) >= best[0]):
             options = ",".join(dict.fromkeys([*fields[5].split(","), *"".join(kinds[2:3]).split(",")])).strip(",")
-            best = len(point.parts), MountFacts(kinds[0], _unescaped(kinds[1]), fields[2], options)
+            best = len(point.parts), Mount(kinds[0], _unescaped(kinds[1]), fields[2], options)
     if best is None:
         raise FileNotFoundError(f"{directory} is below no mount that the kernel lists")
     return best[1]
@@ -38,14 +40,13 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
-def find_disks(mount: MountFacts, root: Path = ROOT) -> tuple[DiskFacts, ...]:
+def disk_rows(mount: Mount, gpu_node: int | None, root: Path = ROOT) -> Iterator[Row]:
     """The disks that hold a mount: of a partition its disk, of a RAID or a mapping all below; none for tmpfs."""
     block = root / "sys/dev/block" / mount.device
     if not block.exists() and mount.source.startswith("/dev/"):  # btrfs and others have a device number of their own
         block = root / "sys/class/block" / Path(os.path.realpath(mount.source)).name
-    if not block.exists():
-        return ()
-    return tuple(_disk(disk, root) for disk in dict.fromkeys(_below(block.resolve())))
+    for disk in dict.fromkeys(_below(block.resolve())) if block.exists() else ():
+        yield from _disk_rows(disk, gpu_node, root)
 
 
 def _below(block: Path) -> Iterator[Path]:
@@ -57,12 +58,22 @@ def _below(block: Path) -> Iterator[Path]:
         yield block.parent if (block / "partition").exists() else block
 
 
-def _disk(block: Path, root: Path) -> DiskFacts:
-    rotational = {"0": False, "1": True}.get(_text(block / "queue/rotational"))
-    place = _controller(block)
-    link = next(filter(None, map(_link, _upwards(place, root))), None) if block.name.startswith("nvme") else None
-    model = _text(block / "device/model") or _text(place / "model")
-    return DiskFacts(block.name, model or None, rotational, link, _numa(place, root))
+def _disk_rows(block: Path, gpu_node: int | None, root: Path) -> Iterator[Row]:
+    name, place = block.name, _controller(block)
+    turns = {"0": False, "1": True}.get(_text(block / "queue/rotational"))
+    model = _text(block / "device/model") or _text(place / "model") or "model not known"
+    kind = {True: "rotational", False: "not rotational", None: "rotational or not is not known"}[turns]
+    hint = "use an SSD (a virtual disk may say so of itself and be one: see the rates)" if turns else ""
+    verdict = {True: "warn", False: "ok", None: "info"}[turns]
+    yield Row(f"disk {name}", f"{model}, {kind}", verdict, hint, {"model": model, "rotational": turns})  # type: ignore[arg-type]
+    if name.startswith("nvme"):
+        yield from (row for row in (_link(path, name) for path in list(_upwards(place, root))) if row)
+    node = _numa(place, root)
+    if node is not None and gpu_node is not None:
+        apart = node != gpu_node
+        hint = "bytes cross between the sockets: use a disk or a GPU (gpu.device) of the same node" if apart else ""
+        value, data = f"disk {node}, gpu {gpu_node}", {"disk": node, "gpu": gpu_node}
+        yield Row(f"NUMA node of {name}", value, "warn" if apart else "ok", hint, data)
 
 
 def _controller(block: Path) -> Path:
@@ -78,14 +89,20 @@ def _upwards(place: Path, root: Path) -> Iterator[Path]:
     yield from (path for path in (place, *place.parents) if path.is_relative_to((root / "sys").resolve()))
 
 
-def _link(device: Path) -> LinkFacts | None:
-    speeds = [
-        re.match(r"\d+(\.\d+)?", _text(device / name)) for name in ("current_link_speed", "max_link_speed")
-    ]  # "16.0 GT/s PCIe"
-    widths = [_text(device / name) for name in ("current_link_width", "max_link_width")]
-    if not (speeds[0] and speeds[1] and all(width.isdecimal() for width in widths)):
+def _link(device: Path, name: str) -> Row | None:
+    """How a PCIe link runs, and how it could; speeds are texts such as "16.0 GT/s PCIe"."""
+    now, most = (
+        (re.match(r"\d+(\.\d+)?", _text(device / f"{which}_link_speed")), _text(device / f"{which}_link_width"))
+        for which in ("current", "max")
+    )
+    if not (now[0] and most[0] and now[1].isdecimal() and most[1].isdecimal()):
         return None
-    return LinkFacts(float(speeds[0][0]), int(widths[0]), float(speeds[1][0]), int(widths[1]))
+    speed, width, max_speed, max_width = float(now[0][0]), int(now[1]), float(most[0][0]), int(most[1])
+    slow = speed < max_speed or width < max_width
+    hint = "the disk could do more: use a slot with all its lanes and its generation" if slow else ""
+    value = f"{speed:g} GT/s x{width} of {max_speed:g} GT/s x{max_width}"
+    data = {"speed": speed, "width": width, "max_speed": max_speed, "max_width": max_width}
+    return Row(f"PCIe link of {name}", value, "warn" if slow else "ok", hint, data)
 
 
 def _numa(place: Path, root: Path) -> int | None:
@@ -99,28 +116,41 @@ def gpu_numa_node(address: str, root: Path = ROOT) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def find_kernel_side(device: str, root: Path = ROOT) -> KernelSideFacts:
+def gds_rows(device: str, *, has_gpu: bool, root: Path = ROOT) -> Iterator[Row]:
     """nvidia-fs, P2PDMA, udev and the IOMMU. `device`: of the file system, as `major:minor`; may be empty."""
-    modules = _text(root / "proc/modules")
     version = _text(root / "proc/driver/nvidia-fs/version")
     number = re.search(r"\d+(\.\d+)+", version)
-    counts = {"0": False, "1": True, "N": False, "Y": True}.get(
-        _text(root / "sys/module/nvidia_fs/parameters/rw_stats_enabled")
-    )
+    version = number[0] if number else version
+    loaded = bool(re.search(r"^nvidia_fs\s", _text(root / "proc/modules"), re.MULTILINE)) or bool(version)
+    counts = _FLAGS.get(_text(root / "sys/module/nvidia_fs/parameters/rw_stats_enabled"))
+    data: dict[str, object] = {"loaded": loaded, "version": version, "counts": counts}
+    if loaded and counts is False:
+        hint = "without its statistics nothing proves GDS: echo 1 > /sys/module/nvidia_fs/parameters/rw_stats_enabled"
+        yield Row("nvidia-fs", f"loaded, {version or 'of an unknown version'}; statistics off", "warn", hint, data)
+    else:
+        value = f"loaded, {version or 'of an unknown version'}" if loaded else "not loaded"
+        yield Row("nvidia-fs", value, "ok" if loaded else "info", data=data)
+    needs = find_p2pdma(root)
+    lacks, unseen = ([name for name, there in needs.items() if there is value] for value in (False, None))
+    parts = [f"lacks {', '.join(lacks)}"] if lacks else []
+    parts += [f"cannot be seen: {', '.join(unseen)}"] if unseen else []
+    yield Row("P2PDMA", "; ".join(parts) or "all that files show is there, which proves nothing", data=needs)
     udev = root / "run/udev"
-    groups = root / "sys/kernel/iommu_groups"
-    arguments = [word for word in _text(root / "proc/cmdline").split() if re.match(r"(\w+_)?iommu(\.\w+)?=", word)]
-    return KernelSideFacts(
-        nvidia_fs=bool(re.search(r"^nvidia_fs\s", modules, re.MULTILINE)) or bool(version),
-        nvidia_fs_version=number[0] if number else version,
-        counts=counts,
-        p2pdma=find_p2pdma(root),
-        udev=udev.is_dir() and os.access(udev, os.R_OK),
-        udev_record=bool(device) and (udev / "data" / f"b{device}").exists(),
-        modules=(root / "proc/modules").exists(),
-        iommu_groups=len(list(groups.iterdir())) if groups.is_dir() else 0,
-        iommu=" ".join(arguments),
-    )
+    present, record = udev.is_dir() and os.access(udev, os.R_OK), (udev / "data" / f"b{device}").exists()
+    data = {"present": present, "record": bool(device) and record}
+    if present and data["record"]:
+        yield Row("/run/udev", "present, and knows the device", "ok", data=data)
+    else:
+        value = "present, but without a record of the device" if present else "missing"
+        hint = "cuFile refuses files without it: give the container /run/udev (-v /run/udev:/run/udev:ro)"
+        yield Row("/run/udev", value, "warn" if has_gpu else "info", hint if has_gpu else "", data)
+    count = len(list((root / "sys/kernel/iommu_groups").glob("*")))
+    arguments = " ".join(re.findall(r"(?:^|\s)((?:\w+_)?iommu(?:\.\w+)?=\S*)", _text(root / "proc/cmdline")))
+    value = f"{count} groups" if count else "no groups: off, or hidden from here"
+    value += f"; kernel arguments {arguments}" if arguments else ""
+    yield Row("IOMMU", value, data={"groups": count, "arguments": arguments})
+    if not (root / "proc/modules").exists():
+        yield Row("/proc/modules", "missing: cuFile would never answer, so it is not used")
 
 
 def find_p2pdma(root: Path = ROOT) -> dict[str, bool | None]:

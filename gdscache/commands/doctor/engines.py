@@ -5,37 +5,28 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator
 
-from gdscache.commands.doctor.facts import Asked, EngineFacts, Facts, Found
 from gdscache.commands.doctor.report import Row
 from gdscache.integrations.versions import TRIED
 
 
-def find_engines() -> dict[str, Found[EngineFacts]]:
-    """Each engine that there is an integration for, by the metadata of its distributions; nothing is imported."""
-    return {engine: _find(engine) for engine in TRIED}
-
-
-def _find(engine: str) -> Found[EngineFacts]:
-    for distribution, tried in TRIED[engine].items():
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return Found(EngineFacts(distribution, version, version.partition("+")[0] in tried))
-    return Found(None, "not installed")
-
-
-def engine_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
-    """A row for each engine. A version that was not tried is no defect."""
-    for engine, found in facts.engines.items():
-        if (there := found.value) is None:
-            yield Row(engine, found.cause, "info")
-            continue
-        name = f"{there.distribution} {there.version}"
-        tried = ", ".join(f"{d} {v}" for d, versions in TRIED[engine].items() for v in versions)
-        data = {"distribution": there.distribution, "version": there.version, "tried": there.tried}
-        if there.tried:
-            yield Row(engine, f"{name}, which the integration was tried with", "ok", data=data)
-        else:
+def engine_rows() -> Iterator[Row]:
+    """A row for each engine that there is an integration for, by the metadata of its distributions: nothing is
+    imported. A version that was not tried is no defect."""
+    for engine, known in TRIED.items():
+        found = {name: version for name in known if (version := _version(name))}
+        if not found:
+            yield Row(engine, "not installed")
+        for distribution, version in list(found.items())[:1]:
+            is_tried = version.partition("+")[0] in known[distribution]
+            data = {"distribution": distribution, "version": version, "tried": is_tried}
+            value = f"{distribution} {version}, which the integration was {'' if is_tried else 'not '}tried with"
+            tried = ", ".join(f"{name} {one}" for name, versions in known.items() for one in versions)
             hint = f"tried were: {tried}. Compare the answers with and without the cache once"
-            yield Row(engine, f"{name}, which the integration was not tried with", "warn", hint, data)
+            yield Row(engine, value, "ok" if is_tried else "warn", "" if is_tried else hint, data)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -10,27 +10,15 @@ from pathlib import Path
 
 import torch
 
-from gdscache.commands.doctor.facts import Asked, DeviceFacts, DriverFacts, Facts, GpuFacts, attempt
-from gdscache.commands.doctor.report import Row, Verdict
-from gdscache.cuda.streams import resolve_device
+from gdscache.commands.doctor.facts import Asked, Facts, Gpu, NvidiaDriver
+from gdscache.commands.doctor.report import Found, Row, Verdict, comes_to
 from gdscache.errors import DeviceError
 from gdscache.sizes import about
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 
-def find_gpu(asked: Asked) -> GpuFacts:
-    """Torch, the driver, the GPUs, and what `gpu.device` means here."""
-    return GpuFacts(
-        torch.__version__,
-        torch.version.cuda,
-        attempt(find_driver),
-        attempt(find_devices),
-        attempt(lambda: str(resolve_device(asked.config.gpu.device))),
-    )
-
-
-def find_driver() -> DriverFacts:
+def find_driver() -> NvidiaDriver:
     """The NVIDIA driver. Raises `DeviceError` where there is none."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -44,10 +32,10 @@ def find_driver() -> DriverFacts:
         library.cuGetErrorName(code, ctypes.byref(text))
     cause = f"cuInit answers {code} ({(text.value or b'unknown').decode()})" if code else ""
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", DRIVER_VERSION.read_text()) if DRIVER_VERSION.exists() else None
-    return DriverFacts(number.value, found[0] if found else "", cause)
+    return NvidiaDriver(number.value, found[0] if found else "", cause)
 
 
-def find_devices() -> tuple[DeviceFacts, ...]:
+def find_devices() -> tuple[Gpu, ...]:
     """The GPUs as torch sees them, at least one. Raises `DeviceError` with the cause where it sees none."""
     if torch.version.cuda is None:
         raise DeviceError(f"torch {torch.__version__} was built without CUDA", "install a build of torch with CUDA")
@@ -59,43 +47,43 @@ def find_devices() -> tuple[DeviceFacts, ...]:
     found = []
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
-        found.append(DeviceFacts(p.name, (p.major, p.minor), p.total_memory, p.multi_processor_count))
+        found.append(Gpu(p.name, (p.major, p.minor), p.total_memory, p.multi_processor_count))
     return tuple(found)
 
 
-def gpu_to_look_at(facts: GpuFacts) -> torch.device | None:
+def gpu_to_look_at(devices: Found[tuple[Gpu, ...]], device: Found[str]) -> torch.device | None:
     """The GPU that an engine would use, else the first one; None where torch sees none."""
-    if not facts.devices.value:
+    if not devices.value:
         return None
-    device = torch.device(facts.device.value or "cuda:0")
-    return device if device.type == "cuda" else torch.device("cuda", 0)
+    wanted = torch.device(device.value or "cuda:0")
+    return wanted if wanted.type == "cuda" else torch.device("cuda", 0)
 
 
 def gpu_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     """Torch, driver, GPUs; `gpu.device`."""
-    gpu, driver = facts.gpu, facts.gpu.driver.value
+    driver = facts.driver.value
     lack: Verdict = "warn" if driver else "info"  # where there is a driver there should be a GPU
-    data = {"version": gpu.torch, "cuda": gpu.torch_cuda}
-    if gpu.torch_cuda:
-        yield Row("torch", f"{gpu.torch}, CUDA {gpu.torch_cuda}", "ok", data=data)
+    data = {"version": facts.torch, "cuda": facts.torch_cuda}
+    if facts.torch_cuda:
+        yield Row("torch", f"{facts.torch}, CUDA {facts.torch_cuda}", "ok", data=data)
     else:
         hint = "install a build of torch with CUDA" if driver else ""
-        yield Row("torch", f"{gpu.torch}, without CUDA", lack, hint, data)
+        yield Row("torch", f"{facts.torch}, without CUDA", lack, hint, data)
     if driver is None:
-        yield Row("driver", gpu.driver.cause, "info", gpu.driver.hint)
+        yield Row("driver", facts.driver.cause, "info", facts.driver.hint)
     else:
         parts = [driver.version, f"CUDA {driver.cuda // 1000}.{driver.cuda % 1000 // 10}", driver.cause]
-        verdict: Verdict = "warn" if driver.cause else "ok"
         hint = "see that nvidia-smi works, and that CUDA_VISIBLE_DEVICES names a GPU" if driver.cause else ""
+        verdict: Verdict = "warn" if driver.cause else "ok"
         yield Row("driver", ", ".join(filter(None, parts)), verdict, hint, dataclasses.asdict(driver))
-    for index, found in enumerate(gpu.devices.value or ()):
+    for index, found in enumerate(facts.devices.value or ()):
         capability = ".".join(map(str, found.capability))
         value = f"{found.name}, compute capability {capability}, {about(found.memory_bytes)}, {found.processors} SMs"
         yield Row(f"GPU {index}", value, "ok", data=dataclasses.asdict(found))
-    if not facts.has_gpu:
-        yield Row("GPU", gpu.devices.cause or "torch sees none", lack, gpu.devices.hint if driver else "")
-    wanted, device = asked.config.gpu.device, gpu.device.value
+    if facts.torch_cuda and not facts.has_gpu:
+        yield Row("GPU", facts.devices.cause, lack, facts.devices.hint if driver else "")
+    wanted, device = asked.config.gpu.device, facts.device.value
     if device is None:
-        yield Row("gpu.device", f"{wanted}: {gpu.device.cause}", "fail", gpu.device.hint)
+        yield Row("gpu.device", f"{wanted}: {facts.device.cause}", "fail", facts.device.hint)
     else:
-        yield Row("gpu.device", f"{wanted}: {device}", "info" if device == "cpu" else "ok", data=device)
+        yield Row("gpu.device", comes_to(wanted, device), "info" if device == "cpu" else "ok", data=device)

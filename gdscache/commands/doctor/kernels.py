@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
 import torch
 
-from gdscache.commands.doctor.facts import Asked, Facts, Found, KernelFacts, MoverFacts, attempt
-from gdscache.commands.doctor.report import Row, Verdict, answer
+from gdscache.commands.doctor.facts import Asked, Facts
+from gdscache.commands.doctor.report import Row, Verdict, answer, comes_to
 from gdscache.kernels import jit
-from gdscache.kernels.compilers import find_compiler
+from gdscache.kernels.compilers import Compiler
 from gdscache.kernels.cuda import FORMS, SOURCE
 from gdscache.movers import open_mover
 from gdscache.pages.planes import PagedPlanes
 
 
-def find_kernels(gpu: torch.device | None) -> KernelFacts:
-    """What compiles kernels, its NVRTC, and a build for `gpu`."""
-    compiler = attempt(find_compiler)
-    if compiler.value is None:
-        missing: Found[str] = Found(None, "not tried: no compiler")
-        return KernelFacts(Found(None, compiler.cause, compiler.hint), missing, missing, _built(gpu))
-    found = compiler.value
-    nvrtc = attempt(lambda: ".".join(map(str, found.nvrtc())))
-    return KernelFacts(Found(f"{found.name} {found.version}"), nvrtc, attempt(found.cache), _built(gpu))
-
-
-def _built(gpu: torch.device | None) -> Found[float]:
-    return attempt(lambda: build_seconds(gpu)) if gpu else Found(None, "not tried: no GPU")
+def nvrtc_version(compiler: Compiler) -> str:
+    """Raises what the compiler's library raises where there is no NVRTC."""
+    return ".".join(map(str, compiler.nvrtc()))
 
 
 def build_seconds(gpu: torch.device) -> float:
@@ -38,41 +29,35 @@ def build_seconds(gpu: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def find_mover(asked: Asked, device: torch.device) -> MoverFacts:
-    """What an engine would copy this model's pages with: it is opened for a moment, for a pool of one page."""
+def find_mover(asked: Asked, device: torch.device) -> tuple[str, str]:
+    """What an engine would copy this model's pages with, and why not with something faster: it is opened for a moment,
+    for a pool of one page."""
     planes = PagedPlanes.allocate(asked.config.model.layout(), 1, device)
     mover = open_mover(planes, asked.config.gpu)
-    try:
+    with contextlib.closing(mover):
         found = mover.describe()
-    finally:
-        mover.close()
-    return MoverFacts(found["name"], found["cause"])
+    return found["name"], found["cause"]
 
 
 def kernel_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     """The compiler, NVRTC, the build; `gpu.kernels`."""
-    found = facts.kernels
     lack: Verdict = "warn" if facts.has_gpu else "info"
-    major = (facts.gpu.torch_cuda or "").partition(".")[0]
+    major = (facts.torch_cuda or "").partition(".")[0]
     extra = f"install gdscache[cuda{major}]" if major else "install gdscache[cuda13] or gdscache[cuda12]"
-    nvrtc = "install NVRTC (nvidia-cuda-nvrtc) for the compiler's CUDA version" if found.compiler.value else ""
-    yield answer("compiler", found.compiler, lack, extra)
-    yield answer("NVRTC", found.nvrtc, lack, nvrtc)
-    yield answer("kernels", found.built, lack, show=lambda seconds: f"built in {seconds:.2f} s")
-    yield answer("kernel cache", found.cache, lack)
-    yield _implementation(facts, asked)
-
-
-def _implementation(facts: Facts, asked: Asked) -> Row:
-    """What `gpu.kernels` comes to."""
-    name, wanted, mover = "gpu.kernels", asked.config.gpu.kernels, facts.mover.value
-    if mover is None:
-        # Without a device there is nothing to say, and `gpu.device` has failed already.
-        verdict: Verdict = "fail" if facts.gpu.device.value or wanted == "on" else "info"
+    yield from answer("compiler", facts.compiler, lack, extra)
+    yield from answer("NVRTC", facts.nvrtc, lack, "install NVRTC (nvidia-cuda-nvrtc) for the compiler's CUDA version")
+    yield from answer("kernels", facts.built, lack, show=lambda seconds: f"built in {seconds:.2f} s")
+    name, wanted = "gpu.kernels", asked.config.gpu.kernels
+    if facts.mover is None:  # there is no device, and `gpu.device` has failed already
+        yield Row(name, f"{wanted}: not tried", "fail" if wanted == "on" else "info", "see gpu.device")
+    elif facts.mover.value is None:
         hint = facts.mover.hint or "an engine would not open here now: see the cause"
-        return Row(name, f"{wanted}: {facts.mover.cause}", verdict, hint)
-    value = f"{wanted}: pages are copied by {mover.name}" + (f", since {mover.cause}" if mover.cause else "")
-    data = {"implementation": mover.name, "cause": mover.cause}
-    if mover.name == "copy_engine" and wanted == "auto":
-        return Row(name, value, "warn", facts.kernels.built.hint, data)
-    return Row(name, value, "ok" if mover.name == "cuda" else "info", data=data)
+        yield Row(name, f"{wanted}: {facts.mover.cause}", "fail", hint)
+    else:
+        mover, cause = facts.mover.value
+        value = f"pages are copied by {mover}" + (f", since {cause}" if cause else "")
+        verdict: Verdict = "ok" if mover == "cuda" else "info"
+        if mover == "copy_engine" and wanted == "auto":
+            verdict = "warn"
+        hint = facts.built.hint if facts.built and verdict == "warn" else ""
+        yield Row(name, comes_to(wanted, value), verdict, hint, {"implementation": mover, "cause": cause})

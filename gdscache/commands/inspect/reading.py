@@ -1,8 +1,7 @@
 """The catalogue and the slab of a cache directory, read without changing a byte there.
 
-One that a killed owner left has a log (`-wal`), which SQLite reads only where it may write: both are read into memory
-instead. One without a log is read as a file that does not change. When either changes meanwhile, the reader begins
-again. Of one that is in use nothing is read: see `status_page`.
+A catalogue and its log are read into memory, where the engine's own recovery says which rows it would keep. When either
+changes meanwhile, the reader begins again. Of a directory that is in use nothing is read: see `status_page`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import sqlite3
 import stat
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,11 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.disk import catalog_file, catalog_image, stripes
-from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
+from gdscache.disk.catalog_file import CATALOG_NAME, LACKING, SCHEMA, SUSPECT_NAME, CorruptCatalogError
 from gdscache.disk.namespaces import descriptions
-from gdscache.disk.recovery import WHOLE_RETENTION, WHOLE_ROW, circular
+from gdscache.disk.recovery import Recovered, scan
 from gdscache.disk.slab import Slab, first_missing, slab_name, stretch_slots
 from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError, StripeError
-from gdscache.pages.columns import KEY, find
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 
@@ -38,23 +35,21 @@ PAUSE = 0.05  # seconds between two attempts
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Namespace:
-    """A namespace of the catalogue. `fields` and `layout` are None where no description was kept that has this digest
+    """What is kept of a namespace. `fields` and `layout` are None where no description was kept that has this digest
     (or, for `layout`, none of pages of this directory's size)."""
 
-    digest: bytes
-    fields: dict[str, Any] | None
-    layout: PageLayout | None
+    fields: dict[str, Any] | None = None
+    layout: PageLayout | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What the catalogue says, as columns of equal length in the order of slots, and the slab as it is on disk.
+    """What the catalogue says, and the slab as it is on disk.
 
-    `slots`, `namespaces` (ids), `lengths` and `recency` are int64 of shape (rows,). `broken` are the slots whose rows
-    hold values of the wrong type or size. `retentions`: slot → (priority, when it expires: seconds since the epoch or
-    None) of the pages that have their own; `broken_retentions` are slots whose own is not whole. `slab.slots`
-    counts the leading slots that its files have as a whole; `slab_bytes` are the bytes of each file.
-    Checksums of slots below `bound_slots` are bound to keys; None: those of all slots.
+    `pages`: those that the next engine would find, and the causes why it would delete others; `order`: their positions
+    in the order of slots. `slab.slots` counts the leading slots that its files have as a whole; `slab_bytes` are the
+    bytes of each file. Checksums of slots below `bound_slots` are bound to keys; None: those of all slots. `names`: the
+    namespaces, by their digests.
     """
 
     version: int
@@ -64,47 +59,13 @@ class Contents:
     catalog_bytes: int
     slab: Slab
     slab_bytes: tuple[int, ...]
-    slots: Int64Array
-    keys: list[bytes]
-    parents: list[bytes]
-    namespaces: Int64Array
-    lengths: Int64Array
-    recency: Int64Array
-    broken: list[int]
-    retentions: dict[int, tuple[int, float | None]]
-    broken_retentions: list[int]
-    names: dict[int, Namespace]
+    pages: Recovered
+    order: Int64Array
+    names: dict[bytes, Namespace]
 
     def is_bound(self, slot: int) -> bool:
         """Whether the checksums of a slot's page are bound to its key, so that those of another one are found out."""
         return self.bound_slots is None or slot < self.bound_slots
-
-    @cached_property
-    def faults(self) -> dict[int, str]:
-        """Slot → cause of the rows that the next engine would delete, in the words of `Recovered.dropped`."""
-        slab = self.slab.slots
-        outside = (self.slots < 0) | (self.slots >= slab)
-        length = (self.lengths < 1) | (self.lengths > self.slab.extent_bytes)
-        unknown = ~np.isin(self.namespaces, list(self.names))
-        found = {slot: "row" if 0 <= slot < slab else "slot" for slot in self.broken}
-        found.update(dict.fromkeys(set(self.slots.tolist()) & set(self.broken_retentions), "row"))
-        for cause, rows in (("namespace", unknown), ("length", length), ("slot", outside)):
-            found.update(dict.fromkeys(self.slots[rows].tolist(), cause))
-        if len(set(self.keys)) != len(self.keys):
-            order = np.argsort(self.recency, kind="stable")
-            order = order[~(outside | length | unknown)[order]].tolist()
-            kept = {self.keys[row]: row for row in order}
-            found.update({int(self.slots[row]): "duplicate" for row in order if kept[self.keys[row]] != row})
-        left = np.flatnonzero(~np.isin(self.slots, list(found)))
-        keys, parents = (
-            np.frombuffer(b"".join(column[row] for row in left.tolist()), KEY) for column in (self.keys, self.parents)
-        )
-        return found | dict.fromkeys(self.slots[left[circular(find(keys, parents))]].tolist(), "parent")
-
-    @cached_property
-    def sound(self) -> Int64Array:
-        """Rows without such a fault, in the order of slots."""
-        return np.flatnonzero(~np.isin(self.slots, list(self.faults)))
 
 
 def existing(directory: Path) -> Path:
@@ -206,31 +167,26 @@ def has_log(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def open_catalog(directory: Path) -> Iterator[sqlite3.Connection]:
-    """A checked connection that cannot write, in one read transaction; usable from several threads in turn.
+    """A copy in memory of the checked catalogue, with all tables of this version; from several threads in turn.
 
     Raises `CatalogVersionError`, `NotARegularFileError`, `IOFailedError` (a corrupt catalogue too).
     """
     path = directory / CATALOG_NAME
-    regular_file(path)
-    with _readable(path), contextlib.ExitStack() as last_to_first:
-        if has_log(directory):
-            with os_errors(path):
-                connection = catalog_image.open_image(catalog_image.read_image(path))
-        else:
-            connection = sqlite3.connect(
-                f"{path.as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None, check_same_thread=False
-            )
-        last_to_first.callback(connection.close)
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, catalog_file.VALUE_BYTES)
-        for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "query_only = ON"):
-            connection.execute(f"PRAGMA {pragma}")
-        connection.execute("BEGIN")
-        if catalog_file.status(path).st_size <= catalog_file.QUICK_CHECK_BYTES:
-            verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if verdict != "ok":
-                raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
-        catalog_file.check(connection, path, _extent_bytes(connection) or 0)
-        yield connection
+    size = regular_file(path).st_size
+    with _readable(path), os_errors(path):
+        connection = catalog_image.open_image(catalog_image.read_image(path))
+        with contextlib.closing(connection):
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, catalog_file.VALUE_BYTES)
+            for pragma in ("trusted_schema = OFF", "cell_size_check = ON"):
+                connection.execute(f"PRAGMA {pragma}")
+            if size <= catalog_file.QUICK_CHECK_BYTES:
+                verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+                if verdict != "ok":
+                    raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
+            version = catalog_file.check(connection, path, _extent_bytes(connection) or 0)
+            for table in LACKING.get(version, ()):
+                connection.execute(SCHEMA[table])
+            yield connection
 
 
 @contextlib.contextmanager
@@ -261,18 +217,14 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
         if extent is None or extent < 1 or extent % EXTENT_ALIGNMENT:
             raise CorruptCatalogError(f"{path} is corrupt: its extent_bytes is {extent}")
         created = connection.execute("SELECT value FROM meta WHERE name = 'created'").fetchone()
-        select = f"SELECT slot, key, parent, namespace, length, recency FROM pages WHERE {WHOLE_ROW} ORDER BY slot"
-        columns = list(zip(*connection.execute(select), strict=True)) or [()] * 6
-        slots = np.array(columns[0], np.int64)
-        if (slots[1:] <= slots[:-1]).any():
-            raise CorruptCatalogError(f"{path} is corrupt: a slot has two rows")
-        broken = [slot for (slot,) in connection.execute(f"SELECT slot FROM pages WHERE NOT ({WHOLE_ROW})")]
-        retentions, broken_retentions = _retentions(connection)
         meta = catalog_file.integers(connection)
-        names = _namespaces(connection, extent)
-    files = tuple(where / slab_name(number) for number, where in enumerate(slab_directories(directory)))
-    sizes = tuple(regular_file(file).st_size for file in files)
-    whole = min(first_missing(i, len(files), extent, size // extent) for i, size in enumerate(sizes))
+        names = {digest: _namespace(digest, text, extent) for _, digest, text in descriptions(connection)}
+        files = tuple(where / slab_name(number) for number, where in enumerate(slab_directories(directory)))
+        sizes = tuple(regular_file(file).st_size for file in files)
+        whole = min(first_missing(i, len(files), extent, size // extent) for i, size in enumerate(sizes))
+        connection.execute("BEGIN")
+        pages = scan(connection, whole, extent, None)
+        connection.execute("ROLLBACK")  # for what is to be said of the others
     return Contents(
         version=meta["format_version"],
         bound_slots=meta.get("converted") if meta["format_version"] == catalog_file.FORMAT_VERSION else 0,
@@ -281,45 +233,24 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
         catalog_bytes=regular_file(path).st_size,
         slab=Slab(files, extent, whole, whole, stretch_slots(extent)),
         slab_bytes=sizes,
-        slots=slots,
-        keys=list(columns[1]),
-        parents=list(columns[2]),
-        namespaces=np.array(columns[3], np.int64),
-        lengths=np.array(columns[4], np.int64),
-        recency=np.array(columns[5], np.int64),
-        broken=broken,
-        retentions=retentions,
-        broken_retentions=broken_retentions,
+        pages=pages,
+        order=np.argsort(pages.slots, kind="stable"),
         names=names,
     )
-
-
-def _retentions(connection: sqlite3.Connection) -> tuple[dict[int, tuple[int, float | None]], list[int]]:
-    """Slot → (priority, expires), and slots whose rows are not whole. An older version has none."""
-    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'retention'").fetchone():
-        return {}, []
-    select = f"SELECT slot, priority, expires FROM retention WHERE {WHOLE_RETENTION}"
-    found = {slot: (priority, None if at is None else at / 1000) for slot, priority, at in connection.execute(select)}
-    broken = connection.execute(f"SELECT slot FROM retention WHERE NOT ({WHOLE_RETENTION})")
-    return found, [slot for (slot,) in broken]
-
-
-def _namespaces(connection: sqlite3.Connection, extent: int) -> dict[int, Namespace]:
-    return {name: _namespace(digest, text, extent) for name, digest, text in descriptions(connection)}
 
 
 def _namespace(digest: bytes, text: object, extent: int) -> Namespace:
     try:
         fields = json.loads(text) if isinstance(text, bytes) else None
         if not isinstance(fields, dict) or namespace_digest(fields) != digest:
-            return Namespace(digest, None, None)
+            return Namespace()
     except (ValueError, RecursionError):
-        return Namespace(digest, None, None)
+        return Namespace()
     try:
         layers = tuple(
             tuple(Plane(name, tuple(shape), dtype) for name, shape, dtype in planes) for planes in fields["planes"]
         )
         layout = PageLayout(layers, fields["page_tokens"])
-        return Namespace(digest, fields, layout if layout.extent_bytes == extent else None)
+        return Namespace(fields, layout if layout.extent_bytes == extent else None)
     except (KeyError, TypeError, ValueError, GdsCacheError):
-        return Namespace(digest, fields, None)
+        return Namespace(fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,16 @@ from gdscache.commands.inspect.reading import (
 )
 from gdscache.disk import status_page
 from gdscache.disk.catalog_file import CATALOG_NAME, SIDECARS, SUSPECT_NAME, kept_aside
+from gdscache.disk.recovery import Recovered
 from gdscache.disk.slab import slab_name
 from gdscache.disk.status_page import Status
 from gdscache.errors import IOFailedError
 
 SCHEMA = "gdscache.inspect/2"
+_SAID = (
+    *("live", "format_version", "created", "extent_bytes", "slots", "pages", "bytes", "free_slots", "unusable_rows"),
+    *("recency", "retention", "namespaces", "fragmentation"),
+)
 LOG_NAME = f"{CATALOG_NAME}-wal"  # what a running or killed engine committed and has not folded in
 
 
@@ -52,39 +58,33 @@ def inspect(directory: Path) -> dict[str, Any]:
     raise IOFailedError(f"{directory} changes all the time", "look again when fewer engines open and close it")
 
 
-def _common(directory: Path, owner: Owner) -> dict[str, Any]:
-    return {"schema": SCHEMA, "path": str(directory), "owner": owner.describe(), "set_aside": _set_aside(directory)}
+def _common(directory: Path, owner: Owner, slab_files: Sequence[tuple[Path, int]]) -> dict[str, Any]:
+    """What is known of any directory; what only one that nobody uses says, or only its owner, is None."""
+    nothing = dict.fromkeys(_SAID)
+    files = [(file.name, size) for file, size in slab_files[:1]]
+    files += [(name, _size(directory / name)) for name in (CATALOG_NAME, LOG_NAME) if (directory / name).exists()]
+    return {
+        "schema": SCHEMA,
+        "path": str(directory),
+        "owner": owner.describe(),
+        **nothing,
+        "suspect": os.path.lexists(directory / SUSPECT_NAME),
+        "capacity_bytes": sum(size for _, size in slab_files),
+        "files": [{"name": name, "bytes": size} for name, size in files],
+        "stripes": [{"path": str(file.parent), "name": file.name, "bytes": size} for file, size in slab_files],
+        "set_aside": _set_aside(directory),
+    }
 
 
 def _live(directory: Path, owner: Owner, status: Status | None) -> dict[str, Any]:
     """What the status page says; the sizes of files, which need no owner."""
-    figures = None if status is None else status.figures
-    log = _log_bytes(directory)
-    places = [(where, slab_name(number)) for number, where in enumerate(slab_directories(directory))]
-    files = [(where / name, _size(where / name)) for where, name in places]
-    return _common(directory, owner) | {
-        "live": None if status is None else _told(status),
-        "format_version": None if figures is None else figures.format_version,
-        "created": None,
-        "suspect": os.path.lexists(directory / SUSPECT_NAME),
-        "extent_bytes": None if figures is None else figures.extent_bytes,
-        "slots": None if figures is None else figures.slots,
-        "capacity_bytes": sum(size for _, size in files),
-        "pages": None if figures is None else figures.pages,
-        "bytes": None,
-        "free_slots": None if figures is None else figures.free_slots,
-        "unusable_rows": None,
-        "recency": None,
-        "retention": None,
-        "files": [
-            {"name": files[0][0].name, "bytes": files[0][1]},
-            {"name": CATALOG_NAME, "bytes": _size(directory / CATALOG_NAME)},
-            *([] if log is None else [{"name": LOG_NAME, "bytes": log}]),
-        ],
-        "stripes": [{"path": str(file.parent), "name": file.name, "bytes": size} for file, size in files],
-        "namespaces": None,
-        "fragmentation": None,
-    }
+    files = [where / slab_name(number) for number, where in enumerate(slab_directories(directory))]
+    common = _common(directory, owner, [(file, _size(file)) for file in files])
+    if status is None:
+        return common
+    told = status.figures
+    figures = {name: getattr(told, name) for name in ("format_version", "extent_bytes", "slots", "pages", "free_slots")}
+    return common | {"live": _told(status), **figures}
 
 
 def _told(status: Status) -> dict[str, Any]:
@@ -129,76 +129,49 @@ def _size(path: Path) -> int:
 
 def _still(directory: Path, owner: Owner, contents: Contents) -> dict[str, Any]:
     """What the catalogue says of a directory that nobody uses."""
-    slab, log = contents.slab, _log_bytes(directory)
-    sound = contents.sound
-    recency = contents.recency[sound]
-    return _common(directory, owner) | {
-        "live": None,
+    slab, pages = contents.slab, contents.pages
+    return _common(directory, owner, list(zip(slab.files, contents.slab_bytes, strict=True))) | {
         "format_version": contents.version,
         "unbound_from_slot": contents.bound_slots,
         "created": contents.created,
-        "suspect": contents.suspect,
         "extent_bytes": slab.extent_bytes,
         "slots": slab.slots,
         "capacity_bytes": slab.nbytes,
-        "pages": len(sound),
-        "bytes": int(contents.lengths[sound].sum()),
-        "free_slots": slab.slots - len(sound),
-        "unusable_rows": dict(Counter(contents.faults.values())),
-        "recency": _span(recency),
-        "retention": _retention(contents),
-        "files": [
-            {"name": slab.path.name, "bytes": contents.slab_bytes[0]},
-            {"name": CATALOG_NAME, "bytes": contents.catalog_bytes},
-            *([] if log is None else [{"name": LOG_NAME, "bytes": log}]),
-        ],
-        "stripes": [
-            {"path": str(file.parent), "name": file.name, "bytes": size}
-            for file, size in zip(slab.files, contents.slab_bytes, strict=True)
-        ],
+        "pages": len(pages),
+        "bytes": int(pages.lengths.sum()),
+        "free_slots": slab.slots - len(pages),
+        "unusable_rows": dict(pages.dropped),
+        "recency": _span(pages.recency),
+        "retention": _retention(pages),
         "namespaces": _namespaces(contents),
         "fragmentation": _fragmentation(contents),
     }
 
 
-def _log_bytes(directory: Path) -> int | None:
-    try:
-        return os.lstat(directory / LOG_NAME).st_size
-    except OSError:
-        return None
-
-
-def _retention(contents: Contents) -> dict[str, Any]:
-    """Sound pages by priority, how many of them expire, and how many have: the next engine drops those."""
-    known = [contents.retentions.get(slot, (0, None)) for slot in contents.slots[contents.sound].tolist()]
-    ends = [expires for _, expires in known if expires is not None]
-    now = time.time()
+def _retention(pages: Recovered) -> dict[str, Any]:
+    """Pages by priority, how many of them expire, and how many have: the next engine drops those."""
+    priorities = Counter(pages.priorities.tolist())
+    priorities[0] += len(pages) - len(pages.retained)
     return {
-        "priorities": {str(priority): n for priority, n in sorted(Counter(p for p, _ in known).items())},
-        "expiring_pages": len(ends),
-        "expired_pages": sum(end <= now for end in ends),
+        "priorities": {str(priority): n for priority, n in sorted(priorities.items()) if n},
+        "expiring_pages": int(np.isfinite(pages.expires).sum()),
+        "expired_pages": int((pages.expires <= time.time()).sum()),
     }
 
 
 def _namespaces(contents: Contents) -> list[dict[str, Any]]:
     """Each namespace, the most recently used first; those without pages last."""
-    sound = contents.sound
-    order = sound[np.argsort(contents.namespaces[sound], kind="stable")]
-    ids, starts = np.unique(contents.namespaces[order], return_index=True)
-    rows = dict(zip(ids.tolist(), np.split(order, starts[1:]), strict=True)) if len(order) else {}
-    empty = sound[:0]
+    pages = contents.pages
     found = []
-    for name, namespace in contents.names.items():
-        mine = rows.get(name, empty)
-        found.append(
-            {
-                "digest": namespace.digest.hex(),
-                "fields": namespace.fields,
-                "pages": len(mine),
-                "bytes": int(contents.lengths[mine].sum()),
-                "recency": _span(contents.recency[mine]),
-            }
-        )
+    for digest, namespace in contents.names.items():
+        number = pages.digests.index(digest) if digest in pages.digests else -1
+        mine = pages.namespaces == number
+        told = {
+            "pages": int(mine.sum()),
+            "bytes": int(pages.lengths[mine].sum()),
+            "recency": _span(pages.recency[mine]),
+        }
+        found.append({"digest": digest.hex(), "fields": namespace.fields, **told})
     return sorted(found, key=lambda n: (n["recency"] is None, -n["recency"]["last"] if n["recency"] else 0))
 
 
@@ -209,22 +182,19 @@ def _span(recency: Any) -> dict[str, int] | None:
 def _fragmentation(contents: Contents) -> dict[str, Any]:
     """Runs of free slots; how many pages whose parent is in the slab lie right behind or before it; and stretches: of
     pages that follow each other in their chain and in the slab, which one read takes."""
-    sound, total = contents.sound, contents.slab.slots
-    slots = contents.slots[sound]
-    gaps = np.diff(np.concatenate(([-1], slots, [total]))) - 1
+    pages, slots = contents.pages, contents.pages.slots[contents.order]
+    gaps = np.diff(np.concatenate(([-1], slots, [contents.slab.slots]))) - 1
     runs = gaps[gaps > 0]
-    at = {contents.keys[row]: int(contents.slots[row]) for row in sound.tolist()}
-    parents = [(int(contents.slots[row]), at.get(contents.parents[row])) for row in sound.tolist()]
-    followed = [(slot, parent) for slot, parent in parents if parent is not None]
-    beside = sum(abs(slot - parent) == 1 for slot, parent in followed)
-    behind = sum(slot - parent == 1 for slot, parent in followed)
+    followed = pages.above >= 0
+    steps = (pages.slots - pages.slots[pages.above])[followed]
+    beside, behind = int((abs(steps) == 1).sum()), int((steps == 1).sum())
     return {
         "free_runs": len(runs),
         "longest_free_run": int(runs.max()) if len(runs) else 0,
         "median_free_run": float(np.median(runs)) if len(runs) else 0.0,
-        "pages_with_parent": len(followed),
+        "pages_with_parent": len(steps),
         "beside_parent": beside,
-        "beside_parent_share": beside / len(followed) if followed else None,
-        "chain_stretches": len(sound) - behind,
-        "pages_per_stretch": len(sound) / (len(sound) - behind) if len(sound) else None,
+        "beside_parent_share": beside / len(steps) if len(steps) else None,
+        "chain_stretches": len(pages) - behind,
+        "pages_per_stretch": len(pages) / (len(pages) - behind) if len(pages) else None,
     }

@@ -1,23 +1,23 @@
-"""The reports of `gdscache inspect` and `gdscache verify` as tables of at most 120 columns."""
+"""The reports of `gdscache inspect` and `gdscache verify` as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table
-
+from gdscache.commands.console import Table, duration, figure, percent
 from gdscache.sizes import about
 
 NAMESPACES_SHOWN = 40
 FINDINGS_SHOWN = 40
 DIGITS = 16
+SHOWN = 14  # characters of a name, so that a row may fit
 LATE_S = 5.0  # seconds after which a status page that is not rewritten is worth a word
 
 
 def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     """The report of `inspect`."""
-    table = _pairs()
+    table = Table()
     table.add_row("directory", _plain(report["path"]))
     table.add_row("owner", _owner(report["owner"]))
     in_use = report["namespaces"] is None
@@ -26,10 +26,9 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     else:
         _add_contents(table, report)
     for file in report["files"]:
-        table.add_row(file["name"], f"{file['bytes']:,} bytes ({about(file['bytes'])})")
+        table.add_row(file["name"], _size(file["bytes"]))
     for stripe in report["stripes"][1:]:
-        size = f"{stripe['bytes']:,} bytes ({about(stripe['bytes'])})"
-        table.add_row(stripe["name"], f"{size} in {_plain(stripe['path'])}")
+        table.add_row(stripe["name"], f"{_size(stripe['bytes'])} in {_plain(stripe['path'])}")
     if report["unusable_rows"]:
         causes = ", ".join(f"{count:,} {cause}" for cause, count in report["unusable_rows"].items())
         table.add_row("unusable rows", f"{causes}: the next engine deletes them")
@@ -56,7 +55,7 @@ def _add_status(table: Table, report: Mapping[str, Any]) -> None:
     if live["stopped"]:
         table.add_row("stopped", _plain(live["stopped"]))
     table.add_row("format version", str(report["format_version"]))
-    table.add_row("extent bytes", f"{report['extent_bytes']:,} ({about(report['extent_bytes'])})")
+    table.add_row("extent", _size(report["extent_bytes"]))
     table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
     table.add_row("pages", f"{report['pages']:,}, and {report['free_slots']:,} free slots")
     table.add_row("evictions", f"{live['evictions']:,}, late requests {live['late_requests']:,}")
@@ -75,7 +74,7 @@ def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
     if report["unbound_from_slot"] is not None:
         where = f"from slot {report['unbound_from_slot']:,} on " if report["unbound_from_slot"] else ""
         table.add_row("checksums", f"{where}not bound to pages: the next engine that opens this directory converts it")
-    table.add_row("extent bytes", f"{report['extent_bytes']:,} ({about(report['extent_bytes'])})")
+    table.add_row("extent", _size(report["extent_bytes"]))
     table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
     table.add_row("pages", f"{report['pages']:,}, {about(report['bytes'])} without padding")
     table.add_row("free slots", f"{report['free_slots']:,}")
@@ -83,7 +82,9 @@ def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
     table.add_row("free runs", f"{layout['free_runs']:,}, the longest of {layout['longest_free_run']:,} slots")
     if layout["pages_with_parent"]:
         of = f"{layout['beside_parent']:,} of {layout['pages_with_parent']:,}"
-        table.add_row("beside parent", f"{of} pages ({layout['beside_parent_share']:.0%}) lie next to their parent")
+        table.add_row(
+            "beside parent", f"{of} pages ({percent(layout['beside_parent_share'])}) lie next to their parent"
+        )
     if layout["pages_per_stretch"] is not None:
         of = f"{layout['chain_stretches']:,} of {layout['pages_per_stretch']:,.1f} pages on average"
         table.add_row("stretches", f"{of}, in the order of their chains")
@@ -101,7 +102,7 @@ def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
 
 def verify_tables(report: Mapping[str, Any]) -> list[Table]:
     """The report of `verify`."""
-    table = _pairs()
+    table = Table()
     table.add_row("directory", _plain(report["path"]))
     table.add_row("pages", f"{report['pages']:,}")
     for name in ("good", "bad", "unchecked"):
@@ -109,11 +110,12 @@ def verify_tables(report: Mapping[str, Any]) -> list[Table]:
     if report["unbound_pages"]:
         of = f"{report['unbound_pages']:,} pages are of an older format version"
         table.add_row("not bound", f"{of}: another page's bytes in the place of one of them are not found out")
-    table.add_row("read", f"{about(report['bytes'])} in {report['seconds']:.2f} s, {report['gb_per_second']:.2f} GB/s")
+    rate = figure(report["gb_per_second"], "GB/s")
+    table.add_row("read", f"{about(report['bytes'])} in {duration(report['seconds'])}, {rate}")
     found = [*report["bad"], *report["unchecked"]]
     if not found:
         return [table]
-    details = _table("slot", "key", "namespace", "cause", "first bad layer")
+    details = Table("", "slot", "key", "namespace", "cause", "first bad layer")
     for page in found[:FINDINGS_SHOWN]:
         layer = "" if page["layer"] is None else str(page["layer"])
         details.add_row(f"{page['slot']:,}", page["key"], page["namespace"], page["cause"], layer)
@@ -123,12 +125,10 @@ def verify_tables(report: Mapping[str, Any]) -> list[Table]:
 
 
 def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
-    table = _table("namespace", "model", "weights", "salt", "request salt", "pages", "bytes", "recency order")
-    for column in table.columns[1:5]:
-        column.max_width, column.overflow = 14, "ellipsis"
+    table = Table("", "namespace", "model", "weights", "salt", "request salt", "pages", "bytes", "recency order")
     for namespace in namespaces[:NAMESPACES_SHOWN]:
         fields = namespace["fields"] or {"name": "(unknown)"}
-        texts = [_plain(fields.get(name, "")) for name in ("name", "weights", "salt", "request_salt")]
+        texts = [_short(_plain(fields.get(name, ""))) for name in ("name", "weights", "salt", "request_salt")]
         span = "" if namespace["recency"] is None else _span(namespace["recency"])
         size = about(namespace["bytes"])
         table.add_row(namespace["digest"][:DIGITS], *texts, f"{namespace['pages']:,}", size, span)
@@ -151,20 +151,15 @@ def _span(recency: Mapping[str, int]) -> str:
     return f"{recency['first']} to {recency['last']}"
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _size(nbytes: int) -> str:
+    exact, text = f"{nbytes:,} bytes", about(nbytes)
+    return exact if text.endswith("bytes") else f"{text} ({exact})"
+
+
 def _plain(value: object) -> str:
     """A text from the directory without what a terminal would obey."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
-
-
-def _pairs() -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, caption_justify="left")
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table

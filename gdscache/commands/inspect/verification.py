@@ -28,6 +28,8 @@ from gdscache.commands.inspect.reading import (
 from gdscache.disk.catalog import WHOLE_SUMS
 from gdscache.disk.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
 from gdscache.disk.directory import CacheDirectories
+from gdscache.disk.namespaces import NAMED
+from gdscache.disk.recovery import WHOLE_ROW
 from gdscache.errors import DirectoryInUseError, IOFailedError
 from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
 from gdscache.pages.layout import PageLayout
@@ -70,17 +72,17 @@ def verify(directory: Path, progress: Progress = lambda done, total, text: None)
         begun = time.perf_counter()
         findings = check.run(progress)
         seconds = time.perf_counter() - begun
-    outside = [Finding(slot, *_name(contents, slot), cause) for slot, cause in contents.faults.items()]
-    findings = sorted([*findings, *outside], key=lambda f: f.slot)
+        findings += [Finding(slot, *_name(connection, slot), cause) for slot, cause in contents.pages.causes.items()]
+    findings.sort(key=lambda finding: finding.slot)
     bad = [f for f in findings if f.cause != UNCHECKED]
-    pages = len(contents.slots) + len(contents.broken)
+    pages = len(contents.pages) + len(contents.pages.causes)
     return {
         "schema": SCHEMA,
         "path": str(directory),
         "pages": pages,
         "good_pages": pages - len(findings),
         "bad_pages": len(bad),
-        "unbound_pages": sum(not contents.is_bound(slot) for slot in contents.slots[contents.sound].tolist()),
+        "unbound_pages": sum(not contents.is_bound(slot) for slot in contents.pages.slots.tolist()),
         "unchecked_pages": len(findings) - len(bad),
         "bad": [dataclasses.asdict(f) for f in bad],
         "unchecked": [dataclasses.asdict(f) for f in findings if f.cause == UNCHECKED],
@@ -105,13 +107,12 @@ def _own(directories: Sequence[Path]) -> CacheDirectories:
         ) from error
 
 
-def _name(contents: Contents, slot: int) -> tuple[str, str]:
+def _name(connection: sqlite3.Connection, slot: int) -> tuple[str, str]:
     """Key prefix and namespace prefix of the row of a slot; empty where the row is not whole."""
-    row = int(np.searchsorted(contents.slots, slot))
-    if row == len(contents.slots) or contents.slots[row] != slot:
-        return "", ""
-    namespace = contents.names.get(int(contents.namespaces[row]))
-    return contents.keys[row].hex()[:KEY_DIGITS], namespace.digest.hex()[:KEY_DIGITS] if namespace else ""
+    joined = f"pages LEFT JOIN namespaces ON namespace = id AND {NAMED}"
+    select = f"SELECT key, digest FROM {joined} WHERE slot = ? AND {WHOLE_ROW}"
+    key, digest = connection.execute(select, (slot,)).fetchone() or (b"", b"")
+    return key.hex()[:KEY_DIGITS], (digest or b"").hex()[:KEY_DIGITS]
 
 
 class _Check:
@@ -122,6 +123,7 @@ class _Check:
         self._contents = contents
         self._connection = connection
         self._extent = contents.slab.extent_bytes
+        self._slots = contents.pages.slots[contents.order]
         layouts = [n.layout for n in contents.names.values() if n.layout is not None]
         self._layouts = list(dict.fromkeys(layouts))
         self._pieces = _pieces(contents, max(1, PIECE_BYTES // self._extent))
@@ -133,7 +135,7 @@ class _Check:
         self._stop = False
 
     def run(self, progress: Progress) -> list[Finding]:
-        total = len(self._contents.sound)
+        total = len(self._slots)
         with contextlib.ExitStack() as files:
             for path in self._contents.slab.files:
                 regular_file(path)
@@ -173,7 +175,7 @@ class _Check:
 
     def _piece(self, buffer: memoryview, rows: range, sums: list[Checksums | None]) -> tuple[list[Finding], int]:
         """What is wrong with the pages of neighbouring rows, and the bytes that were read."""
-        extent, first = self._extent, int(self._contents.slots[self._contents.sound[rows.start]])
+        extent, first = self._extent, int(self._slots[rows.start])
         number, offset = self._contents.slab.locate(first)
         try:
             got = _read(self._files[number], buffer[: len(rows) * extent], offset)
@@ -195,7 +197,8 @@ class _Check:
             return "short_read", None
         if sums is None:
             return "no_checksums", None
-        layout = self._contents.names[int(self._contents.namespaces[self._contents.sound[row]])].layout
+        pages, at = self._contents.pages, self._contents.order[row]
+        layout = self._contents.names[pages.digests[pages.namespaces[at]]].layout
         if layout is None:  # the bytes of a known layout that match 64 bits a layer have that layout
             return None if any(_matches(data, other, sums) for other in self._layouts) else (UNCHECKED, None)
         if len(sums) != layout.n_layers:
@@ -204,11 +207,13 @@ class _Check:
         return None if layer is None else ("checksum", layer)
 
     def _finding(self, row: int, cause: str, layer: int | None) -> Finding:
-        slot = int(self._contents.slots[self._contents.sound[row]])
-        return Finding(slot, *_name(self._contents, slot), cause, layer)
+        pages, at = self._contents.pages, self._contents.order[row]
+        digest = pages.digests[pages.namespaces[at]]
+        key = pages.keys[at].tobytes().hex()[:KEY_DIGITS]
+        return Finding(int(pages.slots[at]), key, digest.hex()[:KEY_DIGITS], cause, layer)
 
     def _checksums(self, rows: range) -> list[Checksums | None]:
-        slots = self._contents.slots[self._contents.sound[rows.start : rows.stop]].tolist()
+        slots = self._slots[rows.start : rows.stop].tolist()
         path = self._contents.slab.path.with_name(CATALOG_NAME)
         try:
             with sqlite_errors(path, "read"):
@@ -222,8 +227,8 @@ class _Check:
             raise IOFailedError(
                 str(error), "the next engine that opens this directory finds these pages without checksums"
             ) from error
-        keys = (self._contents.keys[row] for row in self._contents.sound[rows.start : rows.stop].tolist())
-        return [self._sums(found.get(slot), slot, key) for slot, key in zip(slots, keys, strict=True)]
+        keys = self._contents.pages.keys[self._contents.order[rows.start : rows.stop]]
+        return [self._sums(found.get(slot), slot, key.tobytes()) for slot, key in zip(slots, keys, strict=True)]
 
     def _sums(self, stored: bytes | None, slot: int, key: bytes) -> Checksums | None:
         """The checksums of the bytes of a page with this key."""
@@ -238,8 +243,8 @@ def _matches(data: memoryview, layout: PageLayout, sums: Checksums) -> bool:
 
 
 def _pieces(contents: Contents, most: int) -> list[range]:
-    """Runs of at most `most` slots that are neighbours in a file, as ranges of positions in `contents.sound`."""
-    slots = contents.slots[contents.sound]
+    """Runs of at most `most` slots that are neighbours in a file, as ranges of positions in `contents.order`."""
+    slots = contents.pages.slots[contents.order]
     if not len(slots):
         return []
     apart = np.diff(slots) != 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gdscache.commands.bench.plots import require
+from gdscache.commands.console import require_matplotlib
 from gdscache.commands.timeline.summary import Trace, TraceSpan
 
 _OUTER = ("step", "begin", "load", "store", "prefetch")  # spans around others: drawn as a frame
@@ -19,7 +19,7 @@ def timeline_plot(trace: Trace, path: Path, caption: str = "") -> None:
 
     Raises `MissingPackageError` without matplotlib and `InvalidValueError` for a file name of unknown kind.
     """
-    matplotlib = require(path)
+    matplotlib = require_matplotlib(path)
     figure = matplotlib.figure.Figure(figsize=(12, 1.6 + 0.5 * len(trace.tracks)), layout="constrained")
     axes = figure.subplots()
     layers = 1 + max((span.layer or 0 for span in trace.spans), default=0)

@@ -16,6 +16,7 @@ from gdscache.tracing.trace import FORMAT
 MOVES = ("read", "scatter", "copies", "kernel", "check", "gather", "write", "commit")  # what can run under the model
 MAX_BYTES = 1 << 30
 MODEL_STREAM = "model stream"
+_HINT = "name a file that --trace, or TraceTimeline.write, wrote"
 
 Interval = tuple[float, float]
 
@@ -46,6 +47,16 @@ class Trace:
     tracks: tuple[str, ...]
     spans: tuple[TraceSpan, ...]
     left_out: int
+
+    @property
+    def longest_load(self) -> int | None:
+        """The load with the most time between the begin of its first span and the end of its last; None without any."""
+        ends: dict[int, Interval] = {}
+        for span in self.spans:
+            if (load := span.about.get("load")) is not None:
+                first, last = ends.get(load, (span.start, span.end))
+                ends[load] = min(first, span.start), max(last, span.end)
+        return max(ends, key=lambda load: ends[load][1] - ends[load][0], default=None)
 
     def of_load(self, load: int) -> Trace:
         """From the begin of a load's first span to the end of its last. Raises `InvalidValueError` if it has none."""
@@ -86,12 +97,11 @@ def read_trace_file(path: Path) -> Trace:
         )
         return Trace(tuple(names[tid] for tid in sorted(names)), spans, int(about["events_left_out"]))
     except OSError as error:
-        raise InvalidValueError(f"{path} cannot be read: {error}", "name a file that --trace wrote") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        cause = f"{type(error).__name__}: {error}"[:200]
-        raise InvalidValueError(
-            f"{path} is no timeline of gdscache: {cause}", "name a file that --trace wrote"
-        ) from None
+        raise InvalidValueError(f"{path} cannot be read: {error.strerror}", _HINT) from None
+    except (KeyError, TypeError, AttributeError):
+        raise InvalidValueError(f"{path} is no timeline of gdscache: it is JSON of another kind", _HINT) from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidValueError(f"{path} is no timeline of gdscache: {str(error)[:200]}", _HINT) from None
 
 
 def computing(trace: Trace) -> list[Interval]:

@@ -8,6 +8,7 @@ import threading
 import time
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from gdscache.errors import (
     IOFailedError,
     TransportUnavailableError,
 )
-from gdscache.storage import Transport, open_transport, probe
+from gdscache.storage import Transport, open_transport, probe, trial
 from gdscache.storage.cufile import CufileTransport
 from gdscache.storage.files import DirectFiles
 from tests.support.transport_parts import Gated, has_libcuda, refuse_ring
@@ -205,18 +206,22 @@ def test_a_child_that_hangs_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     code = "import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\nwhile True: time.sleep(1)"
     begun = time.monotonic()
-    cause = probe.run_child(code, [str(mark)], 1.0)
-    assert "no answer within 1 s" in cause
+    ended = trial.run_child(code, [str(mark)], 1.0)
+    assert (ended.status, ended.cause) == (None, "no answer within 1 s: killed")
     assert time.monotonic() - begun < 10
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), 0)
 
 
 def test_what_a_child_says() -> None:
-    assert probe.run_child("print('fine')", [], 20) == ""
-    assert probe.run_child("import sys; sys.exit('bytes differ')", [], 20) == "bytes differ (exit status 1)"
-    assert "ZeroDivisionError" in probe.run_child("1/0", [], 20)
-    assert "exit status -9" in probe.run_child("import os; os.kill(os.getpid(), 9)", [], 20)
+    ended = trial.run_child("print('fine')", [], 20)
+    assert (ended.status, ended.cause, ended.lines) == (0, "", ["fine"])
+    for code, cause in (
+        ("import sys; sys.exit('bytes differ')", "bytes differ (exit status 1)"),
+        ("1/0", "ZeroDivisionError: division by zero (exit status 1)"),
+        ("import os; os.kill(os.getpid(), 9)", "no message (exit status -9)"),
+    ):
+        assert trial.run_child(code, [], 20).cause == cause
 
 
 NVFS = """GDS Version: 1.7.0.149
@@ -248,10 +253,10 @@ def test_only_counted_io_proves_gds(
     folder = tmp_path / "cache"
     folder.mkdir()
 
-    def child(code: str, arguments: list[str], deadline_s: float) -> str:
+    def child(code: str, arguments: list[str], deadline_s: float) -> SimpleNamespace:
         assert Path(arguments[0]).parent == folder
         stats.write_text(NVFS.format(reads=10 + counted[0], writes=20 + counted[1]))
-        return refusals[arguments[2]]
+        return SimpleNamespace(cause=refusals[arguments[2]])
 
     monkeypatch.setattr(probe, "NVIDIA_FS_STATS", stats)
     monkeypatch.setattr(probe, "PROC_MODULES", there)
@@ -269,7 +274,12 @@ def test_cufile_is_not_asked_without_proc_modules(tmp_path: Path, monkeypatch: p
     asked: list[str] = []
     monkeypatch.setattr(probe, "PROC_MODULES", tmp_path / "missing")
     monkeypatch.setattr(probe, "_missing", lambda: "")
-    monkeypatch.setattr(probe, "run_child", lambda code, arguments, deadline_s: asked.append(arguments[2]) or "")
+
+    def child(code: str, arguments: list[str], deadline_s: float) -> SimpleNamespace:
+        asked.append(arguments[2])
+        return SimpleNamespace(cause="")
+
+    monkeypatch.setattr(probe, "run_child", child)
     assert probe.probe_kvikio(tmp_path, 0).mode == "compat"
     assert asked == ["ON"]
 

@@ -307,9 +307,9 @@ def test_people_look_into_all_versions_and_change_none(tmp_path: Path, version: 
         else {"priorities": {"2": 1}, "expiring_pages": 1, "expired_pages": int(time.time() > 1800000000.5)}
     )
     assert (report["unbound_from_slot"], found["unbound_pages"]) == ((None, 0) if version == 5 else (0, 1))
-    texts = "".join(str(cell) for t in inspect_tables(report) for column in t.columns for cell in column.cells)
+    texts = "\n".join(line for table in inspect_tables(report) for line in table.lines())
     assert ("not bound to pages" in texts) == (version != 5)
-    texts = "".join(str(cell) for t in verify_tables(found) for column in t.columns for cell in column.cells)
+    texts = "\n".join(line for table in verify_tables(found) for line in table.lines())
     assert ("older format version" in texts) == (version != 5)
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
     assert tables(tmp_path) == sql

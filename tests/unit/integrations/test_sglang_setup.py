@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache import errors
+from gdscache import CacheEngine, PageHashes, errors
 from gdscache.errors import (
     CacheGroupsUnsupportedError,
     CacheLayoutUnsupportedError,
@@ -33,6 +33,7 @@ from gdscache.integrations.sglang.setup import (
     weights_of,
 )
 from gdscache.integrations.sglang.weights import METHODS, WeightWatch
+from tests.support.fake_pool import POOLS, FakePool, pool_entry
 
 PAGE, PAGES, LAYERS = 4, 5, 3
 
@@ -184,6 +185,16 @@ def test_tiers_that_each_of_them_needs() -> None:
     for sections, cpu in ((ONLY_SSD, True), (SECTIONS, False), ({}, False)):
         with pytest.raises(ConfigError, match=r"section `(cpu|ssd)`"):
             opened(sections, cpu=cpu)
+
+
+def test_a_shared_pool_needs_the_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POOLS, "127.0.0.1:1", FakePool())
+    monkeypatch.setattr("gdscache.pool.link.PoolLink.reachable", lambda link: True)
+    config = opened({**SECTIONS, "ssd": None, "tiers": [pool_entry("127.0.0.1:1")]}, cpu=True)
+    with CacheEngine.from_config(config, planes=device_planes(mha(), PAGE).tensors) as engine:
+        report = engine.store(PageHashes([b"a" * 32, b"b" * 32]), [0, 1]).result(60)
+        assert report.tiers == (("cpu", "mooncake"),) * 2
+    assert len(POOLS["127.0.0.1:1"].objects) == 2
 
 
 # -- the namespace ---------------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache import errors
+from gdscache import CacheEngine, PageHashes, errors
 from gdscache.config import Config
 from gdscache.errors import CacheLayoutUnsupportedError, ConfigError, GdsCacheError, InvalidValueError, UnknownKeyError
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
 from gdscache.integrations.vllm.setup import Options, model_of, refuse_setup, weights_of
+from tests.support.fake_pool import POOLS, FakePool, pool_entry
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -124,6 +125,18 @@ def test_a_configuration_is_a_file_or_its_sections(tmp_path: Path) -> None:
     assert by_name.model.weights == "mine"
     with pytest.raises(ConfigError, match="section `model`"):
         Options.of({"config": {"model": {}}}).configuration(model, lambda: "w")
+
+
+def test_a_shared_pool_needs_the_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POOLS, "127.0.0.1:1", FakePool())
+    monkeypatch.setattr("gdscache.pool.link.PoolLink.reachable", lambda link: True)
+    found = planes()
+    sections = {**SECTIONS, "ssd": None, "tiers": [pool_entry("127.0.0.1:1")]}
+    config = Options.of({"config": sections}).configuration(model_of(*setup(), found, "0.32.0"), lambda: "w")
+    with CacheEngine.from_config(config, planes=[[plane] for plane in found.tensors]) as engine:
+        report = engine.store(PageHashes([b"a" * 32, b"b" * 32]), [0, 1]).result(60)
+        assert report.tiers == (("cpu", "mooncake"),) * 2
+    assert len(POOLS["127.0.0.1:1"].objects) == 2
 
 
 def test_weights_are_known_by_their_files(tmp_path: Path) -> None:

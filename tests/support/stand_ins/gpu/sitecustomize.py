@@ -46,6 +46,12 @@ def randint(low: int, high: int, size: tuple[int], **options: Any) -> Tensor:
     return made
 
 
+def frombuffer(content: bytearray, **options: Any) -> Any:
+    made = there.gpu_memory(len(content), Tensor)
+    made.memory[:] = content
+    return types.SimpleNamespace(to=lambda device: made)
+
+
 if os.environ.get("STAND_IN_TORCH") == "real":
     torch: Any = importlib.import_module("torch")
     for module in ("nixl", "cufile"):
@@ -59,5 +65,6 @@ else:
 torch.cuda.set_device = lambda device: None
 torch.cuda.synchronize = lambda device=None: None
 torch.randint = randint
+torch.frombuffer = frombuffer
 torch.zeros_like = lambda like: there.gpu_memory(like.nbytes, Tensor)
 torch.equal = lambda one, other: one.memory == other.memory

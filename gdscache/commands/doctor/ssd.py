@@ -1,0 +1,170 @@
+"""What is to be said of the SSD tier's directory, its disk, GPUDirect Storage and the transports."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from gdscache.commands.doctor.facts import Asked, Facts, Place
+from gdscache.commands.doctor.report import Found, Row, Verdict, answer, comes_to
+from gdscache.commands.doctor.trial import Moved
+from gdscache.config import SsdConfig
+from gdscache.sizes import about, format_size
+
+_VOLATILE = ("tmpfs", "ramfs", "overlay")
+_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre")
+_NO_RING = (
+    "a container's seccomp rules may forbid io_uring_setup, io_uring_enter, io_uring_register; posix serves instead"
+)
+_GDS_DISKS = "GPUDirect Storage needs ext4 or XFS on NVMe, and nvidia-fs: gdscheck -p shows what is missing"
+
+
+def ssd_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
+    """The directories, their file systems and disks, GPUDirect Storage, the transports; the keys of `ssd`."""
+    found, ssd = facts.ssd, asked.config.ssd if asked.given else None
+    if found is None:
+        yield Row("directory", "not looked at: none was given (--dir DIR, or ssd.path of --config)")
+        return
+    for number, place in enumerate(found.places):
+        rows = _place_rows(place, found.places, ssd)
+        if number == 0:
+            yield from rows
+            yield from found.kernel
+            for name, package in found.packages.items():
+                yield from answer(name, package, "info")
+            for name, trial in found.trials.items():
+                yield _trial_row(name, trial, facts.has_gpu)
+        else:
+            yield from (_of_stripe(row, number) for row in rows)
+        for row in _key_rows(place, ssd) if ssd and place.chosen else ():
+            yield row if number == 0 else _of_stripe(row, number)
+        if number == 0 and ssd and found.route is not None:
+            route = found.route.value
+            value = comes_to(ssd.route, route or found.route.cause)
+            data = (route or "").partition(" (")[0] or None
+            yield Row("ssd.route", value, "ok" if route else "fail", found.route.hint, data)
+
+
+def _of_stripe(row: Row, number: int) -> Row:
+    hint = row.next_step.replace("ssd.path", "ssd.stripes")
+    return dataclasses.replace(row, name=f"{row.name}, stripe {number}", next_step=hint)
+
+
+def _place_rows(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> Iterator[Row]:
+    """The directory, what is below it, and whether O_DIRECT works there."""
+    yield _directory_row(found)
+    yield from _mount_row(found)
+    yield from found.disks
+    yield from _space_row(found, places, ssd)
+    if found.direct_io and found.direct_io.value:
+        hint = "reads and writes go through the page cache: use ext4 or XFS on a disk"
+        yield Row("O_DIRECT", f"does not work: {found.direct_io.value}", "warn", hint, {"works": False})
+    else:
+        for row in answer("O_DIRECT", found.direct_io, "warn", "see the system log for the device"):
+            yield dataclasses.replace(row, value=row.value or "works", data={"works": row.verdict == "ok"})
+
+
+def _directory_row(found: Place) -> Row:
+    facts = found.directory
+    data = dataclasses.asdict(facts)
+    if facts.problem:
+        return Row("directory", f"{facts.path}: {facts.problem}", "fail", facts.hint, data)
+    if facts.holder:
+        hint = "an engine cannot open it meanwhile, and what is measured below shares the disk with that process"
+        return Row("directory", f"{facts.path}: in use by {facts.holder}", "warn", hint, data)
+    whose = f"{facts.mode}, owner {facts.user}"
+    state = f"exists, {whose}" if facts.exists else f"can be made in {facts.place} ({whose}), which is looked at"
+    return Row("directory", f"{facts.path}: {state}", "ok", data=data)
+
+
+def _mount_row(found: Place) -> Iterator[Row]:
+    mount, hint = found.mount.value, ""
+    if mount is None:
+        yield from answer("file system", found.mount, "info")
+        return
+    if mount.file_system in _REMOTE:
+        hint = "set ssd.path to a directory on a local file system"
+    elif mount.file_system in _VOLATILE:
+        hint = "this is not a disk of its own: mount an SSD for ssd.path"
+    value = f"{mount.file_system} on {mount.source}: {mount.options}"
+    yield Row("file system", value, "warn" if hint else "ok", hint, dataclasses.asdict(mount))
+
+
+def _space_row(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> Iterator[Row]:
+    """Whether the slab's part fits; what lies on one file system must fit there together. Parts differ by 4 MiB."""
+    space = found.space.value
+    if space is None:
+        yield from answer("free space", found.space, "warn", "see the system log for the device")
+        return
+    beside = [place for place in places if place is found or _same_file_system(place, found)]
+    needed = ssd.capacity * len(beside) // len(places) if ssd else None
+    slab = sum(place.space.value.slab for place in beside if place.space.value is not None)
+    data = dataclasses.asdict(space) | {"capacity": needed}
+    value = about(space.free) + (f", and {about(slab)} of the slab that is there" if slab else "")
+    verdict: Verdict = "info" if ssd is None else "ok"
+    hint = ""
+    if ssd is not None and needed is not None:
+        value += f"; ssd.capacity is {about(ssd.capacity)}"
+        value += f", {about(needed)} of it here" if needed != ssd.capacity else ""
+        if space.free + slab < needed:
+            most = (space.free + slab) * len(places) // len(beside) >> 20 << 20
+            verdict, hint = "fail", f"set ssd.capacity to {format_size(most)} or less, or free space there"
+    elif not space.free:
+        verdict, hint = "warn", "free space there, or give another directory"
+    if space.inodes == 0:
+        value, verdict, hint = f"{value}, but no inode", "fail" if ssd else "warn", "remove files there"
+    yield Row("free space", value, verdict, hint, data)
+
+
+def _same_file_system(one: Place, other: Place) -> bool:
+    devices = [place.mount.value.device if place.mount.value else "" for place in (one, other)]
+    return devices[0] == devices[1] != ""
+
+
+def _trial_row(name: str, trial: Found[Moved], has_gpu: bool) -> Row:
+    facts = trial.value
+    if facts is None:
+        lack: Verdict = "fail" if name == "posix" else "warn" if has_gpu else "info"
+        hint = _NO_RING if name == "uring" else trial.hint or "see the system log for the device"
+        return Row(f"transport {name}", trial.cause, lack, hint if lack != "info" else "")
+    write, read = (facts.nbytes / seconds / 1e9 for seconds in (facts.write_s, facts.read_s))
+    data = dataclasses.asdict(facts) | {"write_gb_s": write, "read_gb_s": read}
+    memory = "host memory" if facts.memory == "host" else f"GPU memory ({facts.word})"
+    value = f"write {write:.2f} GB/s, read {read:.2f} GB/s: {about(facts.nbytes)} of {memory}, the same bytes read back"
+    value += "" if facts.direct else ", through the page cache"
+    return Row(f"transport {name}", value, "ok", data=data)
+
+
+def _key_rows(found: Place, ssd: SsdConfig) -> Iterator[Row]:
+    """`ssd.transport`, `ssd.gds`, `ssd.direct_io`: what each comes to with the transport that would be used."""
+    assert found.chosen is not None, "a transport was tried"
+    chosen = found.chosen.value
+    if chosen is None:
+        hint = found.chosen.hint or "set ssd.transport to posix"
+        yield Row("ssd.transport", f"{ssd.transport}: {found.chosen.cause}", "fail", hint)
+    else:
+        said = f" ({chosen.reason})" if chosen.reason not in ("", "configured") else ""
+        yield Row("ssd.transport", comes_to(ssd.transport, chosen.name) + said, "ok", data=chosen.name)
+    word = chosen.word if chosen else None
+    if ssd.gds == "off":
+        yield Row("ssd.gds", "off", data=word)
+    elif word == "gds":
+        yield Row("ssd.gds", f"{ssd.gds}: gds, nvidia-fs counted these reads and writes", "ok", data=word)
+    else:
+        value = f"{ssd.gds}: {f'{word}, not gds' if word else 'no transport works'}"
+        fails = ssd.gds == "on"
+        hint = f"set ssd.gds to auto; {_GDS_DISKS}" if fails else ""
+        yield Row("ssd.gds", value, "fail" if fails else "info", hint, word)
+    yield _direct_key(found, ssd, chosen)
+
+
+def _direct_key(found: Place, ssd: SsdConfig, chosen: Moved | None) -> Row:
+    name, wanted, direct = "ssd.direct_io", ssd.direct_io, chosen.direct if chosen else None
+    if wanted == "off":
+        return Row(name, "off: through the page cache", data=direct)
+    if direct:
+        return Row(name, f"{wanted}: O_DIRECT", "ok", data=direct)
+    if chosen is None and found.direct_io and found.direct_io.value == "":
+        return Row(name, f"{wanted}: not known, since the transport does not work", data=direct)
+    hint = "set ssd.direct_io to auto or off, or ssd.path to a file system with O_DIRECT"
+    return Row(name, f"{wanted}: through the page cache", "fail" if wanted == "on" else "warn", hint, direct)
