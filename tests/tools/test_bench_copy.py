@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
-from gdscache.commands.replay.plan_machine import bench_rates
 
 from gdscache.commands import console
 from gdscache.commands.bench import copy, copy_beside, copy_cells, copy_startup, measure
@@ -628,11 +627,6 @@ class Interrupted(Stand):
         if self.opened == 1:
             raise KeyboardInterrupt
         return super().open_mover(planes, path)
-
-
-def test_a_plan_takes_its_rates_from_the_report(report: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "r.json").write_text(json.dumps(report))
-    assert bench_rates([tmp_path / "r.json"]) == {"link": pytest.approx(RATE, rel=0.1)}
 
 
 def test_a_path_can_be_forced() -> None:

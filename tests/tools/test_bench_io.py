@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from gdscache.commands.replay.plan_machine import bench_rates
 
 from gdscache.commands import console
 from gdscache.commands.bench import bare, io, io_cache, io_rows, io_sweep, io_ways, measure
@@ -124,11 +123,6 @@ def test_comparisons_say_what_they_are_held_against(report: dict[str, Any]) -> N
     assert report["memory"]["pages"] == report["settings"]["memory_pages"]
     causes = [entry["what"] for entry in report["cannot"]]
     assert [f"loads from a RAM disk, {size} pages" for size in ("4MiB", "1MiB", "256KiB")] == causes[:3]
-
-
-def test_a_plan_takes_its_rates_from_the_report(quick: tuple[Path, str], report: dict[str, Any]) -> None:
-    rates = {op: report["ceilings"][op]["gb_per_second"]["median"] * 1e9 for op in ("read", "write")}
-    assert bench_rates([quick[0] / "r.json"]) == {"ssd_read": rates["read"], "ssd_write": rates["write"]}
 
 
 def test_people_get_whole_tables_and_the_directory_back(quick: tuple[Path, str], report: dict[str, Any]) -> None:
