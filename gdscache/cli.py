@@ -14,6 +14,7 @@ import typer
 
 from gdscache.commands.bench.commands import bench_app
 from gdscache.commands.console import Table, progress_bar, show
+from gdscache.commands.flags import App
 from gdscache.commands.replay.commands import replay
 from gdscache.commands.replay.make_command import make_trace
 from gdscache.commands.replay.plan_commands import plan_tiers
@@ -26,14 +27,12 @@ from gdscache.sizes import about
 
 __all__ = ["app", "describe", "main"]
 
-app = typer.Typer(
+app = App(
     name="gdscache",
     help="A tiered cache for the KV cache of transformers: GPU, pinned CPU memory, SSD.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Check, print and write configuration files.", no_args_is_help=True)
+config_app = App(help="Check, print and write configuration files.")
 app.add_typer(config_app, name="config")
 config_app.command("init")(init)
 config_app.command("print")(print_shipped)

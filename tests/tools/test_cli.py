@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
 from gdscache import cli
 from gdscache.config import config_schema, load_config
@@ -132,6 +136,38 @@ def test_wrong_usage_is_status_2(gdscache, arguments: list[str]) -> None:
 
 def test_version(gdscache) -> None:
     assert gdscache("--version") == (0, f"gdscache {importlib.metadata.version('gdscache')}\n", "")
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    yield command, path
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, (*path, name))
+
+
+@pytest.mark.parametrize(("command", "path"), list(commands(typer.main.get_command(cli.app))), ids=str)
+def test_help_shows_a_flag_without_a_value(gdscache, monkeypatch: pytest.MonkeyPatch, command: Any, path) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    status, out, err = gdscache(*path, "--help")
+    assert (status, err) == (0, "")
+    assert "--help" in out
+    assert "bool" not in out.lower()
+    for option in command.params:
+        if not getattr(option, "is_flag", True):  # every other option says what it takes
+            assert re.search(rf"{option.opts[0]} +\S*[<A-Z]", out), option.opts
+
+
+def test_completion_is_offered_and_completes_commands(tmp_path: Path) -> None:
+    asked = {"_GDSCACHE_COMPLETE": "complete_bash", "COMP_WORDS": "gdscache bench i", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "gdscache"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=os.environ | asked,
+        check=False,
+    )
+    assert sorted(done.stdout.split()) == ["index", "io"], done.stderr
 
 
 def test_an_error_inside_gdscache_is_not_hidden(gdscache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from gdscache.commands.flags import App
 from gdscache.errors import InvalidValueError
 from gdscache.sizes import parse_size
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-bench_app = typer.Typer(help="Measure this machine against its own ceilings.", no_args_is_help=True)
+bench_app = App(help="Measure this machine against its own ceilings.")
 
 Dir = Annotated[Path, typer.Option("--dir", help="Directory on the device to measure. The bench deletes its files.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
