@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import os
 import re
@@ -145,13 +146,20 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, tu
 
 
 @pytest.mark.parametrize(("command", "path"), list(commands(typer.main.get_command(cli.app))), ids=str)
-def test_help_shows_a_flag_without_a_value(gdscache, monkeypatch: pytest.MonkeyPatch, command: Any, path) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_help_shows_flags_without_a_value_and_sentences_in_one_piece(
+    gdscache, monkeypatch: pytest.MonkeyPatch, command: Any, path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     status, out, err = gdscache(*path, "--help")
     assert (status, err) == (0, "")
     assert "--help" in out
     assert "bool" not in out.lower()
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    source = inspect.getdoc(command.callback) if command.callback else command.help
+    for paragraph in (source or command.help).split("\n\n"):
+        assert " ".join(paragraph.split()) in lines
     for option in command.params:
+        assert any(option.help in line for line in lines), option.help  # Rich reads [words] as markup
         if not getattr(option, "is_flag", True):  # every other option says what it takes
             assert re.search(rf"{option.opts[0]} +\S*[<A-Z]", out), option.opts
 

@@ -17,16 +17,18 @@ from gdscache.sizes import parse_size
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-bench_app = App(help="Measure this machine against its own ceilings.")
+bench_app = App()
 
 Dir = Annotated[Path, typer.Option("--dir", help="Directory on the device to measure. The bench deletes its files.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")]
-Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, a few seconds: to see that it works.")]
-Resume = Annotated[
-    Path | None, typer.Option("--resume", help="Go on where this report ends, and write it again (or to --json).")
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Small sizes, a few seconds. Shows that everything runs; judges no figure.")
 ]
-Repeat = Annotated[int | None, typer.Option(min=1, help="Rounds a figure.")]
+Resume = Annotated[
+    Path | None, typer.Option("--resume", help="Report to continue. It is written again, to --json if that is given.")
+]
+Repeat = Annotated[int | None, typer.Option(min=1, help="Rounds for each figure.")]
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
 
 
@@ -34,8 +36,8 @@ _Settings = TypeVar("_Settings", bound="DataclassInstance")
 def bench() -> None:
     """Measure this machine against its own ceilings.
 
-    Ctrl-C ends a bench with a report of what was measured until then; --resume goes on. The exit status is 1 where a
-    case failed, and 130 after Ctrl-C.
+    Ctrl-C ends a bench with a report of the cases that were measured until then, and --resume continues it. The exit
+    status is 1 if a case failed, and 130 after Ctrl-C.
     """
     logging.getLogger("gdscache.config").setLevel(logging.ERROR)  # their configurations are odd on purpose
 
@@ -43,16 +45,18 @@ def bench() -> None:
 @bench_app.command("index")
 def index(
     directory: Dir = Path(),
-    pages: Annotated[int | None, typer.Option(min=1, help="Pages of the catalogue. Default: 1000000.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, max=4096, help="Layers, each a checksum a page.")] = None,
+    pages: Annotated[int | None, typer.Option(min=1, help="Pages of the catalogue. Default: 1,000,000.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Layers of a page. Each has a checksum. Default: 32.")
+    ] = None,
     repeat: Repeat = None,
     resume: Resume = None,
     json_file: Json = None,
     quick: Quick = False,
 ) -> None:
-    """Lookups against the bare hash loop, reopening a large catalogue, and the index's memory.
+    """Measure lookups against a bare hash loop, the time to reopen a large catalogue, and the memory of the index.
 
-    Reserves a slab of one 4 KiB extent a page on the disk (more for more than 32 layers), and never writes it.
+    The bench reserves 4 KiB of disk for each page (more for more than 32 layers) and does not write them.
     """
     from gdscache.commands.bench.index import BENCH, Settings
 
@@ -62,20 +66,21 @@ def index(
 
 @bench_app.command("copy")
 def copy(
-    total: Annotated[str | None, typer.Option(help="Bytes moved each way in a run. Default: 1GiB.")] = None,
-    pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of runs a figure. Default: 30.")] = None,
-    pin: Annotated[str | None, typer.Option(help="The pool that is page-locked. Default: 16GiB.")] = None,
+    total: Annotated[str | None, typer.Option(help="Bytes that a run moves each way. Default: 1GiB.")] = None,
+    pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of runs for each figure. Default: 30.")] = None,
+    pin: Annotated[str | None, typer.Option(help="Size of the pool that is page-locked. Default: 16GiB.")] = None,
     path: Annotated[
-        str, typer.Option(help="By which copies go: auto, as an engine chooses; staged, zero_copy or copy_engine.")
+        str, typer.Option(help="Path of the copies: auto (as an engine chooses), staged, zero_copy or copy_engine.")
     ] = "auto",
     resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
     quick: Quick = False,
 ) -> None:
-    """Copies of pages between host and GPU against cudaMemcpyAsync, alone and beside a model's work. Needs a GPU.
+    """Measure copies of pages between host and GPU against cudaMemcpyAsync, alone and beside a model's work.
 
-    Takes four times --total of page-locked memory and six times as much of the GPU's, and for a while --pin.
+    Needs a GPU. The bench takes four times --total of page-locked memory and six times --total of GPU memory. For a
+    short time it also takes --pin of page-locked memory.
     """
     from gdscache.commands.bench import copy as measured
     from gdscache.commands.bench.copy_gpu import Gpu
@@ -89,16 +94,21 @@ def copy(
 @bench_app.command("io")
 def io(
     directory: Dir = Path(),
-    ways: Annotated[list[str] | None, typer.Option("--way", help="Way, may be repeated. Default: all.")] = None,
-    total: Annotated[str | None, typer.Option(help="File that the ways read and write. Default: 1GiB.")] = None,
+    ways: Annotated[
+        list[str] | None,
+        typer.Option("--way", help="A way between disk and memory. Repeat it for several ways. Default: all."),
+    ] = None,
+    total: Annotated[
+        str | None, typer.Option(help="Size of the file that the ways read and write. Default: 1GiB.")
+    ] = None,
     repeat: Repeat = None,
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, max=1024, help="ssd.threads of comparisons. Default: the engine's; on a RAM disk 12 or more."
+            min=1, max=1024, help="ssd.threads in comparisons. Default: the engine's, and at least 12 on a RAM disk."
         ),
     ] = None,
-    ram_disk: Annotated[str | None, typer.Option("--ram-disk", help="A tmpfs. Default: /dev/shm.")] = None,
+    ram_disk: Annotated[str | None, typer.Option("--ram-disk", help="Directory on a tmpfs. Default: /dev/shm.")] = None,
     require_gds: Annotated[
         bool, typer.Option("--require-gds", help="Fail unless the driver's counters prove GPUDirect Storage.")
     ] = False,
@@ -107,11 +117,13 @@ def io(
     plot: Plot = None,
     quick: Quick = False,
 ) -> None:
-    """Stores and loads of this cache against a raw O_DIRECT loop and other ways to keep pages, its memory, and every
-    way between disk and memory over the sizes of requests.
+    """Measure stores and loads of this cache, an engine's memory, and every way between disk and memory.
 
-    Needs twice --total and 1 GiB on the disk; --total and 2 GiB, with a GPU 4 GiB, of memory. For other depths, mixes
-    and latencies of a disk use fio, for GPUDirect Storage NVIDIA's gdsio.
+    Stores and loads are compared with a bare O_DIRECT loop and with other ways to keep pages. Each way between disk and
+    memory is measured for several sizes of requests.
+
+    The bench needs twice --total and 1 GiB of disk. It needs --total and 2 GiB of host memory, or --total and
+    4 GiB with a GPU. For other depths, mixes and latencies of a disk use fio. For GPUDirect Storage use NVIDIA's gdsio.
     """
     from gdscache.commands.bench.io import BENCH, Settings
 
@@ -131,22 +143,22 @@ def io(
 @bench_app.command("ttft")
 def ttft(
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Directory of the SSD tier. Default: /dev/shm, where it is a RAM disk.")
+        Path | None, typer.Option("--dir", help="Directory of the SSD tier. Default: /dev/shm, if it is a RAM disk.")
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Shape of the model. Default: 8b; without a GPU tiny.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    preset: Annotated[str | None, typer.Option(help="Shape of the model. Default: 8b, and tiny without a GPU.")] = None,
+    device: Annotated[str, typer.Option(help="Device of the model: auto, cpu, cuda or cuda:N.")] = "auto",
     repeat: Repeat = None,
     resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
-    full: Annotated[bool, typer.Option("--full", help="Every prompt, share, place, overlap and gate.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Measure every prompt, share, place, overlap and gate.")] = False,
     quick: Quick = False,
 ) -> None:
-    """Time to first token of hits from every place, against recomputing and against the ideal; what a miss costs.
+    """Measure the time to first token of hits, against recomputing and against the ideal, and the cost of a miss.
 
-    At most some eight minutes; what is left then, --resume measures. The 8B shape needs 35 GiB of the GPU's memory, 12
-    GiB of the host's and 12 GiB of disk, a RAM disk's being the host's too; with --full 75, 40 and 45. A hit that gave
-    other tokens than recomputing has failed.
+    The bench ends after about eight minutes, and --resume measures the cases that are left. The 8b shape needs 35 GiB
+    of GPU memory, 12 GiB of host memory and 12 GiB of disk; with --full 75, 40 and 45 GiB. A RAM disk takes host memory
+    too. A hit whose tokens differ from those of recomputing counts as failed.
     """
     from gdscache.commands.bench import ttft as measured
     from gdscache.commands.bench.ttft_cells import Settings
@@ -163,15 +175,18 @@ def ttft(
 
 @bench_app.command("pool")
 def pool(
-    pages: Annotated[int | None, typer.Option(min=1, help="Pages of 1 MiB that move in a round. Default: 128.")] = None,
+    pages: Annotated[int | None, typer.Option(min=1, help="Pages of 1 MiB that a round moves. Default: 128.")] = None,
     repeat: Repeat = None,
     json_file: Json = None,
     quick: Quick = False,
 ) -> None:
-    """Puts and gets of the mooncake tier against a bare loop of the same calls, on loopback; and what lookups and loads
-    of pages in this process cost with the master dead.
+    """Measure puts and gets of the mooncake tier on loopback, and the cost of a dead master.
 
-    Needs gdscache[mooncake]. Starts a mooncake_master and an owner of memory, whose ports listen everywhere meanwhile.
+    Puts and gets are compared with a bare loop of the same calls. Lookups and loads of pages in this process are
+    measured after the master was killed, against an engine without the tier.
+
+    Needs the extra mooncake. The bench starts a mooncake_master and an owner of memory. Their ports listen on all
+    network interfaces until the bench ends.
     """
     from gdscache.commands.bench.pool import BENCH, Settings
 

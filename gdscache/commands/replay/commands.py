@@ -23,91 +23,118 @@ SWEEP = ("0.5%", "1%", "2%", "5%", "10%", "25%", "50%")
 DEFAULT: str = CpuConfig().eviction
 _REAL_PAGE = "4KiB"  # without a config
 _TIERS, _MACHINE, _REAL, _SUITE = options.TIERS, options.MACHINE, "An engine with bytes", "Drawn traffic"
-_CAPACITY = "64GiB, pages (5000), percent of the unique pages (10%), none. Several by commas."
+_CAPACITY = "bytes (64GiB), pages (5000), percent of the unique pages (10%) or none. Commas separate several."
 Several = list[str] | None
 
 
 def replay(
     traces: options.Traces = None,
     capacity: Annotated[
-        Several, typer.Option(help="Pages of one tier, or percent of the unique pages [10%]. Several by commas.")
+        Several,
+        typer.Option(
+            help="Size of the one tier, in pages or percent of the unique pages. Default: 10%. Commas separate several."
+        ),
     ] = None,
     policy: Annotated[
-        Several, typer.Option(help=f"Eviction: {', '.join(POLICIES)} [{DEFAULT}]. Several by commas.")
+        Several,
+        typer.Option(help=f"Eviction order: {', '.join(POLICIES)}. Default: {DEFAULT}. Commas separate several."),
     ] = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Several capacities, and every policy, where not given.")
+        bool, typer.Option("--sweep", help="Compare several capacities and every policy, unless they are given.")
     ] = False,
-    page_tokens: Annotated[int, typer.Option(help="Tokens a page; divides the trace's blocks of 512.")] = BLOCK_TOKENS,
+    page_tokens: Annotated[
+        int, typer.Option(help="Tokens of a page. Must divide 512, the tokens of a block of the trace.")
+    ] = BLOCK_TOKENS,
     full_pages: Annotated[
-        bool, typer.Option("--full-pages", help="Leave partial pages at the end of prompts out, as an engine does.")
+        bool, typer.Option("--full-pages", help="Leave out partial pages at the end of prompts, as an engine does.")
     ] = False,
-    first: Annotated[int | None, typer.Option("--first", min=1, metavar="N", help="The first N requests only.")] = None,
+    first: Annotated[
+        int | None, typer.Option("--first", min=1, metavar="N", help="Replay only the first N requests.")
+    ] = None,
     as_json: options.AsJson = False,
     plot: options.Plot = None,
     suite: Annotated[
         bool,
-        typer.Option("--suite", rich_help_panel=_SUITE, help="No trace: traffic of many families, drawn from a seed."),
+        typer.Option(
+            "--suite", rich_help_panel=_SUITE, help="Replay drawn traffic of many families instead of a trace."
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_SUITE, help="The first seed.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, rich_help_panel=_SUITE, help="Traces of each family.")] = 2,
-    family: Annotated[Several, typer.Option(rich_help_panel=_SUITE, help="Some. Several by commas.")] = None,
+    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_SUITE, help="First seed.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_SUITE, help="Number of seeds: traces of each family.")
+    ] = 2,
+    family: Annotated[
+        Several, typer.Option(rich_help_panel=_SUITE, help="Only these families. Commas separate several.")
+    ] = None,
     references: Annotated[
-        int, typer.Option(min=1, rich_help_panel=_SUITE, help="Pages of a trace, each use counted.")
+        int, typer.Option(min=1, rich_help_panel=_SUITE, help="Page references of a trace.")
     ] = 40_000,
     config: options.ConfigFile = None,
     cpu: Annotated[Several, typer.Option(rich_help_panel=_TIERS, help=f"The CPU tier: {_CAPACITY}")] = None,
     ssd: Annotated[Several, typer.Option(rich_help_panel=_TIERS, help=f"The SSD tier: {_CAPACITY}")] = None,
     gpu: Annotated[
-        str | None, typer.Option(rich_help_panel=_TIERS, help="A GPU pool that the engine owns; else attached planes.")
+        str | None,
+        typer.Option(
+            rich_help_panel=_TIERS, help="Size of a GPU pool that the engine owns. Without it, planes are attached."
+        ),
     ] = None,
     own_pool: Annotated[
-        bool, typer.Option("--own-pool", rich_help_panel=_TIERS, help="The engine owns a pool, of gpu.capacity.")
+        bool, typer.Option("--own-pool", rich_help_panel=_TIERS, help="The engine owns a GPU pool of gpu.capacity.")
     ] = False,
     model: options.Model = options.MODEL,
     page_bytes: Annotated[
-        str | None, typer.Option(rich_help_panel=_TIERS, help="Bytes of a page instead (8MiB), without --config.")
+        str | None,
+        typer.Option(rich_help_panel=_TIERS, help="Bytes of a page (8MiB), in place of --model. Not with --config."),
     ] = None,
     write: Annotated[
-        Several, typer.Option(rich_help_panel=_TIERS, help="store.write_policy. Several by commas.")
+        Several, typer.Option(rich_help_panel=_TIERS, help="store.write_policy. Commas separate several.")
     ] = None,
     admission: Annotated[
-        Several, typer.Option(rich_help_panel=_TIERS, help="ssd.admission. Several by commas.")
+        Several, typer.Option(rich_help_panel=_TIERS, help="ssd.admission. Commas separate several.")
     ] = None,
     promotion: Annotated[
-        Several, typer.Option(rich_help_panel=_TIERS, help="ssd.promotion. Several by commas.")
+        Several, typer.Option(rich_help_panel=_TIERS, help="ssd.promotion. Commas separate several.")
     ] = None,
     sets: options.Sets = None,
     ssd_read: options.SsdRead = 6.0,
     ssd_write: options.SsdWrite = 3.0,
     link: options.Link = 50.0,
     latency: Annotated[
-        float, typer.Option("--ssd-latency-us", rich_help_panel=_MACHINE, help="Microseconds of each read and write.")
+        float,
+        typer.Option(
+            "--ssd-latency-us", rich_help_panel=_MACHINE, help="Latency of each read and write, in microseconds."
+        ),
     ] = 100.0,
     prefill: options.Prefill = None,
     overlap: Annotated[
-        bool, typer.Option("--overlap", rich_help_panel=_MACHINE, help="Loads run beside the prefill, not before it.")
+        bool, typer.Option("--overlap", rich_help_panel=_MACHINE, help="Loads run during the prefill, not before it.")
     ] = False,
     speed: Annotated[
-        float, typer.Option(rich_help_panel=_MACHINE, help="Requests come so many times as fast as in the trace.")
+        float,
+        typer.Option(
+            rich_help_panel=_MACHINE, help="Factor of the speed of arrival: 2 replays the trace twice as fast."
+        ),
     ] = 1.0,
     serial: Annotated[
-        bool, typer.Option("--serial", rich_help_panel=_MACHINE, help="A request ends before the next one begins.")
+        bool, typer.Option("--serial", rich_help_panel=_MACHINE, help="Each request ends before the next one begins.")
     ] = False,
     real: Annotated[
-        bool, typer.Option("--real", rich_help_panel=_REAL, help="An engine that moves and verifies every byte.")
+        bool,
+        typer.Option(
+            "--real", rich_help_panel=_REAL, help="Replay through an engine that moves and verifies every byte."
+        ),
     ] = False,
     device: Annotated[
-        str, typer.Option(rich_help_panel=_REAL, help="Where its planes are: cpu, cuda, cuda:N.")
+        str, typer.Option(rich_help_panel=_REAL, help="Device of the planes: cpu, cuda or cuda:N.")
     ] = "cpu",
     directory: Annotated[
-        Path | None, typer.Option("--dir", rich_help_panel=_REAL, help="Where its SSD tier is made, and deleted again.")
+        Path | None, typer.Option("--dir", rich_help_panel=_REAL, help="Directory for the temporary SSD tier.")
     ] = None,
 ) -> None:
-    """Replay a trace of requests against LRU and the optimum: the real index and policies.
+    """Replay a trace of requests through the index and policies of an engine, and compare with LRU and the optimum.
 
-    On one tier without time (--capacity), through all tiers of a machine with virtual time (--cpu, --ssd, --gpu or
-    --config), or through an engine that moves bytes (--real). Or on drawn traffic that no order was tuned to (--suite).
+    --capacity replays one tier without time. --cpu, --ssd, --gpu or --config replay all tiers in virtual time. --real
+    replays through an engine that moves bytes. --suite replays drawn traffic that no order was tuned to.
     """
     if plot is not None:
         if real:

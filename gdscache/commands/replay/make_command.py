@@ -13,15 +13,13 @@ from gdscache.errors import InvalidValueError
 
 
 def make_trace(
-    kind: Annotated[str, typer.Argument(help="agents, chat, rag, batch, drift or tenants.")],
-    file: Annotated[Path, typer.Argument(help="The trace to write; packed when its name ends with .gz.")],
-    seed: Annotated[int, typer.Option(help="Another seed, other traffic of the kind.")] = 0,
-    seconds: Annotated[float, typer.Option(help="How long the traffic lasts.")] = 3600.0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write over a file that is there, without a question.")
-    ] = False,
+    kind: Annotated[str, typer.Argument(help="Kind of traffic: agents, chat, rag, batch, drift or tenants.")],
+    file: Annotated[Path, typer.Argument(help="Trace file to write. A name that ends with .gz is compressed.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers. Each seed gives other traffic.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Length of the traffic, in seconds.")] = 3600.0,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file without asking.")] = False,
 ) -> None:
-    """Write made-up traffic of a kind as a trace, for `gdscache replay` and for others that read Mooncake's format."""
+    """Write made-up traffic as a trace in Mooncake's format, for `gdscache replay` and other readers of that format."""
     from gdscache.commands.replay.synthetic import generate, write_trace
 
     check_writable(file, "FILE")

@@ -20,32 +20,45 @@ MODEL = next(iter(TOKEN_BYTES))
 
 Traces = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="TRACE...", help="Mooncake traces, also gzip, parts of one; or synthetic:KIND[:SEED]."),
+    typer.Argument(
+        metavar="TRACE...", help="Files of one trace in Mooncake's format, plain or gzip; or synthetic:KIND[:SEED]."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", rich_help_panel=TIERS, help="Model and policies of this configuration.")
+    Path | None,
+    typer.Option("--config", rich_help_panel=TIERS, help="Configuration file of the model and the policies."),
 ]
 Model = Annotated[
-    str, typer.Option(rich_help_panel=TIERS, help=f"Bytes of a token, without --config: {', '.join(TOKEN_BYTES)}.")
+    str,
+    typer.Option(
+        rich_help_panel=TIERS, help=f"Model that sets the bytes of a token, without --config: {', '.join(TOKEN_BYTES)}."
+    ),
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", rich_help_panel=TIERS, help="Any key of the configuration."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", rich_help_panel=TIERS, help="Set a key of the configuration. May be repeated."
+    ),
 ]
 SsdRead = Annotated[
-    float, typer.Option("--ssd-read-gbps", rich_help_panel=MACHINE, help="GB/s read from the SSD; or inf.")
+    float, typer.Option("--ssd-read-gbps", rich_help_panel=MACHINE, help="Read speed of the SSD in GB/s, or inf.")
 ]
 SsdWrite = Annotated[
-    float, typer.Option("--ssd-write-gbps", rich_help_panel=MACHINE, help="GB/s written to the SSD; or inf.")
+    float, typer.Option("--ssd-write-gbps", rich_help_panel=MACHINE, help="Write speed of the SSD in GB/s, or inf.")
 ]
 Link = Annotated[
-    float, typer.Option("--link-gbps", rich_help_panel=MACHINE, help="GB/s host to GPU, each way; or inf.")
+    float,
+    typer.Option("--link-gbps", rich_help_panel=MACHINE, help="Speed between host and GPU in GB/s, each way, or inf."),
 ]
 Prefill = Annotated[
     float | None,
-    typer.Option("--prefill-tokens-per-second", rich_help_panel=MACHINE, help="What a request computes; models TTFT."),
+    typer.Option(
+        "--prefill-tokens-per-second",
+        rich_help_panel=MACHINE,
+        help="Speed of the prefill of one request. Gives the time to first token.",
+    ),
 ]
 
 

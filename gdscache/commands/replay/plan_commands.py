@@ -29,21 +29,24 @@ def plan_tiers(
     ssd_read: options.SsdRead = 6.0,
     ssd_write: options.SsdWrite = 3.0,
     link: options.Link = 50.0,
-    cpu_budget: Annotated[str | None, typer.Option(rich_help_panel=_LIMITS, help="Host memory for the pool.")] = None,
+    cpu_budget: Annotated[
+        str | None, typer.Option(rich_help_panel=_LIMITS, help="Most host memory for the CPU pool (512GiB).")
+    ] = None,
     ssd_budget: Annotated[
-        str | None, typer.Option(rich_help_panel=_LIMITS, help="Room on the SSD; 0 is no SSD.")
+        str | None, typer.Option(rich_help_panel=_LIMITS, help="Most space on the SSD (4TiB). 0: no SSD.")
     ] = None,
     writes_a_day: Annotated[
-        str | None, typer.Option(rich_help_panel=_LIMITS, help="Bytes that may be written to the SSD (5TB).")
+        str | None, typer.Option(rich_help_panel=_LIMITS, help="Most bytes written to the SSD a day (5TB).")
     ] = None,
     ttft_target: Annotated[
-        float | None, typer.Option(rich_help_panel=_LIMITS, help="Seconds, the mean; else 5 % above the best.")
+        float | None,
+        typer.Option(rich_help_panel=_LIMITS, help="Largest mean TTFT, in seconds. Default: 5 % above the best."),
     ] = None,
 ) -> None:
-    """How big should the CPU pool and the SSD be, for this traffic, model and machine? And what will they give?
+    """Recommend sizes of the CPU pool and the SSD for a trace, a model and a machine.
 
-    Replays the trace through pairs of sizes with virtual time, and recommends the pair that costs least of those whose
-    mean TTFT is nearly that of infinite tiers, within the limits. Takes some minutes.
+    The trace is replayed in virtual time through pairs of sizes. Among the pairs within the limits whose mean time to
+    first token (TTFT) is nearly that of infinite tiers, the cheapest is recommended. This takes some minutes.
     """
     if not traces:
         raise InvalidValueError("no trace is named", "name a file, or synthetic:KIND")

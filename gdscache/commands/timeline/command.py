@@ -13,14 +13,14 @@ from gdscache.sizes import about
 
 
 def show_timeline(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What --trace, or TraceTimeline.write, wrote.")],
-    plot: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of --trace or of TraceTimeline.write.")],
+    plot: Annotated[Path | None, typer.Option(help="Draw the timeline into this file (.png, .svg, .pdf).")] = None,
     load: Annotated[int | None, typer.Option(help="Look at the load with this number. Default: the longest.")] = None,
     whole: Annotated[bool, typer.Option("--whole", help="Look at the whole file, not at one load.")] = False,
     caption: Annotated[str, typer.Option(help="A line below the plot.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what each track was busy with while a load ran, and how much of that ran under the model's layers."""
+    """Show how long each track was busy during a load, and how much of that time ran under the model's layers."""
     from gdscache.commands.timeline.plot import timeline_plot
     from gdscache.commands.timeline.summary import read_trace_file, summary
 
