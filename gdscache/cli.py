@@ -74,7 +74,7 @@ def check(
     file: Annotated[Path, typer.Argument(help="A YAML file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a configuration file and say what it means. Opens no tier and needs no GPU."""
+    """Check a configuration file and show its sizes, its tiers and its namespace. Opens no tier and needs no GPU."""
     meaning = describe(load_config(file))
     if as_json:
         typer.echo(json.dumps({"file": str(file), **meaning}, indent=2))
@@ -85,7 +85,8 @@ def check(
 @app.command("doctor")
 def doctor(
     file: Annotated[
-        Path | None, typer.Option("--config", help="Check against this file; by default, against the defaults.")
+        Path | None,
+        typer.Option("--config", help="Configuration file to check against. Default: the default settings."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     recalibrate: Annotated[
@@ -95,10 +96,10 @@ def doctor(
         Path | None, typer.Option("--dir", help="Examine this directory as an SSD tier, not ssd.path of --config.")
     ] = None,
 ) -> None:
-    """Report what this machine offers and what is missing. Status 1 if the configuration asks for more than that.
+    """Report what this machine offers and what is missing. The exit status is 1 if the configuration asks for more.
 
-    Works without a GPU. With one it takes some seconds, 64 MiB of page-locked memory, and gpu.staging of GPU memory.
-    It writes and reads 32 MiB with each transport in the SSD tier's directory, and leaves nothing there.
+    Works without a GPU. With a GPU it takes some seconds, 64 MiB of page-locked memory, and gpu.staging of GPU memory.
+    It writes and reads 32 MiB with each transport in the SSD tier's directory, and deletes them.
     """
     from gdscache.commands import doctor as checks
 
@@ -121,7 +122,7 @@ def inspect_directory(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a configuration.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what the directory of an SSD tier contains. Changes nothing, and works while an engine uses it."""
+    """Show the contents of an SSD tier's directory. Changes nothing, and works while an engine uses the directory."""
     from gdscache.commands.inspect import inspect, tables
 
     report = inspect(directory)
@@ -133,9 +134,9 @@ def verify_directory(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a configuration.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Read and check every page in the directory of an SSD tier. Repairs nothing. No engine may use it meanwhile.
+    """Read and check every page in the directory of an SSD tier. Repairs nothing. No engine may use the directory.
 
-    Status 0: all pages are good. 1: bad pages were found. 2: not every page could be checked.
+    Exit status 0: all pages are good. 1: bad pages were found. 2: not every page could be checked.
     """
     from gdscache.commands.inspect import tables, verify
 
