@@ -85,17 +85,21 @@ def check(
 
 @app.command("doctor")
 def doctor(
-    file: Annotated[Path | None, typer.Option("--config", help="Check against this file, not the defaults.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--config", help="Check against this file; by default, against the defaults.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Measure the GPU's bus anew.")] = False,
+    recalibrate: Annotated[
+        bool, typer.Option("--recalibrate", help="Measure copies between GPU and host again.")
+    ] = False,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Look at this directory for an SSD tier, not at ssd.path of --config.")
+        Path | None, typer.Option("--dir", help="Examine this directory as an SSD tier, not ssd.path of --config.")
     ] = None,
 ) -> None:
-    """Say what this machine gives and what is missing. Status 1 where the configuration would not get what it asks for.
+    """Report what this machine offers and what is missing. Status 1 if the configuration asks for more than that.
 
-    Works without a GPU. With one it takes some seconds, 64 MiB of page-locked memory, and gpu.staging of the GPU's.
-    In the directory of an SSD tier it writes and reads 32 MiB with each transport, and leaves nothing there.
+    Works without a GPU. With one it takes some seconds, 64 MiB of page-locked memory, and gpu.staging of GPU memory.
+    It writes and reads 32 MiB with each transport in the SSD tier's directory, and leaves nothing there.
     """
     from gdscache.commands import doctor as checks
 
@@ -115,10 +119,10 @@ def doctor(
 
 @app.command("inspect")
 def inspect_directory(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a config.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a configuration.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what lies in the directory of an SSD tier. Changes nothing, and works while an engine uses it."""
+    """Show what the directory of an SSD tier contains. Changes nothing, and works while an engine uses it."""
     from gdscache.commands.inspect import inspect, tables
 
     report = inspect(directory)
@@ -127,12 +131,12 @@ def inspect_directory(
 
 @app.command("verify")
 def verify_directory(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a config.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a configuration.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Read every page in the directory of an SSD tier and check it. Repairs nothing; no engine may use it meanwhile.
+    """Read and check every page in the directory of an SSD tier. Repairs nothing. No engine may use it meanwhile.
 
-    Status 0: all pages are good. 1: bad pages were found. 2: it could not be done, or not for all pages.
+    Status 0: all pages are good. 1: bad pages were found. 2: not every page could be checked.
     """
     from gdscache.commands.inspect import tables, verify
 

@@ -22,7 +22,7 @@ EXIT_S = 30.0  # seconds that a process which ends, or drops an engine, waits fo
 _log = logging.getLogger("gdscache")
 
 
-class Closing:
+class EngineClosing:
     """Closes an engine's parts."""
 
     def __init__(self, parts: Parts, calls: Calls) -> None:

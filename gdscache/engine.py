@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gdscache import arguments
-from gdscache.closing import Closing, at_exit_of_child
+from gdscache.closing import EngineClosing, at_exit_of_child
 from gdscache.config import Config, load_config
 from gdscache.cuda.streams import Event, given, on_stream_of_caller
 from gdscache.errors import (
@@ -99,7 +99,7 @@ class CacheEngine:
             undo.callback(self._calls.end)
             self._parts: Parts = build(config, self.layout, planes, self.timeline, self._calls)
             undo.pop_all()
-        self._closing = Closing(self._parts, self._calls)
+        self._closing = EngineClosing(self._parts, self._calls)
         self._forgotten = weakref.finalize(self, self._closing.forgotten)
         self._exits_first = at_exit_of_child(functools.partial(self._closing.forgotten, ending=True))
         costs = self._parts.manager.costs

@@ -63,6 +63,7 @@ def try_out(wheel: Path, work: Path) -> None:
     python = work / "env" / "bin" / "python"
     run(python, "-m", "pip", "install", "-q", "-c", ROOT / "tools" / "constraints.txt", wheel, cwd=work)
     run(work / "env" / "bin" / "gdscache", "--version", cwd=work)
+    run(work / "env" / "bin" / "gdscache", "config", "init", "llama3_8b", cwd=work)  # the wheel has configs/
     run(python, "-c", "from gdscache.native.library import library; print(library().best_arm())", cwd=work)
     example = Path(shutil.copy(ROOT / "examples" / "quickstart.py", work))
     run(python, "-W", "error", example, cwd=work)

@@ -496,7 +496,7 @@ def test_the_paths_are_those_that_the_mover_takes(monkeypatch: pytest.MonkeyPatc
     try:
         assert isinstance(mover, CudaMover)
         for direction in copies.DIRECTIONS:
-            for row in copies.model_paths(layout, direction, "auto", mover.paths.calibration, sums=True):
+            for row in copies.model_paths(layout, direction, mover.paths.calibration, sums=True):
                 layers = range(row.data["layers"])
                 assert row.data["path"] == mover.path(direction, extents, layers, sums=True), row.name
     finally:

@@ -197,7 +197,7 @@ def plot(reports: list[dict[str, Any]], path: Path) -> None:
     """A bar a system: milliseconds to the first token."""
     from gdscache.commands.console import require_matplotlib
 
-    figure = require_matplotlib(path).figure.Figure(figsize=(6.5 * len(reports), 4), layout="constrained")
+    figure = require_matplotlib(path).figure.Figure(figsize=(8 * len(reports), 4), layout="constrained")
     for axes, report in zip(figure.subplots(1, len(reports), squeeze=False)[0], reports, strict=True):
         bars: list[tuple[str, float, str]] = []
         plain = next(row for row in report["rows"] if row["way"] == "none")["first"]
@@ -213,9 +213,9 @@ def plot(reports: list[dict[str, Any]], path: Path) -> None:
         axes.bar_label(axes.containers[0], fmt="%.0f", padding=3, fontsize=8)
         axes.margins(x=0.12)
         axes.invert_yaxis()
-        axes.set_xlabel(f"ms to the first token, {report['tokens']:,} tokens, 90 % cached")
+        axes.set_xlabel(f"ms to the first token; {report['tokens']:,} tokens, 90 % cached", fontsize=9)
         gpus = report["machine"]["gpus"] or ["no GPU"]
-        axes.set_title(f"{report['engine']} {report['versions'][report['engine']]}, {gpus[0]}")
+        axes.set_title(f"{report['engine']} {report['versions'][report['engine']]}, {gpus[0]}", fontsize=10)
     figure.savefig(path, dpi=150)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.commands.bench.measure import Closing, Progress, Series, interleave, rate, silent
+from gdscache.commands.bench.measure import Closeable, Progress, Series, interleave, rate, silent
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import InvalidValueError, IOFailedError
@@ -65,7 +65,7 @@ _Loop = struct(
 )
 
 
-class BareLoop(Closing):
+class BareLoop(Closeable):
     """Reads or writes the first `total` bytes of a file, each part once, to or from memory of its own.
 
     As much memory as a tier fills, and of the same kind (huge pages, page-locked where CUDA is: on some devices both

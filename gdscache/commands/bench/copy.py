@@ -35,7 +35,7 @@ class Settings(kit.Settings):
 
     `total` is moved each way in a run, `beside_total` beside a model's work; `pairs` of runs make a figure. `product`
     and `attention` are the edge of the matrices and the tokens; `pin` is the pool that is page-locked, `pin_pairs`
-    times each way; `builds` the rounds of building kernels. `path`: by which copies go; `auto`: as an engine chooses.
+    times each way; `builds` the rounds of building kernels. `path`: of all copies; `auto` is an engine's.
     """
 
     total: int = 1 * GIB

@@ -11,7 +11,7 @@ import torch
 
 from gdscache.commands.bench.copy_cells import Cell, layers_of
 from gdscache.commands.bench.copy_gpu import Gpu, Mark, Queued, Way
-from gdscache.commands.bench.measure import Closing
+from gdscache.commands.bench.measure import Closeable
 from gdscache.cuda.host_memory import MAX_REGISTRATION
 from gdscache.cuda.streams import Event
 from gdscache.errors import CapacityError, IOFailedError
@@ -25,7 +25,7 @@ SAMPLE = 4  # pages whose bytes are compared
 ASIDE = 1 * GIB  # of GPU memory, for the staging ring and a neighbour's work
 
 
-class Pool(Closing):
+class Pool(Closeable):
     """Page-locked extents and planes for the same pages, four times `total` bytes each, filled with noise.
 
     Loads use one half of the slots and of the blocks, stores the other; both in random order. Plain copies go between

@@ -15,7 +15,7 @@ import torch
 
 from gdscache import CacheEngine
 from gdscache.commands.bench.geometry import model_of
-from gdscache.commands.bench.measure import Closing, rate
+from gdscache.commands.bench.measure import Closeable, rate
 from gdscache.commands.bench.ssd_tier import forget
 from gdscache.config import Config
 from gdscache.cuda.streams import Event
@@ -25,7 +25,7 @@ from gdscache.pages.hit import Hit
 from gdscache.pages.planes import PagedPlanes
 
 
-class ColdEngine(Closing):
+class ColdEngine(Closeable):
     """An engine with attached planes on `device`, a CPU tier and an SSD tier (`auto`, no GDS), and one prompt's pages.
 
     `total` bytes of pages are stored when it is open. It needs about 1.3 times `total` of disk, twice as much of host

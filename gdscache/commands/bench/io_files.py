@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gdscache.commands.bench import io_cache
-from gdscache.commands.bench.measure import Closing, rate
+from gdscache.commands.bench.measure import Closeable, rate
 from gdscache.errors import IOFailedError, ShortIOError, TransportUnavailableError
 from gdscache.storage.files import probe_direct_io
 from gdscache.storage.workers import MAX_RUN
@@ -84,7 +84,7 @@ class FilePerPage:
         return self.directory / f"{number:08x}.bin"
 
 
-class CallPerPage(Closing):
+class CallPerPage(Closeable):
     """Reads the pages of a file into host memory with one task and one `preadv` a page, by `threads` threads."""
 
     def __init__(self, path: Path, memory: memoryview, page_bytes: int, threads: int) -> None:
@@ -111,7 +111,7 @@ class CallPerPage(Closing):
         os.close(self._file)
 
 
-class KvikioPerPage(Closing):
+class KvikioPerPage(Closeable):
     """Reads the pages of a file into GPU memory with one kvikio call a page, without cuFile; all calls in flight.
 
     Sets kvikio's settings for the whole process. Raises `TransportUnavailableError` where kvikio is missing.

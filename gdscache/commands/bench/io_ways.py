@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gdscache.commands.bench.measure import Closing, rate
+from gdscache.commands.bench.measure import Closeable, rate
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, NativeCallError, StorageError
 from gdscache.sizes import KIB, MIB
@@ -48,7 +48,7 @@ WAYS = (
 BY_NAME = {way.name: way for way in WAYS}
 
 
-class OpenWay(Closing):
+class OpenWay(Closeable):
     """A transport with `threads` threads on an existing file, and `nbytes` of memory that its requests may use.
 
     The bytes end (or begin) in `memory`: on the GPU for the ways that say so, else in host memory. `host_gpu` also has

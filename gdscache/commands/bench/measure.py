@@ -67,7 +67,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     return Interval(statistics.median(ordered), ordered[rank - 1], ordered[-rank], coverage)
 
 
-class Closing(abc.ABC):
+class Closeable(abc.ABC):
     """Something that the end of a `with` block closes."""
 
     @abc.abstractmethod

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from gdscache.commands.bench.geometry import model_of
-from gdscache.commands.bench.measure import Closing, rate
+from gdscache.commands.bench.measure import Closeable, rate
 from gdscache.config import Config
 from gdscache.errors import IOFailedError
 from gdscache.opening import build
@@ -40,7 +40,7 @@ def forget(manager: TierManager, tier: Tier) -> None:
                 tier.index.drop(entry)
 
 
-class TierUnderTest(Closing):
+class TierUnderTest(Closeable):
     """An SSD tier below a CPU pool of `total` bytes that is touched and full of random bytes."""
 
     def __init__(self, directory: Path, page_bytes: int, total: int, threads: int) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Onward
-from gdscache.commands.bench.measure import Closing, rate
+from gdscache.commands.bench.measure import Closeable, rate
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.storage.base import Op
 
 
-class Ceilings(Closing):
+class Ceilings(Closeable):
     """Ways to measure the ceilings on one slab, each called once a round: GB/s by name (`copy`, `read`, `onward`).
 
     `copy`: one copy of `nbytes` of page-locked host memory to the device, on a CPU-only machine from one part of memory

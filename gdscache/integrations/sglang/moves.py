@@ -43,8 +43,8 @@ class LayerLoads:
     """Batches of loads under way. It is the `layer_done_counter` that SGLang's pools wait on.
 
     A batch begins when the forward pass waits for its first layer. SGLang copies a forward pass's inputs to the GPU
-    after it has named the batch, and a copy engine carries copies out in their order: loads that begin earlier hold the
-    inputs up for as long as all their bytes take (68 ms of 3.9 GB on an H100).
+    after it has named the batch, and a copy engine carries copies out in their order: behind loads that begin earlier
+    the inputs wait until all bytes are there.
     """
 
     def __init__(

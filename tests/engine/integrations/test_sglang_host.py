@@ -253,7 +253,13 @@ class Linked:
     def begin(self, keys: list[str], blocks: list[int]) -> int:
         assert self.table.lookup("r", keys) == len(keys)
         assert self.table.load("r", keys, lambda: blocks)
-        return self.loads.start(self.table.take(), None)
+        return self.loads.queue(self.table.take())
+
+    def forward(self, index: int) -> None:
+        """A forward pass waits for the layers of its loads, which begin with it."""
+        self.loads.set_consumer(index)
+        for layer in range(3):
+            self.loads.wait_until(layer)
 
 
 @pytest.fixture
@@ -285,7 +291,7 @@ def test_pages_go_and_come_back(linked: Linked) -> None:
     assert [mark_of(linked.tensors, page) for page in (20, 21, 0, 2, 5)] == [10, 11, 12, 13, 14]
     assert [mark_of(linked.tensors, page) for page in (3, 1, 4, 15, 9)] == [200] * 5
     assert linked.loads.finish(index), "there is nothing to wait for"
-    assert linked.loads.start([], None) == -1
+    assert linked.loads.queue([]) == -1
     linked.loads.set_consumer(-1)
     linked.loads.wait_until(0)
 
@@ -300,8 +306,35 @@ def test_an_offload_is_over_when_its_pages_are_read(linked: Linked) -> None:
     assert linked.offloads.pop()
     assert linked.offloads.completed() == 0
     index = linked.begin(KEYS[:4], [10, 11, 12, 13])
+    linked.forward(index)
     assert linked.loads.finish(index)
     assert [mark_of(linked.tensors, page) for page in (10, 11, 12, 13)] == [10, 11, 12, 13]
+
+
+def test_loads_begin_with_their_forward_pass(linked: Linked) -> None:
+    """What SGLang copies to the GPU before that does not wait behind them."""
+    linked.offload(KEYS[:2], [0, 1], 10)
+    linked.engine.drain(WAIT)
+    for page in (8, 9):
+        fill(linked.tensors, page, 200)
+    index = linked.begin(KEYS[:2], [8, 9])
+    linked.loads.set_consumer(index)
+    assert linked.counts["loads"] == 0
+    assert [mark_of(linked.tensors, page) for page in (8, 9)] == [200, 200]
+    linked.forward(index)
+    assert linked.counts["loads"] == 1
+    assert linked.loads.finish(index)
+    assert [mark_of(linked.tensors, page) for page in (8, 9)] == [10, 11]
+
+
+def test_a_forward_pass_that_waits_for_no_layer_had_no_pages(linked: Linked) -> None:
+    linked.offload(KEYS[:2], [0, 1], 10)
+    linked.engine.drain(WAIT)
+    index = linked.begin(KEYS[:2], [8, 9])
+    linked.loads.set_consumer(index)
+    assert not linked.loads.finish(index)
+    assert linked.counts["failed_loads"] == 1
+    until(lambda: linked.engine.stats()["leases"] == [], "its pins are let go of")
 
 
 def test_pages_that_go_before_their_load_begins_are_told(linked: Linked) -> None:
@@ -311,7 +344,7 @@ def test_pages_that_go_before_their_load_begins_are_told(linked: Linked) -> None
     assert linked.table.load("r", KEYS[:4], lambda: [10, 11, 12, 13])
     queued = linked.table.take()
     linked.engine.clear()
-    index = linked.loads.start(queued, None)
+    index = linked.loads.queue(queued)
     assert index == 0
     linked.loads.set_consumer(index)
     linked.loads.wait_until(1)
@@ -323,6 +356,7 @@ def test_a_load_that_breaks_off_is_told(linked: Linked, monkeypatch: pytest.Monk
     linked.offload(KEYS[:4], [0, 1, 2, 3], 10)
     linked.engine.drain(WAIT)
     index = linked.begin(KEYS[:4], [10, 11, 12, 13])
+    linked.forward(index)
     batch = linked.loads._batches[index]
     assert batch.load is not None
 
@@ -337,6 +371,7 @@ def test_statuses_are_counted_page_by_page(linked: Linked, monkeypatch: pytest.M
     linked.offload(KEYS[:2], [0, 1], 10)
     linked.engine.drain(WAIT)
     index = linked.begin(KEYS[:2], [10, 11])
+    linked.forward(index)
     load = linked.loads._batches[index].load
     assert load is not None
     (report,) = load.results()
@@ -356,6 +391,7 @@ def test_another_salt_is_other_weights(linked: Linked) -> None:
     linked.engine.drain(WAIT)
     linked.table.reset()
     index = linked.begin(KEYS[:2], [8, 9])
+    linked.forward(index)
     assert linked.loads.finish(index)
     assert [mark_of(linked.tensors, page) for page in (8, 9)] == [77, 78]
 

@@ -278,7 +278,7 @@ def test_keys_and_links() -> None:
     assert PageLinks().named(KEYS[3:], KEYS[:3]).pages(namespace) == whole[3:]
     assert len(PageLinks().named([])) == 0
     for wrong in ("", "ab", "x" * 64, None, KEYS[0] + "00"):
-        with pytest.raises(InvalidValueError, match="no key of a page"):
+        with pytest.raises(InvalidValueError, match="not the key of a page"):
             digest(wrong)  # type: ignore[arg-type]
 
 
