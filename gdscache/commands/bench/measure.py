@@ -15,8 +15,8 @@ from typing import Any, Self, TypeVar
 
 from gdscache.commands.console import Progress as Progress
 from gdscache.commands.console import silent as silent
-from gdscache.commands.doctor.trial import run_child
 from gdscache.errors import GdsCacheError, InvalidValueError, IOFailedError
+from gdscache.storage.trial import run_child
 
 T = TypeVar("T")
 

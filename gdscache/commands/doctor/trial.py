@@ -15,8 +15,7 @@ from gdscache.sizes import MIB, about
 from gdscache.storage import choose_and_open
 from gdscache.storage.base import Switch
 from gdscache.storage.probe import gds_operations
-from gdscache.storage.trial import run_child as run_child
-from gdscache.storage.trial import write_and_read
+from gdscache.storage.trial import run_child, write_and_read
 
 TRIAL_BYTES = 32 * MIB
 DEADLINE_S = 60.0  # opening may itself wait for two probes of 20 s
