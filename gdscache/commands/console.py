@@ -84,7 +84,7 @@ def show(*parts: Table | str) -> None:
     if sys.stdout.isatty():
         width = max(_LONG_WORD, os.get_terminal_size(sys.stdout.fileno()).columns or 80)
     shown = [part.lines(width) if isinstance(part, Table) else _wrap(part, width) for part in parts]
-    typer.echo("\n\n".join("\n".join(lines) for lines in shown if lines))
+    print("\n\n".join("\n".join(lines) for lines in shown if lines))
 
 
 def figure(value: float, unit: str = "") -> str:

@@ -21,7 +21,9 @@ from tests.support.places import ROOT
 
 def over() -> Callable[..., Any]:
     """The function of docs/embedding.md."""
-    [code] = re.findall(r"```python\n(import asyncio\n.*?)```", (ROOT / "docs/embedding.md").read_text(), re.DOTALL)
+    [code] = re.findall(
+        r"```python\n(import asyncio\n.*?)\n\n\nwith CacheEngine", (ROOT / "docs/embedding.md").read_text(), re.DOTALL
+    )
     names: dict[str, Any] = {}
     exec(code, names)
     return names["over"]

@@ -48,7 +48,7 @@ class Warm:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | ONE_THREAD,
+            env=os.environ | ONE_THREAD | {"PYTHONPATH": str(ROOT)},
         )
 
     def run(self, config: dict[str, Any], kind: str, stderr: Path) -> tuple[int, str]:

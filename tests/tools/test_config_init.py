@@ -11,13 +11,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 
 from gdscache import cli, load_config
-from gdscache.commands.doctor import defaults, engines
+from gdscache.commands.doctor import engines
 from gdscache.config import Config
 from gdscache.config.start import Shipped
 from gdscache.integrations.sglang.setup import LinkerOptions, storage_config_of
@@ -265,8 +264,7 @@ def test_doctor_says_which_vllm_there_is(
         return installed[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    facts: Any = SimpleNamespace(engines=engines.find_engines())
-    row, other = engines.engine_rows(facts, defaults())
+    row, other = engines.engine_rows()
     assert (other.name, other.verdict) == ("SGLang", "info")
     assert (row.name, row.verdict) == ("vLLM", verdict)
     assert told in row.value
@@ -282,15 +280,14 @@ def test_doctor_says_which_sglang_there_is(monkeypatch: pytest.MonkeyPatch, vers
         return version
 
     monkeypatch.setattr(importlib.metadata, "version", found)
-    facts: Any = SimpleNamespace(engines=engines.find_engines())
-    _, row = engines.engine_rows(facts, defaults())
+    _, row = engines.engine_rows()
     assert (row.name, row.verdict) == ("SGLang", verdict)
     assert f"sglang {version}" in row.value
 
 
 def test_doctor_imports_no_engine() -> None:
     code = (
-        "import sys; from gdscache.commands.doctor.engines import find_engines; find_engines();"
+        "import sys; from gdscache.commands.doctor.engines import engine_rows; list(engine_rows());"
         "assert not {'vllm', 'sglang'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -275,7 +275,7 @@ def test_nothing_grows_with_the_pages_that_are_gone(policy: str) -> None:
 def test_an_order_that_engines_had_is_refused_with_what_to_set_instead(order: str, slab: Path) -> None:
     data = make_config(slab)
     data["cpu"]["eviction"] = order
-    with pytest.raises(InvalidValueError, match=f"cpu.eviction.*{order}.*set lifetime, or lru"):
+    with pytest.raises(InvalidValueError, match=f"cpu.eviction.*{order}.*set lifetime or lru"):
         Config.from_dict(data)
     assert order in POLICIES  # a row of `gdscache replay` still
 
