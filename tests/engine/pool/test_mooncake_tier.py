@@ -384,6 +384,13 @@ def test_a_call_that_hangs_holds_nobody(
     quiet(other.engine)
 
 
+def ended(tier: Any) -> None:
+    """Close a tier whose call has hung, or its threads are there in the tests behind this one."""
+    tier.close()
+    left = "gdscache-pool-checks"
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith(left)], "its threads end")
+
+
 def test_an_engine_closes_while_a_call_hangs(open_host: OpenHost, master: str, pool: FakePool) -> None:
     host = shared(open_host, master, options={"deadline": 0.05}, load={"deadline": 0.2}, store={"deadline": 0.2})
     pool.gate.clear()
@@ -395,9 +402,7 @@ def test_an_engine_closes_while_a_call_hangs(open_host: OpenHost, master: str, p
     closing.join(WAIT)
     assert not closing.is_alive()
     pool.gate.set()
-    tier.close()  # or its threads are there in the tests behind this one
-    left = "gdscache-pool-checks"
-    until(lambda: not [t for t in threading.enumerate() if t.name.startswith(left)], "its threads end")
+    ended(tier)
 
 
 # -- removing --------------------------------------------------------------------------------------------------------
@@ -618,4 +623,6 @@ def test_an_engine_closes_while_it_asks(open_host: OpenHost, host: Host, master:
     found = other.engine.prefetch(tokens)
     other.engine.close()
     assert found.result(WAIT).end is PrefetchEnd.CLOSED
+    tier = other.engine.manager.tiers["mooncake"]
     pool.answers.set()
+    ended(tier)
