@@ -230,7 +230,7 @@ runpy.run_module("gdscache", run_name="__main__")
 
 
 LATER = [
-    pytest.param(name, marks=pytest.mark.suite) for name in ("rich.table", "pydantic", "gdscache.commands.replay.trace")
+    pytest.param(name, marks=pytest.mark.suite) for name in ("typer", "pydantic", "gdscache.commands.replay.trace")
 ]
 
 
