@@ -7,7 +7,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -384,11 +384,14 @@ def test_a_call_that_hangs_holds_nobody(
     quiet(other.engine)
 
 
-def ended(tier: Any) -> None:
-    """Close a tier whose call has hung, or its threads are there in the tests behind this one."""
-    tier.close()
-    left = "gdscache-pool-checks"
-    until(lambda: not [t for t in threading.enumerate() if t.name.startswith(left)], "its threads end")
+def ended(tier: Any, before: Collection[threading.Thread] = ()) -> None:
+    """Close a tier again whose call has hung, or its threads are there in the tests behind it. `before`: of others."""
+
+    def over() -> bool:
+        tier.close()
+        return not [t for t in threading.enumerate() if t.name.startswith("gdscache-pool-") and t not in before]
+
+    until(over, "its threads end")
 
 
 def test_an_engine_closes_while_a_call_hangs(open_host: OpenHost, master: str, pool: FakePool) -> None:
@@ -617,12 +620,11 @@ def test_a_prefetch_that_is_cancelled_while_it_asks_is_over(host: Host, pool: Fa
 
 
 def test_an_engine_closes_while_it_asks(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
-    tokens = stored(host)
+    tokens, before = stored(host), threading.enumerate()
     other = shared(open_host, master, options={"deadline": 0.2})
     pool.answers.clear()
-    found = other.engine.prefetch(tokens)
+    found, tier = other.engine.prefetch(tokens), other.engine.manager.tiers["mooncake"]
     other.engine.close()
     assert found.result(WAIT).end is PrefetchEnd.CLOSED
-    tier = other.engine.manager.tiers["mooncake"]
     pool.answers.set()
-    ended(tier)
+    ended(tier, before)
