@@ -36,6 +36,7 @@ PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 _GAP = "  "
 _LONG_WORD = 24  # a longer word, such as a path or a digest, may go on in the next line
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _HARD_SPACE = "\N{NO-BREAK SPACE}"
 _TOGETHER = re.compile(r"(?<![\w.])[-+~]?[0-9][0-9.,]* [A-Za-z%µ/][\w/%]*|\([^()]{1,20}\)")
 _NUMBER = re.compile(r"[-+~<]?[0-9][0-9.,]*( ?[A-Za-z%µ/]+)?( \([^()]*\))?")
@@ -84,7 +85,8 @@ def show(*parts: Table | str) -> None:
     if sys.stdout.isatty():
         width = max(_LONG_WORD, os.get_terminal_size(sys.stdout.fileno()).columns or 80)
     shown = [part.lines(width) if isinstance(part, Table) else _wrap(part, width) for part in parts]
-    print("\n\n".join("\n".join(lines) for lines in shown if lines))
+    text = "\n\n".join("\n".join(lines) for lines in shown if lines)
+    print(text if width else _STYLE.sub("", text))  # `typer.echo` would write UTF-8 whatever the stream's encoding is
 
 
 def figure(value: float, unit: str = "") -> str:

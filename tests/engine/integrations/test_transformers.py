@@ -6,6 +6,7 @@ Run as a program, this file is the other process: `python test_transformers.py J
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from gdscache.errors import (
     UnsupportedRequestError,
 )
 from gdscache.integrations.transformers import GdsCache, PrefixCache, model_section
+from tests.support.places import ROOT
 from tests.support.tiny_transformers import CONFIGS, NEW, PAGE, PROMPT, SMALL, build, generate, options, serve, tokens
 
 PLANES = {  # per token and layer, K then V, as transformers 5.23 keeps them
@@ -156,6 +158,7 @@ def test_the_answer_is_the_same_in_another_process(device: str, tmp_path: Path) 
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     child = subprocess.run(
         [sys.executable, "-W", "error", __file__, str(tmp_path / "jobs.json")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,

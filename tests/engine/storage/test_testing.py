@@ -46,7 +46,7 @@ import os, threading, time
 from collections import deque
 from gdscache.storage import Op
 from tests.support.posix_transport import PosixTransport
-from gdscache.storage.workers import Run
+from gdscache.storage.workers import IORun
 import gdscache.testing.suite_base as base
 import gdscache.testing.suite_order as order
 from gdscache.testing.transport_suite import TransportSuite
