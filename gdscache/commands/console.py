@@ -17,7 +17,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 import typer
 
 from gdscache.errors import InvalidValueError, MissingPackageError
+from gdscache.runtime.user_cache import write_whole
 from gdscache.sizes import significant
 
 Progress = Callable[[int, int, str], None]
@@ -36,7 +36,6 @@ PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 _GAP = "  "
 _LONG_WORD = 24  # a longer word, such as a path or a digest, may go on in the next line
-_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _HARD_SPACE = "\N{NO-BREAK SPACE}"
 _TOGETHER = re.compile(r"(?<![\w.])[-+~]?[0-9][0-9.,]* [A-Za-z%µ/][\w/%]*|\([^()]{1,20}\)")
 _NUMBER = re.compile(r"[-+~<]?[0-9][0-9.,]*( ?[A-Za-z%µ/]+)?( \([^()]*\))?")
@@ -60,23 +59,22 @@ class Table:
         self._colors.append(color)
 
     def lines(self, width: int | None = None) -> list[str]:
-        """The table as lines of at most `width` characters; None: as wide as it is. Without rows it has no lines."""
+        """The table as lines of at most `width` characters; None: as wide as it is, and without colors. Without rows
+        it has no lines."""
         if not self._rows:
             return []
         count = max(map(len, [self.columns, *self._rows]))
         grid = [[_together(cell) for cell in [*row, *[""] * (count - len(row))]] for row in [self.columns, *self._rows]]
         widths = _widths(list(zip(*grid, strict=True)), math.inf if width is None else width - len(_GAP) * (count - 1))
+        rows = list(zip(grid[1:], [""] * len(self._colors) if width is None else self._colors, strict=True))
         if widths is None:
-            body = [line for row, color in self._colored(grid) for line in _block(row, grid[0], color, width)]
+            body = [line for row, color in rows for line in _block(row, grid[0], color, width)]
         else:
             right = [_is_numbers(column) for column in zip(*grid[1:], strict=True)]
             head = _beside(grid[0], widths, right, "", low=True) if self.columns else []
-            body = head + [line for row, color in self._colored(grid) for line in _beside(row, widths, right, color)]
+            body = head + [line for row, color in rows for line in _beside(row, widths, right, color)]
         around = [_wrap(text, width) for text in (self.title, self.caption)]
         return [line.replace(_HARD_SPACE, " ").rstrip() for line in around[0] + body + around[1]]
-
-    def _colored(self, grid: Sequence[list[str]]) -> Iterator[tuple[list[str], str]]:
-        return zip(grid[1:], self._colors, strict=True)
 
 
 def show(*parts: Table | str) -> None:
@@ -86,7 +84,7 @@ def show(*parts: Table | str) -> None:
         width = max(_LONG_WORD, os.get_terminal_size(sys.stdout.fileno()).columns or 80)
     shown = [part.lines(width) if isinstance(part, Table) else _wrap(part, width) for part in parts]
     text = "\n\n".join("\n".join(lines) for lines in shown if lines)
-    print(text if width else _STYLE.sub("", text))  # `typer.echo` would write UTF-8 whatever the stream's encoding is
+    print(text)  # `typer.echo` would write UTF-8 whatever the stream's encoding is
 
 
 def figure(value: float, unit: str = "") -> str:
@@ -138,15 +136,7 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
     if path.exists() and not path.is_file():  # a pipe or a device
         path.write_text(text)
         return
-    file, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.absolute().parent)
-    try:
-        with open(file, "w") as out:
-            out.write(text)
-        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_whole(path, text.encode(), path.stat().st_mode & 0o777 if path.exists() else 0o644)
 
 
 def require_matplotlib(path: Path) -> ModuleType:

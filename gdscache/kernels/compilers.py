@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from gdscache.errors import KernelUnavailableError
+from gdscache.runtime.user_cache import user_cache, write_whole
 
 INSTALL = "install gdscache[cuda13] or gdscache[cuda12], as torch's CUDA version is"
 
@@ -86,8 +87,7 @@ class CudaCore:
         return int(major), int(minor)
 
     def cache(self) -> str:
-        given, base = os.environ.get("GDSCACHE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        wanted = os.path.join(os.path.expanduser(given or f"{base}/gdscache"), "kernels")
+        wanted = os.path.join(user_cache(), "kernels")
         return wanted if _usable(wanted) else str(private_directory("GDSCACHE_CACHE_DIR"))
 
     def load(self, source: Path, macros: Mapping[str, str], device: torch.device) -> Callable[[str], Function]:
@@ -129,13 +129,8 @@ class CudaCore:
             if hashlib.sha256(kept[32:]).digest() == kept[:32]:
                 return kept[32:]
         cubin, _ = self.compile(source, macros, arch)
-        with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
-            try:
-                written.write(hashlib.sha256(cubin).digest() + cubin)
-                written.close()
-                os.replace(written.name, file)
-            except OSError:
-                os.unlink(written.name)
+        with contextlib.suppress(OSError):
+            write_whole(file, hashlib.sha256(cubin).digest() + cubin)
         return cubin
 
 

@@ -11,11 +11,11 @@ import itertools
 import json
 import logging
 import math
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path as FilePath
 from typing import Any, Literal
+
+from gdscache.runtime.user_cache import user_cache, write_whole
 
 _log = logging.getLogger("gdscache")
 
@@ -137,12 +137,10 @@ def cache_file(key: Mapping[str, str]) -> FilePath:
 
     Raises `FileNotFoundError` where none of them is known.
     """
-    given, base = os.environ.get("GDSCACHE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    try:
-        directory = FilePath(given or f"{base}/gdscache").expanduser()
-    except RuntimeError as error:  # a user without a home
-        raise FileNotFoundError(f"no place for caches: {error}") from error
-    return directory / f"calibration-{key['gpu_uuid']}.json"
+    directory = user_cache()
+    if directory.startswith("~"):
+        raise FileNotFoundError("no place for caches: this user has no home")
+    return FilePath(directory) / f"calibration-{key['gpu_uuid']}.json"
 
 
 def read(key: Mapping[str, str]) -> Calibration | None:
@@ -178,13 +176,6 @@ def write(calibration: Calibration) -> None:
     try:
         path = cache_file(calibration.key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".calibration-")
-        beside = FilePath(name)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                json.dump(dataclasses.asdict(calibration), file, indent=1)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)  # when all went well nothing is there any more
+        write_whole(path, json.dumps(dataclasses.asdict(calibration), indent=1).encode())
     except OSError as error:
         _log.info("the calibration cannot be kept: %s", error)

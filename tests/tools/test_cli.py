@@ -24,20 +24,6 @@ from tests.support.places import ROOT
 CONFIGS = ROOT / "configs"
 
 
-@pytest.fixture
-def gdscache(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Run the entry point: (exit status, stdout, stderr)."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gdscache", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, *capfd.readouterr()
-
-    return run
-
-
 def test_schema_is_json_and_nothing_else(gdscache) -> None:
     status, out, err = gdscache("config", "schema")
     assert (status, err) == (0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -28,23 +29,16 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def gdscache(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def init(gdscache: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Run `gdscache config init` in an empty directory: (exit status, stdout, stderr)."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gdscache", "config", "init", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, *capfd.readouterr()
-
-    return run
+    return functools.partial(gdscache, "config", "init")
 
 
-def test_the_file_is_what_a_connector_reads(gdscache: Run) -> None:
-    status, out, err = gdscache("vllm", "--cpu", "3GiB", "--ssd", "20 GiB", "--dir", "/mnt/fast: #1/{rank}")
+def test_the_file_is_what_a_connector_reads(init: Run) -> None:
+    status, out, err = init("vllm", "--cpu", "3GiB", "--ssd", "20 GiB", "--dir", "/mnt/fast: #1/{rank}")
     assert (status, err) == (0, "")
     file = Path("gdscache.yaml").resolve()
     config = load_config(file, model=MHA)
@@ -66,8 +60,8 @@ def test_the_file_is_what_a_connector_reads(gdscache: Run) -> None:
     }
 
 
-def test_each_line_fits_and_each_key_says_what_it_is_for(gdscache: Run) -> None:
-    gdscache("vllm")
+def test_each_line_fits_and_each_key_says_what_it_is_for(init: Run) -> None:
+    init("vllm")
     text = Path("gdscache.yaml").read_text()
     assert max(map(len, text.splitlines())) <= 120
     sections = yaml.safe_load(text)
@@ -77,8 +71,8 @@ def test_each_line_fits_and_each_key_says_what_it_is_for(gdscache: Run) -> None:
             assert "  # " in line or " # " in line, line
 
 
-def test_the_file_for_sglangs_linker(gdscache: Run) -> None:
-    status, out, err = gdscache("sglang", "--cpu", "3GiB", "--ssd", "20GiB", "--dir", "/mnt/{rank}")
+def test_the_file_for_sglangs_linker(init: Run) -> None:
+    status, out, err = init("sglang", "--cpu", "3GiB", "--ssd", "20GiB", "--dir", "/mnt/{rank}")
     assert (status, err) == (0, "")
     file = Path("gdscache.yaml").resolve()
     assert "vLLM" not in file.read_text()
@@ -96,9 +90,9 @@ def test_the_file_for_sglangs_linker(gdscache: Run) -> None:
     assert (config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)) == (3 * GIB, 20 * GIB, "/mnt/0")
 
 
-def test_the_file_for_hicaches_storage(gdscache: Run) -> None:
-    assert gdscache("sglang-hicache", "--cpu", "3GiB")[0] == 2, "HiCache has host memory of its own"
-    status, out, err = gdscache("sglang-hicache", "--ssd", "20GiB", "--dir", "/mnt/{rank}")
+def test_the_file_for_hicaches_storage(init: Run) -> None:
+    assert init("sglang-hicache", "--cpu", "3GiB")[0] == 2, "HiCache has host memory of its own"
+    status, out, err = init("sglang-hicache", "--ssd", "20GiB", "--dir", "/mnt/{rank}")
     assert (status, err) == (0, "")
     file = Path("gdscache.yaml").resolve()
     config = load_config(file, model=MHA)
@@ -109,20 +103,20 @@ def test_the_file_for_hicaches_storage(gdscache: Run) -> None:
     given = json.loads(shlex.split(out.strip().splitlines()[-1])[-1])
     del given["hicache_storage_pass_prefix_keys"]  # which SGLang takes for itself
     assert storage_config_of(given) == str(file)
-    said = json.loads(gdscache("sglang-hicache", "b.yaml", "--json")[1])
+    said = json.loads(init("sglang-hicache", "b.yaml", "--json")[1])
     assert "cpu_bytes" not in said
     assert said["storage_config"]["class_name"] == "GdsCacheStorage"
 
 
-def test_the_weights_may_be_named_in_it(gdscache: Run) -> None:
-    gdscache("vllm")
+def test_the_weights_may_be_named_in_it(init: Run) -> None:
+    init("vllm")
     file = Path("gdscache.yaml")
     file.write_text(file.read_text().replace("# model:", "model:").replace("#   weights:", "  weights:"))
     assert load_config(file, model={**MHA, "weights": "files"}).model.weights == "2026-11-23"
 
 
-def test_json_says_the_same(gdscache: Run) -> None:
-    status, out, _ = gdscache("vllm", "b.yaml", "--json", "--cpu", "1GiB", "--ssd", "2GiB", "--dir", "cache")
+def test_json_says_the_same(init: Run) -> None:
+    status, out, _ = init("vllm", "b.yaml", "--json", "--cpu", "1GiB", "--ssd", "2GiB", "--dir", "cache")
     said = json.loads(out)
     file = Path("b.yaml").resolve()
     assert (status, said["engine"], said["file"]) == (0, "vllm", str(file))
@@ -144,11 +138,11 @@ def test_json_says_the_same(gdscache: Run) -> None:
     ],
 )
 def test_sizes_follow_from_the_machine(
-    gdscache: Run, monkeypatch: pytest.MonkeyPatch, memory: int | None, free: int, cpu: int, ssd: int
+    init: Run, monkeypatch: pytest.MonkeyPatch, memory: int | None, free: int, cpu: int, ssd: int
 ) -> None:
     monkeypatch.setattr("gdscache.runtime.allocation.host_bytes", lambda: memory)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free >> 12, f_frsize=4096))
-    said = json.loads(gdscache("vllm", "--json")[1])
+    said = json.loads(init("vllm", "--json")[1])
     assert (said["cpu_bytes"], said["ssd_bytes"]) == (cpu, ssd)
     config = load_config("gdscache.yaml", model=MHA)
     assert config.cpu is not None
@@ -164,10 +158,10 @@ def test_every_file_of_configs_is_shipped() -> None:
 
 @pytest.mark.parametrize("name", [kind.value for kind in Shipped])
 def test_a_shipped_file_is_written_and_printed_as_it_is(
-    gdscache: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+    init: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     text = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
-    status, out, err = gdscache(name, "mine.yaml")
+    status, out, err = init(name, "mine.yaml")
     assert (status, err) == (0, "")
     assert out.startswith(f"{Path('mine.yaml').resolve()}: written")
     assert Path("mine.yaml").read_text(encoding="utf-8") == text
@@ -176,19 +170,19 @@ def test_a_shipped_file_is_written_and_printed_as_it_is(
     with pytest.raises(SystemExit):
         cli.main()
     assert capfd.readouterr() == (text, "")
-    assert json.loads(gdscache(name, "again.yaml", "--json")[1])["name"] == name
+    assert json.loads(init(name, "again.yaml", "--json")[1])["name"] == name
 
 
-def test_a_shipped_file_has_sizes_of_its_own(gdscache: Run) -> None:
+def test_a_shipped_file_has_sizes_of_its_own(init: Run) -> None:
     for option in (["--cpu", "1GiB"], ["--ssd", "1GiB"], ["--dir", "/x"]):
-        status, out, err = gdscache("llama3_8b", *option)
+        status, out, err = init("llama3_8b", *option)
         assert (status, out) == (2, "")
         assert f"{option[0]}: llama3_8b has sizes and a path of its own" in err
     assert not os.listdir()
 
 
-def test_default_is_what_is_written_where_nothing_is_named(gdscache: Run) -> None:
-    assert gdscache()[0] == 0
+def test_default_is_what_is_written_where_nothing_is_named(init: Run) -> None:
+    assert init()[0] == 0
     assert Path("gdscache.yaml").read_text() == (ROOT / "configs" / "default.yaml").read_text()
 
 
@@ -196,7 +190,7 @@ def test_default_is_what_is_written_where_nothing_is_named(gdscache: Run) -> Non
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link to nothing"])
-def test_nothing_is_written_over(gdscache: Run, kind: str) -> None:
+def test_nothing_is_written_over(init: Run, kind: str) -> None:
     file = Path("gdscache.yaml")
     if kind == "file":
         file.write_text("mine")
@@ -204,14 +198,14 @@ def test_nothing_is_written_over(gdscache: Run, kind: str) -> None:
         file.mkdir()
     else:
         file.symlink_to("x")
-    status, out, err = gdscache("vllm")
+    status, out, err = init("vllm")
     assert (status, out) == (2, "")
     assert "gdscache.yaml exists already" in err
     assert "--force" in err
     assert os.listdir() == ["gdscache.yaml"]
     if kind == "file":
         assert file.read_text() == "mine"
-        assert gdscache("vllm", "--force")[0] == 0
+        assert init("vllm", "--force")[0] == 0
         assert load_config(file, model=MHA).cpu is not None
         assert os.listdir() == ["gdscache.yaml"]
 
@@ -227,17 +221,17 @@ def test_nothing_is_written_over(gdscache: Run, kind: str) -> None:
         (["nowhere/gdscache.yaml"], "cannot be written: No such file"),
     ],
 )
-def test_what_cannot_be_is_not_written(gdscache: Run, arguments: list[str], told: str) -> None:
+def test_what_cannot_be_is_not_written(init: Run, arguments: list[str], told: str) -> None:
     Path("old.yaml").write_text("mine")
     for force in ([], ["--force"]):
-        status, out, err = gdscache("vllm", *arguments, *force)
+        status, out, err = init("vllm", *arguments, *force)
         assert (status, out) == (2, "")
         assert told in err
         assert os.listdir() == ["old.yaml"]
 
 
-def test_another_engine_is_none(gdscache: Run) -> None:
-    status, _, err = gdscache("tensorrt")
+def test_another_engine_is_none(init: Run) -> None:
+    status, _, err = init("tensorrt")
     assert status == 2
     assert "vllm" in err
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache import cli
 from gdscache.commands import doctor
 from gdscache.commands.doctor import Asked, Facts, Report, Row, copies, defaults, gpu, kernels, storage
 from gdscache.commands.doctor.facts import Kept, NvidiaDriver
@@ -348,19 +347,11 @@ def test_a_calibration_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def run(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    gdscache: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., tuple[int, str, str]]:
     """Run `gdscache doctor` with a cache of its own: (exit status, stdout, stderr)."""
     monkeypatch.setenv("GDSCACHE_CACHE_DIR", str(tmp_path / "calibration"))
-
-    def runs(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gdscache", "doctor", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, *capfd.readouterr()
-
-    return runs
+    return functools.partial(gdscache, "doctor")
 
 
 def written(tmp_path: Path, text: str) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from gdscache import CacheEngine, cli
+from gdscache import CacheEngine
 from gdscache.commands.inspect import inspect, reading, tables, verification, verify
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.disk.catalog_file import NEW_NAME
@@ -69,20 +69,6 @@ def killed(tmp_path: Path) -> Path:
         subprocess.run(["cp", "-r", str(source), str(path)], check=True)
     assert (path / "catalog.sqlite-wal").stat().st_size
     return path
-
-
-@pytest.fixture
-def gdscache(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Run the entry point: (exit status, stdout, stderr)."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gdscache", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, *capfd.readouterr()
-
-    return call
 
 
 @contextlib.contextmanager

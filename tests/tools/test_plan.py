@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import random
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gdscache import cli
 from gdscache.commands.replay import report as reports
 from gdscache.commands.replay.plan import HOST_PRICE, SCHEMA, Limits, cost, grid, mean_of, plan
 from gdscache.commands.replay.setup import Asked, setups
@@ -237,15 +236,8 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gdscache", "plan", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, *capfd.readouterr()
-
-    return run
+def command(gdscache: Command) -> Command:
+    return functools.partial(gdscache, "plan")
 
 
 @pytest.fixture

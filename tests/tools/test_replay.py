@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache import cli
 from gdscache.commands.replay.options import listed
 from gdscache.commands.replay.setup import pages_of
 from gdscache.commands.replay.simulate import Counts, infinite, optimum, plain_lru, simulate
@@ -331,20 +329,6 @@ def test_more_room_never_costs_the_optimum_a_hit(work: Workload, capacity: int) 
 
 
 # -- the command --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gdscache(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Run the entry point: (exit status, stdout, stderr)."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gdscache", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, *capfd.readouterr()
-
-    return run
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "cuda": "runtime",
     "index": "pages policies",
     "extents": "cuda pages runtime",
-    "kernels": "cuda native pages",
+    "kernels": "cuda native pages runtime",
     "storage": "cuda native pages runtime",
     "moves": "cuda extents index kernels native pages runtime storage tracing",
     "movers": "cuda extents kernels native pages runtime tracing",

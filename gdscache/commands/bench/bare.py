@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.commands.bench.measure import Closeable, Progress, Series, interleave, rate, silent
+from gdscache.commands.bench.measure import Closeable, Series, interleave, rate
+from gdscache.commands.console import Progress, silent
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import InvalidValueError, IOFailedError

@@ -18,6 +18,7 @@ from gdscache.commands.bench import io_cache, measure
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Way
 from gdscache.commands.bench.io_ways import BY_NAME, CHECK_BYTES, OpenWay, Request, check
 from gdscache.commands.bench.measure import interleave, rate, ratio, seconds
+from gdscache.commands.console import Progress
 from gdscache.errors import GdsCacheError, IOFailedError
 from gdscache.sizes import KIB, MIB
 from gdscache.storage.base import Op, Submission
@@ -31,7 +32,7 @@ LEAST_PASS = 64 * MIB
 DEADLINE_S = 300.0
 
 
-def ceiling(bare: BareLoop, op: Op, repeat: int, progress: measure.Progress) -> dict[str, Any]:
+def ceiling(bare: BareLoop, op: Op, repeat: int, progress: Progress) -> dict[str, Any]:
     """The best bare loop on a file, as plain data."""
     ways = bare.scout(op, progress)
     found = interleave(bare.runs(op, ways), repeat, progress, f"bare {op.value} loop")

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from gdscache.commands.console import Progress as Progress
-from gdscache.commands.console import silent as silent
+from gdscache.commands.console import Progress, silent
 from gdscache.errors import GdsCacheError, InvalidValueError, IOFailedError
 from gdscache.storage.trial import run_child
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gdscache.commands.doctor.facts import Mount
-from gdscache.commands.doctor.report import Row
+from gdscache.commands.doctor.report import Row, Verdict
 
 ROOT = Path("/")
 OPEN_KERNEL_MODULE = "Open Kernel Module"
@@ -64,8 +64,8 @@ def _disk_rows(block: Path, gpu_node: int | None, root: Path) -> Iterator[Row]:
     model = _text(block / "device/model") or _text(place / "model") or "model not known"
     kind = {True: "rotational", False: "not rotational", None: "rotational or not is not known"}[turns]
     hint = "use an SSD (a virtual disk may say so of itself and be one: see the rates)" if turns else ""
-    verdict = {True: "warn", False: "ok", None: "info"}[turns]
-    yield Row(f"disk {name}", f"{model}, {kind}", verdict, hint, {"model": model, "rotational": turns})  # type: ignore[arg-type]
+    verdict: Verdict = "info" if turns is None else "warn" if turns else "ok"
+    yield Row(f"disk {name}", f"{model}, {kind}", verdict, hint, {"model": model, "rotational": turns})
     if name.startswith("nvme"):
         yield from (row for row in (_link(path, name) for path in list(_upwards(place, root))) if row)
     node = _numa(place, root)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from gdscache.movers import calibration as calibrate
 from gdscache.movers import choice as paths
 from gdscache.movers.choice import COPY_ENGINE_FROM, Calibration, Choice, Direction, Paths, Rates
+from gdscache.runtime import user_cache
 from tests.support.rates import DOWN, UP
 
 KEY = {
@@ -515,30 +517,37 @@ def test_a_directory_where_the_file_should_be(
     assert found == {paths.cache_file(KEY), paths.cache_file(KEY) / "theirs"}
 
 
-def test_a_full_disk_leaves_the_old_file_and_nothing_else(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@contextlib.contextmanager
+def breaks_off(error: BaseException) -> Iterator[None]:
+    """The file's content is written in part, and then that is raised."""
+
+    @contextlib.contextmanager
+    def opened(*arguments: Any) -> Iterator[Any]:
+        with open(*arguments) as file:
+
+            def part(content: bytes) -> None:
+                file.write(content[:100])
+                file.flush()
+                raise error
+
+            yield SimpleNamespace(write=part)
+
+    with mock.patch.object(user_cache, "open", opened, create=True):
+        yield
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths.write(MEASURED)
-
-    def full(data: object, file: Any, **options: Any) -> None:
-        file.write(WHOLE[:100])
-        file.flush()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="gdscache"):
-        patch.setattr(json, "dump", full)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with breaks_off(full), caplog.at_level(logging.INFO, logger="gdscache"):
         paths.write(dataclasses.replace(MEASURED, seconds=0.75))
     assert "No space left" in caplog.text
     assert [file.name for file in directory.iterdir()] == ["calibration-GPU-1.json"]
     assert paths.read(KEY) == MEASURED
 
 
-def test_an_interrupt_leaves_nothing_behind(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: Any, **options: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(json, "dump", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+def test_an_interrupt_leaves_nothing_behind(directory: Path) -> None:
+    with breaks_off(KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         paths.write(MEASURED)
     assert list(directory.iterdir()) == []
 

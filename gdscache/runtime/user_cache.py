@@ -1,0 +1,26 @@
+"""Files that are kept for a user over processes, such as calibrations and compiled kernels: where, and how written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def user_cache() -> str:
+    """$GDSCACHE_CACHE_DIR, or `gdscache` below $XDG_CACHE_HOME or ~/.cache. Without a home it begins with `~`."""
+    given, base = os.environ.get("GDSCACHE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return os.path.expanduser(given or f"{base}/gdscache")
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a file in one step: a reader finds the old file or the new one, after a crash too. Raises `OSError`."""
+    descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
+    beside = Path(name)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        beside.chmod(mode)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)  # when all went well nothing is there any more
