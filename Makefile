@@ -13,6 +13,8 @@
 # Without a GPU on Linux, PyPI's torch still brings its CUDA libraries (some GB). That is accepted: it is the build that
 # users have. To save the download, install a CPU build of torch into .venv first; it is then kept.
 
+unexport PYTHONDONTWRITEBYTECODE  # else each of the tests' many processes compiles every module again
+
 PY ?= python3
 GPU ?= auto
 WORKERS ?= $(if $(wildcard /dev/nvidia0),0,3)

@@ -29,7 +29,7 @@ LIBRARIES = tuple(SOURCES / "tests" / name for name in ("fake_cuda.cc", "fake_cu
 WARNINGS = ("-std=c++20", "-g", "-pthread", "-fPIC", "-Wall", "-Wextra", "-Wshadow", "-Werror")
 # GCC warns that its sanitizer does not know fences; ours orders stores that it does not see either.
 KINDS = {
-    "plain": ("-O2",),
+    "plain": ("-O1", "-g0"),
     "thread": ("-O1", "-fsanitize=thread"),
     "address": ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
     "aarch64": ("-O2", "-static"),

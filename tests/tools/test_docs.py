@@ -74,7 +74,14 @@ def run(page: Path, directory: Path, *, shell: bool = True) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page.name == "README.md" else pytest.mark.suite, id=page.stem)
+        for page in PAGES
+        if runs(page)
+    ],
+)
 def test_the_blocks_of_a_page_run_as_they_stand(page: Path, newcomer: Path) -> None:
     text = page.read_text(encoding="utf-8")
     first = run(page, newcomer)

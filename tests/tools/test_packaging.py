@@ -69,6 +69,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(file)
 
 
+@pytest.mark.suite
 def test_the_wheel_is_complete_and_fits_every_python_of_one_architecture(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     expected = {
@@ -89,6 +90,7 @@ def test_the_wheel_is_complete_and_fits_every_python_of_one_architecture(wheel: 
     assert "gdscache = gdscache.exits:main" in wheel.read(f"{info}/entry_points.txt").decode()
 
 
+@pytest.mark.suite
 def test_the_wheel_works_away_from_the_tree(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path / "site")
     script = """

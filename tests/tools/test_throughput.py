@@ -14,7 +14,7 @@ from gdscache.commands.bench.io import BENCH, Settings
 from gdscache.commands.bench.io_sweep import OPS
 from gdscache.commands.bench.io_ways import BY_NAME
 
-pytestmark = [pytest.mark.throughput, pytest.mark.suite]
+pytestmark = [pytest.mark.throughput, pytest.mark.soak]
 
 FLOOR = 0.1  # of the bare loop: the best round of requests of 1 MiB, 32 in flight
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,8 +84,11 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
             yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.split(".")[0] == "gdscache")
 
 
-MODULES = modules()
-GRAPH = {name: set(imports(path, MODULES)) - {""} for name, path in MODULES.items() if name}
+@functools.cache
+def imported() -> dict[str, set[str]]:
+    """By each module: the modules of gdscache that it imports."""
+    known = modules()
+    return {name: set(imports(path, known)) - {""} for name, path in known.items() if name}
 
 
 def package(module: str) -> str:
@@ -96,17 +100,17 @@ def test_a_package_imports_what_the_table_allows(name: str) -> None:
     allowed = {name, *MAY_IMPORT.get(name, "").split(), *BASICS}
     wrong = [
         f"{module} imports {other}"
-        for module, others in GRAPH.items()
+        for module, others in imported().items()
         for other in sorted(others)
         if package(module) == name and package(other) not in allowed
     ]
     assert not wrong
-    used = {package(other) for module, others in GRAPH.items() if package(module) == name for other in others}
+    used = {package(other) for module, others in imported().items() if package(module) == name for other in others}
     assert not allowed - used - {name, *BASICS}, "the table allows what nobody needs"
 
 
 def test_the_table_names_every_package_once_and_has_no_circle() -> None:
-    assert {package(module) for module in GRAPH} == {*MAY_IMPORT, *BASICS, *TOOLS, "__main__"}
+    assert {package(module) for module in imported()} == {*MAY_IMPORT, *BASICS, *TOOLS, "__main__"}
     above: set[str] = set()
     for name, allowed in MAY_IMPORT.items():
         assert set(allowed.split()) <= above, f"{name} stands before what it imports"
@@ -115,7 +119,7 @@ def test_the_table_names_every_package_once_and_has_no_circle() -> None:
 
 def test_no_modules_import_each_other() -> None:
     """Also not inside a package, and not by way of others. The commands, which `cli` names, are the next test's."""
-    graph = {name: others for name, others in GRAPH.items() if package(name) not in TOOLS}
+    graph = {name: others for name, others in imported().items() if package(name) not in TOOLS}
     while graph:
         free = [name for name, others in graph.items() if not others & graph.keys() - {name}]
         assert free, f"these import each other: {', '.join(sorted(graph))}"
@@ -127,7 +131,7 @@ def test_nothing_of_the_engine_imports_a_command() -> None:
     wrong = [
         f"{module} imports {other}"
         for module, other in itertools.chain.from_iterable(
-            ((module, other) for other in others) for module, others in GRAPH.items()
+            ((module, other) for other in others) for module, others in imported().items()
         )
         if package(other) in TOOLS and package(module) not in TOOLS and module != "__main__"
     ]
@@ -147,7 +151,7 @@ TWICE = {
 def test_no_two_packages_have_a_public_class_of_one_name() -> None:
     """Each command is a package here, and may have words that other commands have."""
     homes: dict[str, set[str]] = {}
-    for module, path in MODULES.items():
+    for module, path in modules().items():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, set()).add(package(module))

@@ -122,6 +122,7 @@ class EngineClient:
     def install(self, *, overlap: bool, gate: bool) -> None:
         """A gate has figures of its own for each way of running: what one learns is wrong for the other."""
         manager = self.cache.manager
+        manager.busy.tell()  # else what it has not told yet is lost with it
         manager.costs, manager.busy = self._costs[overlap], BusyPeriods(self._costs[overlap].observe_load)
         self.cache.gate = self._gates[overlap, gate]
 
