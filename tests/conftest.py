@@ -34,15 +34,17 @@ for name, examples, steps in (("test", 12, 20), ("soak", 400, 50)):
 settings.load_profile(os.environ.get("GDSCACHE_EXAMPLES", "test"))
 
 
-_LONGEST = {
-    f"test_{name}.py"
-    for name in ("native_library", "examples", "bench_io", "loads_stepped", "power", "soak", "state_machine", "catalog")
-}
+_LONGEST = (
+    *("native_library", "suite", "bench_io", "cufile_faults", "docs", "packaging", "examples", "power"),
+    *("load_schedules", "state_machine", "transports", "processes", "native_against_reference", "native_leaks", "soak"),
+    *("bench_copy", "testing", "bench", "doctor", "hang", "load_passing", "guarded", "kill_points", "catalog"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first: of two workers, none is left alone with it at the end."""
-    items.sort(key=lambda item: item.path.name not in _LONGEST)
+    """What takes longest begins first: of several workers, none is left alone with it at the end."""
+    order = {f"test_{name}.py": at for at, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
