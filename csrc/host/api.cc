@@ -91,6 +91,23 @@ int32_t gdscache_xxh3_chunks(const char* arm, const void* data, const int64_t* s
     return 0;
 }
 
+int32_t gdscache_layer_sums(const uint64_t* extents, int64_t pages, const int64_t* bounds, int64_t layers,
+                            uint64_t* sums) {
+    if (pages < 0 || layers < 0 || (pages && layers && !(extents && bounds && sums))) return -EINVAL;
+    for (int64_t layer = 0; layer < layers; layer++) {
+        if (bounds[2 * layer] < 0 || bounds[2 * layer + 1] < bounds[2 * layer]) return -EINVAL;
+    }
+    for (int64_t page = 0; page < pages; page++) {
+        if (!extents[page]) return -EINVAL;
+        const uint8_t* const extent = reinterpret_cast<const uint8_t*>(extents[page]);
+        for (int64_t layer = 0; layer < layers; layer++) {
+            const int64_t begin = bounds[2 * layer], end = bounds[2 * layer + 1];
+            *sums++ = xxh3(extent + begin, static_cast<size_t>(end - begin));
+        }
+    }
+    return 0;
+}
+
 int32_t gdscache_pool_open(const int64_t* planes, int64_t n_planes, const int32_t* first_plane, int64_t n_layers,
                            int64_t blocks, int64_t block_tokens, int64_t page_blocks, struct gdscache_pool** pool,
                            char* why, int64_t why_size) {

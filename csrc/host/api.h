@@ -12,7 +12,7 @@
 #define GDSCACHE_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a function below changes. The Python side compares it with its own (library.ABI).
-#define GDSCACHE_ABI 8
+#define GDSCACHE_ABI 9
 
 GDSCACHE_API int32_t gdscache_abi();
 
@@ -30,6 +30,11 @@ GDSCACHE_API int32_t gdscache_xxh3(const char* arm, const void* data, int64_t si
 // copied to on the way, or null; `stream`: past the caches.
 GDSCACHE_API int32_t gdscache_xxh3_chunks(const char* arm, const void* data, const int64_t* sizes, int64_t count,
                                           void* out, int32_t stream, uint64_t* sum);
+
+// The same of each layer of extents in host memory. `extents`: their addresses; `bounds`: int64 (layers, 2), where a
+// layer begins in an extent, and where it ends; `sums`: uint64 (pages, layers).
+GDSCACHE_API int32_t gdscache_layer_sums(const uint64_t* extents, int64_t pages, const int64_t* bounds, int64_t layers,
+                                         uint64_t* sums);
 
 // --- pages (pages.h)
 

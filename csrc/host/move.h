@@ -77,7 +77,7 @@ struct Limits {
     int64_t flying_bytes = 64 << 20;  // of reads and writes, over all moves
     int64_t io_bytes = 4 << 20;       // of one job
     int64_t copy_bytes = 2 << 20;
-    int64_t foreign_io_bytes = 64 << 20;
+    int64_t foreign_io_bytes = 32 << 20;
     int64_t foreign_copy_bytes = 64 << 20;
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,18 @@ def xxh3(memory: npt.NDArray[Any]) -> int:
     answer = ctypes.c_uint64()
     checked(library().xxh3(None, address(memory), memory.nbytes, ctypes.addressof(answer)), "xxh3")
     return answer.value
+
+
+def layer_sums(extents: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Checksums:
+    """`checksum.layer_checksums` of extents at these addresses in host memory: uint64 (pages, layers).
+
+    One call, without the interpreter's lock. Raises `NativeCallError`.
+    """
+    addresses, table = np.array(extents, np.uint64), integers(bounds)
+    found = np.empty((len(addresses), len(bounds)), np.uint64)
+    answer = library().layer_sums(address(addresses), len(addresses), address(table), len(bounds), address(found))
+    checked(answer, "layer_sums")
+    return found
 
 
 class NativePool:

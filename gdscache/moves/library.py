@@ -83,7 +83,7 @@ class MoveLimits:
     flying: int = 64 << 20
     io: int = 4 << 20
     copy: int = 2 << 20
-    foreign_io: int = 64 << 20
+    foreign_io: int = 32 << 20
     foreign_copy: int = 64 << 20
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gdscache.errors import NativeCallError, NativeMissingError, NativeVersionError
 
-ABI = 8  # GDSCACHE_ABI of csrc/host/api.h
+ABI = 9  # GDSCACHE_ABI of csrc/host/api.h
 PATH = Path(__file__).with_name("libgdscache_host.so")
 _HINT = "install the wheel of this machine's architecture, or run make (python tools/native_build.py) in the sources"
 
@@ -33,6 +33,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "has_arm": (_int, (_text,)),
     "xxh3": (_int, (_text, _at, _long, _at)),
     "xxh3_chunks": (_int, (_text, _at, _at, _long, _at, _int, _at)),
+    "layer_sums": (_int, (_at, _long, _at, _long, _at)),
     "pool_open": (_int, (_at, _long, _at, _long, _long, _long, _long, _at, _at, _long)),
     "pool_close": (_void, (_at,)),
     "gather": (_int, (_at, _at, _long, _long, _long, _at, _at, _int)),

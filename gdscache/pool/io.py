@@ -7,7 +7,6 @@ tell without asking anybody else. Pages are put from and got into the memory tha
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import functools
 import struct
@@ -23,9 +22,10 @@ import xxhash
 from gdscache.arrays import Int64Array
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, StorageError
+from gdscache.kernels.host import layer_sums
 from gdscache.limits import KEY_BYTES
 from gdscache.native.tables import take_rows
-from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
+from gdscache.pages.checksum import Checksums, unbound
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.pool.calls import Lines
@@ -42,6 +42,7 @@ _MAGIC = b"gdspage1"
 MOST_LAYERS = (TRAILER_BYTES - _HEAD.size) // 8
 BATCH_PAGES = 128
 CALL_BYTES = 32 << 20  # of a call: what memory a call that hangs keeps
+_CHECKERS = 2  # threads that check what came
 FULL_S, FULL_LONGEST_S = 0.02, 0.5  # a put that finds the pool full tries again: first after, and for how long in all
 _ERRNO = {NO_SPACE: errno.ENOSPC, NO_MASTER: errno.EHOSTUNREACH}
 
@@ -137,7 +138,7 @@ class PoolFiles:
         self._batch = max(1, min(batch, BATCH_PAGES, CALL_BYTES // layout.extent_bytes))
         self._trailers = HostBuffer(2 * BATCH_PAGES * TRAILER_BYTES, "off", TRAILER_BYTES, setting="pool trailers")
         self._puts, self._gets = 0, BATCH_PAGES * TRAILER_BYTES  # bytes of it
-        self._checks = Workers(2, "gdscache-pool-checks")
+        self._checks = Workers(_CHECKERS, "gdscache-pool-checks")
 
     @property
     def buffer(self) -> tuple[int, int]:
@@ -187,18 +188,20 @@ class PoolFiles:
                 self._written([slots[row] for row in mine])
             io.finish([some[row] for row in mine], error)
 
-        def broke_off() -> None:
-            end(range(len(slots)), _failed("a call broke off", "see the log"), "failed")
+        def broke_off(rows: Sequence[int]) -> None:
+            end(rows, _failed("a call broke off", "see the log"), "failed")
 
         def work(client: Client) -> None:
             with contextlib.ExitStack() as on_failure:
-                on_failure.callback(broke_off)
+                on_failure.callback(broke_off, range(len(slots)))
                 if op is Op.WRITE:
                     self._put(client, slots, places, end)
                     return
                 came = self._get(client, slots, places, end)
-                check = functools.partial(self._check, slots, places, came, io.sums[some.start :], end)
-                self._checks.submit(check, broke_off)
+                share = -(-len(came) // _CHECKERS) or 1
+                for part in (came[at : at + share] for at in range(0, len(came), share)):
+                    check = functools.partial(self._check, slots, places, part, io.sums[some.start :], end)
+                    self._checks.submit(check, functools.partial(broke_off, [row for row, _ in part]))
                 on_failure.pop_all()
 
         def refused() -> None:
@@ -257,20 +260,15 @@ class PoolFiles:
     ) -> None:
         """Compare what came with its trailers. What is not what it should be is removed: it would stay in the place of
         good pages, since the pool keeps the first that it was given of a name."""
-        layout, bad = self._layout, []
-        for row, raw in came:
+        layout, good, bad = self._layout, list[int](), list[int]()
+        found = layer_sums([places[row] for row, _ in came], layout.layer_bounds)
+        for (row, raw), of_bytes in zip(came, found, strict=True):
             page = self._page(slots[row])
             stored = stored_sums(raw, page, layout.page_bytes, layout.n_layers)
-            good = False
-            if stored is not None:
-                found = unbound(stored[None], [page.key])[0]
-                bytes_ = (ctypes.c_char * layout.extent_bytes).from_address(places[row])
-                good = first_bad_layer(memoryview(bytes_).cast("B"), layout.layer_bounds, found) is None
-                sums[row] = found
-            if good:
-                end([row], None, "got")
-            else:
-                bad.append(row)
+            whole = stored is not None and np.array_equal(unbound(stored[None], [page.key])[0], of_bytes)
+            (good if whole else bad).append(row)
+            sums[row] = of_bytes
+        end(good, None, "got")  # together: each end wakes threads that the next check would wait for
         if bad:
             names = [self._name_of(self._page(slots[row])) for row in bad]
             end(bad, _failed("a page is not what was stored", "see who writes to the pool", errno.EBADMSG), "spoiled")

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "disk": "moves pages runtime storage",
     "events": "pages runtime",
     "gate": "disk",
-    "pool": "cuda native pages runtime storage",
+    "pool": "cuda kernels native pages runtime storage",
     "tiers": "config cuda disk extents gate index native pages policies pool runtime storage tracing",
     "load": "config cuda index moves native pages policies runtime tiers tracing",
     "prefetch": "config load moves pages runtime",

@@ -178,6 +178,7 @@ def pool(
     pages: Annotated[int | None, typer.Option(min=1, help="Pages of 1 MiB that a round moves. Default: 128.")] = None,
     repeat: Repeat = None,
     json_file: Json = None,
+    plot: Plot = None,
     quick: Quick = False,
 ) -> None:
     """Measure puts and gets of the mooncake tier on loopback, and the cost of a dead master.
@@ -190,7 +191,8 @@ def pool(
     """
     from gdscache.commands.bench.pool import BENCH, Settings
 
-    BENCH.command(_replaced(Settings.of(_profile(quick=quick)), {"pages": pages, "repeat": repeat}), Path(), json_file)
+    settings = _replaced(Settings.of(_profile(quick=quick)), {"pages": pages, "repeat": repeat})
+    BENCH.command(settings, Path(), json_file, plot)
 
 
 def _profile(*, full: bool = False, quick: bool) -> str:

@@ -24,7 +24,7 @@ import torch
 from gdscache import CacheEngine
 from gdscache.commands.bench import kit
 from gdscache.commands.bench.measure import Series, interleave, ratio, seconds, target
-from gdscache.commands.bench.rows import Line, lines_table
+from gdscache.commands.bench.rows import Line, bars, lines_table
 from gdscache.commands.console import Progress, Table
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, TierUnavailableError
@@ -109,18 +109,28 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
 
 def tables(report: kit.Report) -> list[Table]:
     """The tier beside the bare loop, and the engine with a dead master beside one without the tier."""
-    judged = not kit.quick(report)
-    moved, dead = (report[key] or {} for key in SECTIONS)
-    puts = [Line.of(what, row, "bare loop", ours="tier", other="bare") for what, row in moved.items()]
-    calls = [Line.of(f"p99 of {what}", row, "without the tier", "s", "with", "without") for what, row in dead.items()]
+    judged, (moved, calls) = not kit.quick(report), _lines(report)
     return [
-        lines_table("Shared pool", puts, judged=judged),
+        lines_table("Shared pool", moved, judged=judged),
         lines_table("With the master dead", calls, judged=judged),
     ]
 
 
+def plot(report: kit.Report, figure: Any) -> None:
+    """A bar a row of both tables."""
+    bars(figure.subplots(), [line for lines in _lines(report) for line in lines], judged=not kit.quick(report))
+
+
+def _lines(report: kit.Report) -> tuple[list[Line], list[Line]]:
+    moved, dead = (report[key] or {} for key in SECTIONS)
+    puts = [Line.of(what, row, "bare loop", ours="tier", other="bare") for what, row in moved.items()]
+    return puts, [
+        Line.of(f"p99 of {what}", row, "without the tier", "s", "with", "without") for what, row in dead.items()
+    ]
+
+
 SECTIONS = dict.fromkeys(("pool", "dead_master"))
-BENCH = kit.Bench("pool", "gdscache.bench.pool/2", SECTIONS, measure, tables)
+BENCH = kit.Bench("pool", "gdscache.bench.pool/2", SECTIONS, measure, tables, plot)
 
 
 # -- puts and gets ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdscache.errors import NativeCallError
-from gdscache.kernels.host import NativePool
+from gdscache.kernels.host import NativePool, layer_sums
 from gdscache.native.library import address
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane
@@ -159,3 +159,21 @@ class Strided:
 
     def stride(self) -> tuple[int, ...]:
         return (1 << 40, *self.tensor.stride()[1:])
+
+
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=6), st.integers(0, 4), st.integers(0, 1 << 30))
+def test_layer_sums_are_those_of_xxhash(sizes: list[int], pages: int, seed: int) -> None:
+    """Of layers of any size, with padding between them, in extents that lie anywhere."""
+    ends = np.cumsum([size + 3 for size in sizes]).tolist()
+    bounds = [(end - 3 - size, end - 3) for end, size in zip(ends, sizes, strict=True)]
+    extents = np.random.default_rng(seed).integers(0, 256, (pages, ends[-1]), np.uint8)
+    found = layer_sums([address(extents) + n * ends[-1] for n in range(pages)], bounds)
+    assert found.shape == (pages, len(sizes))
+    for page, sums in zip(extents, found, strict=True):
+        assert sums.tolist() == layer_checksums(memoryview(page), bounds).tolist()
+
+
+@pytest.mark.parametrize(("extents", "bounds"), [([0], [(0, 4)]), ([1 << 20], [(8, 4)]), ([1 << 20], [(-4, 4)])])
+def test_layer_sums_of_nowhere_are_refused(extents: list[int], bounds: list[tuple[int, int]]) -> None:
+    with pytest.raises(NativeCallError):
+        layer_sums(extents, bounds)
