@@ -622,10 +622,11 @@ def test_a_load_runs_beside_both_kinds_of_work(found: dict[str, Any]) -> None:
 
 def test_a_load_runs_beside_threads_of_python(found: dict[str, Any]) -> None:
     rows = found["beside_python"]
-    assert [(r["beside"], r["against"], r["target"]) for r in rows] == [("drawn", "alone", 0.96), ("busy", "alone", 0.55)]
+    assert [(r["beside"], r["target"]) for r in rows] == [("drawn", 0.96), ("busy", 0.55)]
     for row in rows:
         assert (row["geometry"], row["page_tokens"], row["parts"], row["direction"]) == ("gqa", 64, ["all"], "load")
         assert row["pairs"] == len(row["gb_per_second"]["values"]) == len(row["against_gb_per_second"]["values"]) == 2
+        assert row["against"] == "alone"
         assert row["ratio"] > 0
 
 
