@@ -21,8 +21,7 @@ from gdscache.policies import POLICIES
 
 SWEEP = ("0.5%", "1%", "2%", "5%", "10%", "25%", "50%")
 DEFAULT: str = CpuConfig().eviction
-_REAL_PAGE = "4KiB"  # without a config
-_TIERS, _MACHINE, _REAL, _SUITE = options.TIERS, options.MACHINE, "An engine with bytes", "Drawn traffic"
+_TIERS, _MACHINE, _SUITE = options.TIERS, options.MACHINE, "Drawn traffic"
 _CAPACITY = "bytes (64GiB), pages (5000), percent of the unique pages (10%) or none. Commas separate several."
 Several = list[str] | None
 
@@ -118,27 +117,13 @@ def replay(
     serial: Annotated[
         bool, typer.Option("--serial", rich_help_panel=_MACHINE, help="Each request ends before the next one begins.")
     ] = False,
-    real: Annotated[
-        bool,
-        typer.Option(
-            "--real", rich_help_panel=_REAL, help="Replay through an engine that moves and verifies every byte."
-        ),
-    ] = False,
-    device: Annotated[
-        str, typer.Option(rich_help_panel=_REAL, help="Device of the planes: cpu, cuda or cuda:N.")
-    ] = "cpu",
-    directory: Annotated[
-        Path | None, typer.Option("--dir", rich_help_panel=_REAL, help="Directory for the temporary SSD tier.")
-    ] = None,
 ) -> None:
     """Replay a trace of requests through the index and policies of an engine, and compare with LRU and the optimum.
 
-    --capacity replays one tier without time. --cpu, --ssd, --gpu or --config replay all tiers in virtual time. --real
-    replays through an engine that moves bytes. --suite replays drawn traffic that no order was tuned to.
+    --capacity replays one tier without time. --cpu, --ssd, --gpu or --config replay all tiers in virtual time. --suite
+    replays drawn traffic that no order was tuned to.
     """
     if plot is not None:
-        if real:
-            raise InvalidValueError("--plot is of a simulation", "leave --real out")
         require_matplotlib(plot)
         check_writable(plot, "--plot")
     policies = listed(policy)
@@ -149,7 +134,7 @@ def replay(
         return
     if not traces:
         raise InvalidValueError("no trace is named", "name a file, synthetic:KIND, or give --suite")
-    tiers = real or config is not None or bool(cpu or ssd) or gpu is not None
+    tiers = config is not None or bool(cpu or ssd) or gpu is not None
     if tiers and capacity:
         raise InvalidValueError("--capacity is that of one tier without time", "give --cpu and --ssd, or it alone")
     rate = math.inf if prefill is None else prefill
@@ -166,7 +151,7 @@ def replay(
         asked = Asked(
             config=config,
             model=model,
-            page_bytes=page_bytes or (_REAL_PAGE if real else None),
+            page_bytes=page_bytes,
             page_tokens=page_tokens,
             gpu=gpu,
             cpu=listed(cpu),
@@ -182,10 +167,6 @@ def replay(
             raise InvalidValueError(f"--speed is {speed}", "set it to more than 0")
         workload = expand(requests, page_tokens_of(asked), partial=False)
         runs = setups(asked, len(workload.names))
-        if real:
-            from gdscache.commands.replay.real import real_report
-
-            return real_report(workload, runs, directory, device, progress)
         times = [request.timestamp / 1000 / speed for request in requests]
         own = own_pool or gpu is not None
         return reports.all_tiers(workload, times, runs, machine, serial=serial, own_pool=own, progress=progress)
@@ -201,7 +182,7 @@ def replay(
         from gdscache.commands.replay.tables import tables
 
         show(*tables(report))
-    options.end(_defects(report))
+    options.end([problem for run in report["runs"] for problem in run.get("problems", ())])
 
 
 def _suite(
@@ -235,13 +216,3 @@ def _suite(
         options.print_json(report)
     else:
         show(*suite.tables(report))
-
-
-def _defects(report: dict[str, Any]) -> list[str]:
-    """What does not add up in a report; nothing, or gdscache has a defect."""
-    found = [problem for part in (report, *report.get("runs", ())) for problem in part.get("problems", ())]
-    if report["mode"] == "real":
-        if not report["agrees"]:
-            found.append("the engine and its simulation found different pages")
-        found += [f"{n} pages of loads were not good: {cause}" for cause, n in report["failed_pages"].items()]
-    return found
