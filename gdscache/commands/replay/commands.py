@@ -10,6 +10,7 @@ import typer
 
 from gdscache.commands.console import Progress, check_writable, require_matplotlib, show
 from gdscache.commands.replay import options
+from gdscache.commands.replay.families import REFERENCES
 from gdscache.commands.replay.options import listed
 from gdscache.commands.replay.setup import Asked, page_tokens_of, setups
 from gdscache.commands.replay.trace import BLOCK_TOKENS, read_trace
@@ -67,7 +68,7 @@ def replay(
     ] = None,
     references: Annotated[
         int, typer.Option(min=1, rich_help_panel=_SUITE, help="Page references of a trace.")
-    ] = 40_000,
+    ] = REFERENCES,
     config: options.ConfigFile = None,
     cpu: Annotated[Several, typer.Option(rich_help_panel=_TIERS, help=f"The CPU tier: {_CAPACITY}")] = None,
     ssd: Annotated[Several, typer.Option(rich_help_panel=_TIERS, help=f"The SSD tier: {_CAPACITY}")] = None,
@@ -133,7 +134,7 @@ def replay(
         _suite(seed, seeds, references, listed(family), policies, sweep=sweep, as_json=as_json, plot=plot)
         return
     if not traces:
-        raise InvalidValueError("no trace is named", "name a file, synthetic:KIND, or give --suite")
+        raise InvalidValueError("no trace is named", "name a file, synthetic:FAMILY, or give --suite")
     tiers = config is not None or bool(cpu or ssd) or gpu is not None
     if tiers and capacity:
         raise InvalidValueError("--capacity is that of one tier without time", "give --cpu and --ssd, or it alone")

@@ -21,7 +21,7 @@ MODEL = next(iter(TOKEN_BYTES))
 Traces = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="TRACE...", help="Files of one trace in Mooncake's format, plain or gzip; or synthetic:KIND[:SEED]."
+        metavar="TRACE...", help="Files of one trace in Mooncake's format, plain or gzip; or synthetic:FAMILY[:SEED]."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -49,7 +49,7 @@ def plan_tiers(
     first token (TTFT) is nearly that of infinite tiers, the cheapest is recommended. This takes some minutes.
     """
     if not traces:
-        raise InvalidValueError("no trace is named", "name a file, or synthetic:KIND")
+        raise InvalidValueError("no trace is named", "name a file, or synthetic:FAMILY")
     if prefill is None:
         raise InvalidValueError(
             "nothing is known of the prefill, so nothing of TTFT",
