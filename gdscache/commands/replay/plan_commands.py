@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gdscache.commands.console import Progress, check_writable, require_matplotlib, show
+from gdscache.commands.console import Progress, show
 from gdscache.commands.replay import options
 from gdscache.commands.replay.setup import Asked, page_tokens_of
 from gdscache.commands.replay.trace import read_trace
@@ -21,7 +21,6 @@ _LIMITS = "Limits"
 def plan_tiers(
     traces: options.Traces = None,
     as_json: options.AsJson = False,
-    plot: options.Plot = None,
     config: options.ConfigFile = None,
     model: options.Model = options.MODEL,
     sets: options.Sets = None,
@@ -55,9 +54,6 @@ def plan_tiers(
             "nothing is known of the prefill, so nothing of TTFT",
             "give --prefill-tokens-per-second: tokens that the model computes in a second, for one request",
         )
-    if plot is not None:
-        require_matplotlib(plot)
-        check_writable(plot, "--plot")
     machine = MachineModel(ssd_read * 1e9, ssd_write * 1e9, link * 1e9, 100e-6, prefill)
     budgets = (cpu_budget, "--cpu-budget"), (ssd_budget, "--ssd-budget"), (writes_a_day, "--writes-a-day")
     cpu, ssd, written = (_size(text, option) for text, option in budgets)
@@ -72,16 +68,12 @@ def plan_tiers(
         return plan(workload, times, asked, machine, Limits(cpu, ssd, written, ttft_target), progress=progress)
 
     report = {"traces": [str(path) for path in traces], **options.watched(planned, "there is no plan")}
-    if plot is not None:
-        from gdscache.commands.replay.plan_report import plan_plot
-
-        plan_plot(report, plot)
     if as_json:
         options.print_json(report)
     else:
-        from gdscache.commands.replay.plan_report import tables
+        from gdscache.commands.replay.plan_report import plan_table
 
-        show(*tables(report))
+        show(plan_table(report))
     options.end(report["problems"])
 
 
