@@ -48,11 +48,10 @@ def replay(
     full_pages: Annotated[
         bool, typer.Option("--full-pages", help="Leave out partial pages at the end of prompts, as an engine does.")
     ] = False,
-    first: Annotated[
-        int | None, typer.Option("--first", min=1, metavar="N", help="Replay only the first N requests.")
-    ] = None,
     as_json: options.AsJson = False,
-    plot: options.Plot = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf). Not with --suite.")
+    ] = None,
     suite: Annotated[
         bool,
         typer.Option(
@@ -78,9 +77,6 @@ def replay(
             rich_help_panel=_TIERS, help="Size of a GPU pool that the engine owns. Without it, planes are attached."
         ),
     ] = None,
-    own_pool: Annotated[
-        bool, typer.Option("--own-pool", rich_help_panel=_TIERS, help="The engine owns a GPU pool of gpu.capacity.")
-    ] = False,
     model: options.Model = options.MODEL,
     page_bytes: Annotated[
         str | None,
@@ -91,9 +87,6 @@ def replay(
     ] = None,
     admission: Annotated[
         Several, typer.Option(rich_help_panel=_TIERS, help="ssd.admission. Commas separate several.")
-    ] = None,
-    promotion: Annotated[
-        Several, typer.Option(rich_help_panel=_TIERS, help="ssd.promotion. Commas separate several.")
     ] = None,
     sets: options.Sets = None,
     ssd_read: options.SsdRead = 6.0,
@@ -124,15 +117,16 @@ def replay(
     --capacity replays one tier without time. --cpu, --ssd, --gpu or --config replay all tiers in virtual time. --suite
     replays drawn traffic that no order was tuned to.
     """
+    policies = listed(policy)
+    if suite:
+        if traces or capacity or plot:
+            hint = "leave TRACE, --capacity and --plot out"
+            raise InvalidValueError("--suite draws its traces, has its capacities, and prints tables", hint)
+        _suite(seed, seeds, references, listed(family), policies, sweep=sweep, as_json=as_json)
+        return
     if plot is not None:
         require_matplotlib(plot)
         check_writable(plot, "--plot")
-    policies = listed(policy)
-    if suite:
-        if traces or capacity:
-            raise InvalidValueError("--suite draws its traces and has its capacities", "leave TRACE and --capacity out")
-        _suite(seed, seeds, references, listed(family), policies, sweep=sweep, as_json=as_json, plot=plot)
-        return
     if not traces:
         raise InvalidValueError("no trace is named", "name a file, synthetic:FAMILY, or give --suite")
     tiers = config is not None or bool(cpu or ssd) or gpu is not None
@@ -144,7 +138,7 @@ def replay(
     def replayed(progress: Progress) -> dict[str, Any]:
         from gdscache.commands.replay import report as reports
 
-        requests = read_trace(traces)[:first]
+        requests = read_trace(traces)
         if not tiers:
             sizes = listed(capacity) or (SWEEP if sweep else ("10%",))
             orders = policies or (tuple(POLICIES) if sweep else (DEFAULT,))
@@ -160,7 +154,6 @@ def replay(
             eviction=policies,
             write=listed(write),
             admission=listed(admission),
-            promotion=listed(promotion),
             sets=tuple(sets or ()),
             sweep=sweep,
         )
@@ -169,7 +162,7 @@ def replay(
         workload = expand(requests, page_tokens_of(asked), partial=False)
         runs = setups(asked, len(workload.names))
         times = [request.timestamp / 1000 / speed for request in requests]
-        own = own_pool or gpu is not None
+        own = gpu is not None
         return reports.all_tiers(workload, times, runs, machine, serial=serial, own_pool=own, progress=progress)
 
     report = {"traces": [str(path) for path in traces], **options.watched(replayed, "the replay is not complete")}
@@ -195,7 +188,6 @@ def _suite(
     *,
     sweep: bool,
     as_json: bool,
-    plot: Path | None,
 ) -> None:
     from gdscache.commands.bench.machine import describe
     from gdscache.commands.replay import suite
@@ -209,10 +201,6 @@ def _suite(
     )
     found = options.watched(lambda progress: suite.run(settings, progress), "the suite is not complete")
     report = {"machine": describe(Path()), **found}
-    if plot is not None:
-        from gdscache.commands.replay.plots import suite_plot
-
-        suite_plot(report, plot)
     if as_json:
         options.print_json(report)
     else:

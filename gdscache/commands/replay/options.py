@@ -25,7 +25,6 @@ Traces = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", rich_help_panel=TIERS, help="Configuration file of the model and the policies."),

@@ -210,7 +210,6 @@ def tiers(
             "present_pages": counts["stores", "present"],
             "dropped_pages": dict(hierarchy.ledger.dropped),
             "most_queued_pages": hierarchy.moved.most_queued,
-            "most_queued_bytes": hierarchy.moved.most_queued * hierarchy.extent_bytes,
         },
         "ssd": _ssd(hierarchy, outcome, span),
         "first_token_seconds": spread(outcome.first_token),
@@ -334,9 +333,7 @@ def _counted(counts: Counts, workload: Workload) -> dict[str, Any]:
     return {
         **_pages(counts, workload),
         "hit_blocks": counts.hit_blocks,
-        "miss_blocks": workload.blocks - counts.hit_blocks,
         "hit_tokens": counts.hit_tokens,
-        "miss_tokens": workload.tokens - counts.hit_tokens,
         "token_hit_rate": counts.hit_tokens / workload.tokens,
         "unstored_pages": counts.unstored,
     }
