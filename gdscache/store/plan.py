@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
+from gdscache.limits import LEAST_BATCH
 from gdscache.pages.keys import Page
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
@@ -50,8 +51,8 @@ def round_pages(extent_bytes: int) -> Iterator[int]:
 
     The first rounds are small, so that the writer has something to do early; each takes twice as many.
     """
-    most = max(1, min(_ROUND_BYTES // extent_bytes, _ROUND_PAGES))
-    pages = min(most, max(1, _FIRST_ROUND_BYTES // extent_bytes))
+    most = max(LEAST_BATCH, min(_ROUND_BYTES // extent_bytes, _ROUND_PAGES))
+    pages = min(most, max(LEAST_BATCH // 2, _FIRST_ROUND_BYTES // extent_bytes))
     while True:
         yield pages
         pages = min(most, 2 * pages)

@@ -103,7 +103,10 @@ def test_the_figures_are_what_they_say(quick: tuple[Path, dict[str, Any], str]) 
     (waits,) = report["waits"]
     assert (waits["requests"], waits["wait_seconds"]["count"]) == (4, 4)
     assert not any("met" in row for row in report["verdicts"])  # the targets are those of a GPU
-    assert {row["name"] for row in report["verdicts"]} >= {"ideal", "gate", "gate better", "wait", "miss"}
+    assert {row["name"] for row in report["verdicts"]} >= {"ideal", "gate", "gate better", "wait", "miss", "beside"}
+    beside = [row for row in report["verdicts"] if row["name"] == "beside"]
+    assert len(beside) == len({row["what"] for row in beside}) == 3 * 2
+    assert all(row["value"] > 0 for row in beside)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -278,7 +281,7 @@ def test_what_the_profiles_measure() -> None:
     assert Settings.of("default", "cuda:0").preset == "8b"
     assert Settings.of("default", "cuda:0").prompts == (8192, 32768, 131072)
     whole = cells(Settings.of("full", "cuda:0"))
-    assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 4 * 2 * 2))
+    assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 4 * 2 * 2) + 3 * 2)
     assert [cell_of(cell.describe()) for cell in whole] == whole
     groups = [cell.group for cell in whole]
     assert len(set(groups)) == sum(a != b for a, b in zip([None, *groups], groups, strict=False))  # each in one piece

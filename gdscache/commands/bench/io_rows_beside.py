@@ -14,13 +14,13 @@ from gdscache.commands.bench.io_engine import ColdEngine
 from gdscache.commands.bench.io_rows import Metered, Place, Row, cpu_figures, row
 from gdscache.commands.bench.io_rows_engine import facts, opened
 from gdscache.commands.bench.measure import Series, interleave
-from gdscache.commands.bench.neighbours import LABELS, Kind, Neighbour, beside
+from gdscache.commands.bench.neighbours import LABELS, Neighbour, beside
+from gdscache.commands.bench.neighbours import TARGETS as BESIDE_TARGETS
 from gdscache.sizes import MIB, format_size
 from gdscache.storage.base import Op
 
 TARGETS = {4 * MIB: (0.85, 0.92), 1 * MIB: (0.78, 0.88)}  # of stores and cold loads, where the planes are the host's
 CPU_TARGET = 1.25
-BESIDE_TARGETS: dict[Kind, float] = {"drawn": 0.96, "busy": 0.55}
 PROGRESS_TARGET = 0.93
 WAIT_TARGET, CALL_TARGET = 2.0, 1.5
 _CALLED_PAGE = 1 * MIB

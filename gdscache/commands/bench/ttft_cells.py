@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 from gdscache.commands.bench import kit
+from gdscache.commands.bench.neighbours import LABELS, Kind
 from gdscache.errors import InvalidValueError
 
 CACHED = (0, 50, 90, 99)  # percent of a prompt, down to a page
 PLACES = ("gpu", "cpu", "ssd_via_cpu", "mixed", "ssd_direct")
 NOWHERE = "none"
+BESIDE_CACHED, BESIDE_PLACES = 90, ("gpu", "cpu", "ssd_via_cpu")  # what is measured beside threads of Python, too
 SWITCHED = ("cpu", "ssd_via_cpu", "mixed", "ssd_direct")  # places from which something is loaded
 SAME_LOAD = "nothing is loaded, so neither overlap nor gate changes it: measured once"
 
@@ -78,6 +80,7 @@ class Cell:
     where: str
     overlap: bool
     gate: bool
+    beside: str = ""  # the kind of a thread of Python beside the request (`neighbours.Kind`)
 
     @property
     def route(self) -> str:
@@ -95,6 +98,8 @@ class Cell:
         words = [f"{self.prompt:,} tokens", f"{self.cached} % cached", self.where.replace("_", " ")]
         if self.where in SWITCHED:
             words += ["overlap" if self.overlap else "no overlap", *(["gate"] if self.gate else [])]
+        if self.beside:
+            words.append(f"beside {LABELS[cast(Kind, self.beside)]}")
         return ", ".join(words)
 
     def describe(self) -> dict[str, Any]:
@@ -105,12 +110,13 @@ class Cell:
             "where": self.where,
             "overlap": self.overlap,
             "gate": self.gate,
+            "beside": self.beside,
         }
 
 
 def cell_of(row: Any) -> Cell:
     """The cell that a row of a report is about."""
-    return Cell(row["prompt_tokens"], row["cached_percent"], row["where"], row["overlap"], row["gate"])
+    return Cell(row["prompt_tokens"], row["cached_percent"], row["where"], row["overlap"], row["gate"], row["beside"])
 
 
 def cells(settings: Settings) -> list[Cell]:
@@ -124,6 +130,9 @@ def cells(settings: Settings) -> list[Cell]:
             cell = Cell(prompt, cached, where, overlap, gate)
             if cell.route == route and (where in SWITCHED or (overlap and not gate)):
                 found.append(cell)
+        if (route, cached) == ("via_cpu", BESIDE_CACHED):
+            for where, kind in itertools.product(BESIDE_PLACES, LABELS):
+                found.append(Cell(prompt, cached, where, overlap=True, gate=False, beside=kind))
     return found
 
 
@@ -144,7 +153,7 @@ def chosen(settings: Settings) -> tuple[list[Cell], dict[Cell, str]]:
 
 def _usual(prompts: Collection[int], cell: Cell) -> bool:
     short, middle = sorted(prompts)[:2] if len(prompts) > 1 else (0, *prompts)
-    return cell.prompt == middle or (cell.prompt == short and cell.where in SHORT_PLACES)
+    return cell.prompt == middle or (cell.prompt == short and cell.where in SHORT_PLACES and not cell.beside)
 
 
 def cached_tokens(prompt: int, percent: int, page_tokens: int) -> int:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from gdscache import CacheEngine, Config
 from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.io import RAM_THREADS
+from gdscache.commands.bench.neighbours import Kind, beside
 from gdscache.commands.bench.ttft_answers import Answer, stored_bytes
 from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens, expected_tiers
 from gdscache.commands.toy_engine import PRESETS, EngineOptions, InferenceEngine, KVPool, fingerprint, random_model
@@ -167,11 +169,13 @@ class EngineClient:
     def hit(self, cell: Cell) -> Answer:
         """The cell's request, its cached tokens being where the cell says."""
         tokens, cached = self.of(cell)
-        if cell.where not in SWITCHED:
-            return self.resident(cell)
-        self.place(tokens, cached, cell.where)
-        self.install(overlap=cell.overlap, gate=cell.gate)
-        return self._ask(tokens, self._options(cell, store=False, share=False), self.cache)
+        if cell.where in SWITCHED:
+            self.place(tokens, cached, cell.where)
+            self.install(overlap=cell.overlap, gate=cell.gate)
+            ask = functools.partial(self._ask, tokens, self._options(cell, store=False, share=False), self.cache)
+        else:
+            ask = functools.partial(self.resident, cell)
+        return beside(cast(Kind, cell.beside), ask)() if cell.beside else ask()
 
     def miss(self, cell: Cell, *, cached: bool) -> Answer:
         """A request that hits nothing, in four chunks, and is stored meanwhile; or, not `cached`, without a cache."""

@@ -26,8 +26,9 @@ def verdicts(cells: Sequence[Row], waits: Sequence[Row], *, judged: bool, ram: b
 
     A row has `name`, `what`, `value`, `relation` (`at least` or `at most`), and where it is judged `target` and `met`.
     """
+    beside, cells = [row for row in cells if row["beside"]], [row for row in cells if not row["beside"]]
     found = [*_ideals(cells, judged=judged, ram=ram), *_overlaps(cells, judged=judged)]
-    found += [*_gates(cells, judged=judged), *_waits(cells, waits, judged=judged)]
+    found += [*_gates(cells, judged=judged), *_waits(cells, waits, judged=judged), *_beside(beside, cells)]
     for row in (row for row in cells if row["where"] == NOWHERE):
         found.append(_row("miss", _label(row), row["added"], MISS_TARGET, judged, at_least=False))
     return found
@@ -83,6 +84,16 @@ def _waits(cells: Sequence[Row], waits: Sequence[Row], *, judged: bool) -> Itera
         yield _row("wait", what, row["wait_seconds"]["median"], WAIT_TARGET, judged, at_least=False)
 
 
+def _beside(rows: Sequence[Row], alone: Sequence[Row]) -> Iterable[dict[str, Any]]:
+    """Beside threads of Python, against the same alone. Not judged: these slow the model's own thread down, too."""
+    plain = {_key(row): row["ttft_seconds"]["median"] for row in alone if row["overlap"] and not row["gate"]}
+    for row in rows:
+        if (other := plain.get(_key(row))) is not None:
+            yield _row(
+                "beside", f"{_label(row)}, / alone", row["ttft_seconds"]["median"] / other, 0, False, at_least=False
+            )
+
+
 def _key(row: Row) -> tuple[int, int, str]:
     return row["prompt_tokens"], row["cached_percent"], row["where"]
 
@@ -131,7 +142,7 @@ _LOOKS = {
 
 def plot(report: Row, drawn: Any) -> None:
     """A panel a length of prompt: bars in groups by place and share that is cached, as much as was measured."""
-    cells = [r for r in report["cells"] if r["where"] != NOWHERE]
+    cells = [r for r in report["cells"] if r["where"] != NOWHERE and not r["beside"]]
     lengths = sorted({r["prompt_tokens"] for r in cells}) or [0]
     drawn.set_size_inches(14, 1.5 + 3.5 * len(lengths))
     for axes, length in zip(drawn.subplots(len(lengths), 1, squeeze=False)[:, 0], lengths, strict=True):
