@@ -357,7 +357,7 @@ def test_the_report_as_json(gdscache, trace: Path) -> None:
     status, out, err = gdscache("replay", trace, "--capacity", "3", "--policy", "lru", "--json")
     assert (status, err) == (0, "")
     report = json.loads(out)
-    assert (report["schema"], report["mode"], report["traces"]) == ("gdscache.replay/2", "one_tier", [str(trace)])
+    assert (report["schema"], report["mode"], report["traces"]) == ("gdscache.replay/3", "one_tier", [str(trace)])
     assert report["workload"] == {
         "requests": 5,
         "page_tokens": 512,

@@ -18,7 +18,7 @@ from gdscache.moves.clock import MachineModel
 from gdscache.policies.admission import ADMISSIONS
 from gdscache.sizes import about
 
-SCHEMA = "gdscache.plan/2"
+SCHEMA = "gdscache.plan/3"
 POINTS = 6  # sizes of each tier in the grid, each twice the one before
 WITHIN = 0.05  # the mean TTFT may be so much above the best
 HOST_PRICE = 20.0  # what a byte of host memory costs, in bytes of the SSD
@@ -97,8 +97,7 @@ def plan(
             "token_bytes": extent / workload.page_tokens,
         },
         "limits": dataclasses.asdict(limits),
-        "rule": {"within": WITHIN, "host_price": HOST_PRICE},
-        "recommended": {**chosen, "above_infinite": mean_of(chosen) / mean_of(forever) - 1 if mean_of(forever) else 0},
+        "recommended": chosen,
         "no_cache_first_token_seconds": search.without,
         "infinite": {**everything, "bytes": unique * extent, "first_token_seconds": forever["first_token_seconds"]},
         "target_seconds": search.target,

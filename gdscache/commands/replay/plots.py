@@ -50,7 +50,7 @@ def _over_capacity(axes: Any, report: Row, lines: Mapping[str, list[Row]], color
     _line(axes, report["plain_lru"], label="plain LRU, blind to prefixes", color="0.6", linestyle="--")
     axes.set_xscale("log")
     percent = sorted({row["capacity_percent"] for row in report["optimum"]})
-    axes.set_xticks(apart(percent), [f"{value:.3g}" for value in apart(percent)])
+    axes.set_xticks(_apart(percent), [f"{value:.3g}" for value in _apart(percent)])
     axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("capacity of all tiers, % of the trace's unique pages")
@@ -84,10 +84,10 @@ def _written(run: Row) -> tuple[float, float]:
     return run["ssd"]["written_bytes"] / _GB, 100 * run["hit_rate"]
 
 
-def apart(values: list[float], share: float = 0.06) -> list[float]:
-    """Those of ascending values that have room for a label, a `share` of an axis of logarithms that ends with them."""
+def _apart(values: list[float]) -> list[float]:
+    """Those of ascending values that have room for a label on an axis of logarithms that ends with them."""
     found: list[float] = []
     for value in values:
-        if not found or value >= found[-1] * (values[-1] / values[0]) ** share:
+        if not found or value >= found[-1] * (values[-1] / values[0]) ** 0.06:
             found.append(value)
     return found
