@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from gdscache.disk import catalog_file
 from gdscache.disk.catalog_file import CorruptCatalogError
-from gdscache.disk.conversion import convert
 from gdscache.disk.namespaces import descriptions, prune
 from gdscache.disk.recovery import LAST_MILLISECOND, Recovered, delete_pages, scan
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, SlotRangeError
@@ -250,8 +249,6 @@ class Catalog:
             undo.callback(catalog_file.close, opened)
             writer, reader = opened, catalog_file.open_reader(self.path)
             undo.callback(catalog_file.close, reader)
-            with catalog_file.sqlite_errors(self.path, "written"):
-                convert(writer, self.path)
             self._namespace_ids = {}
             undo.pop_all()
         self._writer, self._reader = writer, reader

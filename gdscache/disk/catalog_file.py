@@ -27,9 +27,6 @@ from gdscache.pages.checksum import HEAD_GROUPS
 log = logging.getLogger("gdscache.disk.catalog")
 
 FORMAT_VERSION = 5
-OLDER = (1, 2, 3, 4)  # versions that are converted to this one
-STRIPED_BEFORE = (2, 4)  # those of them that were of a slab over several directories
-LACKING = {1: ("retention",), 2: ("retention",)}  # tables that an older version does not have
 STRIPE_NAME = "stripe.json"  # is there where a slab lies over several directories
 CATALOG_NAME = "catalog.sqlite"
 NEW_NAME = "catalog.new"
@@ -88,7 +85,7 @@ def sqlite_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Connection:
-    """The writing connection to a checked catalogue, made if it is missing; of this version or one of `OLDER`.
+    """The writing connection to a checked catalogue, made if it is missing.
 
     Raises `CatalogVersionError`, `ExtentSizeError`, `NotARegularFileError`, `IOFailedError`, `CorruptCatalogError`.
     """
@@ -292,8 +289,8 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> int:
-    """The format version of a catalogue, this one or an older one that can be brought to it; all else is refused."""
+def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> None:
+    """Refuse what is no catalogue of this format version, of such extents, for the directories that are there."""
     tables = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE substr(name, 1, 7) <> 'sqlite_'"))
     if tables.get("meta") != SCHEMA["meta"]:
         raise CorruptCatalogError(f"{path} is not a catalogue: its tables are {sorted(tables)}")
@@ -301,21 +298,19 @@ def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> int:
     version, extent = meta.get("format_version"), meta.get("extent_bytes")
     if version is None:
         raise CorruptCatalogError(f"{path} is not a catalogue: it has no format_version")
-    if version != FORMAT_VERSION and version not in OLDER:
+    if version != FORMAT_VERSION:
         raise CatalogVersionError(
             f"{path} has format version {version}; this gdscache reads version {FORMAT_VERSION}",
             f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
         )
-    if version == FORMAT_VERSION and meta.get("head_groups", HEAD_GROUPS) != HEAD_GROUPS:
+    if meta.get("head_groups", HEAD_GROUPS) != HEAD_GROUPS:
         raise CatalogVersionError(
             f"{path} has checksums of {meta['head_groups']} head groups a layer; this gdscache reads {HEAD_GROUPS}",
             f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
         )
-    needed = {"extent_bytes", "head_groups", "striped"} if version == FORMAT_VERSION else {"extent_bytes"}
-    wanted = {name: sql for name, sql in SCHEMA.items() if name not in LACKING.get(version, ())}
-    if tables != wanted or needed - meta.keys() or extent is None:
+    if tables != SCHEMA or {"head_groups", "striped"} - meta.keys() or extent is None:
         raise CorruptCatalogError(f"{path} does not have the tables of format version {version}")
-    striped = meta["striped"] != 0 if version == FORMAT_VERSION else version in STRIPED_BEFORE
+    striped = meta["striped"] != 0
     if striped != _striped(path):
         which = "missing" if striped else "beside it, and it is the catalogue of a single directory"
         raise StripeError(
@@ -327,7 +322,6 @@ def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> int:
             f"{path.parent} holds extents of {extent:,} bytes, and the model's pages need {extent_bytes:,}",
             f"set another ssd.path for this model or page_tokens, or start empty: rm -r {path.parent}",
         )
-    return version
 
 
 def integers(connection: sqlite3.Connection) -> dict[str, int]:

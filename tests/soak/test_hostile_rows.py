@@ -192,10 +192,6 @@ def meta_rows(path: Path, *statements: str) -> None:
         f"INSERT INTO meta VALUES ('more', zeroblob({LARGE}))",
         f"INSERT INTO meta VALUES (CAST(zeroblob({LARGE}) AS TEXT), 1)",
         f"INSERT INTO meta WITH RECURSIVE n(i) AS (VALUES (1) {UNTIL_5000}) SELECT i, i FROM n",
-        "INSERT INTO meta VALUES ('converted', 0)",
-        "INSERT INTO meta VALUES ('converted', -9223372036854775808)",
-        "INSERT INTO meta VALUES ('converted', 9223372036854775807)",
-        "INSERT INTO meta VALUES ('converted', 'soon')",
     ],
 )
 def test_a_table_of_facts_that_is_none(filled: Path, tmp_path: Path, statement: str) -> None:

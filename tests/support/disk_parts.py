@@ -64,21 +64,3 @@ def binding(key: bytes, sums: int = LAYERS) -> list[int]:
     """What version 5 adds to each checksum of a page, from docs/format.md alone."""
     seed = sum(word * factor for word, factor in zip(struct.unpack("<4Q", key), FACTORS, strict=True))
     return [(seed + position * STEP) % (1 << 64) for position in range(sums)]
-
-
-def make_older(path: Path, version: int = 3) -> None:
-    """Give a directory of version 5 an older version: checksums of the bytes, and nothing that says whose."""
-    with raw(path) as catalogue:
-        rows = catalogue.execute("SELECT slot, key, sums FROM pages JOIN checksums USING (slot)").fetchall()
-        catalogue.execute("BEGIN")
-        for slot, key, sums in rows:
-            stored = struct.unpack(f"<{len(sums) // 8}Q", sums)
-            plain = [(s - b) % (1 << 64) for s, b in zip(stored, binding(key, len(stored)), strict=True)]
-            catalogue.execute(
-                "UPDATE checksums SET sums = ? WHERE slot = ?", (struct.pack(f"<{len(plain)}Q", *plain), slot)
-            )
-        catalogue.execute("UPDATE meta SET value = ? WHERE name = 'format_version'", (version,))
-        catalogue.execute("DELETE FROM meta WHERE name IN ('head_groups', 'striped', 'converted')")
-        if version < 3:
-            catalogue.execute("DROP TABLE retention")
-        catalogue.execute("COMMIT")

@@ -21,7 +21,7 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.disk import catalog_file, catalog_image, stripes
-from gdscache.disk.catalog_file import CATALOG_NAME, LACKING, SCHEMA, SUSPECT_NAME, CorruptCatalogError
+from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
 from gdscache.disk.namespaces import descriptions
 from gdscache.disk.recovery import Recovered, scan
 from gdscache.disk.slab import Slab, first_missing, slab_name, stretch_slots
@@ -48,12 +48,10 @@ class Contents:
 
     `pages`: those that the next engine would find, and the causes why it would delete others; `order`: their positions
     in the order of slots. `slab.slots` counts the leading slots that its files have as a whole; `slab_bytes` are the
-    bytes of each file. Checksums of slots below `bound_slots` are bound to keys; None: those of all slots. `names`: the
-    namespaces, by their digests.
+    bytes of each file. `names`: the namespaces, by their digests.
     """
 
     version: int
-    bound_slots: int | None
     created: str | None
     suspect: bool
     catalog_bytes: int
@@ -62,10 +60,6 @@ class Contents:
     pages: Recovered
     order: Int64Array
     names: dict[bytes, Namespace]
-
-    def is_bound(self, slot: int) -> bool:
-        """Whether the checksums of a slot's page are bound to its key, so that those of another one are found out."""
-        return self.bound_slots is None or slot < self.bound_slots
 
 
 def existing(directory: Path) -> Path:
@@ -183,9 +177,7 @@ def open_catalog(directory: Path) -> Iterator[sqlite3.Connection]:
                 verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
                 if verdict != "ok":
                     raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
-            version = catalog_file.check(connection, path, _extent_bytes(connection) or 0)
-            for table in LACKING.get(version, ()):
-                connection.execute(SCHEMA[table])
+            catalog_file.check(connection, path, _extent_bytes(connection) or 0)
             yield connection
 
 
@@ -227,7 +219,6 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
         connection.execute("ROLLBACK")  # for what is to be said of the others
     return Contents(
         version=meta["format_version"],
-        bound_slots=meta.get("converted") if meta["format_version"] == catalog_file.FORMAT_VERSION else 0,
         created=str(created[0]) if created else None,
         suspect=os.path.lexists(directory / SUSPECT_NAME),
         catalog_bytes=regular_file(path).st_size,

@@ -133,7 +133,6 @@ def _still(directory: Path, owner: Owner, contents: Contents) -> dict[str, Any]:
     slab, pages = contents.slab, contents.pages
     return _common(directory, owner, list(zip(slab.files, contents.slab_bytes, strict=True))) | {
         "format_version": contents.version,
-        "unbound_from_slot": contents.bound_slots,
         "created": contents.created,
         "extent_bytes": slab.extent_bytes,
         "slots": slab.slots,

@@ -71,9 +71,6 @@ def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
     table.add_row(
         "format version", f"{report['format_version']}, made {_plain(report['created'] or 'at unknown time')}"
     )
-    if report["unbound_from_slot"] is not None:
-        where = f"from slot {report['unbound_from_slot']:,} on " if report["unbound_from_slot"] else ""
-        table.add_row("checksums", f"{where}not bound to pages: the next engine that opens this directory converts it")
     table.add_row("extent", _size(report["extent_bytes"]))
     table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
     table.add_row("pages", f"{report['pages']:,}, {about(report['bytes'])} without padding")
@@ -95,9 +92,6 @@ def verify_tables(report: Mapping[str, Any]) -> list[Table]:
     table.add_row("pages", f"{report['pages']:,}")
     for name in ("good", "bad", "unchecked"):
         table.add_row(name, f"{report[f'{name}_pages']:,}")
-    if report["unbound_pages"]:
-        of = f"{report['unbound_pages']:,} pages are of an older format version"
-        table.add_row("not bound", f"{of}: another page's bytes in the place of one of them are not found out")
     rate = figure(report["gb_per_second"], "GB/s")
     table.add_row("read", f"{about(report['bytes'])} in {duration(report['seconds'])}, {rate}")
     found = [*report["bad"], *report["unchecked"]]

@@ -82,7 +82,6 @@ def verify(directory: Path, progress: Progress = lambda done, total, text: None)
         "pages": pages,
         "good_pages": pages - len(findings),
         "bad_pages": len(bad),
-        "unbound_pages": sum(not contents.is_bound(slot) for slot in contents.pages.slots.tolist()),
         "unchecked_pages": len(findings) - len(bad),
         "bad": [dataclasses.asdict(f) for f in bad],
         "unchecked": [dataclasses.asdict(f) for f in findings if f.cause == UNCHECKED],
@@ -228,14 +227,12 @@ class _Check:
                 str(error), "the next engine that opens this directory finds these pages without checksums"
             ) from error
         keys = self._contents.pages.keys[self._contents.order[rows.start : rows.stop]]
-        return [self._sums(found.get(slot), slot, key.tobytes()) for slot, key in zip(slots, keys, strict=True)]
+        return [_sums(found.get(slot), key.tobytes()) for slot, key in zip(slots, keys, strict=True)]
 
-    def _sums(self, stored: bytes | None, slot: int, key: bytes) -> Checksums | None:
-        """The checksums of the bytes of a page with this key."""
-        if stored is None:
-            return None
-        values = np.frombuffer(stored, "<u8")
-        return unbound(values[None], [key])[0] if self._contents.is_bound(slot) else values
+
+def _sums(stored: bytes | None, key: bytes) -> Checksums | None:
+    """The checksums of the bytes of a page with this key."""
+    return None if stored is None else unbound(np.frombuffer(stored, "<u8")[None], [key])[0]
 
 
 def _matches(data: memoryview, layout: PageLayout, sums: Checksums) -> bool:

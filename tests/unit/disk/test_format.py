@@ -18,13 +18,11 @@ import pytest
 import xxhash
 
 from gdscache.commands.inspect import inspect, verify
-from gdscache.commands.inspect.tables import inspect_tables, verify_tables
 from gdscache.disk import catalog_file
 from gdscache.disk.catalog import Catalog, PageRecord
-from gdscache.disk.conversion import convert
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import Slab
-from gdscache.errors import CatalogVersionError, ExtentSizeError
+from gdscache.errors import CatalogVersionError
 from gdscache.pages.checksum import bound, first_bad_layer, layer_checksums, unbound
 from gdscache.pages.keys import as_tokens, namespace_digest, page_keys
 from gdscache.pages.layout import PageLayout, Plane
@@ -73,12 +71,7 @@ CREATE TABLE pages(slot INTEGER PRIMARY KEY, key BLOB, parent BLOB, namespace IN
 CREATE TABLE checksums(slot INTEGER PRIMARY KEY, sums BLOB);
 CREATE TABLE retention(slot INTEGER PRIMARY KEY, priority INTEGER, expires INTEGER);
 """
-OLDER_SCHEMA = SCHEMA[: SCHEMA.index("CREATE TABLE retention")]  # of versions 1 and 2
-META = {  # besides `created`
-    1: {"format_version": 1, "extent_bytes": 4096},
-    3: {"format_version": 3, "extent_bytes": 4096},
-    5: {"format_version": 5, "extent_bytes": 4096, "head_groups": 1, "striped": 0},
-}
+META = {"format_version": 5, "extent_bytes": 4096, "head_groups": 1, "striped": 0}  # besides `created`
 
 
 def test_namespace_digest() -> None:
@@ -227,7 +220,7 @@ def test_the_catalogue(tmp_path: Path) -> None:
     assert "".join(f"{text};\n" for text in sql) == SCHEMA
     created = meta.pop("created")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", created)
-    assert meta == META[5]
+    assert meta == META
     namespace, first, second = bytes.fromhex(NAMESPACE), *map(bytes.fromhex, KEYS)
     assert [(digest, json.loads(text)) for _, digest, text in namespaces] == [(namespace, FIELDS)]
     assert pages == [(0, second, first, 1, 192, 42), (2, first, namespace, 1, 192, 43)]
@@ -235,36 +228,33 @@ def test_the_catalogue(tmp_path: Path) -> None:
     assert retention == [(0, -1, 1800000000123)]
 
 
-def write_by_hand(tmp_path: Path, version: int) -> None:
+def write_by_hand(tmp_path: Path) -> None:
     """A directory with one page in slot 1."""
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
-        connection.executescript(SCHEMA if version >= 3 else OLDER_SCHEMA)
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", META[version].items())
-        connection.execute("INSERT INTO namespaces VALUES (9, ?, '{}')", (bytes.fromhex(NAMESPACE),))
+        connection.executescript(SCHEMA)
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", META.items())
+        connection.execute("INSERT INTO namespaces VALUES (9, ?, ?)", (bytes.fromhex(NAMESPACE), CANONICAL))
         connection.execute(
             "INSERT INTO pages VALUES (1, ?, ?, 9, 192, 5)", (bytes.fromhex(KEYS[0]), bytes.fromhex(NAMESPACE))
         )
-        stored = BOUND_BYTES[0] if version == 5 else CHECKSUM_BYTES
-        connection.execute("INSERT INTO checksums VALUES (1, ?)", (bytes.fromhex(stored),))
-        if version >= 3:
-            connection.execute("INSERT INTO retention VALUES (1, 2, 1800000000500)")
+        connection.execute("INSERT INTO checksums VALUES (1, ?)", (bytes.fromhex(BOUND_BYTES[0]),))
+        connection.execute("INSERT INTO retention VALUES (1, 2, 1800000000500)")
     (tmp_path / "slab-0.bin").write_bytes(bytes(4096) + PAGE + bytes(4096 - 192))
 
 
-VERSIONS = [1, 3, 5]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path, version: int) -> None:
-    write_by_hand(tmp_path, version)
+def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path) -> None:
+    write_by_hand(tmp_path)
     slab = Slab.open(tmp_path, 4096, 2)
     with Catalog.open(tmp_path, extent_bytes=4096, durability="power") as catalog:
         found = catalog.recover(slab.valid_slots)
         assert [c.tolist() for c in (found.slots, found.lengths, found.recency)] == [[1], [192], [5]]
         assert not found.dropped
         assert (found.keys[0].tobytes().hex(), found.digests[0].hex()) == (KEYS[0], NAMESPACE)
-        kept = [found.retained.tolist(), found.priorities.tolist(), found.expires.tolist()]
-        assert kept == ([[], [], []] if version == 1 else [[0], [2], [1800000000.5]])
+        assert [found.retained.tolist(), found.priorities.tolist(), found.expires.tolist()] == [
+            [0],
+            [2],
+            [1800000000.5],
+        ]
         (stored,) = catalog.checksums([1])
     assert stored is not None
     assert stored.astype("<u8").tobytes().hex() == BOUND_BYTES[0]
@@ -274,62 +264,26 @@ def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path, v
         assert first_bad_layer(memoryview(file.read(4096)), LAYOUT.layer_bounds, sums) is None
 
 
-def tables(path: Path) -> tuple[str, dict[str, int]]:
-    with contextlib.closing(sqlite3.connect(path / "catalog.sqlite")) as connection:
-        sql = [text for (text,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
-        meta = dict(connection.execute("SELECT name, value FROM meta"))
-    return "".join(f"{text};\n" for text in sql), meta
-
-
-@pytest.mark.parametrize("version", [1, 3])
-def test_an_older_directory_is_converted_once_and_keeps_its_pages(tmp_path: Path, version: int) -> None:
-    write_by_hand(tmp_path, version)
-    assert tables(tmp_path) == (SCHEMA if version == 3 else OLDER_SCHEMA, META[version])
-    for _ in range(2):
-        with Catalog.open(tmp_path, extent_bytes=4096, durability="process") as catalog:
-            assert [key.tobytes().hex() for key in catalog.recover(2).keys] == [KEYS[0]]
-        assert tables(tmp_path) == (SCHEMA, META[5])
-        assert verify(tmp_path)["bad"] == []
-        assert not list(tmp_path.glob("catalog.corrupt-*"))
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_people_look_into_all_versions_and_change_none(tmp_path: Path, version: int) -> None:
-    write_by_hand(tmp_path, version)
-    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
-        connection.execute("UPDATE namespaces SET description = ?", (CANONICAL,))
-    before, sql = (tmp_path / "catalog.sqlite").read_bytes(), tables(tmp_path)
+def test_people_look_into_it_and_change_nothing(tmp_path: Path) -> None:
+    write_by_hand(tmp_path)
+    before = (tmp_path / "catalog.sqlite").read_bytes()
     report, found = inspect(tmp_path), verify(tmp_path)
-    assert (report["format_version"], report["pages"], found["good_pages"]) == (version, 1, 1)
-    assert report["retention"] == (
-        {"priorities": {"0": 1}, "expiring_pages": 0, "expired_pages": 0}
-        if version == 1
-        else {"priorities": {"2": 1}, "expiring_pages": 1, "expired_pages": int(time.time() > 1800000000.5)}
-    )
-    assert (report["unbound_from_slot"], found["unbound_pages"]) == ((None, 0) if version == 5 else (0, 1))
-    texts = "\n".join(line for table in inspect_tables(report) for line in table.lines())
-    assert ("not bound to pages" in texts) == (version != 5)
-    texts = "\n".join(line for table in verify_tables(found) for line in table.lines())
-    assert ("older format version" in texts) == (version != 5)
+    assert (report["format_version"], report["pages"], found["good_pages"]) == (5, 1, 1)
+    expired = int(time.time() > 1800000000.5)
+    assert report["retention"] == {"priorities": {"2": 1}, "expiring_pages": 1, "expired_pages": expired}
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
-    assert tables(tmp_path) == sql
 
 
-def test_a_mix_up_is_found_in_this_version_only(tmp_path: Path) -> None:
+def test_a_mix_up_is_found(tmp_path: Path) -> None:
     """The row of one page names another: its bytes are whole, and belong to nobody who asks."""
-    for version in VERSIONS:
-        path = tmp_path / str(version)
-        path.mkdir()
-        write_by_hand(path, version)
-        with contextlib.closing(sqlite3.connect(path / "catalog.sqlite")) as connection, connection:
-            connection.execute("UPDATE namespaces SET description = ?", (CANONICAL,))
-            connection.execute("UPDATE pages SET key = ?", (bytes.fromhex(KEYS[1]),))
-        found = verify(path)
-        assert (found["bad_pages"], found["unbound_pages"]) == ((1, 0) if version == 5 else (0, 1))
+    write_by_hand(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.execute("UPDATE pages SET key = ?", (bytes.fromhex(KEYS[1]),))
+    assert verify(tmp_path)["bad_pages"] == 1
 
 
 def test_a_damaged_retention_is_reported(tmp_path: Path) -> None:
-    write_by_hand(tmp_path, 3)
+    write_by_hand(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
         connection.execute("UPDATE retention SET expires = 'soon'")
     report, found = inspect(tmp_path), verify(tmp_path)
@@ -337,30 +291,22 @@ def test_a_damaged_retention_is_reported(tmp_path: Path) -> None:
     assert (found["pages"], found["good_pages"], [f["cause"] for f in found["bad"]]) == (1, 0, ["row"])
 
 
-def test_an_older_directory_of_other_extents_is_refused_and_left_alone(tmp_path: Path) -> None:
-    write_by_hand(tmp_path, 1)
+@pytest.mark.parametrize("version", [0, 1, 4, 6, -5])
+def test_another_version_is_refused_and_left_alone(tmp_path: Path, version: int) -> None:
+    write_by_hand(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.execute("UPDATE meta SET value = ? WHERE name = 'format_version'", (version,))
+        connection.execute("DROP TABLE retention")  # other versions have other tables
     before = (tmp_path / "catalog.sqlite").read_bytes()
-    with pytest.raises(ExtentSizeError):
-        Catalog.open(tmp_path, extent_bytes=8192, durability="process")
+    for look in (lambda: Catalog.open(tmp_path, extent_bytes=4096, durability="process"), lambda: inspect(tmp_path)):
+        with pytest.raises(CatalogVersionError, match=f"has format version {version}; this gdscache reads version 5"):
+            look()
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
-
-
-def test_a_conversion_that_cannot_begin_leaves_the_older_version(tmp_path: Path) -> None:
-    write_by_hand(tmp_path, 1)
-
-    def forbid(action: int, table: str | None, *_: object) -> int:
-        return sqlite3.SQLITE_DENY if (action, table) == (sqlite3.SQLITE_UPDATE, "meta") else sqlite3.SQLITE_OK
-
-    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None)) as connection:
-        connection.set_authorizer(forbid)
-        with pytest.raises(sqlite3.DatabaseError, match="not authorized"):
-            convert(connection, tmp_path / "catalog.sqlite")
-    assert tables(tmp_path) == (OLDER_SCHEMA, META[1])
 
 
 @pytest.mark.parametrize("groups", [0, 2, 8])
 def test_checksums_of_other_head_groups_are_refused(tmp_path: Path, groups: int) -> None:
-    write_by_hand(tmp_path, 5)
+    write_by_hand(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
         connection.execute("UPDATE meta SET value = ? WHERE name = 'head_groups'", (groups,))
     before = (tmp_path / "catalog.sqlite").read_bytes()
@@ -370,15 +316,19 @@ def test_checksums_of_other_head_groups_are_refused(tmp_path: Path, groups: int)
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("version", "sql", "without"),
-    [(1, SCHEMA, ""), (3, OLDER_SCHEMA, ""), (5, OLDER_SCHEMA, ""), *((5, SCHEMA, name) for name in META[5])],
-)
-def test_tables_of_another_version_are_set_aside(tmp_path: Path, version: int, sql: str, without: str) -> None:
+@pytest.mark.parametrize("without", META)
+def test_a_catalogue_without_a_row_of_meta_is_set_aside(tmp_path: Path, without: str) -> None:
+    write_by_hand(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
-        connection.executescript(sql)
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", META[version].items())
         connection.execute("DELETE FROM meta WHERE name = ?", (without,))
+    Catalog.open(tmp_path, extent_bytes=4096, durability="process").close()
+    assert len(list(tmp_path.glob("catalog.corrupt-*"))) == 1
+
+
+def test_a_catalogue_without_a_table_is_set_aside(tmp_path: Path) -> None:
+    write_by_hand(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.execute("DROP TABLE retention")
     Catalog.open(tmp_path, extent_bytes=4096, durability="process").close()
     assert len(list(tmp_path.glob("catalog.corrupt-*"))) == 1
 
