@@ -22,7 +22,7 @@ from gdscache.commands.bench import bare, io, io_cache, io_rows, io_sweep, io_wa
 from gdscache.commands.bench import io_rows_engine as engine_rows
 from gdscache.commands.bench.io import BENCH, Settings
 from gdscache.commands.bench.io_engine import ColdEngine
-from gdscache.commands.bench.io_files import CallPerPage, FilePerPage, KvikioPerPage
+from gdscache.commands.bench.io_files import FilePerPage, KvikioPerPage
 from gdscache.commands.bench.io_rows import Metered, Place
 from gdscache.commands.bench.io_sweep import OPS, Sweep, measure_way
 from gdscache.commands.bench.io_ways import BY_NAME, WAYS, OpenWay
@@ -102,7 +102,7 @@ def test_comparisons_say_what_they_are_held_against(report: dict[str, Any]) -> N
     rows = {(r["what"], r["against"].partition(",")[0]): r for r in report["comparisons"]}
     targets = {(r["case"], r["target"]) for r in measure.judged(report["comparisons"])}
     assert {("a file a page, 256KiB pages", 2.0), ("a file a page, 256KiB pages", 1.5)} <= targets
-    assert {("SSD tier, 1MiB pages", 0.85), ("SSD tier, 4MiB pages", 0.85), ("one call a page", 0.5)} <= targets
+    assert {("SSD tier, 1MiB pages", 0.85), ("SSD tier, 4MiB pages", 0.85)} <= targets
     on_disk = report["machine"]["storage"]["file_system"] not in io_cache.IN_MEMORY
     assert (("host reads", 0.95) in targets) == on_disk
     beside = {
@@ -388,16 +388,6 @@ def test_a_file_a_page(tmp_path: Path) -> None:
         files.read()
 
 
-def test_one_call_a_page(file: Path) -> None:
-    memory = memoryview(io_ways.HostBuffer(io_ways.CHECK_BYTES, "off").view)
-    with CallPerPage(file, memory, 256 * KIB, 3) as calls:
-        assert calls.read() > 0
-        assert memory == file.read_bytes()
-        os.truncate(file, MIB)
-        with pytest.raises(ShortIOError, match="0 of 262144"):
-            calls.read()
-
-
 def fake_kvikio(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Any], object] = lambda view: None) -> dict[str, Any]:
     """A stand-in for the module that reads at once; the settings that it was given."""
     settings: dict[str, Any] = {}
@@ -479,7 +469,6 @@ def test_what_is_compared_is_what_an_engine_would_use(tmp_path: Path, monkeypatc
         (row,) = io_rows.host_reads(place(tmp_path))
         assert row["transport"] == wanted
         assert row["threads"] in io_rows.HOST_THREADS
-        assert {r["transport"] for r in io_rows.call_per_page(place(tmp_path))} == {wanted}
         assert {r["transport"] for r in io_rows.file_per_page(place(tmp_path), MIB)} == {wanted}
         assert {r["transport"] for r in io_rows.ssd_tier(place(tmp_path), MIB)} == {wanted}
         assert {r["transport"] for r in engine_rows.cold_loads(place(tmp_path))} == {wanted}

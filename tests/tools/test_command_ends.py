@@ -88,8 +88,8 @@ def test_a_full_disk_behind_stdout_is_said_and_the_status_is_no_verdict(
 
 
 def test_a_full_disk_behind_a_file_that_a_command_writes_names_the_file(run: Run, requests: Path) -> None:
-    refused(run("make-trace", "chat", "/dev/full", "--seconds", "30"), "/dev/full", "No space left")
-    refused(run("make-trace", "chat", "/proc/nowhere.gz", "--seconds", "30"), "/proc/nowhere.gz")
+    refused(run("make-trace", "chat", "/dev/full", "--references", "300"), "/dev/full", "No space left")
+    refused(run("make-trace", "chat", "/proc/nowhere.gz", "--references", "300"), "/proc/nowhere.gz")
 
 
 @pytest.mark.suite

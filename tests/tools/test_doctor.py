@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -18,15 +17,10 @@ from gdscache.commands import doctor
 from gdscache.commands.doctor import Asked, Facts, Report, Row, copies, defaults, gpu, kernels, storage
 from gdscache.commands.doctor.facts import Kept, NvidiaDriver
 from gdscache.commands.doctor.report import Found, attempt
-from gdscache.config import Config, GpuConfig, load_config
+from gdscache.config import Config
 from gdscache.errors import DeviceError, PinnedMemoryError
-from gdscache.extents.host import HostExtents
 from gdscache.movers import calibration as calibrate
 from gdscache.movers import choice as paths
-from gdscache.movers import open_mover
-from gdscache.movers.choice import Rates
-from gdscache.movers.cuda import CudaMover
-from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import about
 from tests.support.doctor_facts import HINT, KEY, MEASURED, PLAIN, WHOLE, changed, lacking
 from tests.support.places import ROOT
@@ -133,7 +127,7 @@ def test_what_would_not_be_as_asked_for_fails(facts: Facts, asked: Asked, fails:
             asks(),
             {"calibration"},
         ),
-        (changed(WHOLE, calibration=lacking("cuMemAlloc")), asks(), {"calibration", "load path", "store path"}),
+        (changed(WHOLE, calibration=lacking("cuMemAlloc")), asks(), {"calibration"}),
         (changed(WHOLE, nvrtc=lacking("no libnvrtc.so.13", "")), asks(), {"NVRTC"}),
     ],
 )
@@ -168,84 +162,18 @@ def test_the_rates_are_those_of_the_calibration() -> None:
             assert (row.data["load"], row.data["store"]) == (pytest.approx(up[size]), pytest.approx(down[size]))
             assert f"load {up[size]:.1f} GB/s" in row.value
     assert said["zero-copy kernel"].data == {"load": 50.0, "store": 30.0}
-    assert said["staged"].data == {"load": 262144, "store": 65536}
-    assert said["staged"].value == "load: from 256KiB on, store: from 64KiB on"
     assert said["calibration"].data["seconds"] == 0.5
     assert said["calibration"].value == "cached, once measured in 0.50 s: /c/calibration.json"
 
 
-def test_where_a_kernel_always_wins_nothing_is_staged() -> None:
-    slow = dataclasses.replace(MEASURED, load=Rates({4096: 3.0, 1 << 20: 20.0}, {1 << 20: 5.0}, 50.0))
-    facts = changed(WHOLE, calibration=Found(Kept(slow, "/c", False, True)))
-    said = rows(doctor.examine(facts, defaults()))
-    assert said["staged"].data == {"load": None, "store": 65536}
-    assert said["staged"].value.startswith("load: never")
-    assert said["calibration"].value == "measured now in 0.50 s: /c"
+def test_a_calibration_that_was_just_made_says_so() -> None:
+    facts = changed(WHOLE, calibration=Found(Kept(MEASURED, "/c", False, True)))
+    assert rows(doctor.examine(facts, defaults()))["calibration"].value == "measured now in 0.50 s: /c"
 
 
-def test_the_paths_of_a_model() -> None:
-    said = rows(doctor.examine(WHOLE, asks()))
-    # 64 KiB a layer and 256 KiB in all: the crossover of loads is at 256 KiB, that of stores at 64 KiB.
-    expected = {"load path, all layers": "staged", "load path, one layer": "zero_copy"}
-    expected |= {"store path, all layers": "staged", "store path, one layer": "staged"}
-    assert {name: said[name].data["path"] for name in expected} == expected
-    assert said["load path, one layer"].data == {
-        "path": "zero_copy",
-        "layers": 1,
-        "extent_bytes": 64 << 10,
-        "plane_bytes": 32 << 10,
-    }
-    assert rows(doctor.examine(WHOLE, defaults())).keys().isdisjoint(name for name in expected)
-
-
-def test_a_load_also_shows_the_group_of_layers_that_it_moves_at_a_time() -> None:
-    said = rows(doctor.examine(WHOLE, asks(model=MODEL | {"layers": 7})))
-    assert said["load path, 4 layers"].data["extent_bytes"] == 256 << 10
-    assert "store path, 4 layers" not in said
-
-
-ODD = {  # layers that a kernel sums only while it moves them: a row of 4,001 bytes a token
-    "name": "m",
-    "kind": "planes",
-    "layers": 2,
-    "dtype": "uint8",
-    "page_tokens": 511,
-    "planes": [{"name": "p", "shape": [4001]}],
-}
-
-
-def test_the_copy_engine_may_do_it_alone_with_checksums_and_without() -> None:
-    large = MODEL | {"page_tokens": 512}  # 1 MiB a plane
-    fast = dataclasses.replace(MEASURED, load=dataclasses.replace(UP, copy_engine={1 << 20: 60.0}))
-    facts = changed(WHOLE, calibration=Found(Kept(fast, "/c", True, True)))
-    for verify in ("once", "always"):
-        said = rows(doctor.examine(facts, asks(model=large, load={"verify": verify})))
-        for path in ("load path, one layer", "store path, one layer"):
-            assert said[path].data["path"] == "copy_engine"
-            assert "checksums" not in said[path].value
-    said = rows(doctor.examine(WHOLE, asks(model=large, load={"verify": "once"})))
-    assert said["load path, one layer"].data["path"] == "copy_engine"
-    said = rows(doctor.examine(WHOLE, asks(model=large, load={"verify": "always"})))
-    assert said["load path, one layer"].data["path"] == "staged"  # with checksums it has to be faster
-
-
-def test_where_the_kernel_that_moves_the_bytes_sums_them_the_copy_engine_is_not_alone() -> None:
-    once, always = (rows(doctor.examine(WHOLE, asks(model=ODD, load={"verify": v}))) for v in ("once", "always"))
-    assert once["load path, one layer"].data["path"] == "copy_engine"
-    assert always["load path, one layer"].data["path"] == "staged"
-    assert once["store path, one layer"].data["path"] == "staged"  # stores always take checksums
-
-
-def test_the_smallest_plane_decides_whether_the_copy_engine_may_do_it_alone() -> None:
-    mla = {"name": "m", "kind": "mla", "layers": 2, "kv_lora_rank": 512, "rope_dim": 64, "page_tokens": 512}
-    said = rows(doctor.examine(WHOLE, asks(model=mla, load={"verify": "once"})))["load path, all layers"]
-    assert (said.data["plane_bytes"], said.data["path"]) == (64 << 10, "staged")
-
-
-def test_a_pool_without_tiers_below_copies_nothing() -> None:
-    said = rows(doctor.examine(WHOLE, asks(cpu=None)))
-    assert "nothing is copied" in said["paths"].value
-    assert not {"cpu.pin", "load path, all layers"} & said.keys()
+def test_without_a_cpu_tier_nothing_is_said_of_its_pin() -> None:
+    assert "cpu.pin" in rows(doctor.examine(WHOLE, asks()))
+    assert "cpu.pin" not in rows(doctor.examine(WHOLE, asks(cpu=None)))
 
 
 # --- finding out -------------------------------------------------------------------------------------------------
@@ -467,29 +395,8 @@ def test_a_gpu_is_calibrated_once(run, tmp_path: Path) -> None:
     for path, pieces in (("staged", calibrate.PIECES), ("copy engine", calibrate.ENGINE_PIECES)):
         sizes = [row["data"]["bytes"] for name, row in first.items() if name.startswith(f"{path}, pieces of ")]
         assert sizes == sorted(pieces)
-    assert first["load path, all layers"]["data"]["path"] in ("staged", "zero_copy", "copy_engine")
     again = by_name(run("--json")[1])["calibration"]["data"]
     assert again == calibration | {"cached": True}
     anew = by_name(run("--json", "--recalibrate")[1])["calibration"]["data"]
     assert not anew["cached"]
     assert anew["seconds"] != calibration["seconds"]
-
-
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize("name", ["llama3_8b", "deepseek_v3_mla"])
-def test_the_paths_are_those_that_the_mover_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    monkeypatch.setenv("GDSCACHE_CACHE_DIR", str(tmp_path))
-    layout = load_config(CONFIGS / f"{name}.yaml").model.layout()
-    planes = PagedPlanes.allocate(layout, 1, torch.device("cuda", 0))
-    mover = open_mover(planes, GpuConfig())
-    extents = HostExtents(layout, layout.extent_bytes, "on")
-    try:
-        assert isinstance(mover, CudaMover)
-        for direction in copies.DIRECTIONS:
-            for row in copies.model_paths(layout, direction, mover.paths.calibration, sums=True):
-                layers = range(row.data["layers"])
-                assert row.data["path"] == mover.path(direction, extents, layers, sums=True), row.name
-    finally:
-        mover.close()
-        extents.close()

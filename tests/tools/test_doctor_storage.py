@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from gdscache import cli
+from gdscache.commands.bench import measure
 from gdscache.commands.doctor import disk, storage, trial
 from gdscache.commands.doctor.facts import Asked, Directory, Facts, FreeSpace, Mount, Place, Ssd, defaults
 from gdscache.commands.doctor.report import Found, Row
@@ -27,6 +28,7 @@ from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
+from gdscache.storage.trial import run_child
 from tests.support.doctor_facts import PLAIN, WHOLE
 from tests.support.helpers import WAIT
 from tests.support.native_parts import has_ring
@@ -505,7 +507,7 @@ def alive(pid: int) -> bool:
 def test_a_transport_that_hangs_is_killed_with_what_it_started(
     module: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(trial, "_CODE", HANGS)
+    monkeypatch.setattr(measure, "run_child", lambda code, arguments, seconds: run_child(HANGS, arguments, seconds))
     place = tmp_path / "ssd"
     place.mkdir()
     began = time.monotonic()

@@ -118,8 +118,6 @@ def test_inspect_says_what_the_catalogue_has(cache: Path) -> None:
     assert {f["name"]: f["bytes"] for f in report["files"]} == {
         name: (cache / name).stat().st_size for name in ("slab-0.bin", "catalog.sqlite")
     }
-    uses = [recency for _, _, recency in here.values()]
-    assert report["recency"] == {"first": min(uses), "last": max(uses)}
     assert report["unusable_rows"] == {}
     assert not report["suspect"]
     assert json.loads(json.dumps(report)) == report
@@ -129,36 +127,19 @@ def test_namespaces_have_their_fields_pages_and_order(cache: Path) -> None:
     found = inspect(cache)["namespaces"]
     salts = {n["fields"]["request_salt"]: n for n in found if n["fields"]}
     assert set(salts) == {"", "red", "blue"}
+    used = []
     with raw(cache) as connection:
-        for salt, namespace in salts.items():
+        for namespace in found:
             select = (
-                "SELECT count(*), coalesce(sum(length), 0), min(recency), max(recency) FROM pages "
+                "SELECT count(*), coalesce(sum(length), 0), max(recency) FROM pages "
                 "JOIN namespaces ON namespace = id WHERE digest = ?"
             )
-            pages, size, first, last = connection.execute(select, (bytes.fromhex(namespace["digest"]),)).fetchone()
-            assert (namespace["pages"], namespace["bytes"]) == (pages, size), salt
-            assert namespace["recency"] == ({"first": first, "last": last} if pages else None)
+            pages, size, last = connection.execute(select, (bytes.fromhex(namespace["digest"]),)).fetchone()
+            assert (namespace["pages"], namespace["bytes"]) == (pages, size), namespace
             assert namespace["fields"]["name"] == "tiny"
-    used = [n["recency"]["last"] for n in found if n["recency"]]
+            used.append(last if pages else -(1 << 63))
     assert used == sorted(used, reverse=True)
-
-
-def test_fragmentation_is_counted_from_the_slots(cache: Path) -> None:
-    with raw(cache) as connection:
-        connection.execute("DELETE FROM pages WHERE slot IN (1, 2, 3, 7, 11)")
-    here = rows(cache)
-    free = [slot for slot in range(SLOTS) if slot not in here]
-    starts = [slot for slot in free if slot - 1 not in free]
-    runs = [next(n for n in range(1, SLOTS + 2) if start + n not in free) for start in starts]
-    slots = {key: slot for slot, (key, _, _) in here.items()}
-    distances = [abs(slots[parent] - slot) for slot, (_, parent, _) in here.items() if parent in slots]
-    report = inspect(cache)
-    found = report["fragmentation"]
-    assert report["free_slots"] == len(free) >= 5
-    assert (found["free_runs"], found["longest_free_run"]) == (len(runs), max(runs))
-    assert found["pages_with_parent"] == len(distances) > 0
-    assert found["beside_parent"] == distances.count(1)
-    assert found["beside_parent_share"] == pytest.approx(distances.count(1) / len(distances))
+    assert len(set(used)) > 1
 
 
 def test_inspect_beside_an_engine_and_a_store_that_runs(tmp_path: Path) -> None:
@@ -178,7 +159,7 @@ def test_inspect_beside_an_engine_and_a_store_that_runs(tmp_path: Path) -> None:
         live = report["live"]
         assert (live["pid"], live["state"], live["stopped"]) == (os.getpid(), "running", None)
         assert live["counts"]["stored"] == {"cpu": 3, "ssd": 3}
-        assert [report[name] for name in ("bytes", "recency", "namespaces", "fragmentation")] == [None] * 4
+        assert [report[name] for name in ("bytes", "retention", "namespaces")] == [None] * 3
         for seed in range(2, 12):
             run(engine, prompt(seed, 3), f"salt {seed % 3}")
             inspect(path)
@@ -605,7 +586,6 @@ def test_tables_fit_and_obey_nothing(tmp_path: Path, gdscache: Callable[..., tup
         assert max(map(len, lines)) <= 80
         assert all(word in "\n".join(table.lines()) for line in lines for word in line.split() if word.isdecimal())
     assert "[red]m" in gdscache("inspect", path)[1]
-    assert "recency order" in gdscache("inspect", path)[1]
 
 
 def test_an_interrupted_verify_is_not_a_verdict(

@@ -72,15 +72,6 @@ def planned(work: tuple[Workload, list[float]], limits: Limits = NO_LIMITS, **op
 # -- what is recommended -------------------------------------------------------------------------------------------
 
 
-def test_the_knee_of_a_loop_is_its_working_set() -> None:
-    """LRU hits nothing of a loop that is larger than itself; the pages that come once need a little room beside it."""
-    report = planned(loop())
-    below = [row for row in report["curve"] if row["capacity_pages"] < WORKING_SET]
-    assert below
-    assert all(row["hit_rate"] < 0.05 for row in below)
-    assert report["knee"] == next(row for row in report["curve"] if row["capacity_pages"] > WORKING_SET)
-
-
 def test_the_pool_that_is_recommended_for_a_loop_is_its_working_set() -> None:
     report = planned(loop(), Limits(ssd=0))
     chosen = report["recommended"]
@@ -126,13 +117,11 @@ def test_budgets_are_kept(cpu: int, ssd: int) -> None:
 
 def test_more_capacity_hits_no_less_and_answers_no_later() -> None:
     report = planned(tree(), Limits(ssd=0), points=4)
-    rates = [row["hit_rate"] for row in report["curve"]]
-    assert rates == sorted(rates)
-    assert rates[0] < rates[-1]
-    assert all(row["hit_rate"] <= row["optimum_hit_rate"] + 1e-9 for row in report["curve"])
-    assert rates[-1] == pytest.approx(report["infinite"]["hit_rate"])
     pools = [row for row in report["candidates"] if not row["ssd_pages"]]
     pools.sort(key=lambda row: row["cpu_pages"])
+    assert pools[0]["hit_rate"] < pools[-1]["hit_rate"]
+    forever = report["infinite"]["hit_rate"]  # without time: a page that is being moved is no hit
+    assert forever - 0.02 < pools[-1]["hit_rate"] <= forever
     for less, more in itertools.pairwise(pools):
         assert less["hit_rate"] <= more["hit_rate"] + 0.02
         assert mean_of(more) <= mean_of(less) * 1.02
@@ -258,7 +247,7 @@ def options(tmp_path: Path) -> tuple[str | Path, ...]:
 def test_the_command_prints_a_plan(command: Command, trace: Path, options: tuple[str, ...]) -> None:
     status, out, err = command(trace, *options)
     assert (status, err) == (0, "")
-    for word in ("CPU pool", "SSD", "tokens hit", "TTFT mean", "TTFT p99", "target", "binds", "knee", "infinite"):
+    for word in ("CPU pool", "SSD", "tokens hit", "TTFT mean", "TTFT p99", "target", "binds", "infinite"):
         assert word in out
     assert len(out.splitlines()) < 50
 
@@ -277,18 +266,8 @@ def test_the_json_of_a_plan(command: Command, trace: Path, options: tuple[str, .
     keys = {"cpu_bytes", "ssd_bytes", "hit_rate", "token_hit_rate", "ssd_written_bytes_per_day", "within_limits"}
     assert keys <= set(chosen)
     assert all(keys <= set(row) for row in report["candidates"])
-    for key in ("traces", "machine", "rule", "infinite", "binds", "knee", "curve", "target_seconds", "met"):
+    for key in ("traces", "machine", "infinite", "binds", "target_seconds", "met"):
         assert key in report
-
-
-def test_a_plan_is_drawn(command: Command, trace: Path, options: tuple[str, ...], tmp_path: Path) -> None:
-    """The star is on a point that was replayed."""
-    pytest.importorskip("matplotlib", reason="a plot needs matplotlib")
-    status, _, err = command(trace, *options, "--plot", tmp_path / "plan.svg")
-    assert (status, err) == (0, "")
-    drawn = (tmp_path / "plan.svg").read_text()
-    for text in ("recommended", "optimum", "CPU pool alone", "no cache"):
-        assert f"<!-- {text}" in drawn or text in drawn
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gdscache.commands.replay.families import FAMILIES, Ids, Prompt, blocks_of, drawn
 from gdscache.commands.replay.options import listed
 from gdscache.commands.replay.setup import pages_of
 from gdscache.commands.replay.simulate import Counts, infinite, optimum, plain_lru, simulate
-from gdscache.commands.replay.synthetic import KINDS, LONGEST, Call, Chat, Spread, Text, generate, write_trace
-from gdscache.commands.replay.trace import Request, TraceError, read_trace
+from gdscache.commands.replay.trace import Request, TraceError, read_trace, write_trace
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES
@@ -360,7 +357,7 @@ def test_the_report_as_json(gdscache, trace: Path) -> None:
     status, out, err = gdscache("replay", trace, "--capacity", "3", "--policy", "lru", "--json")
     assert (status, err) == (0, "")
     report = json.loads(out)
-    assert (report["schema"], report["mode"], report["traces"]) == ("gdscache.replay/2", "one_tier", [str(trace)])
+    assert (report["schema"], report["mode"], report["traces"]) == ("gdscache.replay/3", "one_tier", [str(trace)])
     assert report["workload"] == {
         "requests": 5,
         "page_tokens": 512,
@@ -387,9 +384,7 @@ def test_the_report_as_json(gdscache, trace: Path) -> None:
         "written_pages": 7,
         "evictions": 4,
         "hit_blocks": 2,
-        "miss_blocks": 7,
         "hit_tokens": 1024,
-        "miss_tokens": 3584,
         "token_hit_rate": 2 / 9,
         "unstored_pages": 0,
         "of_optimum": 2 / 3,
@@ -460,72 +455,62 @@ def test_a_bad_trace_is_a_message_with_its_line(gdscache, trace: Path) -> None:
     assert f"{trace}:6: not JSON" in err
 
 
-# -- made-up traffic ----------------------------------------------------------------------------------------------
+# -- drawn traffic ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_made_up_traffic_is_a_trace_and_its_seed_s(kind: str, tmp_path: Path) -> None:
-    made = generate(kind, seed=3, seconds=300)
-    assert made == generate(kind, seed=3, seconds=300)
-    assert made != generate(kind, seed=4, seconds=300)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drawn_traffic_is_a_trace_of_an_hour_and_its_seed_s(family: str, tmp_path: Path) -> None:
+    made = drawn(family, 3, 5000)
+    assert made == drawn(family, 3, 5000)
+    assert made != drawn(family, 4, 5000)
     for name in ("t.jsonl", "t.gz"):
         write_trace(tmp_path / name, made)
         assert read_trace([tmp_path / name]) == made  # every id follows one block
     assert (tmp_path / "t.gz").read_bytes()[:2] == b"\x1f\x8b"
     times = [r.timestamp for r in made]
     assert times == sorted(times)
-    assert times[0] >= 0
-    assert times[-1] < 300_000
-    assert max(r.input_tokens for r in made) <= LONGEST
+    assert 0 <= times[0] < 600_000
+    assert 3_000_000 < times[-1] < 3_600_000
     assert all(r.output_tokens >= 1 for r in made)
-    assert infinite(expand(made)).hits > 0
+    if family != "worst":  # whose rounds may be longer than this
+        assert infinite(expand(made)).hits > 0
 
 
-class Script(NamedTuple):
-    """Traffic that is written down."""
-
-    prompts: list[list[Text]]
-
-    def calls(self, draw: random.Random, seconds: float) -> Iterator[Call]:
-        for at, prompt in enumerate(self.prompts):
-            yield Call(at, tuple(prompt), 1)
-
-
-texts = st.lists(st.builds(Text, st.sampled_from("abc"), st.just(0)), min_size=1, max_size=4)
+prompts_ = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=4), min_size=1, max_size=6)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(texts, min_size=1, max_size=6), st.lists(st.integers(1, 1500), min_size=3, max_size=3))
-def test_blocks_have_one_id_where_all_tokens_up_to_their_end_are_equal(
-    prompts: list[list[Text]], lengths: list[int]
+@given(prompts_, st.lists(st.integers(1, 5), min_size=3, max_size=3))
+def test_blocks_have_one_id_where_all_pages_up_to_their_end_are_equal(
+    prompts: list[list[str]], lengths: list[int]
 ) -> None:
     of = dict(zip("abc", lengths, strict=True))
-    prompts = [[Text(text.name, of[str(text.name)]) for text in prompt] for prompt in prompts]
-    made = generate(Script(prompts))
+    given: Ids = {}
     ids: dict[tuple[object, ...], int] = {}
-    for prompt, r in zip(prompts, made, strict=True):
-        tokens = [(text.name, i) for text in prompt for i in range(text.tokens)]
-        assert r.input_tokens == len(tokens)
-        ends = [*range(512, len(tokens), 512), len(tokens)]
-        assert [ids.setdefault(tuple(tokens[:end]), b) for end, b in zip(ends, r.blocks, strict=True)] == [*r.blocks]
+    for names in prompts:
+        prompt: Prompt = tuple((name, of[name]) for name in names)
+        pages = [(name, i) for name, length in prompt for i in range(length)]
+        blocks = blocks_of(prompt, given)
+        assert len(blocks) == len(pages)
+        for end, block in enumerate(blocks, 1):
+            assert ids.setdefault(tuple(pages[:end]), block) == block
     assert len(set(ids.values())) == len(ids)
 
 
-def test_an_answer_is_part_of_the_next_prompt() -> None:
-    alone = Chat(system=10, users_per_second=0.02, turns=50, first=Spread(3000, 0.1), pause=Spread(5, 0.1))
-    made = generate(alone, seed=1, seconds=150)
-    first = [r for r in made if r.blocks[0] == made[0].blocks[0]]
-    assert len(first) > 3
-    for before, after in itertools.pairwise(first[:3]):
-        assert after.input_tokens > before.input_tokens + before.output_tokens
-        whole = before.input_tokens // 512
-        assert before.blocks[:whole] == after.blocks[:whole]
+def test_a_turn_s_prompt_goes_on_from_the_prompt_before() -> None:
+    made = drawn("chat", 1, 20_000)
+    seen: dict[int, int] = {}  # the last block of each prompt -> its request
+    turns = 0
+    for number, r in enumerate(made):
+        turns += any(block in seen for block in r.blocks[:-1])
+        seen[r.blocks[-1]] = number
+    assert turns > len(made) / 3
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("synthetic:poems", "no kind of traffic is named 'poems'"),
+        ("synthetic:poems", "no family of traffic is named 'poems'"),
         ("synthetic:chat:x", "seed 'x' is no whole number"),
     ],
 )
@@ -534,34 +519,30 @@ def test_traffic_that_cannot_be_made_is_refused(name: str, said: str) -> None:
         read_trace([Path(name)])
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e-6])
-def test_a_time_without_traffic_is_refused(seconds: float) -> None:
-    with pytest.raises(InvalidValueError, match="seconds"):
-        generate("chat", seconds=seconds)
-
-
-def test_made_up_traffic_is_replayed_alone_by_its_name(tmp_path: Path) -> None:
-    assert read_trace([Path("synthetic:drift:5")]) == generate("drift", 5)
+def test_drawn_traffic_is_replayed_alone_by_its_name(tmp_path: Path) -> None:
+    assert read_trace([Path("synthetic:drift:5")]) == drawn("drift", 5)
+    assert read_trace([Path("synthetic:drift")]) == drawn("drift", 0)
     with pytest.raises(TraceError, match="beside other traces"):
         read_trace([Path("synthetic:drift"), write(tmp_path / "a.jsonl", line([1]))])
 
 
 def test_make_trace_writes_what_replay_reads(gdscache, tmp_path: Path) -> None:
-    status, out, err = gdscache("make-trace", "agents", tmp_path / "a.gz", "--seed", "2", "--seconds", "300")
+    few = ("--references", "3000")
+    status, out, err = gdscache("make-trace", "agents", tmp_path / "a.gz", "--seed", "2", *few)
     assert (status, err) == (0, "")
     assert "a.gz" in out
-    assert read_trace([tmp_path / "a.gz"]) == generate("agents", 2, 300)
+    assert read_trace([tmp_path / "a.gz"]) == drawn("agents", 2, 3000)
     for name in ("a.gz", "a.GZ"):
         (tmp_path / "a.GZ").write_text("mine")
         before = (tmp_path / name).read_bytes()
-        status, _, err = gdscache("make-trace", "chat", tmp_path / name, "--seconds", "300")
+        status, _, err = gdscache("make-trace", "chat", tmp_path / name, *few)
         assert (status, (tmp_path / name).read_bytes()) == (2, before)
         assert "--force" in err
-    assert gdscache("make-trace", "agents", tmp_path / "a.GZ", "--seed", "2", "--seconds", "300", "--force")[0] == 0
-    assert read_trace([tmp_path / "a.GZ"]) == generate("agents", 2, 300)
+    assert gdscache("make-trace", "agents", tmp_path / "a.GZ", "--seed", "2", *few, "--force")[0] == 0
+    assert read_trace([tmp_path / "a.GZ"]) == drawn("agents", 2, 3000)
     status, _, err = gdscache("make-trace", "poems", tmp_path / "b")
     assert (status, (tmp_path / "b").exists()) == (2, False)
-    assert "no kind of traffic" in err
+    assert "no family of traffic" in err
     assert gdscache("make-trace", "chat", tmp_path / "none" / "b")[0] == 2
 
 

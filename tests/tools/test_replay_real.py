@@ -1,8 +1,7 @@
-"""`gdscache replay --real`: an engine moves every byte of a trace, and finds what the simulation of it finds."""
+"""`gdscache replay` against an engine that moves every byte of the same trace: it finds what the simulation finds."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Mapping, Sequence
@@ -13,14 +12,21 @@ import pytest
 import torch
 
 from gdscache.commands.replay import report as reports
-from gdscache.commands.replay.real import RealOutcome, WrongBytesError, namespace_of, replay_real, tokens_of, with_keys
 from gdscache.commands.replay.setup import Asked, Setup, setups
 from gdscache.commands.replay.trace import Request, read_trace
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
 from gdscache.engine import CacheEngine
 from gdscache.moves.clock import MachineModel
-from tests.support.traces import line, request, write
+from tests.support.real_replay import (
+    RealOutcome,
+    WrongBytesError,
+    namespace_of,
+    replay_real,
+    tokens_of,
+    with_keys,
+)
+from tests.support.traces import request
 
 pytestmark = pytest.mark.suite
 
@@ -167,26 +173,3 @@ def test_a_config_of_its_own_geometry(tmp_path: Path) -> None:
     assert outcome.verified_bytes > 0
     assert outcome.stats["tiers"]["ssd"]["evictions"] > 0
     assert not Path("elsewhere").exists()
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    prompts = [[1, 2, 3], [4], [1, 2, 3], [5], [4]]
-    return write(tmp_path / "trace.jsonl", *[line(blocks, timestamp=i) for i, blocks in enumerate(prompts)])
-
-
-def test_the_command(gdscache: Any, trace: Path, tmp_path: Path) -> None:
-    where = tmp_path / "here"
-    where.mkdir()
-    options = ["--real", "--cpu", "3", "--ssd", "5", "--set", "ssd.reserve=0", "--dir", where]
-    status, out, _ = gdscache("replay", trace, *options, "--json")
-    assert status == 0
-    report = json.loads(out)
-    assert report["agrees"] is True
-    assert report["hit_pages"] == 4
-    assert report["verified_bytes"] == 4 * 4096
-    assert report["simulated_hit_pages"] == {name: tier["hit_pages"] for name, tier in report["tiers"].items()}
-    assert list(where.iterdir()) == []
-    status, out, _ = gdscache("replay", trace, *options)
-    assert status == 0
-    assert "hits simulated" in out

@@ -140,7 +140,6 @@ def test_nothing_of_the_engine_imports_a_command() -> None:
 
 # Classes that a package of the engine and a command call by the same name.
 TWICE = {
-    "Call": "to a pool; of a simulated client in a replay's trace",
     "Place": "of an event; of a page in a row of bench io",
     "Pool": "beyond one machine; of planes in bench copy",
     "Span": "of a timeline; of tokens in the toy engine",

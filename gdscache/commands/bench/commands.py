@@ -108,7 +108,6 @@ def io(
             min=1, max=1024, help="ssd.threads in comparisons. Default: the engine's, and at least 12 on a RAM disk."
         ),
     ] = None,
-    ram_disk: Annotated[str | None, typer.Option("--ram-disk", help="Directory on a tmpfs. Default: /dev/shm.")] = None,
     require_gds: Annotated[
         bool, typer.Option("--require-gds", help="Fail unless the driver's counters prove GPUDirect Storage.")
     ] = False,
@@ -132,7 +131,6 @@ def io(
         "repeat": repeat,
         "threads": threads,
         "ways": tuple(ways) if ways else None,
-        "ram_disk": ram_disk,
         "require_gds": require_gds,
     }
     settings = _replaced(Settings.of(_profile(quick=quick)), given)

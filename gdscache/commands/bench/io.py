@@ -148,7 +148,7 @@ def parts(settings: Settings, device: torch.device) -> list[Part]:
             action, label = functools.partial(of, page_bytes=size), f"{name}, {format_size(size)} pages"
             found.append(Part(label, action, on_ram, cause if on_ram else ""))
     found.append(Part("calls beside a thread of Python", io_rows_beside.calls_beside_python))
-    return [*found, Part("one call a page", io_rows.call_per_page), Part("direct reads", io_rows_engine.direct_reads)]
+    return [*found, Part("direct reads", io_rows_engine.direct_reads)]
 
 
 def compare(run: kit.Run, settings: Settings, device: torch.device, part: Part, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `gdscache bench io` compares pages with: a file a page, one call a page, kvikio called once a page."""
+"""What `gdscache bench io` compares pages with: a file a page, kvikio called once a page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.measure import Closeable, rate
 from gdscache.errors import IOFailedError, ShortIOError, TransportUnavailableError
-from gdscache.storage.files import probe_direct_io
 from gdscache.storage.workers import MAX_RUN
 
 
@@ -82,33 +81,6 @@ class FilePerPage:
 
     def _file(self, number: int) -> Path:
         return self.directory / f"{number:08x}.bin"
-
-
-class CallPerPage(Closeable):
-    """Reads the pages of a file into host memory with one task and one `preadv` a page, by `threads` threads."""
-
-    def __init__(self, path: Path, memory: memoryview, page_bytes: int, threads: int) -> None:
-        flag = 0 if probe_direct_io(path.parent) else os.O_DIRECT
-        self.direct = bool(flag)
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
-        self._memory, self._page_bytes = memory, page_bytes
-        self._pool = ThreadPoolExecutor(threads)
-
-    def read(self) -> float:
-        """GB/s of one pass."""
-        start = time.perf_counter()
-        starts = range(0, len(self._memory), self._page_bytes)
-        for moved in [self._pool.submit(self._read, at) for at in starts]:
-            if moved.result() != self._page_bytes:
-                raise ShortIOError(f"a page's read moved {moved.result()} of {self._page_bytes} bytes")
-        return rate(len(self._memory), time.perf_counter() - start)
-
-    def _read(self, at: int) -> int:
-        return os.preadv(self._file, [self._memory[at : at + self._page_bytes]], at)
-
-    def close(self) -> None:
-        self._pool.shutdown()
-        os.close(self._file)
 
 
 class KvikioPerPage(Closeable):

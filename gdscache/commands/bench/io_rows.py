@@ -11,18 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from gdscache.commands.bench import io_cache, machine
 from gdscache.commands.bench.bare import BareLoop, best
-from gdscache.commands.bench.io_files import CallPerPage, FilePerPage
+from gdscache.commands.bench.io_files import FilePerPage
 from gdscache.commands.bench.io_ways import OpenWay, engine_way
 from gdscache.commands.bench.measure import Series, interleave, rate
 from gdscache.commands.bench.rows import compared
 from gdscache.commands.bench.ssd_tier import TierUnderTest
 from gdscache.commands.console import Progress
-from gdscache.errors import StorageError
-from gdscache.sizes import GIB, KIB, MIB, format_size
+from gdscache.sizes import GIB, MIB, format_size
 from gdscache.storage.base import Op
 
 HOST_TARGET = 0.95
@@ -32,7 +30,6 @@ FILE_WRITE_TARGET = 1.5
 CPU_TARGET = 0.5
 HOST_THREADS = (4, 8, 16)  # that are tried
 SUBMIT_PAGES = 128  # of one submit, as in a load
-CALL_PAGE = 256 * KIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,43 +146,6 @@ def extents(place: Place, way: OpenWay) -> Callable[[], float]:
         return rate(len(order) * MIB, elapsed)
 
     return once
-
-
-def call_per_page(place: Place) -> list[Row]:
-    """CPU seconds for pages of 256 KiB that are neighbours in the file: one submit of all, against one call a page."""
-    starts = range(0, place.nbytes // CALL_PAGE * CALL_PAGE, CALL_PAGE)
-    some, label = [(at, at) for at in starts], "reads of 256 KiB pages"
-    nbytes = len(starts) * CALL_PAGE
-    with OpenWay(engine_way(place.directory), place.file, place.threads, nbytes, place.device) as way:
-        assert way.host is not None
-        memory = way.host.view[:nbytes]
-        with CallPerPage(place.file, memory, CALL_PAGE, place.threads) as calls:
-
-            def submit() -> float:
-                start = time.perf_counter()
-                way.move(Op.READ, some, CALL_PAGE)
-                return rate(nbytes, time.perf_counter() - start)
-
-            sums = []
-            for read in (submit, calls.read):
-                memory[:] = bytes(nbytes)
-                read()
-                sums.append(xxhash.xxh3_64_intdigest(memory))
-            if sums[0] != sums[1]:
-                raise StorageError("two ways to read the same pages gave different bytes", "please report it")
-            direct, transport = way.transport.direct and calls.direct, way.transport.name
-            ways: dict[str, Callable[[], float]] = {
-                "ours": Metered(submit, nbytes),
-                "calls": Metered(calls.read, nbytes),
-            }
-            found = interleave(ways, place.repeat, place.progress, f"CPU seconds, {label}")
-        state = io_cache.state([place.file], direct=direct)
-    return [
-        row(place, f"CPU, host {label}", CALL_PAGE, cpu_figures(ways, "one call a page"), CPU_TARGET, unit="CPU s/GiB",
-            nbytes=nbytes, transport=transport, cache=state),
-        row(place, f"host {label}", CALL_PAGE, (found["ours"], "one call a page", found["calls"]), None,
-            nbytes=nbytes, transport=transport, cache=state),
-    ]  # fmt: skip
 
 
 def cpu_figures(ways: Mapping[str, Callable[[], float]], against: str) -> tuple[Series, str, Series]:

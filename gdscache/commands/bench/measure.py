@@ -179,25 +179,22 @@ def child(
     *arguments: object,
     environment: Mapping[str, str] | None = None,
     deadline_s: float = 600.0,
+    package: str = "bench",
 ) -> dict[str, Any]:
-    """Call a function of a module of this package, with plain arguments, in a fresh interpreter; the plain data that it
-    returns. `environment` is added to this process's.
+    """Call a function of a module of this package, or of another one of `gdscache.commands`, with plain arguments, in a
+    fresh interpreter; the plain data that it returns. `environment` is added to this process's.
 
     Raises `IOFailedError` with the cause of an error in the child, and `ChildDiedError` where there is no answer.
     """
     code = (
         f"import json, os; os.environ.update({dict(environment or {})!r}); "
-        f"from gdscache.commands.bench import {module} as module, measure; "
+        f"from gdscache.commands.bench import measure; from gdscache.commands.{package} import {module} as module; "
         f"measure.answer(lambda: module.{function}(*json.loads({json.dumps(arguments)!r})))"
     )
-    status, output = run_child(code, [], deadline_s)
-    if status is None:
-        raise ChildDiedError(f"no answer within {deadline_s:g} s: killed", "see gdscache doctor")
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    answers = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
-    if status or len(answers) != 1:
-        last = lines[-1] if lines else "no message"
-        raise ChildDiedError(f"a child process ended with status {status}: {last}", "see gdscache doctor")
+    ended = run_child(code, [], deadline_s)
+    answers = [line.removeprefix(_ANSWER) for line in ended.lines if line.startswith(_ANSWER)]
+    if ended.cause or len(answers) != 1:
+        raise ChildDiedError(ended.cause or "a child process gave no answer", "see gdscache doctor")
     found: dict[str, Any] = json.loads(answers[0])
     if "cause" in found:
         raise IOFailedError(found["cause"], found["hint"])

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from gdscache.commands.bench import measure
 from gdscache.commands.doctor.report import Found
-from gdscache.errors import GdsCacheError
+from gdscache.errors import IOFailedError
 from gdscache.sizes import MIB, about
 from gdscache.storage import choose_and_open
 from gdscache.storage.base import Switch
 from gdscache.storage.probe import gds_operations
-from gdscache.storage.trial import run_child, write_and_read
+from gdscache.storage.trial import write_and_read
 
 TRIAL_BYTES = 32 * MIB
 DEADLINE_S = 60.0  # opening may itself wait for two probes of 20 s
 FILE_NAME = "trial.bin"
-
-_MARK = "trial: "  # of the child's answer: libraries print too
-_CODE = "from gdscache.commands.doctor.trial import main; main()"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,32 +55,25 @@ class Moved:
 
 def try_transport(trial: Trial, deadline_s: float = DEADLINE_S) -> Found[Moved]:
     """Run a trial in a child, which is killed after `deadline_s` seconds with all that it started."""
-    ended = run_child(_CODE, [json.dumps(dataclasses.asdict(trial))], deadline_s)
-    if ended.status is None:
-        hint = "cuFile may spin for ever where the kernel or the container lacks something: set ssd.transport to posix"
-        return Found(None, ended.cause, hint)
-    answers = [line.removeprefix(_MARK) for line in ended.lines if line.startswith(_MARK)]
-    if ended.cause or len(answers) != 1:
-        return Found(None, ended.cause or "no answer")
-    answer = json.loads(answers[0])
-    if "cause" in answer:
-        return Found(None, **answer)
+    try:
+        answer = measure.child("trial", "tried", dataclasses.asdict(trial), deadline_s=deadline_s, package="doctor")
+    except measure.ChildDiedError as error:
+        hint = "cuFile may hang or crash where the kernel or the container lacks something: set ssd.transport to posix"
+        return Found(None, error.message, hint)
+    except IOFailedError as error:
+        return Found(None, error.message, error.hint)
     return Found(Moved(**answer | {"kinds": tuple(answer["kinds"])}))
 
 
-def main() -> None:
-    """The child: a trial as JSON in; what came of it, or the cause and the hint of its failure, as a line of JSON."""
-    trial = Trial(**json.loads(sys.argv[1]))
-    answer: dict[str, Any]
+def tried(fields: dict[str, Any]) -> dict[str, Any]:
+    """In the child: what came of a trial. Raises as `carry_out` does; `IOFailedError` in place of `OSError`."""
+    trial = Trial(**fields)
     try:
-        answer = dataclasses.asdict(carry_out(trial))
-    except GdsCacheError as error:
-        answer = {"cause": error.message, "hint": error.hint}
+        return dataclasses.asdict(carry_out(trial))
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = f"free {about(trial.nbytes)} there, or set another ssd.path" if full else ""
-        answer = {"cause": str(error), "hint": hint}
-    print(f"\n{_MARK}{json.dumps(answer)}", flush=True)
+        raise IOFailedError(str(error), hint) from error
 
 
 def carry_out(trial: Trial) -> Moved:

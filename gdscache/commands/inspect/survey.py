@@ -29,11 +29,12 @@ from gdscache.disk.slab import slab_name
 from gdscache.disk.status_page import Status
 from gdscache.errors import IOFailedError
 
-SCHEMA = "gdscache.inspect/2"
+SCHEMA = "gdscache.inspect/3"
 _SAID = (
     *("live", "format_version", "created", "extent_bytes", "slots", "pages", "bytes", "free_slots", "unusable_rows"),
-    *("recency", "retention", "namespaces", "fragmentation"),
+    *("retention", "namespaces"),
 )
+_NEVER = -(1 << 63)  # below any use
 LOG_NAME = f"{CATALOG_NAME}-wal"  # what a running or killed engine committed and has not folded in
 
 
@@ -41,9 +42,9 @@ def inspect(directory: Path) -> dict[str, Any]:
     """What the catalogue and the slab of `directory` say, as plain data; sizes in bytes.
 
     Takes no lock of the directory and writes nothing. Of a directory in use it says what the owner's status page says
-    (`live`); what that does not have is None then: `bytes`, `unusable_rows`, `recency`, `retention`, `namespaces`,
-    `fragmentation`, `created`. Raises `NotADirectoryPathError`, `NotARegularFileError`, `CatalogVersionError`,
-    `IOFailedError` (missing, unreadable or corrupt files, or files that change all the time).
+    (`live`); what that does not have is None then: `bytes`, `unusable_rows`, `retention`, `namespaces`, `created`.
+    Raises `NotADirectoryPathError`, `NotARegularFileError`, `CatalogVersionError`, `IOFailedError` (missing, unreadable
+    or corrupt files, or files that change all the time).
     """
     directory = existing(directory)
     for attempt in range(ATTEMPTS):
@@ -140,10 +141,8 @@ def _still(directory: Path, owner: Owner, contents: Contents) -> dict[str, Any]:
         "bytes": int(pages.lengths.sum()),
         "free_slots": slab.slots - len(pages),
         "unusable_rows": dict(pages.dropped),
-        "recency": _span(pages.recency),
         "retention": _retention(pages),
         "namespaces": _namespaces(contents),
-        "fragmentation": _fragmentation(contents),
     }
 
 
@@ -161,39 +160,11 @@ def _retention(pages: Recovered) -> dict[str, Any]:
 def _namespaces(contents: Contents) -> list[dict[str, Any]]:
     """Each namespace, the most recently used first; those without pages last."""
     pages = contents.pages
-    found = []
+    found: list[tuple[int, dict[str, Any]]] = []
     for digest, namespace in contents.names.items():
         number = pages.digests.index(digest) if digest in pages.digests else -1
         mine = pages.namespaces == number
-        told = {
-            "pages": int(mine.sum()),
-            "bytes": int(pages.lengths[mine].sum()),
-            "recency": _span(pages.recency[mine]),
-        }
-        found.append({"digest": digest.hex(), "fields": namespace.fields, **told})
-    return sorted(found, key=lambda n: (n["recency"] is None, -n["recency"]["last"] if n["recency"] else 0))
-
-
-def _span(recency: Any) -> dict[str, int] | None:
-    return {"first": int(recency.min()), "last": int(recency.max())} if len(recency) else None
-
-
-def _fragmentation(contents: Contents) -> dict[str, Any]:
-    """Runs of free slots; how many pages whose parent is in the slab lie right behind or before it; and stretches: of
-    pages that follow each other in their chain and in the slab, which one read takes."""
-    pages, slots = contents.pages, contents.pages.slots[contents.order]
-    gaps = np.diff(np.concatenate(([-1], slots, [contents.slab.slots]))) - 1
-    runs = gaps[gaps > 0]
-    followed = pages.above >= 0
-    steps = (pages.slots - pages.slots[pages.above])[followed]
-    beside, behind = int((abs(steps) == 1).sum()), int((steps == 1).sum())
-    return {
-        "free_runs": len(runs),
-        "longest_free_run": int(runs.max()) if len(runs) else 0,
-        "median_free_run": float(np.median(runs)) if len(runs) else 0.0,
-        "pages_with_parent": len(steps),
-        "beside_parent": beside,
-        "beside_parent_share": beside / len(steps) if len(steps) else None,
-        "chain_stretches": len(pages) - behind,
-        "pages_per_stretch": len(pages) / (len(pages) - behind) if len(pages) else None,
-    }
+        told = {"pages": int(mine.sum()), "bytes": int(pages.lengths[mine].sum())}
+        used = int(pages.recency[mine].max()) if told["pages"] else _NEVER
+        found.append((used, {"digest": digest.hex(), "fields": namespace.fields, **told}))
+    return [told for _, told in sorted(found, key=lambda one: -one[0])]

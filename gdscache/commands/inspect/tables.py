@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gdscache.commands.console import Table, duration, figure, percent
+from gdscache.commands.console import Table, duration, figure
 from gdscache.sizes import about
 
 NAMESPACES_SHOWN = 40
@@ -37,7 +37,7 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     for file in report["set_aside"]:
         table.add_row("set aside", f"{_plain(file['name'])}, {about(file['bytes'])}: was corrupt; may be deleted")
     if in_use:
-        table.add_row("not shown", "namespaces, priorities, recency, stretches: they are read when nobody has it open")
+        table.add_row("not shown", "namespaces and priorities: they are read when nobody has it open")
         return [table]
     return [table, _namespaces(report["namespaces"])]
 
@@ -75,18 +75,6 @@ def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
     table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
     table.add_row("pages", f"{report['pages']:,}, {about(report['bytes'])} without padding")
     table.add_row("free slots", f"{report['free_slots']:,}")
-    layout = report["fragmentation"]
-    table.add_row("free runs", f"{layout['free_runs']:,}, the longest of {layout['longest_free_run']:,} slots")
-    if layout["pages_with_parent"]:
-        of = f"{layout['beside_parent']:,} of {layout['pages_with_parent']:,}"
-        table.add_row(
-            "beside parent", f"{of} pages ({percent(layout['beside_parent_share'])}) lie next to their parent"
-        )
-    if layout["pages_per_stretch"] is not None:
-        of = f"{layout['chain_stretches']:,} of {layout['pages_per_stretch']:,.1f} pages on average"
-        table.add_row("stretches", f"{of}, in the order of their chains")
-    span = "no pages" if report["recency"] is None else _span(report["recency"])
-    table.add_row("recency order", f"{span} (a larger one was used later; no times are kept)")
     kept = report["retention"]
     if kept["priorities"].keys() - {"0"}:
         counts = ", ".join(f"{n:,} of {priority}" for priority, n in kept["priorities"].items())
@@ -119,13 +107,12 @@ def verify_tables(report: Mapping[str, Any]) -> list[Table]:
 
 
 def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
-    table = Table("", "namespace", "model", "weights", "salt", "request salt", "pages", "bytes", "recency order")
+    table = Table("", "namespace", "model", "weights", "salt", "request salt", "pages", "bytes")
     for namespace in namespaces[:NAMESPACES_SHOWN]:
         fields = namespace["fields"] or {"name": "(unknown)"}
         texts = [_short(_plain(fields.get(name, ""))) for name in ("name", "weights", "salt", "request_salt")]
-        span = "" if namespace["recency"] is None else _span(namespace["recency"])
         size = about(namespace["bytes"])
-        table.add_row(namespace["digest"][:DIGITS], *texts, f"{namespace['pages']:,}", size, span)
+        table.add_row(namespace["digest"][:DIGITS], *texts, f"{namespace['pages']:,}", size)
     if len(namespaces) > NAMESPACES_SHOWN:
         table.caption = f"and {len(namespaces) - NAMESPACES_SHOWN:,} more: --json has all"
     return table
@@ -139,10 +126,6 @@ def _owner(owner: Mapping[str, Any]) -> str:
         return "free: nobody has it open"
     since = f", since {_plain(owner['started'])}: {_plain(owner['command'])}" if owner["started"] else ""
     return f"in use by process {owner['pid']}{since}"
-
-
-def _span(recency: Mapping[str, int]) -> str:
-    return f"{recency['first']} to {recency['last']}"
 
 
 def _short(text: str) -> str:

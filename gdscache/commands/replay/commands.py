@@ -10,6 +10,7 @@ import typer
 
 from gdscache.commands.console import Progress, check_writable, require_matplotlib, show
 from gdscache.commands.replay import options
+from gdscache.commands.replay.families import REFERENCES
 from gdscache.commands.replay.options import listed
 from gdscache.commands.replay.setup import Asked, page_tokens_of, setups
 from gdscache.commands.replay.trace import BLOCK_TOKENS, read_trace
@@ -21,8 +22,7 @@ from gdscache.policies import POLICIES
 
 SWEEP = ("0.5%", "1%", "2%", "5%", "10%", "25%", "50%")
 DEFAULT: str = CpuConfig().eviction
-_REAL_PAGE = "4KiB"  # without a config
-_TIERS, _MACHINE, _REAL, _SUITE = options.TIERS, options.MACHINE, "An engine with bytes", "Drawn traffic"
+_TIERS, _MACHINE, _SUITE = options.TIERS, options.MACHINE, "Drawn traffic"
 _CAPACITY = "bytes (64GiB), pages (5000), percent of the unique pages (10%) or none. Commas separate several."
 Several = list[str] | None
 
@@ -48,11 +48,10 @@ def replay(
     full_pages: Annotated[
         bool, typer.Option("--full-pages", help="Leave out partial pages at the end of prompts, as an engine does.")
     ] = False,
-    first: Annotated[
-        int | None, typer.Option("--first", min=1, metavar="N", help="Replay only the first N requests.")
-    ] = None,
     as_json: options.AsJson = False,
-    plot: options.Plot = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf). Not with --suite.")
+    ] = None,
     suite: Annotated[
         bool,
         typer.Option(
@@ -68,7 +67,7 @@ def replay(
     ] = None,
     references: Annotated[
         int, typer.Option(min=1, rich_help_panel=_SUITE, help="Page references of a trace.")
-    ] = 40_000,
+    ] = REFERENCES,
     config: options.ConfigFile = None,
     cpu: Annotated[Several, typer.Option(rich_help_panel=_TIERS, help=f"The CPU tier: {_CAPACITY}")] = None,
     ssd: Annotated[Several, typer.Option(rich_help_panel=_TIERS, help=f"The SSD tier: {_CAPACITY}")] = None,
@@ -78,9 +77,6 @@ def replay(
             rich_help_panel=_TIERS, help="Size of a GPU pool that the engine owns. Without it, planes are attached."
         ),
     ] = None,
-    own_pool: Annotated[
-        bool, typer.Option("--own-pool", rich_help_panel=_TIERS, help="The engine owns a GPU pool of gpu.capacity.")
-    ] = False,
     model: options.Model = options.MODEL,
     page_bytes: Annotated[
         str | None,
@@ -91,9 +87,6 @@ def replay(
     ] = None,
     admission: Annotated[
         Several, typer.Option(rich_help_panel=_TIERS, help="ssd.admission. Commas separate several.")
-    ] = None,
-    promotion: Annotated[
-        Several, typer.Option(rich_help_panel=_TIERS, help="ssd.promotion. Commas separate several.")
     ] = None,
     sets: options.Sets = None,
     ssd_read: options.SsdRead = 6.0,
@@ -118,38 +111,25 @@ def replay(
     serial: Annotated[
         bool, typer.Option("--serial", rich_help_panel=_MACHINE, help="Each request ends before the next one begins.")
     ] = False,
-    real: Annotated[
-        bool,
-        typer.Option(
-            "--real", rich_help_panel=_REAL, help="Replay through an engine that moves and verifies every byte."
-        ),
-    ] = False,
-    device: Annotated[
-        str, typer.Option(rich_help_panel=_REAL, help="Device of the planes: cpu, cuda or cuda:N.")
-    ] = "cpu",
-    directory: Annotated[
-        Path | None, typer.Option("--dir", rich_help_panel=_REAL, help="Directory for the temporary SSD tier.")
-    ] = None,
 ) -> None:
     """Replay a trace of requests through the index and policies of an engine, and compare with LRU and the optimum.
 
-    --capacity replays one tier without time. --cpu, --ssd, --gpu or --config replay all tiers in virtual time. --real
-    replays through an engine that moves bytes. --suite replays drawn traffic that no order was tuned to.
+    --capacity replays one tier without time. --cpu, --ssd, --gpu or --config replay all tiers in virtual time. --suite
+    replays drawn traffic that no order was tuned to.
     """
-    if plot is not None:
-        if real:
-            raise InvalidValueError("--plot is of a simulation", "leave --real out")
-        require_matplotlib(plot)
-        check_writable(plot, "--plot")
     policies = listed(policy)
     if suite:
-        if traces or capacity:
-            raise InvalidValueError("--suite draws its traces and has its capacities", "leave TRACE and --capacity out")
-        _suite(seed, seeds, references, listed(family), policies, sweep=sweep, as_json=as_json, plot=plot)
+        if traces or capacity or plot:
+            hint = "leave TRACE, --capacity and --plot out"
+            raise InvalidValueError("--suite draws its traces, has its capacities, and prints tables", hint)
+        _suite(seed, seeds, references, listed(family), policies, sweep=sweep, as_json=as_json)
         return
+    if plot is not None:
+        require_matplotlib(plot)
+        check_writable(plot, "--plot")
     if not traces:
-        raise InvalidValueError("no trace is named", "name a file, synthetic:KIND, or give --suite")
-    tiers = real or config is not None or bool(cpu or ssd) or gpu is not None
+        raise InvalidValueError("no trace is named", "name a file, synthetic:FAMILY, or give --suite")
+    tiers = config is not None or bool(cpu or ssd) or gpu is not None
     if tiers and capacity:
         raise InvalidValueError("--capacity is that of one tier without time", "give --cpu and --ssd, or it alone")
     rate = math.inf if prefill is None else prefill
@@ -158,7 +138,7 @@ def replay(
     def replayed(progress: Progress) -> dict[str, Any]:
         from gdscache.commands.replay import report as reports
 
-        requests = read_trace(traces)[:first]
+        requests = read_trace(traces)
         if not tiers:
             sizes = listed(capacity) or (SWEEP if sweep else ("10%",))
             orders = policies or (tuple(POLICIES) if sweep else (DEFAULT,))
@@ -166,7 +146,7 @@ def replay(
         asked = Asked(
             config=config,
             model=model,
-            page_bytes=page_bytes or (_REAL_PAGE if real else None),
+            page_bytes=page_bytes,
             page_tokens=page_tokens,
             gpu=gpu,
             cpu=listed(cpu),
@@ -174,7 +154,6 @@ def replay(
             eviction=policies,
             write=listed(write),
             admission=listed(admission),
-            promotion=listed(promotion),
             sets=tuple(sets or ()),
             sweep=sweep,
         )
@@ -182,12 +161,8 @@ def replay(
             raise InvalidValueError(f"--speed is {speed}", "set it to more than 0")
         workload = expand(requests, page_tokens_of(asked), partial=False)
         runs = setups(asked, len(workload.names))
-        if real:
-            from gdscache.commands.replay.real import real_report
-
-            return real_report(workload, runs, directory, device, progress)
         times = [request.timestamp / 1000 / speed for request in requests]
-        own = own_pool or gpu is not None
+        own = gpu is not None
         return reports.all_tiers(workload, times, runs, machine, serial=serial, own_pool=own, progress=progress)
 
     report = {"traces": [str(path) for path in traces], **options.watched(replayed, "the replay is not complete")}
@@ -201,7 +176,7 @@ def replay(
         from gdscache.commands.replay.tables import tables
 
         show(*tables(report))
-    options.end(_defects(report))
+    options.end([problem for run in report["runs"] for problem in run.get("problems", ())])
 
 
 def _suite(
@@ -213,7 +188,6 @@ def _suite(
     *,
     sweep: bool,
     as_json: bool,
-    plot: Path | None,
 ) -> None:
     from gdscache.commands.bench.machine import describe
     from gdscache.commands.replay import suite
@@ -227,21 +201,7 @@ def _suite(
     )
     found = options.watched(lambda progress: suite.run(settings, progress), "the suite is not complete")
     report = {"machine": describe(Path()), **found}
-    if plot is not None:
-        from gdscache.commands.replay.plots import suite_plot
-
-        suite_plot(report, plot)
     if as_json:
         options.print_json(report)
     else:
         show(*suite.tables(report))
-
-
-def _defects(report: dict[str, Any]) -> list[str]:
-    """What does not add up in a report; nothing, or gdscache has a defect."""
-    found = [problem for part in (report, *report.get("runs", ())) for problem in part.get("problems", ())]
-    if report["mode"] == "real":
-        if not report["agrees"]:
-            found.append("the engine and its simulation found different pages")
-        found += [f"{n} pages of loads were not good: {cause}" for cause, n in report["failed_pages"].items()]
-    return found

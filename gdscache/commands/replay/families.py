@@ -1,8 +1,8 @@
 """Families of made-up traffic, whose parameters are drawn too: what no order can have been tuned to.
 
-`synthetic` has kinds with figures that are written down; here a seed draws the figures of a trace first, each from a
-wide range, most of them evenly in their logarithm, and then the trace. A request is a prompt in whole pages; only the
-order of requests counts. Equal seeds give equal traces on every machine that has the same Python.
+A seed draws the figures of a trace first, each from a wide range, most of them evenly in their logarithm, and then the
+trace. A request is a prompt in whole pages. A family decides the order of the requests; their times are drawn evenly
+from an hour. Equal seeds give equal traces on every machine that has the same Python.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import accumulate, count, islice
 
-from gdscache.commands.replay.trace import BLOCK_TOKENS, Request
+from gdscache.commands.replay.trace import BLOCK_TOKENS, SYNTHETIC, Request
 from gdscache.errors import InvalidValueError
 
 Piece = tuple[object, int]  # a text of a prompt: its name, and its pages
 Prompt = tuple[Piece, ...]
 Step = tuple[float, Prompt]  # seconds after the step before, and what is asked then
 Family = Callable[[random.Random], Iterator[Prompt]]
+Ids = dict[tuple[int, object, int], int]
 
 LONGEST = 256  # pages of a prompt: a session ends before its prompt is longer
+REFERENCES = 40_000  # pages of a trace, unless another number is asked for
+_HOUR_MS = 3_600_000
 
 
 def chat(draw: random.Random) -> Iterator[Prompt]:
@@ -203,7 +206,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def drawn(family: str, seed: int, references: int) -> list[Request]:
+def drawn(family: str, seed: int, references: int = REFERENCES) -> list[Request]:
     """Requests of a family until they have `references` pages, a block each; parameters and traffic follow from `seed`.
 
     Raises `InvalidValueError` for a name that is not in `FAMILIES`, and for less than one page.
@@ -212,18 +215,38 @@ def drawn(family: str, seed: int, references: int) -> list[Request]:
         raise InvalidValueError(f"no family of traffic is named {family!r}", f"it is one of {', '.join(FAMILIES)}")
     if references < 1:
         raise InvalidValueError(f"a trace of {references} pages has no request", "give at least one page")
-    ids: dict[tuple[int, object, int], int] = {}
-    requests: list[Request] = []
+    ids: Ids = {}
+    prompts: list[tuple[int, ...]] = []
     for prompt in FAMILIES[family](random.Random(f"{family} {seed}")):
-        blocks: list[int] = []
-        for name, pages in prompt:
-            for page in range(pages):
-                blocks.append(ids.setdefault((blocks[-1] if blocks else -1, name, page), len(ids)))
-        requests.append(Request(len(requests), BLOCK_TOKENS * len(blocks), 0, tuple(blocks)))
-        references -= len(blocks)
+        prompts.append(blocks_of(prompt, ids))
+        references -= len(prompts[-1])
         if references <= 0:
             break
-    return requests
+    clock = random.Random(f"times of {family} {seed}")
+    times = sorted(clock.randrange(_HOUR_MS) for _ in prompts)
+    return [Request(at, BLOCK_TOKENS * len(p), 1, p) for at, p in zip(times, prompts, strict=True)]
+
+
+def blocks_of(prompt: Prompt, ids: Ids) -> tuple[int, ...]:
+    """The ids of a prompt's blocks; `ids` has those given so far, by the block before, the text and the page in it."""
+    blocks: list[int] = []
+    for name, pages in prompt:
+        for page in range(pages):
+            blocks.append(ids.setdefault((blocks[-1] if blocks else -1, name, page), len(ids)))
+    return tuple(blocks)
+
+
+def named(name: str) -> list[Request]:
+    """The traffic that `synthetic:FAMILY` or `synthetic:FAMILY:SEED` names.
+
+    Raises `InvalidValueError` for a family that does not exist and a seed that is no whole number.
+    """
+    family, _, seed = name.removeprefix(SYNTHETIC).partition(":")
+    try:
+        number = int(seed or "0")
+    except ValueError:
+        raise InvalidValueError(f"seed {seed!r} is no whole number", f"write {SYNTHETIC}{family}:7") from None
+    return drawn(family, number)
 
 
 def _sessions(draw: random.Random, rate: float, session: Callable[[int], Iterator[Step]]) -> Iterator[Prompt]:

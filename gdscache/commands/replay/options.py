@@ -21,11 +21,10 @@ MODEL = next(iter(TOKEN_BYTES))
 Traces = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="TRACE...", help="Files of one trace in Mooncake's format, plain or gzip; or synthetic:KIND[:SEED]."
+        metavar="TRACE...", help="Files of one trace in Mooncake's format, plain or gzip; or synthetic:FAMILY[:SEED]."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", rich_help_panel=TIERS, help="Configuration file of the model and the policies."),

@@ -11,19 +11,17 @@ from typing import Any
 from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay import report
 from gdscache.commands.replay.setup import Asked, Setup, setups
-from gdscache.commands.replay.simulate import infinite, optimum, simulate
+from gdscache.commands.replay.simulate import infinite
 from gdscache.commands.replay.workload import Workload
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.moves.clock import MachineModel
-from gdscache.policies import new_policy
 from gdscache.policies.admission import ADMISSIONS
 from gdscache.sizes import about
 
-SCHEMA = "gdscache.plan/2"
+SCHEMA = "gdscache.plan/3"
 POINTS = 6  # sizes of each tier in the grid, each twice the one before
 WITHIN = 0.05  # the mean TTFT may be so much above the best
 HOST_PRICE = 20.0  # what a byte of host memory costs, in bytes of the SSD
-_CURVE_POINTS = 8
 _NEAR = 1.15  # sizes that differ by less are not told apart
 _REFINED = 3  # runs for each tier, after the grid
 _SOME = 0.01  # share of the pages that find no room, which is worth a word
@@ -86,10 +84,8 @@ def plan(
     ssd = sorted({min(n, most) for n in wanted} - {0})
     search.run(cpu, ssd)
     chosen, forever = search.chosen, search.forever
-    curve = _curve(workload, config.cpu.eviction if config.cpu else config.gpu.eviction, extent)
     counts = infinite(workload)
     everything = {"hit_rate": counts.hits / workload.references, "token_hit_rate": counts.hit_tokens / workload.tokens}
-    enough = (1 - WITHIN) * everything["hit_rate"]
     progress(1, 1, "done")
     return {
         "schema": SCHEMA,
@@ -101,15 +97,12 @@ def plan(
             "token_bytes": extent / workload.page_tokens,
         },
         "limits": dataclasses.asdict(limits),
-        "rule": {"within": WITHIN, "host_price": HOST_PRICE},
-        "recommended": {**chosen, "above_infinite": mean_of(chosen) / mean_of(forever) - 1 if mean_of(forever) else 0},
+        "recommended": chosen,
         "no_cache_first_token_seconds": search.without,
         "infinite": {**everything, "bytes": unique * extent, "first_token_seconds": forever["first_token_seconds"]},
         "target_seconds": search.target,
         "met": search.met,
         "binds": _binds(search, extent / workload.page_tokens),
-        "knee": next((row for row in curve if row["hit_rate"] >= enough), curve[-1]),
-        "curve": curve,
         "candidates": search.rows,
         "problems": sorted({text for row in (*search.rows, forever) for text in row["problems"]}),
         "seconds": time.process_time() - begun,
@@ -270,16 +263,3 @@ def _binds(search: _Search, token_bytes: float) -> list[str]:
     if search.machine.ssd_read / token_bytes < search.machine.prefill:
         found.append("ssd_read")
     return [*found, "traffic"] if search.met else found
-
-
-def _curve(workload: Workload, eviction: str, page_bytes: int) -> list[dict[str, Any]]:
-    """Hits of one tier over its capacity, without time."""
-    return [
-        {
-            "capacity_pages": pages,
-            "capacity_bytes": pages * page_bytes,
-            "hit_rate": simulate(workload, pages, new_policy(eviction)).hits / workload.references,
-            "optimum_hit_rate": optimum(workload, pages).hits / workload.references,
-        }
-        for pages in grid(len(workload.names), _CURVE_POINTS, None)
-    ]

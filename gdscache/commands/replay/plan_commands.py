@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
-from gdscache.commands.console import Progress, check_writable, require_matplotlib, show
+from gdscache.commands.console import Progress, Table, duration, figure, percent, show
 from gdscache.commands.replay import options
 from gdscache.commands.replay.setup import Asked, page_tokens_of
 from gdscache.commands.replay.trace import read_trace
 from gdscache.commands.replay.workload import expand
 from gdscache.errors import InvalidValueError
 from gdscache.moves.clock import MachineModel
-from gdscache.sizes import parse_size
+from gdscache.sizes import about, parse_size
 
 _LIMITS = "Limits"
 
@@ -21,7 +22,6 @@ _LIMITS = "Limits"
 def plan_tiers(
     traces: options.Traces = None,
     as_json: options.AsJson = False,
-    plot: options.Plot = None,
     config: options.ConfigFile = None,
     model: options.Model = options.MODEL,
     sets: options.Sets = None,
@@ -49,15 +49,12 @@ def plan_tiers(
     first token (TTFT) is nearly that of infinite tiers, the cheapest is recommended. This takes some minutes.
     """
     if not traces:
-        raise InvalidValueError("no trace is named", "name a file, or synthetic:KIND")
+        raise InvalidValueError("no trace is named", "name a file, or synthetic:FAMILY")
     if prefill is None:
         raise InvalidValueError(
             "nothing is known of the prefill, so nothing of TTFT",
             "give --prefill-tokens-per-second: tokens that the model computes in a second, for one request",
         )
-    if plot is not None:
-        require_matplotlib(plot)
-        check_writable(plot, "--plot")
     machine = MachineModel(ssd_read * 1e9, ssd_write * 1e9, link * 1e9, 100e-6, prefill)
     budgets = (cpu_budget, "--cpu-budget"), (ssd_budget, "--ssd-budget"), (writes_a_day, "--writes-a-day")
     cpu, ssd, written = (_size(text, option) for text, option in budgets)
@@ -72,16 +69,10 @@ def plan_tiers(
         return plan(workload, times, asked, machine, Limits(cpu, ssd, written, ttft_target), progress=progress)
 
     report = {"traces": [str(path) for path in traces], **options.watched(planned, "there is no plan")}
-    if plot is not None:
-        from gdscache.commands.replay.plan_report import plan_plot
-
-        plan_plot(report, plot)
     if as_json:
         options.print_json(report)
     else:
-        from gdscache.commands.replay.plan_report import tables
-
-        show(*tables(report))
+        show(_table(report))
     options.end(report["problems"])
 
 
@@ -90,3 +81,30 @@ def _size(text: str | None, option: str) -> int | None:
         return None if text is None else parse_size(text)
     except ValueError as error:
         raise InvalidValueError(f"{option} {text!r}: {error}", f"write {option} 64GiB") from None
+
+
+def _table(report: Mapping[str, Any]) -> Table:
+    """What is recommended, and what it gives."""
+    chosen, forever, w = (report[name] for name in ("recommended", "infinite", "workload"))
+    pages = f"{w['pages']:,} full pages of {w['page_tokens']} tokens, {w['unique_pages']:,} unique"
+    plan = Table(f"{w['requests']:,} requests in {w['seconds']:,.0f} s, {pages} ({about(forever['bytes'])})")
+    plan.add_row("CPU pool", f"{about(chosen['cpu_bytes'])} ({chosen['cpu_pages']:,} pages)")
+    disk = f"{about(chosen['ssd_bytes'])} ({chosen['ssd_pages']:,} pages); store.write_policy {chosen['write_policy']}"
+    plan.add_row("SSD", f"{disk}, ssd.admission {chosen['admission']}" if chosen["ssd_bytes"] else "none")
+    parts = ", ".join(f"{name} {percent(share)}" for name, share in chosen["tier_token_hit_rates"].items())
+    infinite = percent(forever["token_hit_rate"])
+    plan.add_row("tokens hit", f"{percent(chosen['token_hit_rate'])} ({parts}); infinite tiers {infinite}")
+    for name in ("mean", "p50", "p90", "p99"):
+        here, without = chosen["first_token_seconds"][name], report["no_cache_first_token_seconds"][name]
+        least = duration(forever["first_token_seconds"][name])
+        plan.add_row(f"TTFT {name}", f"{duration(here)}; no cache {duration(without)}, infinite tiers {least}")
+    if chosen["ssd_bytes"] and chosen["ssd_written_bytes_per_day"] is not None:
+        a_day = figure(chosen["drive_writes_per_day"])
+        plan.add_row(
+            "SSD wear",
+            f"{about(int(chosen['ssd_written_bytes_per_day']))} a day, {a_day} drive writes a day, "
+            f"if all of it is as these {w['seconds']:,.0f} s",
+        )
+    plan.add_row("target", f"a mean of {duration(report['target_seconds'])}" + ("" if report["met"] else ", not met"))
+    plan.add_row("binds", ", ".join(report["binds"]))
+    return plan

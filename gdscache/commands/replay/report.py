@@ -20,7 +20,7 @@ from gdscache.errors import InvalidValueError
 from gdscache.moves.clock import Clock, MachineModel
 from gdscache.policies import POLICIES
 
-SCHEMA = "gdscache.replay/2"
+SCHEMA = "gdscache.replay/3"
 _STEP = 1000  # of the progress of one run
 _DAY = 86_400.0
 
@@ -191,7 +191,6 @@ def tiers(
     outcome = Traffic(workload, hierarchy, machine, times, serial=serial).run(progress)
     took = time.process_time() - begun
     span = max(outcome.seconds, times[-1] - times[0])
-    counts = hierarchy.manager.counts
     hits = {name: outcome.hits(name) for name in hierarchy.manager.tiers}
     hit = sum(hits.values())
     looked = hit + sum(outcome.misses.values())
@@ -207,16 +206,13 @@ def tiers(
         "tiers": {name: _tier(hierarchy, workload, name, hits[name]) for name in hierarchy.manager.tiers},
         "stores": {
             "offered_pages": hierarchy.ledger.offered,
-            "present_pages": counts["stores", "present"],
             "dropped_pages": dict(hierarchy.ledger.dropped),
             "most_queued_pages": hierarchy.moved.most_queued,
-            "most_queued_bytes": hierarchy.moved.most_queued * hierarchy.extent_bytes,
         },
         "ssd": _ssd(hierarchy, outcome, span),
         "first_token_seconds": spread(outcome.first_token),
         "first_token_seconds_no_cache": spread(outcome.uncached),
         "requests_refused": outcome.refused,
-        "requests_waited": outcome.waited,
         "virtual_seconds": outcome.seconds,
         "found": outcome.found,
         "seconds": took,
@@ -251,7 +247,6 @@ def _ssd(hierarchy: Hierarchy, outcome: Outcome, span: float) -> dict[str, Any] 
     return {
         "written_bytes": written,
         "read_bytes": moved.read["ssd"] * hierarchy.extent_bytes,
-        "used_bytes": useful,
         "write_amplification": written / useful if useful else None,
         "drive_writes_per_day": written / ssd.capacity * _DAY / span if span > 0 else None,
         "offered_pages": moved.to_ssd + sum(refused.values()),
@@ -334,9 +329,7 @@ def _counted(counts: Counts, workload: Workload) -> dict[str, Any]:
     return {
         **_pages(counts, workload),
         "hit_blocks": counts.hit_blocks,
-        "miss_blocks": workload.blocks - counts.hit_blocks,
         "hit_tokens": counts.hit_tokens,
-        "miss_tokens": workload.tokens - counts.hit_tokens,
         "token_hit_rate": counts.hit_tokens / workload.tokens,
         "unstored_pages": counts.unstored,
     }

@@ -36,7 +36,6 @@ _KEYS = {  # what is varied, and the keys of a config that it sets
     "eviction": ("gpu.eviction", "cpu.eviction", "ssd.eviction"),
     "write": ("store.write_policy",),
     "admission": ("ssd.admission",),
-    "promotion": ("ssd.promotion",),
 }
 
 
@@ -67,7 +66,6 @@ class Asked:
     eviction: tuple[str, ...] = ()
     write: tuple[str, ...] = ()
     admission: tuple[str, ...] = ()
-    promotion: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
     sweep: bool = False
 
@@ -129,7 +127,6 @@ def _policies(config: Config) -> dict[str, str]:
         "eviction": (config.ssd or config.cpu or config.gpu).eviction,
         "write": config.store.write_policy,
         "admission": config.ssd.admission if config.ssd else "none",
-        "promotion": config.ssd.promotion if config.ssd else "none",
     }
 
 

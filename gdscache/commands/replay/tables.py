@@ -15,8 +15,6 @@ def tables(report: Row) -> list[Table | str]:
     """What was replayed beside what it is compared with."""
     if report["mode"] == "one_tier":
         return [_one_tier(report)]
-    if report["mode"] == "real":
-        return [_real(report)]
     runs = report["runs"]
     return [_all_tiers(report), *map(_details, runs if len(runs) == 1 else ()), *_notes(report)]
 
@@ -114,19 +112,6 @@ def _notes(report: Row) -> Iterator[str]:
             "for the SSD or the link. Try --overlap, or faster rates; an engine with load.gate: enforcing computes "
             "what would load more slowly, which is not simulated."
         )
-
-
-def _real(report: Row) -> Table:
-    table = Table(_title(report), "tier", "pages", "hits", "hits simulated", "read", "stored", "evicted")
-    for name, tier in report["tiers"].items():
-        counts = [f"{n:,}" for n in (tier["capacity_pages"], tier["hit_pages"], report["simulated_hit_pages"][name])]
-        more = (f"{tier['stored_pages']:,}", f"{tier['evictions']:,}")
-        table.add_row(name, *counts, about(tier["read_bytes"]), *more)
-    table.add_row("hit rate", _rate(report["hit_rate"]), f"infinite: {_rate(report['infinite_hit_rate'])}")
-    table.add_row("verified", about(report["verified_bytes"]), f"bad pages: {sum(report['failed_pages'].values()):,}")
-    seconds = [f"{name} {duration(report[f'{name}_seconds'])}" for name in ("load", "store")]
-    table.add_row("time", duration(report["seconds"]), *seconds)
-    return table
 
 
 def _capacity(row: Row) -> tuple[str, str]:

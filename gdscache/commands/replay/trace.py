@@ -1,4 +1,4 @@
-"""Reading request traces in the open Mooncake format: JSON lines, plain or gzip, in one file or several.
+"""Reading and writing request traces in the open Mooncake format: JSON lines, plain or gzip, in one file or several.
 
 A line is one request: `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`, one id for each
 block of 512 tokens of the input, the last of which may be partial. Equal ids mean equal prefixes: an id stands for its
@@ -39,7 +39,7 @@ class Request(NamedTuple):
 def read_trace(paths: Sequence[Path]) -> list[Request]:
     """The requests of all files in the order of their timestamps; equal ones as the files have them.
 
-    A path `synthetic:KIND` or `synthetic:KIND:SEED` is no file but an hour of made-up traffic, given alone.
+    A path `synthetic:FAMILY` or `synthetic:FAMILY:SEED` is no file but an hour of drawn traffic, given alone.
 
     Several files are parts of one trace: equal ids mean equal prefixes across them. Raises `TraceError` for a file that
     cannot be read, a line that is no request, an id that follows different blocks in different places, and for files
@@ -47,7 +47,7 @@ def read_trace(paths: Sequence[Path]) -> list[Request]:
     """
     made_up = [path for path in paths if str(path).startswith(SYNTHETIC)]
     if made_up:
-        from gdscache.commands.replay.synthetic import named
+        from gdscache.commands.replay.families import named
 
         if len(paths) > 1:
             raise TraceError(f"{made_up[0]} beside other traces", "write it to a file, or replay it alone")
@@ -74,6 +74,29 @@ def read_trace(paths: Sequence[Path]) -> list[Request]:
         raise TraceError(f"{names}: no block in {len(requests)} requests", "give a trace with requests")
     requests.sort(key=lambda request: request.timestamp)
     return requests
+
+
+def write_trace(path: Path, requests: Sequence[Request]) -> None:
+    """Write requests as a trace that `read_trace` reads: JSON lines, packed where the name ends with .gz.
+
+    Raises `TraceError` where the file cannot be written.
+    """
+    lines = (
+        json.dumps(
+            {
+                "timestamp": request.timestamp,
+                "input_length": request.input_tokens,
+                "output_length": request.output_tokens,
+                "hash_ids": request.blocks,
+            }
+        )
+        for request in requests
+    )
+    text = "".join(f"{line}\n" for line in lines).encode()
+    try:
+        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be written: {error.strerror}", "name a file elsewhere") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

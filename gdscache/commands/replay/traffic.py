@@ -60,7 +60,7 @@ class Traffic:
     its own (`own_pool`) a request does what `gdscache.sequence` does; it leaves when its prompt is computed.
 
     `serial`: a request ends entirely, writes included, before the next one begins; what a lookup sends on to the SSD is
-    there before the load. That is what `real` does. Else requests come at their time, `speed` times as fast.
+    there before the load. Else requests come at their time, `speed` times as fast.
     """
 
     def __init__(

@@ -17,7 +17,6 @@ def show_timeline(
     plot: Annotated[Path | None, typer.Option(help="Draw the timeline into this file (.png, .svg, .pdf).")] = None,
     load: Annotated[int | None, typer.Option(help="Look at the load with this number. Default: the longest.")] = None,
     whole: Annotated[bool, typer.Option("--whole", help="Look at the whole file, not at one load.")] = False,
-    caption: Annotated[str, typer.Option(help="A line below the plot.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how long each track was busy during a load, and how much of that time ran under the model's layers."""
@@ -33,7 +32,7 @@ def show_timeline(
         trace = trace.of_load(load)
     report = {"load": load, **summary(trace)}
     if plot is not None:
-        timeline_plot(trace, plot, caption)
+        timeline_plot(trace, plot)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return

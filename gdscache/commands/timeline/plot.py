@@ -14,7 +14,7 @@ _OUTER = ("step", "begin", "load", "store", "prefetch")  # spans around others: 
 _GREY = "0.55"
 
 
-def timeline_plot(trace: Trace, path: Path, caption: str = "") -> None:
+def timeline_plot(trace: Trace, path: Path) -> None:
     """Draw a trace into `path`: a row a track, milliseconds from its begin; waits are hatched.
 
     Raises `MissingPackageError` without matplotlib and `InvalidValueError` for a file name of unknown kind.
@@ -53,8 +53,6 @@ def timeline_plot(trace: Trace, path: Path, caption: str = "") -> None:
         ncols=3,
         frameon=False,
     )
-    if caption:
-        figure.supxlabel(caption, fontsize=8)
     figure.savefig(path, dpi=150)
 
 
