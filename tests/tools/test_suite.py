@@ -6,6 +6,7 @@ import json
 import os
 import random
 import sys
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
@@ -117,18 +118,23 @@ def test_the_command_shows_it(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert "worst" in out
 
 
-def test_the_command_prints_it_as_json(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = ran(monkeypatch, capfd, *FEW, "--policy", "lifetime,lru", "--json")
+def test_the_command_draws_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    more = ("--policy", "lifetime,lru", "--json", "--plot", tmp_path / "p.png")
+    status, out, _ = ran(monkeypatch, capfd, *FEW, *more)
     report = json.loads(out)
     assert status == 0
     assert report["schema"] == suite.SUITE_SCHEMA
     assert set(report["policies"]) == {"lifetime", "lru"}
+    assert (tmp_path / "p.png").stat().st_size > 1000
 
 
 def test_a_trace_beside_the_suite_and_neither_are_refused(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in (["--suite", "trace.jsonl"], ["--suite", "--capacity", "5%"], ["--suite", "--plot", "p.png"], []):
+    for arguments in (["--suite", "trace.jsonl"], ["--suite", "--capacity", "5%"], []):
         status, _, err = ran(monkeypatch, capfd, *arguments)
         assert status == 2
         assert "--suite" in err

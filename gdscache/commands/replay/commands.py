@@ -49,9 +49,7 @@ def replay(
         bool, typer.Option("--full-pages", help="Leave out partial pages at the end of prompts, as an engine does.")
     ] = False,
     as_json: options.AsJson = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf). Not with --suite.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,
     suite: Annotated[
         bool,
         typer.Option(
@@ -118,15 +116,14 @@ def replay(
     replays drawn traffic that no order was tuned to.
     """
     policies = listed(policy)
-    if suite:
-        if traces or capacity or plot:
-            hint = "leave TRACE, --capacity and --plot out"
-            raise InvalidValueError("--suite draws its traces, has its capacities, and prints tables", hint)
-        _suite(seed, seeds, references, listed(family), policies, sweep=sweep, as_json=as_json)
-        return
     if plot is not None:
         require_matplotlib(plot)
         check_writable(plot, "--plot")
+    if suite:
+        if traces or capacity:
+            raise InvalidValueError("--suite draws its traces and has its capacities", "leave TRACE and --capacity out")
+        _suite(seed, seeds, references, listed(family), policies, sweep=sweep, as_json=as_json, plot=plot)
+        return
     if not traces:
         raise InvalidValueError("no trace is named", "name a file, synthetic:FAMILY, or give --suite")
     tiers = config is not None or bool(cpu or ssd) or gpu is not None
@@ -188,6 +185,7 @@ def _suite(
     *,
     sweep: bool,
     as_json: bool,
+    plot: Path | None,
 ) -> None:
     from gdscache.commands.bench.machine import describe
     from gdscache.commands.replay import suite
@@ -205,3 +203,7 @@ def _suite(
         options.print_json(report)
     else:
         show(*suite.tables(report))
+    if plot is not None:
+        from gdscache.commands.replay.plots import suite_plot
+
+        suite_plot(report, plot)
