@@ -115,16 +115,6 @@ class PageLayout:
         """`(start, end)` byte offsets of each layer in the extent; what one checksum covers."""
         return tuple((row[0].offset, row[-1].offset + row[-1].nbytes) for row in self.pieces)
 
-    @cached_property
-    def layer_groups(self) -> tuple[range, ...]:
-        """Consecutive layers of at least `GROUP_BYTES` a page (the last may have less): what is moved at a time."""
-        groups, first = [], 0
-        for layer, (_, end) in enumerate(self.layer_bounds):
-            if end - self.layer_bounds[first][0] >= GROUP_BYTES or layer == self.n_layers - 1:
-                groups.append(range(first, layer + 1))
-                first = layer + 1
-        return tuple(groups)
-
     def read_span(self, layers: range, *, alone: bool = False) -> tuple[int, int]:
         """`(start, stop)` byte offsets in the extent of what is read for a group of consecutive layers.
 

@@ -16,7 +16,6 @@ PLACES = ("gpu", "cpu", "ssd_via_cpu", "mixed", "ssd_direct")
 NOWHERE = "none"
 BESIDE_CACHED, BESIDE_PLACES = 90, ("gpu", "cpu", "ssd_via_cpu")  # what is measured beside threads of Python, too
 SWITCHED = ("cpu", "ssd_via_cpu", "mixed", "ssd_direct")  # places from which something is loaded
-SAME_LOAD = "nothing is loaded, so neither overlap nor gate changes it: measured once"
 
 
 @dataclasses.dataclass(frozen=True)

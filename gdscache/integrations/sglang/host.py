@@ -91,12 +91,6 @@ class HostPages:
         self._barred = weakref.WeakSet(threading.enumerate())
         self._salt = fresh_salt()  # behind the threads: whoever has this one, and looks then, finds itself barred
 
-    def take_counts(self) -> Counter[str]:
-        """What was counted since the last call."""
-        with self._lock:
-            counts, self.counts = self.counts, Counter()
-        return counts
-
     def close(self) -> None:
         """Finish what was accepted, and close the engine. Twice is fine."""
         self.engine.close()

@@ -40,15 +40,6 @@ def test_pieces_cover_the_page_in_order_without_gap_or_overlap(layout: PageLayou
     assert 0 <= layout.extent_bytes - layout.page_bytes < EXTENT_ALIGNMENT
 
 
-@given(layouts())
-def test_layer_groups_partition_the_layers_and_are_large_enough(layout: PageLayout) -> None:
-    assert [layer for group in layout.layer_groups for layer in group] == list(range(layout.n_layers))
-    for group in layout.layer_groups[:-1]:
-        nbytes = layout.layer_bounds[group[-1]][1] - layout.layer_bounds[group[0]][0]
-        assert nbytes >= GROUP_BYTES
-        assert nbytes - (layout.layer_bounds[group[-1]][1] - layout.layer_bounds[group[-1]][0]) < GROUP_BYTES
-
-
 deep = st.builds(
     lambda layers, width: PageLayout.uniform([Plane("kv", (width,), "bfloat16")], layers, 64),
     st.integers(1, 90),
