@@ -176,11 +176,12 @@ class PoolFiles:
         return io
 
     def _begin(self, op: Op, io: PoolPages, some: range, slots: list[int], places: list[int]) -> None:
-        left = set(range(len(slots)))
+        left, taking = set(range(len(slots))), threading.Lock()
 
         def end(rows: Sequence[int], error: StorageError | None, cause: str) -> None:
-            mine = [row for row in rows if row in left]
-            left.difference_update(mine)
+            with taking:  # checks of one call run beside each other, and may be broken off
+                mine = [row for row in rows if row in left]
+                left.difference_update(mine)
             if not mine:
                 return
             self.counts[cause] += len(mine)

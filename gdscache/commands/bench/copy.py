@@ -17,7 +17,7 @@ from gdscache.commands.bench.copy_cells import GROUP_BYTES, PATHS, Cell, cells
 from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
 from gdscache.commands.bench.copy_pool import Copies, Pool
 from gdscache.commands.bench.measure import Series, frozen_heap, paired, rate, target, turns
-from gdscache.commands.bench.neighbours import LABELS, TARGETS, beside
+from gdscache.commands.bench.neighbours import BESIDE_TARGETS, LABELS, beside
 from gdscache.commands.bench.rows import Line, bars, lines_table
 from gdscache.commands.console import Table, duration, figure, verdict
 from gdscache.errors import InvalidValueError
@@ -186,7 +186,7 @@ def _beside(settings: Settings, gpu: Gpu, mover: Mover, cell: Cell, copies: Copi
 def _beside_python(settings: Settings, gpu: Gpu, cell: Cell, copies: Copies, ours: Way) -> list[dict[str, Any]]:
     """A load beside a thread of Python, in turns with the same alone."""
     rows = []
-    for kind, limit in TARGETS.items():
+    for kind, limit in BESIDE_TARGETS.items():
         mine, alone = turns(beside(kind, lambda: timed(gpu, ours)), lambda: timed(gpu, ours), settings.pairs)
         found = paired([run.seconds for run in alone], [run.seconds for run in mine])
         own = {"beside": kind, "path": settings.path, "bytes": copies.moved_bytes, "against": "alone"}

@@ -14,8 +14,7 @@ from gdscache.commands.bench.io_engine import ColdEngine
 from gdscache.commands.bench.io_rows import Metered, Place, Row, cpu_figures, row
 from gdscache.commands.bench.io_rows_engine import facts, opened
 from gdscache.commands.bench.measure import Series, interleave
-from gdscache.commands.bench.neighbours import LABELS, Neighbour, beside
-from gdscache.commands.bench.neighbours import TARGETS as BESIDE_TARGETS
+from gdscache.commands.bench.neighbours import BESIDE_TARGETS, LABELS, Neighbour, beside
 from gdscache.sizes import MIB, format_size
 from gdscache.storage.base import Op
 

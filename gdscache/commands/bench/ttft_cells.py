@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import Any, Literal
 
 from gdscache.commands.bench import kit
 from gdscache.commands.bench.neighbours import LABELS, Kind
@@ -79,7 +79,7 @@ class Cell:
     where: str
     overlap: bool
     gate: bool
-    beside: str = ""  # the kind of a thread of Python beside the request (`neighbours.Kind`)
+    beside: Kind | Literal[""] = ""  # the thread of Python beside the request
 
     @property
     def route(self) -> str:
@@ -98,7 +98,7 @@ class Cell:
         if self.where in SWITCHED:
             words += ["overlap" if self.overlap else "no overlap", *(["gate"] if self.gate else [])]
         if self.beside:
-            words.append(f"beside {LABELS[cast(Kind, self.beside)]}")
+            words.append(f"beside {LABELS[self.beside]}")
         return ", ".join(words)
 
     def describe(self) -> dict[str, Any]:

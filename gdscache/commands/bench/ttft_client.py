@@ -13,14 +13,14 @@ import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from gdscache import CacheEngine, Config
 from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.io import RAM_THREADS
-from gdscache.commands.bench.neighbours import Kind, beside
+from gdscache.commands.bench.neighbours import beside
 from gdscache.commands.bench.ttft_answers import Answer, stored_bytes
 from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens, expected_tiers
 from gdscache.commands.toy_engine import PRESETS, EngineOptions, InferenceEngine, KVPool, fingerprint, random_model
@@ -175,7 +175,7 @@ class EngineClient:
             ask = functools.partial(self._ask, tokens, self._options(cell, store=False, share=False), self.cache)
         else:
             ask = functools.partial(self.resident, cell)
-        return beside(cast(Kind, cell.beside), ask)() if cell.beside else ask()
+        return beside(cell.beside, ask)() if cell.beside else ask()
 
     def miss(self, cell: Cell, *, cached: bool) -> Answer:
         """A request that hits nothing, in four chunks, and is stored meanwhile; or, not `cached`, without a cache."""
