@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="prompts a figure is the median of")
     parser.add_argument("--attention", help="the engine's attention backend")
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="llama-3-8b", help="tiny: without a GPU")
+    parser.add_argument("--at-once", type=int, default=4, help="engines that are open side by side")
     parser.add_argument("--no-traffic", action="store_true", help="first tokens only")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -246,7 +247,9 @@ def main() -> None:
     chosen = set(given.ways.split(",")) if given.ways else set(NAMES)
     try:
         for stage in STAGES[given.engine]:
-            bench.stage([way for way in stage if way[0] in chosen])
+            ways = [way for way in stage if way[0] in chosen]
+            for first in range(0, len(ways), given.at_once):
+                bench.stage(ways[first : first + given.at_once])
     finally:
         report = bench.report()
         if given.json is not None:
