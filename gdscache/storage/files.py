@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("gdscache.storage")
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are nothing but page cache
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)  # open files, of the process or of the system
 
 
@@ -102,6 +103,21 @@ class DirectFiles(WorkerTransport):
             if cause:
                 _log.warning("no O_DIRECT in %s, I/O goes through the page cache: %s", directory, cause)
         return cause
+
+
+def mount_of(directory: Path) -> tuple[str, str, str]:
+    """The file system that holds a directory: its type, source and mount options; empty where the system says nothing.
+
+    Raises `OSError` for a directory that is not there.
+    """
+    device = directory.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        if left.split()[2] == number:
+            kind, source = right.split()[:2]
+            return kind, source, left.split()[5]
+    return "", "", ""
 
 
 def probe_direct_io(directory: Path) -> str:

@@ -12,14 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from gdscache.commands.bench import machine
-
-IN_MEMORY = ("tmpfs", "ramfs")
+from gdscache.storage.files import IN_MEMORY, mount_of
 
 
 def in_memory(directory: Path) -> bool:
     """Whether the files of a directory are nothing but page cache."""
-    return machine.storage(directory)["file_system"] in IN_MEMORY
+    return mount_of(directory)[0] in IN_MEMORY
 
 
 def drop(paths: Iterable[Path]) -> None:

@@ -11,6 +11,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from gdscache.storage.files import mount_of
+
 PACKAGES = (
     "gdscache",
     "torch",
@@ -48,13 +50,7 @@ def storage(directory: Path) -> dict[str, Any]:
     """The file system that holds a directory: its type, mount options and device, and the device's model if known."""
     device = directory.stat().st_dev
     major, minor = os.major(device), os.minor(device)
-    kind = source = options = ""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        if left.split()[2] == f"{major}:{minor}":
-            kind, source = right.split()[:2]
-            options = left.split()[5]
-            break
+    kind, source, options = mount_of(directory)
     block = Path(f"/sys/dev/block/{major}:{minor}").resolve()
     disk = block if (block / "queue").exists() else block.parent
     return {

@@ -19,7 +19,7 @@ from gdscache.errors import (
 )
 from gdscache.storage import Transport, open_transport, probe, trial
 from gdscache.storage.cufile import CufileTransport
-from gdscache.storage.files import DirectFiles
+from gdscache.storage.files import DirectFiles, mount_of
 from tests.support.transport_parts import Gated, has_libcuda, refuse_ring
 
 # The factory.
@@ -51,6 +51,15 @@ def test_auto_takes_threads_where_io_uring_is_refused(
     with pytest.raises(TransportUnavailableError, match="Operation not permitted") as caught:
         opened(tmp_path, "uring")
     assert "posix" in caught.value.hint
+
+
+def test_auto_takes_threads_for_files_in_memory(caplog: pytest.LogCaptureFixture) -> None:
+    memory = Path("/dev/shm")
+    if mount_of(memory)[0] != "tmpfs":
+        pytest.skip("no RAM disk at /dev/shm")
+    with caplog.at_level(logging.INFO, "gdscache.storage"), opened(memory) as chosen:
+        assert chosen.name == "posix"
+    assert "files of tmpfs" in caplog.text
 
 
 @pytest.mark.parametrize("transport", ["auto", "posix", "cufile", "kvikio", "nixl", "some.module:Class"])
