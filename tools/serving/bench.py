@@ -148,6 +148,12 @@ class Bench:
                 print(f"{log.name}: status {status}\n{log.read_text()[-1500:]}", file=sys.stderr, flush=True)
             print(line(row), file=sys.stderr, flush=True)
             self.rows.append(row)
+            self.save()
+
+    def save(self) -> None:
+        """Write what there is by now: a machine may be gone before the last run ends."""
+        if self.given.json is not None:
+            self.given.json.write_text(json.dumps(self.report(), indent=1))
 
     def report(self) -> dict[str, Any]:
         from gdscache.commands.bench import machine
@@ -251,14 +257,12 @@ def main() -> None:
             for first in range(0, len(ways), given.at_once):
                 bench.stage(ways[first : first + given.at_once])
     finally:
-        report = bench.report()
-        if given.json is not None:
-            given.json.write_text(json.dumps(report, indent=1))
+        bench.save()
         for row in bench.rows:
             print(line(row))
     if given.plot is not None:
         also = [json.loads(given.also.read_text())] if given.also is not None else []
-        plot([report, *also], given.plot)
+        plot([bench.report(), *also], given.plot)
 
 
 if __name__ == "__main__":
