@@ -74,7 +74,7 @@ def choose_and_open(
 
 def _without_gds(directory: Path, threads: int, direct_io: Switch, reason: str) -> tuple[Transport, str]:
     """io_uring where the kernel has it, else threads; and why. A file in memory is copied by a thread either way, and
-    the kernel's own threads are slower at it: 28 GB/s against 37 from a RAM disk past the CPU tier, on 32 cores."""
+    the kernel's own threads are slower at pages of 4 MiB and more (docs/design/transports.md)."""
     from gdscache.storage.native import NativeTransport
 
     kind = mount_of(directory)[0]

@@ -112,7 +112,11 @@ def mount_of(directory: Path) -> tuple[str, str, str]:
     """
     device = directory.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text()
+    except OSError:  # no /proc here
+        return "", "", ""
+    for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
         if left.split()[2] == number:
             kind, source = right.split()[:2]

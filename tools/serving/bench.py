@@ -23,6 +23,8 @@ from typing import Any
 
 import parts
 
+from gdscache.commands.bench import machine
+
 HERE = Path(__file__).parent
 TOKEN_BYTES = 2 * 32 * 8 * 128 * 2  # of Llama-3-8B, in bfloat16
 OPEN_S, MEASURE_S = 400.0, 300.0
@@ -80,6 +82,7 @@ class Bench:
         self.work: Path = given.ram
         self.model = self.work / "model"
         self.rows: list[dict[str, Any]] = []
+        self.machine = machine.describe(given.ram)
 
     def order(self, way: str, restarted: bool, where: str, traffic: bool) -> dict[str, Any]:
         given = self.given
@@ -156,8 +159,6 @@ class Bench:
             self.given.json.write_text(json.dumps(self.report(), indent=1))
 
     def report(self) -> dict[str, Any]:
-        from gdscache.commands.bench import machine
-
         given = self.given
         about = {"tokens": given.tokens, "repeat": given.repeat, "shape": given.shape, "block": given.block}
         versions = {given.engine: _version(given.engine)}
@@ -166,7 +167,7 @@ class Bench:
             "engine": given.engine,
             **about,
             "versions": versions,
-            "machine": machine.describe(given.ram),
+            "machine": self.machine,
             "rows": self.rows,
         }
 
