@@ -46,12 +46,12 @@ STAGES = {
             ("none", False, "ram", True),
             ("hicache", False, "ram", True),
             ("storage", False, "ram", False),
-            ("linker", False, "ram", False),
+            ("linker", False, "ram", True),
         ],
         [
             ("hicache", True, "ram", False),
             ("storage", True, "ram", False),
-            ("linker", True, "ram", True),
+            ("linker", True, "ram", False),
             ("storage", False, "disk", False),
         ],
         [("storage", True, "disk", False)],
@@ -93,7 +93,8 @@ class Bench:
             "restarted": restarted,
             "where": where,
             "folder": str(given.disk if where == "disk" else given.ram),
-            "traffic": traffic and not given.no_traffic,
+            "traffic": traffic and given.turns > 0,
+            "turns": given.turns,
             "model": str(self.model),
             "tokens": given.tokens,
             "cached": given.tokens * 9 // 10 // 128 * 128,
@@ -122,8 +123,6 @@ class Bench:
     def _measure(self, ways: list[tuple[str, bool, str, bool]], runs: list[Run]) -> None:
         for way in ways:
             order = self.order(*way) | {"ends": 500 + 100 * (len(self.rows) + len(runs))}  # no run's are another's
-            if way[2] == "disk" and self.given.disk is None:
-                continue
             name = self.work / f"{len(self.rows) + len(runs)}-{way[0]}-{'again' if way[1] else 'first'}-{way[2]}"
             order_file, answers, log = (name.with_suffix(suffix) for suffix in (".order", ".json", ".log"))
             order_file.write_text(json.dumps(order))
@@ -163,7 +162,7 @@ class Bench:
         about = {"tokens": given.tokens, "repeat": given.repeat, "shape": given.shape, "block": given.block}
         versions = {given.engine: _version(given.engine)}
         return {
-            "schema": 1,
+            "schema": 2,
             "engine": given.engine,
             **about,
             "versions": versions,
@@ -193,10 +192,11 @@ def line(row: dict[str, Any]) -> str:
     said = [NAMES[row["way"]], "restarted" if row["restarted"] else "", f"({row['where']})"]
     for name, found in row.get("first", {}).items():
         said.append(f"{name} {statistics.median(found['ms']):.0f} ms {found['cached']}")
-    rates = ("shared_requests_per_s", "lone_requests_per_s")
-    said += [f"{name} {row[name]:.2f}" for name in rates if name in row]
-    for name in ("shared_step_us", "lone_step_us", "lone_thread_s"):
-        said += [f"{name}:"] * (name in row) + [f"{key} {value:.4g}" for key, value in row.get(name, {}).items()]
+    for name in ("shared_requests_per_s", "lone_requests_per_s"):
+        said += [f"{name} " + " ".join(f"{value:.2f}" for value in row[name])] * (name in row)
+    for name in ("shared_step_us", "lone_step_us", "lone_thread_s", "shared_calls_s", "lone_calls_s"):
+        for found in row.get(name, [])[-1:]:
+            said.append(f"{name}: " + " ".join(f"{key} {value:.4g}" for key, value in found.items()))
     return " ".join(filter(None, said))
 
 
@@ -238,7 +238,8 @@ def main() -> None:
     parser.add_argument("--attention", help="the engine's attention backend")
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="llama-3-8b", help="tiny: without a GPU")
     parser.add_argument("--at-once", type=int, default=4, help="engines that are open side by side")
-    parser.add_argument("--no-traffic", action="store_true", help="first tokens only")
+    parser.add_argument("--turns", type=int, default=3, help="loads of traffic of each kind; 0: first tokens only")
+    parser.add_argument("--where", choices=sorted(DISKS), help="only runs with files there, and those without a cache")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--also", type=Path, help="a report of the other engine, for the plot")
@@ -252,9 +253,10 @@ def main() -> None:
     bench = Bench(given)
     parts.write_model(bench.model, given.shape)
     chosen = set(given.ways.split(",")) if given.ways else set(NAMES)
+    places = {given.where} if given.where else {"ram", "disk"} if given.disk is not None else {"ram"}
     try:
         for stage in STAGES[given.engine]:
-            ways = [way for way in stage if way[0] in chosen]
+            ways = [way for way in stage if (way[0] in chosen and way[2] in places) or way[0] == "none"]
             for first in range(0, len(ways), given.at_once):
                 bench.stage(ways[first : first + given.at_once])
     finally:

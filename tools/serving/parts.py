@@ -7,10 +7,11 @@ that it is ready, and measures when it is told to, alone.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ OF_ALL = {
 }
 WORDS = 4000  # numbers of tokens lie below
 CLIENTS = 64  # requests at a time
+CALLS = "GDSCACHE_SERVING_CALLS"  # the file that `Calls` reads
 SETTLE_S = 4.0  # until what is stored in the background is there
 DOCUMENTS, USES, PART, ANSWER = 48, 3, 2048, 16  # requests that have the first half of their prompt in common
 
@@ -69,20 +71,27 @@ def prompt(beginning: int, end: int, order: dict[str, Any]) -> list[int]:
     return words(f"beginning {beginning}", cached) + words(f"end {end}", order["tokens"] - cached)
 
 
-def shared_prompts(part: int) -> list[list[int]]:
+def shared_prompts(part: int, turn: int) -> list[list[int]]:
     """Prompts of two parts, of which `USES` have the first one in common, in an order drawn at random."""
     found = [
-        words(f"document {document}", part) + words(f"question {document} {use}", part)
+        words(f"document {turn} {document}", part) + words(f"question {turn} {document} {use}", part)
         for use in range(USES)
         for document in range(DOCUMENTS)
     ]
-    random.Random(0).shuffle(found)
+    random.Random(turn).shuffle(found)
     return found
 
 
-def lone_prompts(part: int) -> list[list[int]]:
+def lone_prompts(part: int, turn: int) -> list[list[int]]:
     """Prompts that nothing has been asked for before."""
-    return [words(f"lone {number}", 2 * part) for number in range(DOCUMENTS)]
+    return [words(f"lone {turn} {number}", 2 * part) for number in range(DOCUMENTS)]
+
+
+def traffic(order: dict[str, Any]) -> Iterator[tuple[str, list[list[int]]]]:
+    """Loads of both kinds in turns, `order["turns"]` of each."""
+    for turn in range(order["turns"]):
+        yield "shared", shared_prompts(order["part"], turn)
+        yield "lone", lone_prompts(order["part"], turn)
 
 
 def rate(generate: Callable[[Sequence[list[int]], int], object], prompts: list[list[int]], answer: int) -> float:
@@ -104,11 +113,28 @@ class Answers:
         self._found |= found
         self._path.write_text(json.dumps(self._found))
 
+    def add(self, name: str, value: object) -> None:
+        """One more value of a series."""
+        self.say(**{name: [*self._found.get(name, []), value]})
+
     def wait_for_turn(self) -> None:
         """Everything is open. Returns when no other run measures."""
         Path(f"{self._path}.ready").touch()
         while not Path(f"{self._path}.go").exists():
             time.sleep(0.05)
+
+
+class Calls:
+    """Seconds that a linker has spent in its calls, by their names; its process writes them to a file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        os.environ[CALLS] = path  # for the process that has the linker
+
+    def told(self, before: dict[str, float] | None = None) -> dict[str, float]:
+        """What there is by now, less what there was before."""
+        found: dict[str, float] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        return {name: value - (before or {}).get(name, 0.0) for name, value in found.items()}
 
 
 def first_tokens(ask: Callable[[list[int]], tuple[float, int]], forget: Callable[[], None], answers: Answers) -> None:

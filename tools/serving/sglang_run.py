@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +28,8 @@ def cache(order: dict[str, Any]) -> dict[str, Any]:
             "enable_unified_cache_external_linker": True,
             "unified_cache_external_linker_backend": "dynamic",
             "unified_cache_external_linker_config": {
-                "linker": "GdsCacheLinker",
-                "linker_module_path": "gdscache.integrations.sglang.linker",
+                "linker": "TimedLinker",
+                "linker_module_path": "timed_linker",
                 "linker_extra_config": {"config": tiers, "ssd_wait": 5.0},
             },
         }
@@ -74,6 +75,7 @@ def main() -> None:
 
     answers = parts.Answers()
     order = answers.order
+    calls = parts.Calls(sys.argv[2] + ".calls")
     started = time.monotonic()
     engine = sglang.Engine(
         model_path=order["model"],
@@ -113,12 +115,14 @@ def main() -> None:
     answers.wait_for_turn()
     parts.first_tokens(ask, forget, answers)
     if order["traffic"]:
-        part, began = order["part"], time.time()
-        answers.say(shared_requests_per_s=parts.rate(generate, parts.shared_prompts(part), parts.ANSWER))
-        time.sleep(2)
-        drop_files(order, began)
-        answers.say(lone_requests_per_s=parts.rate(generate, parts.lone_prompts(part), parts.ANSWER))
-        drop_files(order, began)
+        began = time.time()
+        for name, prompts in parts.traffic(order):
+            before = calls.told()
+            answers.add(f"{name}_requests_per_s", parts.rate(generate, prompts, parts.ANSWER))
+            time.sleep(2)
+            if spent := calls.told(before):
+                answers.add(f"{name}_calls_s", spent)
+            drop_files(order, began)
     engine.shutdown()
 
 

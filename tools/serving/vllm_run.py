@@ -6,6 +6,7 @@ import os
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ class Steps:
         from gdscache.integrations.vllm.connector import GdsCacheConnector
 
         self.sides: dict[str, list[float]] = {"scheduler": [0.0], "worker": [0.0]}
+        self.calls: Counter[str] = Counter()  # seconds by the name of the call
         for side, names in (("scheduler", SCHEDULER), ("worker", WORKER)):
             for name in names:
                 setattr(GdsCacheConnector, name, self._timed(side, name, getattr(GdsCacheConnector, name)))
@@ -80,7 +82,9 @@ class Steps:
             try:
                 return method(*arguments, **more)
             finally:
-                self.sides[side][-1] += time.perf_counter() - start
+                spent = time.perf_counter() - start
+                self.sides[side][-1] += spent
+                self.calls[name] += spent  # type: ignore[assignment]
                 if name == "build_connector_meta":  # the end of the scheduler's part of a step
                     computes = arguments[1].total_num_scheduled_tokens > 0
                     for found in self.sides.values():
@@ -89,9 +93,13 @@ class Steps:
         return call
 
     def told(self) -> dict[str, float]:
-        """Of steps that computed something since the last call, in microseconds."""
-        found = {side: statistics.median(seconds) * 1e6 for side, seconds in self.sides.items()}
+        """Of steps that computed something since the last call, in microseconds; means of calls are over all steps."""
+        steps = len(self.sides["worker"])
+        found = {"steps": float(steps)}
+        found |= {side: statistics.median(seconds) * 1e6 for side, seconds in self.sides.items()}
         found |= {f"{side} mean": statistics.fmean(seconds) * 1e6 for side, seconds in self.sides.items()}
+        found |= {name: seconds * 1e6 / steps for name, seconds in self.calls.items()}
+        self.calls.clear()
         for seconds in self.sides.values():
             seconds[:] = [0.0]
         return found
@@ -148,17 +156,16 @@ def main() -> None:
     answers.wait_for_turn()
     parts.first_tokens(ask, llm.reset_prefix_cache, answers)
     if order["traffic"]:
-        part = order["part"]
-        for name, prompts in (("shared", parts.shared_prompts(part)), ("lone", parts.lone_prompts(part))):
+        for name, prompts in parts.traffic(order):
             if steps is not None:
                 steps.told()
             before = thread_seconds()
             found = parts.rate(generate, prompts, parts.ANSWER)
             spent = {thread: s - before.get(thread, 0.0) for thread, s in thread_seconds().items()}
-            answers.say(**{f"{name}_requests_per_s": found})
+            answers.add(f"{name}_requests_per_s", found)
             if steps is not None:
-                told = {thread: s for thread, s in spent.items() if s > 0.05}
-                answers.say(**{f"{name}_step_us": steps.told(), f"{name}_thread_s": told})
+                answers.add(f"{name}_step_us", steps.told())
+                answers.add(f"{name}_thread_s", {thread: s for thread, s in spent.items() if s > 0.05})
             time.sleep(2)
     llm.llm_engine.engine_core.shutdown()
 
