@@ -231,8 +231,8 @@ class Rig:
 
     def settle(self) -> None:
         """Everything is stored, and SGLang knows it."""
-        self.linker.engine.drain(30)
         until(lambda: self.poll() or not self.tree.linker.pending_offloads, "offloads complete")
+        self.linker.engine.drain(30)
 
     def flush(self) -> None:
         """`flush_cache`: the device's pages are gone."""

@@ -193,7 +193,7 @@ def line(row: dict[str, Any]) -> str:
     for name, found in row.get("first", {}).items():
         said.append(f"{name} {statistics.median(found['ms']):.0f} ms {found['cached']}")
     for name in ("shared_requests_per_s", "lone_requests_per_s"):
-        said += [f"{name} " + " ".join(f"{value:.2f}" for value in row[name])] * (name in row)
+        said += [f"{name} " + " ".join(f"{value:.2f}" for value in row[name])] if name in row else []
     for name in ("shared_step_us", "lone_step_us", "lone_thread_s", "shared_calls_s", "lone_calls_s"):
         for found in row.get(name, [])[-1:]:
             said.append(f"{name}: " + " ".join(f"{key} {value:.4g}" for key, value in found.items()))
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="llama-3-8b", help="tiny: without a GPU")
     parser.add_argument("--at-once", type=int, default=4, help="engines that are open side by side")
     parser.add_argument("--turns", type=int, default=3, help="loads of traffic of each kind; 0: first tokens only")
+    parser.add_argument("--stages", type=int, help="only so many, from the first on; restarts begin with the second")
     parser.add_argument("--where", choices=sorted(DISKS), help="only runs with files there, and those without a cache")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -255,7 +256,7 @@ def main() -> None:
     chosen = set(given.ways.split(",")) if given.ways else set(NAMES)
     places = {given.where} if given.where else {"ram", "disk"} if given.disk is not None else {"ram"}
     try:
-        for stage in STAGES[given.engine]:
+        for stage in STAGES[given.engine][: given.stages]:
             ways = [way for way in stage if (way[0] in chosen and way[2] in places) or way[0] == "none"]
             for first in range(0, len(ways), given.at_once):
                 bench.stage(ways[first : first + given.at_once])

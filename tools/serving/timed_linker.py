@@ -15,7 +15,7 @@ from gdscache.integrations.sglang.linker import GdsCacheLinker
 
 CALLS = (
     *("lookup", "load", "start_layer_wise_loading", "finish_layer_wise_loading", "cancel_queued_load"),
-    *("offload", "num_completed_offloads", "pop_completed_offload", "_blocks"),
+    *("offload", "num_completed_offloads", "pop_completed_offload"),
 )
 EVERY_S = 0.5
 

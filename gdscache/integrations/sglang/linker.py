@@ -11,6 +11,7 @@ docs/sglang.md says what works and what is refused. What is known of requests is
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -25,7 +26,7 @@ from gdscache.cuda.streams import Event, record_on
 from gdscache.engine import CacheEngine
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.sglang.loads import LoadTable
-from gdscache.integrations.sglang.moves import LayerLoads, Offloads
+from gdscache.integrations.sglang.moves import BlockReader, LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.sglang.planes import device_planes
 from gdscache.integrations.sglang.setup import (
@@ -60,11 +61,11 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.pools = {PoolName.KV: pool}
         self.forward_stream = forward_stream
         self.counts: Counter[str] = Counter()
-        self._page_tokens: int = params.page_size
         self._device = planes.tensors[0][0].device
         self._rows = params.req_to_token_pool
         self.engine = engine = CacheEngine(config, planes.tensors)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(engine.close, drain=False)
             self._cache = PinningCache(engine, options.pin_seconds)
             self._links = PageLinks()
             self._table = LoadTable(
@@ -77,12 +78,12 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 counts=self.counts,
             )
             self.layer_done_counter = LayerLoads(engine, len(planes.tensors), self.counts, self._slots_free)
-            self._offloads = Offloads(engine, self.counts)
+            self._blocks = BlockReader(self._device, params.page_size)
             self._used = self._outdated = False
+            self._offloads = Offloads(engine, self.counts)
+            undo.callback(self._offloads.close)
             self._watch = WeightWatch(WeightUpdater, self._weights_changed)
-        except BaseException:
-            engine.close(drain=False)
-            raise
+            undo.pop_all()
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
@@ -94,7 +95,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         transfer = _of_kv(transfers)
-        return self._table.load(rid, transfer.keys or [], lambda: self._blocks(transfer))
+        return self._table.load(rid, transfer.keys or [], lambda: self._blocks.begin(transfer.device_indices))
 
     def start_layer_wise_loading(self) -> int:
         return self.layer_done_counter.queue(self._table.take())
@@ -115,8 +116,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._outdated or not keys:
             return False
         ready = self.record_offload_ready() if self._device.type == "cuda" else [None]
-        blocks = self._blocks(transfer)  # waits for the stream that chose them, the first of `ready`
-        return self._offloads.start(self._links.named(keys), blocks, self._cache.salt, ready[-1])
+        blocks = self._blocks.begin(transfer.device_indices)
+        self._offloads.start(self._links.named(keys), blocks, self._cache.salt, ready[-1])
+        return True
 
     def num_completed_offloads(self) -> int:
         return self._offloads.completed()
@@ -137,6 +139,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Finish what was accepted, and give everything back. Twice is fine."""
         self._watch.close()
         self.reset()
+        self._offloads.close()
         self.engine.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -146,10 +149,6 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._cache.salt = fresh_salt()
         self._table.reset()
         self._outdated = self._outdated or self._used
-
-    def _blocks(self, transfer: PoolTransfer) -> list[int]:
-        slots = transfer.device_indices[:: self._page_tokens]
-        return [slot // self._page_tokens for slot in slots.tolist()]
 
     def _slots_free(self) -> Event:
         """After this event nothing that was launched before the forward pass writes to the slots of a load."""

@@ -44,16 +44,18 @@ class _Sought:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueuedLoad:
-    """Pages that are checked and pinned, and the blocks that they go to. Whoever takes it releases `fetch`."""
+    """Pages that are checked and pinned. Whoever takes it releases `fetch`. `blocks()` waits for the numbers of the
+    blocks that they go to."""
 
     rid: str
     fetch: Fetch
     first: int
-    blocks: Sequence[int]
+    pages: int
+    blocks: Callable[[], Sequence[int]]
 
     def hit(self) -> Any:
         """What a load takes."""
-        return self.fetch.checked(self.first, len(self.blocks))
+        return self.fetch.checked(self.first, self.pages)
 
 
 class LoadTable:
@@ -106,10 +108,10 @@ class LoadTable:
         soon = self._wait > 0 and (expected is None or expected <= self._wait) and self._alone()
         return coming if soon else there
 
-    def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Sequence[int]]) -> bool:
+    def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Sequence[int]]]) -> bool:
         """Queue a load of pages that were looked up; False: they are not there, or not in time, and are to be computed.
 
-        `blocks()`: where they go; asked for when they are there.
+        `blocks()`, called when the pages are there, gives what waits for the numbers of the blocks that they go to.
         """
         self.cancel(rid)
         sought = self._sought.pop(rid, None)
@@ -132,7 +134,7 @@ class LoadTable:
             self.counts["late"] += 1
             fetch.release()
             return False
-        self._queued[rid] = QueuedLoad(rid, fetch, first, blocks())
+        self._queued[rid] = QueuedLoad(rid, fetch, first, len(keys), blocks())
         return True
 
     def cancel(self, rid: str) -> bool:

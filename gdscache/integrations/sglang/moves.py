@@ -2,6 +2,10 @@
 
 A load is of pages that were checked and are pinned in the CPU tier, so it cannot fail but by an error of the device. An
 offload is over when its pages have been read: SGLang keeps them from eviction until then.
+
+Which pages they are is known to the GPU first. SGLang's stream may be behind a whole forward pass there, so its
+scheduler never waits for these numbers: the thread of offloads does, and a load does when its forward pass asks for the
+first layer.
 """
 
 from __future__ import annotations
@@ -13,14 +17,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from gdscache.cuda.streams import Event
+from gdscache.cuda.streams import Event, record_on
 from gdscache.engine import CacheEngine
 from gdscache.errors import GdsCacheError
 from gdscache.integrations.sglang.loads import QueuedLoad
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import PageHashes
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import Flag, Workers, log_failure
 from gdscache.store.handle import StoreHandle
 
 
@@ -100,7 +104,7 @@ class LayerLoads:
                 log_failure(error)
             finally:
                 load.release_event.synchronize()
-        landed = not batch.failed and good == sum(len(one.blocks) for one in batch.queued)
+        landed = not batch.failed and good == sum(one.pages for one in batch.queued)
         self._counts["failed_loads"] += not landed
         return landed
 
@@ -112,48 +116,113 @@ class LayerLoads:
 
     def _begin(self, batch: _Batch) -> LayerwiseLoad:
         try:
-            load = self._engine.load_many([(one.hit(), list(one.blocks)) for one in batch.queued], self._slots_free())
+            load = self._engine.load_many([(one.hit(), one.blocks()) for one in batch.queued], self._slots_free())
         finally:
             batch.release()
-        self._counts.update(loads=len(batch.queued), loaded_pages=sum(len(one.blocks) for one in batch.queued))
+        self._counts.update(loads=len(batch.queued), loaded_pages=sum(one.pages for one in batch.queued))
         return load
 
 
+class BlockReader:
+    """Brings block numbers from SGLang's stream to the host, by a stream of its own."""
+
+    def __init__(self, device: torch.device, page_tokens: int) -> None:
+        self._device = device
+        self._page_tokens = page_tokens
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def begin(self, slots: torch.Tensor) -> Callable[[], list[int]]:
+        """Begin to read the blocks of whole pages of slots, which the current stream has computed; what waits for them.
+
+        `slots`: int64, (tokens,), of the pool.
+        """
+        firsts = slots[:: self._page_tokens]
+        if self._stream is None:
+            return lambda: self._blocks(firsts)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host = torch.empty(firsts.shape, dtype=firsts.dtype, pin_memory=True)
+            host.copy_(firsts, non_blocking=True)
+            landed = record_on(self._stream)
+
+        def wait(_read: torch.Tensor = firsts) -> list[int]:  # its memory is not another tensor's before it was read
+            landed.synchronize()
+            return self._blocks(host)
+
+        return wait
+
+    def _blocks(self, firsts: torch.Tensor) -> list[int]:
+        return [slot // self._page_tokens for slot in firsts.tolist()]
+
+
+@dataclasses.dataclass(slots=True)
+class _Offload:
+    """`handle`: None until a thread has handed the store over, and where the engine did not take it."""
+
+    handed: Flag = dataclasses.field(default_factory=Flag)
+    handle: StoreHandle | None = None
+
+    def done(self) -> bool:
+        return self.handed.is_set() and (self.handle is None or self.handle.release_event.done())
+
+    def wait(self) -> None:
+        self.handed.wait()
+        if self.handle is not None:
+            self.handle.release_event.synchronize()
+
+
 class Offloads:
-    """Stores that still read the pools' pages, the oldest first."""
+    """Stores that still read the pools' pages, the oldest first. A thread hands them over, in their order."""
 
     def __init__(self, engine: CacheEngine, counts: Counter[str]) -> None:
         self._engine = engine
         self._counts = counts
-        self._handles: deque[StoreHandle] = deque()
+        self._offloads: deque[_Offload] = deque()
+        self._worker = Workers(1, "gdscache-offloads")
 
-    def start(self, hashes: PageHashes, blocks: Sequence[int], salt: str, after: torch.cuda.Event | None) -> bool:
-        """Begin to store pages that are in these blocks, which are read after `after`. What is stored already is not
-        read again. False where nothing was taken."""
-        try:
-            handle = self._engine.store(hashes, np.asarray(blocks, np.int64), salt=salt, after=after)
-        except GdsCacheError as error:
-            log_failure(error)
-            return False
-        self._handles.append(handle)
-        self._counts.update(offloads=1, offloaded_pages=len(blocks))
-        return True
+    def __len__(self) -> int:
+        """Offloads that were begun and not forgotten."""
+        return len(self._offloads)
+
+    def start(
+        self, hashes: PageHashes, blocks: Callable[[], Sequence[int]], salt: str, after: torch.cuda.Event | None
+    ) -> None:
+        """Begin to store pages. `blocks()` waits for the blocks that they are in, which are read after `after`. What is
+        stored already is not read again."""
+        offload = _Offload()
+        self._offloads.append(offload)
+
+        def store() -> None:
+            try:
+                offload.handle = self._engine.store(hashes, np.asarray(blocks(), np.int64), salt=salt, after=after)
+            finally:
+                offload.handed.set()
+
+        self._worker.submit(store)
+        self._counts.update(offloads=1, offloaded_pages=len(hashes))
 
     def completed(self) -> int:
-        """How many of the oldest have read their pages."""
+        """How many of the oldest have read their pages, or were not taken."""
         done = 0
-        for handle in self._handles:
-            if not handle.release_event.done():
+        for offload in self._offloads:
+            if not offload.done():
                 break
             done += 1
         return done
 
     def pop(self) -> bool:
-        """Forget the oldest, which is completed. True: as far as its pages found room they are, or will be, stored."""
-        self._handles.popleft()
-        return True
+        """Forget the oldest, which is completed. Whether it was taken: as far as its pages found room they are, or will
+        be, stored."""
+        return self._offloads.popleft().handle is not None
 
     def reset(self) -> None:
         """Wait until no page is read any more, and forget them all."""
-        while self._handles:
-            self._handles.popleft().release_event.synchronize()
+        while self._offloads:
+            self._offloads.popleft().wait()
+
+    def close(self) -> None:
+        """`reset`, and end the thread. Twice is fine."""
+        self.reset()
+        self._worker.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 from collections import Counter
@@ -10,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -246,11 +246,16 @@ class Linked:
     def offload(self, keys: list[str], blocks: list[int], mark: int) -> None:
         for number, block in enumerate(blocks):
             fill(self.tensors, block, mark + number)
-        assert self.offloads.start(self.links.named(keys), blocks, self.cache.salt, None)
+        self.offloads.start(self.links.named(keys), lambda: blocks, self.cache.salt, None)
+
+    def drain(self) -> None:
+        """What was offloaded is stored."""
+        until(lambda: self.offloads.completed() == len(self.offloads), "it is read")
+        self.engine.drain(WAIT)
 
     def begin(self, keys: list[str], blocks: list[int]) -> int:
         assert self.table.lookup("r", keys) == len(keys)
-        assert self.table.load("r", keys, lambda: blocks)
+        assert self.table.load("r", keys, lambda: lambda: blocks)
         return self.loads.queue(self.table.take())
 
     def forward(self, index: int) -> None:
@@ -267,7 +272,7 @@ def linked(tmp_path: Path) -> Iterator[Linked]:
         yield found
         found.table.reset()
         found.loads.reset()
-        found.offloads.reset()
+        found.offloads.close()
         until(lambda: found.engine.stats()["leases"] == [], "nothing is held")
         assert found.engine.check().ok
 
@@ -276,7 +281,7 @@ def test_pages_go_and_come_back(linked: Linked) -> None:
     linked.offload(KEYS[:5], [3, 1, 4, 15, 9], 10)
     until(lambda: linked.offloads.completed() == 1, "it is read")
     assert linked.offloads.pop() is True
-    linked.engine.drain(WAIT)
+    linked.drain()
     drop_from(linked.engine, "cpu")
     for page in range(PAGES):
         fill(linked.tensors, page, 200)
@@ -312,7 +317,7 @@ def test_an_offload_is_over_when_its_pages_are_read(linked: Linked) -> None:
 def test_loads_begin_with_their_forward_pass(linked: Linked) -> None:
     """What SGLang copies to the GPU before that does not wait behind them."""
     linked.offload(KEYS[:2], [0, 1], 10)
-    linked.engine.drain(WAIT)
+    linked.drain()
     for page in (8, 9):
         fill(linked.tensors, page, 200)
     index = linked.begin(KEYS[:2], [8, 9])
@@ -327,7 +332,7 @@ def test_loads_begin_with_their_forward_pass(linked: Linked) -> None:
 
 def test_a_forward_pass_that_waits_for_no_layer_had_no_pages(linked: Linked) -> None:
     linked.offload(KEYS[:2], [0, 1], 10)
-    linked.engine.drain(WAIT)
+    linked.drain()
     index = linked.begin(KEYS[:2], [8, 9])
     linked.loads.set_consumer(index)
     assert not linked.loads.finish(index)
@@ -337,9 +342,9 @@ def test_a_forward_pass_that_waits_for_no_layer_had_no_pages(linked: Linked) -> 
 
 def test_pages_that_go_before_their_load_begins_are_told(linked: Linked) -> None:
     linked.offload(KEYS[:4], [0, 1, 2, 3], 10)
-    linked.engine.drain(WAIT)
+    linked.drain()
     linked.table.lookup("r", KEYS[:4])
-    assert linked.table.load("r", KEYS[:4], lambda: [10, 11, 12, 13])
+    assert linked.table.load("r", KEYS[:4], lambda: lambda: [10, 11, 12, 13])
     queued = linked.table.take()
     linked.engine.clear()
     index = linked.loads.queue(queued)
@@ -352,7 +357,7 @@ def test_pages_that_go_before_their_load_begins_are_told(linked: Linked) -> None
 
 def test_a_load_that_breaks_off_is_told(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     linked.offload(KEYS[:4], [0, 1, 2, 3], 10)
-    linked.engine.drain(WAIT)
+    linked.drain()
     index = linked.begin(KEYS[:4], [10, 11, 12, 13])
     linked.forward(index)
     batch = linked.loads._batches[index]
@@ -367,7 +372,7 @@ def test_a_load_that_breaks_off_is_told(linked: Linked, monkeypatch: pytest.Monk
 
 def test_statuses_are_counted_page_by_page(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     linked.offload(KEYS[:2], [0, 1], 10)
-    linked.engine.drain(WAIT)
+    linked.drain()
     index = linked.begin(KEYS[:2], [10, 11])
     linked.forward(index)
     load = linked.loads._batches[index].load
@@ -380,13 +385,13 @@ def test_statuses_are_counted_page_by_page(linked: Linked, monkeypatch: pytest.M
 
 def test_another_salt_is_other_weights(linked: Linked) -> None:
     linked.offload(KEYS[:2], [0, 1], 10)
-    linked.engine.drain(WAIT)
+    linked.drain()
     assert linked.table.lookup("a", KEYS[:2]) == 2
     linked.table.reset()
     linked.cache.salt = "weights:x"
     assert linked.table.lookup("a", KEYS[:2]) == 0
     linked.offload(KEYS[:2], [4, 5], 77)
-    linked.engine.drain(WAIT)
+    linked.drain()
     linked.table.reset()
     index = linked.begin(KEYS[:2], [8, 9])
     linked.forward(index)
@@ -400,12 +405,12 @@ def test_offloads_are_over_in_their_order() -> None:
     engine: Any = SimpleNamespace(store=lambda *args, **kwargs: next(waiting))
     offloads = Offloads(engine, Counter())
     for block in range(3):
-        assert offloads.start(PageLinks().named(KEYS[:1]), [block], "", None)
+        offloads.start(PageLinks().named(KEYS[:1]), functools.partial(list, [block]), "", None)
     assert offloads.completed() == 0
     handles[1].read(None)
     assert offloads.completed() == 0, "the oldest is still read"
     handles[0].read(None)
-    assert offloads.completed() == 2
+    until(lambda: offloads.completed() == 2, "they are read")
     assert offloads.pop()
     assert offloads.pop()
     assert offloads.completed() == 0
@@ -416,10 +421,36 @@ def test_offloads_are_over_in_their_order() -> None:
     handles[2].read(None)
     reading.join(WAIT)
     assert not reading.is_alive()
+    offloads.close()
 
 
-def test_an_engine_that_is_closed_takes_nothing(tmp_path: Path) -> None:
+def test_an_offload_waits_for_its_blocks_in_its_thread(linked: Linked) -> None:
+    """The GPU says late which blocks they are, behind a forward pass: SGLang's scheduler goes on."""
+    told = threading.Event()
+
+    def blocks() -> list[int]:
+        assert told.wait(WAIT)
+        return [7, 8]
+
+    for number, block in enumerate((7, 8)):
+        fill(linked.tensors, block, 40 + number)
+    linked.offloads.start(linked.links.named(KEYS[:2]), blocks, linked.cache.salt, None)
+    assert linked.offloads.completed() == 0
+    told.set()
+    until(lambda: linked.offloads.completed() == 1, "it is read")
+    assert linked.offloads.pop() is True
+    linked.drain()
+    index = linked.begin(KEYS[:2], [1, 2])
+    linked.forward(index)
+    assert linked.loads.finish(index)
+    assert [mark_of(linked.tensors, page) for page in (1, 2)] == [40, 41]
+
+
+def test_an_engine_that_is_closed_takes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = Linked(tmp_path)
     found.engine.close()
-    assert not found.offloads.start(found.links.named(KEYS[:1]), [0], "", None)
-    assert np.asarray(found.offloads.completed()) == 0
+    found.offloads.start(found.links.named(KEYS[:1]), lambda: [0], "", None)
+    until(lambda: found.offloads.completed() == 1, "it has an end")
+    assert found.offloads.pop() is False
+    assert "EngineClosedError" in caplog.text
+    found.offloads.close()
