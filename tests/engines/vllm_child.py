@@ -184,6 +184,7 @@ class Run:
 
     def drain(self) -> None:
         """Wait until all stores have ended."""
+        time.sleep(0.2)  # a thread hands the last step's pages over
         self.cache.drain(30)
 
     def tell(self) -> dict[str, Any]:

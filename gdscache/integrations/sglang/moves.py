@@ -20,11 +20,12 @@ import torch
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine import CacheEngine
 from gdscache.errors import GdsCacheError
+from gdscache.integrations.handing import HandedStore, StoreThread
 from gdscache.integrations.sglang.loads import QueuedLoad
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import PageHashes
-from gdscache.runtime.threads import Flag, Workers, log_failure
+from gdscache.runtime.threads import log_failure
 from gdscache.store.handle import StoreHandle
 
 
@@ -157,30 +158,14 @@ class BlockReader:
         return [slot // self._page_tokens for slot in firsts.tolist()]
 
 
-@dataclasses.dataclass(slots=True)
-class _Offload:
-    """`handle`: None until a thread has handed the store over, and where the engine did not take it."""
-
-    handed: Flag = dataclasses.field(default_factory=Flag)
-    handle: StoreHandle | None = None
-
-    def done(self) -> bool:
-        return self.handed.is_set() and (self.handle is None or self.handle.release_event.done())
-
-    def wait(self) -> None:
-        self.handed.wait()
-        if self.handle is not None:
-            self.handle.release_event.synchronize()
-
-
 class Offloads:
     """Stores that still read the pools' pages, the oldest first. A thread hands them over, in their order."""
 
     def __init__(self, engine: CacheEngine, counts: Counter[str]) -> None:
         self._engine = engine
         self._counts = counts
-        self._offloads: deque[_Offload] = deque()
-        self._worker = Workers(1, "gdscache-offloads")
+        self._offloads: deque[HandedStore] = deque()
+        self._thread = StoreThread("gdscache-offloads")
 
     def __len__(self) -> int:
         """Offloads that were begun and not forgotten."""
@@ -191,16 +176,11 @@ class Offloads:
     ) -> None:
         """Begin to store pages. `blocks()` waits for the blocks that they are in, which are read after `after`. What is
         stored already is not read again."""
-        offload = _Offload()
-        self._offloads.append(offload)
 
-        def store() -> None:
-            try:
-                offload.handle = self._engine.store(hashes, np.asarray(blocks(), np.int64), salt=salt, after=after)
-            finally:
-                offload.handed.set()
+        def store() -> StoreHandle:
+            return self._engine.store(hashes, np.asarray(blocks(), np.int64), salt=salt, after=after)
 
-        self._worker.submit(store)
+        self._offloads.append(self._thread.start(store))
         self._counts.update(offloads=1, offloaded_pages=len(hashes))
 
     def completed(self) -> int:
@@ -215,7 +195,7 @@ class Offloads:
     def pop(self) -> bool:
         """Forget the oldest, which is completed. Whether it was taken: as far as its pages found room they are, or will
         be, stored."""
-        return self._offloads.popleft().handle is not None
+        return self._offloads.popleft().taken
 
     def reset(self) -> None:
         """Wait until no page is read any more, and forget them all."""
@@ -225,4 +205,4 @@ class Offloads:
     def close(self) -> None:
         """`reset`, and end the thread. Twice is fine."""
         self.reset()
-        self._worker.shutdown()
+        self._thread.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Set
 
 from gdscache.engine import CacheEngine
 from gdscache.errors import SeparateWorkerError
@@ -30,7 +30,7 @@ class VllmSession(PinningCache):
         """The worker says what it stores, and whether loads between steps are under way."""
         self._stores, self._busy = stores, busy
 
-    def settle(self, blocks: Collection[int]) -> None:
+    def settle(self, blocks: Set[int]) -> None:
         """Wait until no store reads these blocks: somebody is to write to them.
 
         The scheduler calls it before anything of a step reaches the worker. All stores of earlier steps have begun by

@@ -2,24 +2,29 @@
 
 Nothing of vLLM is imported. A load within the step is of pages that were checked and are pinned. A load between steps
 may meet a bad page; its blocks are named, and vLLM computes them. A store reads its blocks after the work that the
-current stream has when it is handed over; until it has read them, whoever is to write to them waits (`settle`).
+current stream has when it is flushed; until it has read them, whoever is to write to them waits (`settle`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gdscache.cuda.streams import record
 from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
+from gdscache.integrations.handing import HandedStore, StoreThread
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
+from gdscache.pages.keys import Page
 from gdscache.runtime.threads import log_failure
 
 if TYPE_CHECKING:
+    import torch
+
     from gdscache.engine import CacheEngine
     from gdscache.store.handle import StoreHandle
 
@@ -28,20 +33,22 @@ _PAGES, _STEPS = 16, 8  # single pages, as decoding fills them, are handed over 
 
 
 class Stores:
-    """What is to be stored, and stores that still read blocks of vLLM's.
+    """What is to be stored, and stores that still read blocks of vLLM's. A thread hands them over to the engine.
 
-    To hand pages over costs a step some 0.1 ms, however few they are. So single pages wait for others: their blocks
+    To hand pages over takes some 0.1 ms of Python, however few they are. So single pages wait for others: their blocks
     keep their bytes until somebody is to write to them.
     """
 
-    def __init__(self, engine: CacheEngine, counts: Counter[str]) -> None:
+    def __init__(self, engine: CacheEngine, device: torch.device, counts: Counter[str]) -> None:
+        """`device`: of vLLM's blocks."""
         self._engine = engine
+        self._device = device
         self._counts = counts
         self._salt = ""
         self._waiting: list[StoreOrder] = []
         self._steps = 0  # since the first of them came
-        self._reading: dict[int, StoreHandle] = {}  # by block
-        self._handles: list[tuple[StoreHandle, tuple[int, ...]]] = []
+        self._reading: list[tuple[HandedStore, frozenset[int]]] = []  # with their blocks
+        self._thread = StoreThread("gdscache-stores")
 
     def begin(self, orders: Sequence[StoreOrder], *, last: bool = False) -> None:
         """Store what the step has computed, all requests at once. Nothing of it waits for a disk.
@@ -59,44 +66,42 @@ class Stores:
         self._waiting, self._steps, self._salt = [], 0, salt
 
     def flush(self) -> None:
-        """Hand over what waits."""
+        """Hand over what waits. The blocks are read after what the current stream has to do by now."""
         self._forget_read()
         orders, self._waiting, self._steps = self._waiting, [], 0
         if not orders:
             return
-        engine, pages, blocks = self._engine, [], list[int]()
+        engine, salt, pages, blocks = self._engine, self._salt, list[Page](), list[int]()
+        namespace = engine.namespace(salt)
         for order in orders:
-            pages += engine.pages(order.hashes, self._salt)[order.first : order.first + len(order.blocks)]
+            pages += order.hashes.pages(namespace)[order.first : order.first + len(order.blocks)]
             blocks += order.blocks
-        epoch = engine.manager.clearing.epoch(engine.namespace(self._salt))
-        table = np.array(blocks, np.int64).reshape(-1, 1)
-        handle = engine.brief(lambda: engine.submit_store(pages, table, epoch, self._salt))
-        self._counts["stored_pages"] += len(pages)
-        if not handle.release_event.done():
-            self._handles.append((handle, tuple(blocks)))
-            self._reading.update(dict.fromkeys(blocks, handle))
+        epoch, after = engine.manager.clearing.epoch(namespace), record(self._device)
 
-    def settle(self, blocks: Collection[int]) -> None:
+        def store() -> StoreHandle:
+            table = np.array(blocks, np.int64).reshape(-1, 1)
+            return engine.brief(lambda: engine.submit_store(pages, table, epoch, salt, after))
+
+        self._reading.append((self._thread.start(store), frozenset(blocks)))
+        self._counts["stored_pages"] += len(pages)
+
+    def settle(self, blocks: Set[int]) -> None:
         """Wait until no store reads one of these blocks."""
         if self._waiting and not {block for order in self._waiting for block in order.blocks}.isdisjoint(blocks):
             self.flush()
-        if self._reading:
-            for handle in {id(h): h for h in map(self._reading.get, blocks) if h is not None}.values():
-                if not handle.release_event.done():
-                    self._counts["blocks_awaited"] += 1
-                    handle.release_event.synchronize()
-            self._forget_read()
+        for store, its in self._reading:
+            if not its.isdisjoint(blocks) and not store.done():
+                self._counts["blocks_awaited"] += 1
+                store.wait()
+        self._forget_read()
+
+    def close(self) -> None:
+        """Hand over what waits, and end the thread. Twice is fine."""
+        self.flush()
+        self._thread.close()
 
     def _forget_read(self) -> None:
-        left = []
-        for handle, blocks in self._handles:
-            if not handle.release_event.done():
-                left.append((handle, blocks))
-                continue
-            for block in blocks:
-                if self._reading.get(block) is handle:
-                    del self._reading[block]
-        self._handles = left
+        self._reading = [entry for entry in self._reading if not entry[0].done()]
 
 
 class Loads:

@@ -27,6 +27,7 @@ from gdscache.testing.faults import Fault
 from tests.support.faulty import PLAN
 from tests.support.helpers import WAIT, drop_from, until
 
+CPU = torch.device("cpu")
 LAYERS, BLOCKS, TOKENS = 3, 16, 4
 PAGES = 5
 
@@ -68,6 +69,7 @@ class Worker:
     def store(self, seed: int, blocks: list[int], mark: int) -> None:
         self.fill(blocks, mark)
         self.stores.begin([StoreOrder("r", hashes(seed), 0, tuple(blocks))])
+        self.stores.settle(set(blocks))
         self.session.engine.drain(30)
 
 
@@ -91,7 +93,7 @@ def opened(path: Path, cpu: int = 24, transport: str = "posix", **more: Any) -> 
     return Worker(
         caches,
         VllmSession(engine, 60),
-        Stores(engine, counts),
+        Stores(engine, CPU, counts),
         Loads(engine, LAYERS, counts, overlapping=overlapping),
         counts,
     )
@@ -154,13 +156,12 @@ def stub_engine() -> tuple[Any, list[StoreHandle]]:
     """An engine whose stores read nothing until the test says so, and their handles."""
     handles: list[StoreHandle] = []
 
-    def submit(pages: list[Any], blocks: torch.Tensor, epoch: int, salt: str) -> StoreHandle:
+    def submit(pages: list[Any], blocks: torch.Tensor, epoch: int, salt: str, after: object) -> StoreHandle:
         assert len(pages) == len(blocks)
         handles.append(StoreHandle(len(pages)))
         return handles[-1]
 
     engine: Any = SimpleNamespace(
-        pages=lambda given, salt: list(range(len(given))),
         namespace=lambda salt="": b"",
         brief=lambda work: work(),
         submit_store=submit,
@@ -195,15 +196,20 @@ def test_pages_of_changed_weights_are_not_those_of_the_files(tmp_path: Path) -> 
         assert [worker.session.cached(some) for some in (before, after, hashes(3))] == [0, 0, 0]
 
 
+def left(handles: list[StoreHandle]) -> list[int]:
+    """Pages of each that have no end yet."""
+    return [handle._left for handle in handles]
+
+
 def test_blocks_that_a_store_reads_are_waited_for() -> None:
     engine, handles = stub_engine()
     counts: Counter[str] = Counter()
-    stores = Stores(engine, counts)
+    stores = Stores(engine, CPU, counts)
     stores.begin([])
     assert not handles
     stores.begin([StoreOrder("a", hashes(1), 0, (0, 1, 2)), StoreOrder("b", hashes(2), 3, (5, 6))])
     stores.begin([StoreOrder("a", hashes(1), 3, (3, 4))])
-    assert [handle._left for handle in handles] == [5, 2]
+    until(lambda: left(handles) == [5, 2], "they are handed over")
     stores.settle({7, 8})  # nobody reads these
     written = threading.Event()
 
@@ -220,28 +226,29 @@ def test_blocks_that_a_store_reads_are_waited_for() -> None:
     assert counts["blocks_awaited"] == 1
     stores.settle({0, 1, 2, 5, 6})  # have been read
     handles[1].read(None)
-    stores.settle(range(BLOCKS))
+    stores.settle(set(range(BLOCKS)))
+    stores.close()
 
 
 def test_single_pages_are_handed_over_together() -> None:
     engine, handles = stub_engine()
-    stores = Stores(engine, Counter())
+    stores = Stores(engine, CPU, Counter())
     one = [StoreOrder("a", hashes(1), 0, (7,))]
     for _ in range(7):
         stores.begin(one)
     assert handles == []
     stores.begin([])  # the eighth step
-    assert [handle._left for handle in handles] == [7]
+    until(lambda: left(handles) == [7], "they are handed over")
     stores.begin(one * 15)
     stores.begin(one)
-    assert [handle._left for handle in handles] == [7, 16]
+    until(lambda: left(handles) == [7, 16], "they are handed over")
     stores.begin(one)
     stores.begin([StoreOrder("b", hashes(2), 0, (1, 2))])  # of a prefill
-    assert [handle._left for handle in handles] == [7, 16, 3]
+    until(lambda: left(handles) == [7, 16, 3], "they are handed over")
     stores.begin(one, last=True)
     stores.begin(one)
     stores.settle({8})
-    assert [handle._left for handle in handles] == [7, 16, 3, 1]
+    until(lambda: left(handles) == [7, 16, 3, 1], "they are handed over")
     for handle in handles:
         handle.read(None)
     waited = threading.Thread(target=stores.settle, args=({7, 8},))
@@ -250,7 +257,7 @@ def test_single_pages_are_handed_over_together() -> None:
     handles[4].read(None)
     waited.join(WAIT)
     assert not waited.is_alive()
-    stores.flush()
+    stores.close()
     assert len(handles) == 5
 
 

@@ -1,0 +1,62 @@
+"""Stores that a thread hands over to an engine: to name, plan and account pages is Python's work of some 0.1 ms a store
+and 1 us a page, which the loop of an inference engine does not wait for.
+
+Nothing of an inference engine is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gdscache.runtime.threads import Flag, Workers
+
+if TYPE_CHECKING:
+    from gdscache.store.handle import StoreHandle
+
+
+class HandedStore:
+    """A store that is handed over, or will be."""
+
+    def __init__(self) -> None:
+        self._handed = Flag()
+        self._handle: StoreHandle | None = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether the engine took it; false before it was handed over."""
+        return self._handle is not None
+
+    def done(self) -> bool:
+        """Whether nothing reads its blocks any more; never waits."""
+        return self._handed.is_set() and (self._handle is None or self._handle.release_event.done())
+
+    def wait(self) -> None:
+        """Wait until nothing reads its blocks."""
+        self._handed.wait()
+        if self._handle is not None:
+            self._handle.release_event.synchronize()
+
+    def hand_over(self, store: Callable[[], StoreHandle]) -> None:
+        """What `store()` gives; where it raises, nothing reads the blocks."""
+        try:
+            self._handle = store()
+        finally:
+            self._handed.set()
+
+
+class StoreThread:
+    """Hands stores over in the order in which they come. Errors go to the log."""
+
+    def __init__(self, name: str) -> None:
+        self._worker = Workers(1, name)
+
+    def start(self, store: Callable[[], StoreHandle]) -> HandedStore:
+        """Have `store()` called soon. What it reads must follow an event that is recorded already."""
+        handed = HandedStore()
+        self._worker.submit(lambda: handed.hand_over(store))
+        return handed
+
+    def close(self) -> None:
+        """Hand over what came, and end the thread. Twice is fine."""
+        self._worker.shutdown()
