@@ -218,8 +218,8 @@ def test_two_loads_at_once_that_together_exceed_the_cpu_tier(
 def test_pressure_takes_the_cold_tail_first(open_face: OpenFace) -> None:
     face = open_face(cpu=None, ssd=8)
     cold, warm = prompt(1, 4, extra=1), prompt(2, 4, extra=1)
-    face.put(cold)
     face.put(warm)
+    face.put(cold)
     face.found(warm)
     face.put(prompt(3, 2))
     assert [face.found(tokens) for tokens in (warm, cold, prompt(3, 2))] == [16, 8, 8]

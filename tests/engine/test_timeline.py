@@ -350,7 +350,7 @@ def test_exceptions_are_passed_on_and_said(
     assert manager.ssd is not None, "no SSD tier"
     owner, name = {
         "read": (manager.ssd.io, "transfer"),
-        "plan": (host.engine.loader.planner, "_lease"),
+        "plan": (manager.tiers["ssd"].index, "pin_run"),
     }[broken]
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, breaks)
