@@ -14,7 +14,7 @@ import torch
 from gdscache import PageStatus
 from gdscache.errors import TokensError
 from tests.support.faces import Face
-from tests.support.helpers import EXTRA, MHA, MLA, WAIT, prompt, settle
+from tests.support.helpers import EXTRA, MHA, MLA, WAIT, prompt, settle, until
 from tests.support.pages import lose
 
 OpenFace = Callable[..., Face[Any]]
@@ -179,6 +179,7 @@ def test_stats_are_plain_data(open_face: OpenFace) -> None:
     face.put(prompt(1, 3, extra=1))
     face.drop("cpu")
     face.get(prompt(1, 3, extra=1))
+    until(lambda: "ssd" in face.engine.stats()["bytes_per_second"], "the load is learned from")
     stats = json.loads(json.dumps(face.engine.stats()))
     assert stats["loaded"] == {"ssd": 3}
     assert stats["stored"] == {"cpu": 3, "ssd": 3}

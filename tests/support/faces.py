@@ -15,7 +15,7 @@ from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
 from gdscache.sequence import Sequence as EngineSequence
 from gdscache.store.handle import StoreHandle, StoreReport
-from tests.support.helpers import WAIT, Host, drop_from, fill, holds, quiet
+from tests.support.helpers import WAIT, Host, drop_from, fill, holds, quiet, until
 
 Tokens = Sequence[int]
 B = TypeVar("B")  # a load that was begun
@@ -106,8 +106,13 @@ class Pool(Face[tuple[EngineSequence, str]]):
             fill(self.engine, seq, salt)
             handle = seq.commit()
         handle.release_event.synchronize(WAIT)
-        self.drop("gpu")
+        until(self._forgets, "the store lets go of the pool's pages")
         return handle
+
+    def _forgets(self) -> bool:
+        """Empty the pool; whether nothing is left, which the lease of a store may keep a little longer."""
+        self.drop("gpu")
+        return len(self.engine.gpu.index) == 0
 
     def begin(self, tokens: Tokens, salt: str = "") -> tuple[EngineSequence, str]:
         return self.engine.sequence([*tokens, 0], salt), salt  # one token is always left to compute
@@ -119,7 +124,10 @@ class Pool(Face[tuple[EngineSequence, str]]):
         with begun[0] as seq:
             self.verdict(begun, WAIT)
             holds(self.engine, seq, begun[1])
-            return LoadReport(0, (), {}, 0.0) if seq.load is None else seq.load.result(WAIT)
+            if seq.load is not None:
+                return seq.load.result(WAIT)
+            assert not seq.cached_tokens, "pages of the pool: they were to be forgotten"
+            return LoadReport(0, (), {}, 0.0)
 
     def takers(self) -> list[Callable[[Any], object]]:
         return [self.engine.lookup, self.engine.prefetch, self.engine.sequence]
