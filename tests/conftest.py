@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, settings
 from gdscache import CacheEngine
 from gdscache.errors import TransportUnavailableError
 from gdscache.storage import cufile_library, probe
+from tests.support.faces import Attached, Face, Pool
+from tests.support.faulty import PLAN
 from tests.support.helpers import Host, make_config, settle
 
 # Tests run beside each other, and threads of torch that have no core to themselves spin. Children inherit it.
@@ -112,6 +114,28 @@ def open_host(slab: Path) -> Iterator[Callable[..., Host]]:
         return host
 
     yield from _closing(opened, opens)
+
+
+@pytest.fixture(params=["pool", "attached"])
+def open_face(request: pytest.FixtureRequest, slab: Path) -> Iterator[Callable[..., Face[Any]]]:
+    """`open_face(**make_config arguments)`: an engine by one of its two faces; a test that takes it runs on both.
+
+    Given indirectly, `attached:N` has blocks of N tokens. No fault is left from the test before, nor for the next one.
+    """
+    name, _, block_tokens = request.param.partition(":")
+    opened: list[CacheEngine] = []
+
+    def opens(path: Path | None = None, **options: Any) -> Face[Any]:
+        config = make_config(path or slab, **{"gpu": 24} | options)
+        face = Pool(config) if name == "pool" else Attached(config, int(block_tokens or 0) or None)
+        opened.append(face.engine)
+        return face
+
+    PLAN.reset()
+    try:
+        yield from _closing(opened, opens)
+    finally:
+        PLAN.reset()
 
 
 def _closing(opened: list[CacheEngine], opens: Callable[..., Any]) -> Iterator[Any]:

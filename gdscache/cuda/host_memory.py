@@ -6,6 +6,7 @@ import functools
 import logging
 import mmap
 import os
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -38,11 +39,19 @@ class HostBuffer:
     Registrations are at most 4 GiB each. One CUDA copy must not cross from one registration into the next, so pass
     the size of what is copied at once as `unit` (bytes, at most 4 GiB): borders then fall on multiples of it.
 
+    `driver` finds what page-locks: without one, the driver for the device that is current.
+
     Raises `CapacityError` for a size below one byte, and `NoMemoryError`, which names `setting`, when there is less.
     """
 
     def __init__(
-        self, nbytes: int, pin: Pin = "auto", unit: int = HOST_PAGE, *, setting: str = "a host buffer"
+        self,
+        nbytes: int,
+        pin: Pin = "auto",
+        unit: int = HOST_PAGE,
+        *,
+        setting: str = "a host buffer",
+        driver: Callable[[], Driver] | None = None,
     ) -> None:
         if nbytes < 1:
             raise CapacityError(f"a host buffer of {nbytes} bytes was asked for", "give the tier at least one page")
@@ -51,6 +60,7 @@ class HostBuffer:
         with allocating(setting, nbytes, _HOST):
             self._map: mmap.mmap | None = _map(nbytes)
         self.nbytes = nbytes
+        self._driver = current_driver if driver is None else driver
         self._step = MAX_REGISTRATION // unit * unit  # bytes of a registration
         _advise_huge_pages(self._map)
         _touch(self._map)
@@ -123,7 +133,7 @@ class HostBuffer:
         """
         if not torch.cuda.is_available():
             return "CUDA is not available"
-        driver = _driver()
+        driver = self._driver()
         for offset in range(0, self.nbytes, self._step):
             size = min(self._step, self.nbytes - offset)
             try:
@@ -137,7 +147,7 @@ class HostBuffer:
     def _unregister(self) -> None:
         if not self._registered:
             return
-        driver = _driver()
+        driver = self._driver()
         while self._registered:
             try:
                 driver.page_unlock(self._registered.pop())
@@ -176,7 +186,8 @@ def _touch(region: mmap.mmap) -> None:
     threads.shutdown()
 
 
-def _driver() -> Driver:
+def current_driver() -> Driver:
+    """The driver, for the device that is current here."""
     return Driver(torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gdscache.arrays import Int64Array
-from gdscache.disk.slab import Slab, stretch_slots
+from gdscache.disk.slab import Slab
 from gdscache.moves.machine import Descriptors, Places
 from gdscache.moves.page_io import PageIO, stretches
 from gdscache.storage.base import IORequest, Op, Transport
@@ -34,7 +34,7 @@ class SlabIO:
             undo.pop_all()
         self._handles = np.array(self._files, dtype=np.int64)
         self._most = max(1, transport.merge_bytes // slab.extent_bytes)  # pages of one request
-        self._period = stretch_slots(slab.extent_bytes) if len(self._files) > 1 else slab.slots
+        self._period = slab.stretch if len(self._files) > 1 else slab.slots
 
     @property
     def memory_kinds(self) -> frozenset[str]:

@@ -74,7 +74,7 @@ def claim(directories: Sequence[Path]) -> None:
             )
     for number, directory in enumerate(directories):  # the first one first: a kill in between leaves what can go on
         if found[number] != (mine := Stripe(name, number, names)):
-            _write(directory, mine)
+            write(directory, mine)
 
 
 def read(directory: Path) -> Stripe | None:
@@ -104,8 +104,8 @@ def read(directory: Path) -> Stripe | None:
         os.close(fd)
 
 
-def _write(directory: Path, stripe: Stripe) -> None:
-    """There as a whole, or not at all."""
+def write(directory: Path, stripe: Stripe) -> None:
+    """Write the identity of a directory: as a whole, or not at all. Raises `DirectoryNotWritableError`."""
     data = {"format": STRIPE_FORMAT, **dataclasses.asdict(stripe)}
     new = directory / f"{STRIPE_NAME}.new"
     try:

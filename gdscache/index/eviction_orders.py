@@ -13,7 +13,6 @@ from gdscache.pages.keys import Page
 from gdscache.policies.base import EvictionPolicy
 
 NO_RETENTIONS: Mapping[int, Retention] = {}
-_CHANGES_KEPT = 8192  # at most, that have not entered the orders yet
 
 
 class Orders:
@@ -22,6 +21,8 @@ class Orders:
     New pages and uses are written down, and enter the orders when somebody looks at these or takes a page out, or
     `settle`s: a request that finds its pages does not wait for that, nor one that brings some.
     """
+
+    changes_kept = 8192  # at most, that have not entered the orders yet; may be set for one of them
 
     def __init__(self, policy: EvictionPolicy, present: Callable[[Sequence[bytes]], Sequence[bytes]]) -> None:
         """`policy` is that of priority 0, without pages; the others are of its kind. `present`: those of some keys
@@ -76,7 +77,7 @@ class Orders:
     def use(self, keys: Sequence[bytes]) -> None:
         """Uses of those of the pages that are there: which these are is asked before the next page comes."""
         self._uses += keys
-        if self.unsettled > _CHANGES_KEPT:
+        if self.unsettled > self.changes_kept:
             self.sift()
 
     def sift(self) -> None:
@@ -118,7 +119,7 @@ class Orders:
                 touch(change)
 
     def _keep_few(self) -> None:
-        over = len(self._changes) - _CHANGES_KEPT
+        over = len(self._changes) - self.changes_kept
         if over > 0:  # no more than what came now
             self.settle(over)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -40,12 +40,13 @@ def allocating(setting: str, nbytes: int, device: torch.device) -> Iterator[None
         raise _refused(setting, nbytes, device, str(error)) from error
 
 
-def host_bytes() -> int | None:
+def host_bytes(groups: Iterable[Path] | None = None) -> int | None:
     """Bytes of host memory that this process may still take: the machine's, and what its cgroups leave it.
 
-    None where the system does not say.
+    `groups`: the directories of its memory cgroups; without them, those that can be seen from here. None where the
+    system does not say.
     """
-    found = [_machine_bytes(), *map(_left, _groups())]
+    found = [_machine_bytes(), *map(_left, _groups() if groups is None else groups)]
     known = [nbytes for nbytes in found if nbytes is not None]
     return min(known, default=None)
 

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -87,14 +87,17 @@ def no_gds_driver() -> str:
     return "" if NVIDIA_FS_STATS.exists() else f"no nvidia-fs driver counts I/O ({NVIDIA_FS_STATS} is missing)"
 
 
-def probe_kvikio(directory: Path, device_index: int, deadline_s: float = 20.0) -> ProbeResult:
+def probe_kvikio(
+    directory: Path, device_index: int, deadline_s: float = 20.0, *, missing: Callable[[], str] | None = None
+) -> ProbeResult:
     """Write and read a few MiB between GPU memory and a temporary file in `directory`, and compare the bytes.
 
     At most two children run, one with cuFile and one without, each killed after `deadline_s` seconds. `gds` is
     answered only if the nvidia-fs driver counted the I/O; it counts for the whole machine, and only while its
-    statistics are switched on. Raises `IOFailedError` when the directory takes no file.
+    statistics are switched on. `missing` says first what kvikio lacks; without it `kvikio_missing` does. Raises
+    `IOFailedError` when the directory takes no file.
     """
-    cause = _missing()
+    cause = (kvikio_missing if missing is None else missing)()
     if cause:
         return ProbeResult(False, "posix", cause)
     with _file(directory) as name:
@@ -180,7 +183,8 @@ def gds_operations() -> tuple[int, int]:
     return int(reads[1]) if reads else 0, int(writes[1]) if writes else 0
 
 
-def _missing() -> str:
+def kvikio_missing() -> str:
+    """Why kvikio cannot be asked for GPU memory here; an empty string where it can."""
     if importlib.util.find_spec("kvikio") is None:
         return "kvikio is not installed"
     try:

@@ -78,14 +78,14 @@ class _WriteBatch:
 class TierWriter:
     """Writes pages to a durable tier in the background.
 
-    Each page that it is given has its end, once, whatever happens here.
+    Each page that it is given has its end, once, whatever happens here. `most`: pages of a batch.
     """
 
     def __init__(self, manager: TierManager, tier: DurableTier, executor: Executor, extent_bytes: int) -> None:
         self._manager = manager
         self._tier = tier
         self._executor = executor
-        self._most = max(LEAST_BATCH, BATCH_BYTES // extent_bytes)
+        self.most = max(LEAST_BATCH, BATCH_BYTES // extent_bytes)
         self._ready: deque[_Part] = deque()
         self._flying: deque[_WriteBatch] = deque()
         self._starting = False  # a batch, by one of the threads: what one reserves the other must not count on
@@ -154,7 +154,7 @@ class TierWriter:
     def _batch(self) -> list[_Part]:
         """The next pages, as many as a batch takes."""
         batch: list[_Part] = []
-        room = self._most
+        room = self.most
         while room and self._ready:
             out, rows = self._ready.popleft()
             batch.append((out, rows[:room]))

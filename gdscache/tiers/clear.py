@@ -6,23 +6,26 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from gdscache.tiers.base import DurableTier, Tier
 
 _NAMESPACE_EPOCHS_KEPT = 4096
-_PIECE = 1024  # pages that a clear drops, or slots that it gives back, while it holds the lock once
+PIECE = 1024  # pages that a clear drops, or slots that it gives back, while it holds the lock once
 PAUSE_S = 0.0005  # ... and then leaves the lock to others: it would have it again before they wake up
 _T = TypeVar("_T")
 
 
 class Clearing:
     """Drops all pages of all tiers, or those of a namespace, and knows by epochs what came before. `lock` guards the
-    tiers' indexes. `alone` is held while a clear drops pages: one at a time."""
+    tiers' indexes. `alone` is held while a clear drops pages: one at a time. `piece` pages are dropped while the lock
+    is held once, and `sleep` is called between two pieces; both may be set to others."""
 
     def __init__(self, lock: threading.RLock, tiers: Mapping[str, Tier], files: Sequence[DurableTier]) -> None:
         self.alone = threading.Lock()
+        self.piece = PIECE
+        self.sleep: Callable[[float], None] = time.sleep
         self._lock = lock
         self._tiers = tiers
         self._files = files
@@ -60,12 +63,12 @@ class Clearing:
             detached = {name: tier.index.detach() for name, tier in self._tiers.items()}
             slots = {name: iter(some.slots) for name, some in detached.items()}
             for name, tier in self._tiers.items():  # at once for whoever needs some now
-                tier.index.retire(itertools.islice(slots[name], _PIECE) if tier in self._files else slots[name])
+                tier.index.retire(itertools.islice(slots[name], self.piece) if tier in self._files else slots[name])
         with contextlib.ExitStack() as ends:
             for tier in self._files:
                 ends.callback(self._retire, tier, slots[tier.name])  # nothing, unless what follows is broken off
             for tier in self._files:
-                for piece in _pieces(slots[tier.name]):
+                for piece in self._pieces(slots[tier.name]):
                     self._retire(tier, piece)
         return {name: some.visible for name, some in detached.items()}
 
@@ -87,7 +90,7 @@ class Clearing:
                 self._epochs[namespace] = self._epochs.get(namespace, 0) + 1
                 self._swept = namespace
                 keys = [tier.index.select(None) for tier in self._tiers.values()]
-            for piece in _pieces(itertools.chain.from_iterable(keys)):
+            for piece in self._pieces(itertools.chain.from_iterable(keys)):
                 with self._lock:
                     for name, tier in self._tiers.items():
                         removed[name] += tier.index.drop_all(piece, namespace)
@@ -95,10 +98,9 @@ class Clearing:
             self._swept = None
         return removed
 
-
-def _pieces(items: Iterable[_T]) -> Iterator[list[_T]]:
-    """`items`, `_PIECE` at a time, with a pause after each piece."""
-    rest = iter(items)
-    while piece := list(itertools.islice(rest, _PIECE)):
-        yield piece
-        time.sleep(PAUSE_S)
+    def _pieces(self, items: Iterable[_T]) -> Iterator[list[_T]]:
+        """`items`, a piece at a time, with a pause after each."""
+        rest = iter(items)
+        while piece := list(itertools.islice(rest, self.piece)):
+            yield piece
+            self.sleep(PAUSE_S)

@@ -18,14 +18,16 @@ if TYPE_CHECKING:
     from gdscache.tiers.manager import TierManager
 
 PIECE = 1024  # expired pages of a tier that one call drops, besides those that it is about
-_EXPIRED_KEPT = 1 << 16  # keys of expired pages, to tell their misses from others
+EXPIRED_KEPT = 1 << 16  # keys of expired pages, to tell their misses from others
 
 
 class Expiry:
-    """Drops pages whose time to live is over. `clock`: seconds since the epoch, as `Retention.expires`."""
+    """Drops pages whose time to live is over. `clock`: seconds since the epoch, as `Retention.expires`. `kept`: keys of
+    expired pages that are remembered."""
 
-    def __init__(self, manager: TierManager, clock: Callable[[], float]) -> None:
+    def __init__(self, manager: TierManager, clock: Callable[[], float], kept: int = EXPIRED_KEPT) -> None:
         self.clock = clock
+        self._kept = kept
         self._manager = manager
         self._expired: OrderedDict[bytes, None] = OrderedDict()
 
@@ -38,7 +40,7 @@ class Expiry:
                 gone = index.expire_among(pages, now) + index.expire(now, PIECE)
                 self._manager.counts["expired", name] += len(gone)
                 self._expired.update(dict.fromkeys(gone))
-        while len(self._expired) > _EXPIRED_KEPT:
+        while len(self._expired) > self._kept:
             self._expired.popitem(last=False)
 
     def was(self, page: Page) -> bool:

@@ -34,15 +34,17 @@ if TYPE_CHECKING:
     from gdscache.tiers.ssd import SsdTier
 
 _LOOKED = 256  # pages that are looked for at a time
-_UNSETTLED = 1024  # changes of an eviction order that may wait for whoever looks at it: some milliseconds
-_SETTLED = 128  # changes that are brought in while the lock is held once
 WATCH_S = 0.05  # seconds after which calls ask again whose the directories are
-_CLOSE_S = 5.0  # seconds that close() waits for I/O which has missed its deadline already
 _log = logging.getLogger("gdscache")
 
 
 class TierManager:
     """Chains the tiers: lookup, leases, counting. `clearing` drops pages; `LoadPlanner` plans loads over it."""
+
+    # Limits, which may be set to others for one manager.
+    unsettled = 1024  # changes of an eviction order that may wait for whoever looks at it: some milliseconds
+    settled = 128  # changes that are brought in while the lock is held once
+    close_s = 5.0  # seconds that close() waits for I/O which has missed its deadline already
 
     def __init__(
         self,
@@ -254,10 +256,10 @@ class TierManager:
         """
         self.learn()
         for tier in self.tiers.values():
-            while tier.index.unsettled > _UNSETTLED:
+            while tier.index.unsettled > self.unsettled:
                 time.sleep(PAUSE_S)
                 with self.lock:
-                    tier.index.settle(_SETTLED)
+                    tier.index.settle(self.settled)
 
     # -- figures --------------------------------------------------------------------------------------------------
 
@@ -307,7 +309,7 @@ class TierManager:
         with self.clearing.alone:
             pass  # what it drops is known to the SSD tier then, which deletes it before it is closed
         quarantine = self.quarantine
-        in_time = not self.files or quarantine.wait(_CLOSE_S)
+        in_time = not self.files or quarantine.wait(self.close_s)
         quarantine.afterwards(executor)
         with contextlib.ExitStack() as last_to_first:
             for tier in self.tiers.values():

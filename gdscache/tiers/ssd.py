@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gdscache.ssd")
 _TOUCHES_KEPT = 1 << 16
 _NOTED = 1 << 13  # uses that are brought in at a time: what a call may have to do for those before it
-_CLOSE_S = 5.0  # seconds that closing the catalogue may take while I/O hangs
 _DELETIONS = 1 << 14  # rows that one commit deletes: what a store may have to wait for
 LOST_HINT = "see who removes or replaces files there (cleaners of temporary folders?), then open the engine again"
 _CLOCK_LIMIT = 1 << 62  # a damaged row must not push the clock out of SQLite's integers
@@ -62,6 +61,7 @@ class SsdTier(DurableTier):
     """
 
     name = "ssd"
+    close_s = 5.0  # that closing the catalogue may take while I/O hangs
     io: SlabIO
 
     def __init__(
@@ -437,9 +437,9 @@ class SsdTier(DurableTier):
         self._closed = True
         closing = threading.Thread(target=self._close_catalog, name="gdscache-close", daemon=True)
         closing.start()  # the device that hangs may be the catalogue's as well
-        closing.join(_CLOSE_S)
+        closing.join(self.close_s)
         if closing.is_alive():
-            _log.error("%s: the catalogue was not closed within %g s", self.path, _CLOSE_S)
+            _log.error("%s: the catalogue was not closed within %g s", self.path, self.close_s)
         elif not writing:
             self._directory.close()
 

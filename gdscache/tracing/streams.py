@@ -14,16 +14,20 @@ if TYPE_CHECKING:
 _ANCHOR_NS = 5_000_000_000  # so old: events give float32 milliseconds, which are 0.5 us apart after 5 s
 _TRIES = 3
 _AT_ONCE = 4  # of those that wait to be resolved, looked at when one is added
-_PATIENCE_S = 5.0  # for what is still running when the times are asked for
+PATIENCE_S = 5.0  # for what is still running when the times are asked for
 
 Resolved = Callable[[int, int], None]
 
 
 class StreamTimes:
-    """Collects pairs of events; each is told its times, in nanoseconds of `clock`, when the stream is past it."""
+    """Collects pairs of events; each is told its times, in nanoseconds of `clock`, when the stream is past it.
 
-    def __init__(self, clock: Callable[[], int]) -> None:
+    `patience_s`: seconds that `resolve` waits for what is still running.
+    """
+
+    def __init__(self, clock: Callable[[], int], patience_s: float = PATIENCE_S) -> None:
         self._clock = clock
+        self._patience_s = patience_s
         self._lock = threading.Lock()
         self._anchors: dict[int, tuple[Any, int]] = {}  # by device: an event, and when it was
         self._streams: dict[int, Any] = {}  # by device: where anchors are taken
@@ -48,7 +52,7 @@ class StreamTimes:
 
     def resolve(self) -> int:
         """Have all told, waiting a few seconds for what runs; how many have not ended by then, and never will be."""
-        until = time.monotonic() + _PATIENCE_S
+        until = time.monotonic() + self._patience_s
         late = 0
         while True:
             with self._lock:

@@ -27,10 +27,7 @@ from gdscache.errors import (
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
-    EXTRA,
     LONG,
-    MHA,
-    MLA,
     WAIT,
     Host,
     drop_from,
@@ -59,46 +56,6 @@ def _no_faults_left() -> Any:
 
 
 # -- bit for bit -----------------------------------------------------------------------------------------------------
-
-KINDS = {"mha": MHA, "mla": MLA, "extra": EXTRA}
-
-
-def there_and_back(open_host: OpenHost, tokens: list[int], **options: Any) -> None:
-    """GPU -> CPU -> SSD -> restart -> GPU, with every page's bytes compared on each way."""
-    pages = len(tokens) // options["model"]["page_tokens"]
-    host = open_host(**options)
-    host.store(tokens)
-    quiet(host.engine)
-    assert host.load(tokens).pages == (LOADED,) * pages
-    drop_from(host.engine, "cpu")
-    assert host.load(tokens).bytes_by_tier == {"ssd": pages * host.layout.page_bytes}
-    settle(host.engine)
-    host.engine.close()
-    host = open_host(**options)
-    assert host.engine.lookup(tokens).tiers == ("ssd",) * pages
-    assert host.load(tokens).pages == (LOADED,) * pages
-    assert host.load(tokens).pages == (LOADED,) * pages
-
-
-@pytest.mark.parametrize("block_tokens", [1, 2, 4])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_survive_every_tier_and_a_restart(
-    open_host: OpenHost, device: str, kind: str, dtype: str, block_tokens: int
-) -> None:
-    model = KINDS[kind] | {"dtype": dtype}
-    there_and_back(open_host, prompt(1, 5, extra=1), device=device, model=model, block_tokens=block_tokens)
-
-
-@pytest.mark.parametrize(
-    ("page_tokens", "block_tokens"), [(1, 1), (3, 3), (3, 1), (16, 16), (16, 8), (16, 1), (512, 512), (512, 16)]
-)
-def test_pages_of_any_size(open_host: OpenHost, device: str, page_tokens: int, block_tokens: int) -> None:
-    model = MHA | {"page_tokens": page_tokens, "layers": 2, "kv_heads": 1, "head_dim": 8, "v_head_dim": 3}
-    blocks = 14 * page_tokens // block_tokens
-    there_and_back(
-        open_host, prompt(1, 5, page_tokens), device=device, model=model, block_tokens=block_tokens, blocks=blocks
-    )
 
 
 @pytest.mark.parametrize("order", ["kv_first", "blocks_first"])
@@ -195,18 +152,6 @@ def test_a_stale_hit_loads_what_is_still_there(open_host: OpenHost, device: str)
     assert host.engine.load(hit, host.take(4)).tokens == 0
 
 
-def test_lookup_changes_nothing_but_recency(open_host: OpenHost) -> None:
-    host = open_host()
-    host.store(prompt(1, 4))
-    quiet(host.engine)
-    before = {n: (t["pages"], t["free_slots"], t["evictions"]) for n, t in host.engine.stats()["tiers"].items()}
-    for tokens in (prompt(1, 4), prompt(2, 4), []):
-        hit = host.engine.lookup(tokens)
-        assert hit.tokens == 4 * len(hit.tiers) == 4 * len(hit.pages)
-    assert before == {n: (t["pages"], t["free_slots"], t["evictions"]) for n, t in host.engine.stats()["tiers"].items()}
-    assert host.engine.stats()["leases"] == []
-
-
 def test_a_batch_of_loads_with_a_prefix_twice(open_host: OpenHost, device: str) -> None:
     host = open_host(device=device, cpu=4)
     tokens = prompt(1, 5)
@@ -281,14 +226,6 @@ def test_a_full_queue_drops_and_counts(open_host: OpenHost) -> None:
     assert host.load(prompt(2, 2)).tokens == 8
 
 
-def test_a_queue_smaller_than_a_store_keeps_its_head(open_host: OpenHost) -> None:
-    host = open_host(queue=2)
-    handle = host.store(prompt(1, 5))
-    assert handle.result(WAIT).dropped == dict.fromkeys((2, 3, 4), "queue_full")
-    quiet(host.engine)
-    assert host.load(prompt(1, 5)).tokens == 8
-
-
 def test_release_event_is_the_moment_from_which_slots_are_free(open_host: OpenHost, device: str) -> None:
     host = open_host(device=device, transport=FAULTY)
     tokens = prompt(1, 5)
@@ -302,55 +239,6 @@ def test_release_event_is_the_moment_from_which_slots_are_free(open_host: OpenHo
     assert host.load(tokens).tokens == 20
     drop_from(host.engine, "cpu")
     assert host.load(tokens).tokens == 20
-
-
-def test_the_cpu_tier_serves_while_the_ssd_is_written(open_host: OpenHost) -> None:
-    host = open_host(transport=FAULTY)
-    with PLAN.rule(Op.WRITE, Fault.HANG):
-        handle = host.store(prompt(1, 4))
-        until(lambda: tokens_of(host.engine, prompt(1, 4)) == 16, "the CPU tier has the pages")
-        assert host.load(prompt(1, 4)).bytes_by_tier == {"cpu": 4 * host.layout.page_bytes}
-        assert not handle.done()
-        assert host.engine.manager.tiers["ssd"].index.evictions == 0
-        assert host.engine.lookup(prompt(1, 4)).tiers == ("cpu",) * 4
-
-
-def test_pages_on_their_way_to_the_ssd_are_not_evicted(open_host: OpenHost) -> None:
-    host = open_host(transport=FAULTY, cpu=3, ssd=12)
-    with PLAN.rule(Op.WRITE, Fault.HANG):
-        host.store(prompt(1, 3))
-        until(lambda: tokens_of(host.engine, prompt(1, 3)) == 12, "the CPU tier has the pages")
-        handle = host.engine.store(prompt(2, 2), host.compute(prompt(2, 2)))
-        handle.release_event.synchronize(WAIT)
-        assert tokens_of(host.engine, prompt(1, 3)) == 12
-        assert tokens_of(host.engine, prompt(2, 2)) == 0  # in the bounce reserve, on no tier yet
-    host.engine.drain(WAIT)
-    assert host.load(prompt(1, 3)).tokens == 12
-    assert host.load(prompt(2, 2)).tokens == 8
-
-
-def test_more_pages_than_bounce_slots_pass_through(open_host: OpenHost, device: str) -> None:
-    host = open_host(device=device, cpu=None, ssd=20, bounce=2)
-    tokens = prompt(1, 15)
-    host.store(tokens)
-    quiet(host.engine)
-    assert host.load(tokens).bytes_by_tier == {"ssd": 15 * host.layout.page_bytes}
-
-
-def test_two_loads_at_once_that_exceed_the_cpu_pool(open_host: OpenHost, device: str) -> None:
-    host = open_host(device=device, cpu=4, ssd=20, bounce=2)
-    prompts = [prompt(1, 8), prompt(2, 8)]
-    for tokens in prompts:
-        host.store(tokens)
-        quiet(host.engine)
-    for _ in range(5):
-        drop_from(host.engine, "cpu")
-        begun = [host.begin(t) for t in prompts]
-        for load, _, _ in reversed(begun):
-            # finish() holds everything free against the sentinel, so both must have ended
-            load.result()
-        for load, blocks, keys in begun:
-            assert host.finish(load, blocks, keys).tokens == 32
 
 
 # -- cancel ----------------------------------------------------------------------------------------------------------
@@ -392,58 +280,6 @@ def test_cancelling_one_load_costs_no_other(open_host: OpenHost) -> None:
     first.result()
     host.give(blocks)
     assert host.finish(*second).pages == (LOADED,) * 4
-
-
-@pytest.mark.parametrize("reopened", [False, True])
-@pytest.mark.parametrize("cpu", [None, 6])
-def test_a_clear_does_not_spoil_a_load_that_holds_its_pages(
-    open_host: OpenHost, cpu: int | None, reopened: bool
-) -> None:
-    """A leased page stays readable until its load is over; a clear is no checksum error."""
-    options: dict[str, Any] = {"transport": FAULTY, "cpu": cpu, "load": {"threads": 1}}
-    host = open_host(**options)
-    first, tokens = prompt(1, 2), prompt(2, 3)
-    for t in (first, tokens):
-        host.store(t)
-        quiet(host.engine)
-    if reopened:  # then no checksum is in memory yet
-        host.engine.close()
-        host = open_host(**options)
-    elif cpu:
-        drop_from(host.engine, "cpu")
-    with PLAN.rule(Op.READ, Fault.HANG) as rule:
-        blocking = host.begin(first)
-        until(lambda: rule.met > 0, "the only thread for loads is busy")
-        waiting = host.begin(tokens)
-        removed = host.engine.clear()
-        assert removed["ssd"] == 5
-    for load, _, _ in (blocking, waiting):
-        load.result()
-    assert host.finish(*blocking).pages == (LOADED,) * 2
-    assert host.finish(*waiting).pages == (LOADED,) * 3
-    assert tokens_of(host.engine, tokens) == 0
-    settle(host.engine)
-
-
-def test_deadlines_are_kept_and_what_is_late_is_harmless(open_host: OpenHost) -> None:
-    host = open_host(transport=FAULTY, load={"deadline": 0.3}, cpu=3, ssd=12)
-    tokens = prompt(1, 4)
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
-    blocks = host.take(4)
-    with PLAN.rule(Op.READ, Fault.HANG):
-        hit = host.engine.lookup(tokens)
-        load = host.engine.load(hit, blocks)
-        with pytest.raises(GdsCacheError, match=r"verdict|ready"):
-            load.result(0.05)
-        report = load.result(WAIT)
-        assert report.tokens == 0
-        assert set(report.pages) == {PageStatus.DEADLINE}
-    assert host.engine.stats()["misses"]["deadline"] == 4
-    until(lambda: tokens_of(host.engine, tokens) == 16, "the late reads end")  # late is not bad: the pages stay
-    assert host.engine.check().problems == ()
-    host.engine.close()
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -505,14 +341,9 @@ def test_a_broken_page_of_blocks(open_host: OpenHost) -> None:
     assert state(host) == before
 
 
-def test_bad_tokens_and_starts_hold_nothing(open_host: OpenHost) -> None:
+def test_bad_starts_hold_nothing(open_host: OpenHost) -> None:
     host = open_host()
     before = state(host)
-    for bad in ("text", [1.5], [-1], [[1]]):
-        with pytest.raises(TokensError):
-            host.engine.store(bad, [])
-        with pytest.raises(TokensError):
-            host.engine.lookup(bad)
     for start in (-4, 1, 3):
         with pytest.raises(TokensError, match=f"start is {start}"):
             host.engine.store(prompt(1, 2), [1], start)

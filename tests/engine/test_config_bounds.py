@@ -5,6 +5,7 @@ The numbers are found by walking the models, so a new one is tested too, or this
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -392,10 +393,10 @@ def test_a_limit_of_a_group_of_processes_counts(tmp_path: Path, monkeypatch: pyt
         (tmp_path / group).mkdir()
         for name, text in files.items():
             (tmp_path / group / name).write_text(text)
-    monkeypatch.setattr(allocation, "_groups", lambda: iter([tmp_path / "v2", tmp_path / "top"]))
-    assert allocation.host_bytes() == 1048576 - 600000 + 100000
-    monkeypatch.setattr(allocation, "_groups", lambda: iter([tmp_path / "v1"]))
-    assert allocation.host_bytes() == 501000
+    assert allocation.host_bytes([tmp_path / "v2", tmp_path / "top"]) == 1048576 - 600000 + 100000
+    assert allocation.host_bytes([tmp_path / "v1"]) == 501000
+    left = functools.partial(allocation.host_bytes, [tmp_path / "v1"])
+    monkeypatch.setattr(allocation, "host_bytes", left)
     refused_open(put(base(), "cpu.capacity", 4 << 20), NoMemoryError, "cpu.capacity", "501,000 bytes")
     monkeypatch.undo()
     there = allocation.host_bytes()

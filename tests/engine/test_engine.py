@@ -8,13 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from gdscache import CacheEngine, GdsCacheError, PageStatus
+from gdscache import CacheEngine, GdsCacheError
 from gdscache.errors import (
     CapacityError,
     CatalogVersionError,
@@ -33,7 +31,6 @@ from tests.support.helpers import (
     EXTRA,
     LONG,
     MHA,
-    MLA,
     WAIT,
     drop_from,
     expected,
@@ -49,6 +46,7 @@ from tests.support.helpers import (
     tokens_of,
     until,
 )
+from tests.support.pages import lose
 
 Open = Callable[..., CacheEngine]
 
@@ -61,8 +59,19 @@ def test_the_second_request_finds_what_the_first_computed(open_engine: Open, dev
     tokens = prompt(1, 4, extra=3)
     assert run(engine, tokens) == 0
     assert run(engine, tokens) == 16
-    assert engine.lookup(tokens).tiers == ("gpu",) * 4
+    hit = engine.lookup(tokens)
+    assert (hit.tiers, hit.seconds) == (("gpu",) * 4, 0.0)
     assert engine.stats()["hits"]["gpu"] >= 4
+
+
+def test_the_pool_alone_is_a_cache(open_engine: Open, device: str) -> None:
+    engine = open_engine(device=device, cpu=None, ssd=None)
+    assert list(engine.manager.tiers) == ["gpu"]
+    tokens = prompt(1, 6, extra=1)
+    assert run(engine, tokens) == 0
+    assert run(engine, tokens) == 24
+    drop_from(engine, "gpu")
+    assert run(engine, tokens) == 0
 
 
 @pytest.mark.parametrize(
@@ -85,79 +94,52 @@ def test_at_least_one_token_is_left_to_compute(
 
 
 @pytest.mark.parametrize("tier", ["cpu", "ssd"])
-def test_every_tier_gives_back_what_was_stored(open_engine: Open, device: str, tier: str) -> None:
+def test_a_commit_leaves_what_was_loaded_in_the_pool(open_engine: Open, device: str, tier: str) -> None:
     engine = open_engine(device=device)
     tokens = prompt(1, 5, extra=1)
     run(engine, tokens)
     drop_from(engine, *(("gpu",) if tier == "cpu" else ("gpu", "cpu")))
-    assert engine.lookup(tokens).tiers == (tier,) * 5
     with engine.sequence(tokens) as seq:
-        assert seq.cached_tokens == 20
-        holds(engine, seq)
         assert seq.load is not None
-        report = seq.load.result()
-        assert report.pages == (PageStatus.LOADED,) * 5
-        assert report.bytes_by_tier == {tier: 5 * engine.layout.page_bytes}
+        assert seq.load.result().bytes_by_tier == {tier: 5 * engine.layout.page_bytes}
         fill(engine, seq)
         seq.commit()
     assert engine.lookup(tokens).tiers == ("gpu",) * 5
+    assert run(engine, tokens) == 20
 
 
 def test_a_prefix_over_three_tiers_is_one_hit(open_engine: Open, device: str) -> None:
     engine = open_engine(device=device, gpu=8)
     tokens = prompt(1, 6, extra=1)
     run(engine, tokens)
-    with engine.manager.lock:
-        for name, gone in (("gpu", (2, 3, 4, 5)), ("cpu", (4, 5))):
-            index = engine.manager.tiers[name].index
-            for i in gone:
-                entry = index.get(engine.pages(tokens)[i].key)
-                assert entry is not None
-                index.drop(entry)
+    lose(engine, tokens, [2, 3, 4, 5], "gpu")
+    lose(engine, tokens, [4, 5], "cpu")
     assert engine.lookup(tokens).tiers == ("gpu", "gpu", "cpu", "cpu", "ssd", "ssd")
     assert run(engine, tokens) == 24
 
 
-def test_a_hole_ends_the_hit(open_engine: Open) -> None:
+def test_a_hole_in_every_tier_ends_the_hit(open_engine: Open) -> None:
     engine = open_engine()
     tokens = prompt(1, 5, extra=1)
     run(engine, tokens)
-    with engine.manager.lock:
-        for tier in engine.manager.tiers.values():
-            entry = tier.index.get(engine.pages(tokens)[2].key)
-            assert entry is not None
-            tier.index.drop(entry)
+    lose(engine, tokens, [2])
     assert tokens_of(engine, tokens) == 8
     assert run(engine, tokens) == 8
     assert tokens_of(engine, tokens) == 20
 
 
-@pytest.mark.parametrize("cpu", [None, 4])
-@pytest.mark.parametrize("ssd", [None, 12])
-def test_any_set_of_tiers(open_engine: Open, device: str, cpu: int | None, ssd: int | None) -> None:
-    engine = open_engine(device=device, cpu=cpu, ssd=ssd)
-    assert list(engine.manager.tiers) == ["gpu"] + ["cpu"] * (cpu is not None) + ["ssd"] * (ssd is not None)
-    tokens = prompt(1, 6, extra=1)
-    run(engine, tokens)
-    assert run(engine, tokens) == 24
-    drop_from(engine, "gpu")
-    found = 24 if ssd else 16 if cpu else 0
-    assert tokens_of(engine, tokens) == found
-    assert run(engine, tokens) == found
-    assert run(engine, tokens) == 24
-
-
-def test_salts_keep_tenants_apart(open_engine: Open, device: str) -> None:
+def test_a_salt_s_pages_in_the_pool_are_its_own_and_go_with_it(open_engine: Open, device: str) -> None:
     engine = open_engine(device=device)
     tokens = prompt(1, 3, extra=1)
     run(engine, tokens, "a")
     assert tokens_of(engine, tokens, "b") == 0
-    assert tokens_of(engine, tokens) == 0
     assert run(engine, tokens, "b") == 0
     assert run(engine, tokens, "a") == 12
     assert engine.invalidate(engine.namespace("a")) == {"gpu": 3, "cpu": 3, "ssd": 3}
     assert tokens_of(engine, tokens, "a") == 0
     assert tokens_of(engine, tokens, "b") == 12
+    assert engine.clear() == {"gpu": 3, "cpu": 3, "ssd": 3}
+    assert engine.clear() == {"gpu": 0, "cpu": 0, "ssd": 0}
 
 
 # -- sequences -------------------------------------------------------------------------------------------------------
@@ -314,55 +296,6 @@ def test_a_clear_between_begin_and_commit_is_final(open_engine: Open) -> None:
 # -- pressure --------------------------------------------------------------------------------------------------------
 
 
-def test_a_prefix_larger_than_the_cpu_pool_loads(open_engine: Open, device: str) -> None:
-    engine = open_engine(device=device, gpu=20, cpu=3, ssd=16, bounce=4)
-    tokens = prompt(1, 14, extra=1)
-    run(engine, tokens)
-    drop_from(engine, "gpu", "cpu")
-    for _ in range(3):
-        assert run(engine, tokens) == 56
-        drop_from(engine, "gpu")
-
-
-def test_two_loads_at_once_that_together_exceed_the_cpu_pool(open_engine: Open, device: str) -> None:
-    engine = open_engine(device=device, gpu=20, cpu=6, ssd=16)
-    prompts = [prompt(1, 5, extra=1), prompt(2, 5, extra=1)]
-    for tokens in prompts:
-        run(engine, tokens)
-    for _ in range(5):
-        drop_from(engine, "gpu", "cpu")
-        with engine.sequence(prompts[0]) as one, engine.sequence(prompts[1]) as two:
-            for seq in (two, one):
-                assert seq.cached_tokens == 20
-                assert seq.verify(WAIT) == 20
-                holds(engine, seq)
-
-
-def test_pressure_takes_the_cold_tail_first(open_engine: Open) -> None:
-    engine = open_engine(gpu=16, cpu=None, ssd=8)
-    cold, warm = prompt(1, 4, extra=1), prompt(2, 4, extra=1)
-    run(engine, cold)
-    run(engine, warm)
-    drop_from(engine, "gpu")
-    tokens_of(engine, warm)
-    run(engine, prompt(3, 2))
-    drop_from(engine, "gpu")
-    assert tokens_of(engine, warm) == 16
-    assert tokens_of(engine, cold) == 8
-    assert tokens_of(engine, prompt(3, 2)) == 8
-
-
-@pytest.mark.parametrize("tier", ["cpu", "ssd"])
-def test_a_batch_that_evicts_never_takes_the_head_of_a_prefix_before_its_tail(open_engine: Open, tier: str) -> None:
-    engine = open_engine(gpu=16, cpu=8 if tier == "cpu" else None, ssd=8 if tier == "ssd" else None)
-    old, new = prompt(1, 8), prompt(2, 3)
-    run(engine, old)
-    run(engine, new)
-    drop_from(engine, "gpu")
-    assert tokens_of(engine, new) == 12
-    assert tokens_of(engine, old) == 20
-
-
 @pytest.mark.parametrize("tier", ["cpu", "ssd"])
 def test_a_sequence_that_outgrows_a_tier_keeps_a_prefix_there(open_engine: Open, tier: str) -> None:
     """A request that decodes page after page must not push its own head out for tails that nobody can reach."""
@@ -377,177 +310,6 @@ def test_a_sequence_that_outgrows_a_tier_keeps_a_prefix_there(open_engine: Open,
             engine.drain(WAIT)
     drop_from(engine, "gpu")
     assert tokens_of(engine, tokens) >= 12
-
-
-def test_capacities_hold_whatever_is_stored(open_engine: Open, slab: Path) -> None:
-    engine = open_engine(gpu=6, cpu=4, ssd=8)
-    size = sum(f.stat().st_size for f in slab.glob("slab*"))
-    for seed in range(12):
-        run(engine, prompt(seed, 1 + seed % 5, extra=1))
-        settle(engine)
-    assert sum(f.stat().st_size for f in slab.glob("slab*")) == size == 8 * engine.layout.extent_bytes
-    assert engine.stats()["tiers"]["ssd"]["pages"] <= 8
-
-
-# -- prefetch, clear, drain ------------------------------------------------------------------------------------------
-
-
-def test_prefetch_brings_pages_from_the_ssd_to_the_cpu(open_engine: Open) -> None:
-    engine = open_engine(cpu=6, ssd=12)
-    tokens = prompt(1, 5, extra=1)
-    run(engine, tokens)
-    drop_from(engine, "gpu", "cpu")
-    report = engine.prefetch(tokens).result()
-    assert (report.pages, report.tokens, report.end.value) == ({"loaded": 5}, 20, "complete")
-    assert report.nbytes == 5 * engine.layout.page_bytes
-    assert engine.lookup(tokens).tiers == ("cpu",) * 5
-    assert run(engine, tokens) == 20
-
-
-def test_prefetch_takes_what_finds_room_and_no_more(open_engine: Open) -> None:
-    engine = open_engine(gpu=16, cpu=3, ssd=12)
-    tokens = prompt(1, 6)
-    run(engine, tokens)
-    drop_from(engine, "gpu", "cpu")
-    prefetch = engine.prefetch(tokens, start=4)
-    assert prefetch.result().tokens == prefetch.tokens == 12
-    assert prefetch.result().end.value == "quota"
-    assert engine.lookup(tokens).tiers == ("ssd", "cpu", "cpu", "cpu", "ssd", "ssd")
-    assert engine.prefetch(prompt(9, 3)).result().tokens == 0
-    assert engine.prefetch([]).result().tokens == 0
-
-
-@pytest.mark.parametrize(("cpu", "ssd"), [(None, 8), (4, None), (None, None)])
-def test_prefetch_without_both_tiers_is_harmless(open_engine: Open, cpu: int | None, ssd: int | None) -> None:
-    engine = open_engine(cpu=cpu, ssd=ssd)
-    tokens = prompt(1, 3, extra=1)
-    run(engine, tokens)
-    engine.prefetch(tokens).result(WAIT)
-    assert run(engine, tokens) == 12
-
-
-def test_clear_reaches_every_tier_and_the_disk(open_engine: Open) -> None:
-    engine = open_engine()
-    tokens = prompt(1, 4, extra=1)
-    run(engine, tokens)
-    assert engine.clear() == {"gpu": 4, "cpu": 4, "ssd": 4}
-    assert engine.clear() == {"gpu": 0, "cpu": 0, "ssd": 0}
-    assert tokens_of(engine, tokens) == 0
-    settle(engine)
-    engine.close()
-    assert tokens_of(open_engine(), tokens) == 0
-
-
-def test_invalidate_survives_a_restart(open_engine: Open) -> None:
-    engine = open_engine(ssd=12)
-    tokens = prompt(1, 3, extra=1)
-    run(engine, tokens, "a")
-    run(engine, tokens, "b")
-    engine.invalidate(engine.namespace("a"))
-    engine.close()
-    engine = open_engine(ssd=12)
-    assert tokens_of(engine, tokens, "a") == 0
-    assert run(engine, tokens, "b") == 12
-
-
-# -- restarts, formats -----------------------------------------------------------------------------------------------
-
-KINDS = {"mha": MHA, "mla": MLA, "extra": EXTRA, "mha-uneven": MHA | {"v_head_dim": 24}}
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_survive_every_tier_and_a_restart(open_engine: Open, device: str, kind: str, dtype: str) -> None:
-    model = KINDS[kind] | {"dtype": dtype}
-    tokens = prompt(1, 5, extra=1)
-    engine = open_engine(device=device, model=model)
-    run(engine, tokens)
-    for tiers in (("gpu",), ("gpu", "cpu")):
-        drop_from(engine, *tiers)
-        assert run(engine, tokens) == 20
-    settle(engine)
-    engine.close()
-    engine = open_engine(device=device, model=model)
-    assert engine.lookup(tokens).tiers == ("ssd",) * 5
-    assert run(engine, tokens) == 20
-
-
-@pytest.mark.parametrize("page_tokens", [1, 3, 16, 512])
-@pytest.mark.parametrize("cpu", [None, 6])
-def test_pages_of_any_size(open_engine: Open, device: str, page_tokens: int, cpu: int | None) -> None:
-    model = MHA | {"page_tokens": page_tokens, "layers": 2, "kv_heads": 1, "head_dim": 8 if page_tokens == 512 else 40}
-    tokens = prompt(1, 5, page_tokens, extra=1)
-    engine = open_engine(device=device, model=model, cpu=cpu)
-    run(engine, tokens)
-    drop_from(engine, "gpu")
-    assert run(engine, tokens) == 5 * page_tokens
-    engine.close()
-    engine = open_engine(device=device, model=model, cpu=cpu)
-    assert run(engine, tokens) == 5 * page_tokens
-
-
-def test_recency_survives_a_restart(open_engine: Open) -> None:
-    options: dict[str, Any] = {"gpu": 16, "cpu": None, "ssd": 8}
-    engine = open_engine(**options)
-    prompts = [prompt(seed, 2) for seed in range(4)]
-    for tokens in prompts:
-        run(engine, tokens)
-    drop_from(engine, "gpu")
-    for i in (2, 0, 3, 1):
-        assert tokens_of(engine, prompts[i]) == 8
-    engine.close()
-    for survivors in ([0, 3, 1], [3, 1], [1]):
-        engine = open_engine(**options)
-        run(engine, prompt(100 + len(survivors), 2))
-        drop_from(engine, "gpu")
-        with engine.manager.lock:  # not by lookup: that would count as a use
-            index = engine.manager.tiers["ssd"].index
-            kept = [i for i in range(4) if all(index.get(p.key) is not None for p in engine.pages(prompts[i]))]
-        assert sorted(survivors) == kept
-        engine.close()
-
-
-def test_a_use_before_a_page_came_says_nothing_after_a_restart(open_engine: Open) -> None:
-    options: dict[str, Any] = {"gpu": 16, "cpu": None, "ssd": 4}
-    engine = open_engine(**options)
-    first, second = prompt(1, 2), prompt(2, 2)
-    run(engine, first)
-    with engine.manager.lock:
-        for tokens in (second, first):
-            engine.manager.tiers["ssd"].touch([page.key for page in reversed(engine.pages(tokens))])
-    run(engine, second)
-    engine.close()
-    engine = open_engine(**options)
-    run(engine, prompt(3, 2))
-    drop_from(engine, "gpu")
-    assert [tokens_of(engine, tokens) for tokens in (first, second)] == [0, 8]
-
-
-def test_the_write_policy_never_keeps_the_ssd_as_it_is(open_engine: Open) -> None:
-    tokens, other = prompt(1, 3, extra=1), prompt(2, 3, extra=1)
-    engine = open_engine()
-    run(engine, tokens)
-    engine.close()
-    engine = open_engine(store={"write_policy": "never"})
-    run(engine, other)
-    assert engine.stats()["tiers"]["ssd"]["pages"] == 3
-    drop_from(engine, "gpu", "cpu")
-    assert tokens_of(engine, other) == 0
-    assert run(engine, tokens) == 12
-    assert engine.stats()["tiers"]["ssd"]["pages"] == 3
-
-
-def test_another_model_of_the_same_extent_size_shares_the_directory_but_no_page(open_engine: Open) -> None:
-    tokens = prompt(1, 3, extra=1)
-    engine = open_engine()
-    run(engine, tokens)
-    engine.close()
-    engine = open_engine(model=MHA | {"name": "other"})
-    assert tokens_of(engine, tokens) == 0
-    run(engine, tokens)
-    assert engine.stats()["tiers"]["ssd"]["pages"] == 6
-    engine.close()
-    assert run(open_engine(), tokens) == 12
 
 
 # -- opening and closing ---------------------------------------------------------------------------------------------
@@ -616,16 +378,6 @@ def test_close_without_drain_stays_consistent(slab: Path) -> None:
         assert found == next((i for i, there in enumerate(committed) if not there), 6)
         assert {report.dropped.get(i) for i, there in enumerate(committed) if not there} <= {"closed"}
         settle(engine)
-
-
-def test_two_engines_in_one_process_do_not_meet(open_engine: Open, tmp_path: Path) -> None:
-    one, two = open_engine(tmp_path / "one"), open_engine(tmp_path / "two")
-    tokens = prompt(1, 3, extra=1)
-    run(one, tokens)
-    assert tokens_of(two, tokens) == 0
-    assert run(two, tokens) == 0
-    one.clear()
-    assert run(two, tokens) == 12
 
 
 def test_a_second_engine_on_the_directory_is_refused_and_the_first_goes_on(open_engine: Open, slab: Path) -> None:
@@ -702,46 +454,6 @@ def test_an_engine_with_a_pool_refuses_attached_calls(open_engine: Open) -> None
     ):
         with pytest.raises(SequenceStateError, match="owns its pool"):
             use()
-
-
-@pytest.mark.parametrize(
-    "bad", ["text", [1.5], [-1], [2**32], [[1]], None, np.array([0.5]), torch.tensor([[1]])], ids=repr
-)
-def test_bad_tokens_hold_nothing(open_engine: Open, bad: Any) -> None:
-    engine = open_engine()
-    free = engine.gpu.index.free_slots
-    for use in (engine.sequence, engine.lookup, engine.prefetch):
-        with pytest.raises(TokensError):
-            use(bad)
-    with pytest.raises(TokensError, match=r"start is 3.*4 tokens"):
-        engine.lookup([1, 2, 3, 4, 5], start=3)
-    with pytest.raises(TokensError):
-        engine.lookup([1, 2, 3, 4, 5], start=-4)
-    assert engine.stats()["leases"] == []
-    assert engine.gpu.index.free_slots == free
-
-
-def test_a_start_past_the_end_finds_nothing(open_engine: Open) -> None:
-    engine = open_engine()
-    run(engine, prompt(1, 3))
-    for start in (12, 16, 4000):
-        hit = engine.lookup(prompt(1, 3), start=start)
-        assert (hit.start, hit.tokens, hit.tiers, hit.pages) == (start, 0, (), ())
-
-
-def test_stats_are_plain_data(open_engine: Open) -> None:
-    import json
-
-    engine = open_engine()
-    run(engine, prompt(1, 3, extra=1))
-    drop_from(engine, "gpu", "cpu")
-    run(engine, prompt(1, 3, extra=1))
-    stats = json.loads(json.dumps(engine.stats()))
-    assert stats["loaded"] == {"ssd": 3}
-    assert stats["stored"] == {"cpu": 3, "ssd": 3}
-    assert stats["bytes_loaded"]["ssd"] == 3 * engine.layout.page_bytes
-    assert stats["bytes_per_second"]["ssd"] > 0
-    assert engine.lookup(prompt(1, 3)).seconds == 0.0 or engine.lookup(prompt(1, 3)).seconds is not None
 
 
 # -- many threads ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from gdscache import CacheEngine, PageStatus
 from gdscache.errors import IOFailedError, LoadFailedError, StorageError
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart
-from tests.support.faulty import PLAN, Fault
+from tests.support.faulty import PLAN, READ_FAULTS, Fault
 from tests.support.helpers import (
     WAIT,
     Host,
@@ -34,17 +34,11 @@ from tests.support.helpers import (
     settle,
     tokens_of,
 )
+from tests.support.pages import FAULTY, lose, misses, offset_of, slot_of
 
 Open = Callable[..., CacheEngine]
 OpenHost = Callable[..., Host]
-FAULTY = "tests.support.faulty:FaultyTransport"
 LOADED = PageStatus.LOADED
-
-READ_FAULTS = [
-    pytest.param(Fault.EIO, PageStatus.IO_ERROR, id="eio"),
-    pytest.param(Fault.SHORT, PageStatus.SHORT_READ, id="short"),
-    pytest.param(Fault.FLIP, PageStatus.CHECKSUM, id="flip"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -54,54 +48,7 @@ def _no_faults_left() -> Any:
     PLAN.reset()
 
 
-def slot_of(engine: CacheEngine, tokens: list[int], page: int, tier: str = "ssd") -> int:
-    entry = engine.manager.tiers[tier].index.get(engine.pages(tokens)[page].key)
-    assert entry is not None
-    return entry.slot
-
-
-def offset_of(engine: CacheEngine, tokens: list[int], page: int) -> int:
-    return slot_of(engine, tokens, page) * engine.layout.extent_bytes
-
-
-def misses(engine: CacheEngine) -> dict[str, int]:
-    return {cause: n for cause, n in engine.stats().get("misses", {}).items() if cause != "absent"}
-
-
 # -- reads -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cpu", [None, 2, 8])
-@pytest.mark.parametrize("page", [0, 2, 4])
-@pytest.mark.parametrize(("fault", "status"), READ_FAULTS)
-def test_a_bad_read_costs_its_own_suffix(
-    open_host: OpenHost, device: str, fault: Fault, status: PageStatus, page: int, cpu: int | None
-) -> None:
-    host = open_host(device=device, transport=FAULTY, cpu=cpu)
-    tokens, other = prompt(1, 5), prompt(2, 3)
-    for t in (tokens, other):
-        host.store(t)
-        quiet(host.engine)
-    drop_from(host.engine, *(["cpu"] if cpu else []))
-    bad = offset_of(host.engine, tokens, page)
-    with PLAN.rule(Op.READ, fault, lambda offset: offset == bad, bit=8 * 6143 + 7):
-        report = host.load(tokens)
-    assert report.tokens == 4 * page
-    assert report.first_bad == page
-    assert [s for i, s in enumerate(report.pages) if i != page] == [LOADED] * 4
-    assert report.pages[page] is status
-    assert misses(host.engine) == {status.value: 1}
-    assert tokens_of(host.engine, tokens) == 4 * page
-    assert host.load(tokens).tokens == 4 * page
-    assert host.load(other).tokens == 12
-    host.store(tokens)
-    quiet(host.engine)
-    assert host.load(tokens).tokens == 20
-    settle(host.engine)
-    if page == 2 and cpu is None:
-        host.engine.close()
-        host = open_host(device=device, cpu=cpu)
-        assert host.load(tokens).tokens == 20
 
 
 @pytest.mark.parametrize("cancelled", [True, False])
@@ -138,12 +85,8 @@ def test_a_sequence_names_the_bad_page_and_keeps_what_is_before_it(
     engine = open_engine(device=device, transport=FAULTY, gpu=16)
     tokens = prompt(1, 5, extra=2)
     run(engine, tokens)
-    with engine.manager.lock:  # page 0 stays on the GPU, so that positions in the load and in the sequence differ
-        for name, first in (("gpu", 1), ("cpu", 0)):
-            for page in engine.pages(tokens)[first:]:
-                entry = engine.manager.tiers[name].index.get(page.key)
-                assert entry is not None
-                engine.manager.tiers[name].index.drop(entry)
+    lose(engine, tokens, range(1, 5), "gpu")  # page 0 stays, so that positions in the load and in the sequence differ
+    lose(engine, tokens, range(5), "cpu")
     bad = offset_of(engine, tokens, 3)
     with PLAN.rule(Op.READ, fault, lambda offset: offset == bad), engine.sequence(tokens) as seq:
         assert seq.cached_tokens == 20
@@ -176,21 +119,6 @@ def test_verify_lowers_the_prefix_and_the_rest_is_recomputed(open_engine: Open, 
         assert run(engine, tokens) == 20
 
 
-def test_every_page_bad(open_host: OpenHost) -> None:
-    host = open_host(transport=FAULTY, cpu=3)
-    tokens = prompt(1, 6)
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
-    with PLAN.rule(Op.READ, Fault.EIO):
-        assert host.load(tokens).pages == (PageStatus.IO_ERROR,) * 6
-    assert tokens_of(host.engine, tokens) == 0
-    assert {t["pages"] for t in host.engine.stats()["tiers"].values()} == {0}
-    settle(host.engine)
-    host.engine.close()
-    assert tokens_of(open_host().engine, tokens) == 0  # the deletions are durable
-
-
 def test_two_requests_of_a_batch_fail_apart(open_host: OpenHost) -> None:
     host = open_host(transport=FAULTY)
     one, two = prompt(1, 3), prompt(2, 3)
@@ -203,35 +131,6 @@ def test_two_requests_of_a_batch_fail_apart(open_host: OpenHost) -> None:
         hits = [host.engine.lookup(t) for t in (one, two)]
         load = host.engine.load_many([(hit, host.take(3)) for hit in hits])
         assert [r.tokens for r in load.results(WAIT)] == [4, 12]
-
-
-def test_a_failing_read_is_a_miss_for_everybody_who_waits_for_it(open_host: OpenHost) -> None:
-    host = open_host(transport=FAULTY)
-    tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
-    bad = offset_of(host.engine, tokens, 1)
-    with PLAN.rule(Op.READ, Fault.FLIP, lambda offset: offset == bad):
-        begun = [host.begin(tokens) for _ in range(3)]
-        for load, _, _ in begun:
-            load.result()
-        assert [host.finish(*b).tokens for b in begun] == [4] * 3
-    assert tokens_of(host.engine, tokens) == 4
-
-
-def test_prefetch_of_a_bad_page_publishes_nothing_bad(open_host: OpenHost) -> None:
-    host = open_host(transport=FAULTY)
-    tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
-    bad = offset_of(host.engine, tokens, 1)
-    with PLAN.rule(Op.READ, Fault.FLIP, lambda offset: offset == bad):
-        assert host.engine.prefetch(tokens).result().tokens == 4
-    assert host.engine.lookup(tokens).tiers == ("cpu",)
-    assert host.engine.lookup(tokens, start=8).tiers == ("cpu",)
-    assert host.load(tokens).tokens == 4
 
 
 @pytest.mark.parametrize("cpu", [None, 8])
@@ -264,98 +163,7 @@ def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
     assert host.load(tokens).tokens == 12
 
 
-# -- writes ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fault", "cause"),
-    [(Fault.EIO, "io_error"), (Fault.SHORT, "io_error"), (Fault.LOST, ""), (Fault.TORN, ""), (Fault.FLIP, "")],
-)
-def test_a_bad_write_is_never_served(open_host: OpenHost, device: str, fault: Fault, cause: str) -> None:
-    host = open_host(device=device, transport=FAULTY)
-    filler, tokens = prompt(9, 12), prompt(1, 5)
-    host.store(filler)  # every slot has had another page's bytes
-    quiet(host.engine)
-    seen: list[int] = []
-
-    def third(offset: int) -> bool:
-        seen.append(offset)
-        return len(seen) == 3
-
-    with PLAN.rule(Op.WRITE, fault, third, times=1, bit=12345):
-        handle = host.store(tokens)
-        quiet(host.engine)
-    report = handle.result(0)
-    if cause:
-        assert sorted(report.dropped.values()) == [cause]
-        assert host.engine.stats()["dropped"] == {cause: 1}
-    else:
-        assert report.dropped == {}
-    assert host.load(tokens).tokens == 20  # the CPU tier has the bytes
-    drop_from(host.engine, "cpu")
-    settle(host.engine)
-    report = host.load(tokens)
-    assert report.tokens in range(0, 20, 4)
-    assert misses(host.engine) == ({} if cause else {"checksum": 1})
-    settle(host.engine)
-    good = report.tokens
-    host.engine.close()
-    host = open_host(device=device)
-    assert host.load(tokens).tokens == good
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
-    assert host.load(tokens).tokens == 20
-
-
-def test_a_disk_that_takes_nothing_costs_only_the_ssd_tier(open_host: OpenHost) -> None:
-    host = open_host(transport=FAULTY)
-    with PLAN.rule(Op.WRITE, Fault.EIO):
-        handle = host.store(prompt(1, 4))
-        assert set(handle.result(WAIT).dropped.values()) == {"io_error"}
-        assert host.load(prompt(1, 4)).bytes_by_tier == {"cpu": 4 * host.layout.page_bytes}
-        settle(host.engine)
-    assert host.engine.stats()["tiers"]["ssd"]["pages"] == 0
-    host.store(prompt(1, 4))  # again: the CPU tier has them, the SSD gets them now
-    quiet(host.engine)
-    assert host.engine.stats()["tiers"]["ssd"]["pages"] == 4
-
-
 # -- memory and files ------------------------------------------------------------------------------------------------
-
-
-def test_a_flipped_bit_in_the_cpu_pool(open_host: OpenHost, device: str) -> None:
-    host = open_host(device=device)
-    tokens = prompt(1, 4)
-    host.store(tokens)
-    quiet(host.engine)
-    cpu = host.engine.manager.cpu
-    assert cpu is not None
-    memory = cpu.extents.memory(slot_of(host.engine, tokens, 2, "cpu"))
-    memory[host.layout.page_bytes - 1] ^= 0x80
-    problems = host.engine.check().problems
-    assert len(problems) == 1
-    assert "layer 2" in problems[0]
-    report = host.load(tokens)
-    assert report.pages == (LOADED, LOADED, PageStatus.CHECKSUM, LOADED)
-    assert report.tokens == 8
-    assert misses(host.engine) == {"checksum": 1}
-    assert host.engine.lookup(tokens).tiers == ("cpu", "cpu", "ssd", "cpu")  # the SSD has it whole
-    assert host.load(tokens).tokens == 16
-
-
-def test_a_flipped_bit_in_the_padding_is_nobodys(open_host: OpenHost, slab: Path) -> None:
-    host = open_host()
-    tokens = prompt(1, 2)
-    host.store(tokens)
-    quiet(host.engine)
-    cpu = host.engine.manager.cpu
-    assert cpu is not None
-    cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[host.layout.page_bytes] ^= 1
-    flip_file(slab / "slab-0.bin", offset_of(host.engine, tokens, 1) + host.layout.page_bytes)
-    assert host.load(tokens).tokens == 8
-    drop_from(host.engine, "cpu")
-    assert host.load(tokens).tokens == 8
 
 
 def test_check_finds_and_mends_a_bad_page_of_the_cpu_pool(open_host: OpenHost) -> None:
@@ -386,23 +194,6 @@ def test_a_bad_page_of_the_cpu_pool_is_not_written_on_unseen(open_host: OpenHost
     quiet(host.engine)
     drop_from(host.engine, "cpu")
     assert host.load(tokens).tokens in (4, 12)
-
-
-@pytest.mark.parametrize("cpu", [None, 6])
-def test_any_bit_of_a_stored_page(open_host: OpenHost, slab: Path, cpu: int | None) -> None:
-    """A sample of all bits, through the whole engine, by changing the file."""
-    host = open_host(cpu=cpu)
-    tokens = prompt(1, 3)
-    rng = random.Random(1)
-    ends = [0, 8 * host.layout.page_bytes - 1, *(8 * s for s, _ in host.layout.layer_bounds)]
-    for bit in [*ends, *(rng.randrange(8 * host.layout.page_bytes) for _ in range(30))]:
-        host.store(tokens)
-        quiet(host.engine)
-        drop_from(host.engine, *(["cpu"] if cpu else []))
-        flip_file(slab / "slab-0.bin", offset_of(host.engine, tokens, 1) + bit // 8, bit % 8)
-        report = host.load(tokens)
-        assert report.pages == (LOADED, PageStatus.CHECKSUM, LOADED), bit
-    assert misses(host.engine) == {"checksum": 35}
 
 
 @pytest.mark.parametrize("what", ["swapped", "shifted", "zero", "rows", "layers"])
@@ -664,16 +455,3 @@ def test_the_faulty_transport_is_posix_without_rules(open_host: OpenHost) -> Non
     assert host.load(prompt(1, 3)).tokens == 12
     assert len(PLAN.moved[Op.READ]) == len(PLAN.moved[Op.WRITE]) == 3
     assert host.engine.stats()["tiers"]["ssd"]["transport"]["name"] == "faulty"
-
-
-@pytest.mark.parametrize(("verify", "found"), [("always", 4), ("once", 12)])
-def test_pages_of_the_cpu_tier_are_checked_always_or_once(open_host: OpenHost, verify: str, found: int) -> None:
-    host = open_host(load={"verify": verify}, ssd=None)
-    tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
-    cpu = host.engine.manager.cpu
-    assert cpu is not None
-    cpu.extents.checksums[slot_of(host.engine, tokens, 1, "cpu")] ^= 1  # the bytes are good
-    assert host.load(tokens).tokens == found
-    host.engine.close()

@@ -20,8 +20,6 @@ from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DeadlineError, DeviceError, DirectoryInUseError, GdsCacheError, IOFailedError
 from gdscache.load.report import LoadReport
 from gdscache.storage.base import FileRange, Op, Submission
-from gdscache.tiers import manager as manager_module
-from gdscache.tiers import ssd as ssd_module
 from gdscache.tiers.quarantine import Late, Quarantine
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
@@ -328,10 +326,10 @@ def test_one_hung_write_costs_its_own_page(open_host: OpenHost) -> None:
     assert host.load(tokens).tokens == 12
 
 
-def test_the_writer_goes_on_with_the_next_batch(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_goes_on_with_the_next_batch(open_host: OpenHost) -> None:
     host = open_host(cpu=64, ssd=64, **WRITES_SOON)
     writer = host.engine._parts.storer._writers["ssd"]
-    monkeypatch.setattr(writer, "_most", 2)
+    writer.most = 2
     with PLAN.rule(Op.WRITE, Fault.HANG, times=1):
         begun = time.monotonic()
         handles = [host.store(prompt(seed, 2)) for seed in range(6)]
@@ -567,8 +565,15 @@ def test_drain_with_a_limit_says_so_while_a_write_hangs(open_host: OpenHost) -> 
 
 
 @pytest.fixture
-def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "_CLOSE_S", 0.3)
+def open_impatient(open_host: OpenHost) -> OpenHost:
+    """`open_host`, with engines that hardly wait for what hangs when they close."""
+
+    def opens(**options: Any) -> Host:
+        host = open_host(**options)
+        host.engine.manager.close_s = 0.3
+        return host
+
+    return opens
 
 
 def mapped(address: int) -> bool:
@@ -582,13 +587,12 @@ def threads_left() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdscache")]
 
 
-@pytest.mark.usefixtures("_no_patience")
 @pytest.mark.parametrize("cpu", [None, 16])
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
 def test_close_with_a_hang_ends_in_time_and_keeps_what_the_io_may_touch(
-    open_host: OpenHost, slab: Path, caplog: pytest.LogCaptureFixture, op: Op, cpu: int | None
+    open_impatient: OpenHost, slab: Path, caplog: pytest.LogCaptureFixture, op: Op, cpu: int | None
 ) -> None:
-    host = open_host(cpu=cpu, bounce=16, ssd=24, **(READS_SOON if op is Op.READ else WRITES_SOON))
+    host = open_impatient(cpu=cpu, bounce=16, ssd=24, **(READS_SOON if op is Op.READ else WRITES_SOON))
     kept, tokens = stored(host, 1, 3), prompt(2, 2)
     if op is Op.READ:
         stored(host, 2, 2)
@@ -619,24 +623,21 @@ def test_close_with_a_hang_ends_in_time_and_keeps_what_the_io_may_touch(
             with pytest.raises(DirectoryInUseError):  # a late write must not hit the slots of another owner
                 CacheEngine.from_config(make_config(slab, cpu=cpu, ssd=24))
         else:
-            again = open_host(cpu=cpu, bounce=16, ssd=24)
+            again = open_impatient(cpu=cpu, bounce=16, ssd=24)
             assert again.load(kept).tokens == 12
             again.engine.close()
     until(lambda: buffer._map is None, "memory goes back when the I/O has ended")
     until(lambda: not threads_left(), f"threads end: {threads_left()}")
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(ssd.io._files[0])
-    again = open_host(cpu=cpu, bounce=16, ssd=24)
+    again = open_impatient(cpu=cpu, bounce=16, ssd=24)
     assert again.load(kept).tokens == 12
     assert tokens_of(again.engine, tokens) == (8 if op is Op.READ else 0)
 
 
-@pytest.mark.usefixtures("_no_patience")
-def test_close_waits_a_little_for_what_is_only_slow(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(manager_module, "_CLOSE_S", WAIT)
+def test_close_waits_a_little_for_what_is_only_slow(open_host: OpenHost, caplog: pytest.LogCaptureFixture) -> None:
     host = open_host(cpu=16, **READS_SOON)
+    host.engine.manager.close_s = WAIT
     tokens = stored(host, 1, 3)
     drop_from(host.engine, "cpu")
     cpu = host.engine.manager.cpu
@@ -650,15 +651,14 @@ def test_close_waits_a_little_for_what_is_only_slow(
     assert "closed with " not in caplog.text
 
 
-@pytest.mark.usefixtures("_no_patience")
 @pytest.mark.parametrize("drain", [True, False])
 @pytest.mark.parametrize("cpu", [64, pytest.param(None, marks=pytest.mark.suite)])
 def test_close_with_a_long_queue_to_a_hung_device_costs_about_one_deadline(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None, drain: bool
+    open_impatient: OpenHost, cpu: int | None, drain: bool
 ) -> None:
-    host = open_host(cpu=cpu, bounce=64, ssd=64, transport=FAULTY, store={"deadline": 1.0})
+    host = open_impatient(cpu=cpu, bounce=64, ssd=64, transport=FAULTY, store={"deadline": 1.0})
     writer = host.engine._parts.storer._writers["ssd"]
-    monkeypatch.setattr(writer, "_most", 1)  # a batch a page: waiting for each would take a deadline a pair
+    writer.most = 1  # a batch a page: waiting for each would take a deadline a pair
     with PLAN.rule(Op.WRITE, Fault.HANG):
         handles = [host.store(prompt(seed, 5)) for seed in range(6)]
         begun = time.monotonic()
@@ -670,16 +670,15 @@ def test_close_with_a_long_queue_to_a_hung_device_costs_about_one_deadline(
     until(lambda: not threads_left(), f"threads end: {threads_left()}")
 
 
-@pytest.mark.usefixtures("_no_patience")
 def test_close_does_not_wait_for_a_catalogue_on_a_device_that_hangs(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, slab: Path
+    open_impatient: OpenHost, monkeypatch: pytest.MonkeyPatch, slab: Path
 ) -> None:
-    monkeypatch.setattr(ssd_module, "_CLOSE_S", 0.3)
-    host = open_host(cpu=16, **READS_SOON)
+    host = open_impatient(cpu=16, **READS_SOON)
     tokens = stored(host, 1, 2)
     drop_from(host.engine, "cpu")
     ssd = host.engine.manager.ssd
     assert ssd is not None
+    ssd.close_s = 0.3
     gate, commit = threading.Event(), ssd._catalog.commit
 
     def stuck(*args: Any) -> None:
@@ -696,7 +695,7 @@ def test_close_does_not_wait_for_a_catalogue_on_a_device_that_hangs(
             CacheEngine.from_config(make_config(slab, cpu=16))
         gate.set()
     until(lambda: not threads_left(), f"threads end: {threads_left()}")
-    assert open_host(cpu=16).load(tokens).tokens == 8
+    assert open_impatient(cpu=16).load(tokens).tokens == 8
 
 
 # -- everything at once -----------------------------------------------------------------------------------------------

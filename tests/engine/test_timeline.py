@@ -39,6 +39,7 @@ from gdscache.native.gpu import CopyRoute
 from gdscache.pages.layout import GroupSizes
 from gdscache.storage.base import Op
 from gdscache.tracing import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment
+from gdscache.tracing.streams import StreamTimes
 from gdscache.tracing.tracks import lanes
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
@@ -349,7 +350,7 @@ def test_exceptions_are_passed_on_and_said(
     assert manager.ssd is not None, "no SSD tier"
     owner, name = {
         "read": (manager.ssd.io, "transfer"),
-        "plan": (host.engine.loader.planner, "_lease"),
+        "plan": (manager.tiers["ssd"].index, "pin_run"),
     }[broken]
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, breaks)
@@ -922,11 +923,9 @@ def test_an_anchor_is_taken_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_a_stream_never_reaches_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gdscache.tracing import streams
-
-    monkeypatch.setattr(streams, "_PATIENCE_S", 0.05)
     gpu = FakeGpu(monkeypatch)
     timeline = TraceTimeline(clock=gpu.clock, limit=3)
+    timeline.times = StreamTimes(gpu.clock, patience_s=0.05)
     for hangs in (False, True, False, False):
         gpu.hangs = hangs
         with on_stream(timeline, gpu):

@@ -22,7 +22,6 @@ import pytest
 
 from gdscache.disk import catalog_file, slab
 from gdscache.disk.slab_io import SlabIO
-from gdscache.tiers import clear as clearing
 from gdscache.tiers.ssd import SsdTier
 from tests.support.helpers import SEED, make_config
 from tests.support.kill_child import THREADS, Session
@@ -208,11 +207,12 @@ def record(
     """Store, load, evict, clear and reopen on two threads for `length` seconds; what reached the disk meanwhile."""
     config = configured(folder / "recorded", setup, transport, durability)
     rng = random.Random(seed)
-    with recording() as tape, mock.patch.object(clearing, "_PIECE", 3):  # so that a clear has several pieces
+    with recording() as tape:
         log = TapeLog()
         log.session()
         for seconds in (0.4 * length, 0.3 * length):
             session = Session(config, "cpu" not in config, log)
+            session.engine.manager.clearing.piece = 3  # so that a clear has several pieces
             until = time.monotonic() + seconds
             with ThreadPoolExecutor(THREADS) as pool:
                 running = [pool.submit(session.work, rng.random(), thread, until) for thread in range(THREADS)]

@@ -115,7 +115,6 @@ def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
             else:
                 transport = FaultyTransport(2, direct) if python else NativeTransport(3, direct, uring=mode == "uring")
             files[name] = io = SlabIO(slabs[name], transport)
-            io._period = slabs[name].stretch
             undo.callback(io.close)
         if shared is not None:
             shared.register(extents["bounce"].rows)

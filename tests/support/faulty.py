@@ -9,10 +9,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+from gdscache import PageStatus
 from gdscache.storage.base import Op
 from gdscache.testing.faults import Fault, FaultPlan, FaultRule, faulty
 
-__all__ = ["PLAN", "Fault", "FaultyKvikio", "FaultyMerging", "FaultyNixl", "FaultyTransport", "FaultyUring", "Plan"]
+__all__ = [
+    "PLAN",
+    "READ_FAULTS",
+    "Fault",
+    "FaultyKvikio",
+    "FaultyMerging",
+    "FaultyNixl",
+    "FaultyTransport",
+    "FaultyUring",
+    "Plan",
+]
 
 
 class Plan(FaultPlan):
@@ -44,3 +57,10 @@ FaultyMerging = faulty(PLAN, merge_bytes=4 << 20)
 FaultyUring = faulty(PLAN, inner="uring")
 FaultyNixl = faulty(PLAN, inner="nixl")
 FaultyKvikio = faulty(PLAN, inner="kvikio")
+
+# A read that fails, and what is said of its page.
+READ_FAULTS = [
+    pytest.param(Fault.EIO, PageStatus.IO_ERROR, id="eio"),
+    pytest.param(Fault.SHORT, PageStatus.SHORT_READ, id="short"),
+    pytest.param(Fault.FLIP, PageStatus.CHECKSUM, id="flip"),
+]

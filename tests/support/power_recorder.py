@@ -168,7 +168,7 @@ def recording() -> Iterator[Tape]:
         for name in ("_connect", "recover", "commit", "describe_namespace", "close"):
             patches.enter_context(mock.patch.object(Catalog, name, _recorded(name, getattr(Catalog, name))))
         patches.enter_context(mock.patch.object(catalog_file, "WAL_PAGES", SMALL_WAL))
-        patches.enter_context(mock.patch.object(stripes, "_write", _claimed(stripes._write)))
+        patches.enter_context(mock.patch.object(stripes, "write", _claimed(stripes.write)))
         yield TAPE
 
 

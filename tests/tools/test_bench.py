@@ -21,7 +21,6 @@ from gdscache.commands.bench.measure import ChildDiedError
 from gdscache.commands.console import Table
 from gdscache.config import ModelConfig
 from gdscache.errors import CapacityError, InvalidValueError, IOFailedError
-from gdscache.moves import Priority
 from gdscache.pages.keys import page_keys
 from gdscache.storage.base import Op
 from tests.support.terminal import on_terminal
@@ -289,8 +288,7 @@ def test_a_load_of_damaged_bytes_is_no_figure(tier: ssd_tier.TierUnderTest) -> N
 
 
 def test_a_store_that_is_dropped_is_no_figure(tier: ssd_tier.TierUnderTest) -> None:
-    tier._writer.close(drain=False)
-    tier._writer._lane = tier._parts.executor.lane(Priority.DEMOTION, lambda: None)  # a thread again, that drops
+    tier._writer.begin_close(drain=False)
     with pytest.raises(IOFailedError, match="closed"):
         tier.store()
 

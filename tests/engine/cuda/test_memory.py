@@ -39,11 +39,9 @@ class FakeDriver:
         del self.live[address]
 
 
-def fake_cuda(monkeypatch: pytest.MonkeyPatch, refuse_at: int | None = None) -> FakeDriver:
-    fake = FakeDriver(refuse_at)
+@pytest.fixture
+def _cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(memory, "_driver", lambda: fake)
-    return fake
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 12289, 3 << 20])
@@ -124,11 +122,12 @@ def test_pin_without_cuda(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
+@pytest.mark.usefixtures("_cuda")
 def test_registration_covers_all_bytes_in_chunks_of_whole_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = fake_cuda(monkeypatch)
+    fake = FakeDriver()
     monkeypatch.setattr(memory, "MAX_REGISTRATION", 4 << 12)
     nbytes, unit = 23 << 12, 3 << 12
-    buffer = HostBuffer(nbytes, "on", unit=unit)
+    buffer = HostBuffer(nbytes, "on", unit=unit, driver=lambda: fake)
     assert buffer.pinned
     end = buffer.address
     for address, size in sorted(fake.live.items()):
@@ -142,24 +141,26 @@ def test_registration_covers_all_bytes_in_chunks_of_whole_units(monkeypatch: pyt
     assert not buffer.pinned
 
 
+@pytest.mark.usefixtures("_cuda")
 def test_a_refused_registration_leaves_nothing_registered(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(memory, "MAX_REGISTRATION", 1 << 12)
-    fake = fake_cuda(monkeypatch, refuse_at=2)
+    fake = FakeDriver(refuse_at=2)
     with pytest.raises(PinnedMemoryError, match="OUT_OF_MEMORY"):
-        HostBuffer(4 << 12, "on")
+        HostBuffer(4 << 12, "on", driver=lambda: fake)
     assert not fake.live
-    fake = fake_cuda(monkeypatch, refuse_at=2)
-    with caplog.at_level(logging.WARNING), HostBuffer(4 << 12, "auto") as buffer:
+    fake = FakeDriver(refuse_at=2)
+    with caplog.at_level(logging.WARNING), HostBuffer(4 << 12, "auto", driver=lambda: fake) as buffer:
         assert not buffer.pinned
         assert not fake.live
     assert sum("OUT_OF_MEMORY" in record.message for record in caplog.records) == 1
 
 
-def test_pin_off_asks_cuda_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = fake_cuda(monkeypatch)
-    HostBuffer(4096, "off").close()
+@pytest.mark.usefixtures("_cuda")
+def test_pin_off_asks_cuda_nothing() -> None:
+    fake = FakeDriver()
+    HostBuffer(4096, "off", driver=lambda: fake).close()
     assert fake.calls == 0
 
 
@@ -184,5 +185,5 @@ def test_pinned_bytes_reach_the_gpu_and_back() -> None:
 def test_a_refusal_by_the_driver_is_not_raised_again_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     with HostBuffer(1 << 20, "on") as buffer:
         with pytest.raises(DeviceError, match="ALREADY_REGISTERED"):
-            memory._driver().page_lock(buffer.address, buffer.nbytes)
+            memory.current_driver().page_lock(buffer.address, buffer.nbytes)
         assert int(torch.ones(3, device="cuda").sum()) == 3

@@ -20,6 +20,7 @@ from gdscache.config import Config
 from gdscache.disk import slab as slab_module
 from gdscache.disk import stripes
 from gdscache.disk.catalog import Catalog
+from gdscache.disk.catalog_file import STRIPE_NAME
 from gdscache.errors import (
     DirectoryInUseError,
     GdsCacheError,
@@ -187,18 +188,20 @@ def test_a_device_that_is_mounted_elsewhere_is_the_same(open_host: OpenHost, pat
 def test_a_kill_while_the_set_is_made_is_no_obstacle(
     open_host: OpenHost, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, left = stripes._write, [2]
+    real, written = Path.replace, []
 
-    def killed(*arguments: Any) -> None:
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
-        real(*arguments)
+    def killed(path: Path, target: Path) -> Path:
+        if target.name == STRIPE_NAME:
+            if len(written) == 2:
+                raise KeyboardInterrupt
+            written.append(target.parent)
+        return real(path, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stripes, "_write", killed)
+        patch.setattr(Path, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             CacheEngine.from_config(make_config(**options(paths)))
+    assert written == paths[:2]
     filled(open_host, paths)
 
 

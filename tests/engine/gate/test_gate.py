@@ -548,7 +548,7 @@ def test_an_engine_learns_behind_its_loads(open_host: Opens) -> None:
         ended.append(load.done())
         observe(tier, nbytes, seconds)
 
-    host.engine.manager.busy._report = learn
+    host.engine.manager.busy = BusyPeriods(learn)
     load, blocks, keys = host.begin(tokens)
     host.finish(load, blocks, keys)
     until(lambda: costs.bandwidths().get("cpu", 0) > 0, "the load is learned from")

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -148,6 +149,15 @@ def refused(sources: Path, source: str = "probe.cu") -> KernelUnavailableError:
     return caught.value
 
 
+def present(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Modules that are found and can be imported; where one is cupy's, cuda-core is not installed."""
+    for module in modules:
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    if "cupy" in {module.__name__ for module in modules}:
+        monkeypatch.setitem(sys.modules, "cuda.core", None)
+
+
 @pytest.mark.usefixtures("home")
 def test_without_a_compiler_the_hint_names_what_to_install(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
@@ -176,8 +186,8 @@ def install(place: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
 def test_a_cupy_that_cannot_be_imported_is_told_with_its_cause(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sources: Path
 ) -> None:
-    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
     install(tmp_path / "lib", monkeypatch, cupy="raise RuntimeError('first\\n\\nsecond')\n")
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
     error = refused(sources)
     assert error.message == "cannot build probe.cu: RuntimeError: first | second"
     assert "install" not in error.hint
@@ -193,7 +203,7 @@ def test_cuda_core_comes_first_and_is_not_passed_over(
     assert (compilers.find_compiler().name, compilers.find_compiler().version) == ("cuda-core", "9.9")
     error = refused(sources)
     assert "no NVRTC here" in error.message
-    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
     (tmp_path / "lib" / "cupy.py").write_text("__version__ = '14.0'\n", encoding="utf-8")
     assert (compilers.find_compiler().name, compilers.find_compiler().version) == ("cupy", "14.0")
 
@@ -231,9 +241,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
     cupy.RawModule, cupy.__version__ = RawModule, "14.0"  # type: ignore[attr-defined]
     nvrtc.getVersion = lambda: seen.version  # type: ignore[attr-defined]
     cuda.nvrtc = nvrtc  # type: ignore[attr-defined]
-    for module in (cupy, cuda, nvrtc):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
+    present(monkeypatch, cupy, cuda, nvrtc)
     monkeypatch.setattr(jit, "Driver", Driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return seen
@@ -265,10 +273,8 @@ def core(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
 
     cuda, part = ModuleType("cuda"), ModuleType("cuda.core")
     part.ObjectCode = SimpleNamespace(from_cubin=from_cubin)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cuda", cuda)
-    monkeypatch.setitem(sys.modules, "cuda.core", part)
+    present(monkeypatch, cuda, part)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.2")
-    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cuda")
     monkeypatch.setattr(compilers.CudaCore, "compile", compile)
     monkeypatch.setattr(compilers.CudaCore, "nvrtc", lambda self: seen.version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -510,7 +516,7 @@ def plain_file(path: Path) -> None:
 
 @pytest.fixture
 def only_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilers, "_installed", lambda name, part="": name == "cupy")
+    present(monkeypatch, ModuleType("cupy"))
 
 
 @pytest.mark.usefixtures("home", "only_cupy")

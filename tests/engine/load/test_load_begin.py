@@ -131,11 +131,12 @@ def test_reads_that_were_begun_when_the_call_breaks_off_have_ended(
     drop_from(host.engine, "cpu")
 
     def fail(*_: Any) -> None:
+        patched.undo()
         raise InjectedError
 
     hit, blocks = host.engine.lookup(tokens), host.take(PAGES)
     with monkeypatch.context() as patched:
-        patched.setattr(host.engine.loader, "_submit", fail)
+        patched.setattr(host.engine.loader._lane, "start", fail)
         with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02), pytest.raises(InjectedError):
             host.engine.load(hit, blocks)
         assert host.engine.stats()["leases"] == []

@@ -27,6 +27,7 @@ from tests.support.helpers import (
     until,
     write_page,
 )
+from tests.support.pages import lose, offset_of
 
 OpenHost = Callable[..., Host]
 FAULTY = "tests.support.faulty:FaultyTransport"
@@ -199,14 +200,9 @@ def test_the_load_of_a_sequence_counts_from_its_first_token(open_engine: Callabl
     engine = open_engine(transport=FAULTY, gpu=16)
     tokens = prompt(1, 4, extra=1)
     run(engine, tokens)
-    with engine.manager.lock:  # page 0 stays on the GPU
-        for name, first in (("gpu", 1), ("cpu", 0)):
-            for page in engine.pages(tokens)[first:]:
-                entry = engine.manager.tiers[name].index.get(page.key)
-                assert entry is not None
-                engine.manager.tiers[name].index.drop(entry)
-    slot = engine.manager.tiers["ssd"].index.slot(engine.pages(tokens)[2].key)
-    offset = (slot or 0) * engine.layout.extent_bytes
+    lose(engine, tokens, range(1, 4), "gpu")  # page 0 stays
+    lose(engine, tokens, range(4), "cpu")
+    offset = offset_of(engine, tokens, 2)
     with PLAN.rule(Op.READ, Fault.EIO, lambda at: at == offset), engine.sequence(tokens) as seq:
         assert seq.load is not None
         assert seq.load.gaps() == [Gap(0, 8, 16)]

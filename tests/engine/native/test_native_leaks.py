@@ -20,7 +20,6 @@ from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DirectoryInUseError, NativeCallError
 from gdscache.moves import PLANES, Move, Priority, Way
 from gdscache.native.library import address, checked, integers, library
-from gdscache.tiers import manager as manager_module
 from tests.support.executor_machine import Heard
 from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, quiet, settle, until
 from tests.support.native_parts import has_ring, open_files
@@ -145,11 +144,6 @@ def test_who_waits_for_a_move_is_told_of_the_stop(path: Path, uring: bool) -> No
 
 
 @pytest.fixture
-def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "_CLOSE_S", 0.3)
-
-
-@pytest.fixture
 def _faulty_disks() -> Iterator[None]:
     library().executor_faulty(1)
     yield
@@ -160,7 +154,7 @@ def our_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdscache")]
 
 
-@pytest.mark.usefixtures("_no_patience", "_faulty_disks")
+@pytest.mark.usefixtures("_faulty_disks")
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("transport", ["posix", pytest.param("uring", marks=RING)])
 @pytest.mark.parametrize("cpu", [None, 16])
@@ -174,6 +168,7 @@ def test_an_engine_whose_own_disk_hangs_closes_in_time_and_keeps_what_is_touched
 ) -> None:
     late = {"load" if op == "read" else "store": {"deadline": 0.4}}
     host = open_host(cpu=cpu, bounce=16, ssd=24, transport=transport, **late)
+    host.engine.manager.close_s = 0.3
     kept, tokens = prompt(1, 3), prompt(2, 2)
     for some in (kept, tokens)[: 2 if op == "read" else 1]:
         host.store(some)

@@ -337,10 +337,7 @@ def test_it_comes_back_by_itself(open_host: OpenHost, host: Host, master: str, p
     assert len(pool.registered) == 2 * 3  # the clients are the same, and so is what is registered with them
 
 
-def test_an_engine_opens_without_a_master_and_finds_it_later(
-    open_host: OpenHost, master: str, pool: FakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gdscache.tiers.mooncake._OPEN_S", 0.01)
+def test_an_engine_opens_without_a_master_and_finds_it_later(open_host: OpenHost, master: str, pool: FakePool) -> None:
     pool.dead = True
     host = shared(open_host, master)
     assert state(host)["state"] == "connecting"

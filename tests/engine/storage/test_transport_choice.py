@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from gdscache import storage
 from gdscache.errors import (
     IOFailedError,
     TransportUnavailableError,
@@ -27,6 +26,23 @@ from tests.support.transport_parts import Gated, has_libcuda, refuse_ring
 
 def opened(tmp_path: Path, transport: str = "auto", device: str = "cpu", gds: str = "auto") -> Transport:
     return open_transport(transport, directory=tmp_path, device=device, threads=1, direct_io="auto", gds=gds)
+
+
+def nothing_missing() -> str:
+    return ""
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, str | None]]:
+    """What each cuFile transport from now on is made of: threads, direct I/O, and the driver of a GPU."""
+    made: list[tuple[int, str, str | None]] = []
+
+    def make(threads: int, direct_io: str, gpu: str | None = None) -> Transport:
+        made.append((threads, direct_io, gpu))
+        return CufileTransport(1)
+
+    monkeypatch.setattr("gdscache.storage.cufile.CufileTransport", make)
+    monkeypatch.setattr("gdscache.cuda.driver.Driver", lambda device: f"driver of {device}")
+    return made
 
 
 @pytest.mark.parametrize("transport", ["auto", "posix"])
@@ -104,12 +120,6 @@ def test_without_the_driver_nothing_is_probed(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("transport", ["auto", "cufile"])
 def test_cufile_is_opened_where_gds_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "")
-    made: list[tuple[int, str, str]] = []
-
-    def recorded(threads: int, direct_io: str, device: str) -> Transport:
-        made.append((threads, direct_io, device))
-        return CufileTransport(1)
-
     seen: list[tuple[Path, int]] = []
 
     def proven(directory: Path, index: int) -> probe.ProbeResult:
@@ -117,26 +127,25 @@ def test_cufile_is_opened_where_gds_is_proven(tmp_path: Path, monkeypatch: pytes
         return probe.ProbeResult(True, "gds", "counted")
 
     monkeypatch.setattr(probe, "probe_cufile", proven)
-    monkeypatch.setattr(storage, "_open_cufile", recorded)
+    made = recorded(monkeypatch)
     for gds in ("auto", "on"):
         with opened(tmp_path, transport, device="cuda:3", gds=gds) as chosen:
             assert chosen.name == "cufile"
     assert seen == [(tmp_path, 3)] * 2
-    assert made == [(1, "auto", "cuda:3")] * 2
+    assert made == [(1, "auto", "driver of cuda:3")] * 2
 
 
 def test_cufile_by_name_takes_any_path_that_brings_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its own compat mode, or P2PDMA, whose I/O nothing counts; and memory of the host alone where GDS is off."""
-    made: list[str] = []
-    monkeypatch.setattr(storage, "_open_cufile", lambda *given: made.append(given[2]) or CufileTransport(1))
+    made = recorded(monkeypatch)
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "no driver")
     monkeypatch.setattr(probe, "probe_cufile", lambda *_: probe.ProbeResult(True, "compat", "not counted"))
     with caplog.at_level(logging.INFO, "gdscache.storage"):
         for device, gds in (("cuda:1", "auto"), ("cuda:1", "off"), ("cpu", "auto"), ("cpu", "off")):
             opened(tmp_path, "cufile", device, gds).close()
-    assert made == ["cuda:1", "", "", ""]
+    assert [gpu for _, _, gpu in made] == ["driver of cuda:1", None, None, None]
     causes = ["no GPUDirect Storage: not counted", "gds is off", "the device is cpu", "the device is cpu"]
     assert [cause in record.getMessage() for cause, record in zip(causes, caplog.records, strict=True)] == [True] * 4
 
@@ -269,9 +278,8 @@ def test_only_counted_io_proves_gds(
 
     monkeypatch.setattr(probe, "NVIDIA_FS_STATS", stats)
     monkeypatch.setattr(probe, "PROC_MODULES", there)
-    monkeypatch.setattr(probe, "_missing", lambda: "")
     monkeypatch.setattr(probe, "run_child", child)
-    result = probe.probe_kvikio(folder, 0)
+    result = probe.probe_kvikio(folder, 0, missing=nothing_missing)
     assert result.mode == want
     assert result.ok == (want != "posix")
     for refusal in refusals.values():
@@ -282,21 +290,19 @@ def test_only_counted_io_proves_gds(
 def test_cufile_is_not_asked_without_proc_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(probe, "PROC_MODULES", tmp_path / "missing")
-    monkeypatch.setattr(probe, "_missing", lambda: "")
 
     def child(code: str, arguments: list[str], deadline_s: float) -> SimpleNamespace:
         asked.append(arguments[2])
         return SimpleNamespace(cause="")
 
     monkeypatch.setattr(probe, "run_child", child)
-    assert probe.probe_kvikio(tmp_path, 0).mode == "compat"
+    assert probe.probe_kvikio(tmp_path, 0, missing=nothing_missing).mode == "compat"
     assert asked == ["ON"]
 
 
 def test_probe_without_kvikio_or_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert probe.probe_kvikio(tmp_path, 0) == probe.ProbeResult(False, "posix", "kvikio is not installed")
-    monkeypatch.setattr(probe, "_missing", lambda: "")
     with pytest.raises(IOFailedError) as caught:
-        probe.probe_kvikio(tmp_path / "missing", 0)
+        probe.probe_kvikio(tmp_path / "missing", 0, missing=nothing_missing)
     assert caught.value.errno == errno.ENOENT

@@ -157,7 +157,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Agent]]:
             assert settings["backends"] == []  # else it starts UCX
             return settings
 
-    monkeypatch.setattr(nixl_module, "_import_nixl", lambda: (Module, "1.5.1"))
+    monkeypatch.setitem(sys.modules, "nixl", Module)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.5.1")
     agents.clear()
     yield agents
     for agent in agents:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,7 +22,6 @@ from gdscache.errors import PoolFullError
 from gdscache.index.index import PageIndex
 from gdscache.index.table import Entry, PageState
 from gdscache.pages.keys import Page
-from gdscache.tiers import clear as clearing_module
 from gdscache.tiers.manager import TierManager
 from tests.support.helpers import (
     LONG,
@@ -48,7 +47,7 @@ OpenHost = Callable[..., Host]
 KINDS = {"gpu": "planes", "cpu": "memory", "ssd": "files"}
 
 
-def between_pieces(action: Callable[[], None], piece: int = 1) -> AbstractContextManager[Any]:
+def between_pieces(engine: CacheEngine, action: Callable[[], None], piece: int = 1) -> AbstractContextManager[Any]:
     """Clear in pieces of `piece` pages, and call `action` once, after the first of them, without the lock."""
     left = [action]
 
@@ -56,8 +55,7 @@ def between_pieces(action: Callable[[], None], piece: int = 1) -> AbstractContex
         if left:
             left.pop()()
 
-    clock = SimpleNamespace(sleep=pause, monotonic=time.monotonic)
-    return mock.patch.multiple(clearing_module, _PIECE=piece, time=clock)
+    return mock.patch.multiple(engine.manager.clearing, piece=piece, sleep=pause)
 
 
 def rows(engine: CacheEngine) -> set[bytes]:
@@ -153,7 +151,7 @@ def test_the_lock_is_held_for_a_piece_at_a_time(cleared: str) -> None:
     gone = {"everything": pages, "one namespace": pages // 2}.get(cleared, 0)
     assert manager.clearing.clear(target) == dict.fromkeys(tiers, gone)
     assert sum(hold.holds) >= gone
-    assert max(hold.holds) <= 3 * clearing_module._PIECE < pages // 10
+    assert max(hold.holds) <= 3 * manager.clearing.piece < pages // 10
     for tier in tiers.values():
         assert len(tier.index) == pages - gone
         assert tier.index.free_slots == gone
@@ -169,7 +167,7 @@ def test_others_get_the_lock_while_pages_are_dropped(open_host: OpenHost) -> Non
         host.store(prompt(9, 8))
         quiet(host.engine)
         free: list[bool] = []
-        with between_pieces(lambda free=free: free.append(_could_lock(host.engine))):  # type: ignore[misc]
+        with between_pieces(host.engine, lambda free=free: free.append(_could_lock(host.engine))):  # type: ignore[misc]
             clear()
         assert free == [True]
 
@@ -203,7 +201,7 @@ def test_everything_is_invisible_before_the_first_pause_and_room_is_there(open_h
         assert handle.result(WAIT).dropped == {}
         assert host.load(new).tokens == 20
 
-    with between_pieces(meanwhile, piece=5):
+    with between_pieces(engine, meanwhile, piece=5):
         assert engine.clear() == {"cpu": 6, "ssd": 12}
     assert rows(engine) == keys(engine, new)
     drop_from(engine, "cpu")
@@ -229,7 +227,7 @@ def test_of_two_rows_of_a_key_recovery_takes_the_new_one(open_host: OpenHost, sl
         for file in slab.iterdir():
             (copy / file.name).write_bytes(file.read_bytes())
 
-    with between_pieces(meanwhile):
+    with between_pieces(host.engine, meanwhile):
         host.engine.clear()
     again = open_host(copy, ssd=40, cpu=6)
     again.data = changed
@@ -242,7 +240,7 @@ def test_pages_in_use_go_with_the_others(open_engine: OpenEngine) -> None:
     run(engine, prompt(1, 4))
     with engine.sequence(prompt(1, 4, extra=1)) as seq:
         seq.verify(WAIT)
-        with between_pieces(lambda: None):
+        with between_pieces(engine, lambda: None):
             assert engine.clear() == {"gpu": 4, "cpu": 4, "ssd": 4}
         assert tokens_of(engine, prompt(1, 4)) == 0
         assert rows(engine) == set()
@@ -260,7 +258,7 @@ def test_an_interrupted_clear_keeps_no_slot(open_host: OpenHost) -> None:
 
     host.store(prompt(1, 8))
     quiet(host.engine)
-    with between_pieces(interrupt), pytest.raises(KeyboardInterrupt):
+    with between_pieces(host.engine, interrupt), pytest.raises(KeyboardInterrupt):
         host.engine.clear()
     assert tokens_of(host.engine, prompt(1, 8)) == 0
     host.engine.clear()
@@ -278,7 +276,7 @@ def test_a_sequence_begun_meanwhile_brings_no_old_page_back(open_engine: OpenEng
     run(engine, tokens, "tenant")
     drop_from(engine, "gpu", "cpu")
     begun: list[Any] = []
-    with between_pieces(lambda: begun.append(engine.sequence(tokens))):
+    with between_pieces(engine, lambda: begun.append(engine.sequence(tokens))):
         engine.invalidate(engine.namespace())
     with begun[0] as seq:
         assert seq.verify(WAIT) == 0 or seq.cached_tokens < 16
@@ -304,7 +302,7 @@ def test_a_sequence_that_found_every_page_meanwhile_publishes_none(open_engine: 
         begun.append(engine.sequence(prompt(2, 4, extra=1)))
         begun[0].verify(WAIT)
 
-    with mock.patch.object(PageIndex, "select", _ascending(engine, prompt(1, 1))), between_pieces(begin):
+    with mock.patch.object(PageIndex, "select", _ascending(engine, prompt(1, 1))), between_pieces(engine, begin):
         engine.invalidate(engine.namespace())
     with begun[0] as seq:
         assert seq.cached_tokens == 16, "the sequence found nothing: nothing is tested"
@@ -328,7 +326,7 @@ def test_a_store_meanwhile_is_dropped_in_this_namespace_only(open_host: OpenHost
     quiet(engine)
     drop_from(engine, "cpu")
     handles: list[Any] = []
-    with between_pieces(lambda: handles.append(host.store(tokens, salt=salt))):
+    with between_pieces(host.engine, lambda: handles.append(host.store(tokens, salt=salt))):
         assert engine.invalidate(engine.namespace()) == {"cpu": 0, "ssd": 4}
     quiet(engine)
     report = handles[0].result(WAIT)
@@ -369,7 +367,7 @@ def test_a_second_clear_waits_for_what_the_first_one_dropped(open_host: OpenHost
             left.append(pool.submit(clear_and_look))
             time.sleep(0.1)  # enough for a clear that does not wait
 
-        with between_pieces(begin, piece=2):
+        with between_pieces(engine, begin, piece=2):
             engine.clear()
         assert left[0].result(WAIT) == set()
 
@@ -411,7 +409,7 @@ def test_a_clear_may_overlap_the_close(open_host: OpenHost, slab: Path) -> None:
             closing.append(pool.submit(host.engine.close))
             time.sleep(0.1)
 
-        with between_pieces(begin, piece=2):
+        with between_pieces(host.engine, begin, piece=2):
             host.engine.clear()
         closing[0].result(WAIT)
     again = open_host(slab, ssd=40)
@@ -434,17 +432,11 @@ class Versions:
         return data
 
 
-@pytest.fixture
-def small_pieces() -> Iterator[None]:
-    with mock.patch.object(clearing_module, "_PIECE", 2):
-        yield
-
-
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("seconds", LONG)
 @pytest.mark.parametrize("seed", range(2))
 def test_nothing_older_than_the_last_clear_is_ever_served(open_engine: OpenEngine, seed: int, seconds: float) -> None:
     engine = open_engine(gpu=24, cpu=10, ssd=40)
+    engine.manager.clearing.piece = 2
     versions, end, served = Versions(), time.monotonic() + seconds, [0]
     documents = [prompt(n, pages, extra=1) for n, pages in enumerate((1, 3, 6, 6))]
     planes = [engine.gpu.planes(layer) for layer in range(engine.layout.n_layers)]

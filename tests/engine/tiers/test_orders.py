@@ -6,19 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from gdscache.tiers import manager
 from tests.support.helpers import Host, drop_from, prompt, quiet, until
 
 PAGES = 12
 
 
 @pytest.mark.parametrize("kept", [0, 3])
-def test_loads_and_writes_leave_few_changes_behind(
-    open_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, kept: int
-) -> None:
-    monkeypatch.setattr(manager, "_UNSETTLED", kept)
-    monkeypatch.setattr(manager, "_SETTLED", 2)
+def test_loads_and_writes_leave_few_changes_behind(open_host: Callable[..., Host], kept: int) -> None:
     host = open_host(gpu=0)
+    host.engine.manager.unsettled, host.engine.manager.settled = kept, 2
     indexes = {name: tier.index for name, tier in host.engine.manager.tiers.items()}
     tokens = prompt(1, PAGES)
     host.store(tokens)

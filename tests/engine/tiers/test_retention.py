@@ -30,6 +30,7 @@ from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers import expiry as keeping
+from gdscache.tiers.expiry import Expiry
 from tests.support.bare_manager import Clock, bare_manager
 from tests.support.helpers import WAIT, Host, drop_from, fill, prompt, quiet, run, tokens_of
 from tests.support.index_machine import IndexMachine, chain, name, put, restore
@@ -570,10 +571,10 @@ def test_what_is_asked_for_is_invisible_at_once_however_much_has_expired(monkeyp
     assert index.free_slots == 40
 
 
-def test_keys_of_expired_pages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "_EXPIRED_KEPT", 5)
+def test_keys_of_expired_pages_are_bounded() -> None:
     clock = Clock()
     manager = bare_manager(40, clock)
+    manager.expiry = Expiry(manager, clock, kept=5)
     pages = [chain(i, 1)[0] for i in range(20)]
     for i, page in enumerate(pages):
         manager.tiers["cpu"].index.insert(page, i, PageState.VERIFIED, Retention(0, clock.now + 1))

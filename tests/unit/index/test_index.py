@@ -68,33 +68,33 @@ steps = st.lists(
 def test_what_counts_later_counts_as_if_it_had_at_once(policy: str, steps: list[tuple[str, Any]], kept: int) -> None:
     chains = [chain(number, 6) for number in range(4)]
     later, at_once = (PageIndex(12, new_policy(policy)) for _ in range(2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gdscache.index.eviction_orders._CHANGES_KEPT", kept)
-        for what, given_ in steps:
-            for index in (later, at_once):
-                if what == "touch":
-                    index.touch([chains[number][i].key for number, i in given_])
-                elif what == "put":
-                    pages = [page for page in chains[given_] if page.key not in index]
-                    slots = index.allocate_some(len(pages), pages=pages)
-                    retentions = [Retention(page.key[-1] % 2 if given_ == 3 else 0, None) for page in pages]
-                    index.insert_all(pages, slots, PageState.VERIFIED, retentions)
-                    for page in pages[: len(slots)]:
-                        index.lease(entry := index.find(page.key) or pytest.fail("a page is gone"))
-                        index.release(entry)
-                elif what == "evict":
-                    index.evict(given_)
-                elif what == "settle":
-                    index.settle(given_)
-                elif what == "retain":
-                    index.retain(chains[given_][0].key, Retention(1, None))
-                elif (entry := index.get(chains[given_][-1].key)) is not None:
-                    index.drop(entry)
-            at_once.settle()
-            assert later.unsettled <= kept
-            assert {e.key for e in later} == {e.key for e in at_once}
-        assert list(later._orders) == list(at_once._orders)
-        assert later.check() == at_once.check() == []
+    for index in (later, at_once):
+        index._orders.changes_kept = kept
+    for what, given_ in steps:
+        for index in (later, at_once):
+            if what == "touch":
+                index.touch([chains[number][i].key for number, i in given_])
+            elif what == "put":
+                pages = [page for page in chains[given_] if page.key not in index]
+                slots = index.allocate_some(len(pages), pages=pages)
+                retentions = [Retention(page.key[-1] % 2 if given_ == 3 else 0, None) for page in pages]
+                index.insert_all(pages, slots, PageState.VERIFIED, retentions)
+                for page in pages[: len(slots)]:
+                    index.lease(entry := index.find(page.key) or pytest.fail("a page is gone"))
+                    index.release(entry)
+            elif what == "evict":
+                index.evict(given_)
+            elif what == "settle":
+                index.settle(given_)
+            elif what == "retain":
+                index.retain(chains[given_][0].key, Retention(1, None))
+            elif (entry := index.get(chains[given_][-1].key)) is not None:
+                index.drop(entry)
+        at_once.settle()
+        assert later.unsettled <= kept
+        assert {e.key for e in later} == {e.key for e in at_once}
+    assert list(later._orders) == list(at_once._orders)
+    assert later.check() == at_once.check() == []
 
 
 def test_a_large_tier_evicts_some_tails_ahead_but_no_head_for_it() -> None:

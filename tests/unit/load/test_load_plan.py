@@ -166,7 +166,7 @@ def test_a_part_that_breaks_off_leaves_what_was_planned() -> None:
         raise KeyError("injected")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "_reserve", fail)
+        patch.setattr(manager.cpu_index, "allocate_some", fail)
         with pytest.raises(KeyError):
             planner.go_on(plan, 2)
     assert plan.whole
