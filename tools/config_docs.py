@@ -27,8 +27,9 @@ EXAMPLES = {
     "model.layers": "16",
     "model.kv_heads": "8",
     "model.head_dim": "64",
-    "ssd.path": "~/.cache/gdscache/{rank}",
+    "ssd.path": "~/.cache/gdscache",
 }
+COMMENTED = ("events",)  # sections that mean something just by being there, and that are not shown as they are
 HEAD = """\
 # Every key with its default. Copy the file and keep the lines that you change. `gdscache config print` prints it.
 # The model's name and sizes and the SSD's path have no default: these are examples, of a small Llama shape.
@@ -110,7 +111,7 @@ def default_yaml() -> str:
             value = EXAMPLES.get(f"{name}.{key}") or shown(inner)
             required = "required: " if inner.is_required() else ""
             lines += entry("  ", key, value, required + str(inner.description))
-        parts.append("\n".join([*lines, ""]))
+        parts.append("\n".join([*(f"# {line}" for line in lines), ""] if name in COMMENTED else [*lines, ""]))
     return "\n".join(parts)
 
 
