@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, settings
 
 from gdscache import CacheEngine
 from gdscache.errors import TransportUnavailableError
+from gdscache.limits import Limits
 from gdscache.storage import cufile_library, probe
-from tests.support.helpers import Host, make_config, settle
+from tests.support.helpers import SMALL, Host, make_config, settle
 
 # Tests run beside each other, and threads of torch that have no core to themselves spin. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -88,8 +89,8 @@ def open_engine(slab: Path) -> Iterator[Callable[..., CacheEngine]]:
     """`open_engine(**make_config arguments)`: an engine with its own pool, at rest and whole at the end."""
     opened: list[CacheEngine] = []
 
-    def opens(path: Path | None = None, **options: Any) -> CacheEngine:
-        opened.append(CacheEngine.from_config(make_config(path or slab, **options)))
+    def opens(path: Path | None = None, limits: Limits = SMALL, **options: Any) -> CacheEngine:
+        opened.append(CacheEngine.from_config(make_config(path or slab, **options), limits=limits))
         return opened[-1]
 
     yield from _closing(opened, opens)
@@ -105,9 +106,10 @@ def open_host(slab: Path) -> Iterator[Callable[..., Host]]:
         blocks: int = 64,
         block_tokens: int | None = None,
         order: str = "plain",
+        limits: Limits = SMALL,
         **options: Any,
     ) -> Host:
-        host = Host(make_config(path or slab, **options), blocks, block_tokens, order)
+        host = Host(make_config(path or slab, **options), blocks, block_tokens, order, limits)
         opened.append(host.engine)
         return host
 

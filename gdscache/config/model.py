@@ -81,7 +81,8 @@ class ModelConfig(ConfigSection):
     head_groups: Positive = Field(default=1, description="tensor parallelism: number of shards")
     salt: str = Field(
         default="",
-        description="text that separates these pages from all others; vLLM's and SGLang's adapters put there what else tells models apart",
+        description="text that separates these pages from all others; the adapters for vLLM and SGLang put there what "
+        "else tells models apart",
     )
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import threading
 import time
@@ -31,6 +32,7 @@ from tests.support.helpers import (
     LONG,
     MHA,
     MLA,
+    SMALL,
     WAIT,
     Host,
     drop_from,
@@ -400,7 +402,7 @@ def test_a_clear_does_not_spoil_a_load_that_holds_its_pages(
     open_host: OpenHost, cpu: int | None, reopened: bool
 ) -> None:
     """A leased page stays readable until its load is over; a clear is no checksum error."""
-    options: dict[str, Any] = {"transport": FAULTY, "cpu": cpu, "load": {"threads": 1}}
+    options: dict[str, Any] = {"transport": FAULTY, "cpu": cpu, "limits": dataclasses.replace(SMALL, load_threads=1)}
     host = open_host(**options)
     first, tokens = prompt(1, 2), prompt(2, 3)
     for t in (first, tokens):
@@ -426,7 +428,7 @@ def test_a_clear_does_not_spoil_a_load_that_holds_its_pages(
 
 
 def test_deadlines_are_kept_and_what_is_late_is_harmless(open_host: OpenHost) -> None:
-    host = open_host(transport=FAULTY, load={"deadline": 0.3}, cpu=3, ssd=12)
+    host = open_host(transport=FAULTY, deadline=0.3, cpu=3, ssd=12)
     tokens = prompt(1, 4)
     host.store(tokens)
     quiet(host.engine)

@@ -148,7 +148,7 @@ def test_cleared_is_gone_there_too(host: Host) -> None:
 
 
 def test_what_the_ssd_refuses_goes_there_alone(open_host: OpenHost) -> None:
-    host = open_host(cpu=8, ssd=12, ssd_options={"admission": "second_offer"}, tiers=[entry(24)])
+    host = open_host(cpu=8, ssd=12, store={"admission": "second_offer"}, tiers=[entry(24)])
     report = host.store(prompt(1, PAGES)).result(10.0)
     assert all({*tiers} == {"cpu", "dict"} for tiers in report.tiers)
     quiet(host.engine)
