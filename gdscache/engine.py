@@ -28,7 +28,7 @@ from gdscache.errors import (
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
-from gdscache.limits import KEY_BYTES, LIMITS, MAX_SECONDS, Limits
+from gdscache.limits import KEY_BYTES, LIMITS, MAX_SECONDS, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.moves.native import NativeExecutor
@@ -82,7 +82,7 @@ class CacheEngine:
         planes: Sequence[Sequence[torch.Tensor]] | None = None,
         *,
         timeline: Timeline | None = None,
-        limits: Limits = LIMITS,
+        limits: EngineLimits = LIMITS,
     ) -> None:
         """`timeline` is told what happens when; None: NVTX ranges where a profiler is attached, else nothing. `limits`:
         what no key sets, for trials of small tiers."""
@@ -117,7 +117,7 @@ class CacheEngine:
         planes: Sequence[Sequence[torch.Tensor]] | None = None,
         *,
         timeline: Timeline | None = None,
-        limits: Limits = LIMITS,
+        limits: EngineLimits = LIMITS,
     ) -> Self:
         """Open an engine from a YAML file, a mapping of the same shape, or a `Config`."""
         if isinstance(config, Mapping):

@@ -24,7 +24,7 @@ LEAST_BATCH = 8  # ... but so many pages always: a batch costs turns at locks, h
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """What is fixed in an engine. `CacheEngine(limits=...)` takes others, for trials of small tiers."""
 
     load_threads: int = 4  # loads that run at once
@@ -36,4 +36,4 @@ class Limits:
     admission_offers: int = 2  # at which of them `second_offer` lets a page in
 
 
-LIMITS = Limits()
+LIMITS = EngineLimits()

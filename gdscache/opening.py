@@ -25,7 +25,7 @@ from gdscache.extents.base import Extents
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
 from gdscache.gate.costs_file import CostsFile
-from gdscache.limits import LIMITS, Limits
+from gdscache.limits import LIMITS, EngineLimits
 from gdscache.load.loader import Loader
 from gdscache.load.planner import LoadPlanner
 from gdscache.movers import open_mover
@@ -98,7 +98,7 @@ def build(
     attached: Sequence[Sequence[torch.Tensor]] | None,
     timeline: Timeline = OFF,
     calls: Caller | None = None,
-    limits: Limits = LIMITS,
+    limits: EngineLimits = LIMITS,
 ) -> Parts:
     """Open everything, or raise and leave nothing open."""
     with contextlib.ExitStack() as undo:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from gdscache import CacheEngine
 from gdscache.errors import TransportUnavailableError
-from gdscache.limits import Limits
+from gdscache.limits import EngineLimits
 from gdscache.storage import cufile_library, probe
 from tests.support.helpers import SMALL, Host, make_config, settle
 
@@ -89,7 +89,7 @@ def open_engine(slab: Path) -> Iterator[Callable[..., CacheEngine]]:
     """`open_engine(**make_config arguments)`: an engine with its own pool, at rest and whole at the end."""
     opened: list[CacheEngine] = []
 
-    def opens(path: Path | None = None, limits: Limits = SMALL, **options: Any) -> CacheEngine:
+    def opens(path: Path | None = None, limits: EngineLimits = SMALL, **options: Any) -> CacheEngine:
         opened.append(CacheEngine.from_config(make_config(path or slab, **options), limits=limits))
         return opened[-1]
 
@@ -106,7 +106,7 @@ def open_host(slab: Path) -> Iterator[Callable[..., Host]]:
         blocks: int = 64,
         block_tokens: int | None = None,
         order: str = "plain",
-        limits: Limits = SMALL,
+        limits: EngineLimits = SMALL,
         **options: Any,
     ) -> Host:
         host = Host(make_config(path or slab, **options), blocks, block_tokens, order, limits)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdscache.errors import EngineClosedError
-from gdscache.limits import Limits
+from gdscache.limits import EngineLimits
 from gdscache.load.loader import Loader
 from gdscache.load.plan import PrefetchPlan
 from gdscache.moves import PageStatus, Priority, Steps, failure
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Prefetcher:
     """Carries prefetches out: a few threads move chunks, and one waits until the next may begin."""
 
-    def __init__(self, loader: Loader, held: PrefetchedPages, layout: PageLayout, limits: Limits) -> None:
+    def __init__(self, loader: Loader, held: PrefetchedPages, layout: PageLayout, limits: EngineLimits) -> None:
         """`held`: what loads use of the pages that are brought is told to it."""
         self.layout = layout
         self.deadline = loader.deadline
@@ -328,7 +328,7 @@ class Prefetcher:
 _ENDS = {"missing": PrefetchEnd.MISSING, "no_room": PrefetchEnd.NO_ROOM}
 
 
-def held_pages(manager: TierManager, limits: Limits) -> PrefetchedPages:
+def held_pages(manager: TierManager, limits: EngineLimits) -> PrefetchedPages:
     """What prefetches may hold in the CPU tier: their quota of it."""
     cpu = manager.cpu
     if cpu is None:

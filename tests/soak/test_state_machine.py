@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError, TransportUnavailableError
-from gdscache.limits import Limits
+from gdscache.limits import EngineLimits
 from gdscache.storage.base import Op
 from gdscache.storage.native import NativeTransport
 from gdscache.testing.faults import ExtentPart, Fault, FaultRule
@@ -72,7 +72,7 @@ class Machine(RuleBasedStateMachine):
     """What both faces have in common. `bytes_of[key]` names the content that a page was committed with."""
 
     options: ClassVar[dict[str, Any]]
-    limits: ClassVar[Limits] = SMALL
+    limits: ClassVar[EngineLimits] = SMALL
     transport: ClassVar[str] = "tests.support.faulty:FaultyTransport"
     met: ClassVar[Counter[str] | None] = None  # random faults, counted here; None: only those of a rule
 

@@ -16,7 +16,7 @@ import torch
 
 from gdscache import CacheEngine, PageHashes
 from gdscache.config import ModelConfig
-from gdscache.limits import Limits
+from gdscache.limits import EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
 from gdscache.pages.layout import PageLayout
@@ -28,7 +28,7 @@ Tokens = Sequence[int] | PageHashes
 SENTINEL = 0xA5
 WAIT = 60.0  # seconds after which something hangs, on a machine that others keep busy too
 # Of engines that are counted in pages: every slot of the SSD takes one, and prefetches move one chunk at a time.
-SMALL = Limits(prefetch_chunks=1, prefetch_share=1.0, ssd_reserve=0)
+SMALL = EngineLimits(prefetch_chunks=1, prefetch_share=1.0, ssd_reserve=0)
 # Seconds of a test that does random things from many threads: in `make suites`, and in `make soak`.
 LONG = [pytest.param(3.0, marks=pytest.mark.suite), pytest.param(60.0, marks=pytest.mark.soak)]
 SEED = int(
@@ -216,7 +216,7 @@ class Host:
         blocks: int = 64,
         block_tokens: int | None = None,
         order: str = "plain",
-        limits: Limits = SMALL,
+        limits: EngineLimits = SMALL,
     ) -> None:
         self.layout = layout_of(config["model"])
         self.per_page = self.layout.page_tokens // (block_tokens or self.layout.page_tokens)

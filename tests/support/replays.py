@@ -8,7 +8,7 @@ from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.traffic import Outcome, Traffic
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
-from gdscache.limits import Limits
+from gdscache.limits import EngineLimits
 from gdscache.moves.clock import Clock, MachineModel
 from tests.support.helpers import SMALL
 from tests.support.traces import request
@@ -44,7 +44,7 @@ def run(
     *,
     serial: bool = True,
     own_pool: bool = False,
-    limits: Limits = SMALL,
+    limits: EngineLimits = SMALL,
 ) -> tuple[Hierarchy, Outcome]:
     tiers = Hierarchy(config, machine, Clock(), own_pool=own_pool, limits=limits)
     at = [0.0] * len(work.prompts) if times is None else times

@@ -21,7 +21,7 @@ from typing import Any, get_args
 from gdscache import CacheEngine
 from gdscache.config import EvictionOrder
 from gdscache.errors import PoolFullError
-from gdscache.limits import Limits
+from gdscache.limits import EngineLimits
 from gdscache.policies.admission import ADMISSIONS
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
@@ -65,7 +65,7 @@ def varied(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return config | {"eviction": rng.choice(get_args(EvictionOrder)), "store": config["store"] | store}
 
 
-def other_limits(rng: random.Random) -> Limits:
+def other_limits(rng: random.Random) -> EngineLimits:
     share = rng.choice((0.2, 0.5, 1.0))
     return dataclasses.replace(SMALL, write_hits=rng.randint(1, 3), prefetch_share=share)
 

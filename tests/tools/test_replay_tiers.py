@@ -22,7 +22,7 @@ from gdscache.commands.replay.traffic import Found, Traffic
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config, EvictionOrder
 from gdscache.errors import ConfigError, InvalidValueError
-from gdscache.limits import Limits
+from gdscache.limits import EngineLimits
 from gdscache.moves import clock
 from gdscache.moves.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.pages.keys import Page
@@ -210,7 +210,7 @@ def test_only_so_many_loads_move_at_once() -> None:
     machine = MachineModel(ssd_read=PAGE, link=math.inf)
     work = work_of([1], [2], [1], [2])
     config = make(cpu=None, ssd=8)
-    _, outcome = run(work, config, machine, [0.0, 1.0, 5.0, 5.0], serial=False, limits=Limits(load_threads=1))
+    _, outcome = run(work, config, machine, [0.0, 1.0, 5.0, 5.0], serial=False, limits=EngineLimits(load_threads=1))
     assert outcome.first_token == pytest.approx([0.0, 0.0, 1.0, 2.0])
 
 
@@ -314,7 +314,9 @@ def configs(draw: st.DrawFn) -> Config:
     )
 
 
-limits = st.builds(Limits, ssd_reserve=st.integers(0, 4), write_hits=st.integers(1, 3), load_threads=st.integers(1, 3))
+limits = st.builds(
+    EngineLimits, ssd_reserve=st.integers(0, 4), write_hits=st.integers(1, 3), load_threads=st.integers(1, 3)
+)
 machines = st.builds(
     MachineModel,
     st.sampled_from([math.inf, 1e6, 1e4]),
@@ -339,7 +341,7 @@ machines = st.builds(
 def test_everything_adds_up(
     work: Workload,
     config: Config,
-    limits: Limits,
+    limits: EngineLimits,
     machine: MachineModel,
     gaps: list[float],
     serial: bool,

@@ -16,7 +16,7 @@ import numpy as np
 from gdscache.commands.replay.tiers import ModelGpu, ModelSsd, ModelTier
 from gdscache.config import Config
 from gdscache.index.retention import DEFAULT, Retention
-from gdscache.limits import LIMITS, Limits
+from gdscache.limits import LIMITS, EngineLimits
 from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart
@@ -157,7 +157,7 @@ class Hierarchy:
         clock: Clock,
         *,
         own_pool: bool = False,
-        limits: Limits = LIMITS,
+        limits: EngineLimits = LIMITS,
     ) -> None:
         self.layout = layout = config.model.layout()
         self.config = config

@@ -14,7 +14,7 @@ import pytest
 
 from gdscache import CacheEngine, Prefetch, PrefetchEnd
 from gdscache.errors import DeadlineError, EngineClosedError, InvalidValueError
-from gdscache.limits import Limits
+from gdscache.limits import EngineLimits
 from gdscache.prefetch import queue as prefetching
 from gdscache.prefetch.queue import DEMAND_PAUSE_S, MOST
 from gdscache.storage.base import Op
@@ -403,7 +403,7 @@ def test_wait_waits_no_longer_than_the_pages_take(open_host: OpenHost) -> None:
     assert time.monotonic() - begun < WAIT / 2
 
 
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), "1", True])
+@pytest.mark.parametrize("seconds", [1e10, float("nan"), "1", True])
 def test_wait_refuses_what_is_no_time(open_host: OpenHost, seconds: Any) -> None:
     prefetch = slow_host(open_host).engine.prefetch(prompt(1, 2))
     with pytest.raises(InvalidValueError):
@@ -651,7 +651,7 @@ def test_many_threads_prefetch_load_cancel_and_clear(open_host: OpenHost, transp
         cpu=10,
         ssd=32,
         blocks=128,
-        limits=Limits(prefetch_bytes=2 * EXTENT, prefetch_share=0.4, ssd_reserve=0),
+        limits=EngineLimits(prefetch_bytes=2 * EXTENT, prefetch_share=0.4, ssd_reserve=0),
     )
     engine, failures, end = host.engine, [], time.monotonic() + seconds
     prompts = [prompt(seed, 6) for seed in range(5)]
