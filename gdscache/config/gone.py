@@ -4,14 +4,20 @@ from __future__ import annotations
 
 _EVICTION = "one key has the order of all tiers: set `eviction`"
 _DEADLINE = "one key is for reads and writes: set `deadline`"
+_WAY = "take it out: `gdscache bench copy --path` forces a way"
 _FIXED = "it is fixed: take it out"
 _PREFETCH = "how long a prefetch is waited for is an argument of the call: `prefetch.wait(seconds)`; the rest is fixed"
 
 GONE = {
     "rank": "take it out, and name an environment variable in ssd.path, such as $RANK",
     "model.kind": "take it out: the sizes of `model` say which kind it is",
+    "model.mla_split": "take it out, and list one plane in `model.planes`",
     "gpu.eviction": _EVICTION,
+    "gpu.load_path": _WAY,
+    "gpu.store_path": _WAY,
     "cpu.eviction": _EVICTION,
+    "cpu.high_watermark": _FIXED,
+    "cpu.low_watermark": _FIXED,
     "cpu.pin": "take it out: the pool is page-locked where its pages are for a GPU, if the driver can",
     "ssd.eviction": _EVICTION,
     "ssd.direct_io": "take it out: O_DIRECT is used where it works, and `gdscache doctor` says where it does not",
@@ -25,5 +31,7 @@ GONE = {
     "load.threads": _FIXED,
     "load.deadline": _DEADLINE,
     "prefetch": _PREFETCH,
+    "events.queue": _FIXED,
+    "events.kept": _FIXED,
     "events.enabled": "take it out: events are on where the section `events` is; `events: {}` will do",
 }

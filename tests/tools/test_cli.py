@@ -83,7 +83,7 @@ def test_pages_are_counted_whole_and_an_extent_is_rounded_up(gdscache, tmp_path:
     ("content", "says"),
     [
         ("model: {name: m}\ncup: {}\n", ["unknown key `cup`", "did you mean `cpu`?"]),
-        ("model: {name: m, layers: 1}\n", ["model.kv_heads", "hint: mha needs"]),
+        ("model: {name: m, layers: 1}\n", ["model says nothing of its planes", "hint: give kv_heads and head_dim"]),
         ("model: [\n", ["c.yaml:2:1"]),
         ("[bold]x[/bold]: 1\n", ["c.yaml"]),
         (None, ["No such file"]),

@@ -44,7 +44,7 @@ def test_the_file_is_what_a_connector_reads(init: Run) -> None:
     config = load_config(file, model=MHA)
     assert config.cpu is not None
     assert config.ssd is not None
-    assert (config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)) == (3 * GIB, 20 * GIB, "/mnt/fast: #1/0")
+    assert (config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)) == (3 * GIB, 20 * GIB, "/mnt/fast: #1/kv")
     assert (config.load.verify, config.load.gate) == ("once", "enforcing")
     assert "model" not in yaml.safe_load(file.read_text())
     *_, command = out.strip().splitlines()
@@ -87,7 +87,7 @@ def test_the_file_for_sglangs_linker(init: Run) -> None:
     config = load_config(file, model=MHA)
     assert config.cpu is not None
     assert config.ssd is not None
-    assert (config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)) == (3 * GIB, 20 * GIB, "/mnt/0")
+    assert (config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)) == (3 * GIB, 20 * GIB, "/mnt/kv")
 
 
 def test_the_file_for_hicaches_storage(init: Run) -> None:

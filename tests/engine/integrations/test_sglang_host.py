@@ -47,7 +47,7 @@ def engine_over(path: Path, tensors: list[tuple[torch.Tensor, ...]], cpu: int | 
     if cpu is not None:
         sections["cpu"] = {"capacity": cpu * 4096 * 4}
     for name, values in more.items():
-        sections[name] = {**sections.get(name, {}), **values}
+        sections[name] = {**sections.get(name, {}), **values} if isinstance(values, dict) else values
     return CacheEngine(Config.from_dict(sections), tensors)
 
 

@@ -344,7 +344,7 @@ def test_cancelled_at_any_point_it_ends_after_the_chunk_under_way(open_host: Ope
     assert len(PLAN.moved[Op.READ]) == moved
 
 
-def test_best_effort_takes_what_is_there_and_stops(open_host: OpenHost) -> None:
+def test_wait_takes_what_is_there_and_stops(open_host: OpenHost) -> None:
     host = slow_host(open_host)
     tokens = stored(host, 1, 6)
     with PLAN.rule(Op.READ, Fault.HANG, skip=2):
