@@ -68,8 +68,11 @@ def _policies(config: Config) -> Iterator[str]:
             f"ssd.endurance is {format_size(ssd.endurance)} a day: filling ssd.capacity once takes "
             f"{ssd.capacity // ssd.endurance:,} days. Raise it, or lower ssd.capacity"
         )
-    if ssd is None and config.store.write_policy != type(config.store).model_fields["write_policy"].default:
-        yield f"store.write_policy is {config.store.write_policy}, but there is no SSD tier: it has no effect. Add ssd"
+    if ssd is None and not config.tiers:
+        for key in ("write_policy", "admission"):
+            value = getattr(config.store, key)
+            if value != type(config.store).model_fields[key].default:
+                yield f"store.{key} is {value}, but there is no SSD tier: it has no effect. Add ssd"
 
 
 def _pages(n: int) -> str:

@@ -45,6 +45,7 @@ def test_nothing_is_said_of_a_roomy_configuration(tmp_path: Path) -> None:
             "",
         ),
         ({"ssd": None, "store": {"write_policy": "write_back"}}, "store.write_policy is write_back", "Add ssd"),
+        ({"ssd": None, "store": {"admission": "tinylfu"}}, "store.admission is tinylfu", "Add ssd"),
         (
             {"ssd": 6400, "ssd_options": {"endurance": 8 * EXTENT}},
             "ssd.endurance is 64KiB a day: filling ssd.capacity once takes 800 days",

@@ -843,7 +843,7 @@ def test_the_command_takes_a_configuration_and_a_checkpoint(
     assert command.main([*SHORT, "--model", str(tmp_path / "m")]) == 0
     capsys.readouterr()
     for arguments, said in (
-        (["--preset", "mla", "--config", config], "kind is 'mha', not 'mla'"),
+        (["--preset", "mla", "--config", config], "kv_lora_rank is None, not 128"),
         (["--preset", "tiny", "--dtype", "bfloat16", "--config", config], "it has to say layers: 4, dtype: bfloat16"),
         (["--model", str(tmp_path / "none")], "there is no folder"),
         (["--config", str(tmp_path / "none.yaml")], "none.yaml"),
