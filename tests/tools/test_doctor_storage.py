@@ -416,7 +416,7 @@ def test_every_directory_of_the_slab_is_looked_at_with_the_transport_of_the_firs
 
 
 def a_trial(directory: Path, transport: str = "posix", **changes: Any) -> trial.Trial:
-    return trial.Trial(transport, str(directory), "cpu", 2, "off", "off", **{"nbytes": 2 * MIB} | changes)
+    return trial.Trial(transport, str(directory), "cpu", 2, "off", **{"nbytes": 2 * MIB} | changes)
 
 
 def test_a_trial_says_what_it_moved_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
