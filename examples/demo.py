@@ -115,7 +115,7 @@ def make_config(model: PreTrainedModel, size: Size, directory: Path) -> dict[str
         "model": section,
         "gpu": {"device": model.device.type, "capacity": size.pool_pages * page, "staging": "64MiB"},
         "cpu": {"capacity": 2 * (document + 3) * page},
-        "ssd": {"path": str(directory), "capacity": (DOCUMENTS * (document + 8) + 8) * page, "reserve": 4},
+        "ssd": {"path": str(directory), "capacity": DOCUMENTS * (document + 8) * page * 5 // 4},
         "host_buffer": "32MiB",
     }
 

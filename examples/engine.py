@@ -96,7 +96,7 @@ def make_config(options: argparse.Namespace, model: Transformer, given: Config |
             "model": section,
             "gpu": {"device": str(weight.device), "staging": ring},
             "cpu": {"capacity": room},
-            "ssd": {"path": str(directory), "capacity": 2 * room, "reserve": 0},
+            "ssd": {"path": str(directory), "capacity": 2 * room},
             "host_buffer": ring,
             "store": {"queue": room},
         },

@@ -28,7 +28,7 @@ from gdscache.errors import (
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
-from gdscache.limits import KEY_BYTES, MAX_SECONDS
+from gdscache.limits import KEY_BYTES, LIMITS, MAX_SECONDS, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.moves.native import NativeExecutor
@@ -82,8 +82,10 @@ class CacheEngine:
         planes: Sequence[Sequence[torch.Tensor]] | None = None,
         *,
         timeline: Timeline | None = None,
+        limits: EngineLimits = LIMITS,
     ) -> None:
-        """`timeline` is told what happens when; None: NVTX ranges where a profiler is attached, else nothing."""
+        """`timeline` is told what happens when; None: NVTX ranges where a profiler is attached, else nothing. `limits`:
+        what no key sets, for trials of small tiers."""
         if not isinstance(config, Config):
             raise ConfigError(
                 f"a configuration was given as {type(config).__name__}", "use CacheEngine.from_config, or pass a Config"
@@ -97,7 +99,7 @@ class CacheEngine:
         with contextlib.ExitStack() as undo:
             undo.callback(self._calls.join)
             undo.callback(self._calls.end)
-            self._parts: Parts = build(config, self.layout, planes, self.timeline, self._calls)
+            self._parts: Parts = build(config, self.layout, planes, self.timeline, self._calls, limits)
             undo.pop_all()
         self._closing = EngineClosing(self._parts, self._calls)
         self._forgotten = weakref.finalize(self, self._closing.forgotten)
@@ -115,13 +117,14 @@ class CacheEngine:
         planes: Sequence[Sequence[torch.Tensor]] | None = None,
         *,
         timeline: Timeline | None = None,
+        limits: EngineLimits = LIMITS,
     ) -> Self:
         """Open an engine from a YAML file, a mapping of the same shape, or a `Config`."""
         if isinstance(config, Mapping):
             config = Config.from_dict(config)
         elif not isinstance(config, Config):
             config = load_config(config)
-        return cls(config, planes, timeline=timeline)
+        return cls(config, planes, timeline=timeline, limits=limits)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -353,16 +356,15 @@ class CacheEngine:
         pool has answered (`Prefetch.asking`).
 
         Prefetches move chunk by chunk, in turn, behind loads. A prefetch ends by itself or by its handle: cancel it
-        when its request is cancelled. The section `prefetch` of the configuration limits what it holds and says when it
-        stops. In place of tokens it takes a `Hit` of `lookup` and brings the pages of that hit; `start` and `salt` are
-        then the hit's own, and not given.
+        when its request is cancelled. Pages that no load has used hold half of the CPU tier at most. In place of tokens
+        it takes a `Hit` of `lookup` and brings the pages of that hit; `start` and `salt` are then the hit's own, and
+        not given.
 
         `pin`: seconds, for attached planes. Pages that the prefetch brings, or finds in the CPU tier, are kept there
         for that long at most, or until the handle releases them. `handle.verified` is the number of verified tokens,
         and `handle.hit()` is a hit for `load`. Room is reserved now: all pins together hold half of the CPU tier, first
         come, first served. Pages without room are left out, and the prefetch ends with `no_room`. Such a prefetch does
-        not count to `prefetch.quota`. Raises `InvalidValueError` for an impossible number of seconds or without a CPU
-        tier.
+        not count to that half. Raises `InvalidValueError` for an impossible number of seconds or without a CPU tier.
         """
         return self.brief(lambda: self._prefetch(tokens, start, salt, pin), Prefetch.cancel)
 
@@ -397,11 +399,11 @@ class CacheEngine:
 
         An event names pages that a tier has gained or lost; the pages it had when the engine opened may be told before
         this call. The callback must be quick, and must not call the engine. Returns a function that removes it. Raises
-        `InvalidValueError` unless `events.enabled` is set.
+        `InvalidValueError` without a section `events`.
         """
         self._check_open()
         if self._parts.events is None:
-            raise InvalidValueError("there are no events: events.enabled is false", "set it to true")
+            raise InvalidValueError("there are no events", "add the section events to the configuration: events: {}")
         return self._parts.events.add(callback)
 
     def clear(self) -> dict[str, int]:

@@ -1,6 +1,8 @@
-"""What numbers may be at most, each by what it is used for. Constants only."""
+"""What numbers may be at most, each by what it is used for, and what an engine has no key for. Constants only."""
 
 from __future__ import annotations
+
+import dataclasses
 
 # A wait of a thread takes up to 2**63 nanoseconds (`threading.TIMEOUT_MAX`, 292 years) on 64-bit Linux, and what is
 # waited for may be a sum of several times. This is 31 years.
@@ -19,3 +21,19 @@ KEY_BYTES = 32  # of the key of a page, and of the digest of a namespace
 
 BATCH_BYTES = 128 << 20  # of pages that go on to a tier of files at once, at most ...
 LEAST_BATCH = 8  # ... but so many pages always: a batch costs turns at locks, however few it has
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineLimits:
+    """What is fixed in an engine. `CacheEngine(limits=...)` takes others, for trials of small tiers."""
+
+    load_threads: int = 4  # loads that run at once
+    prefetch_bytes: int = 128 << 20  # of one chunk of a prefetch, a page at least
+    prefetch_chunks: int = 2  # that move at once; a load may have to wait for them
+    prefetch_share: float = 0.5  # of the CPU tier's slots, for prefetched pages that no load has used; a page at least
+    ssd_reserve: int = 64  # free slots kept ready, so that no eviction waits for a commit; an eighth of them at most
+    write_hits: int = 2  # of a page before `write_through_selective` writes it, 255 at most
+    admission_offers: int = 2  # at which of them `second_offer` lets a page in
+
+
+LIMITS = EngineLimits()

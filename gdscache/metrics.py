@@ -184,13 +184,6 @@ FAMILIES = (
     _Family(
         _GAUGE, "gdscache_endurance_left_bytes", "Bytes that ssd.endurance lets be written now.", "", _endurance_left
     ),
-    _Family(
-        _COUNTER,
-        "gdscache_promotions_declined",
-        "Pages that loads read from the SSD and left out of the CPU tier, as ssd.promotion asks.",
-        "",
-        _one("promotion", "declined"),
-    ),
     _Family(_COUNTER, "gdscache_expired_pages", "Pages dropped as their ttl was over.", "tier", _by_tier("expired")),
     _Family(_COUNTER, "gdscache_evicted_pages", "Pages evicted, by tier.", "tier", _of_tiers("evictions")),
     _Family(

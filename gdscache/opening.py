@@ -15,6 +15,7 @@ import torch
 
 from gdscache.config import Config, EventsConfig
 from gdscache.config.concerns import concerns
+from gdscache.cuda.host_memory import Pin
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION
 from gdscache.disk.status_page import Figures, StatusWriter
@@ -24,6 +25,7 @@ from gdscache.extents.base import Extents
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
 from gdscache.gate.costs_file import CostsFile
+from gdscache.limits import LIMITS, EngineLimits
 from gdscache.load.loader import Loader
 from gdscache.load.planner import LoadPlanner
 from gdscache.movers import open_mover
@@ -34,8 +36,7 @@ from gdscache.moves.native import NativeExecutor
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
-from gdscache.policies.admission import Admission, new_admission, open_admission
-from gdscache.policies.promotion import Promotion, new_promotion
+from gdscache.policies.admission import open_admission
 from gdscache.prefetch.prefetcher import Prefetcher, held_pages
 from gdscache.runtime.calls import Caller
 from gdscache.store.earned_offers import EarnedOffers
@@ -97,25 +98,27 @@ def build(
     attached: Sequence[Sequence[torch.Tensor]] | None,
     timeline: Timeline = OFF,
     calls: Caller | None = None,
+    limits: EngineLimits = LIMITS,
 ) -> Parts:
     """Open everything, or raise and leave nothing open."""
     with contextlib.ExitStack() as undo:
         lock = threading.RLock()
         gpu = None
         if attached is None:
-            gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.gpu.eviction)
+            gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.eviction)
             undo.callback(gpu.close)
             planes = gpu.pool
         else:
             planes = PagedPlanes(layout, attached)
         cpu = None
         if config.cpu is not None:
-            cpu = CpuTier(layout, config.cpu.capacity, config.cpu.pin, config.cpu.eviction)
+            cpu = CpuTier(layout, config.cpu.capacity, _pin(planes.device), config.eviction)
             undo.callback(cpu.close)
         ssd = None
         if config.ssd is not None:
             choose = functools.partial(ssd_route.choose, layout, planes.device, config.ssd, keep=cpu is not None)
-            ssd = SsdTier(layout, config.ssd, str(planes.device), lock, choose)
+            device, kept = str(planes.device), limits.ssd_reserve
+            ssd = SsdTier(layout, config.ssd, device, lock, choose, eviction=config.eviction, reserve=kept)
             undo.callback(ssd.close)
         further = [open_tier(tier, layout, lock) for tier in config.tiers]
         for tier in further:
@@ -128,9 +131,9 @@ def build(
         if bounce is not None:
             undo.callback(bounce.close)
         chain: list[Tier | None] = [gpu, cpu, ssd, *further]
-        outlets = _outlets(config, layout, ssd, further)
+        outlets = _outlets(config, layout.extent_bytes, files, limits.admission_offers)
         index = None if cpu is None else cpu.index
-        earned = EarnedOffers(index, outlets, config.store.write_policy, config.store.write_hits)
+        earned = EarnedOffers(index, outlets, config.store.write_policy, limits.write_hits)
         manager = TierManager(
             lock,
             [tier for tier in chain if tier is not None],
@@ -141,23 +144,23 @@ def build(
         )
         mover = open_mover(planes, config.gpu, timeline)
         undo.callback(mover.close)
-        promotion = _promotion(config, cpu)
-        selective = promotion is not None and promotion.selective
-        planner = StorePlanner(manager, config.store, layout.extent_bytes, outlets, earned, selective=selective)
+        planner = StorePlanner(manager, config.store, layout.extent_bytes, outlets, earned)
         executor = _executor(mover, manager, bounce)
         undo.callback(executor.close)
-        held = held_pages(manager, config.prefetch)
+        held = held_pages(manager, limits)
         writers = {}
         for tier in manager.files if config.store.write_policy != "never" else ():
             writers[tier.name] = writer = TierWriter(manager, tier, executor, layout.extent_bytes)
             undo.callback(writer.close, drain=False)
         spare = None if bounce is None else bounce.stores
-        storer = Storer(manager, planner, executor, spare, writers, layout.extent_bytes, config.store)
+        parts = manager, planner, executor, spare, writers, layout.extent_bytes
+        storer = Storer(*parts, config.store, config.deadline)
         undo.callback(storer.close, drain=False)
-        loads = LoadPlanner(manager, promotion=promotion, due=[storer.offer_earned], prefetched=held)
-        loader = Loader(loads, executor, layout, config.load, planes.device, keep=not direct)
+        loads = LoadPlanner(manager, due=[storer.offer_earned], prefetched=held)
+        how = config.load, config.deadline, planes.device
+        loader = Loader(loads, executor, layout, *how, threads=limits.load_threads, keep=not direct)
         undo.callback(loader.close)
-        prefetcher = Prefetcher(loader, held, layout, config.prefetch)
+        prefetcher = Prefetcher(loader, held, layout, limits)
         undo.callback(prefetcher.close)
         said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
         status = None
@@ -168,7 +171,7 @@ def build(
             save = functools.partial(_save, costs, ssd)
             status = StatusWriter.begin(ssd.path, ssd.catalog_path, figures, save)
         events = None
-        if config.events.enabled:
+        if config.events is not None:
             events = _open_events(config.events, layout.page_tokens)
             undo.callback(events.close)
             with lock:
@@ -180,14 +183,14 @@ def build(
     return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, executor, status, events)
 
 
-def _outlets(config: Config, layout: PageLayout, ssd: SsdTier | None, further: Sequence[DurableTier]) -> list[Outlet]:
+def _outlets(config: Config, extent: int, files: Sequence[DurableTier], offers: int) -> list[Outlet]:
     """The outlets to the SSD and the tiers behind it, each with its admission."""
-    limit, extent = config.store.queue // layout.extent_bytes, layout.extent_bytes
+    limit = config.store.queue // extent
     found = []
-    if ssd is not None and config.ssd is not None:
-        found.append(Outlet(ssd, open_admission(config.ssd, ssd.index.slots, extent), limit))
-    for tier, entry in zip(further, config.tiers, strict=True):
-        found.append(Outlet(tier, Admission(new_admission(entry.admission, tier.index.slots), extent), limit))
+    for tier in files:
+        endurance = config.ssd.endurance if config.ssd is not None and tier.name == SsdTier.name else None
+        admission = open_admission(config.store.admission, tier.index.slots, extent, endurance, offers=offers)
+        found.append(Outlet(tier, admission, limit))
     return found
 
 
@@ -251,10 +254,6 @@ def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> Nati
     return executor
 
 
-def _promotion(config: Config, cpu: CpuTier | None) -> Promotion | None:
-    return new_promotion(config.ssd.promotion, cpu.index.slots) if config.ssd is not None and cpu is not None else None
-
-
 def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
     """Refuse a tier of which nothing could ever come back."""
     for tier in tiers:
@@ -262,6 +261,11 @@ def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
             raise TierUnavailableError(
                 f"pages of tier {tier.name!r} are brought into the CPU tier, but there is none", "add a cpu section"
             )
+
+
+def _pin(device: torch.device) -> Pin:
+    """Host memory is page-locked, if that works, where a GPU copies from it and to it."""
+    return "auto" if device.type == "cuda" else "off"
 
 
 def _bounce(
@@ -284,9 +288,7 @@ def _bounce(
         for tier in files:
             tier.register(on_device.rows.view(-1))
         return Bounce(on_device, quarantine)
-    on_host = HostExtents(
-        layout, config.host_buffer, config.cpu.pin if config.cpu is not None else "auto", "host_buffer"
-    )
+    on_host = HostExtents(layout, config.host_buffer, _pin(device), "host_buffer")
     for tier in files:
         tier.register(on_host.buffer.view)
     return Bounce(on_host, quarantine)

@@ -85,7 +85,7 @@ class Sequence:
         self._salt = salt
         self._tokens = as_tokens(tokens)
         self._pages = engine.pages(self._tokens, salt)
-        self._held = _Held(self._manager, gpu, engine.config.load.deadline)
+        self._held = _Held(self._manager, gpu, engine.config.deadline)
         self._verified = False
         self._begin()
         self._unwatch = engine.watch(self, on_stream_of_caller(gpu.pool.device, self._held.leave))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +14,11 @@ from hypothesis import HealthCheck, settings
 
 from gdscache import CacheEngine
 from gdscache.errors import TransportUnavailableError
+from gdscache.limits import EngineLimits
 from gdscache.storage import cufile_library, probe
 from tests.support.faces import Attached, Face, Pool
 from tests.support.faulty import PLAN
-from tests.support.helpers import Host, make_config, settle
+from tests.support.helpers import SMALL, Host, make_config, settle
 
 # Tests run beside each other, and threads of torch that have no core to themselves spin. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -90,8 +92,8 @@ def open_engine(slab: Path) -> Iterator[Callable[..., CacheEngine]]:
     """`open_engine(**make_config arguments)`: an engine with its own pool, at rest and whole at the end."""
     opened: list[CacheEngine] = []
 
-    def opens(path: Path | None = None, **options: Any) -> CacheEngine:
-        opened.append(CacheEngine.from_config(make_config(path or slab, **options)))
+    def opens(path: Path | None = None, limits: EngineLimits = SMALL, **options: Any) -> CacheEngine:
+        opened.append(CacheEngine.from_config(make_config(path or slab, **options), limits=limits))
         return opened[-1]
 
     yield from _closing(opened, opens)
@@ -107,9 +109,10 @@ def open_host(slab: Path) -> Iterator[Callable[..., Host]]:
         blocks: int = 64,
         block_tokens: int | None = None,
         order: str = "plain",
+        limits: EngineLimits = SMALL,
         **options: Any,
     ) -> Host:
-        host = Host(make_config(path or slab, **options), blocks, block_tokens, order)
+        host = Host(make_config(path or slab, **options), blocks, block_tokens, order, limits)
         opened.append(host.engine)
         return host
 
@@ -125,9 +128,10 @@ def open_face(request: pytest.FixtureRequest, slab: Path) -> Iterator[Callable[.
     name, _, block_tokens = request.param.partition(":")
     opened: list[CacheEngine] = []
 
-    def opens(path: Path | None = None, **options: Any) -> Face[Any]:
+    def opens(path: Path | None = None, limits: EngineLimits = SMALL, **options: Any) -> Face[Any]:
         config = make_config(path or slab, **{"gpu": 24} | options)
-        face = Pool(config) if name == "pool" else Attached(config, int(block_tokens or 0) or None)
+        attached = functools.partial(Attached, block_tokens=int(block_tokens or 0) or None)
+        face: Face[Any] = (Pool if name == "pool" else attached)(config, limits)
         opened.append(face.engine)
         return face
 

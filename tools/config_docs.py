@@ -27,8 +27,9 @@ EXAMPLES = {
     "model.layers": "16",
     "model.kv_heads": "8",
     "model.head_dim": "64",
-    "ssd.path": "~/.cache/gdscache/{rank}",
+    "ssd.path": "~/.cache/gdscache",
 }
+COMMENTED = ("events",)  # sections that mean something just by being there, and that are not shown as they are
 HEAD = """\
 # Every key with its default. Copy the file and keep the lines that you change. `gdscache config print` prints it.
 # The model's name and sizes and the SSD's path have no default: these are examples, of a small Llama shape.
@@ -105,21 +106,23 @@ def default_yaml() -> str:
         if section is None or is_list(field):
             parts.append("\n".join([*entry("", name, shown(field), str(field.description)), ""]))
             continue
-        lines = entry("", name, "", str(field.description))
+        commented = name in COMMENTED
+        width = WIDTH - 2 * commented
+        lines = entry("", name, "", str(field.description), width)
         for key, inner in section.model_fields.items():
             value = EXAMPLES.get(f"{name}.{key}") or shown(inner)
             required = "required: " if inner.is_required() else ""
-            lines += entry("  ", key, value, required + str(inner.description))
-        parts.append("\n".join([*lines, ""]))
+            lines += entry("  ", key, value, required + str(inner.description), width)
+        parts.append("\n".join([*(f"# {line}" if commented else line for line in lines), ""]))
     return "\n".join(parts)
 
 
-def entry(indent: str, key: str, value: str, description: str) -> list[str]:
+def entry(indent: str, key: str, value: str, description: str, width: int = WIDTH) -> list[str]:
     """A key with its comment, which goes on below it where it is long."""
     begin = f"{indent}{key}: {value}".rstrip()
-    first, *more = textwrap.wrap(description, WIDTH - max(COMMENT, len(begin) + 1), break_on_hyphens=False)
+    first, *more = textwrap.wrap(description, width - max(COMMENT, len(begin) + 1), break_on_hyphens=False)
     if len(begin) >= COMMENT and more:
-        first, *more = textwrap.wrap(description, WIDTH - len(begin) - 3, break_on_hyphens=False)
+        first, *more = textwrap.wrap(description, width - len(begin) - 3, break_on_hyphens=False)
     return [f"{begin:<{COMMENT - 1}} # {first}", *(f"{'':<{COMMENT - 1}} # {line}" for line in more)]
 
 

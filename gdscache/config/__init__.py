@@ -27,7 +27,7 @@ from gdscache.config.file import read_places
 from gdscache.config.model import ModelConfig, PlaneConfig
 from gdscache.config.problems import COLLECT, NOWHERE, ConfigSection, explain, reject
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
-from gdscache.limits import MAX_COUNT, MAX_DEVICE_INDEX, MAX_SECONDS
+from gdscache.limits import MAX_DEVICE_INDEX, MAX_SECONDS
 from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "LoadConfig",
     "ModelConfig",
     "PlaneConfig",
-    "PrefetchConfig",
     "SsdConfig",
     "StoreConfig",
     "config_schema",
@@ -85,12 +84,12 @@ def _class_path(value: str) -> str:
 
 
 def _expand(value: object) -> Path:
-    """`~` and `$VARS` expanded, made absolute relative to the current directory; `{rank}` is left to `Config`."""
+    """`~` and `$VARS` expanded, made absolute relative to the current directory."""
     if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
         raise ValueError("must be a path")
     text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", _variable, str(value))
-    if unknown := re.search(r"\{(?!rank\})[^}]*\}?", text):
-        raise ValueError(f"{unknown[0]} is not known; only {{rank}} is replaced")
+    if braces := re.search(r"\{[^}]*\}?", text):
+        raise ValueError(f"{braces[0]} is not replaced; $VARS are, such as $RANK")
     try:
         path = Path(text).expanduser()
         return path if path.is_absolute() else Path.cwd() / path
@@ -133,10 +132,6 @@ class GpuConfig(ConfigSection):
     capacity: Size = Field(
         default=1 * GIB, description="size of the page pool on the GPU; unused when an engine attaches its own tensors"
     )
-    eviction: Eviction = Field(
-        default="lifetime",
-        description="order in which a full tier evicts pages: lifetime (learned, its loss bounded by LRU) or lru",
-    )
     staging: Size = Field(
         default=256 * MIB, description="size of the staging ring on the GPU; half for loads, half for stores"
     )
@@ -151,30 +146,22 @@ class CpuConfig(ConfigSection):
     """The pinned pool in host memory."""
 
     capacity: Size = Field(
-        default=4 * GIB, description="size of the page pool in host memory; allocated when the tier opens"
+        default=4 * GIB,
+        description="size of the page pool in host memory; allocated when the tier opens, "
+        "and page-locked if the pages are for a GPU",
     )
-    eviction: Eviction = Field(
-        default="lifetime",
-        description="order in which a full tier evicts pages: lifetime (learned, its loss bounded by LRU) or lru",
-    )
-    pin: Switch = Field(default="auto", description="page-lock the pool: auto (if CUDA is available), on, off")
 
 
 class SsdConfig(ConfigSection):
     """The slab and its catalogue on an SSD."""
 
     path: Directory = Field(
-        description="directory of the tier; ~, $VARS and {rank} are replaced; a relative path starts at the "
-        "current directory"
+        description="directory of the tier; ~ and $VARS are replaced; a relative path starts at the current directory"
     )
     stripes: Annotated[tuple[Directory, ...], Strict(False)] = Field(
         default=(), description="more directories, on other devices, that the slab is spread over"
     )
     capacity: Size = Field(default=16 * GIB, description="size of the slab on disk; reserved when the tier opens")
-    eviction: Eviction = Field(
-        default="lifetime",
-        description="order in which a full tier evicts pages: lifetime (learned, its loss bounded by LRU) or lru",
-    )
     transport: Transport = Field(
         default="auto",
         description="what moves the bytes: auto, posix, uring, cufile, kvikio, nixl or package.module:Class",
@@ -184,7 +171,6 @@ class SsdConfig(ConfigSection):
         description="way from the SSD to the GPU: direct (into GPU memory), via_cpu (through host memory) or "
         "auto (the faster one)",
     )
-    direct_io: Switch = Field(default="auto", description="O_DIRECT, which bypasses the page cache: auto, on, off")
     gds: Switch = Field(
         default="auto", description="GPUDirect Storage, from the SSD to the GPU without host memory: auto, on, off"
     )
@@ -193,27 +179,8 @@ class SsdConfig(ConfigSection):
         default="process",
         description="what a committed page survives: process (a kill) or power (a power cut; stores are slower)",
     )
-    reserve: int = Field(
-        default=64,
-        ge=0,
-        le=MAX_COUNT,
-        description="number of free slots kept ready, so that an eviction never waits for a commit",
-    )
-    admission: Literal["all", "second_offer", "tinylfu"] = Field(
-        default="all",
-        description="pages that are written: all, second_offer (offered before, recently) or tinylfu (used "
-        "more often than the page they evict)",
-    )
-    admission_offers: int = Field(
-        default=2, ge=2, le=8, description="second_offer: number of the offer at which a page is written, 2 to 8"
-    )
     endurance: Size | None = Field(
         default=None, description="bytes that may be written in any 24 hours, at least 8 pages; null means no limit"
-    )
-    promotion: Literal["always", "second_hit", "never"] = Field(
-        default="always",
-        description="pages read from the SSD that a load leaves in the CPU tier: always, second_hit (read "
-        "before, recently) or never",
     )
 
 
@@ -223,9 +190,6 @@ class TierConfig(ConfigSection):
     tier: ClassPath = Field(description="package.module:Class, a subclass of gdscache.tiers.base.DurableTier")
     capacity: Size = Field(default=16 * GIB, description="bytes that the tier may hold")
     options: dict[str, Any] | None = Field(default=None, description="further keyword arguments of the class")
-    admission: Literal["all", "second_offer", "tinylfu"] = Field(
-        default="all", description="pages that are written, as for ssd.admission: all, second_offer or tinylfu"
-    )
 
 
 class StoreConfig(ConfigSection):
@@ -238,31 +202,19 @@ class StoreConfig(ConfigSection):
     )
     write_policy: Literal["write_through", "write_through_selective", "write_back", "never"] = Field(
         default="write_through",
-        description="when a page is written to the SSD: write_through (when it is stored), "
-        "write_through_selective (after write_hits hits), write_back (before the CPU tier evicts "
-        "it) or never",
+        description="when a page is written to the SSD and the tiers behind it: write_through (when it is stored), "
+        "write_through_selective (after two hits), write_back (before the CPU tier evicts it) or never",
     )
-    write_hits: int = Field(
-        default=2,
-        ge=1,
-        le=255,
-        description="write_through_selective: number of hits before a page is written, 1 to 255",
-    )
-    deadline: float = Field(
-        default=30.0,
-        gt=0,
-        le=MAX_SECONDS,
-        description="seconds that a batch of writes may take; a page that is not written by then is dropped",
+    admission: Literal["all", "second_offer", "tinylfu"] = Field(
+        default="all",
+        description="pages that are written there: all, second_offer (offered before, recently) or tinylfu (used "
+        "more often than the page they evict)",
     )
 
 
 class LoadConfig(ConfigSection):
     """How pages are loaded."""
 
-    threads: int = Field(default=4, ge=1, le=1024, description="number of loads that run at once, 1 to 1024")
-    deadline: float = Field(
-        default=30.0, gt=0, le=MAX_SECONDS, description="seconds after which wait() and result() stop waiting"
-    )
     verify: Literal["always", "once"] = Field(
         default="always",
         description="compare checksums at each load (always), or only when the bytes come from the SSD (once)",
@@ -274,39 +226,9 @@ class LoadConfig(ConfigSection):
     )
 
 
-class PrefetchConfig(ConfigSection):
-    """How pages are brought from the SSD into the CPU tier ahead of their load."""
-
-    stop: Literal["best_effort", "wait_complete", "timeout"] = Field(
-        default="best_effort",
-        description="when wait() stops a prefetch: best_effort (at once), wait_complete (never, within "
-        "load.deadline) or timeout",
-    )
-    timeout: float = Field(
-        default=1.0,
-        ge=0,
-        le=MAX_SECONDS,
-        description="timeout: seconds for a prefetch, and 0.25 more for each 1,024 tokens that the SSD has",
-    )
-    quota: float = Field(
-        default=0.5,
-        gt=0,
-        le=1,
-        description="share of the CPU tier's slots for prefetched pages that no load has used; at least one page",
-    )
-    chunk: Size = Field(default=128 * MIB, description="bytes of one turn of a prefetch; at least one page")
-    concurrent: int = Field(
-        default=2,
-        ge=1,
-        le=64,
-        description="number of chunks that move at once, 1 to 64; a load may have to wait for them",
-    )
-
-
 class EventsConfig(ConfigSection):
-    """KV events: what tiers have got and lost, for routers."""
+    """KV events: what tiers have got and lost, for routers. Callbacks get them without any key."""
 
-    enabled: bool = Field(default=False, description="emit KV events, to callbacks and to endpoint")
     endpoint: str | None = Field(
         default=None,
         description="ZeroMQ endpoint that events are published at, such as tcp://127.0.0.1:5557; null means none",
@@ -318,11 +240,10 @@ class EventsConfig(ConfigSection):
 
 
 class Config(ConfigSection):
-    """One engine. `cpu` and `ssd` are None where there is no such tier."""
+    """One engine. `cpu`, `ssd` and `events` are None where there is no such tier, and no events."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
-    rank: int = Field(default=0, ge=0, le=MAX_COUNT, description="number of this process; replaces {rank} in ssd.path")
     model: ModelConfig = Field(description="the model whose cache this is")
     gpu: GpuConfig = Field(default=GpuConfig(), description="the GPU pool and its staging ring")
     cpu: CpuConfig | None = Field(
@@ -337,10 +258,19 @@ class Config(ConfigSection):
         description="size of the bounce reserve in host memory, for pages that cannot stay in the CPU tier; "
         "half for loads, half for stores",
     )
+    eviction: Eviction = Field(
+        default="lifetime",
+        description="order in which a full tier evicts pages: lifetime (learned, its loss bounded by LRU) or lru",
+    )
+    deadline: float = Field(
+        default=30.0,
+        gt=0,
+        le=MAX_SECONDS,
+        description="seconds after which loads and prefetches stop waiting for reads, and a batch of writes is dropped",
+    )
     store: StoreConfig = Field(default=StoreConfig(), description="how pages are stored")
     load: LoadConfig = Field(default=LoadConfig(), description="how pages are loaded")
-    prefetch: PrefetchConfig = Field(default=PrefetchConfig(), description="how pages are prefetched")
-    events: EventsConfig = Field(default=EventsConfig(), description="KV events")
+    events: EventsConfig | None = Field(default=None, description="KV events; null or absent means none are emitted")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], source: str = "<dict>") -> Self:
@@ -362,15 +292,10 @@ class Config(ConfigSection):
 
     @field_validator("ssd")
     @classmethod
-    def _replace_rank(cls, ssd: SsdConfig | None, info: ValidationInfo) -> SsdConfig | None:
-        if ssd is None or "rank" not in info.data:
-            return ssd
-        path, *stripes = (
-            Path(str(directory).replace("{rank}", str(info.data["rank"]))) for directory in (ssd.path, *ssd.stripes)
-        )
-        if len({path, *stripes}) <= len(stripes):
+    def _names_no_directory_twice(cls, ssd: SsdConfig | None) -> SsdConfig | None:
+        if ssd is not None and len({ssd.path, *ssd.stripes}) <= len(ssd.stripes):
             raise ValueError("path and stripes name a directory twice")
-        return ssd.model_copy(update={"path": path, "stripes": tuple(stripes)})
+        return ssd
 
     @model_validator(mode="after")
     def _has_what_policies_need(self, info: ValidationInfo) -> Self:

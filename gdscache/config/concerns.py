@@ -63,21 +63,16 @@ def _buffers(config: Config, on_gpu: bool) -> Iterator[str]:
 
 def _policies(config: Config) -> Iterator[str]:
     ssd = config.ssd
-    extent = config.model.layout().extent_bytes
-    if ssd is not None:
-        slots = ssd.capacity // extent
-        if "reserve" in ssd.model_fields_set and ssd.reserve > slots // 8:
-            yield (
-                f"ssd.reserve is {_pages(ssd.reserve)} of {slots:,}: an eighth, {slots // 8:,}, is kept instead. Lower "
-                f"it, or raise ssd.capacity"
-            )
-        if ssd.endurance is not None and ssd.endurance < ssd.capacity // 100:
-            yield (
-                f"ssd.endurance is {format_size(ssd.endurance)} a day: filling ssd.capacity once takes "
-                f"{ssd.capacity // ssd.endurance:,} days. Raise it, or lower ssd.capacity"
-            )
-    if ssd is None and config.store.write_policy != type(config.store).model_fields["write_policy"].default:
-        yield f"store.write_policy is {config.store.write_policy}, but there is no SSD tier: it has no effect. Add ssd"
+    if ssd is not None and ssd.endurance is not None and ssd.endurance < ssd.capacity // 100:
+        yield (
+            f"ssd.endurance is {format_size(ssd.endurance)} a day: filling ssd.capacity once takes "
+            f"{ssd.capacity // ssd.endurance:,} days. Raise it, or lower ssd.capacity"
+        )
+    if ssd is None and not config.tiers:
+        for key in ("write_policy", "admission"):
+            value = getattr(config.store, key)
+            if value != type(config.store).model_fields[key].default:
+                yield f"store.{key} is {value}, but there is no SSD tier: it has no effect. Add ssd"
 
 
 def _pages(n: int) -> str:

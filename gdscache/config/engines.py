@@ -132,12 +132,11 @@ _OPTIONAL = "                          # take the section out to have no SSD tie
 _SSD = (
     f"ssd:{_OPTIONAL}\n"
     + """\
-  # On a fast local disk, a directory for each server. ~, $VARS and {{rank}} are replaced.
+  # On a fast local disk, a directory for each server. ~ and $VARS are replaced.
   path: {directory}
   {ssd:<27} # reserved when {name} starts, and never exceeded: {ssd_reason}
   durability: process         # what a stored page survives: process (any kill) | power (a power cut; slower stores)
   endurance: null             # bytes that may be written in any 24 hours, e.g. 2TiB; null is no limit
-  admission: all              # pages that are written: all | second_offer (seen twice) | tinylfu
 """
 )
 
@@ -154,16 +153,19 @@ store:
   queue: 2GiB                 # bytes on their way to the CPU tier, and as many to the SSD; what is beyond is not stored
   write_policy: write_through # when a page goes on to the SSD: write_through (when it is stored) |
                               # write_through_selective (after two hits) | write_back (before the CPU tier gives it up)
+  admission: all              # pages that are written there: all | second_offer (seen twice) | tinylfu
 """
 
 _HICACHE_STORE = """\
 store:
   queue: 2GiB                 # bytes on their way to the SSD; what is beyond is not stored
+  admission: all              # pages that are written: all | second_offer (seen twice) | tinylfu
 """
 
 _LOAD = """\
 load:
   verify: once                # checksums are compared when bytes come from the SSD, and not again for each load
   gate: enforcing             # what is slower to load than to compute is computed: enforcing | advisory (loaded) | off
-  deadline: 30                # seconds until a read of the SSD that hangs is given up
+
+deadline: 30                  # seconds until a read or a write of the SSD that hangs is given up
 """

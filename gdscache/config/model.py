@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, Field, Strict, ValidationInfo, WithJsonSchema, model_validator
 
@@ -24,7 +24,7 @@ Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
 class PlaneConfig(ConfigSection):
-    """One kind of per-token row, for `kind: planes`."""
+    """One kind of per-token row, where they are listed."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
@@ -46,11 +46,6 @@ class ModelConfig(ConfigSection):
 
     name: str = Field(min_length=1, description="name of the model; part of the namespace")
     weights: str = Field(default="", description="name or version of the weights; part of the namespace")
-    kind: Literal["mha", "mla", "planes"] = Field(
-        default="mha",
-        description="how the planes are given: mha (K and V; also GQA and MQA), mla (latent and rope) or "
-        "planes (a list)",
-    )
     dtype: Dtype = Field(default="bfloat16", description=f"element type of the cache: {', '.join(DTYPE_BYTES)}")
     layers: int = Field(ge=1, le=MAX_LAYERS, description=f"layers that this process holds, 1 to {MAX_LAYERS}")
     page_tokens: int = Field(
@@ -59,13 +54,17 @@ class ModelConfig(ConfigSection):
         le=MAX_PAGE_TOKENS,
         description=f"tokens of a page, 1 to {MAX_PAGE_TOKENS}; only full pages are stored",
     )
-    kv_heads: Positive | None = Field(default=None, description="mha: number of KV heads that this process holds")
-    head_dim: Positive | None = Field(default=None, description="mha: elements in a head of K")
-    v_head_dim: Positive | None = Field(default=None, description="mha: elements in a head of V; null means head_dim")
-    kv_lora_rank: Positive | None = Field(default=None, description="mla: elements in the latent part of a row")
-    rope_dim: Positive | None = Field(default=None, description="mla: elements in the rope part of a row")
+    kv_heads: Positive | None = Field(
+        default=None, description="K and V (MHA, GQA, MQA): number of KV heads that this process holds"
+    )
+    head_dim: Positive | None = Field(default=None, description="K and V: elements in a head of K")
+    v_head_dim: Positive | None = Field(
+        default=None, description="K and V: elements in a head of V; null means head_dim"
+    )
+    kv_lora_rank: Positive | None = Field(default=None, description="MLA: elements in the latent part of a row")
+    rope_dim: Positive | None = Field(default=None, description="MLA: elements in the rope part of a row")
     planes: Annotated[tuple[PlaneConfig, ...], Strict(False)] = Field(
-        default=(), description="planes: the list of planes; each has name, shape, dtype and layers"
+        default=(), description="any other planes: a list; each has name, shape, dtype and layers"
     )
     first_layer: int = Field(
         default=0,
@@ -80,17 +79,21 @@ class ModelConfig(ConfigSection):
         description="tensor parallelism: number of the shard of heads that this process holds, from 0",
     )
     head_groups: Positive = Field(default=1, description="tensor parallelism: number of shards")
-    salt: str = Field(default="", description="text that separates these pages from all others: a tenant or an adapter")
+    salt: str = Field(
+        default="",
+        description="text that separates these pages from all others; the adapters for vLLM and SGLang put there what "
+        "else tells models apart",
+    )
 
     @model_validator(mode="after")
     def _describes_a_page(self, info: ValidationInfo) -> Self:
         problems = [*self._kind_problems(), *self._group_problems()]
         if problems:
-            raise reject(GeometryError, "; ".join(problems), _HINTS[self.kind], info)
+            raise reject(GeometryError, "; ".join(problems), self._hint, info)
         try:
             extent = self.layout().extent_bytes
         except GeometryError as error:
-            raise reject(GeometryError, f"model: {error.message}", error.hint or _HINTS[self.kind], info) from None
+            raise reject(GeometryError, f"model: {error.message}", error.hint or self._hint, info) from None
         if extent > MAX_EXTENT_BYTES:
             message = (
                 f"model: a page of {self.page_tokens} tokens (model.page_tokens) and {self.layers} layers has "
@@ -99,21 +102,30 @@ class ModelConfig(ConfigSection):
             raise reject(GeometryError, message, "lower model.page_tokens, or correct the sizes of the planes", info)
         return self
 
+    @property
+    def kind(self) -> str:
+        """How the planes are given: `mha` (K and V), `mla` (latent and rope), `planes` (a list); "" in no such way."""
+        return next(iter(self._kinds()), "")
+
+    @property
+    def _hint(self) -> str:
+        return _HINTS[self.kind] if len(self._kinds()) == 1 else _ANY
+
+    def _kinds(self) -> dict[str, list[str]]:
+        """The kinds that are given in part or whole, each with its keys that are."""
+        given = {kind: [f"model.{key}" for key in keys if self._given(key)] for kind, (keys, _) in _KEYS.items()}
+        return {kind: keys for kind, keys in given.items() if keys}
+
     def _kind_problems(self) -> list[str]:
-        needed = _KEYS[self.kind][0]
-        missing = [f"model.{key}" for key in needed if not self._given(key)]
-        foreign = [
-            f"model.{key}"
-            for kind, (theirs, also) in _KEYS.items()
-            if kind != self.kind
-            for key in (*theirs, *also)
-            if self._given(key)
-        ]
+        kinds = self._kinds()
+        if not kinds:
+            return ["model says nothing of its planes"]
+        if len(kinds) > 1:
+            said = " and ".join(f"{', '.join(keys)} ({kind})" for kind, keys in kinds.items())
+            return [f"model has planes of {len(kinds)} kinds: {said}"]
+        missing = [f"model.{key}" for key in _KEYS[self.kind][1] if not self._given(key)]
         verb = "is" if len(missing) == 1 else "are"
-        problems = [f"model.kind is {self.kind!r}, but {', '.join(missing)} {verb} not given"] if missing else []
-        if foreign:
-            problems.append(f"model.kind is {self.kind!r}, which does not use {', '.join(foreign)}")
-        return problems
+        return [f"{', '.join(missing)} {verb} not given"] if missing else []
 
     def _given(self, key: str) -> bool:
         return bool(getattr(self, key) != type(self).model_fields[key].get_default())
@@ -152,7 +164,7 @@ class ModelConfig(ConfigSection):
         """Everything that makes bytes interchangeable, as plain data for `keys.namespace_digest`.
 
         `salt` is the request's own (a tenant or an adapter chosen for one request), beside the one of the config.
-        The planes stand for `kind`, `dtype` and all sizes: two ways to write the same planes share their pages.
+        The planes stand for `dtype` and all sizes: two ways to write the same planes share their pages.
         """
         return {
             "name": self.name,
@@ -168,14 +180,15 @@ class ModelConfig(ConfigSection):
         }
 
 
-# For each kind: the keys it needs, and those it may have besides.
+# For each kind: the keys it may have, and those it needs.
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "mha": (("kv_heads", "head_dim"), ("v_head_dim",)),
-    "mla": (("kv_lora_rank", "rope_dim"), ()),
-    "planes": (("planes",), ()),
+    "mha": (("kv_heads", "head_dim", "v_head_dim"), ("kv_heads", "head_dim")),
+    "mla": (("kv_lora_rank", "rope_dim"), ("kv_lora_rank", "rope_dim")),
+    "planes": (("planes",), ("planes",)),
 }
-_HINTS: dict[str, Any] = {
-    "mha": "mha needs kv_heads and head_dim, and may have v_head_dim",
-    "mla": "mla needs kv_lora_rank and rope_dim; for one plane with both, list it (kind: planes)",
-    "planes": "planes needs a list of planes, and every layer needs one",
+_HINTS = {
+    "mha": "K and V need kv_heads and head_dim, and may have v_head_dim",
+    "mla": "MLA needs kv_lora_rank and rope_dim; for one plane with both, list it in planes",
+    "planes": "every layer needs a plane of the list",
 }
+_ANY = "give kv_heads and head_dim (K and V), or kv_lora_rank and rope_dim (MLA), or a list of planes"

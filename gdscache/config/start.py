@@ -19,7 +19,7 @@ from gdscache.config.engines import WRITTEN_FOR, Sizes, SupportedEngine
 from gdscache.errors import ConfigFileError, GdsCacheError, InvalidValueError
 from gdscache.sizes import GIB, MIB, about, format_size, parse_size
 
-_DIRECTORY = "~/.cache/gdscache/{engine}/{{rank}}"
+_DIRECTORY = "~/.cache/gdscache/{engine}"
 _STEP = 64 * MIB  # sizes that follow from the machine are whole numbers of it
 _MOST_CPU, _MOST_SSD = 64 * GIB, 512 * GIB
 _LEAST = 256 * MIB

@@ -144,7 +144,7 @@ class Fence:
             woken = self._ask(self._lands, left)
         if not woken:
             waited = time.monotonic() - start
-            raise DeadlineError(f"not ready after {waited:.1f} s", "raise load.deadline, or see stats() for what hangs")
+            raise DeadlineError(f"not ready after {waited:.1f} s", "raise deadline, or see stats() for what hangs")
 
     def _ask(self, lands: Callable[[float], Landed | None], seconds: float) -> bool:
         """Whether the work is queued within so many seconds."""

@@ -212,7 +212,7 @@ def _describe_owner() -> bytes:
 
 def _owner_message(path: Path, name: str) -> tuple[str, str]:
     """Message and hint of a refusal. The owner may be between taking the lock and writing its name."""
-    hint = "give each engine its own ssd.path ({rank} expands), or end the other one"
+    hint = "give each engine its own ssd.path ($VARS are replaced), or end the other one"
     if name != LOCK_NAME:
         return f"{path} is in use by a process that has lost {path / LOCK_NAME}: it still holds {path / name}", hint
     try:

@@ -50,7 +50,6 @@ def planes_section(layers: Sequence[Mapping[str, int]], page_tokens: int) -> dic
         for name, width in planes.items():
             where.setdefault((name, width), []).append(layer)
     return {
-        "kind": "planes",
         "dtype": "uint8",
         "layers": len(layers),
         "page_tokens": page_tokens,

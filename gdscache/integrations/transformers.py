@@ -55,13 +55,13 @@ def model_section(
         "page_tokens": page_tokens,
     }
     if getattr(config, "kv_lora_rank", None):
-        return {**section, "kind": "mla", "kv_lora_rank": config.kv_lora_rank, "rope_dim": config.qk_rope_head_dim}
+        return {**section, "kv_lora_rank": config.kv_lora_rank, "rope_dim": config.qk_rope_head_dim}
     try:
         heads = int(config.num_attention_heads)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise GeometryError(f"{config.model_type} says nothing of its attention heads: {error}", _ALL_KEYS) from None
-    section |= {"kind": "mha", "kv_heads": getattr(config, "num_key_value_heads", None) or heads, "head_dim": head_dim}
+    section |= {"kv_heads": getattr(config, "num_key_value_heads", None) or heads, "head_dim": head_dim}
     v_head_dim = getattr(config, "v_head_dim", None) or head_dim
     return section if v_head_dim == head_dim else {**section, "v_head_dim": v_head_dim}
 

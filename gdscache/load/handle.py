@@ -80,7 +80,7 @@ class LayerwiseLoad:
     def wait(self, layer: int, seconds: float | None = None) -> None:
         """Order the current stream after this layer's pages; on a CPU-only machine, wait for their bytes.
 
-        The thread waits until the copies are queued, for `load.deadline` by default (without limit for a load of
+        The thread waits until the copies are queued, for `deadline` by default (without limit for a load of
         checked hits). Then it raises `DeadlineError`.
         """
         self._calls.check()
@@ -93,7 +93,7 @@ class LayerwiseLoad:
         self._calls.check()
         limit = arguments.seconds(seconds)
         if not self._over.wait(self._patience if limit is None else limit):
-            raise DeadlineError("a load has no verdict yet", "raise load.deadline, or cancel() the load")
+            raise DeadlineError("a load has no verdict yet", "raise deadline, or cancel() the load")
         if self._error is not None:
             raise self._error
         return [part.report for part in self.parts if part.report is not None]

@@ -14,6 +14,7 @@ from gdscache.arrays import Int64Array
 from gdscache.config import LoadConfig
 from gdscache.cuda.streams import Event
 from gdscache.errors import EngineClosedError
+from gdscache.limits import LIMITS
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
@@ -31,7 +32,10 @@ _Request = tuple[Sequence[Page], Blocks, int]
 
 
 class Loader:
-    """Runs loads into planes of `device`. `keep`: what is read stays in the landing tier, as far as there is room."""
+    """Runs loads into planes of `device`, `threads` at once.
+
+    `keep`: what is read stays in the landing tier, as far as there is room.
+    """
 
     def __init__(
         self,
@@ -39,8 +43,10 @@ class Loader:
         executor: Executor,
         layout: PageLayout,
         config: LoadConfig,
+        deadline: float,
         device: torch.device,
         *,
+        threads: int = LIMITS.load_threads,
         keep: bool = True,
         sizes: GroupSizes | None = None,
     ) -> None:
@@ -50,12 +56,13 @@ class Loader:
         self.executor = executor
         self.layout = layout
         self.config = config
+        self.deadline = deadline
         self.keep = keep
         self.sizes = sizes
         self._device = device
         self._running: set[LayerwiseLoad] = set()  # or waiting for a thread; the manager's lock guards it
         self.changed = threading.Condition(self.manager.lock)  # notified when there are none any more
-        self._lane = executor.lane(Priority.LOAD, self.manager.settle, config.threads)
+        self._lane = executor.lane(Priority.LOAD, self.manager.settle, threads)
         self._closed = False
         self._order = threading.Lock()  # of plans; taken before the manager's lock
 
@@ -91,7 +98,7 @@ class Loader:
                 load = LayerwiseLoad(
                     [LoadPart(0, start) for _, _, start in requests],
                     self.layout,
-                    self.config.deadline,
+                    self.deadline,
                     timeline=self.manager.timeline,
                     device=self._device,
                     calls=self.manager.calls,
@@ -146,7 +153,7 @@ class Loader:
         No page of it may be somebody else's to read.
         """
         part, timeline = LoadPart(len(plan)), self.manager.timeline
-        load = LayerwiseLoad([part], self.layout, self.config.deadline, layered=False, timeline=timeline)
+        load = LayerwiseLoad([part], self.layout, self.deadline, layered=False, timeline=timeline)
         run = self._run(load, plan, None, ())
         error = yield from failure(self._timed("prefetch", load, run))
         if error is not None:
@@ -164,7 +171,7 @@ class Loader:
         *,
         checked: bool = False,
     ) -> LoadRun:
-        parts = self.planner, self.executor, self.layout, self.config
+        parts = self.planner, self.executor, self.layout, self.config, self.deadline
         return LoadRun(*parts, load, plan, blocks, after, self.sizes, checked=checked)
 
     def _check_open(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +15,6 @@ from gdscache.index.table import PENDING, Entry
 from gdscache.load.plan import CODES, Behind, LoadPlan, LoadRequest, PrefetchPlan, TierRun
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
-from gdscache.policies.promotion import Always, Promotion
 from gdscache.tiers.base import Lease, Tier
 
 if TYPE_CHECKING:
@@ -31,8 +29,8 @@ class LoadPlanner:
     """Plans loads and prefetches over the chain of tiers, and has the last word on their pages.
 
     Pages of the tiers behind the *landing* tier, the first one in memory, get slots of that one as they are read.
-    `promotion`: which of them; None: every page. `due`: called before a load is planned. `prefetched`: told which pages
-    loads read. The manager's lock guards everything here.
+    `due`: called before a load is planned. `prefetched`: told which pages loads read. The manager's lock guards
+    everything here.
     """
 
     def __init__(
@@ -40,7 +38,6 @@ class LoadPlanner:
         manager: TierManager,
         filled: threading.Condition | None = None,
         *,
-        promotion: Promotion | None = None,
         due: Sequence[Callable[[], object]] = (),
         prefetched: PrefetchedPages | None = None,
     ) -> None:
@@ -49,7 +46,6 @@ class LoadPlanner:
         # Notified when pages have their verdict.
         self.filled = threading.Condition(manager.lock) if filled is None else filled
         self.landing = manager.landing
-        self._promotion: Promotion = Always() if promotion is None else promotion
         self._due = due
         self._prefetched = prefetched
         self._chain = [tier for tier in manager.tiers.values() if tier.kind != "planes" and tier.served]
@@ -69,7 +65,7 @@ class LoadPlanner:
         """Lease the consecutive pages of each request that the tiers hold, and reserve slots of the landing tier for
         those of slower ones, in one step.
 
-        What finds no such slot, or is not promoted (without `keep`, all of them), is to pass through. Never waits.
+        What finds no such slot, (without `keep`, all of them), is to pass through. Never waits.
         `checked`: only what is complete in the landing tier, up to the first page that is not. `most`: pages, of which
         a first part is planned; then `go_on`.
         """
@@ -113,9 +109,9 @@ class LoadPlanner:
         if self._prefetched:
             self._note_uses(plan, first)
         if asked.keep and self.landing is not None:
-            index, wanted = self.landing.index, self._promoted(plan, absent)
-            later = {page.key for page in pages[stop:]} if index.free_slots < len(wanted) else ()
-            self._reserve(index, plan, wanted, later)
+            index = self.landing.index
+            later = {page.key for page in pages[stop:]} if index.free_slots < len(absent) else ()
+            self._reserve(index, plan, absent, later)
         return len(plan) - first
 
     def _lease(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
@@ -186,15 +182,6 @@ class LoadPlanner:
             for row in run.rows[max(0, first - run.rows.start) :]:
                 slot = plan.sources[row].slot if run.tier is self.landing else None
                 self._prefetched.use(plan.pages[row].key, slot)
-
-    def _promoted(self, plan: LoadPlan, rows: Sequence[int]) -> Sequence[int]:
-        """Those that a load may leave in the landing tier, which has none of them."""
-        if not self._promotion.selective:
-            return rows
-        wanted = list(itertools.compress(rows, self._promotion.wanted([plan.pages[row].key for row in rows])))
-        if len(wanted) < len(rows):
-            self.manager.counts["promotion", "declined"] += len(rows) - len(wanted)
-        return wanted
 
     def _reserve(self, index: PageIndex, plan: LoadPlan, rows: Sequence[int], keep: Collection[bytes] = ()) -> None:
         """Give pages a slot of the landing tier each, as far as there is room."""

@@ -70,6 +70,7 @@ class LoadRun:
         executor: Executor,
         layout: PageLayout,
         config: LoadConfig,
+        deadline: float,
         load: LoadObserver,
         plan: LoadPlan,
         blocks: Int64Array | None,
@@ -85,7 +86,7 @@ class LoadRun:
         self._layout = layout
         self._always = config.verify == "always" and not checked
         self._start = executor.now()
-        self._until = math.inf if checked else self._start + config.deadline
+        self._until = math.inf if checked else self._start + deadline
         self._load = load
         self._plan = plan
         self._blocks = blocks

@@ -22,12 +22,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gdscache.limits import LIMITS
 from gdscache.policies.endurance import EnduranceBudget
 from gdscache.policies.sketch import FrequencySketch, RecentCounter
 from gdscache.sizes import about
 
 if TYPE_CHECKING:
-    from gdscache.config import SsdConfig
     from gdscache.pages.keys import Page
 
 REMEMBERED = 4  # `second_offer`: an offer is remembered during so many offers a slot of the SSD, up to twice as many
@@ -64,7 +64,7 @@ class AdmitAll:
     asks_victim = False
 
     def __init__(self, slots: int, offers: int) -> None:
-        """As every row: for an SSD of `slots` pages; `offers` is `ssd.admission_offers`."""
+        """As every row: for an SSD of `slots` pages; `offers`: at which of them `second_offer` lets a page in."""
 
     def use(self, keys: Sequence[bytes]) -> None:
         pass
@@ -73,7 +73,7 @@ class AdmitAll:
         return True
 
     def explain(self, key: bytes, victim: bytes | None) -> str:
-        return "ssd.admission is all, which refuses nothing"
+        return "store.admission is all, which refuses nothing"
 
     def describe(self) -> dict[str, Any]:
         return {"memory_bytes": 0}
@@ -102,8 +102,7 @@ class SecondOffer:
     def explain(self, key: bytes, victim: bytes | None) -> str:
         return (
             f"offered fewer than {self._offers} times in the last {self._counter.period:,} offers. "
-            f"ssd.admission is second_offer and ssd.admission_offers is {self._offers}: "
-            f"lower it (2 at least), or set ssd.admission to all, to write more"
+            f"store.admission is second_offer: set it to all to write more"
         )
 
     def describe(self) -> dict[str, Any]:
@@ -133,7 +132,7 @@ class TinyLFU:
         there = 0 if victim is None else self._sketch.count(victim)
         return (
             f"used {self._sketch.count(key)} times, and the page that would have to go {there} times. "
-            f"ssd.admission is tinylfu: set it to all, or raise ssd.capacity, to write more"
+            f"store.admission is tinylfu: set it to all, or raise ssd.capacity, to write more"
         )
 
     def describe(self) -> dict[str, Any]:
@@ -249,7 +248,7 @@ class Admission:
             others = ", ".join(f"{n:,} for {name}" for name, n in self.refused.items() if name != cause) or "none"
             return (
                 f"the page before it was refused (refusals so far: {others}), so no lookup would get to it; "
-                f"ssd.admission and ssd.endurance decide about that one"
+                f"store.admission and ssd.endurance decide about that one"
             )
         if cause == "endurance":
             return f"a page needs {about(self._extent_bytes)}, {self._budget}. Raise ssd.endurance, or set it to null"
@@ -257,20 +256,21 @@ class Admission:
             return (
                 "the SSD writes more slowly than pages are stored, and as many are on their way as store.queue allows, "
                 "or as fill half of the CPU tier. Raise store.queue and cpu.capacity if that passes; if it lasts, "
-                "let ssd.admission choose what is written"
+                "let store.admission choose what is written"
             )
         return self._policy.explain(page.key, victim)
 
 
-def new_admission(name: str, slots: int, offers: int = 2) -> AdmissionPolicy:
-    """A policy by its name, for a tier of `slots` pages. `offers`: of `second_offer`, at which a page is written."""
-    return ADMISSIONS[name](slots, offers)
-
-
 def open_admission(
-    config: SsdConfig, slots: int, extent_bytes: int, clock: Callable[[], float] = time.monotonic
+    name: str,
+    slots: int,
+    extent_bytes: int,
+    endurance: int | None = None,
+    *,
+    offers: int = LIMITS.admission_offers,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Admission:
-    """What `ssd.admission`, `ssd.admission_offers` and `ssd.endurance` ask for, for an SSD of `slots` pages."""
-    policy = new_admission(config.admission, slots, config.admission_offers)
-    budget = None if config.endurance is None else EnduranceBudget(config.endurance, clock)
-    return Admission(policy, extent_bytes, budget)
+    """A policy by its name and a budget in bytes a day, for a tier of `slots` pages. `offers`: at which of them
+    `second_offer` lets a page in."""
+    budget = None if endurance is None else EnduranceBudget(endurance, clock)
+    return Admission(ADMISSIONS[name](slots, offers), extent_bytes, budget)

@@ -1,4 +1,4 @@
-"""Counting keys in fixed memory, with decay: what admission and promotion know of pages that are not there.
+"""Counting keys in fixed memory, with decay: what admission knows of pages that are not there.
 
 Keys are page keys, that is digests: their own bytes serve as hashes. Every counter errs on one side only. It may say
 more than the truth, never less. Nothing here locks.

@@ -107,16 +107,17 @@ class Prefetch:
         """True when it has ended; never waits."""
         return self._work.over.is_set()
 
-    def wait(self) -> int:
-        """Apply the stop policy (`prefetch.stop`) and return `tokens`; call it when the request is to run.
+    def wait(self, seconds: float | None = 0.0) -> int:
+        """Wait up to so many seconds for its end, then stop it, and return `tokens`. For when the request is to run.
 
-        `best_effort` stops the prefetch now. `wait_complete` waits for its end, and stops it after `load.deadline`.
-        `timeout` waits until the prefetch's time is up. A chunk that is under way goes on, and a load that needs its
-        pages waits for them.
+        0 stops the prefetch now; None waits for its end, and stops it after `deadline`. A chunk that is under way goes
+        on, and a load that needs its pages waits for them.
         """
+        limit = arguments.seconds(seconds)
+        patience, why = (self._owner.deadline, PrefetchEnd.DEADLINE) if limit is None else (limit, PrefetchEnd.STOPPED)
         calls = self._owner.calls
-        seconds, why = calls.brief(lambda: self._owner.patience(self._request))
-        if not self._work.over.wait(seconds):
+        calls.check()
+        if not self._work.over.wait(patience):
             calls.brief(lambda: self._owner.stop(self._request, why))
         return self.tokens
 
@@ -132,9 +133,9 @@ class Prefetch:
         self.cancel()
 
     def result(self, seconds: float | None = None) -> PrefetchReport:
-        """Wait until it has ended, whatever the stop policy; never raises for a page.
+        """Wait until it has ended; never raises for a page.
 
-        Raises `DeadlineError` when it has not ended within `seconds`, `load.deadline` by default. It goes on then.
+        Raises `DeadlineError` when it has not ended within `seconds`, `deadline` by default. It goes on then.
         """
         self._owner.calls.check()
         work, limit = self._work, arguments.seconds(seconds)

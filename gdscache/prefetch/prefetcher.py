@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gdscache.config import PrefetchConfig
 from gdscache.errors import EngineClosedError
+from gdscache.limits import EngineLimits
 from gdscache.load.loader import Loader
 from gdscache.load.plan import PrefetchPlan
 from gdscache.moves import PageStatus, Priority, Steps, failure
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
 
 
 class Prefetcher:
-    """Carries prefetches out: `prefetch.concurrent` threads move chunks, and one waits until the next may begin."""
+    """Carries prefetches out: a few threads move chunks, and one waits until the next may begin."""
 
-    def __init__(self, loader: Loader, held: PrefetchedPages, layout: PageLayout, config: PrefetchConfig) -> None:
+    def __init__(self, loader: Loader, held: PrefetchedPages, layout: PageLayout, limits: EngineLimits) -> None:
         """`held`: what loads use of the pages that are brought is told to it."""
         self.layout = layout
-        self.deadline = loader.config.deadline
+        self.deadline = loader.deadline
         self._manager = manager = loader.manager
         self.calls = manager.calls
         self._loader = loader
         self._planner = loader.planner
         self._held = held
-        self._queue = PrefetchQueue(config, max(1, config.chunk // layout.extent_bytes), held, self._ended)
+        pages = max(1, limits.prefetch_bytes // layout.extent_bytes)
+        self._queue = PrefetchQueue(pages, limits.prefetch_chunks, held, self._ended)
         self._live: dict[PrefetchRequest, PrefetchWork] = {}
         self._requests = 0
         self._ends: Counter[str] = Counter()
@@ -55,7 +56,7 @@ class Prefetcher:
         both = landing is not None and any(tier.kind == "files" for tier in manager.tiers.values())  # or it is idle
         self._unserved = [tier for tier in manager.files if not tier.served]
         self._asking = 0
-        self._lane = loader.executor.lane(Priority.PREFETCH, loader.manager.learn, config.concurrent if both else 0)
+        self._lane = loader.executor.lane(Priority.PREFETCH, manager.learn, limits.prefetch_chunks if both else 0)
         with contextlib.ExitStack() as undo:
             undo.callback(self._lane.close)
             self._turns = Workers(1 if both else 0, "gdscache-prefetch-turns")
@@ -135,7 +136,7 @@ class Prefetcher:
                 keep |= landing.index.family(pages[:1])
             request.of(wanted, None if claim is None else claim.until, short=beyond > 0)
             work.begin(pages, tuple(found), present, keep, claim, beyond)
-            self._queue.add(request, wanted * self.layout.page_tokens)
+            self._queue.add(request)
             self._changed.notify_all()
             undo.pop_all()
 
@@ -160,11 +161,6 @@ class Prefetcher:
         """Begin no further chunk of it."""
         with self._manager.lock:
             self._queue.stop(request, why)
-
-    def patience(self, request: PrefetchRequest) -> tuple[float, PrefetchEnd]:
-        """How long `wait` waits, in seconds, and why it stops the prefetch then."""
-        with self._manager.lock:
-            return self._queue.patience(request, self.deadline)
 
     def stats(self) -> dict[str, Any]:
         """Plain data: prefetches by how they ended, pages by what became of them, used or lost before anybody did."""
@@ -332,12 +328,12 @@ class Prefetcher:
 _ENDS = {"missing": PrefetchEnd.MISSING, "no_room": PrefetchEnd.NO_ROOM}
 
 
-def held_pages(manager: TierManager, config: PrefetchConfig) -> PrefetchedPages:
+def held_pages(manager: TierManager, limits: EngineLimits) -> PrefetchedPages:
     """What prefetches may hold in the CPU tier: their quota of it."""
     cpu = manager.cpu
     if cpu is None:
         return PrefetchedPages(0, _nowhere)
-    return PrefetchedPages(max(1, int(config.quota * cpu.index.slots)), cpu.index.slot)
+    return PrefetchedPages(max(1, int(limits.prefetch_share * cpu.index.slots)), cpu.index.slot)
 
 
 def _nowhere(key: bytes) -> int | None:

@@ -11,13 +11,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
-from gdscache.config import PrefetchConfig
-from gdscache.limits import MAX_SECONDS
-
 MOST = 1024  # prefetches that are under way or wait
 DEMAND_PAUSE_S = 0.1  # while loads are under way, one chunk begins in so much time
 PARKED_S = 0.002  # a request that waits for somebody else's page is looked at again after this
-_TOKEN_S = 0.25 / 1024  # seconds more that a prefetch has for each token, with the stop policy `timeout`
 SWEPT = 1024  # pages that one turn looks for in the tier, to find out which were evicted
 
 
@@ -25,9 +21,9 @@ class PrefetchEnd(enum.Enum):
     """Why a prefetch has ended. The first cause counts."""
 
     COMPLETE = "complete"  # all pages that the lookup found are in the CPU tier or faster
-    STOPPED = "stopped"  # by the stop policy: `wait` with best_effort, or the time of `timeout` was up
+    STOPPED = "stopped"  # the time that `wait` was given was up
     CANCELLED = "cancelled"
-    DEADLINE = "deadline"  # `wait` with wait_complete gave up after load.deadline, or the time of its pins was up
+    DEADLINE = "deadline"  # `wait(None)` gave up after `deadline`, or the time of its pins was up
     QUOTA = "quota"  # prefetched pages that nobody has used hold their share of the CPU tier
     QUEUE_FULL = "queue_full"  # there were `MOST` prefetches already
     NO_ROOM = "no_room"  # no slot of the CPU tier can be had: what is there is leased, or of this prefix; or pins hold
@@ -114,7 +110,7 @@ class PrefetchedPages:
 
 
 class PrefetchRequest:
-    """A prefetch as the queue sees it. `pages` of it are still to begin; it begins none after `limit`, if it has one.
+    """A prefetch as the queue sees it. `pages` of it are still to begin.
 
     `end` is why it ends; it is over when no chunk of it is `flying` any more.
 
@@ -122,12 +118,11 @@ class PrefetchRequest:
     the quota. `short`: there are pages for which they had no room.
     """
 
-    __slots__ = ("begun", "end", "flying", "limit", "pages", "parked", "short", "swept", "until")
+    __slots__ = ("begun", "end", "flying", "pages", "parked", "short", "swept", "until")
 
     def __init__(self, pages: int, until: float | None = None, *, short: bool = False) -> None:
         self.of(pages, until, short=short)
         self.begun = 0.0
-        self.limit: float | None = None
         self.parked: float | None = None  # not looked at before this time
         self.swept = 0  # unused pages that were looked for since it found the quota used up
         self.flying = 0
@@ -143,20 +138,21 @@ class PrefetchRequest:
 class PrefetchQueue:
     """Whose turn it is. `ended` is called for each request when it is over, once but after `recount`. The caller locks.
 
-    Requests go round, a chunk of up to `chunk_pages` each: while one waits for its turn, no other gets two chunks more.
+    Requests go round, a chunk of up to `chunk_pages` each, `concurrent` of them at once: while one waits for its turn,
+    no other gets two chunks more.
     """
 
     def __init__(
         self,
-        config: PrefetchConfig,
         chunk_pages: int,
+        concurrent: int,
         pages: PrefetchedPages,
         ended: Callable[[PrefetchRequest], None],
         clock: Callable[[], float] = time.monotonic,
         most: int = MOST,
     ) -> None:
-        self._config = config
         self._most = most
+        self._concurrent = concurrent
         self._chunk_pages = chunk_pages
         self._pages = pages
         self._ended = ended
@@ -171,13 +167,9 @@ class PrefetchQueue:
         """Requests that are not over."""
         return len(self._live)
 
-    def add(self, request: PrefetchRequest, tokens: int) -> None:
-        """A new request, to bring `tokens` tokens in `request.pages` pages; it may be over at once."""
-        config = self._config
+    def add(self, request: PrefetchRequest) -> None:
+        """A new request, to bring `request.pages` pages; it may be over at once."""
         request.begun = self._clock()
-        if config.stop == "timeout":
-            seconds = config.timeout + _TOKEN_S * tokens
-            request.limit = request.begun + min(seconds, MAX_SECONDS)
         self._live.add(request)
         if not request.pages:
             self.stop(request, _through(request))
@@ -258,19 +250,11 @@ class PrefetchQueue:
                 self._turns.remove(request)
             self._end_if_over(request)
 
-    def patience(self, request: PrefetchRequest, deadline: float) -> tuple[float, PrefetchEnd]:
-        """How many seconds from now `wait` waits for the request's end, and why it stops it then."""
-        if self._config.stop == "best_effort":
-            return 0.0, PrefetchEnd.STOPPED
-        if request.limit is not None:
-            return max(0.0, request.limit - self._clock()), PrefetchEnd.STOPPED
-        return deadline, PrefetchEnd.DEADLINE
-
     def wake(self) -> float | None:
         """In how many seconds `next` may have another answer by the clock alone; None: not before something happens."""
         if self._again:
             return 0.0
-        times = [at for r in self._turns for at in (r.limit, r.parked, r.until) if at is not None]
+        times = [at for r in self._turns for at in (r.parked, r.until) if at is not None]
         if self._held_back is not None and not self.flying:
             times.append(self._held_back + DEMAND_PAUSE_S)
         return max(0.0, min(times) - self._clock()) if times else None
@@ -278,8 +262,6 @@ class PrefetchQueue:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _expire(self, now: float) -> None:
-        for request in [r for r in self._turns if r.limit is not None and now >= r.limit]:
-            self.stop(request, PrefetchEnd.STOPPED)
         for request in [r for r in self._turns if r.until is not None and now >= r.until]:
             self.stop(request, PrefetchEnd.DEADLINE)
 
@@ -296,7 +278,7 @@ class PrefetchQueue:
         """Whether there are chunks enough under way, or loads go first."""
         if not demand:
             self._held_back = None
-            return self.flying >= self._config.concurrent
+            return self.flying >= self._concurrent
         if self._held_back is None:
             self._held_back = now
         return self.flying > 0 or now < self._held_back + DEMAND_PAUSE_S

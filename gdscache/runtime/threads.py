@@ -89,8 +89,7 @@ def start(threads: Sequence[threading.Thread], stop: Callable[[], object]) -> No
             thread.join()
         raise ThreadStartError(
             f"thread {threads[len(begun)].name} cannot be started: {error}",
-            "raise the limit of threads (ulimit -u, pids.max of the control group), or lower load.threads, "
-            "prefetch.concurrent and ssd.threads",
+            "raise the limit of threads (ulimit -u, pids.max of the control group), or lower ssd.threads",
         ) from error
 
 

@@ -5,7 +5,7 @@ first in memory: the CPU tier), and says which tiers of files are to get it now,
 there is an *outlet* (store/outlets.py). With one of them, the SSD:
 
 * `write_through`: every page, at once.
-* `write_through_selective`: a page that was hit `store.write_hits` times since it came. A lookup only notes that; the
+* `write_through_selective`: a page that was hit twice since it came. A lookup only notes that; the
   next load or store sends the page on.
 * `write_back`: a page that the CPU tier is about to give up. Until then it is *dirty* there, which eviction respects;
   the coldest are written ahead when more than half of the slots are dirty, down to a quarter (`WATERMARKS`).
@@ -73,19 +73,16 @@ class StorePlanner:
         outlets: Sequence[Outlet],
         earned: EarnedOffers,
         watermarks: tuple[float, float] | None = None,
-        *,
-        selective: bool = False,
     ) -> None:
         """`outlets`: to the manager's tiers of files. `earned`: what the manager's lookups note. `watermarks` of
         `write_back`, as shares of the landing tier's slots: above the second the coldest dirty pages are written, down
-        to the first. `selective`: loads do not promote every page that they read, so stores do not either."""
+        to the first."""
         self.outlets = outlets
         self.queued = 0  # pages accepted and not finished
         self._cleaning = 0  # ... that are on their way from the CPU tier to the SSD without a store
         self._manager = manager
         self._landing = manager.landing
         self._policy = config.write_policy if self.outlets else "never"
-        self._selective = selective
         self._limit = config.queue // extent_bytes
         slots = 0 if self._landing is None else self._landing.index.slots
         low, high = WATERMARKS if watermarks is None else watermarks
@@ -132,11 +129,7 @@ class StorePlanner:
         again = landing is None or (self._policy == "write_through" and not self._earned.by_hits)
         found = []
         for number, page in enumerate(pages):
-            if landing is not None and page.key not in landing.index:
-                # Nor is promoted what the load before it did not.
-                if not (self._selective and any(page.key in outlet.tier.index for outlet in self.outlets)):
-                    found.append(number)
-            elif again and self._lacking(page):
+            if (landing is not None and page.key not in landing.index) or (again and self._lacking(page)):
                 found.append(number)
         if len({pages[number].key for number in found}) < len(found):
             found = sorted({pages[number].key: number for number in reversed(found)}.values())

@@ -89,6 +89,7 @@ class Storer:
         writers: Mapping[str, TierWriter],
         extent_bytes: int,
         config: StoreConfig,
+        deadline: float,
     ) -> None:
         self._manager = manager
         self._planner = planner
@@ -97,7 +98,7 @@ class Storer:
         self._writers = writers
         self._extent_bytes = extent_bytes
         self._queue = config.queue
-        self._deadline = config.deadline
+        self._deadline = deadline
         self._jobs: set[_Job] = set()  # stores whose blocks are still being read; the manager's lock guards it
         self._idle = threading.Condition(manager.lock)
         self._dropping = False

@@ -15,7 +15,7 @@ from gdscache.tiers.base import Tier
 
 
 class CpuTier(Tier):
-    """The pinned CPU pool: exactly the configured bytes, page aligned, pinned where CUDA is."""
+    """The CPU pool: exactly the configured bytes, page aligned. `pin`: see `HostBuffer`."""
 
     name = "cpu"
     kind = "memory"

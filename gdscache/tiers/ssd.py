@@ -31,6 +31,7 @@ from gdscache.errors import IOFailedError, LockLostError, StorageError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, HIGHEST, LOWEST, Retention
 from gdscache.index.table import Entry, PageState
+from gdscache.limits import LIMITS
 from gdscache.native.library import integers
 from gdscache.native.tables import put_rows, take_rows, take_unbound
 from gdscache.pages.checksum import Checksums, bound
@@ -56,8 +57,8 @@ _CLOCK_LIMIT = 1 << 62  # a damaged row must not push the clock out of SQLite's 
 class SsdTier(DurableTier):
     """Pages on an SSD. `lock` is the manager's lock; it guards the index and is never held over I/O.
 
-    `choose`: which way pages go to the planes (ssd_route.py). `wall_clock`: seconds since the epoch; pages that have
-    expired by then are given up when the tier opens.
+    `choose`: which way pages go to the planes (ssd_route.py). `reserve`: free slots that are kept ready, an eighth of
+    all at most. `wall_clock`: seconds since the epoch; pages that have expired by then are given up at once.
     """
 
     name = "ssd"
@@ -71,6 +72,9 @@ class SsdTier(DurableTier):
         device: str,
         lock: threading.RLock,
         choose: Callable[[SlabIO, PageIndex], RouteChoice] | None = None,
+        *,
+        eviction: str = "lifetime",
+        reserve: int = LIMITS.ssd_reserve,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.layout = layout
@@ -86,7 +90,7 @@ class SsdTier(DurableTier):
                 directory=path,
                 device=device,
                 threads=config.threads,
-                direct_io=config.direct_io,
+                direct_io="auto",
                 gds=config.gds,
             )
             undo.callback(transport.close)
@@ -98,11 +102,11 @@ class SsdTier(DurableTier):
             self._directory.watch_catalog()
             self.io = SlabIO(self._slab, transport)
             undo.callback(self.io.close)
-            self._recover(slots, config.eviction, wall_clock())
+            self._recover(slots, eviction, wall_clock())
             self._route = None if choose is None else choose(self.io, self.index)
             undo.pop_all()
         self._power = config.durability == "power"
-        self._reserve = min(config.reserve, slots // 8)
+        self._reserve = min(reserve, slots // 8)
         self._checksums = np.zeros((slots, layout.n_layers), dtype=np.uint64)  # as stored: bound to the keys
         self._known = bytearray(slots)  # slots whose checksums are in memory
         self._doomed: dict[int, None] = {}  # slots whose rows the next commits delete, the first doomed first

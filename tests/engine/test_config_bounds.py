@@ -103,7 +103,6 @@ def put(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
         plane = {"name": "p", "shape": [8], name: [value]}
         config["model"] = {
             **{k: v for k, v in MHA.items() if k in ("name", "layers", "dtype", "page_tokens")},
-            "kind": "planes",
             "planes": [plane],
         }
     elif section:
@@ -133,7 +132,7 @@ def base(path: Path | None = None) -> dict[str, Any]:
 
 
 def test_every_number_has_bounds() -> None:
-    assert len(KEYS) >= 32
+    assert len(KEYS) >= 22
     for key in KEYS:
         low, high = _bounds(FIELDS[key]).extremes
         assert -math.inf < low < high < math.inf, key
@@ -166,7 +165,7 @@ def test_a_page_is_bounded_by_what_one_request_moves() -> None:
     """Each size is right alone; together they are a page that no system call reads."""
     with pytest.raises(GeometryError, match=rf"model\.page_tokens.*{MAX_EXTENT_BYTES:,}"):
         Config.from_dict(put(base(), "model.head_dim", MAX_COUNT))
-    fits = {"name": "m", "kind": "planes", "layers": 1, "page_tokens": 1, "planes": [{"name": "p", "shape": [1]}]}
+    fits = {"name": "m", "layers": 1, "page_tokens": 1, "planes": [{"name": "p", "shape": [1]}]}
     fits |= {"dtype": "uint8"}
     for nbytes, refused in ((MAX_EXTENT_BYTES, False), (MAX_EXTENT_BYTES + 1, True)):
         fits["planes"] = [{"name": "p", "shape": [nbytes]}]
@@ -219,7 +218,7 @@ LEAST = {
 CAPACITIES = ("gpu.capacity", "gpu.staging", "cpu.capacity", "ssd.capacity", "tiers[].capacity", "host_buffer")
 SHAPES = ("model.layers", "model.page_tokens", "model.kv_heads", "model.head_dim", "model.v_head_dim")
 OTHERS = ("model.kv_lora_rank", "model.rope_dim", *PLANES)  # of other kinds of models
-THREADS = {"ssd.threads": 64, "load.threads": 64}  # instead of 1,024, which is much for a test machine
+THREADS = {"ssd.threads": 64}  # instead of 1,024, which is much for a test machine
 TOGETHER = [key for key in KEYS if key not in SHAPES and key not in OTHERS]
 
 
@@ -230,7 +229,7 @@ def extreme(key: str, *, most: bool) -> Any:
     return THREADS.get(key, high) if most else low
 
 
-def works(config: dict[str, Any]) -> None:
+def works(config: dict[str, Any], seconds: float | None = 0.0) -> None:
     """Open, store, look up, load, prefetch, drain, close: each ends in bounded time, whatever it brings."""
     host = Host(config, blocks=16)
     with host.engine as engine:
@@ -240,15 +239,15 @@ def works(config: dict[str, Any]) -> None:
         engine.drain(WAIT)
         hit = engine.lookup(first)
         load = engine.load(hit, host.take(len(hit.pages)))
-        for seconds in (None, WAIT):
+        for limit in (None, WAIT):
             try:
-                load.wait(0, seconds)
-                load.result(seconds)
+                load.wait(0, limit)
+                load.result(limit)
             except GdsCacheError:  # a deadline of no time at all
-                assert config["load"]["deadline"] < 1
+                assert config["deadline"] < 1
         load.release_event.synchronize(WAIT)
         with engine.prefetch(first) as prefetch:
-            prefetch.wait()
+            prefetch.wait(seconds)
         prefetch.result(WAIT)
         settle(engine)
 
@@ -264,15 +263,15 @@ def merged(path: Path, *, most: bool) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("stop", ["best_effort", "wait_complete", "timeout"])
+@pytest.mark.parametrize("seconds", [0.0, None, MAX_SECONDS], ids=["at once", "the deadline", "for ever"])
 @pytest.mark.parametrize("most", [False, True], ids=["least", "most"])
-def test_an_engine_with_all_numbers_at_their_bounds_works_and_closes(tmp_path: Path, *, most: bool, stop: str) -> None:
+def test_an_engine_with_all_numbers_at_their_bounds_works_and_closes(
+    tmp_path: Path, *, most: bool, seconds: float | None
+) -> None:
     config = merged(tmp_path, most=most)
-    if most or stop != "timeout":  # or the least: nothing is waited for
-        config["prefetch"]["stop"] = stop
     if not most:
-        config["load"]["deadline"] = WAIT  # of its own below: with none, what is waited for is not there
-    works(config)
+        config["deadline"] = WAIT  # of its own below: with none, what is waited for is not there
+    works(config, seconds)
 
 
 @pytest.mark.suite
@@ -288,7 +287,7 @@ def test_the_other_write_policies_close_with_the_longest_deadlines(tmp_path: Pat
 @pytest.mark.parametrize("seconds", [5e-324, 1e-9], ids=["least", "a nanosecond"])
 def test_deadlines_of_no_time_drop_and_miss_and_nothing_hangs(tmp_path: Path, seconds: float) -> None:
     config = base(tmp_path)
-    config["store"]["deadline"] = config["load"]["deadline"] = seconds
+    config["deadline"] = seconds
     works(config)
 
 
@@ -302,13 +301,12 @@ CROSS = [pair for key in TOGETHER for pair in bounded(key)]
 @SOAK
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back", "never"])
-@pytest.mark.parametrize("stop", ["best_effort", "wait_complete", "timeout"])
 @pytest.mark.parametrize(("key", "most"), CROSS)
 def test_an_engine_with_one_number_at_its_bound_works_and_closes(
-    tmp_path: Path, key: str, stop: str, policy: str, *, most: bool
+    tmp_path: Path, key: str, policy: str, *, most: bool
 ) -> None:
     config = base(tmp_path)
-    config["store"]["write_policy"], config["prefetch"]["stop"] = policy, stop
+    config["store"]["write_policy"] = policy
     config = put(config, key, extreme(key, most=most))
     if key == "model.head_group":
         config["model"]["head_groups"] = MAX_COUNT
@@ -431,7 +429,7 @@ except GdsCacheError as error:
 
 def test_the_walk_finds_the_numbers_of_every_section() -> None:
     sections = {key.rpartition(".")[0] for key in KEYS}
-    expected = {"", "model", "model.planes[]", "gpu", "cpu", "ssd", "tiers[]", "store", "load", "prefetch"}
+    expected = {"", "model", "model.planes[]", "gpu", "cpu", "ssd", "tiers[]", "store"}
     assert sections == expected
     assert issubclass(Config, BaseModel)
     assert issubclass(CapacityError, ConfigError)

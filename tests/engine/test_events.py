@@ -17,7 +17,7 @@ from gdscache.pages.keys import Page
 from tests.support.helpers import WAIT, Host, drop_from, prompt, quiet, run, until
 
 OpenHost = Callable[..., Host]
-ON = {"enabled": True}
+ON: dict[str, Any] = {}
 CPU, SSD, ALL = Place("CPU", "LOCAL", "cpu"), Place("STORAGE", "LOCAL", "ssd"), Place("", "", "")
 
 
@@ -128,7 +128,7 @@ def test_what_a_restart_brings_back_is_told(open_host: OpenHost, tmp_path: Any) 
 
 
 def test_without_the_setting_there_are_none(open_host: OpenHost) -> None:
-    with pytest.raises(InvalidValueError, match="enabled"):
+    with pytest.raises(InvalidValueError, match="there are no events"):
         open_host().engine.on_events(print)
 
 

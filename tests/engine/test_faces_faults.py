@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,12 @@ from gdscache.errors import DeadlineError
 from gdscache.storage.base import Op
 from tests.support.faces import Face
 from tests.support.faulty import PLAN, READ_FAULTS, Fault
-from tests.support.helpers import WAIT, flip_file, prompt, settle, until
+from tests.support.helpers import SMALL, WAIT, flip_file, prompt, settle, until
 from tests.support.pages import FAULTY, misses, offset_of, slot_of
 
 OpenFace = Callable[..., Face[Any]]
 LOADED = PageStatus.LOADED
+ONE_LOAD = dataclasses.replace(SMALL, load_threads=1)  # at a time
 
 
 def put_and_drop(face: Face[Any], tokens: list[int]) -> None:
@@ -102,7 +104,7 @@ def test_prefetch_of_a_bad_page_publishes_nothing_bad(open_face: OpenFace) -> No
 
 
 def test_deadlines_are_kept_and_what_is_late_is_harmless(open_face: OpenFace) -> None:
-    face = open_face(transport=FAULTY, load={"deadline": 0.3}, cpu=3)
+    face = open_face(transport=FAULTY, deadline=0.3, cpu=3)
     tokens = prompt(1, 4)
     put_and_drop(face, tokens)
     with PLAN.rule(Op.READ, Fault.HANG):
@@ -124,13 +126,13 @@ def test_a_clear_does_not_spoil_a_load_that_holds_its_pages(
     open_face: OpenFace, cpu: int | None, reopened: bool
 ) -> None:
     """A leased page stays readable until its load is over; a clear is no checksum error."""
-    face = open_face(transport=FAULTY, cpu=cpu, load={"threads": 1})
+    face = open_face(transport=FAULTY, cpu=cpu, limits=ONE_LOAD)
     first, tokens = prompt(1, 2), prompt(2, 3)
     face.put(first)
     put_and_drop(face, tokens)
     if reopened:  # then no checksum is in memory yet
         face.engine.close()
-        face = open_face(transport=FAULTY, cpu=cpu, load={"threads": 1})
+        face = open_face(transport=FAULTY, cpu=cpu, limits=ONE_LOAD)
     with PLAN.rule(Op.READ, Fault.HANG) as rule:
         blocking = face.begin(first)
         until(lambda: rule.met > 0, "the only thread for loads is busy")

@@ -45,8 +45,8 @@ Open = Callable[..., CacheEngine]
 OpenHost = Callable[..., Host]
 FAULTY = "tests.support.faulty:FaultyTransport"
 SOON = 0.5  # seconds of a deadline that is to pass
-READS_SOON: dict[str, Any] = {"transport": FAULTY, "load": {"deadline": SOON}}
-WRITES_SOON: dict[str, Any] = {"transport": FAULTY, "store": {"deadline": SOON}}
+READS_SOON: dict[str, Any] = {"transport": FAULTY, "deadline": SOON}
+WRITES_SOON: dict[str, Any] = {"transport": FAULTY, "deadline": SOON}
 DEADLINE, LOADED, OFF = PageStatus.DEADLINE, PageStatus.LOADED, PageStatus.SWITCHED_OFF
 
 
@@ -423,7 +423,7 @@ def test_without_a_cpu_tier_hung_writes_switch_off_and_nothing_waits_for_their_s
 
 
 def test_a_load_under_way_stops_reading_when_the_tier_is_switched_off(open_host: OpenHost) -> None:
-    host = open_host(cpu=None, bounce=8, ssd=24, transport=FAULTY, load={"deadline": WAIT})
+    host = open_host(cpu=None, bounce=8, ssd=24, transport=FAULTY, deadline=WAIT)
     tokens = stored(host, 1, 12)
     submitted = threading.Event()
     moved = threading.Event()
@@ -656,7 +656,7 @@ def test_close_waits_a_little_for_what_is_only_slow(open_host: OpenHost, caplog:
 def test_close_with_a_long_queue_to_a_hung_device_costs_about_one_deadline(
     open_impatient: OpenHost, cpu: int | None, drain: bool
 ) -> None:
-    host = open_impatient(cpu=cpu, bounce=64, ssd=64, transport=FAULTY, store={"deadline": 1.0})
+    host = open_impatient(cpu=cpu, bounce=64, ssd=64, transport=FAULTY, deadline=1.0)
     writer = host.engine._parts.storer._writers["ssd"]
     writer.most = 1  # a batch a page: waiting for each would take a deadline a pair
     with PLAN.rule(Op.WRITE, Fault.HANG):
@@ -705,8 +705,7 @@ def test_close_does_not_wait_for_a_catalogue_on_a_device_that_hangs(
 @pytest.mark.parametrize("cpu", [None, 12])
 def test_many_threads_while_io_hangs_now_and_then(open_host: OpenHost, cpu: int | None, seconds: float) -> None:
     """No wrong byte, no lost slot, no wait without end, whatever hangs and for how long."""
-    options = {"load": {"deadline": 0.05, "threads": 4}, "store": {"deadline": 0.1}}
-    host = open_host(cpu=cpu, bounce=32, ssd=24, blocks=64, transport=FAULTY, **options)
+    host = open_host(cpu=cpu, bounce=32, ssd=24, blocks=64, transport=FAULTY, deadline=0.1)
     engine, layout = host.engine, host.layout
     prompts = [prompt(seed, 1 + seed % 4) for seed in range(12)]
     stop = time.monotonic() + seconds

@@ -309,7 +309,7 @@ def test_ctrl_c_ends_a_call_that_waits_at_once(open_host: Callable[..., Host], w
 @pytest.mark.parametrize("rounds", [20, pytest.param(3000, marks=pytest.mark.soak)])
 def test_a_timer_that_interrupts_short_calls_loses_nothing(slab: Path, rounds: int) -> None:
     """Interrupts by a timer of the system at random moments of lookups, loads, stores and prefetches."""
-    host = Host(make_config(slab, cpu=12, ssd=40, load={"deadline": 5.0}))
+    host = Host(make_config(slab, cpu=12, ssd=40, deadline=5.0))
     rng, interrupts, seed = random.Random(5), 0, 100
     tokens = prompt(1, 4, extra=1)
     host.store(tokens)

@@ -73,7 +73,7 @@ class Rig:
     """An engine with a pool of its own, or one that is attached, and some pages in every tier."""
 
     def __init__(self, path: Path, *, attached: bool) -> None:
-        config = make_config(path, gpu=24, cpu=12, ssd=40, load={"deadline": 5.0})
+        config = make_config(path, gpu=24, cpu=12, ssd=40, deadline=5.0)
         self.host = Host(config) if attached else None
         self.engine = self.host.engine if self.host is not None else CacheEngine.from_config(config)
         self.tokens = prompt(1, 4, extra=1)

@@ -5,6 +5,7 @@ The order is that of docs/architecture.md. Locks that guard one thing each are t
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
@@ -19,7 +20,7 @@ from gdscache import opening as build
 from gdscache.storage.base import Op
 from gdscache.testing.faults import FaultRule
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, Host, drop_from, prompt, quiet
+from tests.support.helpers import SMALL, WAIT, Host, drop_from, prompt, quiet
 
 OpenHost = Callable[..., Host]
 ORDER = ("order", "alone", "commit", "manager", "leaf")
@@ -98,7 +99,8 @@ def test_locks_are_taken_in_one_order(
         ssd=16,
         bounce=4,
         transport="tests.support.faulty:FaultyTransport",
-        load={"deadline": 0.2, "threads": 2},
+        deadline=0.2,
+        limits=dataclasses.replace(SMALL, load_threads=2),
     )
     monkeypatch.undo()
     watched(host)

@@ -74,7 +74,7 @@ def test_loads_and_misses_by_cause(open_engine: Opens) -> None:
 
 def test_what_hangs_is_shown_while_it_does(open_host: Callable[..., Host]) -> None:
     PLAN.reset()
-    host = open_host(transport="tests.support.faulty:FaultyTransport", cpu=8, load={"deadline": 0.3})
+    host = open_host(transport="tests.support.faulty:FaultyTransport", cpu=8, deadline=0.3)
     value = registry_of(host.engine).get_sample_value
 
     def shown() -> tuple[float | None, dict[str, float | None]]:
@@ -108,7 +108,7 @@ def test_evictions_and_dropped_stores(open_engine: Opens) -> None:
 
 def test_refusals_by_cause_and_what_endurance_leaves(open_host: Callable[..., Host]) -> None:
     extent = layout_of(MHA).extent_bytes
-    host = open_host(ssd_options={"admission": "second_offer", "endurance": 24 * extent})  # 3 pages at once
+    host = open_host(store={"admission": "second_offer"}, ssd_options={"endurance": 24 * extent})  # 3 pages at once
     value = registry_of(host.engine).get_sample_value
     assert value("gdscache_endurance_left_bytes") == 3 * extent
     host.store(prompt(1, 5))
@@ -147,17 +147,6 @@ def test_dirty_and_expired_pages(open_host: Callable[..., Host]) -> None:
     host.engine.lookup(prompt(1, 2))
     assert value("gdscache_expired_pages_total", {"tier": "cpu"}) == 2
     assert value("gdscache_tier_dirty_pages", {"tier": "cpu"}) == 0
-
-
-def test_promotions_that_are_declined(open_host: Callable[..., Host]) -> None:
-    host = open_host(ssd_options={"promotion": "never"})
-    value = registry_of(host.engine).get_sample_value
-    host.store(prompt(1, 3))
-    quiet(host.engine)
-    assert value("gdscache_promotions_declined_total") == 0
-    drop_from(host.engine, "cpu")
-    host.load(prompt(1, 3))
-    assert value("gdscache_promotions_declined_total") == 3
 
 
 def test_the_gate_s_figures_and_decisions(open_host: Callable[..., Host]) -> None:
@@ -202,7 +191,6 @@ def test_every_count_of_the_engine_is_shown(open_engine: Opens) -> None:
         "store_queue": "gdscache_store_queue_bytes",
         "store_policy": "gdscache_admitted_pages",
         "refused": "gdscache_refused_pages",
-        "promotion": "gdscache_promotions_declined",
         "expired": "gdscache_expired_pages",
         "prefetch": "gdscache_prefetches",
         "gate": "gdscache_gate_hits",

@@ -250,8 +250,7 @@ def test_what_happens_is_what_happens_with_tokens(actions: list[tuple[str, list[
 
 def _play(path: Path, actions: list[tuple[str, list[int], int, str]], face: Callable[[list[int]], Any]) -> list[Any]:
     told: list[Any] = []
-    config = make_config(path, cpu=6, ssd=12, ssd_options={"eviction": "lru"})
-    config["cpu"]["eviction"] = "lru"  # orders that sample keys would tell the faces apart
+    config = make_config(path, cpu=6, ssd=12, eviction="lru")  # orders that sample keys would tell the faces apart
     host = Host(config)
     with host.engine as engine:
         for action, tokens, start, salt in actions:

@@ -39,13 +39,13 @@ def test_nothing_is_said_of_a_roomy_configuration(tmp_path: Path) -> None:
         ({"cpu": None, "ssd": 7}, "the SSD holds 7 pages and the GPU's planes 8", "ssd.capacity"),
         ({"bounce": 2}, "half of host_buffer holds 1 page:", "host_buffer"),
         ({"queue": 3}, "store.queue holds 3 pages", "store.queue"),
-        ({"ssd_options": {"reserve": 9}}, "ssd.reserve is 9 pages of 64: an eighth, 8, is kept", "ssd.reserve"),
         (
             {"changes": {"gpu": {"staging": 4 * EXTENT}}, "on_gpu": True},
             "half of gpu.staging holds 2 pages of 8KiB",
             "",
         ),
         ({"ssd": None, "store": {"write_policy": "write_back"}}, "store.write_policy is write_back", "Add ssd"),
+        ({"ssd": None, "store": {"admission": "tinylfu"}}, "store.admission is tinylfu", "Add ssd"),
         (
             {"ssd": 6400, "ssd_options": {"endurance": 8 * EXTENT}},
             "ssd.endurance is 64KiB a day: filling ssd.capacity once takes 800 days",
@@ -59,15 +59,6 @@ def test_each_has_its_figures_and_the_setting(
     [sentence] = said(tmp_path, **options)
     assert figures in sentence
     assert setting in sentence
-
-
-def test_a_default_that_does_not_fit_is_nobody_s_mistake(tmp_path: Path) -> None:
-    config = Config.from_dict(
-        {"model": make_config()["model"], "cpu": None, "ssd": {"path": str(tmp_path), "capacity": 200 * EXTENT}}
-    )
-    assert config.ssd is not None
-    assert config.ssd.reserve > 200 // 8
-    assert not [sentence for sentence in concerns(config, 8, on_gpu=False) if "reserve" in sentence]
 
 
 def test_an_engine_says_it_once_and_shows_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

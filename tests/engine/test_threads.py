@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import threading
@@ -17,7 +18,7 @@ import pytest
 import gdscache
 from gdscache import CacheEngine
 from gdscache.errors import DeadlineError, ThreadStartError
-from tests.support.helpers import WAIT, Host, fill, make_config, prompt, settle, until
+from tests.support.helpers import SMALL, WAIT, Host, fill, make_config, prompt, settle, until
 from tests.support.native_parts import has_ring
 
 PACKAGE = str(Path(gdscache.__file__).parent)
@@ -188,7 +189,7 @@ def _blown(path: Path, blow: Blow, at: int) -> int:
     blow.at, blow.seen, blow.where, blow.armed = at, 0, "", False
     threading.settrace(blow)
     try:
-        host = Host(make_config(path, cpu=4, ssd=64, load={"deadline": WAIT, "threads": 1}))
+        host = Host(make_config(path, cpu=4, ssd=64), limits=dataclasses.replace(SMALL, load_threads=1))
     finally:
         threading.settrace(None)  # type: ignore[arg-type]
     blow.armed = True

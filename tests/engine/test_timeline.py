@@ -300,7 +300,7 @@ def test_reads_that_fail_end(traced: Callable[..., Host], fault: Fault, skip: in
 
 def test_a_read_that_hangs_reaches_until_now_and_ends_later(traced: Callable[..., Host]) -> None:
     timeline = TraceTimeline()
-    host = traced(timeline, load={"deadline": 2.0})  # so long that the reads begin, however busy the machine is
+    host = traced(timeline, deadline=2.0)  # so long that the reads begin, however busy the machine is
     tokens = prompt(3, PAGES)
     stored(host, tokens)
     with PLAN.rule(Op.READ, Fault.HANG, times=1) as rule:
@@ -668,9 +668,9 @@ class Served:
             "model": {"name": "m", "weights": fingerprint(self.model), "page_tokens": 8, **geometry},
             "gpu": {"device": "cpu", "staging": "16MiB"},
             "cpu": {"capacity": "1MiB"},
-            "ssd": {"path": str(path), "capacity": "2MiB", "threads": 2, "transport": FAULTY, "reserve": 0},
+            "ssd": {"path": str(path), "capacity": "2MiB", "threads": 2, "transport": FAULTY},
             "host_buffer": "1MiB",
-            "load": {"deadline": WAIT},
+            "deadline": WAIT,
         }  # fmt: skip
         self.cache = CacheEngine.from_config(config, planes=self.pool.planes, timeline=timeline)
 

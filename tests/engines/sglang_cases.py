@@ -312,7 +312,7 @@ def _host_pool(folder: Path, kind: str, layout: str) -> None:
 @case
 def host_faults(folder: Path) -> None:
     """A page that is bad, a read that hangs, a disk that takes nothing: False, and the pool is left alone."""
-    found = host.HostRig(folder, ssd=FAULTY["ssd"], load={"deadline": 0.5}, store={"deadline": 0.5})
+    found = host.HostRig(folder, ssd=FAULTY["ssd"], deadline=0.5)
     keys = found.keys(rig.prompt(1, 40))
     wanted = found.fill(range(10), 1)
     assert found.backup(keys, range(10))
@@ -329,7 +329,7 @@ def host_faults(folder: Path) -> None:
     for now, was in zip(found.read(range(40, 50)), before, strict=True):
         assert torch.equal(now, was), "nothing comes late"
     found.close()
-    more = host.HostRig(folder, ssd=FAULTY["ssd"], store={"deadline": 0.5})
+    more = host.HostRig(folder, ssd=FAULTY["ssd"], deadline=0.5)
     others = more.keys(rig.prompt(2, 40))
     with PLAN.rule(Op.WRITE, Fault.ENOSPC):
         assert not more.backup(others, range(10))

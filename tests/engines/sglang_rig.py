@@ -54,11 +54,10 @@ def server_args(folder: Path, **changes: Any) -> Any:
 def sections(folder: Path, **changes: Any) -> dict[str, Any]:
     """A configuration of gdscache. None takes a section out."""
     found: dict[str, Any] = {
-        "cpu": {"capacity": "1MiB", "pin": "off"},
+        "cpu": {"capacity": "1MiB"},
         "ssd": {"path": str(folder / "ssd"), "capacity": "4MiB", "gds": "off", "transport": "posix", "threads": 2},
         "host_buffer": "1MiB",
-        "load": {"deadline": 20},
-        "store": {"deadline": 20},
+        "deadline": 20,
     }
     for name, values in changes.items():
         found[name] = {**found.get(name, {}), **values} if isinstance(values, dict) else values

@@ -55,11 +55,10 @@ def cache(directory: Path, **changes: Any) -> dict[str, Any]:
     """`kv_connector_extra_config` for a small cache in that directory. `options` are those beside `config`."""
     options = changes.pop("options", {})
     config = {
-        "cpu": {"capacity": "64MiB", "pin": "off"},
+        "cpu": {"capacity": "64MiB"},
         "ssd": {"path": str(directory), "capacity": "128MiB", "transport": "posix", "gds": "off", "threads": 2},
         "host_buffer": "16MiB",
-        "load": {"deadline": 20},
-        "store": {"deadline": 20},
+        "deadline": 20,
     }
     for section, values in changes.items():
         config[section] = None if values is None else {**config.get(section, {}), **values}

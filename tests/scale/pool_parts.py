@@ -28,7 +28,6 @@ HERE = Path(__file__).parent
 PYTHON = os.environ.get("GDSCACHE_MOONCAKE_PYTHON", "")
 MODEL = {  # 128 KiB a page
     "name": "shared",
-    "kind": "mha",
     "layers": 4,
     "kv_heads": 8,
     "head_dim": 64,

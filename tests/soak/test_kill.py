@@ -20,9 +20,9 @@ from tests.support.processes import Child
 ROOMY, TIGHT = 160, 40  # all there is, and a third of it
 SETUPS: dict[str, dict[str, Any]] = {
     "three tiers, room for all": {"gpu": 16, "cpu": 10, "ssd": ROOMY},
-    "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
+    "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT},
     "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
-    "ssd only, evicting": {"cpu": None, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
+    "ssd only, evicting": {"cpu": None, "ssd": TIGHT},
     "over two directories": {"cpu": None, "ssd": ROOMY},
 }
 STRIPED = "over two directories"

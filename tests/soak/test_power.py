@@ -38,11 +38,11 @@ RECORDING, FORGETFUL = (
 )
 SETUPS: dict[str, dict[str, Any]] = {
     "three tiers, room for all": {"gpu": 16, "cpu": 10, "ssd": ROOMY},
-    "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
+    "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT},
     "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
-    "ssd only, evicting": {"cpu": None, "ssd": TIGHT, "ssd_options": {"reserve": 4}},
+    "ssd only, evicting": {"cpu": None, "ssd": TIGHT},
     "over three directories": {"cpu": None, "ssd": ROOMY, "stripes": 2},
-    "over two directories, evicting": {"cpu": None, "ssd": TIGHT, "ssd_options": {"reserve": 4}, "stripes": 1},
+    "over two directories, evicting": {"cpu": None, "ssd": TIGHT, "stripes": 1},
 }
 
 

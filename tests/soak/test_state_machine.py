@@ -8,6 +8,7 @@ always under pressure.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import shutil
 import tempfile
@@ -31,11 +32,13 @@ from hypothesis.stateful import (
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError, TransportUnavailableError
+from gdscache.limits import EngineLimits
 from gdscache.storage.base import Op
 from gdscache.storage.native import NativeTransport
 from gdscache.testing.faults import ExtentPart, Fault, FaultRule
 from tests.support.faulty import PLAN
 from tests.support.helpers import (
+    SMALL,
     WAIT,
     Bytes,
     Host,
@@ -69,6 +72,7 @@ class Machine(RuleBasedStateMachine):
     """What both faces have in common. `bytes_of[key]` names the content that a page was committed with."""
 
     options: ClassVar[dict[str, Any]]
+    limits: ClassVar[EngineLimits] = SMALL
     transport: ClassVar[str] = "tests.support.faulty:FaultyTransport"
     met: ClassVar[Counter[str] | None] = None  # random faults, counted here; None: only those of a rule
 
@@ -263,7 +267,7 @@ class Owned(Machine):
         self.stale = False
 
     def open(self) -> CacheEngine:
-        return CacheEngine.from_config(self.config())
+        return CacheEngine.from_config(self.config(), limits=self.limits)
 
     def teardown(self) -> None:
         if self.held is not None:
@@ -422,7 +426,7 @@ class Attached(Machine):
     options: ClassVar[dict[str, Any]] = {"cpu": 4, "ssd": 6, "bounce": 4}
 
     def open(self) -> CacheEngine:
-        self.host = Host(self.config(), blocks=24, block_tokens=2)
+        self.host = Host(self.config(), blocks=24, block_tokens=2, limits=self.limits)
         self.host.data = lambda key: self.data(key)
         return self.host.engine
 
@@ -534,9 +538,8 @@ class AttachedWritesBack(WritesBack, Attached):
 
 
 class AttachedSelective(Attached):
-    options: ClassVar[dict[str, Any]] = Attached.options | {
-        "store": {"write_policy": "write_through_selective", "write_hits": 1}
-    }
+    options: ClassVar[dict[str, Any]] = Attached.options | {"store": {"write_policy": "write_through_selective"}}
+    limits = dataclasses.replace(SMALL, write_hits=1)
 
 
 class AttachedWithoutSsd(Attached):

@@ -339,7 +339,7 @@ def an_engine_outlives_a_hang(there: StandIns, name: str, folder: Path) -> None:
     """A read that does not end is a miss at the deadline; when it has ended, the page is served again."""
     transport = f"tests.support.cufile_child:Host{name.title()}"
     pages, page_tokens = prompt(1, 5, extra=1), 4
-    config = make_config(folder / "cache", gpu=8, cpu=24, ssd=24, transport=transport, load={"deadline": 0.5})
+    config = make_config(folder / "cache", gpu=8, cpu=24, ssd=24, transport=transport, deadline=0.5)
     with running(CacheEngine.from_config(config)) as engine, there.well_after():
         run(engine, pages)
         drop_from(engine, "gpu", "cpu")

@@ -20,7 +20,7 @@ PAGES = 4  # of a document
 
 
 def ssd_config(path: Path, slots: int = SLOTS) -> dict[str, Any]:
-    return make_config(path, cpu=None, ssd=slots, bounce=8, ssd_options={"direct_io": "off"})
+    return make_config(path, cpu=None, ssd=slots, bounce=8)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from gdscache import CacheEngine
+from gdscache.limits import EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
 from gdscache.sequence import Sequence as EngineSequence
@@ -72,9 +73,9 @@ class Face(abc.ABC, Generic[B]):
 class Attached(Face[tuple[LayerwiseLoad, list[int], list[bytes]]]):
     """Planes of somebody else's, with blocks of so many tokens; without `block_tokens` a block holds a page."""
 
-    def __init__(self, config: dict[str, Any], block_tokens: int | None) -> None:
+    def __init__(self, config: dict[str, Any], limits: EngineLimits, block_tokens: int | None) -> None:
         per_page = config["model"]["page_tokens"] // (block_tokens or config["model"]["page_tokens"])
-        self.host = Host(config, 64 * per_page, block_tokens)
+        self.host = Host(config, 64 * per_page, block_tokens, limits=limits)
         self.engine = self.host.engine
 
     def begin_put(self, tokens: Tokens, salt: str = "") -> StoreHandle:
@@ -97,8 +98,8 @@ class Attached(Face[tuple[LayerwiseLoad, list[int], list[bytes]]]):
 class Pool(Face[tuple[EngineSequence, str]]):
     """Planes of the engine's own, which keep nothing between requests here: their part is in test_engine.py."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.engine = CacheEngine.from_config(config)
+    def __init__(self, config: dict[str, Any], limits: EngineLimits) -> None:
+        self.engine = CacheEngine.from_config(config, limits=limits)
 
     def begin_put(self, tokens: Tokens, salt: str = "") -> StoreHandle:
         with self.engine.sequence(tokens, salt) as seq:

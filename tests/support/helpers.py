@@ -16,6 +16,7 @@ import torch
 
 from gdscache import CacheEngine, PageHashes
 from gdscache.config import ModelConfig
+from gdscache.limits import EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
 from gdscache.pages.layout import PageLayout
@@ -26,6 +27,8 @@ Planes = Sequence[Sequence[torch.Tensor]]
 Tokens = Sequence[int] | PageHashes
 SENTINEL = 0xA5
 WAIT = 60.0  # seconds after which something hangs, on a machine that others keep busy too
+# Of engines that are counted in pages: every slot of the SSD takes one, and prefetches move one chunk at a time.
+SMALL = EngineLimits(prefetch_chunks=1, prefetch_share=1.0, ssd_reserve=0)
 # Seconds of a test that does random things from many threads: in `make suites`, and in `make soak`.
 LONG = [pytest.param(3.0, marks=pytest.mark.suite), pytest.param(60.0, marks=pytest.mark.soak)]
 SEED = int(
@@ -33,10 +36,9 @@ SEED = int(
 )  # what is drawn at random follows from it; `make soak` prints a fresh one
 
 # 3 layers x 2 planes x 4 tokens x 256 bytes: 6,144 bytes in an extent of 8,192, so that padding is always there.
-MHA = {"name": "tiny", "kind": "mha", "layers": 3, "kv_heads": 4, "head_dim": 32, "dtype": "bfloat16", "page_tokens": 4}
+MHA = {"name": "tiny", "layers": 3, "kv_heads": 4, "head_dim": 32, "dtype": "bfloat16", "page_tokens": 4}
 MLA = {
     "name": "tiny",
-    "kind": "mla",
     "layers": 3,
     "kv_lora_rank": 256,
     "rope_dim": 24,
@@ -45,7 +47,6 @@ MLA = {
 }
 EXTRA = {  # an indexer that only some layers have, and scales of another type
     "name": "tiny",
-    "kind": "planes",
     "layers": 3,
     "dtype": "bfloat16",
     "page_tokens": 4,
@@ -74,7 +75,7 @@ def make_config(
     queue: int = 64,
     transport: str = "posix",
     ssd_options: dict[str, Any] | None = None,
-    **sections: dict[str, Any],
+    **sections: Any,
 ) -> dict[str, Any]:
     """A configuration whose tiers have so many pages; `path` None or `ssd` None is no SSD tier, `cpu` None no CPU tier.
 
@@ -88,8 +89,7 @@ def make_config(
         "gpu": {"device": device, "capacity": max(extent, gpu * layout.page_bytes), "staging": 8 * extent},
         "host_buffer": bounce * extent,
         "store": {"queue": queue * extent} | sections.pop("store", {}),
-        "load": {"deadline": WAIT} | sections.pop("load", {}),
-        "prefetch": {"quota": 1.0, "concurrent": 1} | sections.pop("prefetch", {}),
+        "deadline": WAIT,
     }
     if cpu is not None:
         config["cpu"] = {"capacity": cpu * extent}
@@ -99,7 +99,6 @@ def make_config(
             "capacity": ssd * extent,
             "threads": 2,
             "transport": transport,
-            "reserve": 0,
             **(ssd_options or {}),
         }
     return config | sections
@@ -212,14 +211,19 @@ class Host:
     """An inference engine of our own: planes, a page allocator, and requests that go through an attached cache."""
 
     def __init__(
-        self, config: dict[str, Any], blocks: int = 64, block_tokens: int | None = None, order: str = "plain"
+        self,
+        config: dict[str, Any],
+        blocks: int = 64,
+        block_tokens: int | None = None,
+        order: str = "plain",
+        limits: EngineLimits = SMALL,
     ) -> None:
         self.layout = layout_of(config["model"])
         self.per_page = self.layout.page_tokens // (block_tokens or self.layout.page_tokens)
         device = config["gpu"]["device"]
         self.planes = new_planes(self.layout, blocks, block_tokens or self.layout.page_tokens, device, order)
         self.free = list(np.random.default_rng(7).permutation(blocks))
-        self.engine = CacheEngine.from_config(config, planes=self.planes)
+        self.engine = CacheEngine.from_config(config, planes=self.planes, limits=limits)
         self.data: Callable[[bytes], Bytes] = lambda key: expected(self.layout, key)
 
     def take(self, pages: int) -> list[int]:

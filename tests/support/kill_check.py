@@ -13,7 +13,7 @@ import numpy as np
 from gdscache import CacheEngine
 from gdscache.disk.catalog_file import STRIPE_NAME
 from gdscache.disk.slab import slab_name
-from tests.support.helpers import MHA, WAIT, layout_of, new_planes, read_page
+from tests.support.helpers import MHA, SMALL, WAIT, layout_of, new_planes, read_page
 from tests.support.kill_record import DOCUMENTS, PAGE_TOKENS, Name, all_pages, content, name
 
 LAYOUT = layout_of(MHA)
@@ -26,7 +26,7 @@ def verify(config: dict[str, Any], allowed: set[Name], required: set[Name]) -> i
     Returns how many pages were compared.
     """
     planes = new_planes(LAYOUT, 8, PAGE_TOKENS)
-    with CacheEngine.from_config(config, planes) as engine:
+    with CacheEngine.from_config(config, planes, limits=SMALL) as engine:
         pages = {engine.pages(DOCUMENTS[d], salt)[page].key: name(salt, d, page) for salt, d, page in all_pages()}
         catalogue = _catalogue(Path(config["ssd"]["path"]))
         assert catalogue <= pages.keys(), "the catalogue has a page that nobody stored"

@@ -19,7 +19,7 @@ from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
 from gdscache.pages.layout import PageLayout
 from gdscache.store.handle import StoreHandle
-from tests.support.helpers import WAIT, layout_of, new_planes, read_page, write_page
+from tests.support.helpers import SMALL, WAIT, layout_of, new_planes, read_page, write_page
 from tests.support.kill_record import DOCUMENTS, PAGE_TOKENS, PAGES, SALTS, Log, Name, content, name
 
 THREADS = 2
@@ -50,7 +50,7 @@ class Session:
         self.layout: PageLayout = layout_of(config["model"])
         self.log = log
         self.planes = new_planes(self.layout, THREADS * BLOCKS, PAGE_TOKENS) if attached else None
-        self.engine = CacheEngine.from_config(config, self.planes)
+        self.engine = CacheEngine.from_config(config, self.planes, limits=SMALL)
         self.stores: dict[int, tuple[Sequence[int], StoreHandle]] = {}
 
     def work(self, seed: float, thread: int, until: float) -> None:

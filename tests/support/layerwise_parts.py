@@ -37,7 +37,6 @@ EVEN = MHA | {"layers": 6, "head_dim": 72}
 
 UNEVEN = {  # layers of 3,312 and 7,712 bytes
     "name": "tiny",
-    "kind": "planes",
     "layers": 10,
     "dtype": "bfloat16",
     "page_tokens": 4,

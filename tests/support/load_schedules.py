@@ -34,6 +34,7 @@ from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     MHA,
     MLA,
+    SMALL,
     WAIT,
     Host,
     drop_from,
@@ -88,12 +89,13 @@ class Player:
             ssd=32,
             bounce=draw.choice([4, 16]),
             transport=draw.choice(["tests.support.faulty:FaultyTransport", "tests.support.faulty:FaultyMerging"]),
-            load={"verify": draw.choice(["once", "always"]), "threads": draw.choice([1, 2, 4])},
+            load={"verify": draw.choice(["once", "always"])},
         )
+        self.limits = dataclasses.replace(SMALL, load_threads=draw.choice([1, 2, 4]))
         with pytest.MonkeyPatch.context() as patch:  # on the host, or as on a GPU
             if draw.random() < 0.5 and device == "cpu":
                 fake_gpu.use(patch, draw.choice(["staged", "zero_copy", "copy_engine"]), kernels=draw.random() < 0.7)
-            self.host = Host(self.config, BLOCKS)
+            self.host = Host(self.config, BLOCKS, limits=self.limits)
         self.action, self.at = draw.choice(ACTIONS), draw.randrange(12)
         self.steps = 0
         self.acted = False
@@ -327,7 +329,7 @@ class Player:
 
     def reopened(self) -> None:
         """What the SSD has kept is right, by a new engine."""
-        host = Host(self.config, BLOCKS)
+        host = Host(self.config, BLOCKS, limits=self.limits)
         try:
             for tokens in self.prompts:
                 host.load(tokens)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gdscache import CacheEngine, PageStatus
-from tests.support.helpers import MHA, WAIT, layout_of, new_planes, read_page
+from tests.support.helpers import MHA, SMALL, WAIT, layout_of, new_planes, read_page
 from tests.support.kill_record import DOCUMENTS, PAGE_TOKENS, Name, all_pages, content, name
 
 LAYOUT = layout_of(MHA)
@@ -46,7 +46,7 @@ class Found:
 
 def look(config: dict[str, Any]) -> Found:
     """Open the directory and ask for every page that there ever was. Fails where a page is served with other bytes."""
-    with CacheEngine.from_config(config, _PLANES) as engine:
+    with CacheEngine.from_config(config, _PLANES, limits=SMALL) as engine:
         found = Found(_names(engine.pages))
         found.catalogue = {found.names[key] for key in _keys(Path(config["ssd"]["path"]))}
         found.problems += engine.check().problems

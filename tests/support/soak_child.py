@@ -21,11 +21,11 @@ from typing import Any, get_args
 from gdscache import CacheEngine
 from gdscache.config import EvictionOrder
 from gdscache.errors import PoolFullError
+from gdscache.limits import EngineLimits
 from gdscache.policies.admission import ADMISSIONS
-from gdscache.policies.promotion import PROMOTIONS
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, fill, holds, prompt, settle
+from tests.support.helpers import SMALL, WAIT, fill, holds, prompt, settle
 
 FAULTS = [(Op.READ, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP)]
 FAULTS += [(Op.WRITE, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP, Fault.LOST, Fault.TORN)]
@@ -35,7 +35,7 @@ FAULTS += [(Op.WRITE, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP, F
 THREADS = 18 + min(4, os.cpu_count() or 1)
 KNOWN = 12  # prompts that come again; the others are new each time
 WRITES = ("write_through", "write_through_selective", "write_back", "write_through", "write_back", "never")
-STOPS = ("best_effort", "wait_complete", "timeout")
+WAITS = (0.0, None, 0.01)  # for a prefetch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +61,13 @@ def sample(queued: int = 0, threads: int = 1) -> Sample:
 
 def varied(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """The same tiers with policies that are drawn."""
-    cpu = config["cpu"] | {"eviction": rng.choice(get_args(EvictionOrder))}
-    ssd = config["ssd"] | {
-        "eviction": rng.choice(get_args(EvictionOrder)),
-        "admission": rng.choice(list(ADMISSIONS)),
-        "promotion": rng.choice(list(PROMOTIONS)),
-    }
-    store = config["store"] | {"write_policy": rng.choice(WRITES), "write_hits": rng.randint(1, 3)}
-    prefetch = {"stop": rng.choice(STOPS), "timeout": 0.01, "quota": rng.choice((0.2, 0.5, 1.0))}
-    return config | {"cpu": cpu, "ssd": ssd, "store": store, "prefetch": prefetch}
+    store = {"write_policy": rng.choice(WRITES), "admission": rng.choice(list(ADMISSIONS))}
+    return config | {"eviction": rng.choice(get_args(EvictionOrder)), "store": config["store"] | store}
+
+
+def other_limits(rng: random.Random) -> EngineLimits:
+    share = rng.choice((0.2, 0.5, 1.0))
+    return dataclasses.replace(SMALL, write_hits=rng.randint(1, 3), prefetch_share=share)
 
 
 def soak(pipe: Connection, config: dict[str, Any], seconds: float, rounds: int, seed: int) -> None:
@@ -80,7 +78,7 @@ def soak(pipe: Connection, config: dict[str, Any], seconds: float, rounds: int, 
     misses: Counter[str] = Counter()
     before = sample()
     pipe.send(before)
-    engine = CacheEngine.from_config(config)
+    engine = CacheEngine.from_config(config, limits=SMALL)
     for round_ in range(rounds):
         until = time.monotonic() + seconds / rounds
         with ThreadPoolExecutor(4) as pool:
@@ -95,7 +93,7 @@ def soak(pipe: Connection, config: dict[str, Any], seconds: float, rounds: int, 
         if round_ % 3 == 2:
             count(engine, done, misses)
             engine.close(drain=rng.random() < 0.5)
-            engine = CacheEngine.from_config(varied(config, rng))
+            engine = CacheEngine.from_config(varied(config, rng), limits=other_limits(rng))
     count(engine, done, misses)
     engine.close()
     pipe.send(sample(threads=before.threads))
@@ -106,7 +104,7 @@ def count(engine: CacheEngine, done: Counter[str], misses: Counter[str]) -> None
     """Add an engine's counts to those of the engines before it."""
     stats = engine.stats()
     misses.update(stats.get("misses", {}))
-    for group in ("refused", "dropped", "expired", "promotion", "stored", "hits"):
+    for group in ("refused", "dropped", "expired", "stored", "hits"):
         done.update({f"{group} {name}": n for name, n in stats.get(group, {}).items()})
     lookups, missed = stats.get("lookups", {}).get("pages", 0), stats.get("misses", {})
     found = sum(stats.get("hits", {}).values())
@@ -172,7 +170,7 @@ def prefetch(engine: CacheEngine, rng: random.Random, tokens: list[int], salt: s
         if end < 0.4:
             handle.result(WAIT)
         elif end < 0.8:
-            handle.wait()
+            handle.wait(rng.choice(WAITS))
 
 
 def request(engine: CacheEngine, rng: random.Random, tokens: list[int], salt: str) -> bool:

@@ -69,8 +69,7 @@ def test_check_shows_the_same_figures_as_a_table(gdscache, file: Path) -> None:
 def test_pages_are_counted_whole_and_an_extent_is_rounded_up(gdscache, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
-        "model: {name: m, kind: mla, layers: 3, kv_lora_rank: 7, rope_dim: 2, page_tokens: 80}\n"
-        "gpu: {capacity: 24575}\n",
+        "model: {name: m, layers: 3, kv_lora_rank: 7, rope_dim: 2, page_tokens: 80}\ngpu: {capacity: 24575}\n",
         encoding="utf-8",
     )
     _, out, _ = gdscache("config", "check", file, "--json")
@@ -84,7 +83,7 @@ def test_pages_are_counted_whole_and_an_extent_is_rounded_up(gdscache, tmp_path:
     ("content", "says"),
     [
         ("model: {name: m}\ncup: {}\n", ["unknown key `cup`", "did you mean `cpu`?"]),
-        ("model: {name: m, layers: 1}\n", ["model.kv_heads", "hint: mha needs"]),
+        ("model: {name: m, layers: 1}\n", ["model says nothing of its planes", "hint: give kv_heads and head_dim"]),
         ("model: [\n", ["c.yaml:2:1"]),
         ("[bold]x[/bold]: 1\n", ["c.yaml"]),
         (None, ["No such file"]),

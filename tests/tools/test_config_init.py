@@ -38,13 +38,13 @@ def init(gdscache: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 
 def test_the_file_is_what_a_connector_reads(init: Run) -> None:
-    status, out, err = init("vllm", "--cpu", "3GiB", "--ssd", "20 GiB", "--dir", "/mnt/fast: #1/{rank}")
+    status, out, err = init("vllm", "--cpu", "3GiB", "--ssd", "20 GiB", "--dir", "/mnt/fast: #1/kv")
     assert (status, err) == (0, "")
     file = Path("gdscache.yaml").resolve()
     config = load_config(file, model=MHA)
     assert config.cpu is not None
     assert config.ssd is not None
-    assert (config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)) == (3 * GIB, 20 * GIB, "/mnt/fast: #1/0")
+    assert (config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)) == (3 * GIB, 20 * GIB, "/mnt/fast: #1/kv")
     assert (config.load.verify, config.load.gate) == ("once", "enforcing")
     assert "model" not in yaml.safe_load(file.read_text())
     *_, command = out.strip().splitlines()
@@ -72,7 +72,7 @@ def test_each_line_fits_and_each_key_says_what_it_is_for(init: Run) -> None:
 
 
 def test_the_file_for_sglangs_linker(init: Run) -> None:
-    status, out, err = init("sglang", "--cpu", "3GiB", "--ssd", "20GiB", "--dir", "/mnt/{rank}")
+    status, out, err = init("sglang", "--cpu", "3GiB", "--ssd", "20GiB", "--dir", "/mnt/kv")
     assert (status, err) == (0, "")
     file = Path("gdscache.yaml").resolve()
     assert "vLLM" not in file.read_text()
@@ -87,12 +87,12 @@ def test_the_file_for_sglangs_linker(init: Run) -> None:
     config = load_config(file, model=MHA)
     assert config.cpu is not None
     assert config.ssd is not None
-    assert (config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)) == (3 * GIB, 20 * GIB, "/mnt/0")
+    assert (config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)) == (3 * GIB, 20 * GIB, "/mnt/kv")
 
 
 def test_the_file_for_hicaches_storage(init: Run) -> None:
     assert init("sglang-hicache", "--cpu", "3GiB")[0] == 2, "HiCache has host memory of its own"
-    status, out, err = init("sglang-hicache", "--ssd", "20GiB", "--dir", "/mnt/{rank}")
+    status, out, err = init("sglang-hicache", "--ssd", "20GiB", "--dir", "/mnt/kv")
     assert (status, err) == (0, "")
     file = Path("gdscache.yaml").resolve()
     config = load_config(file, model=MHA)
@@ -216,7 +216,7 @@ def test_nothing_is_written_over(init: Run, kind: str) -> None:
         (["--cpu", "3x"], "--cpu is '3x'"),
         (["--ssd", "-1"], "--ssd is '-1'"),
         (["--cpu", "1KiB"], "cpu.capacity is 1KiB"),
-        (["--dir", "/x/{foo}"], "{foo} is not known"),
+        (["--dir", "/x/{foo}"], "{foo} is not replaced"),
         (["--dir", "/x/$NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
         (["nowhere/gdscache.yaml"], "cannot be written: No such file"),
     ],

@@ -75,7 +75,7 @@ def test_a_whole_machine() -> None:
 
 
 def test_a_machine_without_a_gpu_lacks_nothing_that_the_defaults_ask_for() -> None:
-    for asked in (defaults(), asks(), asks(cpu={"pin": "off"}, gpu={"device": "cpu", "kernels": "off"})):
+    for asked in (defaults(), asks(), asks(gpu={"device": "cpu", "kernels": "off"})):
         report = doctor.examine(PLAIN, asked)
         assert not report.failed
         assert verdicts(PLAIN, asked, "warn") == set()
@@ -98,12 +98,10 @@ def test_a_gpu_that_torch_does_not_see_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("facts", "asked", "fails"),
     [
-        (PLAIN, asks(cpu={"pin": "on"}), {"cpu.pin"}),
         (NO_SUCH_GPU, asks(gpu={"device": "cuda:7"}), {"gpu.device"}),
         (NO_SUCH_GPU, asks(gpu={"device": "cuda:7", "kernels": "on"}), {"gpu.device", "gpu.kernels"}),
         (changed(PLAIN, mover=lacking("the planes are in host memory")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
         (changed(NO_COMPILER, mover=lacking("cannot build pages.cu")), asks(gpu={"kernels": "on"}), {"gpu.kernels"}),
-        (NOT_PINNED, asks(cpu={"pin": "on"}), {"cpu.pin"}),
         (changed(WHOLE, mover=lacking("half of gpu.staging is 131072 bytes")), asks(), {"gpu.kernels"}),
         (changed(WHOLE, mover=lacking("OutOfMemoryError", "")), asks(), {"gpu.kernels"}),
     ],
@@ -119,8 +117,7 @@ def test_what_would_not_be_as_asked_for_fails(facts: Facts, asked: Asked, fails:
     ("facts", "asked", "warns"),
     [
         (NO_COMPILER, asks(), {"compiler", "kernels", "gpu.kernels"}),
-        (NOT_PINNED, asks(), {"page-locking", "cpu.pin"}),
-        (NOT_PINNED, asks(cpu={"pin": "off"}), {"page-locking"}),
+        (NOT_PINNED, asks(), {"page-locking"}),
         (changed(WHOLE, api=Found("single")), asks(), {"copy engine"}),
         (
             changed(WHOLE, calibration=Found(Kept(MEASURED, "no home", False, False))),
@@ -169,11 +166,6 @@ def test_the_rates_are_those_of_the_calibration() -> None:
 def test_a_calibration_that_was_just_made_says_so() -> None:
     facts = changed(WHOLE, calibration=Found(Kept(MEASURED, "/c", False, True)))
     assert rows(doctor.examine(facts, defaults()))["calibration"].value == "measured now in 0.50 s: /c"
-
-
-def test_without_a_cpu_tier_nothing_is_said_of_its_pin() -> None:
-    assert "cpu.pin" in rows(doctor.examine(WHOLE, asks()))
-    assert "cpu.pin" not in rows(doctor.examine(WHOLE, asks(cpu=None)))
 
 
 # --- finding out -------------------------------------------------------------------------------------------------
@@ -317,7 +309,6 @@ def test_a_host_pool_is_copied_by_numpy_and_the_table_says_what_the_json_says(
     assert status == 0
     assert by_name(as_json)["gpu.kernels"]["data"]["implementation"] == "native"
     assert by_name(as_json)["gpu.device"]["data"] == "cpu"
-    assert by_name(as_json)["cpu.pin"]["data"] == {"pinned": False}
     status, out, err = run("--config", file)
     assert (status, err) == (0, "")
     assert out.rstrip().endswith(f"{file}: no check fails")
@@ -354,8 +345,8 @@ def test_status_1_where_a_gpu_is_asked_for_and_there_is_none(run, monkeypatch: p
     status, out, _ = run("--json", "--config", CONFIGS / "three_tier_gds.yaml")
     assert status == 1
     failed = {name for name, row in by_name(out).items() if row["verdict"] == "fail"}
-    always = {"gpu.device", "gpu.kernels", "cpu.pin", "ssd.gds"}  # cufile reads into host memory where there is no GPU
-    assert always <= failed <= always | {"free space", "ssd.direct_io"}  # by the disk of this machine
+    always = {"gpu.device", "gpu.kernels", "ssd.gds"}  # cufile reads into host memory where there is no GPU
+    assert always <= failed <= always | {"free space"}  # by the disk of this machine
 
 
 @pytest.mark.parametrize("text", ["gpu: {kernels: maybe}", "gpuu: {}"])
@@ -387,7 +378,7 @@ def test_a_gpu_is_calibrated_once(run, tmp_path: Path) -> None:
     assert status == bool(failed)
     assert first["gpu.kernels"]["data"] == {"implementation": "cuda", "cause": ""}
     assert first["kernels"]["data"] > 0
-    assert first["cpu.pin"]["data"] == {"pinned": True}
+    assert first["page-locking"]["verdict"] == "ok"
     calibration = first["calibration"]["data"]
     assert calibration["seconds"] > 0
     assert (calibration["cached"], calibration["kept"]) == (False, True)

@@ -28,6 +28,7 @@ from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
+from gdscache.storage.files import probe_direct_io
 from gdscache.storage.trial import run_child
 from tests.support.doctor_facts import PLAIN, WHOLE
 from tests.support.helpers import WAIT
@@ -366,20 +367,20 @@ def test_free_space_counts_the_slab_that_is_there(tmp_path: Path) -> None:
 
 
 def test_what_is_tried_is_what_the_config_asks_for(no_children: list[trial.Trial], tmp_path: Path) -> None:
-    def tries(**ssd: Any) -> list[tuple[str, str, str, int]]:
+    def tries(**ssd: Any) -> list[tuple[str, str, int]]:
         no_children.clear()
         asked = Asked(Config.from_dict({"model": MODEL, "ssd": {"path": str(tmp_path), **ssd}}))
         chosen = look(asked, tmp_path).places[0].chosen
         assert chosen
         assert chosen.value
         assert chosen.value.name == ssd.get("transport", "auto")
-        return [(one.transport, one.direct_io, one.gds, one.threads) for one in no_children]
+        return [(one.transport, one.gds, one.threads) for one in no_children]
 
-    each = [(name, "auto", "auto", 3) for name in ("posix", "uring")]
+    each = [(name, "auto", 3) for name in ("posix", "uring")]
     assert tries(transport="posix", threads=3) == each  # once, although it is the chosen one
     assert tries(transport="uring", threads=3) == each
-    assert tries(gds="off", direct_io="off") == [(name, "off", "off", 8) for name in ("posix", "uring", "auto")]
-    assert tries(transport="kvikio", gds="on", direct_io="on")[2] == ("kvikio", "auto", "auto", 8)
+    assert tries(gds="off") == [(name, "off", 8) for name in ("posix", "uring", "auto")]
+    assert tries(transport="kvikio", gds="on")[2] == ("kvikio", "auto", 8)
 
 
 def test_every_directory_of_the_slab_is_looked_at_with_the_transport_of_the_first(
@@ -396,14 +397,12 @@ def test_every_directory_of_the_slab_is_looked_at_with_the_transport_of_the_firs
         return answers.get(wanted.transport, answered(wanted.transport))
 
     monkeypatch.setattr(storage, "try_transport", tried)
-    ssd = {"path": str(paths[0]), "stripes": [str(path) for path in paths[1:]], "direct_io": "on", "capacity": "64MiB"}
+    ssd = {"path": str(paths[0]), "stripes": [str(path) for path in paths[1:]], "capacity": "64MiB"}
     asked = Asked(Config.from_dict({"model": MODEL, "ssd": ssd}))
     found = look(asked, paths[0])
     places = [(one.transport, Path(one.directory).relative_to(tmp_path).parts[0]) for one in no_children]
     assert places == [("posix", "a"), ("uring", "a"), ("auto", "a"), ("uring", "b")]
     rows = named(dataclasses.replace(PLAIN, ssd=found), asked)
-    assert rows["ssd.direct_io"].verdict == "ok"
-    assert rows["ssd.direct_io, stripe 1"].verdict == "fail"
     assert rows["ssd.transport, stripe 1"].value == "auto: uring"
     assert rows["directory, stripe 2"].verdict == "fail"
     assert rows["directory, stripe 2"].next_step == "set ssd.stripes to a directory"
@@ -418,14 +417,14 @@ def test_every_directory_of_the_slab_is_looked_at_with_the_transport_of_the_firs
 
 
 def a_trial(directory: Path, transport: str = "posix", **changes: Any) -> trial.Trial:
-    return trial.Trial(transport, str(directory), "cpu", 2, "off", "off", **{"nbytes": 2 * MIB} | changes)
+    return trial.Trial(transport, str(directory), "cpu", 2, "off", **{"nbytes": 2 * MIB} | changes)
 
 
 def test_a_trial_says_what_it_moved_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_ring(monkeypatch)
     found = trial.carry_out(a_trial(tmp_path, "auto"))
     said = (found.name, found.memory, found.word, found.direct, found.nbytes)
-    assert said == ("posix", "host", "host", False, 2 * MIB)
+    assert said == ("posix", "host", "host", not probe_direct_io(tmp_path), 2 * MIB)
     assert found.reason == "the device is cpu; no io_uring: io_uring_setup answers Operation not permitted"
     assert min(found.write_s, found.read_s) > 0
 
@@ -573,7 +572,7 @@ def test_without_a_directory_the_section_says_so() -> None:
 
 
 def test_the_best_machine_gets_all_that_can_be_asked_for() -> None:
-    rows = judged(wanting(transport="kvikio", gds="on", direct_io="on"))
+    rows = judged(wanting(transport="kvikio", gds="on"))
     assert {row.verdict for row in rows.values()} == {"ok"}
     assert rows["ssd.gds"].data == "gds"
     assert "32MiB of GPU memory (gds)" in rows["transport kvikio"].value
@@ -592,10 +591,7 @@ HELD = dataclasses.replace(PLACE.directory, holder="process 7")
         ({"chosen": answered()}, {"gds": "on", "transport": "posix"}, "fail", {"ssd.gds"}),
         ({"chosen": COMPAT}, {"gds": "auto"}, "fail", set()),
         ({"route": Found(None, "the planes are on cpu", "set it to auto")}, {"route": "direct"}, "fail", {"ssd.route"}),
-        ({"chosen": answered(direct=False)}, {"direct_io": "on"}, "fail", {"ssd.direct_io"}),
-        ({"chosen": answered(direct=False)}, {}, "warn", {"ssd.direct_io"}),
-        ({"chosen": answered(direct=False)}, {"direct_io": "off"}, "warn", set()),
-        ({"chosen": Found(None, "no answer")}, {"gds": "on", "direct_io": "on"}, "fail", NOTHING),
+        ({"chosen": Found(None, "no answer")}, {"gds": "on"}, "fail", NOTHING),
         ({"chosen": Found(None, "no answer")}, {}, "fail", {"ssd.transport"}),
         ({"space": Found(FreeSpace(GIB, 5, 0))}, {"capacity": "2GiB"}, "fail", {"free space"}),
         ({"space": Found(FreeSpace(GIB, 5, GIB))}, {"capacity": "2GiB"}, "fail", set()),

@@ -68,9 +68,9 @@ class Bench:
         self.config: dict[str, Any] = {
             "model": {"name": "m", "weights": fingerprint(self.model), "page_tokens": PAGE, **geometry},
             "gpu": {"device": device, "staging": "16MiB"},
-            "ssd": {"path": str(path), "capacity": "2MiB", "threads": 2, "transport": FAULTY, "reserve": 0},
+            "ssd": {"path": str(path), "capacity": "2MiB", "threads": 2, "transport": FAULTY},
             "host_buffer": "1MiB",
-            "load": {"deadline": WAIT},
+            "deadline": WAIT,
             **sections,
         }
         if cpu is not None:
@@ -403,7 +403,7 @@ def test_a_load_that_is_late_keeps_its_blocks_and_the_request_begins_anew(
 
 
 def test_a_read_that_hangs_delays_no_other_request_for_good(bench: Callable[..., Bench]) -> None:
-    made = bench(load={"deadline": 0.4})
+    made = bench(deadline=0.4)
     tokens, other = prompt(45), prompt(37, seed=1)
     plain, plain_other = made.ask(tokens, cached=False), made.ask(other, cached=False)
     made.ask(tokens)
@@ -843,7 +843,7 @@ def test_the_command_takes_a_configuration_and_a_checkpoint(
     assert command.main([*SHORT, "--model", str(tmp_path / "m")]) == 0
     capsys.readouterr()
     for arguments, said in (
-        (["--preset", "mla", "--config", config], "kind is 'mha', not 'mla'"),
+        (["--preset", "mla", "--config", config], "kv_lora_rank is None, not 128"),
         (["--preset", "tiny", "--dtype", "bfloat16", "--config", config], "it has to say layers: 4, dtype: bfloat16"),
         (["--model", str(tmp_path / "none")], "there is no folder"),
         (["--config", str(tmp_path / "none.yaml")], "none.yaml"),

@@ -147,7 +147,7 @@ def test_an_ssd_that_is_slower_than_the_prefill_is_said_and_not_taken() -> None:
 
 def test_a_full_queue_is_said() -> None:
     slow = dataclasses.replace(MACHINE, ssd_write=PAGE / 4)
-    asked = dataclasses.replace(GEOMETRY, sets=(f"store.queue={4 * PAGE}", "ssd.admission=all"))
+    asked = dataclasses.replace(GEOMETRY, sets=(f"store.queue={4 * PAGE}", "store.admission=all"))
     report = planned(loop(), Limits(cpu=8 * PAGE), machine=slow, asked=asked)
     assert report["recommended"]["ssd_refused_pages"].get("queue_full", 0) == 0 or "ssd_write" in report["binds"]
     assert not {"queue", "ssd_write"} & set(planned(loop(), Limits(cpu=8 * PAGE))["binds"])
@@ -182,7 +182,7 @@ def test_a_limit_of_wear_is_kept_and_says_that_it_binds() -> None:
     none = planned(loop(), Limits(cpu=8 * PAGE, written=PAGE), points=2)
     assert none["recommended"]["ssd_pages"] == 0
     assert "wear" in none["binds"]
-    fixed = dataclasses.replace(GEOMETRY, sets=("ssd.admission=tinylfu", "ssd.admission=second_offer"))
+    fixed = dataclasses.replace(GEOMETRY, sets=("store.admission=tinylfu", "store.admission=second_offer"))
     some = planned(loop(), Limits(cpu=8 * PAGE, written=int(written)), points=2, asked=fixed)
     assert {row["admission"] for row in some["candidates"] if row["ssd_pages"]} == {"second_offer", "tinylfu"}
 
@@ -240,7 +240,7 @@ def options(tmp_path: Path) -> tuple[str | Path, ...]:
     """Pages of 512 tokens, 8 bytes each."""
     plane = "{name: rows, shape: [8], dtype: uint8}"
     config = tmp_path / "config.yaml"
-    config.write_text(f"model: {{name: m, kind: planes, layers: 1, page_tokens: 512, planes: [{plane}]}}\n")
+    config.write_text(f"model: {{name: m, layers: 1, page_tokens: 512, planes: [{plane}]}}\n")
     return "--prefill-tokens-per-second", "1000", "--config", config
 
 

@@ -39,12 +39,12 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "write_through": (),
     "no_cpu_tier": ("cpu=null",),
     "no_ssd_tier": ("ssd=null",),
-    "selective": ("store.write_policy=write_through_selective", "store.write_hits=1", "cpu.eviction=lru"),
-    "write_back": ("store.write_policy=write_back", "ssd.eviction=lru"),
+    "selective": ("store.write_policy=write_through_selective", "eviction=lru"),
+    "write_back": ("store.write_policy=write_back", "eviction=lru"),
     "write_back_in_bulk": ("store.write_policy=write_back",),
-    "second_offer": ("ssd.admission=second_offer", "ssd.promotion=second_hit"),
-    "tinylfu": ("ssd.admission=tinylfu", "ssd.promotion=never", "cpu.eviction=lru"),
-    "back_and_tinylfu": ("store.write_policy=write_back", "ssd.admission=tinylfu", "ssd.promotion=second_hit"),
+    "second_offer": ("store.admission=second_offer",),
+    "tinylfu": ("store.admission=tinylfu", "eviction=lru"),
+    "back_and_tinylfu": ("store.write_policy=write_back", "store.admission=tinylfu"),
     "endurance": ("ssd.endurance=64KiB",),
 }
 

@@ -22,6 +22,7 @@ from gdscache.commands.replay.traffic import Found, Traffic
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config, EvictionOrder
 from gdscache.errors import ConfigError, InvalidValueError
+from gdscache.limits import EngineLimits
 from gdscache.moves import clock
 from gdscache.moves.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.pages.keys import Page
@@ -208,8 +209,8 @@ def test_two_loads_read_a_page_of_the_ssd_once() -> None:
 def test_only_so_many_loads_move_at_once() -> None:
     machine = MachineModel(ssd_read=PAGE, link=math.inf)
     work = work_of([1], [2], [1], [2])
-    config = make(cpu=None, ssd=8, load={"threads": 1})
-    _, outcome = run(work, config, machine, [0.0, 1.0, 5.0, 5.0], serial=False)
+    config = make(cpu=None, ssd=8)
+    _, outcome = run(work, config, machine, [0.0, 1.0, 5.0, 5.0], serial=False, limits=EngineLimits(load_threads=1))
     assert outcome.first_token == pytest.approx([0.0, 0.0, 1.0, 2.0])
 
 
@@ -224,7 +225,7 @@ def test_a_full_queue_drops_tails_and_counts_them() -> None:
 
 def test_a_batch_that_misses_its_deadline_is_dropped() -> None:
     machine = MachineModel(ssd_write=PAGE)
-    tiers, _ = run(work_of([1, 2, 3]), make(cpu=8, ssd=8, store={"deadline": 2.0}), machine)
+    tiers, _ = run(work_of([1, 2, 3]), make(cpu=8, ssd=8, deadline=2.0), machine)
     assert tiers.ledger.dropped == {"deadline": 3}
     assert tiers.ssd is not None
     assert len(tiers.ssd.index) == 0
@@ -276,7 +277,7 @@ def test_the_write_policies_write_what_they_say() -> None:
 
 
 def test_what_is_refused_is_counted_by_cause() -> None:
-    config = make(cpu=1, ssd=8, ssd_={"admission": "second_offer"})
+    config = make(cpu=1, ssd=8, store={"admission": "second_offer"})
     tiers, _ = run(work_of([1], [2], [1], [2]), config)
     assert tiers.manager.counts["refused", "second_offer"] == 2
     assert tiers.moved.written["ssd"] == 2
@@ -296,31 +297,26 @@ def configs(draw: st.DrawFn) -> Config:
     policy = draw(st.sampled_from(["write_through", "write_through_selective", "write_back", "never"]))
     if cpu is None and policy in ("write_through_selective", "write_back"):
         policy = "write_through"
-    eviction = st.sampled_from(sorted(get_args(EvictionOrder)))
     return make(
         cpu,
         ssd,
         draw(st.integers(1, 8)),
         draw(st.sampled_from([8, 16384])),  # with the latter a batch is four pages
-        gpu_={"eviction": draw(eviction), "staging": "64MiB"},
-        cpu_={"eviction": draw(eviction)},
-        ssd_={
-            "eviction": draw(eviction),
-            "reserve": draw(st.integers(0, 4)),
-            "admission": draw(st.sampled_from(["all", "second_offer", "tinylfu"])),
-            "promotion": draw(st.sampled_from(["always", "second_hit", "never"])),
-            "endurance": draw(st.sampled_from([None, "1GiB"])),
-        },
+        gpu_={"staging": "64MiB"},
+        ssd_={"endurance": draw(st.sampled_from([None, "1GiB"]))},
+        eviction=draw(st.sampled_from(sorted(get_args(EvictionOrder)))),
         store={
             "write_policy": policy,
-            "write_hits": draw(st.integers(1, 3)),
+            "admission": draw(st.sampled_from(["all", "second_offer", "tinylfu"])),
             "queue": draw(st.integers(1, 12)) * 8 << 20,
         },
-        load={"threads": draw(st.integers(1, 3))},
         host_buffer=draw(st.integers(2, 6)) * 8 << 20,
     )
 
 
+limits = st.builds(
+    EngineLimits, ssd_reserve=st.integers(0, 4), write_hits=st.integers(1, 3), load_threads=st.integers(1, 3)
+)
 machines = st.builds(
     MachineModel,
     st.sampled_from([math.inf, 1e6, 1e4]),
@@ -336,17 +332,24 @@ machines = st.builds(
 @given(
     workloads(requests=24, depth=5),
     configs(),
+    limits,
     machines,
     st.lists(st.floats(0, 10), min_size=24, max_size=24),
     st.booleans(),
     st.booleans(),
 )
 def test_everything_adds_up(
-    work: Workload, config: Config, machine: MachineModel, gaps: list[float], serial: bool, own_pool: bool
+    work: Workload,
+    config: Config,
+    limits: EngineLimits,
+    machine: MachineModel,
+    gaps: list[float],
+    serial: bool,
+    own_pool: bool,
 ) -> None:
     work = work._replace(partial=False)
     times = [sum(gaps[: i + 1]) for i in range(len(work.prompts))]
-    tiers, outcome = run(work, config, machine, times, serial=serial, own_pool=own_pool)
+    tiers, outcome = run(work, config, machine, times, serial=serial, own_pool=own_pool, limits=limits)
     assert tiers.problems() == []
     counts, ledger = tiers.manager.counts, tiers.ledger
     found = [found for found in outcome.found if found is not None]
@@ -377,7 +380,7 @@ def test_everything_adds_up(
 @given(workloads(requests=30, depth=4), st.integers(1, 12), st.sampled_from(sorted(get_args(EvictionOrder))))
 def test_one_tier_in_series_is_the_replay_without_time(work: Workload, capacity: int, policy: str) -> None:
     work = work._replace(partial=False)
-    tiers, outcome = run(work, make(cpu=capacity, ssd=None, cpu_={"eviction": policy}))
+    tiers, outcome = run(work, make(cpu=capacity, ssd=None, eviction=policy))
     plain = simulate(work, capacity, POLICIES[policy]())
     assert outcome.hits("cpu") == plain.hits
     assert dict(outcome.misses) == {k: n for k, n in (("cold", plain.cold), ("absent", plain.absent)) if n}
@@ -422,16 +425,16 @@ def test_runs_are_the_product_of_what_is_given() -> None:
 
 
 def test_a_key_that_is_set_several_times_is_varied() -> None:
-    sets = ("ssd.admission_offers=2", "store.queue=8GiB", "ssd.admission_offers=3")
+    sets = ("ssd.endurance=1TiB", "store.queue=8GiB", "ssd.endurance=2TiB")
     found = setups(Asked(page_bytes="4KiB", cpu=("10",), ssd=("50",), sets=sets), 1000)
-    assert [setup.varied for setup in found] == [{"ssd.admission_offers": "2"}, {"ssd.admission_offers": "3"}]
-    assert [setup.config.ssd and setup.config.ssd.admission_offers for setup in found] == [2, 3]
+    assert [setup.varied for setup in found] == [{"ssd.endurance": "1TiB"}, {"ssd.endurance": "2TiB"}]
+    assert [setup.config.ssd and setup.config.ssd.endurance for setup in found] == [1 << 40, 2 << 40]
     assert {setup.config.store.queue for setup in found} == {8 << 30}
 
 
 def row_of(hits: int, written: int, pages: int = 10, order: str = "lru") -> dict[str, Any]:
     """What `mark_frontier` reads of a row."""
-    settings = {"gpu": {"eviction": order}, "cpu": None, "ssd": {"eviction": order}}
+    settings = {"eviction": order, "gpu": {}, "cpu": None, "ssd": {}}
     return {"capacity_pages": pages, "hit_pages": hits, "settings": settings, "ssd": {"written_bytes": written}}
 
 
@@ -471,17 +474,17 @@ def test_a_config_is_taken_as_it_is_and_keys_can_be_set(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
         "model: {name: m, layers: 2, kv_heads: 1, head_dim: 64, page_tokens: 64}\n"
-        "cpu: {capacity: 1GiB}\nssd: {path: /nowhere, capacity: 2GiB, promotion: never}\n"
+        "cpu: {capacity: 1GiB}\nssd: {path: /nowhere, capacity: 2GiB, endurance: 1TiB}\n"
     )
-    asked = Asked(config=path, sets=("store.queue=8GiB", "ssd.admission=tinylfu"))
+    asked = Asked(config=path, sets=("store.queue=8GiB", "store.admission=tinylfu"))
     [setup] = setups(asked, 1000)
     assert setup.varied == {}
     assert page_tokens_of(asked) == 64
     assert setup.config.store.queue == 8 << 30
     assert setup.config.ssd is not None
-    assert (setup.config.ssd.capacity, setup.config.ssd.promotion) == (2 << 30, "never")
-    assert setup.config.ssd.admission == "tinylfu"
-    with pytest.raises(ConfigError, match=r"ssd\.admission"):
+    assert (setup.config.ssd.capacity, setup.config.ssd.endurance) == (2 << 30, 1 << 40)
+    assert setup.config.store.admission == "tinylfu"
+    with pytest.raises(ConfigError, match=r"store\.admission"):
         setups(Asked(config=path, admission=("some",)), 1000)
     with pytest.raises(InvalidValueError, match="has no value"):
         setups(Asked(config=path, sets=("store.queue",)), 1000)
@@ -497,7 +500,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_the_report_as_json(gdscache, trace: Path) -> None:
-    options = ["--cpu", "3", "--ssd", "5", "--page-bytes", "4KiB", "--set", "ssd.reserve=0", "--json"]
+    options = ["--cpu", "3", "--ssd", "5", "--page-bytes", "4KiB", "--json"]
     status, out, err = gdscache("replay", trace, *options, "--prefill-tokens-per-second", "5120")
     assert (status, err) == (0, "")
     report = json.loads(out)

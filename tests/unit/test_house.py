@@ -36,8 +36,8 @@ MAY_IMPORT = {
     "gate": "disk",
     "pool": "cuda kernels native pages runtime storage",
     "tiers": "config cuda disk extents gate index native pages policies pool runtime storage tracing",
-    "load": "config cuda index moves native pages policies runtime tiers tracing",
-    "prefetch": "config load moves pages runtime",
+    "load": "config cuda index moves native pages runtime tiers tracing",
+    "prefetch": "load moves pages runtime",
     "store": "cuda index moves native pages runtime tiers",
     "sequence": "cuda index load pages store tiers",
     "opening": (

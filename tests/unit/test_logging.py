@@ -36,8 +36,8 @@ def test_a_command_s_warnings_carry_the_logger_s_name_and_level() -> None:
     code = """
 import logging, sys
 from gdscache import cli, exits
-cli.app = lambda prog_name: logging.getLogger("gdscache.config").warning("ssd.reserve is %s", "9 pages")
+cli.app = lambda prog_name: logging.getLogger("gdscache.config").warning("ssd.endurance is %s", "9 pages")
 exits.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr == "WARNING gdscache.config: ssd.reserve is 9 pages\n"
+    assert done.stderr == "WARNING gdscache.config: ssd.endurance is 9 pages\n"

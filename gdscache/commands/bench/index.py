@@ -132,7 +132,7 @@ def index_memory(path: Path, pages: int, layers: int) -> dict[str, Any]:
 def tier_of(path: Path, pages: int, layers: int) -> tuple[PageLayout, SsdConfig]:
     """The smallest pages of so many layers, and the SSD tier that holds `pages` of them in `path`."""
     plane = {"name": "rows", "shape": [2], "dtype": "uint8"}
-    model = {"name": "bench", "kind": "planes", "layers": layers, "page_tokens": 64, "planes": [plane]}
+    model = {"name": "bench", "layers": layers, "page_tokens": 64, "planes": [plane]}
     config = Config.from_dict({"model": model, "gpu": {"device": "cpu"}})
     layout = config.model.layout()
     ssd = SsdConfig(path=path, capacity=pages * layout.extent_bytes, transport="posix", threads=1)

@@ -59,7 +59,7 @@ class ColdEngine(Closeable):
                 },
                 "host_buffer": max(256 << 20, 2 * page_bytes),
                 "store": {"queue": self.nbytes},
-                "load": {"deadline": 600.0},
+                "deadline": 600.0,
             }
         )
         layout = config.model.layout()

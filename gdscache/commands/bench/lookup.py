@@ -96,9 +96,9 @@ def _config(directory: Path, pages: int) -> dict[str, Any]:
     page_bytes, room = 4096, pages + _OTHERS
     plane = {"name": "rows", "shape": [page_bytes // PAGE_TOKENS], "dtype": "uint8"}
     return {
-        "model": {"name": "bench", "kind": "planes", "layers": 1, "page_tokens": PAGE_TOKENS, "planes": [plane]},
+        "model": {"name": "bench", "layers": 1, "page_tokens": PAGE_TOKENS, "planes": [plane]},
         "gpu": {"device": "cpu", "capacity": (room + 1) * page_bytes},
-        "cpu": {"capacity": (room + 2) * page_bytes, "pin": "off"},
+        "cpu": {"capacity": (room + 2) * page_bytes},
         "ssd": {"path": str(directory), "capacity": (room + 128) * page_bytes, "transport": "posix", "threads": 2},
         "store": {"queue": pages * page_bytes},
     }

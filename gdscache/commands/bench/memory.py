@@ -70,7 +70,7 @@ def engine_with_pages(directory: str, pages: int) -> dict[str, int]:
     config = {
         "model": model,
         "gpu": {"device": "cpu", "capacity": pool + PAGE_BYTES},
-        "cpu": {"capacity": pool, "pin": "off"},
+        "cpu": {"capacity": pool},
         "ssd": {"path": directory, "capacity": pool + 128 * PAGE_BYTES, "transport": "posix"},
         "host_buffer": HOST_BUFFER,
         "store": {"queue": pool},

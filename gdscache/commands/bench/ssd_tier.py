@@ -61,7 +61,7 @@ class TierUnderTest(Closeable):
                 },
                 "host_buffer": 2 * page_bytes,
                 "store": {"write_policy": "never", "queue": self.nbytes},
-                "load": {"deadline": 600.0},
+                "deadline": 600.0,
             }
         )
         self.layout: PageLayout = config.model.layout()

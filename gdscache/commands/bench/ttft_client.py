@@ -69,7 +69,7 @@ class EngineClient:
         extent = Config.from_dict({"model": section}).model.layout().extent_bytes
         pages = self._longest // settings.page_tokens
         room, ring = (2 * pages + pages // 8 + 16) * extent, max(256 * MIB, 8 * extent)
-        ssd = {"path": str(self._directory / route), "capacity": room + room // 4, "reserve": 0, "route": route}
+        ssd = {"path": str(self._directory / route), "capacity": room + room // 4, "route": route}
         if io_cache.in_memory(self._directory):
             ssd["threads"] = RAM_THREADS
         if route == "via_cpu":
@@ -82,7 +82,8 @@ class EngineClient:
                 "ssd": ssd,
                 "host_buffer": ring,
                 "store": {"queue": room},
-                "load": {"deadline": _DEADLINE_S, "gate": "off"},
+                "deadline": _DEADLINE_S,
+                "load": {"gate": "off"},
             },
             source="the configuration made for this run",
         )

@@ -44,12 +44,10 @@ def find_calibration(gpu: torch.device, *, recalibrate: bool) -> Kept:
 
 
 def copy_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
-    """Page-locking, `cpu.pin`; the copy engine; the calibration."""
+    """Page-locking; the copy engine; the calibration."""
     lack: Verdict = "warn" if facts.has_gpu else "info"
     shown = f"{about(PINNED_BYTES)} in {{:.3f}} s".format
     yield from answer("page-locking", facts.pinned, lack, show=shown)
-    if asked.config.cpu is not None:
-        yield _pin_row(asked.config.cpu.pin, facts)
     for row in answer("copy engine", facts.api, lack):
         hint = "a driver for CUDA 12.8 or newer takes batches: one call a piece is slow for small pieces"
         yield row if row.data != "single" else dataclasses.replace(row, verdict="warn", next_step=hint)
@@ -57,19 +55,6 @@ def copy_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
         yield from _calibration_rows(facts.calibration.value)
     else:
         yield from answer("calibration", facts.calibration, lack)
-
-
-def _pin_row(wanted: str, facts: Facts) -> Row:
-    works = facts.pinned.value is not None
-    pinned = works and wanted != "off"
-    verdict: Verdict = "ok" if pinned else "info"
-    if wanted == "on" and not works:
-        verdict = "fail"
-    elif wanted == "auto" and not works and facts.has_gpu:
-        verdict = "warn"
-    hint = "set cpu.pin to auto or off" if verdict == "fail" else "see page-locking"
-    value = f"{wanted}: {'page-locked' if pinned else 'pageable'}"
-    return Row("cpu.pin", value, verdict, hint if verdict in ("fail", "warn") else "", {"pinned": pinned})
 
 
 def _calibration_rows(kept: Kept) -> Iterator[Row]:

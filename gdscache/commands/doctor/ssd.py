@@ -136,7 +136,7 @@ def _trial_row(name: str, trial: Found[Moved], has_gpu: bool) -> Row:
 
 
 def _key_rows(found: Place, ssd: SsdConfig) -> Iterator[Row]:
-    """`ssd.transport`, `ssd.gds`, `ssd.direct_io`: what each comes to with the transport that would be used."""
+    """`ssd.transport`, `ssd.gds`: what each comes to with the transport that would be used."""
     assert found.chosen is not None, "a transport was tried"
     chosen = found.chosen.value
     if chosen is None:
@@ -155,16 +155,3 @@ def _key_rows(found: Place, ssd: SsdConfig) -> Iterator[Row]:
         fails = ssd.gds == "on"
         hint = f"set ssd.gds to auto; {_GDS_DISKS}" if fails else ""
         yield Row("ssd.gds", value, "fail" if fails else "info", hint, word)
-    yield _direct_key(found, ssd, chosen)
-
-
-def _direct_key(found: Place, ssd: SsdConfig, chosen: Moved | None) -> Row:
-    name, wanted, direct = "ssd.direct_io", ssd.direct_io, chosen.direct if chosen else None
-    if wanted == "off":
-        return Row(name, "off: through the page cache", data=direct)
-    if direct:
-        return Row(name, f"{wanted}: O_DIRECT", "ok", data=direct)
-    if chosen is None and found.direct_io and found.direct_io.value == "":
-        return Row(name, f"{wanted}: not known, since the transport does not work", data=direct)
-    hint = "set ssd.direct_io to auto or off, or ssd.path to a file system with O_DIRECT"
-    return Row(name, f"{wanted}: through the page cache", "fail" if wanted == "on" else "warn", hint, direct)

@@ -104,13 +104,12 @@ def find_place(
 
 
 def find_trial(asked: Asked, transport: str, inside: Path, device: str, deadline_s: float) -> Found[Moved]:
-    """A trial in a directory of its own there. `direct_io` and `gds` are off where the configuration has them off, else
-    auto: that they are on is checked on what came out."""
+    """A trial in a directory of its own there. `gds` is off where the configuration has it off, else auto: that it is
+    on is checked on what came out."""
     ssd = asked.config.ssd if asked.given else None
-    direct_io: Switch = "off" if ssd and ssd.direct_io == "off" else "auto"
     gds: Switch = "off" if ssd and ssd.gds == "off" else "auto"
     with scratch(inside) as own:
-        trial = Trial(transport, str(own), device, ssd.threads if ssd else THREADS, direct_io, gds)
+        trial = Trial(transport, str(own), device, ssd.threads if ssd else THREADS, gds)
         return try_transport(trial, deadline_s)
 
 

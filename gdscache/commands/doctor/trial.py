@@ -29,7 +29,6 @@ class Trial:
     directory: str
     device: str
     threads: int
-    direct_io: Switch
     gds: Switch
     nbytes: int = TRIAL_BYTES
 
@@ -80,9 +79,7 @@ def carry_out(trial: Trial) -> Moved:
     """Make `trial.bin` in the directory, write and read it. Raises what `open_transport` and `write_and_read` raise.
     The file stays."""
     directory = Path(trial.directory)
-    transport, reason = choose_and_open(
-        trial.transport, directory, trial.device, trial.threads, trial.direct_io, trial.gds
-    )
+    transport, reason = choose_and_open(trial.transport, directory, trial.device, trial.threads, "auto", trial.gds)
     with transport:
         kinds = transport.memory_kinds
         device = trial.device if trial.device.startswith("cuda") and "cuda" in kinds else "cpu"

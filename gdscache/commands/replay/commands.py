@@ -15,13 +15,13 @@ from gdscache.commands.replay.options import listed
 from gdscache.commands.replay.setup import Asked, page_tokens_of, setups
 from gdscache.commands.replay.trace import BLOCK_TOKENS, read_trace
 from gdscache.commands.replay.workload import expand
-from gdscache.config import CpuConfig
+from gdscache.config import Config
 from gdscache.errors import InvalidValueError
 from gdscache.moves.clock import MachineModel
 from gdscache.policies import POLICIES
 
 SWEEP = ("0.5%", "1%", "2%", "5%", "10%", "25%", "50%")
-DEFAULT: str = CpuConfig().eviction
+DEFAULT: str = Config.model_fields["eviction"].default
 _TIERS, _MACHINE, _SUITE = options.TIERS, options.MACHINE, "Drawn traffic"
 _CAPACITY = "bytes (64GiB), pages (5000), percent of the unique pages (10%) or none. Commas separate several."
 Several = list[str] | None
@@ -84,7 +84,7 @@ def replay(
         Several, typer.Option(rich_help_panel=_TIERS, help="store.write_policy. Commas separate several.")
     ] = None,
     admission: Annotated[
-        Several, typer.Option(rich_help_panel=_TIERS, help="ssd.admission. Commas separate several.")
+        Several, typer.Option(rich_help_panel=_TIERS, help="store.admission. Commas separate several.")
     ] = None,
     sets: options.Sets = None,
     ssd_read: options.SsdRead = 6.0,

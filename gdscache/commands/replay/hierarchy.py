@@ -16,6 +16,7 @@ import numpy as np
 from gdscache.commands.replay.tiers import ModelGpu, ModelSsd, ModelTier
 from gdscache.config import Config
 from gdscache.index.retention import DEFAULT, Retention
+from gdscache.limits import LIMITS, EngineLimits
 from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart
@@ -25,7 +26,6 @@ from gdscache.moves.clock import Clock, Done, MachineModel, Process
 from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPool
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
-from gdscache.policies.promotion import new_promotion
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel, Receipt
@@ -147,32 +147,38 @@ def _nothing() -> None:
 class Hierarchy:
     """The tiers of `config`. `own_pool`: the engine has a GPU pool (`sequence`); else its planes are attached.
 
-    The SSD's route is through host memory, unless the config says `direct`.
+    The SSD's route is through host memory, unless the config says `direct`. `limits`: of the engine.
     """
 
-    def __init__(self, config: Config, machine: MachineModel, clock: Clock, *, own_pool: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        machine: MachineModel,
+        clock: Clock,
+        *,
+        own_pool: bool = False,
+        limits: EngineLimits = LIMITS,
+    ) -> None:
         self.layout = layout = config.model.layout()
         self.config = config
         self.clock = clock
         self.extent_bytes, self.page_bytes = layout.extent_bytes, layout.page_bytes
         extent = self.extent_bytes
-        gpu = ModelGpu("gpu", config.gpu.capacity // layout.page_bytes, layout.page_bytes, config.gpu.eviction)
+        gpu = ModelGpu("gpu", config.gpu.capacity // layout.page_bytes, layout.page_bytes, config.eviction)
         self.gpu = gpu if own_pool else None
         self.cpu = self.ssd = None
         if config.cpu is not None:
-            self.cpu = ModelTier("cpu", config.cpu.capacity // extent, extent, config.cpu.eviction)
+            self.cpu = ModelTier("cpu", config.cpu.capacity // extent, extent, config.eviction)
         if config.ssd is not None:
-            self.ssd = ModelSsd(config.ssd.capacity // extent, extent, config.ssd.eviction, config.ssd.reserve)
+            self.ssd = ModelSsd(config.ssd.capacity // extent, extent, config.eviction, limits.ssd_reserve)
         self.lock = threading.RLock()
-        promotion = None
-        if config.ssd is not None and self.cpu is not None:
-            promotion = new_promotion(config.ssd.promotion, self.cpu.index.slots)
         self.admission, outlets = None, []
         if config.ssd is not None and self.ssd is not None:
-            self.admission = open_admission(config.ssd, self.ssd.index.slots, extent, clock.time)
+            asked = config.store.admission, self.ssd.index.slots, extent, config.ssd.endurance
+            self.admission = open_admission(*asked, offers=limits.admission_offers, clock=clock.time)
             outlets = [Outlet(self.ssd, self.admission, config.store.queue // extent)]
         index = None if self.cpu is None else self.cpu.index
-        earned = EarnedOffers(index, outlets, config.store.write_policy, config.store.write_hits)
+        earned = EarnedOffers(index, outlets, config.store.write_policy, limits.write_hits)
         self.manager = TierManager(
             self.lock,
             [tier for tier in (self.gpu, self.cpu, self.ssd) if tier is not None],
@@ -182,8 +188,7 @@ class Hierarchy:
         )
         self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)
         self.moved = Moved(self.executor)
-        selective = promotion is not None and promotion.selective
-        self.planner = _Planner(self.moved, self.manager, config.store, extent, outlets, earned, selective=selective)
+        self.planner = _Planner(self.moved, self.manager, config.store, extent, outlets, earned)
         writers = {}
         if self.ssd is not None:
             writers["ssd"] = _Writer(self.moved, self.planner, self.manager, self.ssd, self.executor, extent)
@@ -191,17 +196,17 @@ class Hierarchy:
         if config.ssd is not None:
             half = config.host_buffer // extent // 2
             self._spare = VirtualPool(clock, range(half, 2 * half))
-        self.storer = Storer(self.manager, self.planner, self.executor, self._spare, writers, extent, config.store)
+        parts = self.manager, self.planner, self.executor, self._spare, writers, extent
+        self.storer = Storer(*parts, config.store, config.deadline)
         self.loads = LoadPlanner(
             self.manager,
             VirtualCondition(clock, self.lock),
-            promotion=promotion,
             due=[self.storer.offer_earned],
         )
         self._keep = config.ssd is None or config.ssd.route != "direct"
         self.gathered: Callable[[], None] = _nothing  # the GPU pages of a store are not read any more
         self.ledger = Ledger(lambda: self.gathered())
-        self._idle = config.load.threads  # loads that may begin at once
+        self._idle = limits.load_threads  # loads that may begin at once
         self._waiting: deque[Done] = deque()  # ... and those that may not
 
     # -- loads -------------------------------------------------------------------------------------------------------
@@ -211,7 +216,7 @@ class Hierarchy:
         return self.loads.plan([pages], "load", keep=self._keep)
 
     def load(self, plan: LoadPlan) -> Process:
-        """Move the pages of a plan and end it. At most `load.threads` loads move at once, the first planned first."""
+        """Move the pages of a plan and end it. As many loads move at once as in an engine, the first planned first."""
         if self._idle:
             self._idle -= 1
         else:
@@ -220,7 +225,8 @@ class Hierarchy:
             yield turn
         blocks = np.zeros((len(plan), 1), dtype=np.int64)
         handle = _Handle([LoadPart(len(plan))])
-        run = LoadRun(self.loads, self.executor, self.layout, self.config.load, handle, plan, blocks)
+        how = self.config.load, self.config.deadline
+        run = LoadRun(self.loads, self.executor, self.layout, *how, handle, plan, blocks)
         yield from cast(Process, run.steps())
         if self._waiting:
             self._waiting.popleft().fire()

@@ -14,6 +14,7 @@ from gdscache.commands.replay.setup import Asked, Setup, setups
 from gdscache.commands.replay.simulate import infinite
 from gdscache.commands.replay.workload import Workload
 from gdscache.errors import CapacityError, InvalidValueError
+from gdscache.limits import LIMITS
 from gdscache.moves.clock import MachineModel
 from gdscache.policies.admission import ADMISSIONS
 from gdscache.sizes import about
@@ -76,10 +77,9 @@ def plan(
     config = search.configs(1, 2)[0].config
     extent, unique = config.model.layout().extent_bytes, len(workload.names)
     limits.check(extent)
-    reserve = config.ssd.reserve if config.ssd else 0
     cpu = grid(unique, points, None if limits.cpu is None else limits.cpu // extent)
     # An SSD of so many pages has its reserve, an eighth of it at most, beside them.
-    wanted = [n + min(reserve, n // 7 + 1) for n in grid(unique, points, None)]
+    wanted = [n + min(LIMITS.ssd_reserve, n // 7 + 1) for n in grid(unique, points, None)]
     most = wanted[-1] if limits.ssd is None else limits.ssd // extent
     ssd = sorted({min(n, most) for n in wanted} - {0})
     search.run(cpu, ssd)
@@ -145,7 +145,7 @@ class _Search:
 
     def configs(self, cpu: int, ssd: int) -> list[Setup]:
         """One for each setting that is searched at these sizes: every admission where wear is limited."""
-        fixed = self.limits.written is None or any(text.startswith("ssd.admission=") for text in self._asked.sets)
+        fixed = self.limits.written is None or any(text.startswith("store.admission=") for text in self._asked.sets)
         asked = dataclasses.replace(
             self._asked,
             cpu=(str(cpu),),
@@ -182,7 +182,7 @@ class _Search:
             "cpu_bytes": cpu * extent,
             "ssd_pages": ssd,
             "ssd_bytes": ssd * extent,
-            "admission": config.ssd.admission if config.ssd else None,
+            "admission": config.store.admission if config.ssd else None,
             "write_policy": config.store.write_policy if config.ssd else None,
             "hit_rate": found["hit_rate"],
             "token_hit_rate": found["token_hit_rate"],

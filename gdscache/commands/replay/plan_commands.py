@@ -90,7 +90,7 @@ def _table(report: Mapping[str, Any]) -> Table:
     plan = Table(f"{w['requests']:,} requests in {w['seconds']:,.0f} s, {pages} ({about(forever['bytes'])})")
     plan.add_row("CPU pool", f"{about(chosen['cpu_bytes'])} ({chosen['cpu_pages']:,} pages)")
     disk = f"{about(chosen['ssd_bytes'])} ({chosen['ssd_pages']:,} pages); store.write_policy {chosen['write_policy']}"
-    plan.add_row("SSD", f"{disk}, ssd.admission {chosen['admission']}" if chosen["ssd_bytes"] else "none")
+    plan.add_row("SSD", f"{disk}, store.admission {chosen['admission']}" if chosen["ssd_bytes"] else "none")
     parts = ", ".join(f"{name} {percent(share)}" for name, share in chosen["tier_token_hit_rates"].items())
     infinite = percent(forever["token_hit_rate"])
     plan.add_row("tokens hit", f"{percent(chosen['token_hit_rate'])} ({parts}); infinite tiers {infinite}")

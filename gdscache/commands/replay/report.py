@@ -152,7 +152,8 @@ def mark_frontier(rows: Sequence[dict[str, Any]]) -> None:
     """Set `frontier` of each row, None without an SSD."""
 
     def group(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        return row["capacity_pages"], *(row["settings"][name] and row["settings"][name]["eviction"] for name in TIERS)
+        settings = row["settings"]
+        return row["capacity_pages"], settings["eviction"], *(settings[name] is None for name in TIERS)
 
     def cost(row: Mapping[str, Any]) -> tuple[int, int]:
         return row["ssd"]["written_bytes"], -row["hit_pages"]
@@ -254,7 +255,6 @@ def _ssd(hierarchy: Hierarchy, outcome: Outcome, span: float) -> dict[str, Any] 
         "dropped_pages": dict(moved.not_written),
         "most_queued_pages": moved.most_to_ssd,
         "demoted_pages": moved.demoted,
-        "promotions_declined": counts["promotion", "declined"],
     }
 
 
@@ -299,15 +299,15 @@ def describe_config(config: Config) -> dict[str, Any]:
     """What of a configuration decides what is simulated."""
     layout = config.model.layout()
     cpu, ssd = config.cpu, config.ssd
-    of_ssd = {"capacity", "eviction", "reserve", "admission", "admission_offers", "endurance", "promotion"}
     return {
         "extent_bytes": layout.extent_bytes,
         "page_tokens": layout.page_tokens,
-        "store": config.store.model_dump(include={"queue", "write_policy", "write_hits"}),
+        "store": config.store.model_dump(),
         "host_buffer": config.host_buffer,
-        "gpu": config.gpu.model_dump(include={"capacity", "eviction"}),
-        "cpu": cpu and cpu.model_dump(include={"capacity", "eviction"}),
-        "ssd": ssd and ssd.model_dump(include=of_ssd),
+        "eviction": config.eviction,
+        "gpu": config.gpu.model_dump(include={"capacity"}),
+        "cpu": cpu and cpu.model_dump(include={"capacity"}),
+        "ssd": ssd and ssd.model_dump(include={"capacity", "endurance"}),
     }
 
 

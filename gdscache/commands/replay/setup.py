@@ -33,9 +33,9 @@ _MOST_PAGES = 10**15  # of 4 KiB they are half of what a file can have
 _KEYS = {  # what is varied, and the keys of a config that it sets
     "cpu": ("cpu.capacity",),
     "ssd": ("ssd.capacity",),
-    "eviction": ("gpu.eviction", "cpu.eviction", "ssd.eviction"),
+    "eviction": ("eviction",),
     "write": ("store.write_policy",),
-    "admission": ("ssd.admission",),
+    "admission": ("store.admission",),
 }
 
 
@@ -124,9 +124,9 @@ def setups(asked: Asked, unique: int) -> list[Setup]:
 def _policies(config: Config) -> dict[str, str]:
     """What a config has where nothing is said."""
     return {
-        "eviction": (config.ssd or config.cpu or config.gpu).eviction,
+        "eviction": config.eviction,
         "write": config.store.write_policy,
-        "admission": config.ssd.admission if config.ssd else "none",
+        "admission": config.store.admission if config.ssd else "none",
     }
 
 
@@ -214,7 +214,7 @@ def _by_hand(model: str, page_bytes: str | None, page_tokens: int) -> dict[str, 
                 f"use a multiple of {page_tokens}",
             )
     plane = {"name": "rows", "shape": [row], "dtype": "uint8"}
-    section = {"name": "replay", "kind": "planes", "layers": 1, "page_tokens": page_tokens, "planes": [plane]}
+    section = {"name": "replay", "layers": 1, "page_tokens": page_tokens, "planes": [plane]}
     return {"model": section}
 
 

@@ -12,12 +12,12 @@ from gdscache.commands.console import Progress, Table, silent, verdict
 from gdscache.commands.replay.families import FAMILIES, drawn
 from gdscache.commands.replay.simulate import optimum, plain_lru, simulate
 from gdscache.commands.replay.workload import Workload, expand
-from gdscache.config import CpuConfig
+from gdscache.config import Config
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES
 
 SUITE_SCHEMA = "gdscache.replay.suite/1"
-DEFAULT: str = CpuConfig().eviction
+DEFAULT: str = Config.model_fields["eviction"].default
 PERCENT = (1, 2, 5, 10, 25, 50)  # of the unique pages
 LEAST_PAGES = 200
 SLACK = 0.01  # of the page references: added to hits before they are compared, so that few hits of few do not count

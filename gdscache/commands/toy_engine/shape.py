@@ -73,8 +73,8 @@ class ModelShape:
         """What the `model` section of a gdscache configuration has to say of this model, cached in `dtype`."""
         section: dict[str, Any] = {"layers": self.layers, "dtype": dtype}
         if self.mla:
-            return section | {"kind": "mla", "kv_lora_rank": self.mla.rank, "rope_dim": self.mla.rope_dim}
-        return section | {"kind": "mha", "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+            return section | {"kv_lora_rank": self.mla.rank, "rope_dim": self.mla.rope_dim}
+        return section | {"kv_heads": self.kv_heads, "head_dim": self.head_dim}
 
 
 # The sizes of Llama 3.2 1B and Llama 3.1 8B are those of their published config.json.

@@ -40,7 +40,7 @@ class HostPages:
         self._links = PageLinks()
         self._salt = ""
         self._barred: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        self._patience = engine.config.store.deadline + engine.config.load.deadline
+        self._patience = 2 * engine.config.deadline
         # As many pages at once as are taken in, whatever else is on its way: what is beyond the queue is dropped.
         self._at_once = max(1, engine.config.store.queue // 2 // engine.layout.extent_bytes)
 

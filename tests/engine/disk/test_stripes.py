@@ -223,11 +223,12 @@ def test_each_directory_is_owned(open_host: OpenHost, paths: list[Path], tmp_pat
     filled(open_host, paths)
 
 
-def test_the_same_directory_twice_is_refused(tmp_path: Path) -> None:
-    data = make_config(**options([tmp_path / "0", tmp_path / "1", tmp_path / "{rank}"]), rank=1)  # type: ignore[arg-type]
+def test_the_same_directory_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_config(**options([tmp_path / "0", tmp_path / "1", tmp_path / "$RANK"]))
+    monkeypatch.setenv("RANK", "1")
     with pytest.raises(InvalidValueError, match="twice"):
         Config.from_dict(data)
-    data["rank"] = 2
+    monkeypatch.setenv("RANK", "2")
     config = Config.from_dict(data)
     assert config.ssd is not None
     assert config.ssd.stripes == (tmp_path / "1", tmp_path / "2")

@@ -556,7 +556,7 @@ def test_an_engine_learns_behind_its_loads(open_host: Opens) -> None:
 
 
 def test_loads_of_an_engine_beside_each_other_do_not_look_slow(open_host: Opens) -> None:
-    host = open_host(transport=FAULTY, cpu=16, ssd=16, load={"threads": 4})
+    host = open_host(transport=FAULTY, cpu=16, ssd=16)
     prompts = [prompt(seed, 2) for seed in range(4)]
     for tokens in prompts:
         host.store(tokens)
@@ -591,11 +591,10 @@ def test_a_queue_is_part_of_a_hit_s_seconds(open_host: Opens) -> None:
 
 
 def test_a_hit_that_is_slower_than_computing_is_not_loaded_until_the_disk_gets_fast(open_host: Opens) -> None:
-    host = open_host(transport=FAULTY, ssd_options={"promotion": "never"}, load={"gate": "enforcing"})
+    host = open_host(transport=FAULTY, cpu=None, load={"gate": "enforcing"})
     tokens = prompt(1, 3)
     host.store(tokens)
     quiet(host.engine)
-    drop_from(host.engine, "cpu")
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.3):
         for _ in range(ENOUGH):
             assert host.load(tokens).tokens == 12  # nothing is known yet

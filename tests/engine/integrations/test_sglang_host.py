@@ -42,13 +42,12 @@ def engine_over(path: Path, tensors: list[tuple[torch.Tensor, ...]], cpu: int | 
         "model": {"name": "tiny", **planes_section(layers, PAGE)},
         "ssd": {"path": str(path), "capacity": 64 * 4096 * 4, "transport": "posix", "gds": "off", "threads": 2},
         "host_buffer": 64 * 4096,
-        "load": {"deadline": WAIT},
-        "store": {"deadline": WAIT},
+        "deadline": WAIT,
     }
     if cpu is not None:
-        sections["cpu"] = {"capacity": cpu * 4096 * 4, "pin": "off"}
+        sections["cpu"] = {"capacity": cpu * 4096 * 4}
     for name, values in more.items():
-        sections[name] = {**sections.get(name, {}), **values}
+        sections[name] = {**sections.get(name, {}), **values} if isinstance(values, dict) else values
     return CacheEngine(Config.from_dict(sections), tensors)
 
 
@@ -151,7 +150,7 @@ def test_the_storage_against_a_dictionary(tmp_path: Path) -> None:
 @pytest.fixture
 def faulty(tmp_path: Path) -> Iterator[HostPages]:
     ssd = {"transport": "tests.support.faulty:FaultyTransport"}
-    engine = engine_over(tmp_path, pool(), None, ssd=ssd, load={"deadline": 0.4}, store={"deadline": 0.4})
+    engine = engine_over(tmp_path, pool(), None, ssd=ssd, deadline=0.4)
     found = HostPages(engine)
     yield found
     found.close()

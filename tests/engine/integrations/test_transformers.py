@@ -383,7 +383,7 @@ def test_an_engine_of_another_model_is_refused(tmp_path: Path) -> None:
         pytest.raises(GeometryError, match="layer 2"),
     ):
         generate(qwen, tokens(), cache)
-    one_plane = {"name": "m", "kind": "planes", "layers": 3, "planes": [{"name": "latent", "shape": [32]}]}
+    one_plane = {"name": "m", "layers": 3, "planes": [{"name": "latent", "shape": [32]}]}
     with (
         CacheEngine.from_config({**config, "model": one_plane, "ssd": None}) as engine,
         pytest.raises(GeometryError, match="1 planes"),

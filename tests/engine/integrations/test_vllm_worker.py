@@ -81,10 +81,10 @@ def opened(path: Path, cpu: int = 24, transport: str = "posix", **more: Any) -> 
     config = Config.from_dict(
         {
             "model": {"name": "tiny", **planes.model()},
-            "cpu": {"capacity": cpu * 4096, "pin": "off"},
+            "cpu": {"capacity": cpu * 4096},
             "ssd": {"path": str(path), "capacity": 64 * 4096, "transport": transport, "gds": "off", "threads": 2},
             "host_buffer": 16 * 4096,
-            "load": {"deadline": 20},
+            "deadline": 20,
         }
     )
     engine = CacheEngine(config, [(tensor,) for tensor in planes.tensors])

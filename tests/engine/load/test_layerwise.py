@@ -238,7 +238,7 @@ def test_a_page_that_failed_is_not_read_further(open_host: OpenHost, monkeypatch
 
 
 def test_a_page_that_fails_in_several_groups_has_the_first_verdict_and_one(open_host: OpenHost) -> None:
-    host = open_host(model=EVEN, transport=FAULTY, cpu=8, load={"deadline": SOON})
+    host = open_host(model=EVEN, transport=FAULTY, cpu=8, deadline=SOON)
     tokens = stored(host)
     bad, groups = lies(host, tokens, 1), groups_of(host)
     for group, fault in zip(groups[1:], (Fault.EIO, Fault.SHORT, Fault.HANG), strict=True):
@@ -271,7 +271,7 @@ def rested(host: Host) -> None:
 
 @pytest.mark.parametrize("number", range(4))
 def test_one_hung_read_of_a_group_costs_its_page_and_keeps_its_slot(open_host: OpenHost, number: int) -> None:
-    host = open_host(model=EVEN, transport=FAULTY, cpu=16, ssd=40, load={"deadline": SOON})
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16, ssd=40, deadline=SOON)
     tokens = stored(host)
     group = groups_of(host)[number]
     with PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, 1), part=only(host, group)):
@@ -294,7 +294,7 @@ def test_one_hung_read_of_a_group_costs_its_page_and_keeps_its_slot(open_host: O
 
 
 def test_every_group_hangs(open_host: OpenHost) -> None:
-    host = open_host(model=EVEN, transport=FAULTY, cpu=16, ssd=40, load={"deadline": SOON})
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16, ssd=40, deadline=SOON)
     tokens = stored(host)
     hung = [PLAN.add(FaultRule(Fault.HANG, Op.READ, part=only(host, group))) for group in groups_of(host)]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -19,12 +20,13 @@ from gdscache.pages.layout import GroupSizes, read_groups
 from gdscache.storage.base import Op
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
+from tests.support.helpers import MHA, SMALL, WAIT, Host, drop_from, prompt, quiet, settle, until
 
 OpenHost = Callable[..., Host]
 EVEN = MHA | {"layers": 6, "head_dim": 72}
 FAULTY = "tests.support.faulty:FaultyTransport"
 PAGES = 4
+ONE_LOAD = dataclasses.replace(SMALL, load_threads=1)  # at a time
 
 
 class InjectedError(Exception):
@@ -67,7 +69,7 @@ def test_the_layers_of_a_hit_need_no_thread_of_the_loads(
     """Whatever these are busy with: here the only one waits for a read."""
     if gpu:
         fake_gpu.use(monkeypatch)
-    host = open_host(model=EVEN, transport=FAULTY, cpu=16, load={"threads": 1, "verify": verify})
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16, load={"verify": verify}, limits=ONE_LOAD)
     away = stored(host, 1)
     drop_from(host.engine, "cpu")
     here = stored(host, 2)
@@ -86,7 +88,7 @@ def test_the_layers_of_a_hit_need_no_thread_of_the_loads(
 def test_the_first_reads_are_under_way_when_load_returns(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """They do not wait for a thread of the pool, which is busy here."""
     monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=1, foreign_io=1))
-    host = open_host(model=EVEN, transport=FAULTY, cpu=16, load={"threads": 1})
+    host = open_host(model=EVEN, transport=FAULTY, cpu=16, limits=ONE_LOAD)
     tokens = stored(host, 1)
     drop_from(host.engine, "cpu")
     gate = threading.Event()

@@ -129,7 +129,7 @@ def test_a_page_may_fail_anywhere(open_host: OpenHost, device: str, model: str, 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("number", range(4))
 def test_a_hung_read_costs_its_page_and_keeps_its_slot(open_host: OpenHost, place: str, number: int) -> None:
-    host = open_host(model=EVEN, transport=FAULTY, load={"deadline": SOON}, **PLACES[place])
+    host = open_host(model=EVEN, transport=FAULTY, deadline=SOON, **PLACES[place])
     tokens = stored(host)
     with PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, PAGES - 1), part=only(host, groups_of(host)[number])):
         load, blocks, keys = host.begin(tokens)
@@ -149,7 +149,7 @@ def test_two_groups_of_a_page_are_late_in_slots_of_their_own(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next group is read while the one before hangs: each holds the slot that its read may still write to."""
-    host = open_host(model=EVEN, transport=FAULTY, cpu=None, bounce=8, load={"deadline": SOON})
+    host = open_host(model=EVEN, transport=FAULTY, cpu=None, bounce=8, deadline=SOON)
     tokens = prompt(1, 1)
     host.store(tokens)
     quiet(host.engine)
@@ -188,7 +188,7 @@ def test_a_load_is_cancelled_between_any_two_groups(open_host: OpenHost, device:
 
 
 def test_what_is_not_begun_by_the_deadline_is_not_read(open_host: OpenHost) -> None:
-    host = open_host(model=EVEN, transport=FAULTY, cpu=None, bounce=2, load={"deadline": SOON})
+    host = open_host(model=EVEN, transport=FAULTY, cpu=None, bounce=2, deadline=SOON)
     tokens = stored(host)
     PLAN.reset()
     with PLAN.rule(Op.READ, Fault.HANG, lies(host, tokens, 0), part=only(host, groups_of(host)[1])):

@@ -20,7 +20,7 @@ POLICIES = ("write_through", "write_through_selective", "write_back", "never")
 ADMISSIONS = ("all", "second_offer", "tinylfu")
 HITS = 2
 LOOKUPS = 5  # of each prompt: more than any policy here wants
-LEDGER = ("stored", "dropped", "refused", "stores", "promotion", "loaded")
+LEDGER = ("stored", "dropped", "refused", "stores", "loaded")
 
 
 @pytest.fixture
@@ -30,12 +30,10 @@ def open_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     hosts: list[Host] = []
 
     def opened(policy: str, admission: str, **options: Any) -> Host:
-        ssd = {"admission": admission, **options.pop("ssd_options", {})}
-        store = {"write_policy": policy, "write_hits": HITS}
+        store = {"write_policy": policy, "admission": admission}
         config = make_config(
             tmp_path / "cache",
             transport="tests.support.faulty:FaultyTransport",
-            ssd_options=ssd,
             store=store,
             **options,
         )

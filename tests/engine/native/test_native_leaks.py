@@ -166,8 +166,7 @@ def test_an_engine_whose_own_disk_hangs_closes_in_time_and_keeps_what_is_touched
     transport: str,
     cpu: int | None,
 ) -> None:
-    late = {"load" if op == "read" else "store": {"deadline": 0.4}}
-    host = open_host(cpu=cpu, bounce=16, ssd=24, transport=transport, **late)
+    host = open_host(cpu=cpu, bounce=16, ssd=24, transport=transport, deadline=0.4)
     host.engine.manager.close_s = 0.3
     kept, tokens = prompt(1, 3), prompt(2, 2)
     for some in (kept, tokens)[: 2 if op == "read" else 1]:

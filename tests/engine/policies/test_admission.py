@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import logging
 import random
+import re
 import tracemalloc
 from collections.abc import Callable
 from fractions import Fraction
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.config import Config, SsdConfig
+from gdscache.config import Config, StoreConfig
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import (
@@ -25,7 +26,6 @@ from gdscache.policies.admission import (
     Admission,
     SecondOffer,
     TinyLFU,
-    new_admission,
     open_admission,
 )
 from gdscache.policies.endurance import EnduranceBudget
@@ -53,9 +53,15 @@ def prefix(seed: object, n: int) -> list[Page]:
     return pages
 
 
-def gate(tmp: Path | str = "/x", slots: int = 64, extent: int = EXTENT, **config: object) -> Admission:
-    clock = config.pop("clock", Clock())
-    return open_admission(SsdConfig(path=tmp, **config), slots, extent, clock)  # type: ignore[arg-type]
+def gate(
+    admission: str = "all",
+    slots: int = 64,
+    extent: int = EXTENT,
+    endurance: int | None = None,
+    offers: int = 2,
+    clock: Clock | None = None,
+) -> Admission:
+    return open_admission(admission, slots, extent, endurance, clock=clock or Clock(), offers=offers)
 
 
 class Clock:
@@ -286,7 +292,7 @@ def test_a_budget_of_nothing_is_refused() -> None:
 
 
 def test_the_table_and_the_configuration_name_the_same_policies() -> None:
-    assert set(ADMISSIONS) == set(get_args(SsdConfig.model_fields["admission"].annotation))
+    assert set(ADMISSIONS) == set(get_args(StoreConfig.model_fields["admission"].annotation))
     assert all(cls(8, 2).name == key for key, cls in ADMISSIONS.items())
 
 
@@ -308,7 +314,7 @@ def test_all_lets_everything_in() -> None:
 
 @pytest.mark.parametrize("offers", [2, 3, 8])
 def test_a_page_gets_in_at_its_nth_offer_and_from_then_on(offers: int) -> None:
-    admission = gate(admission="second_offer", admission_offers=offers)
+    admission = gate(admission="second_offer", offers=offers)
     admission.use([page(1).key] * 20)  # hits are no offers
     answers = [admission.admit(page(1)) for _ in range(offers + 2)]
     assert answers == ["second_offer"] * (offers - 1) + [""] * 3
@@ -355,7 +361,7 @@ def test_tinylfu_keeps_a_scan_out() -> None:
 @pytest.mark.parametrize("policy", ADMISSIONS)
 def test_the_memory_is_bounded_and_as_described(policy: str) -> None:
     slots = 2000
-    admission = gate(slots=slots, admission=policy, endurance=8 * EXTENT, admission_offers=3)
+    admission = gate(slots=slots, admission=policy, endurance=8 * EXTENT, offers=3)
     pages = [page(i, name("parent", i)) for i in range(20_000)]
     described = admission.describe()["memory_bytes"]
     tracemalloc.start()
@@ -401,7 +407,7 @@ def test_a_parent_that_is_let_in_later_lets_its_child_in() -> None:
 
 
 def test_a_refusal_costs_the_page_no_offer() -> None:
-    admission = gate(admission="second_offer", admission_offers=3)
+    admission = gate(admission="second_offer", offers=3)
     one, two = prefix(1, 2)
     assert [admission.admit(two) for _ in range(2)] == ["second_offer"] * 2
     assert [admission.admit(one), admission.admit(two)] == ["second_offer", "no_prefix"]
@@ -410,7 +416,7 @@ def test_a_refusal_costs_the_page_no_offer() -> None:
 
 
 def test_refused_pages_are_remembered_up_to_a_bound() -> None:
-    admission = Admission(new_admission("second_offer", 64), EXTENT, kept=3)
+    admission = Admission(SecondOffer(64, 2), EXTENT, kept=3)
     parents = [page(i) for i in range(5)]
     children = [page(("child", i), parent.key) for i, parent in enumerate(parents)]
     for child in children:
@@ -469,8 +475,7 @@ def test_the_gate_is_its_model(
     slots, clock = 20, Clock()
     pages = [p for seed in range(3) for p in prefix(seed, 4)]
     endurance = None if daily is None else daily * 10
-    config = SsdConfig(path="/x", admission=policy, admission_offers=offers, endurance=endurance)
-    admission = open_admission(config, slots, 10, clock)
+    admission = open_admission(policy, slots, 10, endurance, offers=offers, clock=clock)
     model = ExactAdmission(
         policy, offers, ExactRecent(REMEMBERED * slots, offers - 1), ExactFrequency(10 * slots), 4096
     )
@@ -509,7 +514,7 @@ def test_the_gate_is_its_model(
 
 
 def test_each_cause_is_said_once_with_figures_and_the_setting(caplog: pytest.LogCaptureFixture) -> None:
-    admission = gate(slots=100, admission="second_offer", admission_offers=3, endurance=16 * EXTENT)
+    admission = gate(slots=100, admission="second_offer", offers=3, endurance=16 * EXTENT)
     pages = prefix(1, 5)
     with caplog.at_level(logging.WARNING):
         for _ in range(10):
@@ -521,9 +526,9 @@ def test_each_cause_is_said_once_with_figures_and_the_setting(caplog: pytest.Log
     assert {(r.name, r.levelno) for r in caplog.records} == {("gdscache.store", logging.WARNING)}
     said = {next(cause for cause in admission.refused if f"({cause})" in r.message): r.message for r in caplog.records}
     for cause, parts in {
-        "second_offer": ("fewer than 3 times", "400 offers", "ssd.admission_offers is 3", "ssd.admission to all"),
+        "second_offer": ("fewer than 3 times", "400 offers", "store.admission is second_offer", "set it to all"),
         "endurance": ("needs 1MiB", "0 bytes left of 16MiB a day", "597 KiB more each hour", "ssd.endurance"),
-        "no_prefix": ("10 for second_offer", "1 for endurance", "ssd.admission", "ssd.endurance"),
+        "no_prefix": ("10 for second_offer", "1 for endurance", "store.admission", "ssd.endurance"),
     }.items():
         for part in parts:
             assert part in said[cause], said[cause]
@@ -535,7 +540,7 @@ def test_tinylfu_says_how_often_both_were_used(caplog: pytest.LogCaptureFixture)
     for _ in range(3):
         admission.admit(page(1), name("there"))
     assert len(caplog.records) == 1
-    for part in ("(tinylfu)", "used 1 times", "go 5 times", "ssd.admission", "ssd.capacity"):
+    for part in ("(tinylfu)", "used 1 times", "go 5 times", "store.admission", "ssd.capacity"):
         assert part in caplog.text
 
 
@@ -543,7 +548,7 @@ def test_a_lack_of_room_is_said_once_with_the_settings_and_costs_no_budget(caplo
     admission = gate(endurance=8 * EXTENT)
     assert [admission.admit(p, room=False) for p in prefix(1, 3)] == ["queue_full"] * 3
     assert len(caplog.records) == 1
-    for part in ("(queue_full)", "more slowly", "store.queue", "cpu.capacity", "ssd.admission"):
+    for part in ("(queue_full)", "more slowly", "store.queue", "cpu.capacity", "store.admission"):
         assert part in caplog.text
     assert admission.describe()["endurance"]["left_bytes"] == EXTENT
 
@@ -568,7 +573,7 @@ def on_ssd(host: Host, tokens: list[int]) -> int:
 
 
 def test_an_engine_writes_a_page_at_its_second_offer(open_host: Callable[..., Host]) -> None:
-    host = open_host(cpu=8, ssd=16, ssd_options={"admission": "second_offer"})
+    host = open_host(cpu=8, ssd=16, store={"admission": "second_offer"})
     tokens = prompt(1, 5)
     host.store(tokens)
     assert on_ssd(host, tokens) == 0
@@ -590,7 +595,7 @@ def test_an_engine_writes_a_head_and_no_tail_when_its_budget_ends(open_host: Cal
 
 def test_an_engine_keeps_what_is_used_often(open_host: Callable[..., Host]) -> None:
     """Six prompts that nobody asks for again pass by a full SSD whose pages are loaded all the time."""
-    host = open_host(cpu=4, ssd=8, ssd_options={"admission": "tinylfu"})
+    host = open_host(cpu=4, ssd=8, store={"admission": "tinylfu"})
     hot = [prompt(1, 4), prompt(2, 4)]
     for tokens in hot:
         host.store(tokens)
@@ -614,20 +619,19 @@ def test_an_engine_keeps_what_is_used_often(open_host: Callable[..., Host]) -> N
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("admission", "third_offer"),
-        ("admission", None),
-        ("admission_offers", 1),
-        ("admission_offers", 9),
-        ("admission_offers", 2.0),
-        ("endurance", "1T"),
-        ("endurance", -1),
-        ("endurance", True),
-        ("promotion", "sometimes"),
+        ("store.admission", "third_offer"),
+        ("store.admission", None),
+        ("ssd.endurance", "1T"),
+        ("ssd.endurance", -1),
+        ("ssd.endurance", True),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, option: str, value: object) -> None:
-    with pytest.raises(InvalidValueError, match=rf"ssd\.{option}"):
-        Config.from_dict(make_config(tmp_path, ssd_options={option: value}))
+    section, key = option.split(".")
+    data = make_config(tmp_path)
+    data[section][key] = value
+    with pytest.raises(InvalidValueError, match=re.escape(option)):
+        Config.from_dict(data)
 
 
 def test_a_budget_that_no_page_fits_into_is_refused_with_the_figures(tmp_path: Path) -> None:
@@ -639,13 +643,24 @@ def test_a_budget_that_no_page_fits_into_is_refused_with_the_figures(tmp_path: P
         assert part in str(caught.value)
     config = Config.from_dict(make_config(tmp_path, ssd_options={"endurance": 8 * extent}))
     assert config.ssd is not None
-    assert open_admission(config.ssd, 12, extent, Clock()).admit(page(1)) == ""
+    assert open_admission("all", 12, extent, config.ssd.endurance, clock=Clock()).admit(page(1)) == ""
 
 
-def test_the_settings_reach_the_policy(tmp_path: Path) -> None:
-    assert gate(tmp_path).describe()["policy"] == "all"
-    offers = gate(tmp_path, slots=10, admission="second_offer", admission_offers=4).describe()
+def test_the_settings_reach_the_policy() -> None:
+    assert gate().describe()["policy"] == "all"
+    offers = gate("second_offer", slots=10, offers=4).describe()
     assert (offers["offers"], offers["remembered_offers"]) == (4, 10 * REMEMBERED)
-    assert gate(tmp_path, endurance="1TB").describe()["endurance"]["bytes_per_day"] == 10**12
+    assert gate(endurance=10**12).describe()["endurance"]["bytes_per_day"] == 10**12
     assert isinstance(ADMISSIONS["second_offer"](1, 2), SecondOffer)
     assert isinstance(ADMISSIONS["tinylfu"](1, 2), TinyLFU)
+
+
+def test_every_tier_behind_the_cpu_tier_has_the_admission(open_host: Callable[..., Host]) -> None:
+    tier = {"tier": "tests.support.dict_tier:DictTier", "capacity": 16 * layout_of(MHA).extent_bytes}
+    host = open_host(cpu=8, ssd=16, store={"admission": "second_offer"}, tiers=[tier])
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    assert host.engine.stats()["refused"] == {"second_offer": 6}
+    outlets = host.engine._parts.storer._planner.outlets
+    assert [outlet.admission.describe()["policy"] for outlet in outlets] == ["second_offer"] * 2

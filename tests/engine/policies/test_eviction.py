@@ -10,8 +10,6 @@ import pytest
 from gdscache import CacheEngine
 from gdscache.config import EvictionOrder
 from gdscache.policies import POLICIES
-from gdscache.policies.base import LRU
-from gdscache.policies.guarded import Guarded
 from tests.support.helpers import make_config, prompt, run, settle
 
 
@@ -19,8 +17,7 @@ from tests.support.helpers import make_config, prompt, run, settle
 def test_an_engine_evicts_as_its_configuration_says(policy: str, slab: Path) -> None:
     """Three small tiers under more pages than they hold, and again after a restart."""
     data = make_config(slab, gpu=6, cpu=6, ssd=10)
-    for tier in ("gpu", "cpu", "ssd"):
-        data[tier]["eviction"] = policy
+    data["eviction"] = policy
     for _ in range(2):
         with CacheEngine.from_config(data) as engine:
             for tier in engine.manager.tiers.values():
@@ -32,11 +29,3 @@ def test_an_engine_evicts_as_its_configuration_says(policy: str, slab: Path) -> 
                 assert tier.index.check(elsewhere=list(getattr(tier, "_returned", ()))) == [], name_
                 assert len(tier.index) > 0
             assert any(tier.index.evictions for tier in engine.manager.tiers.values())
-
-
-def test_each_tier_has_a_policy_of_its_own(slab: Path) -> None:
-    data = make_config(slab)
-    data["cpu"]["eviction"] = "lru"
-    with CacheEngine.from_config(data) as engine:
-        kinds = {name_: type(tier.index._orders.policy) for name_, tier in engine.manager.tiers.items()}
-    assert kinds == {"gpu": Guarded, "cpu": LRU, "ssd": Guarded}

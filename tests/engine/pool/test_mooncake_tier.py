@@ -392,7 +392,7 @@ def ended(tier: Any, before: Collection[threading.Thread] = ()) -> None:
 
 
 def test_an_engine_closes_while_a_call_hangs(open_host: OpenHost, master: str, pool: FakePool) -> None:
-    host = shared(open_host, master, options={"deadline": 0.05}, load={"deadline": 0.2}, store={"deadline": 0.2})
+    host = shared(open_host, master, options={"deadline": 0.05}, deadline=0.2)
     pool.gate.clear()
     host.store(prompt(1, PAGES))
     until(lambda: state(host)["state"] == "open", "the breaker opens")
@@ -443,7 +443,7 @@ def test_what_was_cleared_while_the_master_was_dead_never_comes_back(host: Host,
 def test_a_put_that_was_under_way_in_a_clear_goes_again(
     open_host: OpenHost, master: str, pool: FakePool, deadline: float
 ) -> None:
-    host = shared(open_host, master, store={"deadline": deadline})  # the put ends in time, or late
+    host = shared(open_host, master, deadline=deadline)  # the put ends in time, or late
     pool.gate.clear()
     handle = host.store(prompt(1, PAGES))
     until(lambda: pool.calls["put"] == 1, "the put is under way")

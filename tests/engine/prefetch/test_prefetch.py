@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import threading
@@ -12,17 +13,32 @@ from typing import Any
 import pytest
 
 from gdscache import CacheEngine, Prefetch, PrefetchEnd
-from gdscache.errors import DeadlineError, EngineClosedError
+from gdscache.errors import DeadlineError, EngineClosedError, InvalidValueError
+from gdscache.limits import EngineLimits
 from gdscache.prefetch import queue as prefetching
 from gdscache.prefetch.queue import DEMAND_PAUSE_S, MOST
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import LONG, WAIT, Host, drop_from, make_config, prompt, quiet, run, settle, tokens_of, until
+from tests.support.helpers import (
+    LONG,
+    SMALL,
+    WAIT,
+    Host,
+    drop_from,
+    make_config,
+    prompt,
+    quiet,
+    run,
+    settle,
+    tokens_of,
+    until,
+)
 
 Open = Callable[..., CacheEngine]
 OpenHost = Callable[..., Host]
 FAULTY = "tests.support.faulty:FaultyTransport"
 EXTENT = 8192
+PAGEWISE = dataclasses.replace(SMALL, prefetch_bytes=EXTENT)  # chunks of one page
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +62,8 @@ def stored(host: Host, seed: int, pages: int) -> list[int]:
 
 def slow_host(open_host: OpenHost, **options: Any) -> Host:
     """Chunks of one page."""
-    options = {"transport": FAULTY, "cpu": 24, "ssd": 64, "bounce": 8, **options}
-    prefetch = {"chunk": EXTENT} | options.pop("prefetch", {})
-    return open_host(prefetch=prefetch, **options)
+    options = {"transport": FAULTY, "cpu": 24, "ssd": 64, "bounce": 8, "limits": PAGEWISE, **options}
+    return open_host(**options)
 
 
 def offsets(host: Host, tokens: list[int]) -> set[int]:
@@ -116,7 +131,7 @@ def test_nobody_need_keep_the_handle(open_host: OpenHost) -> None:
 
 
 def test_slots_are_taken_for_what_the_ssd_has_chunk_by_chunk(open_host: OpenHost) -> None:
-    host = slow_host(open_host, prefetch={"chunk": 2 * EXTENT})
+    host = slow_host(open_host, limits=dataclasses.replace(PAGEWISE, prefetch_bytes=2 * EXTENT))
     tokens = stored(host, 1, 5) + prompt(9, 40)  # 40 pages that no tier has
     index = host.engine.manager.cpu.index  # type: ignore[union-attr]
     with PLAN.rule(Op.READ, Fault.HANG):
@@ -256,7 +271,7 @@ def test_a_load_that_needs_the_page_under_way_waits_for_it(open_host: OpenHost, 
 
 
 def test_two_prefetches_of_a_prefix_read_it_once(open_host: OpenHost) -> None:
-    host = slow_host(open_host, prefetch={"concurrent": 3})
+    host = slow_host(open_host, limits=dataclasses.replace(PAGEWISE, prefetch_chunks=3))
     tokens = stored(host, 1, 8)
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.01):
         both = [host.engine.prefetch(tokens), host.engine.prefetch(tokens)]
@@ -329,7 +344,7 @@ def test_cancelled_at_any_point_it_ends_after_the_chunk_under_way(open_host: Ope
     assert len(PLAN.moved[Op.READ]) == moved
 
 
-def test_best_effort_takes_what_is_there_and_stops(open_host: OpenHost) -> None:
+def test_wait_takes_what_is_there_and_stops(open_host: OpenHost) -> None:
     host = slow_host(open_host)
     tokens = stored(host, 1, 6)
     with PLAN.rule(Op.READ, Fault.HANG, skip=2):
@@ -343,67 +358,60 @@ def test_best_effort_takes_what_is_there_and_stops(open_host: OpenHost) -> None:
     assert prefetch.wait() == 12
 
 
-def test_wait_complete_waits_for_the_end(open_host: OpenHost) -> None:
-    host = slow_host(open_host, prefetch={"stop": "wait_complete"})
+def test_wait_without_a_limit_waits_for_the_end(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
     tokens = stored(host, 1, 6)
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02):
         prefetch = host.engine.prefetch(tokens)
-        assert prefetch.wait() == 24
+        assert prefetch.wait(None) == 24
     assert prefetch.done()
     assert ended(prefetch) == (6, "complete")
 
 
-def test_wait_complete_gives_up_after_the_deadline_of_loads(open_host: OpenHost) -> None:
-    host = slow_host(open_host, prefetch={"stop": "wait_complete"}, load={"deadline": 0.4})
+def test_wait_without_a_limit_gives_up_after_the_deadline(open_host: OpenHost) -> None:
+    host = slow_host(open_host, deadline=0.4)
     other, tokens = stored(host, 1, 20), stored(host, 2, 1)
     theirs = offsets(host, other)
     with PLAN.rule(Op.READ, Fault.DELAY, lambda offset: offset in theirs, seconds=0.1):
         prefetch = host.engine.prefetch(other)
         begun = time.monotonic()
-        there = prefetch.wait()
+        there = prefetch.wait(None)
         assert 0.4 <= time.monotonic() - begun < WAIT / 2
         assert there < 80
         assert ended(prefetch)[1] == "deadline"
     assert host.load(tokens).tokens == 4
 
 
-def test_timeout_waits_so_long_and_no_longer(open_host: OpenHost) -> None:
-    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout": 2.05})
+def test_wait_waits_so_long_and_no_longer(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
     tokens = stored(host, 1, 6)
     with PLAN.rule(Op.READ, Fault.HANG, skip=2):
-        begun = time.monotonic()
-        prefetch = host.engine.prefetch(tokens)  # 2.05 s, and some ms for 24 tokens
+        prefetch = host.engine.prefetch(tokens)
         until(lambda: PLAN.held == 1, "the third chunk hangs")
-        assert prefetch.wait() == 8
-        assert 2.0 < time.monotonic() - begun < WAIT / 2
+        begun = time.monotonic()
+        assert prefetch.wait(0.5) == 8
+        assert 0.5 <= time.monotonic() - begun < WAIT / 2
         assert not prefetch.done()
     assert ended(prefetch) == (3, "stopped")
 
 
-def test_timeout_waits_no_longer_than_the_pages_take(open_host: OpenHost) -> None:
-    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout": WAIT})
+def test_wait_waits_no_longer_than_the_pages_take(open_host: OpenHost) -> None:
+    host = slow_host(open_host)
     tokens = stored(host, 1, 2)
     begun = time.monotonic()
-    assert host.engine.prefetch(tokens).wait() == 8
+    assert host.engine.prefetch(tokens).wait(WAIT) == 8
     assert time.monotonic() - begun < WAIT / 2
 
 
-def test_timeout_ends_it_though_nobody_asks(open_host: OpenHost) -> None:
-    limit = 0.5
-    host = slow_host(open_host, prefetch={"stop": "timeout", "timeout": limit})
-    tokens = stored(host, 1, 20)
-    with PLAN.rule(Op.READ, Fault.HANG):
-        prefetch = host.engine.prefetch(tokens)
-        until(lambda: PLAN.held == 1, "the first chunk hangs")
-        time.sleep(1.2 * limit)  # until its time is up
-        assert not prefetch.done()
-    report = prefetch.result(WAIT)
-    assert report.end is PrefetchEnd.STOPPED
-    assert report.pages["loaded"] == 1
+@pytest.mark.parametrize("seconds", [1e10, float("nan"), "1", True])
+def test_wait_refuses_what_is_no_time(open_host: OpenHost, seconds: Any) -> None:
+    prefetch = slow_host(open_host).engine.prefetch(prompt(1, 2))
+    with pytest.raises(InvalidValueError):
+        prefetch.wait(seconds)
 
 
 def test_the_quota_holds_until_somebody_uses_what_is_there(open_host: OpenHost) -> None:
-    host = slow_host(open_host, cpu=10, prefetch={"quota": 0.5, "concurrent": 2})
+    host = slow_host(open_host, cpu=10, limits=dataclasses.replace(PAGEWISE, prefetch_share=0.5, prefetch_chunks=2))
     one, two, three = stored(host, 1, 8), stored(host, 2, 4), stored(host, 3, 2)
     assert ended(host.engine.prefetch(one)) == (5, "quota")
     assert ended(host.engine.prefetch(two)) == (0, "quota")
@@ -485,7 +493,7 @@ def test_more_than_the_queue_holds_end_at_once(open_host: OpenHost) -> None:
 )
 @pytest.mark.parametrize("chunk", [1, 2, 8])
 def test_a_bad_page_ends_it_and_is_dropped(open_host: OpenHost, fault: Fault, status: str, chunk: int) -> None:
-    host = slow_host(open_host, prefetch={"chunk": chunk * EXTENT})
+    host = slow_host(open_host, limits=dataclasses.replace(PAGEWISE, prefetch_bytes=chunk * EXTENT))
     tokens = stored(host, 1, 6)
     slot = host.engine.manager.ssd.index.slot(host.engine.pages(tokens)[2].key)  # type: ignore[union-attr]
     with PLAN.rule(Op.READ, fault, lambda offset: offset == slot * EXTENT, bit=11):
@@ -500,7 +508,7 @@ def test_a_bad_page_ends_it_and_is_dropped(open_host: OpenHost, fault: Fault, st
 
 
 def test_late_reads_go_to_quarantine(open_host: OpenHost) -> None:
-    host = slow_host(open_host, load={"deadline": 0.3})
+    host = slow_host(open_host, deadline=0.3)
     tokens = stored(host, 1, 3)
     with PLAN.rule(Op.READ, Fault.HANG, times=1):
         prefetch = host.engine.prefetch(tokens)
@@ -592,7 +600,7 @@ def threads() -> list[str]:
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_close_ends_prefetches_after_the_chunk_under_way(slab: Any, drain: bool) -> None:
-    host = Host(make_config(slab, transport=FAULTY, cpu=24, ssd=64, prefetch={"chunk": EXTENT}))
+    host = Host(make_config(slab, transport=FAULTY, cpu=24, ssd=64), limits=PAGEWISE)
     prompts = [stored(host, seed, 4) for seed in (1, 2)]
     with PLAN.rule(Op.READ, Fault.HANG):
         prefetches = [host.engine.prefetch(tokens) for tokens in prompts]
@@ -643,7 +651,7 @@ def test_many_threads_prefetch_load_cancel_and_clear(open_host: OpenHost, transp
         cpu=10,
         ssd=32,
         blocks=128,
-        prefetch={"chunk": 2 * EXTENT, "concurrent": 2, "quota": 0.4},
+        limits=EngineLimits(prefetch_bytes=2 * EXTENT, prefetch_share=0.4, ssd_reserve=0),
     )
     engine, failures, end = host.engine, [], time.monotonic() + seconds
     prompts = [prompt(seed, 6) for seed in range(5)]

@@ -37,6 +37,7 @@ from tests.support.bare_manager import Clock, bare_manager
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     LONG,
+    SMALL,
     WAIT,
     Host,
     drop_from,
@@ -52,6 +53,7 @@ from tests.support.helpers import (
 OpenHost = Callable[..., Host]
 FAULTY = "tests.support.faulty:FaultyTransport"
 EXTENT = 8192
+PAGEWISE = dataclasses.replace(SMALL, prefetch_bytes=EXTENT)  # chunks of one page
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +65,8 @@ def healthy() -> Iterator[None]:
 
 def host_of(open_host: OpenHost, **options: Any) -> Host:
     """Chunks of one page; 24 pages of memory, of which pins have 12."""
-    options = {"transport": FAULTY, "cpu": 24, "ssd": 64, "bounce": 8, **options}
-    prefetch = {"chunk": EXTENT} | options.pop("prefetch", {})
-    return open_host(prefetch=prefetch, **options)
+    options = {"transport": FAULTY, "cpu": 24, "ssd": 64, "bounce": 8, "limits": PAGEWISE, **options}
+    return open_host(**options)
 
 
 def stored(host: Host, seed: int, pages: int) -> list[int]:
@@ -208,7 +209,7 @@ def test_its_time_is_up(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_that_hangs_ends_when_its_time_is_up(open_host: OpenHost) -> None:
-    host = host_of(open_host, load={"deadline": 0.3})
+    host = host_of(open_host, deadline=0.3)
     tokens = stored(host, 1, 6)
     with PLAN.rule(Op.READ, Fault.HANG, skip=2):
         prefetch = host.engine.prefetch(tokens, pin=0.2)
@@ -301,7 +302,7 @@ def test_pins_of_callers_and_of_prefetches_share_the_room(open_host: OpenHost) -
 
 
 def test_the_quota_of_other_prefetches_is_not_asked(open_host: OpenHost) -> None:
-    host = host_of(open_host, prefetch={"quota": 0.05})  # a page
+    host = host_of(open_host, limits=dataclasses.replace(PAGEWISE, prefetch_share=0.05))  # a page
     one, two = stored(host, 1, 4), stored(host, 2, 6)
     assert host.engine.prefetch(one).result(WAIT).end.value == "quota"
     with host.engine.prefetch(two, pin=60.0) as prefetch:
@@ -332,7 +333,7 @@ def test_a_bad_page_ends_it_and_what_lies_behind_is_given_up(open_host: OpenHost
 
 
 def test_such_a_load_is_not_hashed_and_has_no_deadline(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = host_of(open_host, load={"deadline": WAIT, "verify": "always"})
+    host = host_of(open_host, load={"verify": "always"})
     tokens = stored(host, 1, 4)
     prefetch = host.engine.prefetch(tokens, pin=60.0)
     prefetch.result(WAIT)
@@ -776,8 +777,8 @@ actions = st.lists(
 def test_a_load_of_what_is_held_brings_it_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
     PLAN.reset()
     with tempfile.TemporaryDirectory() as directory:
-        config = make_config(Path(directory), cpu=12, ssd=40, transport=FAULTY, prefetch={"chunk": EXTENT})
-        host = Host(config)
+        config = make_config(Path(directory), cpu=12, ssd=40, transport=FAULTY)
+        host = Host(config, limits=PAGEWISE)
         with host.engine as engine:
             handles: list[Prefetch] = []
             hits: list[tuple[Prefetch, Hit]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from gdscache.store.plan import WATERMARKS
 from tests.support.faulty import PLAN
-from tests.support.helpers import Host, make_config, settle
+from tests.support.helpers import SMALL, Host, make_config, settle
 from tests.support.write_parts import FAULTY
 
 
@@ -22,9 +23,9 @@ def policy_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def opened(policy: str, **options: Any) -> Host:
         hits = options.pop("hits", 2)
         monkeypatch.setattr("gdscache.store.plan.WATERMARKS", options.pop("watermarks", WATERMARKS))
-        sections = {"store": {"write_policy": policy, "write_hits": hits, **options.pop("store", {})}}
+        sections = {"store": {"write_policy": policy, **options.pop("store", {})}}
         config = make_config(tmp_path / "cache", transport=FAULTY, **(sections | options))
-        host = Host(config)
+        host = Host(config, limits=dataclasses.replace(SMALL, write_hits=hits))
         hosts.append(host)
         return host
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from gdscache.pages.keys import Page
 from gdscache.storage.base import Op
 from gdscache.store.parcel import Parcel, StoreJob
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, Host, prompt, quiet, settle, until
+from tests.support.helpers import SMALL, WAIT, Host, prompt, quiet, settle, until
 from tests.support.replays import PAGE, make, run, work_of
 from tests.support.write_parts import dirty, on, written
 
@@ -94,7 +95,7 @@ class Driven:
 
     def __init__(self, limit: int, slots: int) -> None:
         config = make(slots, 64, store={"queue": limit * PAGE})
-        self.tiers = Hierarchy(config, MachineModel(), Clock())
+        self.tiers = Hierarchy(config, MachineModel(), Clock(), limits=SMALL)
         self.planner, self.manager = self.tiers.planner, self.tiers.manager
         self.ledger, self.out = Ledger(), deque[Parcel]()
         self.jobs: deque[tuple[StoreJob, int]] = deque()
@@ -206,12 +207,14 @@ def test_an_ssd_that_is_too_slow_finds_no_fewer_pages_than_none(policy: str, que
     work = work_of(*([100 * c + i for i in range(2 + 2 * turn)] for c in range(40) for turn in range(3)))
     times = [float(i) for i in range(len(work.prompts))]
     machine = MachineModel(ssd_write=PAGE / 10)
-    store = {"queue": queue * PAGE, "write_policy": policy, "write_hits": 1, "deadline": 1e6}
-    cpu = {"eviction": "lru"}
-    alone, _ = run(
-        work, make(32, None, store={**store, "write_policy": "never"}, cpu_=cpu), machine, times, serial=False
+    store = {"queue": queue * PAGE, "write_policy": policy}
+    one, both = (
+        make(32, ssd, store=some, deadline=1e6, eviction="lru")
+        for ssd, some in ((None, {**store, "write_policy": "never"}), (128, store))
     )
-    tiers, outcome = run(work, make(32, 128, store=store, cpu_=cpu), machine, times, serial=False)
+    limits = dataclasses.replace(SMALL, write_hits=1)
+    alone, _ = run(work, one, machine, times, serial=False)
+    tiers, outcome = run(work, both, machine, times, serial=False, limits=limits)
     counts = tiers.manager.counts
     assert tiers.problems() == []
     assert counts["stored", "cpu"] == alone.manager.counts["stored", "cpu"] > 32
@@ -263,7 +266,7 @@ def test_dirty_pages_wait_for_room_while_the_cpu_tier_has_some() -> None:
 @settings(max_examples=60, deadline=None)
 def test_without_a_cpu_tier_both_ways_together_are_the_queue(queue: int, pages: int, rate: float) -> None:
     work = work_of(list(range(pages)), list(range(100, 100 + pages)))
-    config = make(None, 64, store={"queue": queue * PAGE, "deadline": 1e6})
+    config = make(None, 64, store={"queue": queue * PAGE}, deadline=1e6)
     tiers, _ = run(work, config, MachineModel(ssd_write=rate), [0.0, 0.0], serial=False)
     dropped = tiers.ledger.dropped["queue_full"]
     assert tiers.ledger.stored["ssd"] + dropped == 2 * pages

@@ -171,7 +171,7 @@ def test_a_write_that_fails_stores_nothing(open_host: OpenHost) -> None:
 
 def test_a_read_that_hangs_misses_its_deadline_and_ends_late(open_host: OpenHost) -> None:
     """Its slots of the reserve stay out of use until it has ended."""
-    host = open_host(**DIRECT, load={"deadline": SOON})
+    host = open_host(**DIRECT, deadline=SOON)
     tokens = prompt(1, 3)
     host.store(tokens)
     quiet(host.engine)
@@ -194,7 +194,7 @@ def test_a_read_that_hangs_misses_its_deadline_and_ends_late(open_host: OpenHost
 
 def test_an_engine_closes_beside_a_read_that_hangs(open_host: OpenHost) -> None:
     """Its memory stays registered, and its file open, until it has ended."""
-    host = open_host(**DIRECT, load={"deadline": SOON})
+    host = open_host(**DIRECT, deadline=SOON)
     tokens = prompt(1, 3)
     host.store(tokens)
     quiet(host.engine)

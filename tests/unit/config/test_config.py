@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import re
 import runpy
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pydantic import BaseModel
 import gdscache.config
 from gdscache.config import Config, GpuConfig, ModelConfig, config_schema, load_config
 from gdscache.config.file import read_mapping
+from gdscache.config.gone import GONE
 from gdscache.config.problems import known_keys, section_of
 from gdscache.errors import (
     CapacityError,
@@ -40,10 +42,9 @@ SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 NAMES = {"default", "cpu_only", "three_tier_gds", "ssd_direct", "llama3_8b", "deepseek_v3_mla"}
 
 MHA: dict[str, Any] = {"name": "m", "layers": 4, "kv_heads": 2, "head_dim": 8}
-MLA: dict[str, Any] = {"name": "m", "kind": "mla", "layers": 4, "kv_lora_rank": 16, "rope_dim": 4}
+MLA: dict[str, Any] = {"name": "m", "layers": 4, "kv_lora_rank": 16, "rope_dim": 4}
 PLANES: dict[str, Any] = {
     "name": "m",
-    "kind": "planes",
     "layers": 4,
     "planes": [{"name": "a", "shape": [2, 8]}, {"name": "b", "shape": [4], "dtype": "float32", "layers": [0, 2]}],
 }
@@ -94,15 +95,19 @@ def test_shipped_files_mean_what_they_are_for() -> None:
     gds = loaded["three_tier_gds"]
     assert gds.cpu is not None
     assert gds.ssd is not None
-    assert (gds.ssd.gds, gds.ssd.direct_io, gds.cpu.pin, gds.gpu.kernels) == ("on", "on", "on", "on")
+    assert (gds.ssd.gds, gds.gpu.kernels) == ("on", "on")
     assert loaded["llama3_8b"].model.layout().token_bytes == 32 * 2 * 8 * 128 * 2
     assert loaded["deepseek_v3_mla"].model.layout().token_bytes == 61 * (512 + 64) * 2
 
 
-def test_default_yaml_has_every_key_with_its_default_and_a_comment() -> None:
+def test_default_yaml_has_every_key_with_its_default_and_a_comment(tmp_path: Path) -> None:
     path = ROOT / "configs" / "default.yaml"
-    examples = {"model.kv_heads", "model.head_dim"}  # the model's own sizes, which `kind: mha` requires
-    raw = read_mapping(path)
+    examples = {"model.kv_heads", "model.head_dim"}  # the model's own sizes, which have no default
+    text = path.read_text(encoding="utf-8")
+    whole = tmp_path / "whole.yaml"  # with the section that is there as a comment
+    whole.write_text(re.sub(r"(?m)^# (?=events:|  )", "", text), encoding="utf-8")
+    raw = read_mapping(whole)
+    assert raw.keys() - read_mapping(path).keys() == {"events"}
     seen = []
     for key, field in known_keys(Config):
         if "[]" in key:
@@ -118,7 +123,7 @@ def test_default_yaml_has_every_key_with_its_default_and_a_comment() -> None:
             assert type(value) is type(default) or isinstance(default, float), key
             assert value == default, key
     assert list(raw) == [key for key in seen if "." not in key]
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         assert not line or line.startswith("#") or " # " in line, line
         assert len(line) <= 120, line
 
@@ -190,27 +195,27 @@ def test_paths_are_expanded_and_absolute(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("DISK", "nvme$0{x}"[:6])
     monkeypatch.chdir(tmp_path)
 
-    def path(text: str, rank: int = 3) -> Path:
-        ssd = config(rank=rank, ssd={"path": text}).ssd
+    monkeypatch.setenv("RANK", "3")
+
+    def path(text: str) -> Path:
+        ssd = config(ssd={"path": text}).ssd
         assert ssd is not None
         return ssd.path
 
-    assert path("~/kv/{rank}") == tmp_path / "home" / "kv" / "3"
-    assert path("/a/$DISK/${DISK}x/r{rank}{rank}", rank=12) == Path("/a/nvme$0/nvme$0x/r1212")
+    assert path("~/kv/$RANK") == tmp_path / "home" / "kv" / "3"
+    assert path("/a/$DISK/${DISK}x/r${RANK}$RANK") == Path("/a/nvme$0/nvme$0x/r33")
     assert path("rel/x") == tmp_path / "rel" / "x"
     assert path("/a$b"[:2]) == Path("/a")
 
 
 def test_switches_take_yaml_booleans(tmp_path: Path) -> None:
-    ssd = config(ssd={"path": "x", "gds": True, "direct_io": False}).ssd
+    ssd = config(ssd={"path": "x", "gds": True}).ssd
     assert ssd is not None
-    assert (ssd.gds, ssd.direct_io) == ("on", "off")
+    assert ssd.gds == "on"
     assert [config(gpu={"kernels": value}).gpu.kernels for value in (True, False)] == ["on", "off"]
     file = tmp_path / "c.yaml"
-    file.write_text(yaml.safe_dump({"model": MHA}) + "cpu: {pin: off}\n", encoding="utf-8")
-    loaded = load_config(file)
-    assert loaded.cpu is not None
-    assert loaded.cpu.pin == "off"
+    file.write_text(yaml.safe_dump({"model": MHA}) + "gpu: {kernels: off}\n", encoding="utf-8")
+    assert load_config(file).gpu.kernels == "off"
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -230,7 +235,7 @@ def test_dump_reads_back_equal_for_each_kind(model: dict[str, Any]) -> None:
 
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        config().rank = 1
+        config().deadline = 1
     with pytest.raises(ValueError, match="frozen"):
         config().model.page_tokens = 1
 
@@ -346,21 +351,39 @@ def test_a_rounded_size_is_near(size: int) -> None:
         ({"cup": {}}, "`cup`", "`cpu`"),
         ({"cpu": {"capcity": 1}}, "`cpu.capcity`", "`cpu.capacity`"),
         ({"gpu": {"stagging": 1}}, "`gpu.stagging`", "`gpu.staging`"),
-        ({"ssd": {"path": "x", "direct-io": "on"}}, "`ssd.direct-io`", "`ssd.direct_io`"),
-        ({"load": {"dead_line": 3}}, "`load.dead_line`", "`load.deadline`"),
+        ({"ssd": {"path": "x", "thread": 1}}, "`ssd.thread`", "`ssd.threads`"),
+        ({"load": {"dead_line": 3}}, "`load.dead_line`", "`deadline`"),
         ({"model": MHA | {"kv_head": 2}}, "`model.kv_head`", "`model.kv_heads`"),
         (
             {"model": PLANES | {"planes": [{"name": "a", "shape": [1], "dtyp": "int8"}]}},
             "`model.planes[0].dtyp`",
             "`model.planes[0].dtype`",
         ),
-        ({"pin": "on"}, "`pin`", "`cpu.pin`"),
+        ({"gate": "off"}, "`gate`", "`load.gate`"),
         ({"store": {"transport": "posix"}}, "`store.transport`", "`ssd.transport`"),
         ({"zzzzzz": 3}, "`zzzzzz`", "host_buffer"),
     ],
 )
 def test_an_unknown_key_names_the_file_the_key_and_the_nearest(data: dict[str, Any], key: str, nearest: str) -> None:
     refused(UnknownKeyError, f"unknown key {key}", nearest, **data)
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_key_that_there_was_says_what_took_its_place(key: str) -> None:
+    *sections, name = key.split(".")
+    data: dict[str, Any] = {"model": MHA, "ssd": {"path": "x"}}
+    inner: Any = data
+    for section in sections:
+        if section == "tiers[]":
+            data["tiers"] = [{"tier": "a:B"}]
+            inner = data["tiers"][0]
+        else:
+            inner = data[section] = dict(data.get(section, {}))
+    inner[name] = {"chunk": 1} if name == "prefetch" else 1
+    refused(UnknownKeyError, f"unknown key `{key.replace('[]', '[0]')}`", GONE[key], **data)
+    known = dict(known_keys(Config))
+    assert key not in known
+    assert all(word.rstrip(":") in known for word in re.findall(r"set `([\w.]+)`", GONE[key]))
 
 
 def test_every_key_misspelt_is_recognised() -> None:
@@ -390,47 +413,40 @@ def test_a_key_that_is_no_text(key: object) -> None:
 @pytest.mark.parametrize(
     ("data", "key", "value"),
     [
-        ({"rank": -1}, "rank", "-1"),
-        ({"rank": "0"}, "rank", "'0'"),
-        ({"rank": True}, "rank", "True"),
-        ({"rank": 1.0}, "rank", "1.0"),
+        ({"eviction": "fifo"}, "eviction", "'fifo'"),
+        ({"deadline": 0}, "deadline", "0"),
+        ({"deadline": "30"}, "deadline", "'30'"),
+        ({"deadline": True}, "deadline", "True"),
+        ({"deadline": float("inf")}, "deadline", "inf"),
+        ({"deadline": float("nan")}, "deadline", "nan"),
+        ({"events": True}, "events", "True"),
         ({"gpu": None}, "gpu", "None"),
         ({"gpu": {"device": "gpu"}}, "gpu.device", "'gpu'"),
         ({"gpu": {"device": "cuda:x"}}, "gpu.device", "'cuda:x'"),
         ({"gpu": {"device": "cuda:0\n"}}, "gpu.device", r"'cuda:0\n'"),
         ({"gpu": {"kernels": "yes"}}, "gpu.kernels", "'yes'"),
         ({"cpu": []}, "cpu", "[]"),
-        ({"cpu": {"pin": "maybe"}}, "cpu.pin", "'maybe'"),
-        ({"cpu": {"pin": 1}}, "cpu.pin", "1"),
         ({"ssd": {}}, "ssd.path", "missing"),
         ({"ssd": {"path": ""}}, "ssd.path", "''"),
         ({"ssd": {"path": 3}}, "ssd.path", "3"),
         ({"ssd": {"path": "a\0b"}}, "ssd.path", "a"),
         ({"ssd": {"path": "$GDSCACHE_NOT_SET/x"}}, "ssd.path", "GDSCACHE_NOT_SET"),
-        ({"ssd": {"path": "/x/{rnk}"}}, "ssd.path", "{rnk}"),
+        ({"ssd": {"path": "/x/{rank}"}}, "ssd.path", "{rank}"),
         ({"ssd": {"path": "/x/{rank"}}, "ssd.path", "{rank"),
         ({"ssd": {"path": "~no-such-user-here/x"}}, "ssd.path", "~no-such-user-here"),
         ({"ssd": {"path": "x", "transport": "posxi"}}, "ssd.transport", "'posxi'"),
         ({"ssd": {"path": "x", "transport": "a.b:"}}, "ssd.transport", "'a.b:'"),
         ({"ssd": {"path": "x", "threads": 0}}, "ssd.threads", "0"),
         ({"ssd": {"path": "x", "durability": "none"}}, "ssd.durability", "'none'"),
-        ({"ssd": {"path": "x", "reserve": -1}}, "ssd.reserve", "-1"),
         ({"ssd": {"path": "x", "gds": "yes"}}, "ssd.gds", "'yes'"),
         ({"store": {"write_policy": "yes"}}, "store.write_policy", "'yes'"),
         ({"store": {"write_policy": 1}}, "store.write_policy", "1"),
-        ({"store": {"write_hits": 0}}, "store.write_hits", "0"),
-        ({"load": {"threads": 0}}, "load.threads", "0"),
-        ({"load": {"deadline": 0}}, "load.deadline", "0"),
-        ({"store": {"deadline": 0}}, "store.deadline", "0"),
-        ({"load": {"deadline": "30"}}, "load.deadline", "'30'"),
-        ({"load": {"deadline": float("inf")}}, "load.deadline", "inf"),
-        ({"load": {"deadline": float("nan")}}, "load.deadline", "nan"),
+        ({"store": {"admission": "some"}}, "store.admission", "'some'"),
         ({"load": {"verify": "never"}}, "load.verify", "'never'"),
         ({"model": MHA | {"name": ""}}, "model.name", "''"),
         ({"model": MHA | {"name": 7}}, "model.name", "7"),
         ({"model": MHA | {"weights": None}}, "model.weights", "None"),
         ({"model": MHA | {"salt": 1}}, "model.salt", "1"),
-        ({"model": MHA | {"kind": "gqa"}}, "model.kind", "'gqa'"),
         ({"model": MHA | {"dtype": "bf16"}}, "model.dtype", "'bf16'"),
         ({"model": MHA | {"layers": 0}}, "model.layers", "0"),
         ({"model": MHA | {"layers": 10**9}}, "model.layers", "1000000000"),
@@ -456,7 +472,7 @@ def test_an_invalid_value_names_the_key_the_value_and_what_is_allowed(
     data: dict[str, Any], key: str, value: str
 ) -> None:
     text = refused(InvalidValueError, f"{key}` is ", value, **data)
-    assert "must " in text or "missing" in text or "not set" in text or "{rank}" in text or "home directory" in text
+    assert "must " in text or "missing" in text or "not set" in text or "$RANK" in text or "home directory" in text
 
 
 @pytest.mark.parametrize(
@@ -464,14 +480,14 @@ def test_an_invalid_value_names_the_key_the_value_and_what_is_allowed(
     [
         ({}, ["`model.name`", "`model.layers`"]),
         ({"name": "m", "kv_heads": 1, "head_dim": 1}, ["`model.layers` is missing"]),
-        ({"name": "m", "layers": 1}, ["model.kv_heads", "model.head_dim"]),
+        ({"name": "m", "layers": 1}, ["model says nothing of its planes", "kv_heads", "kv_lora_rank", "a list"]),
         ({"name": "m", "layers": 1, "kv_heads": 2}, ["model.head_dim is not given"]),
-        (MLA | {"kv_heads": 2}, ["'mla'", "does not use model.kv_heads"]),
+        (MLA | {"kv_heads": 2}, ["2 kinds", "model.kv_heads (mha) and model.kv_lora_rank, model.rope_dim (mla)"]),
         (MLA | {"v_head_dim": 2}, ["model.v_head_dim"]),
-        ({"name": "m", "layers": 1, "kind": "mla", "kv_lora_rank": 2}, ["model.rope_dim is not given"]),
-        (MHA | {"rope_dim": 2}, ["'mha'", "model.rope_dim"]),
+        ({"name": "m", "layers": 1, "kv_lora_rank": 2}, ["model.rope_dim is not given"]),
+        (MHA | {"rope_dim": 2}, ["2 kinds", "model.rope_dim (mla)"]),
         (MHA | {"planes": PLANES["planes"]}, ["model.planes"]),
-        (PLANES | {"planes": []}, ["model.planes is not given"]),
+        (PLANES | {"planes": []}, ["model says nothing of its planes"]),
         (PLANES | {"head_dim": 8}, ["model.head_dim"]),
         (PLANES | {"planes": [{"name": "a", "shape": [1], "layers": [0, 1, 3]}]}, ["layer 2"]),
         (PLANES | {"planes": [{"name": "a", "shape": [1], "layers": []}]}, ["layer 0", "4 of 4"]),
@@ -527,15 +543,14 @@ def test_all_problems_are_shown_at_once() -> None:
         UnknownKeyError,
         "4 problems",
         "unknown key `gpu.capcity`",
-        "`cpu.pin` is 'maybe'",
-        "`load.threads` is 0",
+        "`gpu.kernels` is 'maybe'",
+        "`ssd.threads` is 0",
         "`model.layers` is missing",
-        gpu={"capcity": 1},
-        cpu={"pin": "maybe"},
-        load={"threads": 0},
+        gpu={"capcity": 1, "kernels": "maybe"},
+        ssd={"path": "x", "threads": 0},
         model={"name": "m"},
     )
-    assert text.index("gpu.capcity") < text.index("cpu.pin") < text.index("model.layers")
+    assert text.index("gpu.capcity") < text.index("gpu.kernels") < text.index("model.layers")
 
 
 def test_a_long_value_is_cut() -> None:
@@ -545,8 +560,8 @@ def test_a_long_value_is_cut() -> None:
 def test_no_pydantic_error_gets_out_of_direct_construction() -> None:
     with pytest.raises(UnknownKeyError, match="GpuConfig: unknown key `capcity`"):
         GpuConfig(capcity=1)  # type: ignore[call-arg]
-    with pytest.raises(InvalidValueError, match="rank"):
-        Config(rank=-1, model=ModelConfig(**MHA))
+    with pytest.raises(InvalidValueError, match="deadline"):
+        Config(deadline=-1.0, model=ModelConfig(**MHA))
     with pytest.raises(CapacityError, match=r"gpu\.capacity"):
         Config(model=ModelConfig(**MHA), gpu=GpuConfig(capacity=1))
     assert Config(model=ModelConfig(**MHA)) == config()
@@ -579,19 +594,19 @@ def test_data_that_is_no_mapping(data: Any) -> None:
         (b"just text", "holds a str"),
         (b"model: [1, 2\n", "c.yaml:2:1"),
         (b"a: 1\n\tb: 2\n", "c.yaml:2:1"),
-        (b"rank: 1\nrank: 2\n", "c.yaml:2:1: the key 'rank' is there twice, first in line 1"),
+        (b"load: 1\nload: 2\n", "c.yaml:2:1: the key 'load' is there twice, first in line 1"),
         (b"model:\n  name: a\n  layers: 1\n  name: b\n", "c.yaml:4:3: the key 'name' is there twice, first in line 2"),
         (b"model: {planes: [{name: a, name: b}]}\n", "the key 'name' is there twice"),
-        (b"rank: 0\n---\nrank: 1\n", "c.yaml:2:1"),
-        (b"rank: !!python/object:os.system x\n", "c.yaml:1:7"),
+        (b"load: 0\n---\nload: 1\n", "c.yaml:2:1"),
+        (b"load: !!python/object:os.system x\n", "c.yaml:1:7"),
         (b"? [a]\n: 1\n", "c.yaml:1:3"),
         (b"\xff\xfe\x00\xd8", "is not YAML"),
         (b"name: \xff\xff\n", "is not YAML"),
         (b"a: \x00", "is not YAML"),
         (b"[" * 5000, "is not YAML"),
-        (b"rank: 2001-99-99\n", "is not YAML"),
+        (b"load: 2001-99-99\n", "is not YAML"),
         (b"<<: 1\n", "c.yaml:1"),
-        (b"rank: *nowhere\n", "c.yaml:1:7"),
+        (b"load: *nowhere\n", "c.yaml:1:7"),
     ],
 )
 def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes, says: str) -> None:
@@ -624,7 +639,6 @@ def test_merged_keys_may_be_overridden(tmp_path: Path) -> None:
     file.write_text(
         "model:\n"
         "  name: m\n"
-        "  kind: planes\n"
         "  layers: 1\n"
         "  planes:\n"
         "    - &a {name: a, shape: [2]}\n"
@@ -659,7 +673,6 @@ def plane(index: int, **change: object) -> dict[str, Any]:
 DIFFERENT: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ("name", MHA, [{"name": name} for name in ("m", "M", "m ", "mm", "é", "e\u0301", '","weights":"')]),
     ("weights", MHA, [{"weights": weights} for weights in ("", "1", "01", "v1")]),
-    ("kind", {"name": "m", "layers": 4}, [MHA, MLA, PLANES]),
     ("dtype", MHA, [{"dtype": d} for d in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")]),
     ("layers", MHA, [{"layers": n} for n in (1, 2, 4, 5, 44)]),
     ("page_tokens", MHA, [{"page_tokens": n} for n in range(1, 513)]),
@@ -732,8 +745,8 @@ def test_the_same_bytes_share_a_namespace() -> None:
         {"name": "k", "shape": [2, 8]},
         {"name": "v", "shape": [2, 8], "dtype": "bfloat16", "layers": [3, 0, 2, 1]},
     ]
-    assert namespace({"name": "m", "kind": "planes", "layers": 4, "planes": planes}) == base
-    elsewhere = config(MHA, rank=3, cpu={}, load={"threads": 1}, ssd={"path": "y"}).model.namespace_fields()
+    assert namespace({"name": "m", "layers": 4, "planes": planes}) == base
+    elsewhere = config(MHA, deadline=3, cpu={}, load={"verify": "once"}, ssd={"path": "y"}).model.namespace_fields()
     assert namespace_digest(elsewhere) == base
 
 
@@ -746,7 +759,7 @@ def test_the_order_of_the_text_does_not_matter(shuffle: random.Random) -> None:
             return dict(items)
         return [shuffled(inner) for inner in value] if isinstance(value, list) else value
 
-    data = {"model": PLANES, "cpu": {"capacity": "1GiB", "pin": "on"}, "ssd": {"path": "/x/{rank}"}, "rank": 2}
+    data = {"model": PLANES, "cpu": {"capacity": "1GiB"}, "ssd": {"path": "/x/y", "gds": "on"}}
     other = Config.from_dict(yaml.safe_load(yaml.safe_dump(shuffled(data), sort_keys=False)))
     assert other == Config.from_dict(data)
     assert namespace_digest(other.model.namespace_fields()) == namespace(PLANES)
@@ -771,7 +784,7 @@ def test_the_schema_is_one_and_refuses_what_the_models_refuse() -> None:
         {"model": MHA | {"page_tokens": 513}},
         {"model": MHA | {"dtype": "bf16"}},
         {"model": MHA, "cpu": {"capacity": "64G"}},
-        {"model": MHA, "cpu": {"pin": "maybe"}},
+        {"model": MHA, "gpu": {"kernels": "maybe"}},
         {"model": MHA, "gpu": {"device": "gpu"}},
         {"model": MHA, "ssd": {}},
         {"model": MHA, "ssd": {"path": "x", "transport": "posxi"}},
@@ -860,7 +873,7 @@ def test_a_file_may_label_the_model_of_an_engine(tmp_path: Path) -> None:
     [
         ("model: {layers: 3}", GeometryError, "model.layers"),
         ("model: {salt: mine}", GeometryError, "model.salt"),
-        ("model: {weights: a, kind: mha, nmae: x}", GeometryError, "`model.kind`, `model.nmae`"),
+        ("model: {weights: a, dtype: int8, nmae: x}", GeometryError, "`model.dtype`, `model.nmae`"),
         ("model: [1]", InvalidValueError, "`model` is list"),
         ("model: {weights: 3}", InvalidValueError, "model.weights"),
         ("cpu: {capcity: 1GiB}", UnknownKeyError, "did you mean `cpu.capacity`"),

@@ -178,8 +178,9 @@ class Run(Order):
         self.files.begins = self._read_begins
         self.executor = SteppedExecutor(self.choose, self.machine)
         self.planner = Interrupted(self.manager, self)
-        config = LoadConfig(deadline=100.0, threads=small.threads, verify=small.verify)  # type: ignore[arg-type]
-        self.loader = Parted(self.planner, self.executor, LAYOUT, config, CPU, keep=small.keep, sizes=SIZES)
+        how = LoadConfig(verify=small.verify), 100.0, CPU  # type: ignore[arg-type]
+        parts = self.planner, self.executor, LAYOUT
+        self.loader = Parted(*parts, *how, threads=small.threads, keep=small.keep, sizes=SIZES)
         self.loader.first = small.part
         self.lane = self.executor.lane(Priority.PREFETCH, lambda: None)
         self.loads: list[Begun] = []

@@ -93,7 +93,6 @@ class Run(Order):
     def __init__(self, small: Small, path: Any, order: Sequence[int], rng: random.Random | None = None) -> None:
         super().__init__(order, rng, small.faults)
         config = Config.from_dict(make_config(path, cpu=small.cpu, ssd=small.ssd, store={"write_policy": small.policy}))
-        assert config.ssd is not None
         self.executor = executor = SteppedExecutor(self.choose)
         self.cpu = None if small.cpu is None else ModelTier("cpu", small.cpu, 4096, "lru")
         self.ssd = ModelSsd(small.ssd, 4096, "lru", 0)
@@ -103,13 +102,15 @@ class Run(Order):
         self.tiers: list[ModelTier] = [tier for tier in (self.cpu, self.ssd, self.far) if tier is not None]
         files = [tier for tier in (self.ssd, self.far) if tier is not None]
         limit = config.store.queue // 4096
-        outlets = [Outlet(tier, open_admission(config.ssd, small.ssd, 4096), limit) for tier in files]
+        outlets = [Outlet(tier, open_admission("all", small.ssd, 4096), limit) for tier in files]
         earned = EarnedOffers(None if self.cpu is None else self.cpu.index, outlets, small.policy, hits=1)
         self.manager = TierManager(threading.RLock(), self.tiers, on_use=earned.used)
         self.planner = StorePlanner(self.manager, config.store, 4096, outlets, earned, watermarks=(0.3, 0.5))
         self.spare = SlotPool(range(small.spare))
         writers = {tier.name: TierWriter(self.manager, tier, executor, 4096) for tier in self.manager.files}
-        self.storer = Storer(self.manager, self.planner, executor, self.spare, writers, 4096, config.store)
+        self.storer = Storer(
+            self.manager, self.planner, executor, self.spare, writers, 4096, config.store, config.deadline
+        )
         self.receipts: list[Receipt] = []
         self.accepted: set[bytes] = set()  # keys, since the last clear
         self._blocks = 0

@@ -213,7 +213,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (MLA, {}),
     (MLA, {"kv_lora_rank": 128}),
     (MLA, {"rope_dim": 32}),
-    (MLA, {"kind": "planes", "planes": [{"name": "latent", "shape": [576]}], "kv_lora_rank": None, "rope_dim": None}),
+    (MLA, {"planes": [{"name": "latent", "shape": [576]}], "kv_lora_rank": None, "rope_dim": None}),
     (EXTRA, {}),
     (EXTRA, {"planes": EXTRA["planes"][:3]}),
     (EXTRA, {"planes": EXTRA["planes"][::-1]}),
@@ -252,7 +252,6 @@ def test_request_salts_and_the_configured_salt_do_not_meet() -> None:
 def test_two_ways_to_write_the_same_planes_share_pages() -> None:
     planes = [{"name": "k", "shape": [4, 32]}, {"name": "v", "shape": [4, 32]}]
     written_out = {
-        "kind": "planes",
         "name": "tiny",
         "layers": 3,
         "page_tokens": 4,

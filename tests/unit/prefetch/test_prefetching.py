@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gdscache.config import PrefetchConfig
 from gdscache.prefetch import queue as prefetching
 from gdscache.prefetch.queue import (
     DEMAND_PAUSE_S,
@@ -117,20 +116,18 @@ class Queue(RuleBasedStateMachine):
     @initialize(
         concurrent=st.integers(1, 3),
         limit=st.sampled_from([1, 2, 4, 8, 100]),
-        stop=st.sampled_from(["best_effort", "best_effort", "timeout"]),
         queue=st.sampled_from([100, 100, 2]),
     )
-    def begin_with(self, concurrent: int, limit: int, stop: Any, queue: int) -> None:
+    def begin_with(self, concurrent: int, limit: int, queue: int) -> None:
         self.now = 100.0
         self.tier: dict[bytes, int] = {}
         self.held = PrefetchedPages(limit, self.tier.get)
-        self.config = PrefetchConfig(concurrent=concurrent, stop=stop, timeout=0.3, quota=0.5)
+        self.concurrent = concurrent
         self.most = queue
         self.ended: list[PrefetchRequest] = []
-        self.queue = PrefetchQueue(self.config, 3, self.held, self.ended.append, lambda: self.now, queue)
+        self.queue = PrefetchQueue(3, concurrent, self.held, self.ended.append, lambda: self.now, queue)
         self.requests: list[PrefetchRequest] = []
         self.left: dict[PrefetchRequest, int] = {}
-        self.limits: dict[PrefetchRequest, float] = {}
         self.expected: dict[PrefetchRequest, PrefetchEnd] = {}
         self.turn: dict[PrefetchRequest, int] = {}  # the number of its last turn: the smallest is next
         self.parked: dict[PrefetchRequest, float] = {}
@@ -162,13 +159,11 @@ class Queue(RuleBasedStateMachine):
         self.requests.append(request)
         self.left[request] = pages
         self.turn[request] = self.turns = self.turns + 1
-        if self.config.stop == "timeout":
-            self.limits[request] = self.now + 0.3 + 0.25 * 4 * pages / 1024
         if not pages:
             self.decide(request, PrefetchEnd.COMPLETE)
         elif full:
             self.decide(request, PrefetchEnd.QUEUE_FULL)
-        self.queue.add(request, 4 * pages)
+        self.queue.add(request)
 
     @rule(
         demand=st.sampled_from([False, False, True]),
@@ -176,15 +171,12 @@ class Queue(RuleBasedStateMachine):
         then=st.sampled_from(["", "", "", "", "busy", "skip", "no_room"]),
     )
     def next(self, demand: bool, take: int, then: str) -> None:
-        for request, limit in self.limits.items():
-            if self.now >= limit and self.left[request]:
-                self.decide(request, PrefetchEnd.STOPPED)
         ready = [r for r in self.waiting() if self.parked.get(r, 0.0) <= self.now]
         if not ready:
             self.held_back = None
         elif not demand:
             self.held_back = None
-            ready = ready if len(self.chunks) < self.config.concurrent else []
+            ready = ready if len(self.chunks) < self.concurrent else []
         else:
             self.held_back = self.now if self.held_back is None else self.held_back
             if self.chunks or self.now < self.held_back + DEMAND_PAUSE_S:
@@ -285,7 +277,7 @@ class Queue(RuleBasedStateMachine):
                 assert request.end is self.expected[request]
         assert len(self.queue) == len(self.live())
         assert len(self.held) <= self.held.limit
-        assert self.queue.flying == len(self.chunks) <= self.config.concurrent
+        assert self.queue.flying == len(self.chunks) <= self.concurrent
 
 
 class QueueThatSweepsLittle(Queue):
@@ -306,10 +298,10 @@ TestQueue.settings = TestQueueThatSweepsLittle.settings = settings(
 )
 
 
-def new_queue(clock: Callable[[], float], **config: Any) -> tuple[PrefetchQueue, list[PrefetchRequest]]:
+def new_queue(clock: Callable[[], float], concurrent: int) -> tuple[PrefetchQueue, list[PrefetchRequest]]:
     ended: list[PrefetchRequest] = []
     held = PrefetchedPages(1 << 20, lambda key: 0)
-    return PrefetchQueue(PrefetchConfig(**config), 4, held, ended.append, clock), ended
+    return PrefetchQueue(4, concurrent, held, ended.append, clock), ended
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 3), st.randoms())
@@ -321,7 +313,7 @@ def test_nobody_waits_while_another_gets_two_chunks_more(sizes: list[int], concu
     chunks = dict.fromkeys(requests, 0)
     flying: list[PrefetchRequest] = []
     for request in requests:
-        queue.add(request, 1)
+        queue.add(request)
     while len(ended) < len(requests):
         if (turn := queue.next(demand=False)) is not None:
             request, most = turn
@@ -342,7 +334,7 @@ def test_loads_without_end_leave_a_chunk_in_a_tenth_of_a_second() -> None:
     now = 0.0
     queue, _ = new_queue(lambda: now, concurrent=3)
     request = PrefetchRequest(1000)
-    queue.add(request, 1)
+    queue.add(request)
     begun = []
     for step in range(1, 1001):
         now = step / 1000
@@ -354,34 +346,3 @@ def test_loads_without_end_leave_a_chunk_in_a_tenth_of_a_second() -> None:
     assert len(begun) == 9
     assert all(b - a >= DEMAND_PAUSE_S - 1e-9 for a, b in zip([0.001, *begun], begun, strict=False))
     assert queue.next(demand=False) is not None, "the loads are over"
-
-
-def test_time_is_told_by_the_clock_alone() -> None:
-    now = 50.0
-    queue, ended = new_queue(lambda: now, stop="timeout", timeout=2.0)
-    request = PrefetchRequest(8)
-    queue.add(request, 4096)
-    assert request.limit == 53.0
-    assert queue.patience(request, 30.0) == (3.0, PrefetchEnd.STOPPED)
-    assert queue.wake() == 3.0
-    now = 52.0
-    assert queue.patience(request, 30.0) == (1.0, PrefetchEnd.STOPPED)
-    now = 53.0
-    assert queue.patience(request, 30.0) == (0.0, PrefetchEnd.STOPPED)
-    assert not ended
-    assert queue.next(demand=False) is None
-    assert ended == [request]
-    assert request.end is PrefetchEnd.STOPPED
-    assert queue.wake() is None
-
-
-@pytest.mark.parametrize(
-    ("stop", "patience"),
-    [("best_effort", (0.0, PrefetchEnd.STOPPED)), ("wait_complete", (30.0, PrefetchEnd.DEADLINE))],
-)
-def test_the_other_policies_know_no_time_of_their_own(stop: str, patience: tuple[float, PrefetchEnd]) -> None:
-    queue, _ = new_queue(lambda: 7.0, stop=stop)
-    request = PrefetchRequest(8)
-    queue.add(request, 1 << 20)
-    assert request.limit is None
-    assert queue.patience(request, 30.0) == patience
