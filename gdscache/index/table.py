@@ -257,26 +257,29 @@ class PageTable:
         self._children = array("i", counts.tobytes())
         self._orphans = dict(Counter(parents[follows[above < 0]].tolist()))
 
-    def _unlink(self, key: bytes, parent: bytes, namespace: bytes, slot: int, evicted: bool = False) -> None:
-        """A page is in no order any more, and follows none."""
-        self._orders.remove(key, evicted=evicted)
-        followed = self._children[slot]
-        if followed:
-            self._orphans[key] = followed
-        if parent != namespace:
-            self._count_out(parent)
+    def _unlink(self, key: bytes, slot: int) -> bytes | None:
+        """A page is gone from a slot, and follows none any more; the page that no page follows now, if it did.
 
-    def _count_out(self, parent: bytes) -> None:
-        """One page less follows `parent`."""
-        above = self.slot(parent)
+        By its row: whoever asked for the page may have named it otherwise than a damaged row does.
+        """
+        children, parent = self._children, self._parents[slot]
+        if parent is None:
+            parent = self._parent_at(slot)
+        if children[slot]:
+            self._orphans[key] = children[slot]
+        if parent == self._namespaces[slot]:
+            return None
+        above = self._resting.get(parent)
+        if above is None:
+            above = self.slot(parent)
         if above is not None:
-            self._children[above] -= 1
-            if not self._children[above]:
-                self._orders.hasten(parent)
-        elif self._orphans[parent] == 1:
+            children[above] -= 1
+            return None if children[above] else parent
+        if self._orphans[parent] == 1:
             del self._orphans[parent]
         else:
             self._orphans[parent] -= 1
+        return None
 
     def namespaces_at(self, slots: Sequence[int]) -> list[bytes]:
         """The namespaces of the pages in slots that have one each."""

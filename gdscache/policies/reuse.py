@@ -6,6 +6,7 @@ Time is counted in pages that are stored.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -85,22 +86,24 @@ class ReuseMonitor:
         self._hits: Float64Array = np.zeros((classes.all, len(AGES)))
         self._past = deque([(-1, self._arrived)])  # (time, `_arrived`) of each conclusion
 
-    def see(self, bits: int, number: int, now: int, stored: bool = False) -> None:
-        """A page is used, or `stored`, and of class `number` from now on.
+    def see(self, uses: Sequence[tuple[int, int, int]], *, stored: bool = False) -> None:
+        """Pages are used, or `stored`: bits, class from now on, time.
 
-        `bits`: 64 bits of its key, of which `bits >> 36 & 0xFFFF` is below `limit`.
+        The bits are 64 of the key's, of which `bits >> 36 & 0xFFFF` is below `limit`.
         """
-        known = self._known
-        last = known.get(bits)
-        if last is not None:
-            hits, age = self._new_hits[last[1]], _range(now - last[0])
-            hits[age] = hits.get(age, 0) + 1
-            known.move_to_end(bits)
-        known[bits] = (now, number)
-        self._new[number] += 1
-        self._new[-1] += stored
-        if len(known) > self.SAMPLES:
-            known.popitem(last=False)
+        known, new = self._known, self._new
+        for bits, number, now in uses:
+            last = known.get(bits)
+            if last is not None:
+                hits, age = self._new_hits[last[1]], _range(now - last[0])
+                hits[age] = hits.get(age, 0) + 1
+                known.move_to_end(bits)
+            known[bits] = (now, number)
+            new[number] += 1
+            if len(known) > self.SAMPLES:
+                known.popitem(last=False)
+        if stored:
+            new[-1] += len(uses)
 
     def learn(self, pages: int, now: int) -> Lifetimes | None:
         """The lifetimes of the classes in a tier of `pages`; None when it is too soon to conclude. Sets `due`."""
