@@ -74,7 +74,7 @@ class LRUShadow:
         return len(self._recent) + len(self._aside)
 
     def insert(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
-        """The tier stores pages that it lacked: (key, parent), the page before it, present or not; b"" for none known."""
+        """The tier stores pages that it lacked: (key, parent), the page before each, there or not; b"": none known."""
         owed, left = self.owed, self.left
         self.seen += len(pages)
         for key, parent in pages:
