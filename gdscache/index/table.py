@@ -105,6 +105,11 @@ class PageTable:
         resting = list(filter(self._resting.__contains__, keys))
         return list(filter(self.__contains__, keys)) if self._entries and len(resting) < len(keys) else resting
 
+    def lacking(self, pages: Sequence[Page]) -> list[int]:
+        """The places of those pages that are there in no state."""
+        resting, entries = self._resting, self._entries
+        return [i for i, page in enumerate(pages) if page.key not in resting and page.key not in entries]
+
     def slots_of(self, keys: Sequence[bytes]) -> list[int]:
         """The slots of those pages that are there in any state, in the order of the keys."""
         resting = list(map(self._resting.get, keys))

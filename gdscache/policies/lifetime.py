@@ -77,17 +77,23 @@ class Lifetime(Levels):
                 super().touch(key)
 
     def remove(self, key: bytes) -> None:
-        if self._run:
-            self._settle()
-        super().remove(key)
+        self.evict_all(((key, None),))
 
     def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
         if self._run:
             self._settle()
-        going = [key for key, _ in gone[1:]]
-        for (key, freed), following in zip_longest(gone, going):
-            super().remove(key)
-            if freed is not None and freed != following:  # which goes, wherever it is
+        at, ghosts, mask = self._at, self._ghosts, self._mask
+        self._pages -= len(gone)
+        for (key, freed), following in zip_longest(gone, [key for key, _ in gone[1:]]):
+            level = at.pop(key, None)
+            if level is None:
+                self._restored.remove(key)
+            else:
+                uses = level.uses[key] & _USES
+                self._take(key, level)
+                bits = int.from_bytes(key[:8], "little")
+                ghosts[bits & mask] = bits >> 52 << 4 | (uses + 1 if uses < self.USES else uses)
+            if freed is not None and freed != following:  # that one goes, wherever it is
                 self.hasten(freed)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -109,7 +115,7 @@ class Lifetime(Levels):
         at, monitor, classes, steps = self._at, self._monitor, self.CLASSES, self.STEPS
         ghosts, mask, share, lifetimes = self._ghosts, self._mask, self._share, self._lifetimes
         pages, stored, now, ticks = self._pages, self._stored, self._now, self._ticks
-        limit, due, seen = monitor.limit, monitor.due, list[tuple[int, int, int]]()
+        limit, due, seen = monitor.limit, monitor.due(pages), list[tuple[int, int, int]]()
         before, state, level = None, 0, None
         for key, parent in run:
             pages += 1
@@ -141,7 +147,7 @@ class Lifetime(Levels):
             if stored >= due:
                 monitor.see(seen, stored=True)
                 self._learn(pages, stored)
-                seen, limit, due, share, lifetimes = [], monitor.limit, monitor.due, self._share, self._lifetimes
+                seen, limit, due, share, lifetimes = [], monitor.limit, monitor.due(pages), self._share, self._lifetimes
             if pages * self.GHOSTS > mask + 1:
                 self._widen(pages)
                 ghosts, mask = self._ghosts, self._mask
@@ -182,16 +188,6 @@ class Lifetime(Levels):
             if bits >> 36 & 0xFFFF < limit:
                 seen.append((bits, number, stored))
         monitor.see(seen)
-
-    def _remove(self, key: bytes) -> bool:
-        level = self._at.pop(key, None)
-        if level is None:
-            return False
-        uses = level.uses[key] & _USES
-        self._take(key, level)
-        bits = int.from_bytes(key[:8], "little")
-        self._ghosts[bits & self._mask] = bits >> 52 << 4 | (uses + 1 if uses < self.USES else uses)
-        return True
 
     def _widen(self, pages: int) -> None:
         """A larger table. Nothing worth keeping is lost: a tier that grows has not evicted yet."""

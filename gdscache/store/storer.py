@@ -246,10 +246,8 @@ class Storer:
         bounced: list[int] = []
         lock, planner, spare = self._manager.lock, self._planner, self._spare
         end = min(at + most, len(job.pages))
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._abandon, parcels)
-            with contextlib.ExitStack() as afterwards:
-                afterwards.callback(self._give_back, slots, bounced)
+        try:
+            try:
                 with lock:
                     slots += planner.cpu_slots(job.pages[at:end])
                 while at < end:
@@ -265,7 +263,11 @@ class Storer:
                         with lock:
                             planner.turn_away(job, at)
                         at += 1
-            on_failure.pop_all()
+            finally:
+                self._give_back(slots, bounced)
+        except BaseException:
+            self._abandon(parcels)
+            raise
         return at, parcels
 
     def _place_now(
@@ -281,38 +283,40 @@ class Storer:
         """Slots that no page was put in."""
         if bounced and self._spare is not None:
             self._spare.give(bounced)
-        with self._manager.lock:
-            self._planner.free(slots)
+        if slots:
+            with self._manager.lock:
+                self._planner.free(slots)
 
     def _copy(self, job: _Job, parcels: Sequence[Parcel], *, last: bool) -> _Round:
         """Begin to copy the pages of a round. `last`: its blocks are free again as soon as they were read."""
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._abandon, parcels)
+        try:
             moving = None
             if fresh := [parcel for parcel in parcels if not parcel.copied]:
                 moving = self._executor.begin(self._move(job, fresh), (job.after,))
                 if last and moving.lands is not None:
                     job.receipt.reading(functools.partial(moving.lands, 0))
-            on_failure.pop_all()
+        except BaseException:
+            self._abandon(parcels)
+            raise
         return _Round(parcels, moving)
 
     def _land(self, job: _Job, round_: _Round) -> Steps[None]:
         """When the pages of a round are copied and signed, publish them and pass on what the SSD wants."""
         parcels = round_.parcels
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._abandon, parcels)
+        try:
             if round_.moving is not None:
                 yield from round_.moving.end()
-            on_failure.pop_all()
+        except BaseException:
+            self._abandon(parcels)
+            raise
         with self._manager.lock:
-            with contextlib.ExitStack() as on_failure:
-                on_failure.callback(
-                    lambda: self._abandon([p for p in parcels if not job.plan.left.isdisjoint(p.places)])
-                )
+            try:
                 going = [parcel for parcel in parcels if self._planner.publish(parcel)]
                 self._send(going)
                 job.given.update(*(parcel.places for parcel in going))
-                on_failure.pop_all()
+            except BaseException:
+                self._abandon([parcel for parcel in parcels if not job.plan.left.isdisjoint(parcel.places)])
+                raise
             self._tell_idle()
             self._demote(self._planner.clean())
 
@@ -336,10 +340,11 @@ class Storer:
 
     def _demote(self, parcels: Sequence[Parcel]) -> int:
         """Send on pages of the landing tier without a store; how many."""
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._abandon, parcels)
+        try:
             self._send(parcels)
-            on_failure.pop_all()
+        except BaseException:
+            self._abandon(parcels)
+            raise
         return sum(map(len, parcels))
 
     def _send(self, parcels: Sequence[Parcel]) -> None:

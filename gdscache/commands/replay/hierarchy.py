@@ -179,6 +179,7 @@ class Hierarchy:
             wall_clock=clock.time,
             clock=clock.time,
             on_use=earned.used,
+            measured=False,
         )
         self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)
         self.moved = Moved(self.executor)

@@ -83,8 +83,8 @@ class ModelSsd(ModelTier, DurableTier):
         """Reserve and lease slots for the first of `pages`, as many as find room."""
         index = self.index
         index.make_room(pages, self._reserve)
-        fresh = [page for page in pages if page.key not in index]
-        kept = [retentions.get(page.key, DEFAULT) for page in fresh]
+        fresh = [pages[i] for i in index.lacking(pages)]
+        kept = [retentions.get(page.key, DEFAULT) for page in fresh] if retentions else [DEFAULT] * len(fresh)
         return index.insert_all(fresh, index.take_free(len(fresh)), PageState.PENDING, kept, leases=1)
 
     def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
