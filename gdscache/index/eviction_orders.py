@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
@@ -35,7 +36,7 @@ class Orders:
         self._of_priority = [policy if priority == 0 else policy.empty() for priority in PRIORITIES]
         self._expiries = Expiries()
         # Oldest first: a page that is new, or the key of one that was used.
-        self._changes: list[Page | bytes] = []
+        self._changes: deque[Page | bytes] = deque()
         self._uses: list[bytes] = []  # behind these: keys that were used, perhaps of no page
 
     def empty(self) -> Orders:
@@ -119,7 +120,11 @@ class Orders:
         self.sift()
         if not self._changes:
             return
-        changes, self._changes = self._changes[:most], [] if most is None else self._changes[most:]
+        changes = self._changes
+        if most is None or most >= len(changes):
+            self._changes = deque()
+        else:
+            changes = deque(self._changes.popleft() for _ in range(most))
         for kind, run in itertools.groupby(changes, type):
             if kind is Page:
                 self.policy.insert_all(list(map(_named, run)))

@@ -97,13 +97,17 @@ class PageTable:
 
     def visible(self, keys: Sequence[bytes]) -> bytes:
         """`has` of each key, 1 or 0."""
-        resting = bytes(map(self._resting.__contains__, keys))
-        return bytes(map(self.has, keys)) if self._entries and 0 in resting else resting
+        mask, entries = bytes(map(self._resting.__contains__, keys)), self._entries
+        if not entries or 0 not in mask or entries.keys().isdisjoint(keys):
+            return mask
+        return bytes(map(self.has, keys))
 
     def present(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Those of the keys whose pages are there in any state."""
-        resting = list(filter(self._resting.__contains__, keys))
-        return list(filter(self.__contains__, keys)) if self._entries and len(resting) < len(keys) else resting
+        resting, entries = self._resting, self._entries
+        if not entries:
+            return list(filter(resting.__contains__, keys))
+        return [key for key in keys if key in resting or key in entries]
 
     def lacking(self, pages: Sequence[Page]) -> list[int]:
         """The places of those pages that are there in no state."""

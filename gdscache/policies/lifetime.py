@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -14,6 +15,7 @@ from gdscache.policies.reuse import Classes, ReuseMonitor
 _USES = 0x0F
 _LOT = 7
 _WHEN = 15
+_bits = struct.Struct("<Q").unpack_from  # the first 64 of a key
 
 
 class Lifetime(Levels):
@@ -91,7 +93,7 @@ class Lifetime(Levels):
             else:
                 uses = level.uses[key] & _USES
                 self._take(key, level)
-                bits = int.from_bytes(key[:8], "little")
+                (bits,) = _bits(key)
                 ghosts[bits & mask] = bits >> 52 << 4 | (uses + 1 if uses < self.USES else uses)
             if freed is not None and freed != following:  # that one goes, wherever it is
                 self.hasten(freed)
@@ -119,7 +121,7 @@ class Lifetime(Levels):
         before, state, level = None, 0, None
         for key, parent in run:
             pages += 1
-            bits = int.from_bytes(key[:8], "little")
+            (bits,) = _bits(key)
             uses, ghost = 0, ghosts[bits & mask]
             if ghost and ghost >> 4 == bits >> 52:  # it was evicted, and comes back
                 ghosts[bits & mask], uses = 0, ghost & _USES
@@ -184,7 +186,7 @@ class Lifetime(Levels):
             state = state & (1 << _WHEN) - 1 | stored << _WHEN
             lifetime = self._lifetimes[(state >> _LOT & 0xFF) < self._share][number]
             self._move(key, level, self._now + lifetime, state)
-            bits = int.from_bytes(key[:8], "little")
+            (bits,) = _bits(key)
             if bits >> 36 & 0xFFFF < limit:
                 seen.append((bits, number, stored))
         monitor.see(seen)

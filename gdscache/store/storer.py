@@ -66,7 +66,7 @@ class _Job:
     given: set[int] = dataclasses.field(default_factory=set)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Round:
     """Pages of a store that have slots; `moving` brings their bytes, where somebody else has not."""
 
@@ -221,8 +221,7 @@ class Storer:
         """The blocks are free again when what was queued has read them. Once more behind what was broken off."""
         if job not in self._jobs:
             return
-        with contextlib.ExitStack() as ends:
-            ends.callback(self._forget, job)
+        try:
             event = None
             try:
                 event = self._executor.reads_queued()
@@ -230,6 +229,8 @@ class Storer:
                 job.receipt.read(event)
             if event is not None and job.sources is not None:
                 yield self._executor.happened(event)
+        finally:
+            self._forget(job)
 
     def _forget(self, job: _Job) -> None:
         with self._manager.lock:

@@ -7,7 +7,6 @@ not written within its deadline is dropped, and what its I/O may still touch goe
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -24,7 +23,7 @@ from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import in_turn, log_failure
 from gdscache.tiers.base import DurableTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Late
@@ -33,7 +32,7 @@ _log = logging.getLogger("gdscache.store")
 _FLIGHTS = 4  # batches under way, the one that is committed with them
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Outgoing:
     """Pages of one namespace to write, which lie in `slots` of the memory `space`, within `seconds` of the begin of
     their batch. A *row* is a page's place in it.
@@ -54,13 +53,13 @@ class Outgoing:
     open: set[int] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "open", set(range(len(self.pages))))
+        self.open = set(range(len(self.pages)))
 
 
 _Part = tuple[Outgoing, Sequence[int]]  # pages of a batch that came together: their rows
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class _WriteBatch:
     """A batch whose bytes are on their way: the pages of its parts, in their order, have `entries` and `sums`, uint64
     (pages, layers), and are the rows of the move."""
@@ -132,11 +131,14 @@ class TierWriter:
                 with self._manager.lock:
                     self._starting = False
         elif flight is not None:
-            with contextlib.ExitStack() as ends:
-                ends.callback(self._forget, flight)  # once more, where the first is broken off itself
-                ends.callback(self._forget, flight)
-                ends.callback(self._lose, flight)  # nothing, unless what follows is broken off
+            try:
                 yield from self._complete(flight)
+            finally:
+                in_turn(
+                    lambda: self._lose(flight),  # nothing, unless that was broken off
+                    lambda: self._forget(flight),
+                    lambda: self._forget(flight),  # once more, where the first is broken off itself
+                )
         return bool(batch) or flight is not None
 
     def _next(self) -> tuple[Sequence[_Part], _WriteBatch | None]:

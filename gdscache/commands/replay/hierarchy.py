@@ -219,7 +219,7 @@ class Hierarchy:
             turn = Done(self.clock)
             self._waiting.append(turn)
             yield turn
-        blocks = np.zeros((len(plan), 1), dtype=np.int64)
+        blocks = np.empty((len(plan), 0), dtype=np.int64)
         handle = _Handle([LoadPart(len(plan))])
         run = LoadRun(self.loads, self.executor, self.layout, self.config.load, handle, plan, blocks)
         yield from cast(Process, run.steps())
