@@ -112,7 +112,7 @@ class PageTable:
     def lacking(self, pages: Sequence[Page]) -> list[int]:
         """The places of those pages that are there in no state."""
         resting, entries = self._resting, self._entries
-        return [i for i, page in enumerate(pages) if page.key not in resting and page.key not in entries]
+        return [i for i, page in enumerate(pages) if (key := page.key) not in resting and key not in entries]
 
     def slots_of(self, keys: Sequence[bytes]) -> list[int]:
         """The slots of those pages that are there in any state, in the order of the keys."""

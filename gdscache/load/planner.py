@@ -320,9 +320,7 @@ class LoadPlanner:
                 filled = self._filling.pop  # a target has its slot for as long as its plan leases it
                 targets = [target for row in some if (target := plan.targets[row]) is not None]
                 ended = [target for target in targets if filled(target.slot, None) is not None]
-                if not ended:
-                    pass
-                elif good:
+                if good:
                     self.landing.index.commit_all(ended)
                 else:
                     for target in ended:

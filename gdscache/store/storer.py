@@ -341,6 +341,8 @@ class Storer:
 
     def _demote(self, parcels: Sequence[Parcel]) -> int:
         """Send on pages of the landing tier without a store; how many."""
+        if not parcels:
+            return 0
         try:
             self._send(parcels)
         except BaseException:

@@ -89,7 +89,8 @@ class ModelSsd(ModelTier, DurableTier):
 
     def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
         """Make written pages visible."""
-        return [self.index.commit(entry) for entry in entries]
+        self.index.commit_all(entries)
+        return [not entry.dropped for entry in entries]
 
     def checksums(self, entries: Sequence[Entry]) -> Checksums:
         return np.zeros((len(entries), 0), dtype=np.uint64)
