@@ -145,7 +145,7 @@ class EvictablePages(PageTable):
         pages with children that cannot go are taken.
         """
         chosen: dict[bytes, None] = {}
-        passed: set[bytes] = set()
+        passed: dict[bytes, None] = {}
         gone: dict[bytes, int] = {}  # children that are chosen already
 
         def choose(key: bytes, slot: int | None) -> None:
@@ -174,18 +174,19 @@ class EvictablePages(PageTable):
                         continue
                     slot = entry.slot
                 elif tails_only and children[slot] and key not in gone:  # most of what is looked at
-                    passed.add(key)
+                    passed[key] = None
                     continue
                 if key in chosen or key in keep or slot in dirty:
                     continue
                 if tails_only and (followed := children[slot]) and followed > gone.get(key, 0):
-                    passed.add(key)
+                    passed[key] = None
                 else:
                     choose(key, slot)
                     if len(chosen) >= wanted:
                         break
-        for key in passed.difference(chosen):
-            self._orders.defer(key)
+        for key in passed:
+            if key not in chosen:
+                self._orders.defer(key)
         return chosen
 
     def _slot_to_go(self, key: bytes, gone: int) -> int | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +15,7 @@ from gdscache.index.retention import DEFAULT, LOWEST, PRIORITIES, Expiries, Rete
 from gdscache.pages.keys import Page
 from gdscache.policies.base import EvictionPolicy
 
+_named = operator.itemgetter(0, 1)  # of a page: its key, and that of the page before it
 NO_RETENTIONS: Mapping[int, Retention] = {}
 
 
@@ -33,7 +37,7 @@ class Orders:
         self._of_priority = [policy if priority == 0 else policy.empty() for priority in PRIORITIES]
         self._expiries = Expiries()
         # Oldest first: a page that is new, or the key of one that was used.
-        self._changes: list[Page | bytes] = []
+        self._changes: deque[Page | bytes] = deque()
         self._uses: list[bytes] = []  # behind these: keys that were used, perhaps of no page
 
     def empty(self) -> Orders:
@@ -87,16 +91,25 @@ class Orders:
             self._changes += self._present(uses)
             self._keep_few()
 
-    def remove(self, key: bytes, *, evicted: bool = False) -> None:
-        """A page is gone; `evicted`: it had to make room for others."""
+    def remove(self, key: bytes) -> None:
+        """A page is gone."""
         self.settle()
-        policy = self._of(key) if self.retained else self.policy
-        if evicted:
-            policy.evict(key)
-        else:
-            policy.remove(key)
+        self._of(key).remove(key)
         if key in self.retained:
             self._forget(key)
+
+    def evict(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
+        """Pages are gone that had to make room for others: see `EvictionPolicy.evict_all`."""
+        self.settle()
+        if not self.retained:
+            self.policy.evict_all(gone)
+            return
+        for key, freed in gone:
+            self._of(key).evict_all(((key, None),))
+            if key in self.retained:
+                self._forget(key)
+            if freed is not None:
+                self.hasten(freed)
 
     @property
     def unsettled(self) -> int:
@@ -108,15 +121,21 @@ class Orders:
         self.sift()
         if not self._changes:
             return
-        changes, self._changes = self._changes[:most], [] if most is None else self._changes[most:]
-        retained, touch, insert = self.retained, self.policy.touch, self.policy.insert
-        for change in changes:
-            if isinstance(change, Page):
-                insert(change.key, change.parent)
-            elif retained and change in retained:
-                self._of(change).touch(change)
+        changes = self._changes
+        if most is None or most >= len(changes):
+            self._changes = deque()
+        else:
+            changes = deque(self._changes.popleft() for _ in range(most))
+        for kind, run in itertools.groupby(changes, type):
+            if kind is Page:
+                self.policy.insert_all(list(map(_named, run)))
+                continue
+            keys = cast("list[bytes]", list(run))
+            if self.retained:
+                for key in keys:
+                    self._of(key).touch(key)
             else:
-                touch(change)
+                self.policy.touch_all(keys)
 
     def _keep_few(self) -> None:
         over = len(self._changes) - self.changes_kept
@@ -132,7 +151,7 @@ class Orders:
 
     def defer(self, key: bytes) -> None:
         """As `EvictionPolicy.defer`. This, and the next two, are for orders that somebody looks at."""
-        self._of(key).defer(key)
+        (self._of(key) if self.retained else self.policy).defer(key)
 
     def hasten(self, key: bytes) -> None:
         """As `EvictionPolicy.hasten`."""

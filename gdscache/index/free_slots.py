@@ -196,7 +196,9 @@ class FreeSlots:
             size += 1
         longer = self._mask >> size
         found = size + (longer & -longer).bit_length() - 1 if longer else self._mask.bit_length() - 1
-        return self._last(self._bins[found], 1)[0]
+        start, _ = self._bins[found].popitem()
+        self._bins[found][start] = None
+        return start
 
     @staticmethod
     def _last(bin_: dict[int, None], most: int) -> list[int]:

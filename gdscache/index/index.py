@@ -186,8 +186,13 @@ class PageIndex(EvictablePages):
         entry.dropped = True
         del self._entries[entry.key]
         self._dirty.discard(entry.slot)
-        # By its row: whoever asked for the page may have named it otherwise than a damaged row does.
-        self._unlink(entry.key, self._parent_at(entry.slot), self._namespaces[entry.slot], entry.slot, evicted)
+        freed = self._unlink(entry.key, entry.slot)
+        if evicted:
+            self._orders.evict(((entry.key, freed),))
+        else:
+            self._orders.remove(entry.key)
+            if freed is not None:
+                self._orders.hasten(freed)
         if entry.state is not PENDING:
             if self._forget is not None:
                 self._forget(entry.slot)
@@ -290,19 +295,22 @@ class PageIndex(EvictablePages):
     def _evict(self, keys: Collection[bytes]) -> None:
         """Drop victims: nobody leases them, and none is dirty. Their slots are given back in this order."""
         self.evictions += len(keys)
-        take, parent_at, namespaces, unlink = self._resting.pop, self._parent_at, self._namespaces, self._unlink
+        take, unlink = self._resting.pop, self._unlink
+        gone: list[tuple[bytes, bytes | None]] = []
         slots: list[int] = []
         if self._watcher is not None:
             self._watcher.removed([key for key in keys if key in self._resting])
         for key in keys:
             slot = take(key, None)
             if slot is None:
+                self._orders.evict(gone)
                 self.retire(slots)
-                slots = []
+                gone, slots = [], []
                 self.drop(self._entries[key], evicted=True)
             else:
-                unlink(key, parent_at(slot), namespaces[slot], slot, True)
+                gone.append((key, unlink(key, slot)))
                 slots.append(slot)
+        self._orders.evict(gone)
         self.retire(slots)
 
     # -- all invariants -----------------------------------------------------------------------------------------------

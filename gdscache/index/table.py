@@ -97,13 +97,22 @@ class PageTable:
 
     def visible(self, keys: Sequence[bytes]) -> bytes:
         """`has` of each key, 1 or 0."""
-        resting = bytes(map(self._resting.__contains__, keys))
-        return bytes(map(self.has, keys)) if self._entries and 0 in resting else resting
+        mask, entries = bytes(map(self._resting.__contains__, keys)), self._entries
+        if not entries or 0 not in mask or entries.keys().isdisjoint(keys):
+            return mask
+        return bytes(map(self.has, keys))
 
     def present(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Those of the keys whose pages are there in any state."""
-        resting = list(filter(self._resting.__contains__, keys))
-        return list(filter(self.__contains__, keys)) if self._entries and len(resting) < len(keys) else resting
+        resting, entries = self._resting, self._entries
+        if not entries:
+            return list(filter(resting.__contains__, keys))
+        return [key for key in keys if key in resting or key in entries]
+
+    def lacking(self, pages: Sequence[Page]) -> list[int]:
+        """The places of those pages that are there in no state."""
+        resting, entries = self._resting, self._entries
+        return [i for i, page in enumerate(pages) if (key := page.key) not in resting and key not in entries]
 
     def slots_of(self, keys: Sequence[bytes]) -> list[int]:
         """The slots of those pages that are there in any state, in the order of the keys."""
@@ -257,26 +266,29 @@ class PageTable:
         self._children = array("i", counts.tobytes())
         self._orphans = dict(Counter(parents[follows[above < 0]].tolist()))
 
-    def _unlink(self, key: bytes, parent: bytes, namespace: bytes, slot: int, evicted: bool = False) -> None:
-        """A page is in no order any more, and follows none."""
-        self._orders.remove(key, evicted=evicted)
-        followed = self._children[slot]
-        if followed:
-            self._orphans[key] = followed
-        if parent != namespace:
-            self._count_out(parent)
+    def _unlink(self, key: bytes, slot: int) -> bytes | None:
+        """A page is gone from a slot, and follows none any more; the page that no page follows now, if it did.
 
-    def _count_out(self, parent: bytes) -> None:
-        """One page less follows `parent`."""
-        above = self.slot(parent)
+        By its row: whoever asked for the page may have named it otherwise than a damaged row does.
+        """
+        children, parent = self._children, self._parents[slot]
+        if parent is None:
+            parent = self._parent_at(slot)
+        if children[slot]:
+            self._orphans[key] = children[slot]
+        if parent == self._namespaces[slot]:
+            return None
+        above = self._resting.get(parent)
+        if above is None:
+            above = self.slot(parent)
         if above is not None:
-            self._children[above] -= 1
-            if not self._children[above]:
-                self._orders.hasten(parent)
-        elif self._orphans[parent] == 1:
+            children[above] -= 1
+            return None if children[above] else parent
+        if self._orphans[parent] == 1:
             del self._orphans[parent]
         else:
             self._orphans[parent] -= 1
+        return None
 
     def namespaces_at(self, slots: Sequence[int]) -> list[bytes]:
         """The namespaces of the pages in slots that have one each."""

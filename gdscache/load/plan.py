@@ -18,6 +18,8 @@ from gdscache.tiers.base import Lease, Tier
 
 STATUSES = tuple(PageStatus)
 CODES = {status: code for code, status in enumerate(STATUSES)}
+_IS_LOADED = bytes(code == CODES[PageStatus.LOADED] for code in range(256))
+_NONE = np.empty(0, np.int64)
 Behind = Literal["more", "busy", "missing", "no_room"]
 
 
@@ -87,23 +89,27 @@ class LoadPlan:
 
     def pending(self) -> Int64Array:
         """The rows that have no verdict."""
-        return np.flatnonzero(self.statuses == CODES[PageStatus.PENDING])
+        code = CODES[PageStatus.PENDING]
+        return np.flatnonzero(self.statuses == code) if code in self.statuses.tobytes() else _NONE
 
-    def loaded(self, rows: range) -> npt.NDArray[np.bool_]:
-        """Whether the pages of some rows are."""
-        found: npt.NDArray[np.bool_] = self.statuses[rows.start : rows.stop] == CODES[PageStatus.LOADED]
-        return found
+    def loaded(self, rows: range | None = None) -> bytes:
+        """1 for each page that is, else 0; of some rows, or of all."""
+        mask = self.statuses.tobytes().translate(_IS_LOADED)
+        return mask if rows is None else mask[rows.start : rows.stop]
 
     def told(self, rows: range) -> tuple[PageStatus, ...]:
         """The statuses of some rows."""
-        return tuple([STATUSES[code] for code in self.statuses[rows.start : rows.stop].tolist()])
+        return tuple([STATUSES[code] for code in self.statuses.tobytes()[rows.start : rows.stop]])
 
-    def by_tier(self, good: npt.NDArray[np.bool_]) -> dict[str, int]:
-        """Pages of each tier, of the rows for which `good` holds."""
-        found: Counter[str] = Counter()
+    def by_tier(self, good: bytes, rows: range | None = None) -> dict[str, int]:
+        """Pages of each tier for which `good` has a 1; of some rows, or of all."""
+        found: dict[str, int] = {}
+        start, stop = (0, len(good)) if rows is None else (rows.start, rows.stop)
         for run in self.runs:
-            found[run.tier.name] += int(np.count_nonzero(good[run.rows.start : run.rows.stop]))
-        return dict(+found)
+            pages = good.count(1, max(start, run.rows.start), min(stop, run.rows.stop))
+            if pages:
+                found[run.tier.name] = found.get(run.tier.name, 0) + pages
+        return found
 
     def row_of(self, target: Entry) -> int:
         """The row of the page that gets this slot of the landing tier."""

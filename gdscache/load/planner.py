@@ -69,32 +69,36 @@ class LoadPlanner:
         `checked`: only what is complete in the landing tier, up to the first page that is not. `most`: pages, of which
         a first part is planned; then `go_on`.
         """
-        with self.manager.lock, contextlib.ExitStack() as undo:
+        with self.manager.lock:
             plan = LoadPlan(LoadRequest(requests, owner, keep, checked))
-            undo.callback(self.abandon, plan)
-            self.go_on(plan, most)
-            undo.pop_all()
+            try:
+                self.go_on(plan, most)
+            except BaseException:
+                self.abandon(plan)
+                raise
             return plan
 
     def go_on(self, plan: LoadPlan, most: int | None = None) -> None:
         """Plan `most` pages more, or all that are left. A request whose next page is gone by now ends there."""
         asked, first, runs = plan.asked, len(plan), len(plan.runs)
-        with self.manager.lock, contextlib.ExitStack() as undo:
-            undo.callback(self._break_off, plan)
-            while not plan.whole and (most is None or len(plan) - first < most):
-                pages = asked.requests[asked.request]
-                stop = len(pages) if most is None else min(len(pages), asked.at + most - (len(plan) - first))
-                if not asked.at:
-                    plan.leases.append(self.manager.lease(asked.owner))  # requests may have pages in common
-                    plan.requests.append(range(len(plan), len(plan)))
-                with self.manager.timeline.span("plan", pages=stop - asked.at):
-                    found = self._plan_some(plan, pages, stop)
-                if asked.at + found < stop or stop == len(pages):
-                    asked.request, asked.at = asked.request + 1, 0
-                else:
-                    asked.at = stop
-            self._set_out(plan, runs)
-            undo.pop_all()
+        with self.manager.lock:
+            try:
+                while not plan.whole and (most is None or len(plan) - first < most):
+                    pages = asked.requests[asked.request]
+                    stop = len(pages) if most is None else min(len(pages), asked.at + most - (len(plan) - first))
+                    if not asked.at:
+                        plan.leases.append(self.manager.lease(asked.owner))  # requests may have pages in common
+                        plan.requests.append(range(len(plan), len(plan)))
+                    with self.manager.timeline.span("plan", pages=stop - asked.at):
+                        found = self._plan_some(plan, pages, stop)
+                    if asked.at + found < stop or stop == len(pages):
+                        asked.request, asked.at = asked.request + 1, 0
+                    else:
+                        asked.at = stop
+                self._set_out(plan, runs)
+            except BaseException:
+                self._break_off(plan)
+                raise
 
     def _plan_some(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> int:
         """Plan pages of the request that it has come to, up to `stop`; how many there are."""
@@ -314,9 +318,10 @@ class LoadPlanner:
             if status is not PageStatus.LOADED:
                 manager.counts["misses", status.value] += len(rows)
             else:
-                which = np.zeros(len(plan), np.bool_)
-                which[rows] = True
-                for name, pages in plan.by_tier(which).items():
+                which = bytearray(len(plan))
+                for row in some:
+                    which[row] = 1
+                for name, pages in plan.by_tier(bytes(which)).items():
                     manager.counts["loaded", name] += pages
             self.filled.notify_all()
 

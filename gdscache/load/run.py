@@ -6,7 +6,6 @@ pages in the landing tier. Pages that another load brings come last: they are wa
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -23,6 +22,7 @@ from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority,
 from gdscache.native.library import integers
 from gdscache.native.tables import take_rows
 from gdscache.pages.layout import GroupSizes, PageLayout, copy_groups, read_groups
+from gdscache.runtime.threads import in_turn
 from gdscache.tiers.base import DurableTier, Tier
 from gdscache.tiers.quarantine import Late
 
@@ -131,7 +131,7 @@ class LoadRun:
                     order.append(part)
                     ways.append(way)
             self._hand_over(ways, order)
-            if plan.whole and self._blocks is not None and self._moving is not None:
+            if plan.whole and self._blocks is not None and self._moving is not None and self._manager.measured:
                 self._busy = self._slowest()
                 self._manager.busy.begin(self._busy, self._start)
 
@@ -319,20 +319,22 @@ class LoadRun:
         tier, self._busy = self._busy, ""
         if tier:
             rows = [run.rows for run in self._plan.runs if run.tier.name == tier and run.filling is None]
-            good = all(self._plan.loaded(some).all() for some in rows)
+            good = not any(0 in self._plan.loaded(some) for some in rows)
             nbytes = sum(map(len, rows)) * self._layout.page_bytes
             self._manager.busy.end(tier, nbytes if good else None, self._executor.now())
 
     def _finish(self) -> None:
         """The last word on everything; again is fine."""
-        with contextlib.ExitStack() as ends:  # the last first, each whatever became of those before it
-            ends.callback(self._commit_deletions)
-            ends.callback(self._load.released)
-            ends.callback(self._planner.end, self._plan)
-            ends.callback(self._report)
-            ends.callback(self._measure)
-            ends.callback(self._all_ready)  # nobody waits for a layer any more
-            self._planner.finish(self._plan, self._plan.pending(), PageStatus.ABORTED)
+        plan, planner = self._plan, self._planner
+        in_turn(
+            lambda: planner.finish(plan, plan.pending(), PageStatus.ABORTED),
+            self._all_ready,  # nobody waits for a layer any more
+            self._measure,
+            self._report,
+            lambda: planner.end(plan),
+            self._load.released,
+            self._commit_deletions,
+        )
 
     def _all_ready(self) -> None:
         if self._blocks is not None:
@@ -345,17 +347,16 @@ class LoadRun:
             part.report = part.report or self._report_on(rows, seconds)
 
     def _report_on(self, rows: range, seconds: float) -> LoadReport:
-        plan, good = self._plan, self._plan.loaded(rows)
-        which = np.zeros(len(plan), np.bool_)
-        which[rows.start : rows.stop] = good
-        nbytes = {name: pages * self._layout.page_bytes for name, pages in plan.by_tier(which).items()}
+        plan, good = self._plan, self._plan.loaded()
+        nbytes = {name: pages * self._layout.page_bytes for name, pages in plan.by_tier(good, rows).items()}
         for name, moved in nbytes.items():
             self._manager.count("bytes_loaded", name, moved)
-        prefix = len(rows) if good.all() else int(np.argmin(good))
+        bad = good.find(0, rows.start, rows.stop)
+        prefix = len(rows) if bad < 0 else bad - rows.start
         return LoadReport(prefix * self._layout.page_tokens, plan.told(rows), nbytes, seconds)
 
     def _commit_deletions(self) -> None:
-        if not self._plan.loaded(range(len(self._plan))).all():
+        if 0 in self._plan.loaded():
             for tier in self._manager.files:
                 tier.commit_deletions()
 

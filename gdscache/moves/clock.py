@@ -6,6 +6,7 @@ A process is a generator that yields what it waits for, a `Done`. It goes on whe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections import deque
@@ -180,22 +181,21 @@ class DiskModel:
         seconds = self._clock.now - self._since
         self._since = self._clock.now
         if seconds:
-            for queue, rate in zip(self._queues, self._rates(), strict=True):
-                if queue:
-                    queue[0].left = max(0.0, queue[0].left - seconds * rate)
+            (reads, writes), (read, write) = self._queues, self._rates()
+            if reads:
+                reads[0].left = max(0.0, reads[0].left - seconds * read)
+            if writes:
+                writes[0].left = max(0.0, writes[0].left - seconds * write)
 
     def _schedule(self) -> None:
         """Plan the next end by what is queued now."""
         self._plan += 1
-        plan = self._plan
-        ends = [
-            (queue[0].left / rate, kind)
-            for kind, (queue, rate) in enumerate(zip(self._queues, self._rates(), strict=True))
-            if queue
-        ]
-        if ends:
-            seconds, kind = min(ends)
-            self._clock.call(self._clock.now + seconds, lambda: self._end(plan, kind))
+        (reads, writes), (read, write) = self._queues, self._rates()
+        if reads or writes:
+            of_read = reads[0].left / read if reads else math.inf
+            of_write = writes[0].left / write if writes else math.inf
+            kind = 0 if reads and of_read <= of_write else 1
+            self._clock.call(self._clock.now + min(of_read, of_write), functools.partial(self._end, self._plan, kind))
 
     def _end(self, plan: int, kind: int) -> None:
         if plan != self._plan:

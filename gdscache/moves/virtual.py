@@ -62,10 +62,13 @@ class VirtualExecutor:
     def count(self, ways: Iterable[Way]) -> None:
         """A move has ended: count what it read and wrote in tiers."""
         for way in ways:
-            self.promoted += len(way) if way.through else 0
-            for space, pages in ((way.source, self.read), (way.target, self.written)):
-                if space not in PASSED:
-                    pages[space] += len(way)
+            pages = len(way)
+            if way.through:
+                self.promoted += pages
+            if way.source not in PASSED:
+                self.read[way.source] += pages
+            if way.target not in PASSED:
+                self.written[way.target] += pages
 
     def room(self, pool: SlotPool, seconds: float = math.inf) -> Done:
         assert isinstance(pool, VirtualPool), "a pool that nobody in virtual time can wait for"

@@ -26,6 +26,8 @@ def blocks_fault(blocks: npt.NDArray[np.int64], limit: int) -> Literal["", "outs
 
 def take_rows(table: npt.NDArray[_T], rows: Any) -> npt.NDArray[_T]:
     """`table[rows]` for a contiguous table and an int64 array or a list of numbers. Raises `NativeCallError`."""
+    if 0 in table.shape[1:]:
+        return np.empty((len(rows), *table.shape[1:]), table.dtype)
     numbers = integers(rows)
     found = np.empty((len(numbers), *table.shape[1:]), table.dtype)
     if found.size:

@@ -28,14 +28,23 @@ class EvictionPolicy(Protocol):
     def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Start over with the pages `keys[order[0]], keys[order[1]], ...`, the first to evict first."""
 
+    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
+        """`insert` each: (key, parent)."""
+
     def touch(self, key: bytes) -> None:
         """A use of a present page."""
+
+    def touch_all(self, keys: Sequence[bytes]) -> None:
+        """`touch` each."""
 
     def remove(self, key: bytes) -> None:
         """The page is gone."""
 
-    def evict(self, key: bytes) -> None:
-        """`remove`, where it had to make room for another."""
+    def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
+        """`remove` each, in this order, where they have to make room for others.
+
+        Each comes with the page that none follows any more without it, if there is one, to be `hasten`ed then.
+        """
 
     def defer(self, key: bytes) -> None:
         """A present page was passed over, since others follow it: it may be behind all others until `hasten` or a use.
@@ -58,16 +67,33 @@ class EvictionPolicy(Protocol):
 class Undeferred:
     """An order in which pages that are passed over stay: they were stored together, and soon go together.
 
-    Why a page is gone makes no difference to it.
+    Why a page is gone makes no difference to it. Many pages are one after the other.
     """
 
     __slots__ = ()
 
+    def insert(self, key: bytes, parent: bytes = b"") -> None:
+        raise NotImplementedError
+
+    def touch(self, key: bytes) -> None:
+        raise NotImplementedError
+
     def remove(self, key: bytes) -> None:
         raise NotImplementedError
 
-    def evict(self, key: bytes) -> None:
-        self.remove(key)
+    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
+        for key, parent in pages:
+            self.insert(key, parent)
+
+    def touch_all(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.touch(key)
+
+    def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
+        for key, freed in gone:
+            self.remove(key)
+            if freed is not None:
+                self.hasten(freed)
 
     def defer(self, key: bytes) -> None:
         """Nothing."""
@@ -107,6 +133,25 @@ class LRU(Undeferred):
         self._cold = array("i", np.asarray(order, np.intc).tobytes())
         self._cold_from, self._cold_to = 0, len(order)
         self._gone: set[bytes] = set()
+
+    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
+        if self._cold_to:
+            super().insert_all(pages)
+        else:
+            self._order.update(dict.fromkeys([key for key, _ in pages]))
+
+    def touch_all(self, keys: Sequence[bytes]) -> None:
+        if self._cold_to:
+            self._order.update(dict.fromkeys(keys))
+        for key in keys:
+            self._order.move_to_end(key)
+
+    def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
+        if self._cold_to:
+            super().evict_all(gone)
+        else:
+            for key, _ in gone:
+                del self._order[key]
 
     def touch(self, key: bytes) -> None:
         if self._cold_to:

@@ -96,7 +96,7 @@ class Guarded:
     PATIENCE = 256  # it is judged each time that such a part of its pages was evicted
     order: ClassVar[type[Lifetime]] = Lifetime
     __slots__ = (
-        *("_bets", "_chosen", "_due", "_fading", "_from", "_hits_from", "_order", "_recency", "_seen", "_shadow"),
+        *("_bets", "_due", "_fading", "_from", "_hits_from", "_lags", "_order", "_recency", "_seen", "_shadow"),
         *("_shift", "_wagered", "judged"),
     )
 
@@ -117,6 +117,7 @@ class Guarded:
         self._seen = (0, 0)  # `lost` and `spared` of the shadow at the last fading ...
         self._fading = (0.0, 0.0)  # ... and what was counted before, faded
         self._due = 0  # pages until it is judged
+        self._lags: bool | None = None  # too much is lost or at stake; None: not known since the shadow changed
         self._shift = 0  # the shadow has one of 2 ** shift keys
         self._recency: LRU | None = None  # of all pages, where the shadow is a sample
         if len(order) <= self.EXACT:
@@ -130,48 +131,71 @@ class Guarded:
     # -- pages come, are used, and go ---------------------------------------------------------------------------------
 
     def insert(self, key: bytes, parent: bytes = b"") -> None:
-        self._order.insert(key, parent)
-        if self._recency is None:
-            self._shadow.insert(key, parent)
-            if self._shadow.room > self.EXACT:
-                self._sample()
-        else:
-            self._recency.insert(key)
-            if self._sampled(key):
-                self._shadow.insert(key, b"")
-                if self._shadow.room > 2 * self.SAMPLE:
-                    self._sample()
-        if key in self._wagered:
-            self._bets.wanted(key)
+        self.insert_all(((key, parent),))
+
+    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
+        self._order.insert_all(pages)
+        self._show(pages)
+        if self._wagered:
+            self._want([key for key, _ in pages])
+
+    def _show(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
+        """The shadow sees new pages, and becomes that of a sample where it is too large then."""
+        self._lags = None
+        most = self.EXACT if self._recency is None else 2 * self.SAMPLE
+        if len(pages) > 1 and self._shadow.room + len(pages) > most:  # perhaps behind one of them
+            for page in pages:
+                self._show((page,))
+            return
+        if self._recency is not None:
+            self._recency.insert_all(pages)
+            pages = [(key, b"") for key, _ in pages if self._sampled(key)]
+        self._shadow.insert(pages)
+        if pages and self._shadow.room > most:
+            self._sample()
 
     def touch(self, key: bytes) -> None:
-        self._order.touch(key)
+        self.touch_all((key,))
+
+    def touch_all(self, keys: Sequence[bytes]) -> None:
+        self._lags = None
+        self._order.touch_all(keys)
         if self._recency is None:
-            self._shadow.touch(key)
+            self._shadow.touch(keys)
         else:
-            self._recency.touch(key)
-            if self._sampled(key):
-                self._shadow.touch(key)
-        if key in self._wagered:
-            self._bets.wanted(key)
+            self._recency.touch_all(keys)
+            self._shadow.touch([*filter(self._sampled, keys)])
+        if self._wagered:
+            self._want(keys)
+
+    def _want(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if key in self._wagered:
+                self._bets.wanted(key)
 
     def remove(self, key: bytes) -> None:
+        self._lags = None
         self._order.remove(key)
         if self._recency is not None:
             self._recency.remove(key)
         if not self._shift or self._sampled(key):
             self._shadow.drop(key)
 
-    def evict(self, key: bytes) -> None:
-        self._due -= 1
-        if self._due <= 0:
-            self._due = (self._shadow.room << self._shift) // self.PATIENCE
-            self._judge()
-        self._order.remove(key)
-        if self._recency is not None:
-            self._recency.remove(key)
-        if not self._shift or self._sampled(key):
-            self._shadow.evict(key)
+    def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
+        at = 0
+        while at < len(gone):
+            self._due -= 1
+            if self._due <= 0:
+                self._due = (self._shadow.room << self._shift) // self.PATIENCE
+                self._judge()
+            some = gone[at : at + max(self._due, 1)]  # up to the one before which it is judged again
+            self._due -= len(some) - 1
+            at += len(some)
+            self._order.evict_all(some)
+            if self._recency is not None:
+                self._recency.evict_all(some)
+            self._shadow.evict([key for key, _ in some if not self._shift or self._sampled(key)])
+            self._lags = None
 
     # -- for eviction -------------------------------------------------------------------------------------------------
 
@@ -212,10 +236,12 @@ class Guarded:
         """Whether it gives up the pages that LRU has given up: it was judged so, or too much is lost or at stake."""
         if self.judged:
             return True
-        shadow = self._shadow
-        debt, hits, seen = shadow.debt, shadow.hits, shadow.seen
-        stake = self.STAKE * shadow.room + self.STAKE_HITS * (hits + self.STAKE_SEEN * seen)
-        return debt > self._most() or debt * seen + hits * len(shadow.owed) > stake * seen
+        if self._lags is None:
+            shadow = self._shadow
+            debt, hits, seen = shadow.debt, shadow.hits, shadow.seen
+            stake = self.STAKE * shadow.room + self.STAKE_HITS * (hits + self.STAKE_SEEN * seen)
+            self._lags = debt > self._most() or debt * seen + hits * len(shadow.owed) > stake * seen
+        return self._lags
 
     def _judge(self) -> None:
         shadow, debt = self._shadow, self._shadow.debt
@@ -264,6 +290,7 @@ class Guarded:
             keys = list(self._shadow.recency())
             self._recency = LRU()
             self._recency.restore(keys, range(len(keys)))
+        self._lags = None
         more = _shift(self._shadow.room, self.SAMPLE)
         self._shift += more
         self._shadow = self._shadow.thinned(more, self._sampled)

@@ -71,13 +71,17 @@ class Levels(AfterRestored):
         for number in sorted(self._aside):
             yield self._aside[number].uses
 
-    def _put(self, key: bytes, number: int, uses: int) -> None:
+    def _level(self, number: int) -> _Level:
+        """The level, for a page that comes to it."""
         level = self._levels.get(number)
         if level is None:
             level = self._levels[number] = _Level(number)
             insort(self._numbers, number)
+        return level
+
+    def _put(self, key: bytes, number: int, uses: int) -> None:
+        self._at[key] = level = self._level(number)
         level.uses[key] = uses
-        self._at[key] = level
 
     def _take(self, key: bytes, level: _Level) -> None:
         del level.uses[key]

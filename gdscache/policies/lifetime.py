@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import ClassVar
 
 from gdscache.policies.levels import Levels
@@ -13,6 +15,7 @@ from gdscache.policies.reuse import Classes, ReuseMonitor
 _USES = 0x0F
 _LOT = 7
 _WHEN = 15
+_bits = struct.Struct("<Q").unpack_from  # the first 64 of a key
 
 
 class Lifetime(Levels):
@@ -39,7 +42,7 @@ class Lifetime(Levels):
     CLASSES = Classes(groups=5, sizes=4, uses=4, gaps=6)
     GHOSTS = 16
     monitor: ClassVar[type[ReuseMonitor]] = ReuseMonitor
-    __slots__ = ("_ghosts", "_lifetimes", "_mask", "_monitor", "_run", "_share", "_size", "_stored")
+    __slots__ = ("_ghosts", "_lifetimes", "_mask", "_monitor", "_run", "_share", "_stored")
 
     def _clear(self) -> None:
         super()._clear()
@@ -48,25 +51,52 @@ class Lifetime(Levels):
         self._monitor = self.monitor(self.CLASSES, self._pages)
         self._stored = 0
         self._run: list[tuple[bytes, bytes]] = []  # new pages, each with its parent, the page before it in the list
-        self._size = 0  # class of the run that is stored
         self._ghosts = array("H")  # 12 bits of the key and, below, its uses; 0: nothing
         self._mask = -1
-        self._widen()
+        self._widen(self._pages)
 
     def insert(self, key: bytes, parent: bytes = b"") -> None:
-        if self._run and self._run[-1][0] != parent:
-            self._settle()
-        self._run.append((key, parent))
+        self.insert_all(((key, parent),))
+
+    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
+        run = self._run
+        for page in pages:
+            if run and run[-1][0] != page[1]:
+                self._settle()
+                run = self._run
+            run.append(page)
 
     def touch(self, key: bytes) -> None:
+        self.touch_all((key,))
+
+    def touch_all(self, keys: Sequence[bytes]) -> None:
         if self._run:
             self._settle()
-        super().touch(key)
+        if len(self._at) == self._pages:
+            self._use(keys)
+        else:  # some are restored ones
+            for key in keys:
+                super().touch(key)
 
     def remove(self, key: bytes) -> None:
+        self.evict_all(((key, None),))
+
+    def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
         if self._run:
             self._settle()
-        super().remove(key)
+        at, ghosts, mask = self._at, self._ghosts, self._mask
+        self._pages -= len(gone)
+        for (key, freed), following in zip_longest(gone, [key for key, _ in gone[1:]]):
+            level = at.pop(key, None)
+            if level is None:
+                self._restored.remove(key)
+            else:
+                uses = level.uses[key] & _USES
+                self._take(key, level)
+                (bits,) = _bits(key)
+                ghosts[bits & mask] = bits >> 52 << 4 | (uses + 1 if uses < self.USES else uses)
+            if freed is not None and freed != following:  # that one goes, wherever it is
+                self.hasten(freed)
 
     def __iter__(self) -> Iterator[bytes]:
         if self._run:
@@ -76,78 +106,92 @@ class Lifetime(Levels):
     def _settle(self) -> None:
         """The pages of a run come in, now that it is known how many they are."""
         run, self._run = self._run, []
-        self._size = sum(len(run) >= least for least in (4, 16, 64))
-        for key, parent in run:
-            super().insert(key, parent)
-        self._size = 0  # of a restored page nothing is known
+        self._enter(run, sum(len(run) >= least for least in (4, 16, 64)))
 
     def _insert(self, key: bytes, parent: bytes) -> None:
-        bits = int.from_bytes(key[:8], "little")
-        uses = self._recalled(bits)
-        above = self._at.get(parent)
-        group, lot = 0, bits >> 28 & 0xFF
-        if above is not None:
-            state = above.uses[parent]
-            before = state & _USES
-            group = before.bit_length() or state >> 4 & 7
-            if before < self.USES:
-                lot = state >> _LOT & 0xFF
-        classes = self.CLASSES
-        number = classes.used(uses, classes.gaps - 1) if uses else group * classes.sizes + self._size
-        lifetime = self._lifetimes[lot < self._share][number]
-        self._put(key, self._now + lifetime, self._stored << _WHEN | lot << _LOT | group << 4 | uses)
-        self._stored += 1
-        self._tick()
-        monitor = self._monitor
-        if bits >> 36 & 0xFFFF < monitor.limit:
-            monitor.see(bits, number, self._stored, stored=True)
-        if self._stored >= monitor.due:
-            found = monitor.learn(self._pages, self._stored)
-            if found is not None:
-                self._share = round(self.LOTS * found.share)
-                step = self._pages / self.STEPS
-                self._lifetimes = [[int(age / step) for age in ages] for ages in (found.less, found.more)]
-        if self._pages * self.GHOSTS > self._mask + 1:
-            self._widen()
+        self._pages -= 1  # it is counted already, and restored: nothing is known of it
+        self._enter(((key, parent),), 0)
+
+    def _enter(self, run: Sequence[tuple[bytes, bytes]], size: int) -> None:
+        """New pages come into the order, stored with so many that they are of this `size`."""
+        at, monitor, classes, steps = self._at, self._monitor, self.CLASSES, self.STEPS
+        ghosts, mask, share, lifetimes = self._ghosts, self._mask, self._share, self._lifetimes
+        pages, stored, now, ticks = self._pages, self._stored, self._now, self._ticks
+        limit, due, seen = monitor.limit, monitor.due(pages), list[tuple[int, int, int]]()
+        before, state, level = None, 0, None
+        for key, parent in run:
+            pages += 1
+            (bits,) = _bits(key)
+            uses, ghost = 0, ghosts[bits & mask]
+            if ghost and ghost >> 4 == bits >> 52:  # it was evicted, and comes back
+                ghosts[bits & mask], uses = 0, ghost & _USES
+            if parent != before and (above := at.get(parent)) is not None:
+                before, state = parent, above.uses[parent]
+            if parent == before:
+                used = state & _USES
+                group = used.bit_length() or state >> 4 & 7
+                lot = state >> _LOT & 0xFF if used < self.USES else bits >> 28 & 0xFF
+            else:
+                group, lot = 0, bits >> 28 & 0xFF
+            number = classes.used(uses, classes.gaps - 1) if uses else group * classes.sizes + size
+            before, state = key, stored << _WHEN | lot << _LOT | group << 4 | uses
+            deadline = now + lifetimes[lot < share][number]
+            if level is None or level.number != deadline:
+                level = self._level(deadline)
+            level.uses[key] = state
+            at[key] = level
+            stored += 1
+            ticks += 1
+            if ticks * steps >= pages:
+                ticks, now = 0, now + 1
+            if bits >> 36 & 0xFFFF < limit:
+                seen.append((bits, number, stored))
+            if stored >= due:
+                monitor.see(seen, stored=True)
+                self._learn(pages, stored)
+                seen, limit, due, share, lifetimes = [], monitor.limit, monitor.due(pages), self._share, self._lifetimes
+            if pages * self.GHOSTS > mask + 1:
+                self._widen(pages)
+                ghosts, mask = self._ghosts, self._mask
+        self._pages, self._stored, self._now, self._ticks = pages, stored, now, ticks
+        monitor.see(seen, stored=True)
+
+    def _learn(self, pages: int, stored: int) -> None:
+        """Other lifetimes, where the monitor comes to a conclusion."""
+        found = self._monitor.learn(pages, stored)
+        if found is not None:
+            self._share = round(self.LOTS * found.share)
+            step = pages / self.STEPS
+            self._lifetimes = [[int(age / step) for age in ages] for ages in (found.less, found.more)]
 
     def _touch(self, key: bytes) -> bool:
-        level = self._at.get(key)
-        if level is None:
-            return False
-        state = level.uses[key]
-        uses = state & _USES
-        if uses < self.USES:
-            uses += 1
-            state += 1
-        gap = 8 * (self._stored - (state >> _WHEN)) // self._pages
-        number = self.CLASSES.used(uses, min(gap.bit_length(), self.CLASSES.gaps - 1))
-        state = state & (1 << _WHEN) - 1 | self._stored << _WHEN
-        lifetime = self._lifetimes[(state >> _LOT & 0xFF) < self._share][number]
-        self._move(key, level, self._now + lifetime, state)
-        bits = int.from_bytes(key[:8], "little")
-        if bits >> 36 & 0xFFFF < self._monitor.limit:
-            self._monitor.see(bits, number, self._stored)
-        return True
+        there = key in self._at
+        if there:
+            self._use((key,))
+        return there
 
-    def _remove(self, key: bytes) -> bool:
-        level = self._at.pop(key, None)
-        if level is None:
-            return False
-        uses = level.uses[key] & _USES
-        self._take(key, level)
-        bits = int.from_bytes(key[:8], "little")
-        self._ghosts[bits & self._mask] = bits >> 52 << 4 | (uses + 1 if uses < self.USES else uses)
-        return True
+    def _use(self, keys: Sequence[bytes]) -> None:
+        """Uses of pages in the order."""
+        at, monitor, classes, stored, pages = self._at, self._monitor, self.CLASSES, self._stored, self._pages
+        limit, seen = monitor.limit, list[tuple[int, int, int]]()
+        for key in keys:
+            level = at[key]
+            state = level.uses[key]
+            uses = state & _USES
+            if uses < self.USES:
+                uses += 1
+                state += 1
+            gap = 8 * (stored - (state >> _WHEN)) // pages
+            number = classes.used(uses, min(gap.bit_length(), classes.gaps - 1))
+            state = state & (1 << _WHEN) - 1 | stored << _WHEN
+            lifetime = self._lifetimes[(state >> _LOT & 0xFF) < self._share][number]
+            self._move(key, level, self._now + lifetime, state)
+            (bits,) = _bits(key)
+            if bits >> 36 & 0xFFFF < limit:
+                seen.append((bits, number, stored))
+        monitor.see(seen)
 
-    def _recalled(self, bits: int) -> int:
-        """The uses of a page that was evicted and comes back, its store counted; 0 for one that is not known."""
-        ghost = self._ghosts[bits & self._mask]
-        if ghost >> 4 != bits >> 52 or not ghost:
-            return 0
-        self._ghosts[bits & self._mask] = 0
-        return ghost & _USES
-
-    def _widen(self) -> None:
+    def _widen(self, pages: int) -> None:
         """A larger table. Nothing worth keeping is lost: a tier that grows has not evicted yet."""
-        cells = 1 << (self.GHOSTS * max(self._pages, 64) - 1).bit_length()
+        cells = 1 << (self.GHOSTS * max(pages, 64) - 1).bit_length()
         self._ghosts, self._mask = array("H", bytes(2 * cells)), cells - 1

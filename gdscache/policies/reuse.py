@@ -6,6 +6,7 @@ Time is counted in pages that are stored.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,13 +70,12 @@ class ReuseMonitor:
     FADE = 16.0
     ROUND = 256  # stored pages between two conclusions, or a quarter of a period if that is more
     HORIZON = 32  # periods: no lifetime is longer
-    __slots__ = ("_arrived", "_classes", "_hits", "_known", "_last", "_new", "_new_hits", "_past", "due", "limit")
+    __slots__ = ("_arrived", "_classes", "_hits", "_known", "_last", "_new", "_new_hits", "_past", "limit")
 
     def __init__(self, classes: Classes, pages: int) -> None:
         self._classes = classes
         self._known: OrderedDict[int, tuple[int, int]] = OrderedDict()  # bits -> (time, class) of the last use
         self.limit = self._chosen(pages)
-        self.due = self.ROUND  # when to ask for a conclusion
         self._last = 0  # time of the last one
         self._new = [0] * (
             classes.all + 1
@@ -85,29 +85,34 @@ class ReuseMonitor:
         self._hits: Float64Array = np.zeros((classes.all, len(AGES)))
         self._past = deque([(-1, self._arrived)])  # (time, `_arrived`) of each conclusion
 
-    def see(self, bits: int, number: int, now: int, stored: bool = False) -> None:
-        """A page is used, or `stored`, and of class `number` from now on.
+    def see(self, uses: Sequence[tuple[int, int, int]], *, stored: bool = False) -> None:
+        """Pages are used, or `stored`: bits, class from now on, time.
 
-        `bits`: 64 bits of its key, of which `bits >> 36 & 0xFFFF` is below `limit`.
+        The bits are 64 of the key's, of which `bits >> 36 & 0xFFFF` is below `limit`.
         """
-        known = self._known
-        last = known.get(bits)
-        if last is not None:
-            hits, age = self._new_hits[last[1]], _range(now - last[0])
-            hits[age] = hits.get(age, 0) + 1
-            known.move_to_end(bits)
-        known[bits] = (now, number)
-        self._new[number] += 1
-        self._new[-1] += stored
-        if len(known) > self.SAMPLES:
-            known.popitem(last=False)
+        known, new = self._known, self._new
+        for bits, number, now in uses:
+            last = known.get(bits)
+            if last is not None:
+                hits, age = self._new_hits[last[1]], _range(now - last[0])
+                hits[age] = hits.get(age, 0) + 1
+                known.move_to_end(bits)
+            known[bits] = (now, number)
+            new[number] += 1
+            if len(known) > self.SAMPLES:
+                known.popitem(last=False)
+        if stored:
+            new[-1] += len(uses)
+
+    def due(self, pages: int) -> int:
+        """When to ask for a conclusion, in a tier of so many `pages`."""
+        return self._last + max(self.ROUND, -(-pages // 4))
 
     def learn(self, pages: int, now: int) -> Lifetimes | None:
-        """The lifetimes of the classes in a tier of `pages`; None when it is too soon to conclude. Sets `due`."""
-        since = now - self._last
-        if since < self.ROUND or 4 * since < pages:
-            self.due = now + 1
+        """The lifetimes of the classes in a tier of `pages`; None when it is too soon to conclude."""
+        if now < self.due(pages):
             return None
+        since = now - self._last
         keep = 0.5 ** (since / (self.FADE * pages))
         self._arrived = self._arrived * keep + self._new
         self._hits *= keep
@@ -117,7 +122,6 @@ class ReuseMonitor:
             hits.clear()
         self._new = [0] * len(self._new)
         self._last = now
-        self.due = now + self.ROUND
         self.limit = self._chosen(pages)
         ages = AGES[: int(np.searchsorted(AGES, self.HORIZON * pages)) + 1]
         self._past.append((now, self._arrived))
@@ -177,10 +181,12 @@ def best_lifetimes(ages: Float64Array, chances: Float64Array, arrived: Float64Ar
     same_hits = float(np.interp(same, ages, hits.sum(axis=0)))
     rows = np.arange(len(hits))
     cheap, dear = 0.0, 1.0  # hits for a page and a time of one
+    firsts, flat, gains = rows * len(ages), used.ravel(), np.empty_like(used)
     for _ in range(32):
         price = (cheap + dear) / 2
-        at = np.argmax(hits - price * used, axis=1)
-        cheap, dear = (price, dear) if used[rows, at].sum() > room else (cheap, price)
+        np.subtract(hits, np.multiply(used, price, out=gains), out=gains)
+        taken = flat.take(gains.argmax(axis=1) + firsts).sum()
+        cheap, dear = (price, dear) if taken > room else (cheap, price)
     less, more = (np.argmax(hits - price * used, axis=1) for price in (dear, cheap))
     least, most = used[rows, less].sum(), used[rows, more].sum()
     share = min(1.0, max(0.0, (room - least) / (most - least))) if most > least else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 
@@ -73,45 +73,51 @@ class LRUShadow:
     def __len__(self) -> int:
         return len(self._recent) + len(self._aside)
 
-    def insert(self, key: bytes, parent: bytes) -> None:
-        """The tier stores a page that it lacked. `parent`: the page before it, present or not; b"" for none known."""
-        self.seen += 1
-        self.pages += 1
-        if self.pages > self._peak:
-            self._peak = self.pages
-            if self.pages > self.room:
-                self.room = self.pages
-        self._stored += 1
-        if self._stored >= self.room:
-            self.room, self._peak, self._stored = self._peak, self.pages, 0
-        if key in self.owed:
-            self.owed.remove(key)
-            self.lost += 1
-            self._refresh(key)
-        else:
-            self._add(key, parent)
-        if parent in self.left:
-            self._follow(parent)
+    def insert(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
+        """The tier stores pages that it lacked: (key, parent), the page before each, there or not; b"": none known."""
+        owed, left = self.owed, self.left
+        self.seen += len(pages)
+        for key, parent in pages:
+            self.pages += 1
+            if self.pages > self._peak:
+                self._peak = self.pages
+                if self.pages > self.room:
+                    self.room = self.pages
+            self._stored += 1
+            if self._stored >= self.room:
+                self.room, self._peak, self._stored = self._peak, self.pages, 0
+            if key in owed:
+                owed.remove(key)
+                self.lost += 1
+                self._refresh(key)
+            else:
+                self._add(key, parent)
+            if parent in left:
+                self._follow(parent)
 
-    def touch(self, key: bytes) -> None:
-        """The tier uses a page that it has."""
-        self.seen += 1
-        self.used += 1
-        if key in self._recent:
-            self._recent.move_to_end(key)
-        elif key in self._aside:
-            self._refresh(key)
-        else:
-            self.gained += 1
-            self._add(key, self.left.pop(key))
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The tier uses pages that it has."""
+        recent = self._recent
+        self.seen += len(keys)
+        self.used += len(keys)
+        for key in keys:
+            if key in recent:
+                recent.move_to_end(key)
+            elif key in self._aside:
+                self._refresh(key)
+            else:
+                self.gained += 1
+                self._add(key, self.left.pop(key))
 
-    def evict(self, key: bytes) -> None:
-        """The tier gives up a page for another."""
-        self.pages -= 1
-        if key in self.left:
-            del self.left[key]
-        else:
-            self.owed.add(key)
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """The tier gives up pages for others."""
+        left, owed = self.left, self.owed
+        self.pages -= len(keys)
+        for key in keys:
+            if key in left:
+                del left[key]
+            else:
+                owed.add(key)
 
     def drop(self, key: bytes) -> None:
         """A page is gone for another reason: LRU would have it no more either."""
@@ -170,33 +176,34 @@ class LRUShadow:
         self._recent[key] = parent
         if parent:
             self._children[parent] = self._children.get(parent, 0) + 1
-        while len(self._recent) + len(self._aside) > self.room:
-            self._give_up()
+        over = len(self._recent) + len(self._aside) - self.room
+        if over > 0:
+            self._give_up(over)
 
-    def _give_up(self) -> None:
-        """The least recently used page that none of the shadow follows is out."""
-        recent, aside, children = self._recent, self._aside, self._children
-        while True:
-            if self._ready:
-                key = self._ready.pop()
+    def _give_up(self, n: int) -> None:
+        """The `n` least recently used pages that none of the shadow follows are out."""
+        recent, aside, children, ready = self._recent, self._aside, self._children, self._ready
+        while n:
+            if ready:
+                key = ready.pop()
                 if key not in aside or key in children:
                     continue
                 parent = aside.pop(key)
-                break
-            if not recent:  # pages that follow each other in a circle, as only damaged rows have it
+            elif recent:
+                key, parent = recent.popitem(last=False)
+                if key in children:
+                    aside[key] = parent
+                    continue
+            else:  # pages that follow each other in a circle, as only damaged rows have it
                 key, parent = next(iter(aside.items()))
                 del aside[key]
-                break
-            key, parent = recent.popitem(last=False)
-            if key not in children:
-                break
-            aside[key] = parent
-        self._unlink(parent)
-        if key in self.owed:
-            self.owed.remove(key)
-            self.spared += 1
-        else:
-            self.left[key] = parent
+            self._unlink(parent)
+            if key in self.owed:
+                self.owed.remove(key)
+                self.spared += 1
+            else:
+                self.left[key] = parent
+            n -= 1
 
     def _unlink(self, parent: bytes) -> None:
         """One page less follows `parent`."""

@@ -281,7 +281,7 @@ class Prefetcher:
             on_failure.callback(self._give_up, plan)
             statuses, claim = [], self._live[request].claim
             if claim is not None:
-                landed = chunk.loaded(range(len(chunk))).tolist()
+                landed = [*map(bool, chunk.loaded())]
                 self._manager.pins.fill(claim, itertools.compress(numbers, landed))
             self._give_up(plan)
             told = chunk.told(range(len(chunk)))

@@ -65,6 +65,13 @@ def failure_of(work: Callable[[], object]) -> BaseException | None:
     return None
 
 
+def in_turn(*ends: Callable[[], object]) -> None:
+    """Each of them, whatever becomes of those before it. Raises what the last one raises that does."""
+    errors = [error for end in ends if (error := failure_of(end)) is not None]
+    if errors:
+        raise errors[-1]
+
+
 def log_failure(error: BaseException | None) -> None:
     """Write down what ended work that nobody waits for."""
     if error is not None:

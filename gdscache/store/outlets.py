@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ class Outlet:
         """Whether the tier neither has nor gets a page."""
         return key not in self.keys and key not in self.tier.index
 
-    def lacking(self, pages: Iterable[Page]) -> list[int]:
+    def lacking(self, pages: Sequence[Page]) -> list[int]:
         """The places of those pages that the tier neither has nor gets."""
-        keys, index = self.keys, self.tier.index
-        return [i for i, page in enumerate(pages) if page.key not in keys and page.key not in index]
+        lacking, keys = self.tier.index.lacking(pages), self.keys
+        return [i for i in lacking if pages[i].key not in keys] if keys else lacking
 
     def offer(self, pages: Sequence[Page], *, open: bool = True) -> list[str]:
         """Offer pages that the tier lacks: for each why it does not get it, "" when it does. `open`: any may set out.

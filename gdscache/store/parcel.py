@@ -35,7 +35,7 @@ class Nobody:
     def finish(self, pages: Sequence[int], cause: str = "") -> None: ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class StoreJob:
     """Pages of one namespace, as accepted. `numbers[i]` is page `i`'s place in the receipt; `epoch` the namespace's
     when their bytes were known good. `left`: the pages that have no last word yet."""
@@ -48,7 +48,7 @@ class StoreJob:
     left: set[int] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "left", set(range(len(self.pages))))
+        self.left = set(range(len(self.pages)))
 
     @property
     def namespace(self) -> bytes:

@@ -127,10 +127,10 @@ class StorePlanner:
         """The places of pages that a tier lacks which is to have them, and that nothing is bringing; each page once."""
         landing = self._landing
         again = landing is None or (self._policy == "write_through" and not self._earned.by_hits)
-        found = []
-        for number, page in enumerate(pages):
-            if (landing is not None and page.key not in landing.index) or (again and self._lacking(page)):
-                found.append(number)
+        found = absent = [] if landing is None else landing.index.lacking(pages)
+        if again and len(absent) < len(pages):
+            there = set(range(len(pages))).difference(absent)
+            found = sorted([*absent, *(number for number in there if self._lacking(pages[number]))])
         if len({pages[number].key for number in found}) < len(found):
             found = sorted({pages[number].key: number for number in reversed(found)}.values())
         return found
@@ -183,8 +183,7 @@ class StorePlanner:
         landing = self._landing
         if landing is None:
             return []
-        lacking = sum(page.key not in landing.index for page in pages)
-        return landing.index.allocate_some(lacking, pages=pages)
+        return landing.index.allocate_some(len(landing.index.lacking(pages)), pages=pages)
 
     def free(self, slots: Sequence[int]) -> None:
         """Give CPU slots back that no page was put in."""
@@ -313,7 +312,7 @@ class StorePlanner:
     def publish(self, parcel: Parcel) -> bool:
         """The bytes are in the slots: the landing tier shows the pages. True when they go on to tiers of files now."""
         job, landing, entries = parcel.job, self._landing, parcel.entries
-        shown = list(parcel.rows)
+        shown: Sequence[int] = parcel.rows
         if landing is not None and entries is not None and not parcel.copied:
             landing.index.commit_all(entries)
             shown = [row for row, entry in enumerate(entries) if not entry.dropped]

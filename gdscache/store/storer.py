@@ -66,7 +66,7 @@ class _Job:
     given: set[int] = dataclasses.field(default_factory=set)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Round:
     """Pages of a store that have slots; `moving` brings their bytes, where somebody else has not."""
 
@@ -222,8 +222,7 @@ class Storer:
         """The blocks are free again when what was queued has read them. Once more behind what was broken off."""
         if job not in self._jobs:
             return
-        with contextlib.ExitStack() as ends:
-            ends.callback(self._forget, job)
+        try:
             event = None
             try:
                 event = self._executor.reads_queued()
@@ -231,6 +230,8 @@ class Storer:
                 job.receipt.read(event)
             if event is not None and job.sources is not None:
                 yield self._executor.happened(event)
+        finally:
+            self._forget(job)
 
     def _forget(self, job: _Job) -> None:
         with self._manager.lock:
@@ -247,10 +248,8 @@ class Storer:
         bounced: list[int] = []
         lock, planner, spare = self._manager.lock, self._planner, self._spare
         end = min(at + most, len(job.pages))
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._abandon, parcels)
-            with contextlib.ExitStack() as afterwards:
-                afterwards.callback(self._give_back, slots, bounced)
+        try:
+            try:
                 with lock:
                     slots += planner.cpu_slots(job.pages[at:end])
                 while at < end:
@@ -266,7 +265,11 @@ class Storer:
                         with lock:
                             planner.turn_away(job, at)
                         at += 1
-            on_failure.pop_all()
+            finally:
+                self._give_back(slots, bounced)
+        except BaseException:
+            self._abandon(parcels)
+            raise
         return at, parcels
 
     def _place_now(
@@ -282,38 +285,40 @@ class Storer:
         """Slots that no page was put in."""
         if bounced and self._spare is not None:
             self._spare.give(bounced)
-        with self._manager.lock:
-            self._planner.free(slots)
+        if slots:
+            with self._manager.lock:
+                self._planner.free(slots)
 
     def _copy(self, job: _Job, parcels: Sequence[Parcel], *, last: bool) -> _Round:
         """Begin to copy the pages of a round. `last`: its blocks are free again as soon as they were read."""
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._abandon, parcels)
+        try:
             moving = None
             if fresh := [parcel for parcel in parcels if not parcel.copied]:
                 moving = self._executor.begin(self._move(job, fresh), (job.after,))
                 if last and moving.lands is not None:
                     job.receipt.reading(functools.partial(moving.lands, 0))
-            on_failure.pop_all()
+        except BaseException:
+            self._abandon(parcels)
+            raise
         return _Round(parcels, moving)
 
     def _land(self, job: _Job, round_: _Round) -> Steps[None]:
         """When the pages of a round are copied and signed, publish them and pass on what the SSD wants."""
         parcels = round_.parcels
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._abandon, parcels)
+        try:
             if round_.moving is not None:
                 yield from round_.moving.end()
-            on_failure.pop_all()
+        except BaseException:
+            self._abandon(parcels)
+            raise
         with self._manager.lock:
-            with contextlib.ExitStack() as on_failure:
-                on_failure.callback(
-                    lambda: self._abandon([p for p in parcels if not job.plan.left.isdisjoint(p.places)])
-                )
+            try:
                 going = [parcel for parcel in parcels if self._planner.publish(parcel)]
                 self._send(going)
                 job.given.update(*(parcel.places for parcel in going))
-                on_failure.pop_all()
+            except BaseException:
+                self._abandon([parcel for parcel in parcels if not job.plan.left.isdisjoint(parcel.places)])
+                raise
             self._tell_idle()
             self._demote(self._planner.clean())
 
@@ -337,10 +342,13 @@ class Storer:
 
     def _demote(self, parcels: Sequence[Parcel]) -> int:
         """Send on pages of the landing tier without a store; how many."""
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._abandon, parcels)
+        if not parcels:
+            return 0
+        try:
             self._send(parcels)
-            on_failure.pop_all()
+        except BaseException:
+            self._abandon(parcels)
+            raise
         return sum(map(len, parcels))
 
     def _send(self, parcels: Sequence[Parcel]) -> None:

@@ -7,12 +7,11 @@ not written within its deadline is dropped, and what its I/O may still touch goe
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import in_turn, log_failure
 from gdscache.tiers.base import DurableTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Late
@@ -33,7 +32,7 @@ _log = logging.getLogger("gdscache.store")
 _FLIGHTS = 4  # batches under way, the one that is committed with them
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Outgoing:
     """Pages of one namespace to write, which lie in `slots` of the memory `space`, within `seconds` of the begin of
     their batch. A *row* is a page's place in it.
@@ -54,13 +53,13 @@ class Outgoing:
     open: set[int] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "open", set(range(len(self.pages))))
+        self.open = set(range(len(self.pages)))
 
 
 _Part = tuple[Outgoing, Sequence[int]]  # pages of a batch that came together: their rows
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class _WriteBatch:
     """A batch whose bytes are on their way: the pages of its parts, in their order, have `entries` and `sums`, uint64
     (pages, layers), and are the rows of the move."""
@@ -124,19 +123,22 @@ class TierWriter:
         batch, flight = self._next()
         if batch:
             try:
-                with contextlib.ExitStack() as on_failure:
-                    on_failure.callback(self._drop_unbegun, batch)
-                    self._start(batch)
-                    on_failure.pop_all()
+                self._start(batch)
+            except BaseException:
+                self._drop_unbegun(batch)
+                raise
             finally:
                 with self._manager.lock:
                     self._starting = False
         elif flight is not None:
-            with contextlib.ExitStack() as ends:
-                ends.callback(self._forget, flight)  # once more, where the first is broken off itself
-                ends.callback(self._forget, flight)
-                ends.callback(self._lose, flight)  # nothing, unless what follows is broken off
+            try:
                 yield from self._complete(flight)
+            finally:
+                in_turn(
+                    lambda: self._lose(flight),  # nothing, unless that was broken off
+                    lambda: self._forget(flight),
+                    lambda: self._forget(flight),  # once more, where the first is broken off itself
+                )
         return bool(batch) or flight is not None
 
     def _next(self) -> tuple[Sequence[_Part], _WriteBatch | None]:
@@ -165,7 +167,7 @@ class TierWriter:
 
     def _start(self, batch: Sequence[_Part]) -> None:
         entries: dict[bytes, Entry] = {}
-        with self._failing(batch, entries) as on_failure:
+        try:
             self._manager.watch()
             quarantine = self._manager.quarantine
             off, cause = quarantine.off, quarantine.cause
@@ -181,12 +183,16 @@ class TierWriter:
                 flight = self._fly(parts, entries)
                 with self._manager.lock:
                     self._flying.append(flight)
-                on_failure.pop_all()  # they are the flight's now
+        except BaseException:
+            self._abandon(batch, entries)
+            raise
 
     def _retentions(self, batch: Sequence[_Part]) -> dict[bytes, Retention]:
         """How long the pages are wanted by now, where that is not the default."""
         found = {}
         with self._manager.lock:
+            if not self._manager.expiry.retains and all(out.retention is DEFAULT for out, _ in batch):
+                return {}
             for out, rows in batch:
                 pages = [out.pages[row] for row in rows]
                 for page, kept in zip(pages, self._manager.expiry.joined_all(pages, out.retention), strict=True):
@@ -199,10 +205,10 @@ class TierWriter:
         going: list[_Part] = []
         with self._manager.lock:
             for out, rows in batch:
-                wanted = self._manager.clearing.epoch(out.pages[0].namespace) == out.epoch
-                placed = [row for row in rows if out.pages[row].key in entries]
+                wanted, pages = self._manager.clearing.epoch(out.pages[0].namespace) == out.epoch, out.pages
+                placed = [row for row in rows if pages[row].key in entries]
                 if len(placed) < len(rows):
-                    self._finish(out, [row for row in rows if out.pages[row].key not in entries], cause)
+                    self._finish(out, [row for row in rows if pages[row].key not in entries], cause)
                 if placed and not wanted:
                     self._give_up([entries.pop(out.pages[row].key) for row in placed])
                     self._finish(out, placed, "cleared")
@@ -216,14 +222,17 @@ class TierWriter:
         for space, some in itertools.groupby(parts, lambda part: part[0].space):
             begun, slots = len(moved), list[int]()
             for out, rows in some:
-                slots += [out.slots[row] for row in rows]
-                moved += [entries[out.pages[row].key] for row in rows]
+                pages, at = out.pages, out.slots
+                slots += [at[row] for row in rows]
+                moved += [entries[pages[row].key] for row in rows]
             targets = np.array([entry.slot for entry in moved[begun:]], dtype=np.int64)
             ways.append(Way(space, self._tier.name, np.array(slots, dtype=np.int64), targets))
             sums.append(self._executor.checksums(space, slots))
             self._tier.expect(moved[begun:], sums[-1])
         move = Move(Priority.DEMOTION, tuple(ways), min(out.seconds for out, _ in parts))
-        return _WriteBatch(parts, moved, np.concatenate(sums), self._executor.begin(move))
+        return _WriteBatch(
+            parts, moved, sums[0] if len(sums) == 1 else np.concatenate(sums), self._executor.begin(move)
+        )
 
     def _ended(self, flight: _WriteBatch) -> Steps[tuple[list[str], StorageError | None]]:
         """Why each page of a flight is not written, "" where it is; those that are late are dropped, and not waited
@@ -254,29 +263,36 @@ class TierWriter:
 
     def _complete(self, flight: _WriteBatch) -> Steps[None]:
         causes, failed = yield from self._ended(flight)
-        entries = {entry.key: entry for entry, cause in zip(flight.entries, causes, strict=True) if cause != "deadline"}
+        ended = [row for row, cause in enumerate(causes) if cause != "deadline"]
+        entries = {flight.entries[row].key: flight.entries[row] for row in ended}
         if not entries:
             return
-        with self._failing(flight.parts, entries):
-            written = [row for row, cause in enumerate(causes) if not cause]
+        try:
+            written = [row for row in ended if not causes[row]]
             if failed is not None:
                 _log.warning("%d pages were not written: %s", causes.count("io_error"), failed)
             for row, cause in zip(written, self._commit(flight, written), strict=True):
                 causes[row] = cause
             with self._manager.lock:
-                ended = [row for row, cause in enumerate(causes) if cause != "deadline"]
                 for row in ended:
                     if causes[row]:
                         self._tier.index.drop(flight.entries[row])
+                some = list(entries.values())
                 entries.clear()
-                self._tier.index.release_all([flight.entries[row] for row in ended])
+                self._tier.index.release_all(some)
                 self._finish_all(flight, causes)
+        except BaseException:  # costs the batch at hand, and nothing else waits for ever
+            self._abandon(flight.parts, entries)
+            raise
 
     def _commit(self, flight: _WriteBatch, rows: Sequence[int]) -> list[str]:
         """Have written pages committed; why each of them is not, "" where it is."""
         try:
             with self._manager.timeline.span("commit", pages=len(rows)):
-                visible = self._tier.commit([flight.entries[row] for row in rows], flight.sums[list(rows)])
+                entries, sums = flight.entries, flight.sums
+                if len(rows) < len(entries):
+                    entries, sums = [entries[row] for row in rows], sums[list(rows)]
+                visible = self._tier.commit(entries, sums)
             return ["" if there else "cleared" for there in visible]
         except StorageError as error:
             _log.warning("the %s tier commits no pages: %s", self._tier.name, error)
@@ -288,6 +304,10 @@ class TierWriter:
     def _finish_all(self, flight: _WriteBatch, causes: Sequence[str]) -> None:
         """The last word on the pages of a flight, but for those that are late."""
         left = iter(causes)
+        if not any(causes):
+            for out, rows in flight.parts:
+                self._finish(out, rows, "")
+            return
         for out, rows in flight.parts:
             by_cause: dict[str, list[int]] = {}
             for row, cause in zip(rows, left, strict=False):
@@ -295,14 +315,6 @@ class TierWriter:
             for cause, some in by_cause.items():
                 if cause != "deadline":
                     self._finish(out, some, cause)
-
-    @contextlib.contextmanager
-    def _failing(self, batch: Sequence[_Part], entries: dict[bytes, Entry]) -> Iterator[contextlib.ExitStack]:
-        """An exception costs the batch at hand, and nothing else waits for ever."""
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._abandon, batch, entries)
-            yield on_failure
-            on_failure.pop_all()
 
     def _abandon(self, batch: Sequence[_Part], entries: dict[bytes, Entry]) -> None:
         with self._manager.lock:

@@ -58,6 +58,11 @@ class Expiry:
             for page in pages:
                 tier.retain(page.key, retention)
 
+    @property
+    def retains(self) -> bool:
+        """Whether a tier has pages with a retention of their own."""
+        return any(tier.index.retained_pages for tier in self._manager.tiers.values())
+
     def joined(self, page: Page, retention: Retention) -> Retention:
         """`retention`, and what the tiers that have the page were told before."""
         for tier in self._manager.tiers.values():
@@ -68,6 +73,6 @@ class Expiry:
 
     def joined_all(self, pages: Sequence[Page], retention: Retention) -> list[Retention]:
         """`joined` of each page."""
-        if not any(tier.index.retained_pages for tier in self._manager.tiers.values()):
+        if not self.retains:
             return [retention] * len(pages)
         return [self.joined(page, retention) for page in pages]

@@ -57,10 +57,12 @@ class TierManager:
         quarantine: Quarantine | None = None,
         timeline: Timeline = OFF,
         on_use: Callable[[Sequence[bytes]], None] = lambda keys: None,
+        measured: bool = True,
     ) -> None:
         """`tiers`: the fastest first, each by a name of its own. `landing` is the first of them in memory, where pages
         of slower ones come up to; `files` are those that only I/O reaches; `served` those that lookups see. `on_use`
-        is told the keys that a lookup found, tail first, under the lock: it notes them, and starts nothing."""
+        is told the keys that a lookup found, tail first, under the lock: it notes them, and starts nothing. Without
+        `measured` nothing is learned of what loads take, since nobody asks."""
         self.lock = lock
         self.calls: Caller = Direct() if calls is None else calls
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
@@ -76,6 +78,7 @@ class TierManager:
         self.busy = BusyPeriods(self.costs.observe_load)
         self.expiry = Expiry(self, wall_clock)
         self.pins = Pins(self, clock)
+        self.measured = measured
         self.quarantine = Quarantine(lock) if quarantine is None else quarantine
         self.timeline = timeline
         self._clock = clock

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-
 from gdscache import PageStatus
 from gdscache.storage.base import Op
 from gdscache.testing.faults import Fault, FaultPlan, FaultRule, faulty
@@ -60,7 +58,7 @@ FaultyKvikio = faulty(PLAN, inner="kvikio")
 
 # A read that fails, and what is said of its page.
 READ_FAULTS = [
-    pytest.param(Fault.EIO, PageStatus.IO_ERROR, id="eio"),
-    pytest.param(Fault.SHORT, PageStatus.SHORT_READ, id="short"),
-    pytest.param(Fault.FLIP, PageStatus.CHECKSUM, id="flip"),
+    (Fault.EIO, PageStatus.IO_ERROR),
+    (Fault.SHORT, PageStatus.SHORT_READ),
+    (Fault.FLIP, PageStatus.CHECKSUM),
 ]

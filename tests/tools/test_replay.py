@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -191,13 +192,13 @@ def test_a_prefix_is_touched_tail_first_and_stored_head_first() -> None:
     calls: list[tuple[str, bytes]] = []
 
     class Recorded(LRU):
-        def touch(self, key: bytes) -> None:
-            calls.append(("touch", key))
-            super().touch(key)
+        def touch_all(self, keys: Sequence[bytes]) -> None:
+            calls.extend(("touch", key) for key in keys)
+            super().touch_all(keys)
 
-        def insert(self, key: bytes, parent: bytes = b"") -> None:
-            calls.append(("insert", key))
-            super().insert(key, parent)
+        def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
+            calls.extend(("insert", key) for key, _ in pages)
+            super().insert_all(pages)
 
     work = workload([1, 2], [1, 2, 3, 4], [9])  # the last evicts, which looks at the order
     simulate(work, 4, Recorded())

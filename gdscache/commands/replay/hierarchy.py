@@ -185,6 +185,7 @@ class Hierarchy:
             wall_clock=clock.time,
             clock=clock.time,
             on_use=earned.used,
+            measured=False,
         )
         self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)
         self.moved = Moved(self.executor)
@@ -223,7 +224,7 @@ class Hierarchy:
             turn = Done(self.clock)
             self._waiting.append(turn)
             yield turn
-        blocks = np.zeros((len(plan), 1), dtype=np.int64)
+        blocks = np.empty((len(plan), 0), dtype=np.int64)
         handle = _Handle([LoadPart(len(plan))])
         how = self.config.load, self.config.deadline
         run = LoadRun(self.loads, self.executor, self.layout, *how, handle, plan, blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -60,7 +61,11 @@ def compare(workload: Workload, runs: Sequence[Run], progress: Progress = silent
         }
         return {**found, **_size(workload, run.pages), **compared}
 
-    rows = [row(number, run) for number, run in enumerate(runs)]
+    gc.freeze()  # the names and prompts: a collection need not look at what stays
+    try:
+        rows = [row(number, run) for number, run in enumerate(runs)]
+    finally:
+        gc.unfreeze()
     progress(total, total, "done")
     return {
         "infinite": _counted(infinite(workload), workload),

@@ -60,9 +60,12 @@ def simulate(workload: Workload, capacity: int, policy: EvictionPolicy, progress
     for done, (pages, tokens) in enumerate(workload.prompts):
         if done % _REPORT_EVERY == 0:
             progress(done, total, "replaying")
-        hits = next((i for i, page in enumerate(pages) if not index.has(names[page].key)), len(pages))
+        prompt = [names[page] for page in pages]
+        keys = [page.key for page in prompt]
+        hits = index.visible(keys).find(0)
+        hits = len(pages) if hits < 0 else hits
         counts.hit(workload, hits, len(pages), tokens)
-        index.touch([names[page].key for page in reversed(pages[:hits])])
+        index.touch(keys[:hits][::-1])
         lacking = pages[hits:]  # no page is in the tier without those before it: tails go before heads
         for page in lacking:
             if seen[page]:
@@ -72,8 +75,8 @@ def simulate(workload: Workload, capacity: int, policy: EvictionPolicy, progress
                 seen[page] = 1
         if not lacking:
             continue
-        slots = index.allocate_some(len(lacking), keep={names[page].key for page in pages})
-        stored = [names[page] for page in lacking[: len(slots)]]
+        slots = index.allocate_some(len(lacking), keep=set(keys))
+        stored = prompt[hits : hits + len(slots)]
         entries = index.insert_all(stored, slots, PageState.PENDING, [DEFAULT] * len(slots), leases=1)
         index.commit_all(entries)
         index.release_all(entries)

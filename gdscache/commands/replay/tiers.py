@@ -83,13 +83,14 @@ class ModelSsd(ModelTier, DurableTier):
         """Reserve and lease slots for the first of `pages`, as many as find room."""
         index = self.index
         index.make_room(pages, self._reserve)
-        fresh = [page for page in pages if page.key not in index]
-        kept = [retentions.get(page.key, DEFAULT) for page in fresh]
+        fresh = [pages[i] for i in index.lacking(pages)]
+        kept = [retentions.get(page.key, DEFAULT) for page in fresh] if retentions else [DEFAULT] * len(fresh)
         return index.insert_all(fresh, index.take_free(len(fresh)), PageState.PENDING, kept, leases=1)
 
     def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
         """Make written pages visible."""
-        return [self.index.commit(entry) for entry in entries]
+        self.index.commit_all(entries)
+        return [not entry.dropped for entry in entries]
 
     def checksums(self, entries: Sequence[Entry]) -> Checksums:
         return np.zeros((len(entries), 0), dtype=np.uint64)

@@ -44,20 +44,23 @@ class ShadowMachine(RuleBasedStateMachine):
             key = name(number)
             if key not in self.slow.tier:
                 parent = name(number * base // 8) if number * base // 8 < number else b"root"
-                self.shadow.insert(key, parent)
+                self.shadow.insert([(key, parent)])
                 self.slow.insert(key, parent)
 
     @rule(key=keys)
     def touch(self, key: bytes) -> None:
         if key in self.slow.tier:
-            self.shadow.touch(key)
+            self.shadow.touch([key])
             self.slow.touch(key)
 
     @precondition(lambda self: self.slow.tier)
     @rule(data=st.data(), evicted=st.booleans())
     def gone(self, data: st.DataObject, evicted: bool) -> None:
         key = data.draw(st.sampled_from(self.slow.tier))
-        (self.shadow.evict if evicted else self.shadow.drop)(key)
+        if evicted:
+            self.shadow.evict([key])
+        else:
+            self.shadow.drop(key)
         (self.slow.evict if evicted else self.slow.drop)(key)
 
     @invariant()
@@ -81,19 +84,18 @@ def test_a_shadow_follows_a_tier_that_shrinks() -> None:
     for i in range(60):
         shadow.drop(name(i))
     for i in range(1000, 1300):
-        shadow.evict(next(iter(shadow)))
-        shadow.insert(name(i), b"")
+        shadow.evict([next(iter(shadow))])
+        shadow.insert([(name(i), b"")])
     assert shadow.room <= 41
     assert len(shadow) <= 41
 
 
 def test_pages_that_follow_each_other_in_a_circle_do_no_harm() -> None:
     shadow = LRUShadow()
-    shadow.insert(name(0), name(1))
-    shadow.insert(name(1), name(0))
+    shadow.insert([(name(0), name(1)), (name(1), name(0))])
     for i in range(2, 20):
-        shadow.evict(list(shadow)[-1])
-        shadow.insert(name(i), name(i))
+        shadow.evict([list(shadow)[-1]])
+        shadow.insert([(name(i), name(i))])
     assert set(shadow) >= {name(19)}
 
 
@@ -249,8 +251,8 @@ def test_it_is_the_other_order_or_lru() -> None:
                 expected = slow.order() if policy.following else list(bare)
                 assert list(policy) == expected
                 modes.add(policy.following)
-                policy.evict(expected[0])
-                bare.evict(expected[0])
+                policy.evict_all([(expected[0], None)])
+                bare.evict_all([(expected[0], None)])
                 slow.evict(expected[0])
                 present.remove(expected[0])
             present.add(key)
@@ -314,8 +316,8 @@ def test_a_sample_tells_what_all_pages_would(restored: bool) -> None:
             continue
         if len(present) >= 1000:
             gone = present.pop(draw.randrange(1000))  # neither of them is asked: it is the count that is compared
-            policy.evict(gone)
-            exact.evict(gone)
+            policy.evict_all([(gone, None)])
+            exact.evict_all([(gone, None)])
         present.append(key)
         policy.insert(key)
         exact.insert(key)
@@ -332,11 +334,52 @@ def test_a_sample_tells_what_all_pages_would(restored: bool) -> None:
     assert not policy._shadow.left
 
 
+class Watchful(SmallSample):
+    """Judged at each page, or at every few."""
+
+    PATIENCE = 40
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_pages_at_once_are_one_after_the_other(seed: int) -> None:
+    draw = random.Random(seed)
+    many, single = Watchful(), Watchful()
+    present: dict[bytes, bytes] = {}
+    judged = set()
+    for step in range(1500):
+        prompt = [name(seed, draw.randrange(40), i) for i in range(draw.randint(1, 30))]
+        parents = dict(zip(prompt, [b"root", *prompt], strict=False))
+        used = [key for key in reversed(prompt) if key in present]
+        new = [(key, parents[key]) for key in prompt if key not in present]
+        many.touch_all(used)
+        for key in used:
+            single.touch(key)
+        short = len(present) + len(new) - (100 if step < 500 else 1200)
+        victims = [key for key in list(many)[: max(0, short)] if key not in parents]
+        above = [present.pop(key) for key in victims]
+        gone = [(key, parent if parent in present else None) for key, parent in zip(victims, above, strict=True)]
+        many.evict_all(gone)
+        for pair in gone:
+            single.evict_all((pair,))
+        many.insert_all(new)
+        for key, parent in new:
+            single.insert(key, parent)
+        present.update(new)
+        for key in draw.sample(sorted(present), min(3, len(present))):
+            many.defer(key)
+            single.defer(key)
+        judged.add(many.judged)
+        assert (many.judged, many.following, many.debt) == (single.judged, single.following, single.debt)
+        assert list(many) == list(single)
+    assert judged == {True, False}
+
+
 def test_what_is_known_of_pages_that_are_gone_is_bounded() -> None:
     policy = Guarded()
     for i in range(5000):
         if i >= 50:
-            policy.evict(next(iter(policy)))
+            policy.evict_all([(next(iter(policy)), None)])
         policy.insert(name(i), name(i - 1) if i % 7 else b"root")
     shadow = policy._shadow
     assert len(shadow) <= 50

@@ -54,19 +54,21 @@ class PolicyMachine(RuleBasedStateMachine):
     def insert(self, keys: list[bytes], parent: bytes) -> None:
         """Pages behind each other, behind one that may be there or not."""
         present = set(self.model.order())  # looked at once: pages that come behind each other are one run
+        new = []
         for key in keys:
             if key not in present:
                 present.add(key)
-                self.policy.insert(key, parent)
+                new.append((key, parent))
                 self.model.insert(key, parent)
                 parent = key
+        self.policy.insert_all(new)
 
     @rule(keys=st.lists(keys, max_size=6))
     def touch(self, keys: list[bytes]) -> None:
-        for key in keys:
-            if key in self.model.order():
-                self.policy.touch(key)
-                self.model.touch(key)
+        some = [key for key in keys if key in self.model.order()]
+        self.policy.touch_all(some)
+        for key in some:
+            self.model.touch(key)
 
     @precondition(lambda self: self.model.order())
     @rule(data=st.data())
@@ -87,10 +89,14 @@ class PolicyMachine(RuleBasedStateMachine):
     def evict(self, n: int, passed_over: int) -> None:
         """As the index does: the victims first, then they go; some pages at the front are leased."""
         victims = list(itertools.islice(self.policy, passed_over, passed_over + n))
-        assert victims == self.model.order()[passed_over : passed_over + n]
-        for key in victims:
-            self.policy.remove(key)
+        order = self.model.order()
+        assert victims == order[passed_over : passed_over + n]
+        followed = order[passed_over:]  # each page but the last follows the next one, which may stay or go
+        self.policy.evict_all(list(zip(victims, [*followed[1:], None], strict=False)))
+        for i, key in enumerate(victims):
             self.model.remove(key)
+            for freed in followed[i + 1 : i + 2]:
+                self.model.hasten(freed)
 
     @rule()
     def clear(self) -> None:

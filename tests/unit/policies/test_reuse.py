@@ -138,7 +138,7 @@ def test_what_is_watched_is_what_a_log_says(seed: int) -> None:
         key, number, store = int(60 * draw.random() ** 2), draw.randrange(4), draw.random() < 0.5
         stored += store
         log.append((stored, key, number))
-        monitor.see(key, number, stored, stored=store)
+        monitor.see([(key, number, stored)], stored=store)
         lifetimes = monitor.learn(20, stored)
         if lifetimes is None:
             continue
@@ -178,7 +178,7 @@ def test_memory_is_bounded_and_large_tiers_are_sampled() -> None:
     keys = [draw.getrandbits(64) for _ in range(20_000)]
     for now, key in enumerate(keys, 1):
         if key >> 36 & 0xFFFF < monitor.limit:
-            monitor.see(key, 0, now, stored=True)
+            monitor.see([(key, 0, now)], stored=True)
         monitor.learn(1000, now)
     assert len(monitor._known) <= 64
     chosen = sum(bits >> 36 & 0xFFFF < monitor.limit for bits in keys)
@@ -193,10 +193,10 @@ def test_what_was_counted_fades() -> None:
 
     monitor = Fading(Classes(1, 1, 1, 1), 0)
     for i in range(5000):
-        monitor.see(i, 0, i + 1, stored=True)
+        monitor.see([(i, 0, i + 1)], stored=True)
         monitor.learn(256, i + 1)
     before = monitor._arrived[0]
     for i in range(2560):
-        monitor.see(10_000 + i, 1, 5001 + i, stored=True)
+        monitor.see([(10_000 + i, 1, 5001 + i)], stored=True)
         monitor.learn(256, 5001 + i)
     assert monitor._arrived[0] < before / 500
