@@ -234,6 +234,14 @@ class CacheEngine:
         costs = self.manager.costs
         self.brief(lambda: costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds))
 
+    def judge_by(self, gate: Gate) -> None:
+        """Have another gate decide from now on. Loads and prefills are measured for its `costs`.
+
+        For who runs requests in several ways that need figures of their own, such as with and without overlap.
+        """
+        self.manager.measure_for(gate.costs)
+        self.gate = gate
+
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Tell the gate that a tier (`cpu`, `ssd` or another's name) gave `nbytes` bytes in `seconds`.
 

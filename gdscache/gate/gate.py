@@ -34,7 +34,7 @@ class Gate:
 
     def __init__(self, mode: GateMode, costs: Costs, page_tokens: int, page_bytes: int) -> None:
         self.mode: GateMode = mode
-        self._costs = costs
+        self.costs = costs
         self._page_tokens, self._page_bytes = page_tokens, page_bytes
         self._hits: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
@@ -43,7 +43,7 @@ class Gate:
 
     def decide(self, tiers: Sequence[str], start: int, tokens: int, ahead: Mapping[str, int]) -> Decision:
         """About a hit with pages on `tiers`, behind `start` tokens of a request of `tokens`; `ahead` as in `Prices`."""
-        costs, whole = self._costs, len(tiers)
+        costs, whole = self.costs, len(tiers)
         below = set(tiers) - {"gpu"}
         priced = all(costs.load_price(tier) is not None for tier in below)
         prices = Prices(costs, tiers, start, tokens, self._page_tokens, self._page_bytes, ahead)
@@ -66,7 +66,7 @@ class Gate:
     def _explores(self, tiers: Collection[str]) -> bool:
         with self._lock:
             self._declined += 1
-            if self._declined < EXPLORE_EVERY and not self._costs.maybe_faster(tiers):
+            if self._declined < EXPLORE_EVERY and not self.costs.maybe_faster(tiers):
                 return False
             self._declined = 0
             return True
@@ -85,4 +85,4 @@ class Gate:
             hits = {kind: self._hits[kind] for kind in ("loaded", "cut", "declined", "explored", "unmeasured")}
             pages = {kind: self._pages[kind] for kind in ("loaded", "declined", "explored", "unmeasured")}
         tokens = {kind: n * self._page_tokens for kind, n in pages.items()}
-        return {"mode": self.mode, "hits": hits, "pages": pages, "tokens": tokens, **self._costs.describe()}
+        return {"mode": self.mode, "hits": hits, "pages": pages, "tokens": tokens, **self.costs.describe()}

@@ -245,6 +245,11 @@ class TierManager:
 
     # -- behind the work ------------------------------------------------------------------------------------------
 
+    def measure_for(self, costs: Costs) -> None:
+        """Have these figures learn what the tiers take, from now on."""
+        self.busy.tell()  # else what it has not told yet is lost with it
+        self.costs, self.busy = costs, BusyPeriods(costs.observe_load)
+
     def learn(self) -> None:
         """Learn what the tiers take from what was measured: for threads that nobody waits for, as `settle`."""
         if self.busy.untold:

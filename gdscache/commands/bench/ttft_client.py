@@ -25,7 +25,6 @@ from gdscache.commands.bench.ttft_answers import Answer, stored_bytes
 from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens, expected_tiers
 from gdscache.commands.toy_engine import PRESETS, EngineOptions, InferenceEngine, KVPool, fingerprint, random_model
 from gdscache.errors import IOFailedError
-from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
 from gdscache.sizes import MIB
@@ -44,7 +43,6 @@ class EngineClient:
         self._directory, self._longest = directory, longest
         self._cache: CacheEngine | None = None
         self._gates: dict[tuple[bool, bool], Gate] = {}
-        self._costs: dict[bool, Costs] = {}
         self._misses = itertools.count()
         self._route = ""
         self.model = random_model(self.shape, self.device, self._dtype, settings.seed)
@@ -99,10 +97,10 @@ class EngineClient:
         self._route = route
         self._cache = CacheEngine.from_config(self.config(route), planes=self.pool.planes)
         layout = self._cache.layout
-        self._costs = {overlap: Costs() for overlap in (True, False)}
+        costs = {overlap: Costs() for overlap in (True, False)}
         self._gates = {
-            (overlap, gate): Gate("enforcing" if gate else "off", costs, layout.page_tokens, layout.page_bytes)
-            for overlap, costs in self._costs.items()
+            (overlap, gate): Gate("enforcing" if gate else "off", costs[overlap], layout.page_tokens, layout.page_bytes)
+            for overlap in costs
             for gate in (True, False)
         }
 
@@ -124,10 +122,7 @@ class EngineClient:
 
     def install(self, *, overlap: bool, gate: bool) -> None:
         """A gate has figures of its own for each way of running: what one learns is wrong for the other."""
-        manager = self.cache.manager
-        manager.busy.tell()  # else what it has not told yet is lost with it
-        manager.costs, manager.busy = self._costs[overlap], BusyPeriods(self._costs[overlap].observe_load)
-        self.cache.gate = self._gates[overlap, gate]
+        self.cache.judge_by(self._gates[overlap, gate])
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
