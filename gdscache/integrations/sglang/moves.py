@@ -141,7 +141,8 @@ class BlockReader:
         """
         firsts = slots[:: self._page_tokens]
         if self._stream is None:
-            return lambda: self._blocks(firsts)
+            there = self._blocks(firsts)
+            return lambda: there
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host = torch.empty(firsts.shape, dtype=firsts.dtype, pin_memory=True)
