@@ -269,9 +269,7 @@ def test_what_is_refused_says_what_to_change(model: Path, tmp_path: Path) -> Non
 
 def test_the_example(model: Path, tmp_path: Path) -> None:
     config = tmp_path / "gdscache.yaml"
-    config.write_text(
-        f"cpu: {{capacity: 64MiB, pin: off}}\nssd: {{path: {tmp_path / 'ssd'}, capacity: 128MiB, gds: off}}\n"
-    )
+    config.write_text(f"cpu: {{capacity: 64MiB}}\nssd: {{path: {tmp_path / 'ssd'}, capacity: 128MiB, gds: off}}\n")
     command = [str(parts.PYTHON), str(parts.ROOT / "examples/vllm_offline.py"), str(model), str(config)]
     environment = {**os.environ, **parts.SETTINGS, "PYTHONPATH": parts.path()}
     told = []
