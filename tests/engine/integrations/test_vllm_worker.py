@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import threading
@@ -73,7 +74,8 @@ class Worker:
         self.session.engine.drain(30)
 
 
-def opened(path: Path, cpu: int = 24, transport: str = "posix", **more: Any) -> Worker:
+def over_tensors(path: Path, cpu: int = 24, transport: str = "posix") -> tuple[dict[str, torch.Tensor], CacheEngine]:
+    """vLLM's tensors, and an engine over them."""
     shape = (LAYERS, BLOCKS, 2, TOKENS, 64)
     memory = torch.zeros(shape, dtype=torch.bfloat16)
     caches = {f"layer.{i}": memory[i] for i in range(LAYERS)}
@@ -87,23 +89,22 @@ def opened(path: Path, cpu: int = 24, transport: str = "posix", **more: Any) -> 
             "deadline": 20,
         }
     )
-    engine = CacheEngine(config, [(tensor,) for tensor in planes.tensors])
+    return caches, CacheEngine(config, [(tensor,) for tensor in planes.tensors])
+
+
+@contextlib.contextmanager
+def opened(path: Path, cpu: int = 24, transport: str = "posix") -> Iterator[Worker]:
+    caches, engine = over_tensors(path, cpu, transport)
     counts: Counter[str] = Counter()
-    overlapping = more.pop("overlapping", False)
-    return Worker(
-        caches,
-        VllmSession(engine, 60),
-        Stores(engine, CPU, counts),
-        Loads(engine, LAYERS, counts, overlapping=overlapping),
-        counts,
-    )
+    with engine, contextlib.closing(Stores(engine, CPU, counts)) as stores:
+        loads = Loads(engine, LAYERS, counts, overlapping=False)
+        yield Worker(caches, VllmSession(engine, 60), stores, loads, counts)
 
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
-    found = opened(tmp_path, transport="tests.support.faulty:FaultyTransport")
-    engine = found.session.engine
-    with engine:
+    with opened(tmp_path, transport="tests.support.faulty:FaultyTransport") as found:
+        engine = found.session.engine
         yield found
         until(lambda: engine.stats()["leases"] == [], "leases end")
         assert engine.check().ok
@@ -173,8 +174,7 @@ def stub_engine() -> tuple[Any, list[StoreHandle]]:
 def test_pages_of_changed_weights_are_not_those_of_the_files(tmp_path: Path) -> None:
     """The old ones are gone; the new ones are found, but not by an engine that begins with the files' weights again."""
     before, after = hashes(1), hashes(2)
-    worker = opened(tmp_path)
-    with worker.session.engine:
+    with opened(tmp_path) as worker:
         worker.session.attend(worker.stores, bool)
         worker.store(1, [0, 1, 2, 3, 4], 10)
         worker.stores.begin([StoreOrder("r", hashes(3), 0, (5,))])  # which waits for others
@@ -191,8 +191,7 @@ def test_pages_of_changed_weights_are_not_those_of_the_files(tmp_path: Path) -> 
         worker.session.weights_changed()
         assert worker.session.cached(after) == 0
         worker.store(2, [0, 1, 2, 3, 4], 90)
-    worker = opened(tmp_path)
-    with worker.session.engine:
+    with opened(tmp_path) as worker:
         assert [worker.session.cached(some) for some in (before, after, hashes(3))] == [0, 0, 0]
 
 
@@ -305,12 +304,12 @@ def test_roles_share_an_engine_and_the_last_closes_it(tmp_path: Path) -> None:
     sessions = Sessions()
     with pytest.raises(SeparateWorkerError, match="engine a"):
         sessions.join("a")
-    made = sessions.open("a", lambda: opened(tmp_path).session)
+    made = sessions.open("a", lambda: VllmSession(over_tensors(tmp_path)[1], 60))
     assert sessions.join("a") is made
     sessions.leave("a", made)
     made.engine.stats()
     sessions.leave("a", made)
     with pytest.raises(SeparateWorkerError):
         sessions.join("a")
-    again = sessions.open("a", lambda: opened(tmp_path).session)  # the directory is free again
+    again = sessions.open("a", lambda: VllmSession(over_tensors(tmp_path)[1], 60))  # the directory is free again
     sessions.leave("a", again)
