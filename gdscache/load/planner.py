@@ -65,7 +65,7 @@ class LoadPlanner:
         """Lease the consecutive pages of each request that the tiers hold, and reserve slots of the landing tier for
         those of slower ones, in one step.
 
-        What finds no such slot, (without `keep`, all of them), is to pass through. Never waits.
+        What finds no such slot (without `keep`, all of them) is to pass through. Never waits.
         `checked`: only what is complete in the landing tier, up to the first page that is not. `most`: pages, of which
         a first part is planned; then `go_on`.
         """

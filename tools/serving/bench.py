@@ -245,6 +245,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--also", type=Path, help="a report of the other engine, for the plot")
     given = parser.parse_args()
+    if given.where == "disk" and given.disk is None:
+        parser.error("--where disk needs --disk FOLDER")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is killed
     shutil.rmtree(given.ram, ignore_errors=True)
     given.ram.mkdir(parents=True)

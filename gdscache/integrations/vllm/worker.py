@@ -80,7 +80,7 @@ class Stores:
 
         def store() -> StoreHandle:
             table = np.array(blocks, np.int64).reshape(-1, 1)
-            return engine.brief(lambda: engine.submit_store(pages, table, epoch, salt, after))
+            return engine.submit_store(pages, table, epoch, salt, after)
 
         self._reading.append((self._thread.start(store), frozenset(blocks)))
         self._counts["stored_pages"] += len(pages)

@@ -164,7 +164,6 @@ def stub_engine() -> tuple[Any, list[StoreHandle]]:
 
     engine: Any = SimpleNamespace(
         namespace=lambda salt="": b"",
-        brief=lambda work: work(),
         submit_store=submit,
         manager=SimpleNamespace(clearing=SimpleNamespace(epoch=lambda namespace: 0)),
     )
