@@ -986,7 +986,7 @@ def test_times_on_streams(traced: Callable[..., Host]) -> None:
         assert event["ts"] + event["dur"] <= load["ts"] + load["dur"] + slack
     assert kernels or on_copies
     for copy, kernel in zip(on_copies, kernels, strict=False):  # a chunk's kernel comes after its copies
-        assert copy["ts"] + copy["dur"] <= kernel["ts"] + slack
+        assert copy["ts"] + copy["dur"] <= kernel["ts"] + kernel["dur"] + slack
     waits = [e for e in spans if names[e["tid"]] == MODEL_STREAM and e["cat"] == "wait"]
     assert [e["args"]["layer"] for e in waits] == list(range(6))
 

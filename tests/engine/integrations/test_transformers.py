@@ -158,7 +158,7 @@ def test_the_answer_is_the_same_in_another_process(device: str, tmp_path: Path) 
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     child = subprocess.run(
         [sys.executable, "-W", "error", __file__, str(tmp_path / "jobs.json")],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
         capture_output=True,
         text=True,
         timeout=120,
