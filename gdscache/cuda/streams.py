@@ -21,9 +21,11 @@ Event = Union[torch.cuda.Event, "StreamPoint", None]  # None: on a CPU-only engi
 
 
 class Landed(NamedTuple):
-    """Copies that are queued, and done when `event` is (None: they are, or never will be)."""
+    """Copies that are queued, and done when `event` is (None: they are, or never will be). `layers`: of a load, those
+    that are copied together."""
 
     event: Event
+    layers: range = range(0)
 
 
 def resolve_device(name: str) -> torch.device:

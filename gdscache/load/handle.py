@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gdscache import arguments
-from gdscache.cuda.streams import Event, Fence
+from gdscache.cuda.streams import Event, Fence, Landed
 from gdscache.errors import DeadlineError
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import Moving
@@ -184,6 +184,14 @@ class LayerwiseLoad:
         self._moving = moving
         if last and moving.lands is not None:
             for layer, fence in enumerate(self._layers):
-                fence.watch(functools.partial(moving.lands, layer))
+                fence.watch(functools.partial(self._landed, moving.lands, layer))
         if self.cancelled:
             moving.cancel()
+
+    def _landed(self, lands: Callable[[int, float], Landed | None], layer: int, seconds: float) -> Landed | None:
+        """Wait for a layer's copies. Who waits for a layer that is copied with it need not ask again."""
+        landed = lands(layer, seconds)
+        if landed is not None:
+            for other in landed.layers:
+                self._layers[other].signal(landed.event)
+        return landed

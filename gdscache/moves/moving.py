@@ -77,8 +77,9 @@ class NativeMoving:
         """See `Moving.lands`."""
         if self._end is not None:
             return Landed(None)
-        group = next((n for n, layers in enumerate(self.move.groups) if layer in layers), 0)
-        return self._carrier.await_move(self.number, group, seconds)
+        group, layers = next(((n, some) for n, some in enumerate(self.move.groups) if layer in some), (0, range(0)))
+        landed = self._carrier.await_move(self.number, group, seconds)
+        return None if landed is None else Landed(landed.event, layers)
 
     def end(self) -> Steps[End]:
         if self._end is None:
