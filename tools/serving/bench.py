@@ -59,6 +59,8 @@ STAGES = {
     ],
 }
 OURS = ("gdscache", "storage", "linker")
+HICACHE = ("hicache", "storage")
+POLICIES = {"ram": "wait_complete", "disk": "best_effort"}  # a slow disk takes longer than computing
 DISKS = {"ram": "RAM disk", "disk": "root disk"}
 NAMES = {
     "none": "no cache",
@@ -93,6 +95,7 @@ class Bench:
             "restarted": restarted,
             "where": where,
             "folder": str(given.disk if where == "disk" else given.ram),
+            "policy": (given.policy or POLICIES[where]) if way in HICACHE else None,
             "traffic": traffic and given.turns > 0,
             "turns": given.turns,
             "model": str(self.model),
@@ -144,7 +147,7 @@ class Bench:
                 status = None
             end(child)
             found = json.loads(answers.read_text()) if answers.exists() else {}
-            row = {k: order[k] for k in ("way", "restarted", "where")} | found
+            row = {k: order[k] for k in ("way", "restarted", "where", "policy")} | found
             if status != 0:
                 row["error"] = f"status {status}"
                 print(f"{log.name}: status {status}\n{log.read_text()[-1500:]}", file=sys.stderr, flush=True)
@@ -189,7 +192,7 @@ def _version(engine: str) -> str | None:
 
 def line(row: dict[str, Any]) -> str:
     """A run in one line."""
-    said = [NAMES[row["way"]], "restarted" if row["restarted"] else "", f"({row['where']})"]
+    said = [NAMES[row["way"]], "restarted" if row["restarted"] else "", f"({row['where']})", row["policy"]]
     for name, found in row.get("first", {}).items():
         said.append(f"{name} {statistics.median(found['ms']):.0f} ms {found['cached']}")
     for name in ("shared_requests_per_s", "lone_requests_per_s"):
@@ -231,6 +234,12 @@ def main() -> None:
     parser.add_argument("engine", choices=sorted(STAGES))
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm/serving"), help="a folder on a RAM disk; emptied")
     parser.add_argument("--disk", type=Path, help="a folder on a disk, for restarts from there; emptied")
+    parser.add_argument(
+        "--policy",
+        choices=("wait_complete", "best_effort", "timeout"),
+        help="when HiCache stops fetching a request's pages from files; if not given, wait_complete where these "
+        "are on the RAM disk, and best_effort on the disk",
+    )
     parser.add_argument("--ways", help="only these, with commas between")
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--block", type=int, default=64, help="tokens of a page")
