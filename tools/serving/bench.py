@@ -1,6 +1,7 @@
 """First tokens and requests a second in vLLM or SGLang: their own caches, and gdscache. On a GPU, in turns.
 
     python tools/serving/bench.py vllm --ram /dev/shm/serving --disk /root/serving --json FILE --plot FILE
+    python tools/serving/bench.py --from FILE --plot FILE
 
 Needs an environment with the engine and gdscache. Llama-3-8B's shape with made-up weights; 32,768 tokens, of which
 29,440 were asked for before. The engines open side by side, which takes a minute or two, and measure one at a time.
@@ -59,6 +60,9 @@ STAGES = {
     ],
 }
 OURS = ("gdscache", "storage", "linker")
+HICACHE = ("hicache", "storage")
+POLICIES = {"ram": "wait_complete", "disk": "best_effort"}  # a slow disk takes longer than computing
+KINDS = {"shared": "half of each prompt shared", "lone": "nothing shared"}
 DISKS = {"ram": "RAM disk", "disk": "root disk"}
 NAMES = {
     "none": "no cache",
@@ -71,6 +75,7 @@ NAMES = {
 }
 
 
+Bar = tuple[str, list[float], str]  # what it is of, its values, its colour
 Run = tuple[dict[str, Any], Path, Path, "subprocess.Popen[bytes]"]  # an order, its answers, its log, the process
 
 
@@ -93,6 +98,7 @@ class Bench:
             "restarted": restarted,
             "where": where,
             "folder": str(given.disk if where == "disk" else given.ram),
+            "policy": (given.policy or POLICIES[where]) if way in HICACHE else None,
             "traffic": traffic and given.turns > 0,
             "turns": given.turns,
             "model": str(self.model),
@@ -144,7 +150,7 @@ class Bench:
                 status = None
             end(child)
             found = json.loads(answers.read_text()) if answers.exists() else {}
-            row = {k: order[k] for k in ("way", "restarted", "where")} | found
+            row = {k: order[k] for k in ("way", "restarted", "where", "policy")} | found
             if status != 0:
                 row["error"] = f"status {status}"
                 print(f"{log.name}: status {status}\n{log.read_text()[-1500:]}", file=sys.stderr, flush=True)
@@ -189,7 +195,7 @@ def _version(engine: str) -> str | None:
 
 def line(row: dict[str, Any]) -> str:
     """A run in one line."""
-    said = [NAMES[row["way"]], "restarted" if row["restarted"] else "", f"({row['where']})"]
+    said = [NAMES[row["way"]], "restarted" if row["restarted"] else "", f"({row['where']})", row["policy"]]
     for name, found in row.get("first", {}).items():
         said.append(f"{name} {statistics.median(found['ms']):.0f} ms {found['cached']}")
     for name in ("shared_requests_per_s", "lone_requests_per_s"):
@@ -200,37 +206,89 @@ def line(row: dict[str, Any]) -> str:
     return " ".join(filter(None, said))
 
 
+def first_bars(report: dict[str, Any]) -> list[Bar]:
+    """Milliseconds to the first token, way by way."""
+    plain: dict[str, Any] = next((row["first"] for row in report["rows"] if "recomputed" in row.get("first", {})), {})
+    bars: list[Bar] = [("recomputed", plain["recomputed"]["ms"], "0.6")] if plain else []
+    for row in report["rows"]:
+        found = row.get("first", {}).get("loaded")
+        if found and (row["restarted"] or row["where"] == "ram"):  # host memory is the same whatever is below it
+            of = f"\nafter a restart, {DISKS[row['where']]}" if row["restarted"] else ", CPU memory"
+            name = NAMES[row["way"]] + of + (f", {row['policy']}" if row["restarted"] and row.get("policy") else "")
+            name += ", again" if name in (bar[0] for bar in bars) else ""
+            bars.append((name, found["ms"], colour(row)))
+    return [*bars, ("resident on the GPU", plain["resident"]["ms"], "0.8")] if "resident" in plain else bars
+
+
+def traffic_bars(report: dict[str, Any], kind: str) -> list[Bar]:
+    """Requests a second, way by way."""
+    bars: list[Bar] = []
+    for row in report["rows"]:
+        if found := row.get(f"{kind}_requests_per_s"):
+            name = NAMES[row["way"]] + (", after a restart" if row["restarted"] else "")
+            bars.append((name, found if isinstance(found, list) else [found], colour(row)))  # schema 1: one turn
+    return bars
+
+
+def colour(row: dict[str, Any]) -> str:
+    return "tab:green" if row["way"] in OURS else "0.6" if row["way"] == "none" else "tab:orange"
+
+
+def draw(axes: Any, bars: list[Bar], longest: float, label: str, form: str) -> None:
+    """Bars of medians with their figures, and a dot for each single value; `longest` is the largest of these."""
+    for place, (_, values, filled) in enumerate(bars):
+        median = statistics.median(values)
+        axes.barh(place, median, color=filled)
+        axes.plot(values, [place] * len(values), ".", color="black", markersize=4)
+        axes.annotate(form % median, (0, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.06 * longest)
+    axes.set_xlabel(label, fontsize=9)
+
+
 def plot(reports: list[dict[str, Any]], path: Path) -> None:
-    """A bar a system: milliseconds to the first token."""
+    """A column a report: first tokens, and below them requests a second. What was not measured has no panel."""
     from gdscache.commands.console import require_matplotlib
 
-    figure = require_matplotlib(path).figure.Figure(figsize=(8 * len(reports), 4), layout="constrained")
-    for axes, report in zip(figure.subplots(1, len(reports), squeeze=False)[0], reports, strict=True):
-        bars: list[tuple[str, float, str]] = []
-        plain = next(row for row in report["rows"] if row["way"] == "none")["first"]
-        bars.append(("recomputed", statistics.median(plain["recomputed"]["ms"]), "0.6"))
-        for row in report["rows"]:
-            found = row.get("first", {}).get("loaded")
-            if found and (row["restarted"] or row["where"] == "ram"):  # host memory is the same whatever is below it
-                of = f"after a restart, {DISKS[row['where']]}" if row["restarted"] else "CPU memory"
-                colour = "tab:green" if row["way"] in OURS else "tab:orange"
-                bars.append((f"{NAMES[row['way']]}, {of}", statistics.median(found["ms"]), colour))
-        bars.append(("resident on the GPU", statistics.median(plain["resident"]["ms"]), "0.8"))
-        axes.barh([b[0] for b in bars], [b[1] for b in bars], color=[b[2] for b in bars])
-        axes.bar_label(axes.containers[0], fmt="%.0f", padding=3, fontsize=8)
-        axes.margins(x=0.12)
-        axes.invert_yaxis()
-        axes.set_xlabel(f"ms to the first token; {report['tokens']:,} tokens, 90 % cached", fontsize=9)
+    columns = []
+    for report in reports:
+        bars = {"first": first_bars(report)} | {kind: traffic_bars(report, kind) for kind in KINDS}
+        kinds = [kind for kind in KINDS if bars[kind]]
+        columns.append((report, bars, [["first"] * 2] * bool(bars["first"]) + [(kinds * 2)[:2]] * bool(kinds)))
+    lines = max(sum(len(bars[row[0]]) + 3 for row in rows) for _, bars, rows in columns)
+    size = (8 * len(reports), 0.7 + 0.33 * lines)
+    figure = require_matplotlib(path).figure.Figure(figsize=size, layout="constrained")
+    for part, (report, bars, rows) in zip(figure.subfigures(1, len(reports), squeeze=False)[0], columns, strict=True):
         gpus = report["machine"]["gpus"] or ["no GPU"]
-        axes.set_title(f"{report['engine']} {report['versions'][report['engine']]}, {gpus[0]}", fontsize=10)
+        part.suptitle(f"{report['engine']} {report['versions'][report['engine']]}, {gpus[0]}", fontsize=10)
+        part.supxlabel("bars: medians; dots: single prompts and turns", fontsize=8)
+        panels = part.subplot_mosaic(rows, height_ratios=[len(bars[r[0]]) + 1 for r in rows]) if rows else {}
+        for row in rows:
+            longest = max(max(values) for name in row for _, values, _ in bars[name])  # one scale side by side
+            for name in set(row):
+                if name == "first":
+                    label = f"ms to the first token; {report['tokens']:,} tokens, 90 % cached"
+                    draw(panels[name], bars[name], longest, label, "%.0f")
+                else:
+                    draw(panels[name], bars[name], longest, "requests a second", "%.1f")
+                    panels[name].set_title(KINDS[name], fontsize=9)
+        if "lone" in panels and [bar[0] for bar in bars["shared"]] == [bar[0] for bar in bars["lone"]]:
+            panels["lone"].tick_params(labelleft=False)
     figure.savefig(path, dpi=150)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=sorted(STAGES))
+    parser.add_argument("engine", nargs="?", choices=sorted(STAGES))
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm/serving"), help="a folder on a RAM disk; emptied")
     parser.add_argument("--disk", type=Path, help="a folder on a disk, for restarts from there; emptied")
+    parser.add_argument(
+        "--policy",
+        choices=("wait_complete", "best_effort", "timeout"),
+        help="when HiCache stops fetching a request's pages from files; if not given, wait_complete where these "
+        "are on the RAM disk, and best_effort on the disk",
+    )
     parser.add_argument("--ways", help="only these, with commas between")
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--block", type=int, default=64, help="tokens of a page")
@@ -244,7 +302,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--also", type=Path, help="a report of the other engine, for the plot")
+    parser.add_argument("--from", dest="drawn", type=Path, help="measure nothing, and draw this report")
     given = parser.parse_args()
+    also = [json.loads(given.also.read_text())] if given.also is not None else []
+    if given.drawn is not None:
+        if given.plot is None:
+            parser.error("--from FILE needs --plot FILE")
+        return plot([json.loads(given.drawn.read_text()), *also], given.plot)
+    if given.engine is None:
+        parser.error("which engine?")
     if given.where == "disk" and given.disk is None:
         parser.error("--where disk needs --disk FOLDER")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is killed
@@ -267,7 +333,6 @@ def main() -> None:
         for row in bench.rows:
             print(line(row))
     if given.plot is not None:
-        also = [json.loads(given.also.read_text())] if given.also is not None else []
         plot([bench.report(), *also], given.plot)
 
 

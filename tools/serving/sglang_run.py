@@ -40,7 +40,7 @@ def cache(order: dict[str, Any]) -> dict[str, Any]:
         "hicache_size": order["cpu"] >> 30,
         "hicache_mem_layout": "page_first",
         "hicache_io_backend": "kernel",
-        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_prefetch_policy": order["policy"],
     }
     if way == "hicache":
         os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = f"{folder}/hicache"
