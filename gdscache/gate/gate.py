@@ -63,6 +63,20 @@ class Gate:
             return Decision(pages, worth, seconds, None)
         return Decision(pages, worth, seconds, max(0.0, prices.rest(0) - prices.rest(pages)))
 
+    def outpaced(self, seconds: float, begun: int, left: int, missing: int, cached: int) -> bool:
+        """Whether pages that come from a slow tier are no longer worth waiting for, by what is certain so far.
+
+        In `seconds` no more than the `begun` pages have come, and `left` more have not begun. The request lacks
+        `missing` tokens behind `cached` ones. If the pages do not come faster than that at best, and computing the
+        tokens takes less time than the pages that are left, nobody should wait. This works before loads from the tier
+        are measured, so that the first requests after a restart do not pay for a slow disk. Always False unless the
+        gate is enforcing, and before prefills are measured.
+        """
+        if self.mode != "enforcing" or not begun or not self.costs.prefill.enough:
+            return False
+        computing = self.costs.prefill_seconds(missing, cached)
+        return computing is not None and seconds * left / begun > computing
+
     def _explores(self, tiers: Collection[str]) -> bool:
         with self._lock:
             self._declined += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import select
 import time
@@ -43,6 +44,9 @@ class Fetch(Protocol):
 
     def verified(self) -> int:
         """How many of the first pages are checked and pinned."""
+
+    def outpaced(self) -> bool:
+        """Whether computing what has not come takes less time than waiting for it, however fast that comes by now."""
 
     def crowded(self) -> bool:
         """Whether it ended because the CPU tier has no room for its pages."""
@@ -91,7 +95,10 @@ class PinnedFetch:
             useful = dataclasses.replace(useful, pages=names) if self._beyond else useful
         begun = bool(useful.pages) and engine.config.cpu is not None
         self._prefetch: Prefetch | None = engine.prefetch(useful, pin=seconds) if begun else None
-        self._until = time.monotonic() + seconds
+        self._gate, self._files = engine.gate, {tier.name for tier in engine.manager.files}
+        self._slow: list[int] = []  # of the first pages, those that only files had; once that is known
+        self._since = time.monotonic()
+        self._until = self._since + seconds
 
     @property
     def asking(self) -> bool:
@@ -122,6 +129,17 @@ class PinnedFetch:
     def verified(self) -> int:
         """How many of the first pages are checked and pinned."""
         return 0 if self._prefetch is None else min(self._pages, self._prefetch.verified // self._page_tokens)
+
+    def outpaced(self) -> bool:
+        """Whether computing what has not come takes less time than waiting for it, however fast that comes by now."""
+        if self._prefetch is None or self.asking:
+            return False
+        if not self._slow:
+            self._slow = [0, *itertools.accumulate(name in self._files for name in self._prefetch.tiers)]
+        wanted, verified, size = min(self.wanted, len(self._slow) - 1), self.verified(), self._page_tokens
+        begun = self._slow[min(self._prefetch.begun, wanted)]
+        left, missing = self._slow[wanted] - begun, max(0, wanted - verified) * size
+        return self._gate.outpaced(time.monotonic() - self._since, begun, left, missing, verified * size)
 
     def crowded(self) -> bool:
         """Whether the CPU tier has no room for its pages."""

@@ -103,6 +103,11 @@ class Prefetch:
         """The tier that each of its pages was on when it began; none while it is `asking`."""
         return self._work.tiers
 
+    @property
+    def begun(self) -> int:
+        """How many of its first pages have had their turn: they are there, under way, or bad. It grows."""
+        return self._work.at
+
     def done(self) -> bool:
         """True when it has ended; never waits."""
         return self._work.over.is_set()

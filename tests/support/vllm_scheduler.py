@@ -41,7 +41,7 @@ class FakeFetch:
     def __init__(self, cached: int, wanted: int) -> None:
         self.cached, self.wanted = cached, wanted
         self.there, self.released, self.ended = 0, 0, wanted == 0
-        self.no_room = self.gone = self.asking = False
+        self.no_room = self.gone = self.asking = self.too_slow = False
 
     def done(self) -> bool:
         return self.ended
@@ -49,6 +49,9 @@ class FakeFetch:
     def verified(self) -> int:
         assert not self.released
         return 0 if self.gone else self.there
+
+    def outpaced(self) -> bool:
+        return self.too_slow
 
     def crowded(self) -> bool:
         return self.no_room
@@ -126,6 +129,7 @@ class Scheduler(RuleBasedStateMachine):
             fetch.there = data.draw(st.integers(fetch.there, fetch.wanted))
             fetch.ended = fetch.there == fetch.wanted or data.draw(st.booleans())
             fetch.no_room = fetch.there < fetch.wanted and data.draw(st.booleans())
+            fetch.too_slow = data.draw(st.booleans())
 
     @rule(data=st.data())
     def lapse(self, data: st.DataObject) -> None:

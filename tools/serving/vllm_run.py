@@ -64,44 +64,66 @@ def transfer(order: dict[str, Any]) -> Any:
     return KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
 
 
+EMPTY = "save_kv_layer"  # does nothing: what it takes is what a clock around a call takes
+
+
 class Steps:
-    """Seconds that the connector's calls take of each step, of its scheduler's side and of its worker's."""
+    """Seconds that the connector's calls take of each step, of its scheduler's side and of its worker's.
+
+    A step has two calls a layer that do nothing where nothing is loaded, so the clocks would be most of the figure.
+    What they take is left out, by what they take around `EMPTY`. A call within another counts once.
+    """
 
     def __init__(self) -> None:
         from gdscache.integrations.vllm.connector import GdsCacheConnector
 
-        self.sides: dict[str, list[float]] = {"scheduler": [0.0], "worker": [0.0]}
+        self.sides: dict[str, list[list[float]]] = {}  # of each step: seconds, and calls
         self.calls: Counter[str] = Counter()  # seconds by the name of the call
+        self.empty = 0  # calls of `EMPTY`
+        self._inside = False
+        self._clear()
         for side, names in (("scheduler", SCHEDULER), ("worker", WORKER)):
             for name in names:
                 setattr(GdsCacheConnector, name, self._timed(side, name, getattr(GdsCacheConnector, name)))
 
+    def _clear(self) -> None:
+        self.sides = {"scheduler": [[0.0, 0]], "worker": [[0.0, 0]]}
+        self.calls.clear()
+        self.empty = 0
+
     def _timed(self, side: str, name: str, method: Any) -> Any:
         def call(*arguments: Any, **more: Any) -> Any:
+            if self._inside:
+                return method(*arguments, **more)
+            self._inside = True
             start = time.perf_counter()
             try:
                 return method(*arguments, **more)
             finally:
                 spent = time.perf_counter() - start
-                self.sides[side][-1] += spent
+                self._inside = False
+                step = self.sides[side][-1]
+                step[0] += spent
+                step[1] += 1
                 self.calls[name] += spent  # type: ignore[assignment]
+                self.empty += name == EMPTY
                 if name == "build_connector_meta":  # the end of the scheduler's part of a step
                     computes = arguments[1].total_num_scheduled_tokens > 0
                     for found in self.sides.values():
-                        found[-1:] = [found[-1], 0.0] if computes else [0.0]  # steps without work wait for pages
+                        found[-1:] = [found[-1], [0.0, 0]] if computes else [[0.0, 0]]  # else it waits for pages
 
         return call
 
     def told(self) -> dict[str, float]:
         """Of steps that computed something since the last call, in microseconds; means of calls are over all steps."""
-        steps = len(self.sides["worker"])
-        found = {"steps": float(steps)}
-        found |= {side: statistics.median(seconds) * 1e6 for side, seconds in self.sides.items()}
-        found |= {f"{side} mean": statistics.fmean(seconds) * 1e6 for side, seconds in self.sides.items()}
+        steps, clock = len(self.sides["worker"]), self.calls[EMPTY] / max(1, self.empty)
+        found = {"steps": float(steps), "clock": clock * 1e6}
+        for side, of in self.sides.items():
+            seconds = [max(0.0, spent - clock * calls) for spent, calls in of]
+            found |= {side: statistics.median(seconds) * 1e6, f"{side} mean": statistics.fmean(seconds) * 1e6}
+            found[f"{side} with clocks"] = statistics.median(spent for spent, _ in of) * 1e6
         found |= {name: seconds * 1e6 / steps for name, seconds in self.calls.items()}
-        self.calls.clear()
-        for seconds in self.sides.values():
-            seconds[:] = [0.0]
+        self._clear()
         return found
 
 

@@ -124,7 +124,7 @@ class RequestTable:
         if not fetch.done():
             if known.since is None:
                 known.since = now
-            if now - known.since < self._wait:
+            if now - known.since < self._wait and not fetch.outpaced():
                 self._deferred += 1
                 return None, False
             self.late += not known.late

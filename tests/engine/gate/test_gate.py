@@ -681,6 +681,39 @@ def test_a_sequence_is_cut_too(open_engine: Opens) -> None:
     assert engine.stats()["gate"]["hits"] == {"loaded": 1, "cut": 0, "declined": 1, "explored": 0, "unmeasured": 0}
 
 
+@given(
+    st.floats(1e-4, 10),
+    st.floats(1e-4, 30),
+    st.integers(1, 400),
+    st.integers(1, 40),
+    st.integers(0, 8),
+    st.floats(1e-6, 1e-3),
+)
+def test_nobody_stops_waiting_for_what_comes_sooner(
+    speed: float, seconds: float, pages: int, flying: int, there: int, token: float
+) -> None:
+    """Pages come one after the other at a steady speed, `flying` of them under way at a time."""
+    machine = Machine({}, (token, 0.0, 0.0))
+    gate = Gate("enforcing", machine.known(), PAGE_TOKENS, PAGE_BYTES)
+    come = min(pages, int(seconds / speed))
+    begun = min(pages, come + flying)
+    missing = (pages - come) * PAGE_TOKENS
+    if gate.outpaced(seconds, begun, pages - begun, missing, there * PAGE_TOKENS):
+        assert machine.compute(missing, there * PAGE_TOKENS) <= (pages - come) * speed * (1 + 1e-9)
+
+
+def test_a_slow_tier_is_not_waited_for_before_it_is_measured() -> None:
+    costs = Machine({}, (1e-4, 0.0, 0.0)).known()  # 6.4 ms a page
+    gate = Gate("enforcing", costs, PAGE_TOKENS, PAGE_BYTES)
+    assert not gate.outpaced(0.02, 8, 92, 100 * PAGE_TOKENS, 0)  # 92 pages in 0.23 s at best, or computed in 0.64 s
+    assert gate.outpaced(0.06, 8, 92, 100 * PAGE_TOKENS, 0)
+    assert not gate.outpaced(9.0, 8, 0, 8 * PAGE_TOKENS, 0)  # all are under way
+    assert not gate.outpaced(9.0, 0, 100, 100 * PAGE_TOKENS, 0)  # its turn has not come
+    for mode in ("off", "advisory"):
+        assert not Gate(mode, costs, PAGE_TOKENS, PAGE_BYTES).outpaced(9.0, 8, 92, 100 * PAGE_TOKENS, 0)
+    assert not Gate("enforcing", Costs(), PAGE_TOKENS, PAGE_BYTES).outpaced(9.0, 8, 92, 100 * PAGE_TOKENS, 0)
+
+
 def test_the_gate_s_key(open_engine: Opens) -> None:
     model = {"name": "m", "layers": 1, "kv_heads": 1, "head_dim": 8}
     assert Config.from_dict({"model": model}).load.gate == "advisory"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,13 @@ import torch
 from gdscache import CacheEngine, LoadReport, PageHashes, PageStatus
 from gdscache.config import Config
 from gdscache.errors import LayerHooksError, SeparateWorkerError, VerifiedLoadError
+from gdscache.gate.fit import ENOUGH
+from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.session import Sessions, VllmSession
 from gdscache.integrations.vllm.worker import Loads, Stores
+from gdscache.limits import EngineLimits
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
 from gdscache.testing.faults import Fault
@@ -74,8 +78,10 @@ class Worker:
         self.session.engine.drain(30)
 
 
-def over_tensors(path: Path, cpu: int = 24, transport: str = "posix") -> tuple[dict[str, torch.Tensor], CacheEngine]:
-    """vLLM's tensors, and an engine over them."""
+def over_tensors(
+    path: Path, cpu: int = 24, transport: str = "posix", gate: str = "advisory"
+) -> tuple[dict[str, torch.Tensor], CacheEngine]:
+    """vLLM's tensors, and an engine over them, whose prefetches move a page at a time, two at once."""
     shape = (LAYERS, BLOCKS, 2, TOKENS, 64)
     memory = torch.zeros(shape, dtype=torch.bfloat16)
     caches = {f"layer.{i}": memory[i] for i in range(LAYERS)}
@@ -86,10 +92,12 @@ def over_tensors(path: Path, cpu: int = 24, transport: str = "posix") -> tuple[d
             "cpu": {"capacity": cpu * 4096},
             "ssd": {"path": str(path), "capacity": 64 * 4096, "transport": transport, "gds": "off", "threads": 2},
             "host_buffer": 16 * 4096,
+            "load": {"gate": gate},
             "deadline": 20,
         }
     )
-    return caches, CacheEngine(config, [(tensor,) for tensor in planes.tensors])
+    limits = EngineLimits(prefetch_bytes=4096)
+    return caches, CacheEngine(config, [(tensor,) for tensor in planes.tensors], limits=limits)
 
 
 @contextlib.contextmanager
@@ -312,3 +320,25 @@ def test_roles_share_an_engine_and_the_last_closes_it(tmp_path: Path) -> None:
         sessions.join("a")
     again = sessions.open("a", lambda: VllmSession(over_tensors(tmp_path)[1], 60))  # the directory is free again
     sessions.leave("a", again)
+
+
+@pytest.mark.parametrize(("token", "stops"), [(1e-3, True), (1e3, False)])
+def test_a_slow_disk_is_waited_for_only_where_computing_is_slower(tmp_path: Path, token: float, stops: bool) -> None:
+    """Two of five pages are under way, and nothing comes; to compute takes `token` seconds each."""
+    _, engine = over_tensors(tmp_path, transport="tests.support.faulty:FaultyTransport", gate="enforcing")
+    with engine:
+        engine.store(hashes(1), list(range(PAGES))).result(WAIT)
+        drop_from(engine, "cpu")
+        for _ in range(ENOUGH):
+            engine.observe_prefill(TOKENS, 0, TOKENS * token)
+        with PLAN.rule(Op.READ, Fault.HANG):
+            fetch = PinningCache(engine, 60.0).fetch(hashes(1), PAGES)
+            until(lambda: PLAN.held == 2, "two pages are read")
+            if stops:
+                until(fetch.outpaced, "it is outpaced")
+            else:
+                time.sleep(0.1)
+                assert not fetch.outpaced()
+            assert (fetch.verified(), fetch.wanted, fetch.done()) == (0, PAGES, False)
+            fetch.release()
+        until(fetch.done, "the fetch ends")

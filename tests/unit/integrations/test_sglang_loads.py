@@ -47,6 +47,9 @@ class FakeFetch:
     def verified(self) -> int:
         return 0 if self._clock() >= self.until else self.there
 
+    def outpaced(self) -> bool:
+        return False
+
     def crowded(self) -> bool:
         return False
 

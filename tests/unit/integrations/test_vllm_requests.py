@@ -70,6 +70,22 @@ def test_a_load_goes_behind_what_vllm_has_itself() -> None:
     assert list(scheduler.stores({"r": 0}, lambda name: [])) == []
 
 
+def test_a_request_does_not_wait_for_what_it_computes_sooner() -> None:
+    scheduler, cache = table()
+    request = request_of(11)
+    stored(cache, request, 4)
+    scheduler.add(request)
+    (fetch,) = cache.fetches
+    fetch.there = 1
+    assert scheduler.ask(request, 0) == (None, False)
+    fetch.too_slow = True
+    assert scheduler.ask(request, 0) == (2, False)
+    assert scheduler.late == 1
+    scheduler.place(request, [7, 3, 9, 1, 5], 2)
+    (load,) = scheduler.take_loads()
+    assert (load.first, load.blocks) == (0, (7,))
+
+
 def test_what_ours_has_lost_is_stored_again_from_vllms_own_cache() -> None:
     scheduler, cache = table()
     request = request_of(11)
