@@ -151,13 +151,18 @@ class EvictablePages(PageTable):
         def choose(key: bytes, slot: int | None) -> None:
             while slot is not None and len(chosen) < wanted:
                 chosen[key] = None
-                key = parent_at(slot)
+                key = parents[slot] or parent_at(slot)
                 gone[key] = followed = gone.get(key, 0) + 1
-                met = key in passed or is_deferred(key)
-                slot = self._slot_to_go(key, followed) if met and key not in keep else None
+                if key in keep or not (key in passed or is_deferred(key)):
+                    return
+                slot = at_rest(key)
+                if slot is None:
+                    slot = self._slot_in_use(key)
+                if slot is not None and (children[slot] > followed or slot in dirty):
+                    return
 
         entries, children, dirty = self._entries, self._children, self._dirty
-        parent_at, is_deferred = self._parent_at, self._orders.is_deferred
+        parents, parent_at, is_deferred = self._parents, self._parent_at, self._orders.is_deferred
         at_rest = self._resting.get
         if pages:  # the first round looks for tails: of the family that is its end, and all others have a child in it
             keep = {*keep, *(page.key for page in pages), *(page.parent for page in pages)}
@@ -189,12 +194,7 @@ class EvictablePages(PageTable):
                 self._orders.defer(key)
         return chosen
 
-    def _slot_to_go(self, key: bytes, gone: int) -> int | None:
-        """The slot of a page of the tier, if it could go, were so many of the pages behind it gone."""
-        slot = self._resting.get(key)
-        if slot is None:
-            entry = self._entries.get(key)
-            if entry is None or entry.leases or entry.state is PENDING:
-                return None
-            slot = entry.slot
-        return slot if self._children[slot] <= gone and slot not in self._dirty else None
+    def _slot_in_use(self, key: bytes) -> int | None:
+        """The slot of a page that is not at rest, if it is there, and could go were none behind it."""
+        entry = self._entries.get(key)
+        return None if entry is None or entry.leases or entry.state is PENDING else entry.slot

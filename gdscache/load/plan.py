@@ -23,9 +23,12 @@ _NONE = np.empty(0, np.int64)
 Behind = Literal["more", "busy", "missing", "no_room"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class TierRun:
-    """Consecutive pages of a plan that one tier has. `filling`: the page of another plan that brings this one there."""
+    """Consecutive pages of a plan that one tier has. `filling`: the page of another plan that brings this one there.
+
+    Not changed once made; `frozen` would take three times as long to make.
+    """
 
     tier: Tier
     rows: range
@@ -101,7 +104,7 @@ class LoadPlan:
         """The statuses of some rows."""
         return tuple([STATUSES[code] for code in self.statuses.tobytes()[rows.start : rows.stop]])
 
-    def by_tier(self, good: bytes, rows: range | None = None) -> dict[str, int]:
+    def by_tier(self, good: bytes | bytearray, rows: range | None = None) -> dict[str, int]:
         """Pages of each tier for which `good` has a 1; of some rows, or of all."""
         found: dict[str, int] = {}
         start, stop = (0, len(good)) if rows is None else (rows.start, rows.stop)

@@ -204,11 +204,9 @@ class LoadPlanner:
         """All pages are known, or a part of them, whose runs begin with number `first`. They count as under way until
         the plan ends."""
         self._cover(plan)
-        under_way: Counter[str] = Counter()
         for run in plan.runs[first:]:
-            under_way[run.tier.name] += len(run.rows)
-        plan.under_way.update(under_way)
-        self.under_way.update(under_way)
+            plan.under_way[run.tier.name] += len(run.rows)
+            self.under_way[run.tier.name] += len(run.rows)
 
     def _cover(self, plan: LoadPlan) -> None:
         """Statuses for the pages that have none: 0. Not by numpy, which gives the interpreter's lock up for many."""
@@ -321,7 +319,7 @@ class LoadPlanner:
                 which = bytearray(len(plan))
                 for row in some:
                     which[row] = 1
-                for name, pages in plan.by_tier(bytes(which)).items():
+                for name, pages in plan.by_tier(which).items():
                     manager.counts["loaded", name] += pages
             self.filled.notify_all()
 
@@ -341,5 +339,6 @@ class LoadPlanner:
         with self.manager.lock:
             for lease in plan.leases:
                 self.manager.end(lease)
-            self.under_way.subtract(plan.under_way)
-            plan.under_way = Counter()
+            for name, pages in plan.under_way.items():
+                self.under_way[name] -= pages
+            plan.under_way.clear()

@@ -335,6 +335,7 @@ class LoadRun:
             self._load.released,
             self._commit_deletions,
         )
+        self._moving = None  # it has us as its listener: both go without the garbage collector
 
     def _all_ready(self) -> None:
         if self._blocks is not None:

@@ -55,7 +55,10 @@ class Priority(enum.IntEnum):
     DEMOTION = 3  # from memory to files
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+# Ways, moves and ends are not changed once made; `frozen` would take three to five times as long to make.
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Way:
     """Pages that go from one space to another. `sources` and `targets` are int64.
 
@@ -78,7 +81,7 @@ class Way:
         return len(self.sources)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Move:
     """Pages that move together: plain data that can be pickled. A page's row is its place in `ways`, counted through.
 
@@ -100,7 +103,7 @@ class Move:
         return sum(map(len, self.ways))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class End:
     """How a move ended: the rows whose I/O failed, each with its error, and those whose I/O had not ended in time.
 

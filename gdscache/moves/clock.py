@@ -56,7 +56,7 @@ class Clock:
     def call(self, at: float, action: Callable[[], None]) -> None:
         """`action` at a time that is not past; actions of one time in the order of the calls."""
         self._numbers += 1
-        heapq.heappush(self._events, (max(at, self.now), self._numbers, action))
+        heapq.heappush(self._events, (at if at > self.now else self.now, self._numbers, action))
 
     def wait(self, seconds: float) -> Done:
         """What happens in so many seconds."""
@@ -125,7 +125,7 @@ class Pipe:
 
     def move(self, nbytes: int) -> Done:
         now = self._clock.now
-        self._free = max(self._free, now) + nbytes / self._rate
+        self._free = (self._free if self._free > now else now) + nbytes / self._rate
         return self._clock.wait(self._free - now)
 
 

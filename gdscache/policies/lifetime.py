@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import ClassVar
@@ -15,6 +16,7 @@ from gdscache.policies.reuse import Classes, ReuseMonitor
 _USES = 0x0F
 _LOT = 7
 _WHEN = 15
+_SIZES = (4, 16, 64)  # pages that are stored together, from which on they are of the next size
 _bits = struct.Struct("<Q").unpack_from  # the first 64 of a key
 
 
@@ -106,7 +108,7 @@ class Lifetime(Levels):
     def _settle(self) -> None:
         """The pages of a run come in, now that it is known how many they are."""
         run, self._run = self._run, []
-        self._enter(run, sum(len(run) >= least for least in (4, 16, 64)))
+        self._enter(run, bisect_right(_SIZES, len(run)))
 
     def _insert(self, key: bytes, parent: bytes) -> None:
         self._pages -= 1  # it is counted already, and restored: nothing is known of it
@@ -118,27 +120,29 @@ class Lifetime(Levels):
         ghosts, mask, share, lifetimes = self._ghosts, self._mask, self._share, self._lifetimes
         pages, stored, now, ticks = self._pages, self._stored, self._now, self._ticks
         limit, due, seen = monitor.limit, monitor.due(pages), list[tuple[int, int, int]]()
-        before, state, level = None, 0, None
+        sizes, widest, level = classes.sizes, (mask + 1) // self.GHOSTS, None
+        before, used, group, lot = None, 0, 0, 0  # the page before, of which these are known
         for key, parent in run:
             pages += 1
             (bits,) = _bits(key)
             uses, ghost = 0, ghosts[bits & mask]
             if ghost and ghost >> 4 == bits >> 52:  # it was evicted, and comes back
                 ghosts[bits & mask], uses = 0, ghost & _USES
-            if parent != before and (above := at.get(parent)) is not None:
-                before, state = parent, above.uses[parent]
-            if parent == before:
-                used = state & _USES
-                group = used.bit_length() or state >> 4 & 7
-                lot = state >> _LOT & 0xFF if used < self.USES else bits >> 28 & 0xFF
-            else:
-                group, lot = 0, bits >> 28 & 0xFF
-            number = classes.used(uses, classes.gaps - 1) if uses else group * classes.sizes + size
-            before, state = key, stored << _WHEN | lot << _LOT | group << 4 | uses
+            if parent != before:
+                above = at.get(parent)
+                state = 0 if above is None else above.uses[parent]
+                used, group = state & _USES, state >> 4 & 7
+                lot = bits >> 28 & 0xFF if above is None else state >> _LOT & 0xFF
+            if used:
+                group = used.bit_length()
+                if used >= self.USES:
+                    lot = bits >> 28 & 0xFF
+            number = classes.used(uses, classes.gaps - 1) if uses else group * sizes + size
+            before, used = key, uses
             deadline = now + lifetimes[lot < share][number]
             if level is None or level.number != deadline:
                 level = self._level(deadline)
-            level.uses[key] = state
+            level.uses[key] = stored << _WHEN | lot << _LOT | group << 4 | uses
             at[key] = level
             stored += 1
             ticks += 1
@@ -150,9 +154,10 @@ class Lifetime(Levels):
                 monitor.see(seen, stored=True)
                 self._learn(pages, stored)
                 seen, limit, due, share, lifetimes = [], monitor.limit, monitor.due(pages), self._share, self._lifetimes
-            if pages * self.GHOSTS > mask + 1:
+            if pages > widest:
                 self._widen(pages)
                 ghosts, mask = self._ghosts, self._mask
+                widest = (mask + 1) // self.GHOSTS
         self._pages, self._stored, self._now, self._ticks = pages, stored, now, ticks
         monitor.see(seen, stored=True)
 
@@ -174,6 +179,7 @@ class Lifetime(Levels):
         """Uses of pages in the order."""
         at, monitor, classes, stored, pages = self._at, self._monitor, self.CLASSES, self._stored, self._pages
         limit, seen = monitor.limit, list[tuple[int, int, int]]()
+        first, gaps = classes.new, classes.gaps
         for key in keys:
             level = at[key]
             state = level.uses[key]
@@ -181,8 +187,8 @@ class Lifetime(Levels):
             if uses < self.USES:
                 uses += 1
                 state += 1
-            gap = 8 * (stored - (state >> _WHEN)) // pages
-            number = classes.used(uses, min(gap.bit_length(), classes.gaps - 1))
+            gap = (8 * (stored - (state >> _WHEN)) // pages).bit_length()
+            number = first + (uses.bit_length() - 1) * gaps + (gap if gap < gaps else gaps - 1)  # as `Classes.used`
             state = state & (1 << _WHEN) - 1 | stored << _WHEN
             lifetime = self._lifetimes[(state >> _LOT & 0xFF) < self._share][number]
             self._move(key, level, self._now + lifetime, state)

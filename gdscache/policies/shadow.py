@@ -75,25 +75,36 @@ class LRUShadow:
 
     def insert(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
         """The tier stores pages that it lacked: (key, parent), the page before each, there or not; b"": none known."""
-        owed, left = self.owed, self.left
-        self.seen += len(pages)
+        n = len(pages)
+        if n > 1 and (self.pages + n > self.room or self._stored + n >= self.room):  # it may change with one of them
+            for page in pages:
+                self.insert((page,))
+            return
+        self._count(n)
+        owed, left, recent, aside, children = self.owed, self.left, self._recent, self._aside, self._children
         for key, parent in pages:
-            self.pages += 1
-            if self.pages > self._peak:
-                self._peak = self.pages
-                if self.pages > self.room:
-                    self.room = self.pages
-            self._stored += 1
-            if self._stored >= self.room:
-                self.room, self._peak, self._stored = self._peak, self.pages, 0
             if key in owed:
                 owed.remove(key)
                 self.lost += 1
                 self._refresh(key)
             else:
-                self._add(key, parent)
+                recent[key] = parent
+                if parent:
+                    children[parent] = children.get(parent, 0) + 1
+                if len(recent) + len(aside) > self.room:
+                    self._give_up(len(recent) + len(aside) - self.room)
             if parent in left:
                 self._follow(parent)
+
+    def _count(self, stored: int) -> None:
+        """The tier has so many pages more: one, or as many as leave `room` as it is."""
+        self.seen += stored
+        self.pages += stored
+        self._stored += stored
+        self._peak = max(self._peak, self.pages)
+        self.room = max(self.room, self._peak)
+        if self._stored >= self.room:
+            self.room, self._peak, self._stored = self._peak, self.pages, 0
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The tier uses pages that it has."""
@@ -183,6 +194,7 @@ class LRUShadow:
     def _give_up(self, n: int) -> None:
         """The `n` least recently used pages that none of the shadow follows are out."""
         recent, aside, children, ready = self._recent, self._aside, self._children, self._ready
+        owed, left = self.owed, self.left
         while n:
             if ready:
                 key = ready.pop()
@@ -197,12 +209,19 @@ class LRUShadow:
             else:  # pages that follow each other in a circle, as only damaged rows have it
                 key, parent = next(iter(aside.items()))
                 del aside[key]
-            self._unlink(parent)
-            if key in self.owed:
-                self.owed.remove(key)
+            if parent:
+                followed = children[parent] - 1
+                if followed:
+                    children[parent] = followed
+                else:
+                    del children[parent]
+                    if parent in aside:
+                        ready.append(parent)
+            if key in owed:
+                owed.remove(key)
                 self.spared += 1
             else:
-                self.left[key] = parent
+                left[key] = parent
             n -= 1
 
     def _unlink(self, parent: bytes) -> None:

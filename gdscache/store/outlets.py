@@ -46,10 +46,11 @@ class Outlet:
             admission.admit_all(len(pages))
             return [""] * len(pages)
         causes: list[str] = []
-        going = 0
+        going, asks = 0, admission.asks_victim
         for page in pages:
-            full = admission.asks_victim and self.tier.spare_slots <= len(self.keys) + going  # those have no slot yet
-            victim = self.tier.index.coldest() if full else None
-            causes.append(admission.admit(page, victim, room=going < room))
-            going += not causes[-1]
+            full = asks and self.tier.spare_slots <= len(self.keys) + going  # those have no slot yet
+            cause = admission.admit(page, self.tier.index.coldest() if full else None, room=going < room)
+            causes.append(cause)
+            if not cause:
+                going += 1
         return causes

@@ -135,6 +135,8 @@ class Parcel:
 
     def open_elsewhere(self, outlet: Outlet) -> set[int]:
         """The rows that other outlets have not ended."""
+        if len(self._open) == 1 and outlet in self._open:
+            return set()
         return set().union(*(rows for other, rows in self._open.items() if other is not outlet))
 
     def end(self, outlet: Outlet, rows: Sequence[int]) -> None:
@@ -157,8 +159,11 @@ class Parcel:
     def read(self, outlet: Outlet, rows: Iterable[int]) -> list[int]:
         """Those of the rows whose slots nobody reads any more, now that an outlet does not."""
         left = self._reading.get(outlet, ())
-        others = [reading for other, reading in self._reading.items() if other is not outlet]
-        return [row for row in rows if row in left and not any(row in reading for reading in others)]
+        over = [row for row in rows if row in left]
+        for other, reading in self._reading.items():
+            if other is not outlet:
+                over = [row for row in over if row not in reading]
+        return over
 
     def stop_reading(self, outlet: Outlet, rows: Sequence[int]) -> None:
         if outlet in self._reading:

@@ -162,6 +162,8 @@ class StorePlanner:
                     causes.setdefault(i, cause)
                 else:
                     takes[i] += (outlet,)
+        if takes and takes.count(takes[0]) == len(takes):
+            return {takes[0]: [*range(len(takes))]}, causes
         found: dict[tuple[Outlet, ...], list[int]] = {}
         for i, to in enumerate(takes):
             found.setdefault(to, []).append(i)
@@ -221,21 +223,22 @@ class StorePlanner:
     def _insert(self, job: StoreJob, places: range, slots: list[int], landing: Tier, parcels: list[Parcel]) -> None:
         """Reserve slots of the landing tier for pages that it lacks."""
         pages = job.pages[places.start : places.stop]
-        ways: dict[tuple[Outlet, ...], list[int]] = {(): list(range(len(pages)))}
+        ways: dict[tuple[Outlet, ...], list[int]] = {}
         if self._policy == "write_through":
             ways, _ = self._offer(pages, behind=self.behind)
+        else:
+            ways[()] = [*range(len(pages))]
         for to, some in ways.items():
             taken = slots[: len(some)]
-            of = pages if len(some) == len(pages) else [pages[i] for i in some]
+            all_ = len(some) == len(pages)
+            of, at = (pages, places) if all_ else ([pages[i] for i in some], [places[i] for i in some])
             kept = self._manager.expiry.joined_all(of, job.retention)
             entries = landing.index.insert_all(of, taken, PageState.PENDING, kept, leases=1)
             del slots[: len(some)]
             self._earned.came(taken)
             lease = self._manager.lease("store")
             lease.take(landing.index, entries)
-            self._set_out(
-                Parcel(job, [places[i] for i in some], taken, landing.name, entries, lease, to, copied=False), parcels
-            )
+            self._set_out(Parcel(job, at, taken, landing.name, entries, lease, to, copied=False), parcels)
 
     def _offer_again(self, job: StoreJob, places: range, landing: Tier, parcels: list[Parcel]) -> None:
         """Pages that are in the landing tier, or on their way there by somebody else: offer what other tiers lack."""

@@ -203,6 +203,9 @@ class Lease:
 
     def _part(self, entries: Collection[Entry]) -> list[tuple[PageIndex, list[Entry]]]:
         """Take these pages out: those that it has pins on, by index."""
+        if len(self._taken) == 1 and self._taken[0][1] == entries:  # all of them, as is usual
+            taken, self._taken = self._taken, []
+            return taken
         wanted = set(entries)
         parted = [
             (index, [e for e in taken if e in wanted], [e for e in taken if e not in wanted])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay import report
+from gdscache.commands.replay.garbage import uncollected
 from gdscache.commands.replay.setup import Asked, Setup, setups
 from gdscache.commands.replay.simulate import infinite
 from gdscache.commands.replay.workload import Workload
@@ -168,7 +170,9 @@ class _Search:
 
     def _row(self, cpu: int, ssd: int, setup: Setup, progress: Progress) -> dict[str, Any]:
         """What a pair of tiers gives."""
-        found = report.tiers(self._work, self._times, setup, self.machine, progress=progress)
+        with uncollected():
+            found = report.tiers(self._work, self._times, setup, self.machine, progress=progress)
+        gc.collect()  # the tiers refer to themselves
         self.without = found["first_token_seconds_no_cache"]
         config, wear = setup.config, found["ssd"] or {}
         extent = config.model.layout().extent_bytes

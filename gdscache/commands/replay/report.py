@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gdscache.commands.console import Progress, silent
+from gdscache.commands.replay.garbage import uncollected
 from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.setup import Setup, pages_of
 from gdscache.commands.replay.simulate import Counts, infinite, optimum, plain_lru, simulate
@@ -34,6 +35,7 @@ class Run(NamedTuple):
     row: Callable[[Progress], dict[str, Any]]
 
 
+@uncollected()
 def compare(workload: Workload, runs: Sequence[Run], progress: Progress = silent) -> dict[str, Any]:
     """All runs, beside an infinite tier, the optimum and plain LRU of a single tier as large as all of theirs.
 
@@ -53,6 +55,7 @@ def compare(workload: Workload, runs: Sequence[Run], progress: Progress = silent
 
         best, base = (counts.hits for counts in bounds[run.pages])
         found = run.row(step)
+        gc.collect()  # its tiers refer to themselves
         hits = found["hit_pages"]
         compared = {
             "of_optimum": hits / best if best else None,

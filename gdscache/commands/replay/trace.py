@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gdscache.commands.replay.garbage import uncollected
 from gdscache.errors import GdsCacheError
 
 BLOCK_TOKENS = 512
@@ -36,6 +37,7 @@ class Request(NamedTuple):
     blocks: tuple[int, ...]
 
 
+@uncollected()
 def read_trace(paths: Sequence[Path]) -> list[Request]:
     """The requests of all files in the order of their timestamps; equal ones as the files have them.
 

@@ -233,14 +233,15 @@ class Traffic:
 
     def _missed(self, i: int, pages: Sequence[Page], hits: int) -> None:
         """Why the pages behind the first `hits` were not found. From now on all pages of the prompt have been seen."""
-        numbers, seen, misses = self._work.prompts[i].pages, self._seen, self.outcome.misses
+        numbers, seen, misses, cold = self._work.prompts[i].pages, self._seen, self.outcome.misses, 0
         for number, page in zip(numbers[hits : len(pages)], pages[hits:], strict=True):
             if not seen[number]:
-                misses["cold"] += 1
+                cold += 1
             elif any(tier.index.has(page.key) for tier in self._manager.tiers.values()):
                 misses["behind"] += 1
             else:
                 misses["absent"] += 1
+        misses["cold"] += cold
         for number in numbers[hits:]:
             seen[number] = 1
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from gdscache.commands.replay.garbage import uncollected
 from gdscache.commands.replay.trace import BLOCK_TOKENS, Request
 from gdscache.errors import InvalidValueError
 from gdscache.limits import KEY_BYTES
@@ -45,19 +44,7 @@ class Workload(NamedTuple):
         return sum(-(-prompt.tokens // BLOCK_TOKENS) for prompt in self.prompts)
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """For what makes many objects that stay: a collection would look at all of them, again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def expand(requests: Sequence[Request], page_tokens: int = BLOCK_TOKENS, *, partial: bool = True) -> Workload:
     """The pages of `page_tokens` tokens of every request.
 
