@@ -149,6 +149,8 @@ def main() -> None:
     if order["gpu"]:
         given |= {"kv_cache_memory_bytes": order["kv_cache"], "gpu_memory_utilization": 0.1}
         given["attention_config"] = {"backend": order["attention"]}
+    else:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else it takes all memory that is free
     started = time.monotonic()
     llm = LLM(
         order["model"],
