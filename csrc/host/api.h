@@ -105,6 +105,9 @@ GDSCACHE_API int32_t gdscache_bare(const struct gdscache_bare_loop* loop, double
 // What is wrong with block numbers: 0 nothing, 1 not all are within [0, limit), 2 one is there twice.
 GDSCACHE_API int32_t gdscache_blocks_fault(const int64_t* blocks, int64_t count, int64_t limit);
 
+// Token ids as uint32: 1, or 0 where one does not fit.
+GDSCACHE_API int32_t gdscache_narrow_tokens(const int64_t* tokens, int64_t count, uint32_t* out);
+
 // Copy `count` rows of `row_bytes` each out of a table, or into it. -EINVAL before the first byte where it has no such
 // row.
 GDSCACHE_API int32_t gdscache_take_rows(const void* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows,

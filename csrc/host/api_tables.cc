@@ -28,6 +28,11 @@ int32_t gdscache_blocks_fault(const int64_t* blocks, int64_t count, int64_t limi
     }
 }
 
+int32_t gdscache_narrow_tokens(const int64_t* tokens, int64_t count, uint32_t* out) {
+    if (count < 0 || (count && (!tokens || !out))) return -EINVAL;
+    return narrow(tokens, count, out);
+}
+
 int32_t gdscache_take_rows(const void* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows,
                            int64_t count, void* out) {
     if (!sound(table, table_rows, row_bytes, rows, count, out)) return -EINVAL;

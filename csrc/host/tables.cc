@@ -46,6 +46,15 @@ Fault fault(const int64_t* blocks, int64_t count, int64_t limit) {
     return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end() ? Fault::kNone : Fault::kTwice;
 }
 
+bool narrow(const int64_t* tokens, int64_t count, uint32_t* out) {
+    uint64_t high = 0;
+    for (int64_t n = 0; n < count; ++n) {
+        high |= static_cast<uint64_t>(tokens[n]) >> 32;
+        out[n] = static_cast<uint32_t>(tokens[n]);
+    }
+    return high == 0;
+}
+
 bool take_rows(const uint8_t* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows, int64_t count,
                uint8_t* out) {
     if (!within(rows, count, table_rows)) return false;

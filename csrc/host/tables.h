@@ -10,6 +10,9 @@ namespace gdscache {
 enum class Fault : int32_t { kNone, kOutside, kTwice };
 Fault fault(const int64_t* blocks, int64_t count, int64_t limit);
 
+// Token ids as uint32. False where one does not fit, for any reason.
+bool narrow(const int64_t* tokens, int64_t count, uint32_t* out);
+
 // Copy rows out of a table, or into it. False, before the first byte, where it has no such row.
 bool take_rows(const uint8_t* table, int64_t table_rows, int64_t row_bytes, const int64_t* rows, int64_t count,
                uint8_t* out);

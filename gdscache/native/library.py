@@ -95,6 +95,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cufile_disk": (_int, (_at, _int, _at, _at, _long)),
     "cufile_bare": (_int, (_at, _int, _int, _long, _long, _int, ctypes.c_uint64, _at)),
     "blocks_fault": (_int, (_at, _long, _long)),
+    "narrow_tokens": (_int, (_at, _long, _at)),
     "take_rows": (_int, (_at, _long, _long, _at, _long, _at)),
     "put_rows": (_int, (_at, _long, _long, _at, _long, _at)),
     "take_unbound": (_int, (_at, _long, _long, _at, _long, _at, _at)),
@@ -123,7 +124,7 @@ _QUICK |= {
 }
 _QUICK |= {"gpu_why", "gpu_api", "gpu_last", "gpu_reached", "gpu_follow"}
 _QUICK |= {"cufile_why", "cufile_text"}
-_QUICK |= {"blocks_fault", "take_rows", "put_rows", "take_unbound"}
+_QUICK |= {"blocks_fault", "narrow_tokens", "take_rows", "put_rows", "take_unbound"}
 _QUICK |= {"signals_open", "signals_hold", "signals_note", "signals_release"}
 # The same that may wait, for waits that are so short that the lock is better kept.
 _KEPT = {"move_wait": "move_wait_kept"}

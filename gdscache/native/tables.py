@@ -24,6 +24,13 @@ def blocks_fault(blocks: npt.NDArray[np.int64], limit: int) -> Literal["", "outs
     return _FAULTS[checked(library().blocks_fault(address(blocks), blocks.size, limit), "blocks_fault")]
 
 
+def narrow_tokens(tokens: bytes) -> npt.NDArray[np.uint32] | None:
+    """int64 token ids, as their bytes, as uint32; None where one does not fit."""
+    found = np.empty(len(tokens) // 8, np.uint32)
+    fits = not found.size or checked(library().narrow_tokens(tokens, found.size, address(found)), "narrow_tokens")
+    return found if fits else None
+
+
 def take_rows(table: npt.NDArray[_T], rows: Any) -> npt.NDArray[_T]:
     """`table[rows]` for a contiguous table and an int64 array or a list of numbers. Raises `NativeCallError`."""
     if 0 in table.shape[1:]:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.native.tables import narrow_tokens
+
 
 def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32] | None:
     """int32 or int64, as they come from tokenizers, where all of them fit in uint32; None: look closer."""
@@ -14,9 +16,7 @@ def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32] | None:
         data = values.tobytes()
         return np.frombuffer(data, "<u4") if data[3::4].isascii() else None
     if values.dtype == np.dtype("<i8"):
-        words = memoryview(values.tobytes()).cast("I")
-        high = words[1::2].tobytes()
-        return np.frombuffer(words[::2].tobytes(), "<u4") if high.count(0) == len(high) else None
+        return narrow_tokens(values.tobytes())
     return None
 
 

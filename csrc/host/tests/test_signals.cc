@@ -178,6 +178,14 @@ void test_tables(Random& random) {
     CHECK(take_rows(table.data(), limit, width, rows.data(), count, out.data()));
     const std::vector<uint8_t> was = table;
     CHECK(put_rows(table.data(), limit, width, rows.data(), count, out.data()) && table == was);
+    std::vector<uint32_t> narrowed(rows.size());
+    CHECK(narrow(rows.data(), count, narrowed.data()));
+    for (size_t n = 0; n < rows.size(); ++n) CHECK(narrowed[n] == rows[n]);
+    if (count) {
+        std::vector<int64_t> wide = rows;
+        wide[random.below(wide.size())] = random.below(2) ? int64_t{1} << 32 : -1;
+        CHECK(!narrow(wide.data(), count, narrowed.data()));
+    }
     if (count) {
         rows.back() = random.below(2) ? limit : -1;
         CHECK(!take_rows(table.data(), limit, width, rows.data(), count, out.data()));
