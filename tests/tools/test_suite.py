@@ -158,8 +158,8 @@ def test_the_suite_finds_an_order_that_loses() -> None:
 
 
 @pytest.mark.suite
-def test_the_default_meets_its_targets_on_fixed_seeds() -> None:
-    report = run(Settings(policies=("lifetime",)))
+def test_the_default_meets_its_targets_on_a_fixed_seed() -> None:
+    report = run(Settings(policies=("lifetime",), seeds=1))  # a seed takes 45 s of a processor
     assert report["targets"]["worst"]["met"], report["policies"]
     assert report["targets"]["fifth_percentile"]["met"], report["policies"]
     assert report["policies"]["lifetime"]["geometric_mean"] >= 1.08
