@@ -132,10 +132,10 @@ class PinnedFetch:
 
     def outpaced(self) -> bool:
         """Whether computing what has not come takes less time than waiting for it, however fast that comes by now."""
-        if self._prefetch is None or self.asking:
+        if self._prefetch is None or not (tiers := self._prefetch.tiers):
             return False
         if not self._slow:
-            self._slow = [0, *itertools.accumulate(name in self._files for name in self._prefetch.tiers)]
+            self._slow = [0, *itertools.accumulate(name in self._files for name in tiers)]
         wanted, verified, size = min(self.wanted, len(self._slow) - 1), self.verified(), self._page_tokens
         begun = self._slow[min(self._prefetch.begun, wanted)]
         left, missing = self._slow[wanted] - begun, max(0, wanted - verified) * size
