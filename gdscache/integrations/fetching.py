@@ -46,7 +46,7 @@ class Fetch(Protocol):
         """How many of the first pages are checked and pinned."""
 
     def outpaced(self) -> bool:
-        """Whether computing what has not come takes less time than waiting for it, however fast that comes by now."""
+        """Whether computing what has not come takes less time than waiting for it, at its best possible pace."""
 
     def crowded(self) -> bool:
         """Whether it ended because the CPU tier has no room for its pages."""
@@ -131,7 +131,7 @@ class PinnedFetch:
         return 0 if self._prefetch is None else min(self._pages, self._prefetch.verified // self._page_tokens)
 
     def outpaced(self) -> bool:
-        """Whether computing what has not come takes less time than waiting for it, however fast that comes by now."""
+        """Whether computing what has not come takes less time than waiting for it, at its best possible pace."""
         if self._prefetch is None or not (tiers := self._prefetch.tiers):
             return False
         if not self._slow:

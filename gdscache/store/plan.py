@@ -230,8 +230,8 @@ class StorePlanner:
             ways[()] = [*range(len(pages))]
         for to, some in ways.items():
             taken = slots[: len(some)]
-            all_ = len(some) == len(pages)
-            of, at = (pages, places) if all_ else ([pages[i] for i in some], [places[i] for i in some])
+            whole = len(some) == len(pages)
+            of, at = (pages, places) if whole else ([pages[i] for i in some], [places[i] for i in some])
             kept = self._manager.expiry.joined_all(of, job.retention)
             entries = landing.index.insert_all(of, taken, PageState.PENDING, kept, leases=1)
             del slots[: len(some)]

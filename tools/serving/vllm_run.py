@@ -77,9 +77,6 @@ class Steps:
     def __init__(self) -> None:
         from gdscache.integrations.vllm.connector import GdsCacheConnector
 
-        self.sides: dict[str, list[list[float]]] = {}  # of each step: seconds, and calls
-        self.calls: Counter[str] = Counter()  # seconds by the name of the call
-        self.empty = 0  # calls of `EMPTY`
         self._inside = False
         self._clear()
         for side, names in (("scheduler", SCHEDULER), ("worker", WORKER)):
@@ -87,9 +84,9 @@ class Steps:
                 setattr(GdsCacheConnector, name, self._timed(side, name, getattr(GdsCacheConnector, name)))
 
     def _clear(self) -> None:
-        self.sides = {"scheduler": [[0.0, 0]], "worker": [[0.0, 0]]}
-        self.calls.clear()
-        self.empty = 0
+        self.sides: dict[str, list[list[float]]] = {"scheduler": [[0.0, 0]], "worker": [[0.0, 0]]}  # seconds, and calls
+        self.calls: Counter[str] = Counter()  # seconds by the name of the call
+        self.empty = 0  # calls of `EMPTY`
 
     def _timed(self, side: str, name: str, method: Any) -> Any:
         def call(*arguments: Any, **more: Any) -> Any:
