@@ -2,7 +2,7 @@
 //
 // One thread owns a disk: it submits, reaps and destroys, and outlives what is under way (the kernel cancels what a
 // thread that ends has submitted). Others may only wake it. Nothing here knows priorities: what is more than the depth
-// waits in the order of its submission, so an executor that has priorities keeps `pending()` near `depth()`.
+// waits in the order of its submission, so an executor that has priorities keeps `pending()` near `room()`.
 
 #pragma once
 
@@ -59,6 +59,8 @@ public:
     // Pieces that have not ended, and how many of them may be under way.
     virtual size_t pending() const = 0;
     virtual size_t depth() const = 0;
+    // Pending pieces from which on an executor keeps more of them back: enough for what moves bytes never to wait for it.
+    virtual size_t room() const = 0;
 
     virtual const char* name() const = 0;
 };

@@ -51,9 +51,9 @@ public:
 
 private:
     struct Call {
-        bool ended, late, foreign_io, foreign_copies, disk;
+        bool ended, late, foreign_io, loads, stores, disk;
         int64_t copies;  // threads
-        bool any() const { return ended || late || foreign_io || foreign_copies || disk || copies != 0; }
+        bool any() const { return ended || late || foreign_io || loads || stores || disk || copies != 0; }
     };
     Call call();
     void wake(const Call& call);
@@ -73,7 +73,8 @@ Executor::Held::Call Executor::Held::call() {
     return {all || news.ended,
             all || news.late,
             all || news.io || news.room,
-            all || news.copies != 0,
+            all || news.loads,
+            all || news.stores,
             executor_.disk_ && !disk_ && (all || news.io || (news.room && moves.crowded())),
             std::min<int64_t>(jobs, executor_.idle_)};
 }
@@ -82,7 +83,9 @@ void Executor::Held::wake(const Call& call) {
     if (call.ended) executor_.ended_.notify_all();
     if (call.late) executor_.late_.notify_all();
     if (call.foreign_io) executor_.foreign_io_.notify_all();
-    if (call.foreign_copies) executor_.foreign_copies_.notify_all();
+    if (call.loads) executor_.loads_.notify_all();
+    if (call.stores) executor_.stores_.notify_all();
+    if (call.loads || call.stores) executor_.foreign_copies_.notify_all();
     for (int64_t n = 0; n < call.copies; ++n) executor_.copies_.notify_one();
     if (call.disk) executor_.disk_->wake();
 }
@@ -220,7 +223,10 @@ const IoJob* Executor::take_io(Nanoseconds until, Waited* waited) {
 const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until, Waited* waited) {
     Held held(*this);
     CopyJob job;
-    *waited = wait_for(held, foreign_copies_, until, [&] { return moves_.take_copy(hands, &job); });
+    std::condition_variable& called = hands == Hands::kForeignLoads    ? loads_
+                                      : hands == Hands::kForeignStores ? stores_
+                                                                       : foreign_copies_;
+    *waited = wait_for(held, called, until, [&] { return moves_.take_copy(hands, &job); });
     if (*waited != Waited::kHappened) return nullptr;
     return &copying_.emplace(job.id, std::move(job)).first->second;
 }
@@ -411,7 +417,7 @@ void Executor::disk_loop() {
     while (!closing_ || !flights.empty()) {
         pieces.clear();
         IoJob job;
-        const auto room = [&] { return disk_->pending() + pieces.size() < 2 * disk_->depth(); };
+        const auto room = [&] { return disk_->pending() + pieces.size() < disk_->room(); };
         while (!closing_ && room() && moves_.take_io(false, &job)) {
             held.let_go();
             auto made = flight(std::move(job));

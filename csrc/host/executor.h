@@ -127,8 +127,10 @@ private:
     const int32_t reserve_space_;
     const Pool* const pool_;
     std::mutex lock_;
-    // For ends of moves and groups, ends of what was late, foreign I/O, foreign copies, and copies of ours.
-    std::condition_variable ended_, late_, foreign_io_, foreign_copies_, copies_;
+    // For ends of moves and groups, ends of what was late, foreign I/O, foreign copies (those of loads, those of stores,
+    // any), and copies of ours. A call for nothing costs its caller, too: to signal a condition may wait for threads
+    // that were called before and are not awake yet.
+    std::condition_variable ended_, late_, foreign_io_, loads_, stores_, foreign_copies_, copies_;
     int32_t idle_ = 0;  // threads of ours that wait for copies
     Moves moves_;
     std::map<int64_t, IoJob> ios_;  // foreign, under way

@@ -79,6 +79,7 @@ struct Limits {
     int64_t copy_bytes = 2 << 20;
     int64_t foreign_io_bytes = 32 << 20;
     int64_t foreign_copy_bytes = 64 << 20;
+    int64_t copies = 64;  // with about so many a load into a GPU is copied, of reads that land
 };
 
 // A page of a job. `slot`: of the files; `at`: where the first byte that moves lies, from the memory's first byte.

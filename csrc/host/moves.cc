@@ -86,9 +86,11 @@ void Moves::add(Move& move, std::vector<Way> ways) {
         for (int32_t& todo : move.todo) todo += static_cast<int32_t>(way.pages);
         for (int32_t& unread : move.unread) unread += read ? static_cast<int32_t>(way.pages) : 0;
         move.spec.ways.push_back(std::move(way));
+        const Way& of = move.spec.ways.back();
+        if (move.work != Work::kWrite) tell(move, of, read ? 1 : of.pages * limits_.extent_bytes);
     }
     move.turn = {-1, -1};  // it may come again
-    news_.copies += 1 + (move.work == Work::kWrite ? 0 : added * limits_.extent_bytes);
+    ++news_.copies;        // its deadline may be the next
     if (move.work != Work::kGather) news_.io = true;
 }
 
@@ -108,7 +110,7 @@ void Moves::cancel(int64_t id) {
     Move& move = at(id);
     if (move.over || move.work != Work::kLoad) return;
     move.cancelled = news_.io = true;
-    ++news_.copies;
+    tell_all(move);
     for (int32_t way = 0; way < move.ways(); ++way) call_off(move, way);
     settle(move);
 }
@@ -179,7 +181,7 @@ void Moves::judge(Move& move, int32_t row, Status status) {
         if (move.cells[cell] == Cell::kDone) continue;
         end_cell(move, row, group);
         if (!read || !(passes ? !move.there[cell] : group >= move.next[row])) continue;
-        if (--move.unread[group] == 0) ++news_.copies;
+        if (--move.unread[group] == 0) tell_all(move);
     }
 }
 
@@ -202,7 +204,7 @@ void Moves::expire(Nanoseconds now) {
 
 void Moves::pass_deadline(Move& move) {
     move.expired = news_.io = news_.room = true;
-    ++news_.copies;
+    tell_all(move);
     for (auto& [id, reading] : readings_) {
         if (reading->move != &move || reading->left == 0 || reading->late) continue;
         reading->late = true;

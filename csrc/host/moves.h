@@ -32,7 +32,9 @@ struct IoEnd {
 struct News {
     bool io = false;      // files: a new move, one that reads no further, or one whose next files are others'
     bool room = false;    // files: fewer bytes are in flight, or more slots of the reserve are free
-    int64_t copies = 0;   // bytes that may be copied, about; at least 1 where a thread has to look
+    int64_t copies = 0;   // bytes that threads of ours may copy, about; at least 1 where one has to look
+    bool loads = false;   // foreign copies into planes
+    bool stores = false;  // ... and out of them
     bool ended = false;   // a group of layers is ready, or a move has ended
     bool late = false;    // late I/O has ended
 };
@@ -131,7 +133,13 @@ private:
     bool others_turn(Move& move, int32_t way, int32_t files, bool foreign);
     void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
     bool fits(int64_t bytes, bool foreign);
+    int32_t memory(const Way& way) const;
+    bool foreign(const Move& move, const Way& way) const;
+    void tell(const Move& move, const Way& way, int64_t bytes);
+    void tell_all(const Move& move);
     void landed(Move& move, Reading& reading, int32_t page);
+    void may_be_copied(Move& move, int32_t group, int32_t way);
+    bool too_few(const Move& move, int32_t group, int32_t way) const;
     bool next_copy(Move& move, bool foreign, CopyJob* job);
     void announce(Move& move, int32_t group);
     bool fill_copy(Move& move, int32_t group, int32_t way, bool foreign, CopyJob* job);

@@ -6,7 +6,6 @@ namespace gdscache {
 
 namespace {
 
-constexpr int64_t kCopies = 64;        // a load into a GPU is copied with about so many, of reads that land
 constexpr int64_t kLarge = 8 << 20;    // bytes of a move that nobody finds in a cache again
 
 }  // namespace
@@ -31,6 +30,49 @@ bool Moves::next_copy(Move& move, bool foreign, CopyJob* job) {
     return false;
 }
 
+// The memory that a way's bytes are copied from or to, or are looked at in.
+int32_t Moves::memory(const Way& way) const {
+    if (spaces_[way.source].kind == Space::Kind::kPlanes) return way.target;
+    if (spaces_[way.source].kind != Space::Kind::kFiles) return way.source;
+    if (!way.places.empty()) return way.through;
+    return spaces_[way.target].kind == Space::Kind::kPlanes ? reserve_space_ : way.target;
+}
+
+// Whether threads of others copy what a way brings.
+bool Moves::foreign(const Move& move, const Way& way) const {
+    if (const int32_t where = memory(way); where >= 0 && spaces_[where].foreign) return true;
+    if (spaces_[way.source].kind == Space::Kind::kPlanes) return spaces_[way.source].foreign;
+    return spaces_[way.target].kind == Space::Kind::kPlanes && !move.cancelled && spaces_[way.target].foreign;
+}
+
+// There is something to copy, or to look after, for those that copy what a way brings.
+void Moves::tell(const Move& move, const Way& way, int64_t bytes) {
+    if (!foreign(move, way)) news_.copies += bytes;
+    else if (move.work == Work::kGather) news_.stores = true;
+    else news_.loads = true;
+}
+
+void Moves::tell_all(const Move& move) {
+    for (const Way& way : move.spec.ways) tell(move, way, 1);
+}
+
+// Pages of a group have landed. Whoever copies is called when that is worth a job, and not for each page.
+void Moves::may_be_copied(Move& move, int32_t group, int32_t way) {
+    if (move.unread[group] == 0) tell_all(move);
+    else if (!too_few(move, group, way)) tell(move, move.spec.ways[way], 1 + move.spec.groups[group].bytes(false));
+}
+
+// Whether more pages of a group are to land before those that have are copied into a GPU: each copy costs somebody.
+bool Moves::too_few(const Move& move, int32_t group, int32_t way) const {
+    const Way& of = move.spec.ways[way];
+    if (!reads(of) || move.ios == 0 || move.unread[group] == 0 || !foreign(move, of)) return false;
+    const Group& some = move.spec.groups[group];
+    const int64_t part = std::max<int64_t>(1, some.end - some.begin);
+    const int64_t most = std::max<int64_t>(1, limits_.foreign_copy_bytes / part);
+    const int64_t wanted = std::min<int64_t>(most, static_cast<int64_t>(move.rows()) * move.groups() / limits_.copies);
+    return static_cast<int64_t>(move.copies(group, way).landed.size()) < std::max<int64_t>(1, wanted);
+}
+
 // Say, once, that a group is ready.
 void Moves::announce(Move& move, int32_t group) {
     if (move.announced[group] || move.todo[group] != move.queued[group]) return;
@@ -46,14 +88,7 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
     const bool gather = source.kind == Space::Kind::kPlanes;
     const bool resident = source.kind != Space::Kind::kFiles;
     const bool moves = gather || (spaces_[way.target].kind == Space::Kind::kPlanes && !move.cancelled);
-    const int32_t memory = gather     ? way.target
-                           : resident ? way.source
-                           : way.places.empty() && spaces_[way.target].kind == Space::Kind::kPlanes
-                               ? reserve_space_
-                           : way.places.empty() ? way.target
-                                                : way.through;
-    const int32_t planes = gather ? way.source : way.target;
-    if ((spaces_[memory].foreign || (moves && spaces_[planes].foreign)) != foreign) return false;
+    if (this->foreign(move, way) != foreign) return false;
     const Group& group = move.spec.groups[group_number];
     Move::Copyable& copyable = move.copies(group_number, way_number);
     std::erase_if(copyable.landed, [&](const Move::Landed& landed) {  // first: others may wait for its place
@@ -79,10 +114,7 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
     const int64_t part = gather ? limits_.extent_bytes : std::max<int64_t>(1, group.end - group.begin);
     const int64_t bytes = foreign ? limits_.foreign_copy_bytes : limits_.copy_bytes;
     const int64_t most = std::max<int64_t>(1, bytes / part);
-    if (foreign && move.ios != 0 && !resident && move.unread[group_number] != 0) {  // few copies: each costs somebody
-        const int64_t wanted = std::min<int64_t>(most, static_cast<int64_t>(move.rows()) * move.groups() / kCopies);
-        if (static_cast<int64_t>(copyable.landed.size()) < std::max<int64_t>(1, wanted)) return false;
-    }
+    if (too_few(move, group_number, way_number)) return false;
     auto copying = std::make_unique<Copying>();
     *job = CopyJob{};
     auto add = [&](int32_t row, int64_t slot, int64_t at, Reading* reading) {
@@ -125,7 +157,7 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
     job->move = move.id;
     job->large = static_cast<int64_t>(move.rows()) * limits_.extent_bytes > kLarge;
     job->copy = !moves ? Copy::kDigest : gather ? Copy::kGather : Copy::kScatter;
-    job->memory = memory;
+    job->memory = memory(way);
     job->first = gather ? 0 : group.first;
     job->last = gather ? limits_.layers : group.last;
     const bool part_only = job->window_slots != 0;

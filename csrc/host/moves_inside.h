@@ -82,6 +82,7 @@ struct Moves::Move {
     bool pending(int32_t row) const { return outcome.statuses[row] == Status::kPending; }
     size_t cell(int32_t row, int32_t of) const { return static_cast<size_t>(row) * groups() + of; }
     Copyable& copies(int32_t of, int32_t by) { return copyable[static_cast<size_t>(by) * groups() + of]; }
+    const Copyable& copies(int32_t of, int32_t by) const { return copyable[static_cast<size_t>(by) * groups() + of]; }
 
     // The way that has the next I/O: the first of those that are at the least group. Their number where none has any.
     int32_t next_way() const {

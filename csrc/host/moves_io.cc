@@ -203,7 +203,7 @@ bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
     const bool all = reading.left == 0;
     if (all) {
         --(reading.late ? move.late_ios : move.ios);
-        if (move.ios == 0) ++news_.copies;  // as few as there are
+        if (move.ios == 0) tell_all(move);  // as few as there are
         let_go(reading);
     }
     settle(move);
@@ -241,7 +241,6 @@ void Moves::end_late(Move& move, int32_t row) {
 void Moves::landed(Move& move, Reading& reading, int32_t page) {
     const Transfer& one = reading.pages[page];
     if (!move.pending(one.row)) return;
-    news_.copies += 1 + reading.part;
     move.there[move.cell(one.row, reading.group)] = 1;
     if (reading.slots != 0) {
         const Group& group = move.spec.groups[reading.group];
@@ -249,6 +248,7 @@ void Moves::landed(Move& move, Reading& reading, int32_t page) {
         move.copies(reading.group, reading.way)
             .landed.push_back({one.row, page, one.at + group.begin - group.alone_start, &reading});
         ++reading.copies;
+        may_be_copied(move, reading.group, reading.way);
         return;
     }
     const Way& way = move.spec.ways[reading.way];
@@ -258,6 +258,7 @@ void Moves::landed(Move& move, Reading& reading, int32_t page) {
         --move.unread[next];
         const int64_t at = extent + move.spec.groups[next].begin;
         move.copies(next, reading.way).landed.push_back({one.row, slot, at, nullptr});
+        may_be_copied(move, next, reading.way);
     }
 }
 

@@ -42,6 +42,7 @@ public:
 
     size_t pending() const override { return pending_; }
     size_t depth() const override { return flights_.size(); }
+    size_t room() const override { return 2 * flights_.size(); }
     const char* name() const override { return "ring"; }
 
 private:

@@ -24,6 +24,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kMostThreads = 1024;
+constexpr size_t kRoom = 16;  // pieces a thread: one of 256 KiB takes a thread 0.1 ms, and to be called takes as long
 
 class SystemCaller final : public Caller {
 public:
@@ -106,6 +107,7 @@ public:
 
     size_t pending() const override { return pending_; }
     size_t depth() const override { return wanted_; }
+    size_t room() const override { return kRoom * wanted_; }
     const char* name() const override { return name_; }
 
 private:
@@ -138,6 +140,7 @@ private:
     }
 
     void serve() {
+        give_way();
         const std::unique_ptr<Caller> caller = make_();
         std::vector<Piece> pieces;
         std::vector<Part> parts;

@@ -163,7 +163,7 @@ class GroupSizes:
 
     least: int = GROUP_BYTES
     first: int = FIRST_BYTES
-    parts: int = 4
+    parts: int = 8
 
     def paced(self, bytes_per_second: float | None) -> GroupSizes:
         """With a first group of what takes `FIRST_SECONDS` at a measured speed; as they are where none is known.

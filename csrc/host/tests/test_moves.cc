@@ -38,6 +38,7 @@ World drawn_world(Random& random) {
         *limit = between(random, 1, 6 * limits.extent_bytes);
     }
     limits.flying_bytes = between(random, 1, 12 * limits.extent_bytes);
+    if (random.below(2)) limits.copies = between(random, 1, 20);
     for (int32_t space = 0; space < kSpaces; space++) {
         world.spaces.push_back({space < kCpu ? Kind::kPlanes : space < kSsd ? Kind::kMemory : Kind::kFiles});
         world.sums.emplace_back(kSlots * limits.layers);
@@ -169,7 +170,13 @@ private:
         const News news = moves_.take_news();
         if (news.io || (news.room && moves_.crowded())) asleep_io_[false] = false;
         if (news.io || news.room) asleep_io_[true] = false;
-        if (news.copies != 0) std::fill(std::begin(asleep_copies_), std::end(asleep_copies_), false);
+        const std::pair<Hands, bool> called[] = {{Hands::kOurs, news.copies != 0},
+                                                 {Hands::kForeign, news.loads || news.stores},
+                                                 {Hands::kForeignLoads, news.loads},
+                                                 {Hands::kForeignStores, news.stores}};
+        for (const auto& [hands, some] : called) {
+            if (some) asleep_copies_[static_cast<size_t>(hands)] = false;
+        }
         std::set<std::pair<int64_t, int32_t>> ends;
         for (const auto& [id, book] : model_.books) {
             if (!moves_.knows(id)) continue;

@@ -118,6 +118,7 @@ class InferenceEngine:
             self.cancel(request)
         while self._parked:
             self._parked.reclaim(wait=True)
+        self._prefills.report()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -202,9 +203,9 @@ class InferenceEngine:
         for request, count in good.items():
             request.computed += count
         ends = [(number, request) for number, request in enumerate(rows) if request in good]
+        self._prefills.report()  # of steps before this one, while the device works and nobody waits
         if logits is not None and ends:
             self._sample(ends, logits)
-        self._prefills.report()
         for request in good:
             self._store(request)
         for _, request in ends:

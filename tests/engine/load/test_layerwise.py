@@ -105,12 +105,23 @@ def uniform(layer_bytes: int, layers: int) -> PageLayout:
 def test_groups_begin_small_grow_and_end_small() -> None:
     layout = uniform(256 << 10, 32)
     sizes = [len(group) for group in read_groups(layout, 100)]
-    assert sizes == [1, 2, 4, 8, 8, 5, 2, 1, 1]
+    assert sizes == [1, 2, 4, 4, 4, 4, 4, 4, 3, 1, 1]
     assert [layout.read_span(group) for group in read_groups(layout, 100)][:2] == [
         (0, 256 << 10),
         (256 << 10, 768 << 10),
     ]
-    assert [len(group) for group in read_groups(layout, 4)] == [4, 8, 8, 6, 6]  # 4 MiB at least
+    assert [len(group) for group in read_groups(layout, 4)] == [4] * 8  # 4 MiB at least
+
+
+@pytest.mark.parametrize("pages", [4, 16, 115, 506])
+def test_a_model_as_fast_as_the_reads_waits_for_one_largest_group(pages: int) -> None:
+    layout = uniform(256 << 10, 32)
+    groups = read_groups(layout, pages)
+    read = computed = 0
+    for group in groups:
+        read += len(group)
+        computed = max(read, computed) + len(group)
+    assert computed == 32 + max(map(len, groups)) <= 32 + 32 // 4
 
 
 @pytest.mark.parametrize(("layer_bytes", "pages"), [(4096, 1000), (GROUP_BYTES // 32, 1000), (256 << 10, 0)])
