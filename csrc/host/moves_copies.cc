@@ -6,7 +6,22 @@ namespace gdscache {
 
 namespace {
 
-constexpr int64_t kLarge = 8 << 20;    // bytes of a move that nobody finds in a cache again
+constexpr int64_t kLarge = 8 << 20;  // bytes of a move that nobody finds in a cache again
+
+template <typename Landed>
+bool is_whole(const Landed& landed) {
+    return landed.reading->left == 0;
+}
+
+// The pages of one window come first, in their order there, so that their copies are one: of the first that is whole.
+template <typename Landed>
+void gather_window(std::deque<Landed>& landed) {
+    const auto whole = std::find_if(landed.begin(), landed.end(), is_whole<Landed>);
+    const auto* const reading = (whole == landed.end() ? landed.begin() : whole)->reading;
+    const auto end = std::stable_partition(landed.begin(), landed.end(),
+                                           [reading](const Landed& one) { return one.reading == reading; });
+    std::sort(landed.begin(), end, [](const Landed& one, const Landed& other) { return one.slot < other.slot; });
+}
 
 }  // namespace
 
@@ -62,10 +77,12 @@ void Moves::may_be_copied(Move& move, int32_t group, int32_t way) {
     else if (!too_few(move, group, way)) tell(move, move.spec.ways[way], 1 + move.spec.groups[group].bytes(false));
 }
 
-// Whether more pages of a group are to land before those that have are copied into a GPU: each copy costs somebody.
+// Whether more pages of a group are to land before those that have are copied into a GPU: each copy costs somebody. What
+// passes through the reserve is copied window by window, and waits no longer: the next reads need its slots.
 bool Moves::too_few(const Move& move, int32_t group, int32_t way) const {
     const Way& of = move.spec.ways[way];
     if (!reads(of) || move.ios == 0 || move.unread[group] == 0 || !foreign(move, of)) return false;
+    if (passes(of)) return std::ranges::none_of(move.copies(group, way).landed, is_whole<Move::Landed>);
     const Group& some = move.spec.groups[group];
     const int64_t part = std::max<int64_t>(1, some.end - some.begin);
     const int64_t most = std::max<int64_t>(1, limits_.foreign_copy_bytes / part);
@@ -130,6 +147,7 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
             if (move.pending(row)) add(row, slot, slot * limits_.extent_bytes + group.begin, nullptr);
         }
     }
+    if (foreign && passes(way) && !copyable.landed.empty()) gather_window(copyable.landed);
     while (!copyable.landed.empty() && static_cast<int64_t>(job->pages.size()) < most) {
         const Move::Landed& landed = copyable.landed.front();
         if (foreign && !job->pages.empty() && landed.reading != copying->readings.back()) break;  // one window a job

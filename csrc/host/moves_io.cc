@@ -204,6 +204,7 @@ bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
     if (all) {
         --(reading.late ? move.late_ios : move.ios);
         if (move.ios == 0) tell_all(move);  // as few as there are
+        else if (reading.copies != 0) may_be_copied(move, reading.group, reading.way);  // a window is whole
         let_go(reading);
     }
     settle(move);

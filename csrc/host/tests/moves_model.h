@@ -250,6 +250,9 @@ public:
             }
         }
         CHECK(!job.pages.empty() && job.blocks == blocks);
+        const auto behind = [](const Transfer& one, const Transfer& other) { return one.slot >= other.slot; };
+        const bool window = foreign && job.window_slots != 0;  // whose pages are copied as they lie there
+        CHECK(!window || std::ranges::adjacent_find(job.pages, behind) == job.pages.end());
         ++book.copies;
         copies[job.id] = {job, group};
     }
