@@ -118,8 +118,12 @@ class Costs:
 
     def measured(self, tiers: Collection[str]) -> bool:
         """Whether there are enough figures of prefills, and of loads from each of `tiers`, to decide by."""
-        fits = [self.tiers.get(tier) for tier in tiers if tier != "gpu"]
-        return self.prefill.enough and all(fit is not None and fit.enough for fit in fits)
+        return self.prefill.enough and all(tier == "gpu" or self.knows(tier) for tier in tiers)
+
+    def knows(self, tier: str) -> bool:
+        """Whether there are enough figures of loads from a tier."""
+        fit = self.tiers.get(tier)
+        return fit is not None and fit.enough
 
     def maybe_faster(self, tiers: Collection[str]) -> bool:
         """Whether the last load from one of `tiers` was far faster than expected, and no change is established yet."""

@@ -42,8 +42,9 @@ class Prefetcher:
         self._loader = loader
         self._planner = loader.planner
         self._held = held
-        pages = max(1, limits.prefetch_bytes // layout.extent_bytes)
-        self._queue = PrefetchQueue(pages, limits.prefetch_chunks, held, self._ended)
+        self._most = max(1, limits.prefetch_bytes // layout.extent_bytes)
+        self._first = max(1, limits.prefetch_first // layout.extent_bytes)
+        self._queue = PrefetchQueue(self._most, limits.prefetch_chunks, held, self._ended)
         self._live: dict[PrefetchRequest, PrefetchWork] = {}
         self._requests = 0
         self._ends: Counter[str] = Counter()
@@ -222,6 +223,7 @@ class Prefetcher:
                 return
             request, most = turn
             work = self._live[request]
+            most = min(most, self._chunk_pages(request))
             plan = self._planner.plan_prefetch(work.pages, work.at, most, work.keep)
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(self._give_up, plan)
@@ -244,6 +246,11 @@ class Prefetcher:
                 self._queue.begin(request, chunk=False, left=work.left)
             if plan.then in _ENDS:
                 self._queue.stop(request, _ENDS[plan.then])
+
+    def _chunk_pages(self, request: PrefetchRequest) -> int:
+        """Pages of its next chunk: few at first where a tier is not measured, so that a slow one is soon known."""
+        known = all(self._manager.costs.knows(tier.name) for tier in self._manager.files)
+        return self._most if known else min(self._most, self._first << request.chunks)
 
     def _time(self, request: PrefetchRequest, tier: str) -> None:
         """What a tier's pages take counts from a prefetch's first chunk to its last: one chunk says little."""

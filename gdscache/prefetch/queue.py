@@ -115,16 +115,17 @@ class PrefetchRequest:
     `end` is why it ends; it is over when no chunk of it is `flying` any more.
 
     `until`: when its pins end, by the queue's clock; None: it has none. Those with pins are bounded by these, not by
-    the quota. `short`: there are pages for which they had no room.
+    the quota. `short`: there are pages for which they had no room. `chunks`: of it that have begun.
     """
 
-    __slots__ = ("begun", "end", "flying", "pages", "parked", "short", "swept", "until")
+    __slots__ = ("begun", "chunks", "end", "flying", "pages", "parked", "short", "swept", "until")
 
     def __init__(self, pages: int, until: float | None = None, *, short: bool = False) -> None:
         self.of(pages, until, short=short)
         self.begun = 0.0
         self.parked: float | None = None  # not looked at before this time
         self.swept = 0  # unused pages that were looked for since it found the quota used up
+        self.chunks = 0
         self.flying = 0
         self.end: PrefetchEnd | None = None
 
@@ -207,6 +208,7 @@ class PrefetchQueue:
         """The request has begun a chunk (or skipped pages that are there), and has up to `left` pages to go."""
         request.pages = left
         if chunk:
+            request.chunks += 1
             request.flying += 1
             self.flying += 1
             if self._held_back is not None:

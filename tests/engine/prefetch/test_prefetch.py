@@ -144,6 +144,20 @@ def test_slots_are_taken_for_what_the_ssd_has_chunk_by_chunk(open_host: OpenHost
     assert len(index) == 5
 
 
+@pytest.mark.parametrize(("measured", "begun"), [(3, 1 + 2), (4, 4 + 4)])
+def test_first_chunks_are_small_until_a_tier_is_measured(open_host: OpenHost, measured: int, begun: int) -> None:
+    limits = dataclasses.replace(PAGEWISE, prefetch_bytes=4 * EXTENT, prefetch_first=EXTENT, prefetch_chunks=2)
+    host = slow_host(open_host, limits=limits)
+    tokens = stored(host, 1, 12)
+    for _ in range(measured):
+        host.engine.manager.costs.observe_load("ssd", 4 * EXTENT, 0.1)
+    with PLAN.rule(Op.READ, Fault.HANG):
+        prefetch = host.engine.prefetch(tokens)
+        until(lambda: PLAN.held == begun, "two chunks are under way")
+        assert prefetch.begun == begun
+    assert ended(prefetch) == (12, "complete")
+
+
 def test_what_is_there_already_is_not_read(open_host: OpenHost) -> None:
     host = slow_host(open_host)
     tokens = stored(host, 1, 6)
