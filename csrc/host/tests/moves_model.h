@@ -253,6 +253,10 @@ public:
         const auto behind = [](const Transfer& one, const Transfer& other) { return one.slot >= other.slot; };
         const bool window = foreign && job.window_slots != 0;  // whose pages are copied as they lie there
         CHECK(!window || std::ranges::adjacent_find(job.pages, behind) == job.pages.end());
+        const bool more = book.ios != 0 && std::ranges::any_of(book.rows, [&](const Row& row) {
+            return from_files(way(book, row)) && sure(row) && row.cells[group].read != Reading::kThere;
+        });
+        CHECK(!window || !more || !ios.contains(book.rows[job.pages[0].row].cells[group].io));  // all of it is there
         ++book.copies;
         copies[job.id] = {job, group};
     }
