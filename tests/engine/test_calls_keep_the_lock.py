@@ -35,7 +35,9 @@ def test_no_call_gives_the_lock_up(shim: Path, thread: str, loads: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert min(found.pop("os.stat")) > 0, "the shim counts nothing"
-    assert len(found) == 8, "kinds of calls"
-    # What a call waits for (a lock that a thread of ours has just then) is not its own doing, and on a busy machine
-    # half of the loads meet that. So one call of each kind without it tells.
-    assert not any(map(min, found.values())), found
+    assert len(found) == 5, "kinds of calls"
+    # What a call waits for (a lock that a thread of ours has just then) is not its own doing. It is rare, but for loads
+    # in parts, whose first pages land while it takes the lock for the next: there one call without it tells.
+    place = {"at once": 2, "in parts": 0}[loads]
+    usual = {call: sorted(times)[len(times) * place // 4] for call, times in found.items()}
+    assert not any(usual.values()), found
