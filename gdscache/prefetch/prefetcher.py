@@ -42,9 +42,8 @@ class Prefetcher:
         self._loader = loader
         self._planner = loader.planner
         self._held = held
-        self._most = max(1, limits.prefetch_bytes // layout.extent_bytes)
-        self._first = max(1, limits.prefetch_first // layout.extent_bytes)
-        self._queue = PrefetchQueue(self._most, limits.prefetch_chunks, held, self._ended)
+        pages, first = (max(1, n // layout.extent_bytes) for n in (limits.prefetch_bytes, limits.prefetch_first))
+        self._queue = PrefetchQueue(pages, limits.prefetch_chunks, held, self._ended, first_pages=first)
         self._live: dict[PrefetchRequest, PrefetchWork] = {}
         self._requests = 0
         self._ends: Counter[str] = Counter()
@@ -216,21 +215,22 @@ class Prefetcher:
 
     def _pump(self) -> None:
         """Begin what may begin. The lock is held."""
-        self._manager.pins.end_due()
+        manager = self._manager
+        manager.pins.end_due()
         while not self._closed:
-            turn = self._queue.next(demand=self._loader.loads > 0)
+            measured = all(manager.costs.knows(tier.name) for tier in manager.files)
+            turn = self._queue.next(demand=self._loader.loads > 0, measured=measured)
             if turn is None:
                 return
             request, most = turn
             work = self._live[request]
-            most = min(most, self._chunk_pages(request))
             plan = self._planner.plan_prefetch(work.pages, work.at, most, work.keep)
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(self._give_up, plan)
                 there = [work.at + i for i, moves in enumerate(plan.found) if not moves]
                 chunk, numbers = plan.chunk, work.take(plan)
                 if work.claim is not None:
-                    self._manager.pins.fill(work.claim, there)
+                    manager.pins.fill(work.claim, there)
                 elif chunk.pages:
                     self._held.begin(page.key for page in chunk.pages)
                 if chunk.pages:
@@ -246,11 +246,6 @@ class Prefetcher:
                 self._queue.begin(request, chunk=False, left=work.left)
             if plan.then in _ENDS:
                 self._queue.stop(request, _ENDS[plan.then])
-
-    def _chunk_pages(self, request: PrefetchRequest) -> int:
-        """Pages of its next chunk: few at first where a tier is not measured, so that a slow one is soon known."""
-        known = all(self._manager.costs.knows(tier.name) for tier in self._manager.files)
-        return self._most if known else min(self._most, self._first << request.chunks)
 
     def _time(self, request: PrefetchRequest, tier: str) -> None:
         """What a tier's pages take counts from a prefetch's first chunk to its last: one chunk says little."""

@@ -1,6 +1,6 @@
 """What prefetches may do, and when: turns, chunks, the quota, and how each one ends. No bytes, no threads, no torch.
 
-A prefetch moves in *chunks* of a few MiB, requests in turn. While a load is under way none begins, but one every
+A prefetch moves in *chunks*, requests in turn. While a load is under way none begins, but one every
 `DEMAND_PAUSE_S`, so that loads without end cannot starve it. Time comes from a clock that the caller gives.
 """
 
@@ -140,7 +140,8 @@ class PrefetchQueue:
     """Whose turn it is. `ended` is called for each request when it is over, once but after `recount`. The caller locks.
 
     Requests go round, a chunk of up to `chunk_pages` each, `concurrent` of them at once: while one waits for its turn,
-    no other gets two chunks more.
+    no other gets two chunks more. `first_pages`: of a request's first chunk while a tier is not measured; the next ones
+    have twice as many each. So a slow tier is soon known.
     """
 
     def __init__(
@@ -151,8 +152,11 @@ class PrefetchQueue:
         ended: Callable[[PrefetchRequest], None],
         clock: Callable[[], float] = time.monotonic,
         most: int = MOST,
+        *,
+        first_pages: int = 1,
     ) -> None:
         self._most = most
+        self._first_pages = first_pages
         self._concurrent = concurrent
         self._chunk_pages = chunk_pages
         self._pages = pages
@@ -179,8 +183,9 @@ class PrefetchQueue:
         else:
             self._turns.append(request)
 
-    def next(self, *, demand: bool) -> tuple[PrefetchRequest, int] | None:
+    def next(self, *, demand: bool, measured: bool = True) -> tuple[PrefetchRequest, int] | None:
         """The request that may begin a chunk now, and of how many pages at most. `demand`: a load is under way.
+        `measured`: what every tier takes is known.
 
         The answer is `begin` or `park`, or `stop`. Ends requests whose time is up, or for which the quota is used up.
         """
@@ -190,7 +195,8 @@ class PrefetchQueue:
         while (request := self._ready(now)) is not None:
             if self._waits(now, demand=demand):
                 return None
-            most = min(self._chunk_pages, request.pages, self._pages.room if request.until is None else request.pages)
+            chunk = self._chunk_pages if measured else min(self._chunk_pages, self._first_pages << request.chunks)
+            most = min(chunk, request.pages, self._pages.room if request.until is None else request.pages)
             if most:
                 request.swept = 0
                 return request, most

@@ -203,7 +203,7 @@ class InferenceEngine:
         for request, count in good.items():
             request.computed += count
         ends = [(number, request) for number, request in enumerate(rows) if request in good]
-        self._prefills.report()  # of steps before this one, while the device works and nobody waits
+        self._prefills.report()  # while the device works and nobody waits
         if logits is not None and ends:
             self._sample(ends, logits)
         for request in good:
