@@ -42,7 +42,7 @@ class Onward {
 public:
     Onward(const BareLoop& loop, int64_t slots) : loop_(loop), entered_(*loop.cuda), stream_(loop.cuda->open_stream(false)) {
         try {
-            for (int64_t n = 0; n < slots; ++n) events_.push_back(loop.cuda->open_event(false));
+            for (int64_t n = 0; n < slots; ++n) events_.push_back(loop.cuda->open_event(EventUse::kOrder));
         } catch (const CudaError&) {
             close();
             throw;

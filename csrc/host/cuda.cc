@@ -10,9 +10,10 @@ namespace {
 
 // Values of cuda.h.
 constexpr int kNotReady = 600;
-constexpr unsigned kNonBlocking = 1, kNoTiming = 2, kPortable = 1;
+constexpr unsigned kNonBlocking = 1, kBlockingSync = 1, kNoTiming = 2, kPortable = 1;
 constexpr int kSourceInStreamOrder = 1;
 constexpr int kRelaxedCapture = 2;
+constexpr int kUnified = 4;
 
 struct Location {
     int type, id;
@@ -21,6 +22,20 @@ struct CopyAttributes {
     int source_order;
     Location source, target;
     unsigned flags;
+};
+
+// CUDA_MEMCPY2D; the driver finds out what an address is of.
+struct Copy2D {
+    struct End {
+        size_t x = 0, y = 0;
+        int type = kUnified;
+        void* host = nullptr;
+        uint64_t address = 0;
+        void* array = nullptr;
+        size_t pitch = 0;
+    };
+    End from, to;
+    size_t width = 0, height = 0;
 };
 
 using Batch13 = int (*)(uint64_t*, uint64_t*, size_t*, size_t, CopyAttributes*, size_t*, size_t, CudaStream);
@@ -47,6 +62,7 @@ struct Cuda::Functions {
     int (*host_allocate)(void**, size_t, unsigned);
     int (*host_free)(void*);
     int (*copy)(uint64_t, uint64_t, size_t, CudaStream);
+    int (*copy_rows)(const Copy2D*, CudaStream);
     int (*copy_to_host)(void*, uint64_t, size_t);
     int (*launch)(CudaFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CudaStream, void**,
                   void**);
@@ -85,6 +101,7 @@ Cuda::Cuda(const char* library, void* context) : context_(context) {
     find(&made->host_allocate, "cuMemHostAlloc");
     find(&made->host_free, "cuMemFreeHost");
     find(&made->copy, "cuMemcpyAsync");
+    find(&made->copy_rows, "cuMemcpy2DAsync_v2");
     find(&made->copy_to_host, "cuMemcpyDtoH_v2");
     find(&made->launch, "cuLaunchKernel");
     find(&made->error_name, "cuGetErrorName");
@@ -144,9 +161,10 @@ void Cuda::synchronize(CudaStream stream) const {
     check("cuStreamSynchronize", functions_->stream_synchronize(stream));
 }
 
-CudaEvent Cuda::open_event(bool timed) const {
+CudaEvent Cuda::open_event(EventUse use) const {
+    constexpr unsigned kFlags[] = {kNoTiming, kNoTiming | kBlockingSync, 0};
     CudaEvent event = nullptr;
-    check("cuEventCreate", functions_->event_create(&event, timed ? 0 : kNoTiming));
+    check("cuEventCreate", functions_->event_create(&event, kFlags[static_cast<int>(use)]));
     return event;
 }
 
@@ -209,6 +227,14 @@ void Cuda::copy(const CopyList& list, size_t first, size_t last, CudaStream stre
             ? reinterpret_cast<Batch13>(batch_)(to, from, bytes, count, &attributes, &zero, 1, stream)
             : reinterpret_cast<Batch12>(batch_)(to, from, bytes, count, &attributes, &zero, 1, &failed, stream);
     check("cuMemcpyBatchAsync", code);
+}
+
+void Cuda::copy(const CopyRows& rows, CudaStream stream) const {
+    Copy2D copy;
+    copy.from.address = rows.from, copy.from.pitch = rows.from_step;
+    copy.to.address = rows.to, copy.to.pitch = rows.to_step;
+    copy.width = rows.bytes, copy.height = rows.rows;
+    check("cuMemcpy2DAsync", functions_->copy_rows(&copy, stream));
 }
 
 void Cuda::copy_to_host(void* to, uint64_t from, size_t bytes) const {

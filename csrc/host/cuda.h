@@ -20,6 +20,10 @@ using CudaStream = void*;    // CUstream
 using CudaEvent = void*;     // CUevent
 using CudaFunction = void*;  // CUfunction
 
+// What an event is for, besides the order of streams: a thread sleeps until it happened, and keeps no core from those
+// that read; or it keeps the time, for `seconds`.
+enum class EventUse { kOrder, kSleep, kTime };
+
 // A list of copies: entry i goes from `from[i]` to `to[i]`.
 struct CopyList {
     std::vector<uint64_t> to, from;
@@ -37,6 +41,12 @@ struct CopyList {
     }
     size_t size() const { return to.size(); }
     void clear() { to.clear(), from.clear(), bytes.clear(); }
+};
+
+// Copies of `bytes` each, every one behind the one before by `to_step` and `from_step` bytes, which are no fewer.
+struct CopyRows {
+    uint64_t to, from;
+    size_t bytes, to_step, from_step, rows;
 };
 
 // Calls for one device. They throw `CudaError`, but for those that end something, and need its context to be current.
@@ -68,8 +78,8 @@ public:
     void close_stream(CudaStream stream) const noexcept;
     void synchronize(CudaStream stream) const;
 
-    // `timed`: it keeps the time, for `seconds`. One that was never recorded has happened.
-    CudaEvent open_event(bool timed) const;
+    // One that was never recorded has happened.
+    CudaEvent open_event(EventUse use) const;
     void close_event(CudaEvent event) const noexcept;
     void record(CudaEvent event, CudaStream stream) const;
     void follow(CudaStream stream, CudaEvent event) const;
@@ -84,6 +94,8 @@ public:
 
     // Entries [first, last) of a list, by one call where the driver has such batches and `pinned` says that it may.
     void copy(const CopyList& list, size_t first, size_t last, CudaStream stream, bool pinned) const;
+    // Between page-locked memory and the GPU's, or within that: one call, whatever the number of rows.
+    void copy(const CopyRows& rows, CudaStream stream) const;
     void copy_to_host(void* to, uint64_t from, size_t bytes) const;  // and wait for it
     void launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,
                 CudaStream stream) const;

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <iterator>
+#include <ranges>
 #include <utility>
 
 #include "gpu_chunks.h"
@@ -13,6 +14,7 @@ namespace gdscache {
 
 namespace {
 
+constexpr int64_t kMostStep = INT32_MAX;  // bytes between rows of one copy that every GPU takes
 constexpr int64_t kAnchorAge = 5'000'000'000;  // ns: then events give milliseconds that are 0.5 us apart
 
 }  // namespace
@@ -52,13 +54,16 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
     if (kernels_.gather == nullptr) copies.route = Route::kCopyEngine;
     const bool alone = copies.route == Route::kCopyEngine;
     const int64_t origin = planes_.bounds[copies.first], span = planes_.bounds[copies.last] - origin;
+    const auto [least, largest] = std::ranges::minmax(planes_.planes | std::views::transform(&PlaneRuns::block_stride));
     Transfer transfer{copies,
                       queued,
                       origin,
                       span,
                       up(span, 16) * 16,
                       std::max(planes_.blocks, copies.extents.slots) > INT32_MAX,
-                      copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks)};
+                      copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks),
+                      kMostStep / copies.extents.stride,
+                      least > 0 ? kMostStep / largest : 0};
     Lane& lane = copies.load ? loads_ : stores_;
     const std::lock_guard held(lane.lock);
     const bool traced = traced_;
@@ -144,7 +149,7 @@ Gpu::~Gpu() {
 CudaEvent Gpu::timed_event() {
     const std::lock_guard held(times_lock_);
     if (timed_.empty()) {
-        all_timed_.push_back(cuda_.open_event(true));
+        all_timed_.push_back(cuda_.open_event(EventUse::kTime));
         return all_timed_.back();
     }
     const CudaEvent event = timed_.back();
@@ -174,7 +179,7 @@ void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
         return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
     };
     if (anchored_ == 0 || clock() - anchored_ > kAnchorAge) {
-        if (anchor_ == nullptr) anchor_ = cuda_.open_event(true);
+        if (anchor_ == nullptr) anchor_ = cuda_.open_event(EventUse::kTime);
         if (anchors_ == nullptr) anchors_ = cuda_.open_stream(true);
         const int64_t before = clock();
         cuda_.record(anchor_, anchors_);

@@ -122,6 +122,7 @@ public:
 private:
     struct Transfer;
     struct Chunk;
+    struct Stretch;
 
     Points& points_of(int64_t point);
     void run(Lane& lane, Transfer& transfer);
@@ -130,6 +131,8 @@ private:
     void store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void look_and_copy(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const;
+    void copy_stretch(Lane& lane, const Transfer& transfer, const Stretch& stretch) const;
+    void add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer, const PlaneRuns& plane) const;
     void bring_table(const Chunk& chunk, CudaStream stream) const;
     void stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void submit(Lane& lane, const Transfer& transfer, const CopyList& list) const;

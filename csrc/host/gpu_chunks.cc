@@ -17,8 +17,6 @@ constexpr int64_t kListedBytes = 3520;  // of block indices that fit among a ker
 constexpr int64_t kLaunchTiles = 1 << 30;
 constexpr int64_t kLayerWords = 4;  // of the table
 
-constexpr int64_t kBatch = 256;  // copies of one call: it starts when all are submitted, at some 0.4 us each
-constexpr size_t kFirstPieces = 128;  // of a list: the first are on the bus while the next are made out
 constexpr int64_t kFirstStore = 4;  // a store's first chunk is smaller by so much: its copies wait for its kernel
 
 constexpr int32_t kStagedThreads = 256;
@@ -127,71 +125,6 @@ void Gpu::look_and_copy(Lane& lane, const Transfer& transfer, const Chunk& chunk
     launch(lane, transfer, chunk);
     cuda_.record(chunk.segment->done, lane.kernels);
     if (!load) copy_pieces(lane, transfer, chunk.first, end);
-}
-
-void Gpu::bring_table(const Chunk& chunk, CudaStream stream) const {
-    if (chunk.table == nullptr) return;
-    CopyList list;
-    list.add(chunk.segment->table, reinterpret_cast<uint64_t>(chunk.table), static_cast<size_t>(chunk.table_bytes), true);
-    cuda_.copy(list, 0, 1, stream, true);
-}
-
-// Copies of a chunk's pages between extents and ring, neighbours joined. A load's table goes with the first of them: by
-// itself, so small a copy takes as long as a large one.
-void Gpu::stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
-    const bool load = transfer.copies.load;
-    CopyList list;
-    if (load && chunk.table != nullptr) {
-        list.add(chunk.segment->table, reinterpret_cast<uint64_t>(chunk.table), static_cast<size_t>(chunk.table_bytes),
-                 true);
-    }
-    for (int64_t page = 0; page < chunk.pages; ++page) {
-        const uint64_t ring = chunk.segment->data + static_cast<uint64_t>(page * transfer.stride);
-        const uint64_t host = transfer.part(chunk.first + page);
-        const bool apart = page == 0 || transfer.fenced(chunk.first + page);
-        list.add(load ? ring : host, load ? host : ring, static_cast<size_t>(transfer.span), apart);
-    }
-    submit(lane, transfer, list);
-}
-
-void Gpu::submit(Lane& lane, const Transfer& transfer, const CopyList& list) const {
-    const bool pinned = transfer.copies.extents.pinned || transfer.copies.extents.device;
-    for (size_t first = 0; first < list.size(); first += kBatch) {
-        cuda_.copy(list, first, std::min(list.size(), first + static_cast<size_t>(kBatch)), lane.copies, pinned);
-    }
-}
-
-// Straight between extents and planes. Neighbours are joined, never across two planes, which may be two allocations side
-// by side, nor across two pages, which may lie in two registrations of host memory.
-void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const {
-    const PageCopies& copies = transfer.copies;
-    CopyList list;
-    size_t most = kFirstPieces;
-    for (int64_t page = first; page < end; ++page) {
-        const int64_t* const blocks = copies.blocks + page * planes_.page_blocks;
-        const uint64_t part = transfer.part(page);
-        for (int32_t layer = copies.first; layer < copies.last; ++layer) {
-            const int64_t layer_at = planes_.bounds[layer] - transfer.origin;
-            for (int32_t n = planes_.first_plane[layer]; n < planes_.first_plane[layer + 1]; ++n) {
-                const PlaneRuns& plane = planes_.planes[n];
-                const int64_t runs = (plane.end - plane.start) / plane.run_bytes;
-                for (int64_t run = 0; run < runs; ++run) {
-                    const int64_t block = blocks[run / plane.runs_per_block];
-                    const int64_t in_planes = plane.base + block * plane.block_stride +
-                                              run % plane.runs_per_block * plane.run_stride;
-                    const auto there = static_cast<uint64_t>(in_planes);
-                    const uint64_t here = part + static_cast<uint64_t>(layer_at + plane.start + run * plane.run_bytes);
-                    const auto size = static_cast<size_t>(plane.run_bytes);
-                    list.add(copies.load ? there : here, copies.load ? here : there, size, run == 0);
-                }
-            }
-        }
-        if (list.size() >= most || page + 1 == end) {
-            submit(lane, transfer, list);
-            list.clear();
-            most = kBatch;
-        }
-    }
 }
 
 // --- kernels

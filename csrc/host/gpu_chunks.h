@@ -11,13 +11,21 @@ namespace gdscache {
 
 inline int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
 
+// Pages whose slots, and whose blocks, are equal steps apart: one copy for all of them, a row each.
+struct Gpu::Stretch {
+    const int64_t* pages;
+    int64_t count;
+    int64_t slots, blocks;  // from a page to the next
+};
+
 // One call of `queue`, on the host's side.
 struct Gpu::Transfer {
     const PageCopies& copies;
     QueuedCopies& queued;
-    int64_t origin, span, stride;  // of the layers in an extent, and of a page in the ring
-    bool wide, on_gpu;             // indices of 64 bits; checksums by a kernel
-    int64_t at = 0;                // the next page
+    int64_t origin, span, stride;     // of the layers in an extent, and of a page in the ring
+    bool wide, on_gpu;                // indices of 64 bits; checksums by a kernel
+    int64_t most_slots, most_blocks;  // from a row of one copy to the next
+    int64_t at = 0;                   // the next page
     bool begun = false;
 
     int64_t item() const { return wide ? 8 : 4; }
@@ -25,10 +33,13 @@ struct Gpu::Transfer {
         const ExtentSlots& extents = copies.extents;
         return extents.address + static_cast<uint64_t>(copies.slots[page] * extents.stride + origin - extents.origin);
     }
-    bool fenced(int64_t page) const {
+    // Whether two pages lie in two registrations of host memory.
+    bool fenced(int64_t page, int64_t other) const {
         const int64_t fence = copies.extents.fence;
-        return fence != 0 && page != 0 && copies.slots[page] / fence != copies.slots[page - 1] / fence;
+        return fence != 0 && copies.slots[page] / fence != copies.slots[other] / fence;
     }
+    // As many pages as go together, of `count` in the order of their slots.
+    Stretch stretch(const int64_t* pages, int64_t count, int64_t page_blocks) const;
     template <typename Index>
     void write(Index* to, int64_t first, int64_t pages, int64_t page_blocks, bool with_slots) const {
         const int64_t count = pages * page_blocks;

@@ -23,7 +23,7 @@ Points::~Points() {
 int64_t Points::record(CudaStream stream, int64_t turn) {
     const std::lock_guard held(lock_);
     look();
-    if (free_.empty()) free_.push_back(cuda_.open_event(false));
+    if (free_.empty()) free_.push_back(cuda_.open_event(EventUse::kSleep));
     cuda_.record(free_.back(), stream);
     last_ = turn * kStep + which_;
     marks_.push_back({last_, free_.back(), 0});
@@ -135,7 +135,7 @@ Lane::Lane(const Cuda& cuda, size_t share, size_t least, size_t table, bool for_
 Lane::~Lane() { close(); }
 
 CudaEvent Lane::event() {
-    events_.push_back(cuda_.open_event(false));
+    events_.push_back(cuda_.open_event(EventUse::kOrder));
     return events_.back();
 }
 

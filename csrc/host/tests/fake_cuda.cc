@@ -61,6 +61,20 @@ struct Attributes {
     unsigned flags;
 };
 
+// CUDA_MEMCPY2D.
+struct Rows {
+    struct End {
+        size_t x, y;
+        int type;
+        void* host;
+        uint64_t address;
+        void* array;
+        size_t pitch;
+    };
+    End from, to;
+    size_t width, height;
+};
+
 int batch(uint64_t* to, uint64_t* from, size_t* bytes, size_t count, Attributes* attributes, size_t* starts,
           size_t n_attributes, void* handle) {
     CALLED_WITHIN("cuMemcpyBatchAsync");
@@ -185,6 +199,7 @@ DRIVER int cuStreamWaitEvent(void* stream, void* event, unsigned) {
 
 DRIVER int cuEventCreate(void** event, unsigned flags) {
     CALLED_WITHIN("cuEventCreate");
+    if (flags > 3) return kInvalid;
     *event = new Event(!(flags & 2));
     ++living[kEvents];
     return 0;
@@ -275,6 +290,24 @@ DRIVER int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void* stream)
     stream_at(stream)->push([=] {
         await_copies();
         std::memcpy(memory().any(to, bytes), memory().any(from, bytes), bytes);
+    });
+    return 0;
+}
+
+DRIVER int cuMemcpy2DAsync_v2(const Rows* rows, void* stream) {
+    CALLED_WITHIN("cuMemcpy2DAsync_v2");
+    const auto at = [](const Rows::End& end, size_t row) { return end.address + row * end.pitch; };
+    for (const Rows::End* const end : {&rows->from, &rows->to}) {
+        if (end->x || end->y || end->type != 4 || end->host || end->array) return kInvalid;
+        if (end->pitch < rows->width || end->pitch > INT32_MAX || !rows->width || !rows->height) return kInvalid;
+        memory().mapped(end->address, (rows->height - 1) * end->pitch + rows->width);
+    }
+    stream_at(stream)->push([=, copy = *rows] {
+        await_copies();
+        for (size_t row = copy.height; row-- > 0;) {  // in no order
+            std::memcpy(memory().mapped(at(copy.to, row), copy.width), memory().mapped(at(copy.from, row), copy.width),
+                        copy.width);
+        }
     });
     return 0;
 }

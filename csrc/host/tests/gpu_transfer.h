@@ -21,15 +21,16 @@ public:
         last = static_cast<int32_t>(between(random_, first + 1, planes.layers));
         if (random_.below(30) == 0) last = first;
         std::vector<int64_t> chosen = pages;
-        shuffle(random_, chosen);
+        const bool tidy = random_.below(3) == 0;  // neighbours, as where nothing was given back yet
+        if (!tidy) shuffle(random_, chosen);
         if (random_.below(3) == 0) std::sort(chosen.begin(), chosen.end());
-        const bool few = random_.below(2) == 0;
+        const bool few = !tidy && random_.below(2) == 0;
         chosen.resize(static_cast<size_t>(between(random_, random_.below(30) ? 1 : 0,
                                                   few ? 1 : static_cast<int64_t>(chosen.size()))));
         for (const int64_t page : chosen) {
             std::vector<int64_t> some(static_cast<size_t>(planes.page_blocks));
             std::iota(some.begin(), some.end(), page * planes.page_blocks);
-            if (random_.below(2)) shuffle(random_, some);
+            if (!tidy && random_.below(2)) shuffle(random_, some);
             blocks.insert(blocks.end(), some.begin(), some.end());
         }
         count = static_cast<int64_t>(chosen.size());
@@ -41,7 +42,7 @@ public:
         const int64_t n_slots = std::max<int64_t>(1, count + between(random_, 0, 3));
         slots.resize(static_cast<size_t>(n_slots));
         std::iota(slots.begin(), slots.end(), 0);
-        if (random_.below(2)) shuffle(random_, slots);
+        if (!tidy && random_.below(2)) shuffle(random_, slots);
         slots.resize(static_cast<size_t>(count));
         kind = static_cast<Extents>(random_.below(3));
         const int64_t offset = step(3);

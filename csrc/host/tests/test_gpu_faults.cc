@@ -15,7 +15,8 @@ constexpr const char* kFunctions[] = {
     "cuCtxPushCurrent_v2", "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority", "cuStreamSynchronize",
     "cuStreamWaitEvent",   "cuEventCreate",               "cuEventRecord",              "cuEventQuery",
     "cuEventSynchronize",  "cuEventElapsedTime",          "cuMemAlloc_v2",              "cuMemHostAlloc",
-    "cuMemcpyBatchAsync",  "cuMemcpyAsync",               "cuMemcpyDtoH_v2",            "cuLaunchKernel",
+    "cuMemcpyBatchAsync",  "cuMemcpyAsync",               "cuMemcpy2DAsync_v2",         "cuMemcpyDtoH_v2",
+    "cuLaunchKernel",
 };
 
 struct Shape {

@@ -142,7 +142,7 @@ void events(const Driver& driver) {
     const Cuda& cuda = of.copier->gpu().cuda();
     const Cuda::Entered entered(cuda);
     const CudaStream stream = cuda.open_stream(false);
-    const CudaEvent event = cuda.open_event(false);
+    const CudaEvent event = cuda.open_event(EventUse::kOrder);
     const Way way = out_of_memory(rig, 6);
     const auto spoil = [](void* of_rig) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
