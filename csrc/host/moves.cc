@@ -6,6 +6,20 @@
 
 namespace gdscache {
 
+namespace {
+
+// Pages behind those of a way. Without the memory for them it is as it was.
+void append(Way* way, const Way& more) {
+    const auto join = [](auto* to, const auto& from) { to->insert(to->end(), from.begin(), from.end()); };
+    way->sources.reserve(way->sources.size() + more.sources.size());
+    way->targets.reserve(way->targets.size() + more.targets.size());
+    way->sums.reserve(way->sums.size() + more.sums.size());
+    join(&way->sources, more.sources), join(&way->targets, more.targets), join(&way->sums, more.sums);
+    way->pages += more.pages;
+}
+
+}  // namespace
+
 Moves::Moves(const Limits& limits, std::vector<Space> spaces, int32_t reserve_space, Reserve reserve)
     : limits_(limits), spaces_(std::move(spaces)), reserve_space_(reserve_space), reserve_(std::move(reserve)) {}
 
@@ -79,19 +93,33 @@ void Moves::add(Move& move, std::vector<Way> ways) {
         move.next.resize(rows, 0);
     }
     move.outcome.statuses.resize(rows, Status::kPending);
+    const bool joined = !ways.empty() && move.ways() != 0 && goes_on(move, ways.front());
+    if (joined) append(&move.spec.ways.back(), ways.front());
     for (Way& way : ways) {
         const bool read = move.work == Work::kLoad && reads(way);
-        move.first_row.push_back(move.rows() + static_cast<int32_t>(way.pages));
-        move.cursors.push_back({read || move.work == Work::kWrite ? 0 : groups, 0});
-        for (int32_t& todo : move.todo) todo += static_cast<int32_t>(way.pages);
-        for (int32_t& unread : move.unread) unread += read ? static_cast<int32_t>(way.pages) : 0;
-        move.spec.ways.push_back(std::move(way));
-        const Way& of = move.spec.ways.back();
-        if (move.work != Work::kWrite) tell(move, of, read ? 1 : of.pages * limits_.extent_bytes);
+        const auto pages = static_cast<int32_t>(way.pages);
+        for (int32_t& todo : move.todo) todo += pages;
+        for (int32_t& unread : move.unread) unread += read ? pages : 0;
+        if (joined && &way == &ways.front()) {
+            move.first_row.back() += pages;
+        } else {
+            move.first_row.push_back(move.rows() + pages);
+            move.cursors.push_back({read || move.work == Work::kWrite ? 0 : groups, 0});
+            move.spec.ways.push_back(std::move(way));
+        }
+        if (move.work != Work::kWrite) tell(move, move.spec.ways.back(), read ? 1 : pages * limits_.extent_bytes);
     }
     move.turn = {-1, -1};  // it may come again
     ++news_.copies;        // its deadline may be the next
     if (move.work != Work::kGather) news_.io = true;
+}
+
+// Whether pages lie in the memory that the last ones of a load lie in, and go where those go: copies take both together.
+bool Moves::goes_on(const Move& move, const Way& way) const {
+    const Way& last = move.spec.ways.back();
+    if (move.work != Work::kLoad || reads(way) || way.pages == 0) return false;
+    const bool alike = way.source == last.source && way.target == last.target && way.through == last.through;
+    return alike && way.sums.empty() == last.sums.empty();
 }
 
 bool Moves::reads(const Way& way) const { return spaces_[way.source].kind == Space::Kind::kFiles; }

@@ -123,6 +123,7 @@ private:
 
     Move& at(int64_t move) const { return *moves_.at(move); }
     void add(Move& move, std::vector<Way> ways);
+    bool goes_on(const Move& move, const Way& way) const;
     bool reads(const Way& way) const;
     bool passes(const Way& way) const;
     void call_off(Move& move, int32_t way);

@@ -28,6 +28,7 @@ from gdscache.runtime.threads import log_failure
 
 FIRST_PAGES = 16  # of a large load, and at least `FIRST_BYTES`, are planned before the first of them moves
 FIRST_BYTES = 64 << 20
+PLANNED_BYTES = 1 << 20  # the bus carries them in 20 us: in that time more than one page is planned
 _Request = tuple[Sequence[Page], Blocks, int]
 
 
@@ -121,12 +122,13 @@ class Loader:
     def _begin(
         self, load: LayerwiseLoad, run: LoadRun, plan: LoadPlan, requests: Sequence[_Request], part: int | None
     ) -> None:
-        """Begin in this thread, part by part of a large load, each twice as large as the one before. The rest is left
-        to a thread of the lane: the end too, where that breaks off."""
+        """Begin in this thread, part by part of a large load, each as much larger than the one before as is planned
+        while that is on the bus. The rest is left to a thread of the lane: the end too, where that breaks off."""
+        growth = max(2, self.layout.page_bytes // PLANNED_BYTES)
         try:
             run.begin()
             while part is not None and not plan.whole:
-                part *= 2
+                part *= growth
                 with self.manager.lock:
                     self.planner.go_on(plan, part if plan.asked.left >= 2 * part else None)
                     run.grow(_grown(load, plan, requests))
