@@ -13,6 +13,8 @@ namespace {
 constexpr int64_t kBatch = 256;  // copies of one call: it starts when all are submitted, at some 0.4 us each
 constexpr size_t kFirstPieces = 128;  // of a list: the first are on the bus while the next are made out
 constexpr int64_t kLeastRows = 6;  // of one copy: to queue it takes as long as so many of a list
+// Bytes of pieces that do not go by rows: lists of them fill the bus, in an order that disturbs matrix products less.
+constexpr size_t kListed = 64 << 10;
 
 template <typename Function>
 void for_planes(const GpuPlanes& planes, const PageCopies& copies, const Function& function) {
@@ -57,8 +59,8 @@ void Gpu::submit(Lane& lane, const Transfer& transfer, const CopyList& list) con
     }
 }
 
-// Straight between extents and planes. Pages that lie equal steps apart go by one call for each of their pieces, the
-// pieces of others by lists.
+// Straight between extents and planes: page by page in lists. Small pieces of pages that lie equal steps apart go by one
+// call each, a row a page.
 void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const {
     const PageCopies& copies = transfer.copies;
     const int64_t count = end - first;
@@ -67,23 +69,34 @@ void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64
     std::ranges::sort(pages, {}, [&](int64_t page) { return copies.slots[page]; });
     CopyList list;
     size_t most = kFirstPieces;
-    for (int64_t at = 0; at < count;) {
-        const Stretch stretch = transfer.stretch(&pages[static_cast<size_t>(at)], count - at, planes_.page_blocks);
-        at += stretch.count;
-        if (stretch.count >= kLeastRows) {
-            copy_stretch(lane, transfer, stretch);
-        } else {
-            for (int64_t n = 0; n < stretch.count; ++n) {
-                for_planes(planes_, copies, [&](int32_t layer, const PlaneRuns& plane) {
-                    add_pieces(&list, transfer, stretch.pages[n], layer, plane);
-                });
-            }
-        }
-        if (list.size() < most && at < count) continue;
+    const auto hand_over = [&] {
         submit(lane, transfer, list);
         list.clear();
         most = kBatch;
+    };
+    for (int64_t at = 0; at < count;) {
+        const Stretch stretch = transfer.stretch(&pages[static_cast<size_t>(at)], count - at, planes_.page_blocks);
+        at += stretch.count;
+        if (stretch.count >= kLeastRows && in_rows(transfer, stretch)) {
+            copy_stretch(lane, transfer, stretch);
+            continue;
+        }
+        for (int64_t n = 0; n < stretch.count; ++n) {
+            for_planes(planes_, copies, [&](int32_t layer, const PlaneRuns& plane) {
+                add_pieces(&list, transfer, stretch.pages[n], layer, plane);
+            });
+            if (list.size() >= most) hand_over();
+        }
     }
+    hand_over();
+}
+
+bool Gpu::in_rows(const Transfer& transfer, const Stretch& stretch) const {
+    CopyList list;
+    for_planes(planes_, transfer.copies, [&](int32_t layer, const PlaneRuns& plane) {
+        add_pieces(&list, transfer, stretch.pages[0], layer, plane);
+    });
+    return std::ranges::all_of(list.bytes, [](size_t bytes) { return bytes < kListed; });
 }
 
 void Gpu::copy_stretch(Lane& lane, const Transfer& transfer, const Stretch& stretch) const {

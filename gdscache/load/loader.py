@@ -119,16 +119,20 @@ class Loader:
         first = max(FIRST_PAGES, FIRST_BYTES // self.layout.page_bytes)
         return first if pages > 2 * first else None
 
+    def _next_part(self, part: int) -> int:
+        """The pages of the part behind one of so many: as many as are planned while that is on the bus, two for each
+        at least."""
+        return part * max(2, self.layout.page_bytes // PLANNED_BYTES)
+
     def _begin(
         self, load: LayerwiseLoad, run: LoadRun, plan: LoadPlan, requests: Sequence[_Request], part: int | None
     ) -> None:
         """Begin in this thread, part by part of a large load, each as much larger than the one before as is planned
         while that is on the bus. The rest is left to a thread of the lane: the end too, where that breaks off."""
-        growth = max(2, self.layout.page_bytes // PLANNED_BYTES)
         try:
             run.begin()
             while part is not None and not plan.whole:
-                part *= growth
+                part = self._next_part(part)
                 with self.manager.lock:
                     self.planner.go_on(plan, part if plan.asked.left >= 2 * part else None)
                     run.grow(_grown(load, plan, requests))

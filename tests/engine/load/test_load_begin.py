@@ -209,6 +209,15 @@ def test_which_loads_are_planned_in_parts(
     assert large._first_part(pages) == part
 
 
+@pytest.mark.parametrize(("page_bytes", "following"), [(8 << 20, 128), (4 << 20, 64), (1 << 20, 32), (1 << 18, 32)])
+def test_parts_of_large_pages_grow_faster(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, page_bytes: int, following: int
+) -> None:
+    loads = open_host(model=EVEN, cpu=4).engine.loader
+    monkeypatch.setattr(loads, "layout", SimpleNamespace(page_bytes=page_bytes))
+    assert loads._next_part(16) == following
+
+
 @pytest.mark.usefixtures("_parts")
 @pytest.mark.parametrize("cpu", [16, None])
 def test_reads_begin_before_the_plan_is_whole(

@@ -29,6 +29,7 @@ REFUSE(cuEventElapsedTime)
 REFUSE(cuMemAlloc)
 REFUSE(cuMemFree)
 REFUSE(cuMemcpyDtoH)
+REFUSE(cuMemcpy2DAsync)
 REFUSE(cuLaunchKernel)
 REFUSE(cuThreadExchangeStreamCaptureMode)
 
