@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -80,6 +81,7 @@ def build(kind: str, work: Path) -> list[Path]:
         tests = [test for test in TESTS if "gpu" not in test.stem]
     sources = [*sorted(SOURCES.glob("*.cc")), *tests]
     objects = [work / f"{source.stem}.o" for source in sources]
+    command = [*command, *standard_headers(command, sources, work)]
     jobs = [[*command, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)]
     shared = [str(o) for o in objects if not o.stem.startswith("test_")]
     binaries = [work / source.stem for source in tests]
@@ -93,6 +95,16 @@ def build(kind: str, work: Path) -> list[Path]:
             for _ in pool.map(run, commands):
                 pass
     return binaries
+
+
+def standard_headers(command: list[str], sources: list[Path], work: Path) -> list[str]:
+    """The standard headers that sources include, compiled once for all of them; and what has a compiler take them."""
+    texts = [source.read_text(encoding="utf-8") for source in (*sources, *SOURCES.rglob("*.h"))]
+    names = sorted({name for text in texts for name in re.findall(r"^#include <([a-z_]+)>", text, re.MULTILINE)})
+    header = work / "standard.h"
+    header.write_text("".join(f"#include <{name}>\n" for name in names), encoding="utf-8")
+    run([*command, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+    return ["-include", str(header)]
 
 
 def run(command: list[str]) -> None:
