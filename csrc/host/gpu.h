@@ -38,6 +38,9 @@ struct PageKernels {
 // copies (each wait for them costs some 15 us), and behind a load's last ones, when nothing is copied any more.
 struct ChunkSizes {
     int64_t moved = 512 << 20, looked = 256 << 20, looked_last = 32 << 20;
+    // Of pieces that the copy engine does not take by rows: lists of them fill the bus, in an order that disturbs matrix
+    // products less.
+    int64_t listed = 64 << 10;
 };
 
 // The planes of a pool, and the pages in them.

@@ -13,8 +13,6 @@ namespace {
 constexpr int64_t kBatch = 256;  // copies of one call: it starts when all are submitted, at some 0.4 us each
 constexpr size_t kFirstPieces = 128;  // of a list: the first are on the bus while the next are made out
 constexpr int64_t kLeastRows = 6;  // of one copy: to queue it takes as long as so many of a list
-// Bytes of pieces that do not go by rows: lists of them fill the bus, in an order that disturbs matrix products less.
-constexpr size_t kListed = 64 << 10;
 
 template <typename Function>
 void for_planes(const GpuPlanes& planes, const PageCopies& copies, const Function& function) {
@@ -96,7 +94,7 @@ bool Gpu::in_rows(const Transfer& transfer, const Stretch& stretch) const {
     for_planes(planes_, transfer.copies, [&](int32_t layer, const PlaneRuns& plane) {
         add_pieces(&list, transfer, stretch.pages[0], layer, plane);
     });
-    return std::ranges::all_of(list.bytes, [](size_t bytes) { return bytes < kListed; });
+    return std::ranges::all_of(list.bytes, [&](size_t bytes) { return bytes < static_cast<size_t>(sizes_.listed); });
 }
 
 void Gpu::copy_stretch(Lane& lane, const Transfer& transfer, const Stretch& stretch) const {

@@ -174,7 +174,7 @@ void check_pool(const Driver& driver, uint64_t seed) {
             const Cuda::Entered entered(cuda);
             const size_t staging = pool.staging(random);
             const auto size = [&] { return static_cast<int64_t>(between(random, 1, 8)) * pool.planes.extent_bytes; };
-            const ChunkSizes sizes = random.below(2) ? ChunkSizes{} : ChunkSizes{size(), size(), size()};
+            const ChunkSizes sizes = random.below(2) ? ChunkSizes{} : ChunkSizes{size(), size(), size(), between(random, 1, 200)};
             gpu.emplace(cuda, pool.planes, pool.kernels(driver, kernels, static_cast<int32_t>(between(random, 1, 8))),
                         sizes, staging);
         }
