@@ -134,8 +134,7 @@ private:
     void store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void look_and_copy(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const;
-    bool in_rows(const Transfer& transfer, const Stretch& stretch) const;
-    void copy_stretch(Lane& lane, const Transfer& transfer, const Stretch& stretch) const;
+    bool copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch) const;
     void add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer, const PlaneRuns& plane) const;
     void bring_table(const Chunk& chunk, CudaStream stream) const;
     void stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;

@@ -75,10 +75,7 @@ void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64
     for (int64_t at = 0; at < count;) {
         const Stretch stretch = transfer.stretch(&pages[static_cast<size_t>(at)], count - at, planes_.page_blocks);
         at += stretch.count;
-        if (stretch.count >= kLeastRows && in_rows(transfer, stretch)) {
-            copy_stretch(lane, transfer, stretch);
-            continue;
-        }
+        if (stretch.count >= kLeastRows && copy_rows(lane, transfer, stretch)) continue;
         for (int64_t n = 0; n < stretch.count; ++n) {
             for_planes(planes_, copies, [&](int32_t layer, const PlaneRuns& plane) {
                 add_pieces(&list, transfer, stretch.pages[n], layer, plane);
@@ -89,32 +86,29 @@ void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64
     hand_over();
 }
 
-bool Gpu::in_rows(const Transfer& transfer, const Stretch& stretch) const {
-    CopyList list;
-    for_planes(planes_, transfer.copies, [&](int32_t layer, const PlaneRuns& plane) {
-        add_pieces(&list, transfer, stretch.pages[0], layer, plane);
-    });
-    return std::ranges::all_of(list.bytes, [&](size_t bytes) { return bytes < static_cast<size_t>(sizes_.listed); });
-}
-
-void Gpu::copy_stretch(Lane& lane, const Transfer& transfer, const Stretch& stretch) const {
+// Queue the copies of a stretch, a row a page; false, and nothing, where its pieces are not small.
+bool Gpu::copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch) const {
     const PageCopies& copies = transfer.copies;
     const auto in_extents = static_cast<size_t>(stretch.slots * copies.extents.stride);
     CopyList list;
+    std::vector<CopyRows> all;
     for_planes(planes_, copies, [&](int32_t layer, const PlaneRuns& plane) {
         const auto in_planes = static_cast<size_t>(stretch.blocks * plane.block_stride);
         list.clear();
         add_pieces(&list, transfer, stretch.pages[0], layer, plane);
         for (size_t n = 0; n < list.size(); ++n) {
-            const CopyRows rows{list.to[n],
-                                list.from[n],
-                                list.bytes[n],
-                                copies.load ? in_planes : in_extents,
-                                copies.load ? in_extents : in_planes,
-                                static_cast<size_t>(stretch.count)};
-            cuda_.copy(rows, lane.copies);
+            all.push_back({list.to[n],
+                           list.from[n],
+                           list.bytes[n],
+                           copies.load ? in_planes : in_extents,
+                           copies.load ? in_extents : in_planes,
+                           static_cast<size_t>(stretch.count)});
         }
     });
+    const auto large = [&](const CopyRows& rows) { return rows.bytes >= static_cast<size_t>(sizes_.listed); };
+    if (std::ranges::any_of(all, large)) return false;
+    for (const CopyRows& rows : all) cuda_.copy(rows, lane.copies);
+    return true;
 }
 
 Gpu::Stretch Gpu::Transfer::stretch(const int64_t* pages, int64_t count, int64_t page_blocks) const {

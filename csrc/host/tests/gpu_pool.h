@@ -22,6 +22,7 @@ struct GpuPool {
         pages = between(random, 6, wide_pages ? 12 : 24);
         const int64_t blocks = page_blocks * pages + between(random, 0, 3);
         const int64_t layers = between(random, 1, 4);
+        const bool forwards = random.below(2) == 0;  // every block of every plane lies behind the one before
         planes.bounds = {0};
         planes.first_plane = {0};
         std::vector<int64_t> words, plane_words;
@@ -31,7 +32,7 @@ struct GpuPool {
             for (uint64_t n = 1 + random.below(3); n-- > 0;) {
                 const int64_t row = (wide_pages ? 1 : random.pick(kRowBytes)) * vector;
                 const int64_t gap = random.below(2) ? 0 : vector * between(random, 0, 3);
-                const bool swapped = random.below(3) == 0, backwards = random.below(4) == 0;
+                const bool swapped = random.below(3) == 0, backwards = !forwards && random.below(4) == 0;
                 const int64_t token = (row + gap) * (swapped ? blocks : 1);
                 int64_t block = (row + gap) * (swapped ? 1 : tokens), first = 0;
                 if (backwards) first = (blocks - 1) * block, block = -block;

@@ -174,14 +174,19 @@ void check_pool(const Driver& driver, uint64_t seed) {
             const Cuda::Entered entered(cuda);
             const size_t staging = pool.staging(random);
             const auto size = [&] { return static_cast<int64_t>(between(random, 1, 8)) * pool.planes.extent_bytes; };
-            const ChunkSizes sizes = random.below(2) ? ChunkSizes{} : ChunkSizes{size(), size(), size(), between(random, 1, 200)};
+            ChunkSizes sizes;
+            if (random.below(2) == 0) sizes = {size(), size(), size(), between(random, 1, 200)};
             gpu.emplace(cuda, pool.planes, pool.kernels(driver, kernels, static_cast<int32_t>(between(random, 1, 8))),
                         sizes, staging);
         }
         const bool traced = random.below(3) == 0;
         if (traced) gpu->trace();
         std::vector<std::vector<int64_t>> parts(1 + random.below(3));
-        for (int64_t page = 0; page < pool.pages; page++) parts[random.below(parts.size())].push_back(page);
+        const bool mixed = random.below(2) == 0;  // or each has neighbours
+        for (int64_t page = 0; page < pool.pages; page++) {
+            const auto n = parts.size();
+            parts[mixed ? random.below(n) : static_cast<size_t>(page) * n / static_cast<size_t>(pool.pages)].push_back(page);
+        }
         std::vector<std::thread> threads;
         for (size_t n = 0; n < parts.size(); n++) {
             if (parts[n].empty()) continue;
