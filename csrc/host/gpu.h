@@ -38,9 +38,7 @@ struct PageKernels {
 // copies (each wait for them costs some 15 us), and behind a load's last ones, when nothing is copied any more.
 struct ChunkSizes {
     int64_t moved = 512 << 20, looked = 256 << 20, looked_last = 32 << 20;
-    // Of pieces that the copy engine does not take by rows: lists of them fill the bus, in an order that disturbs matrix
-    // products less.
-    int64_t listed = 64 << 10;
+    int64_t rows = 16;  // pages of one copy, a row each: 32 and more disturb matrix products
 };
 
 // The planes of a pool, and the pages in them.
@@ -134,7 +132,7 @@ private:
     void store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void look_and_copy(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const;
-    bool copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch) const;
+    void copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch) const;
     void add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer, const PlaneRuns& plane) const;
     void bring_table(const Chunk& chunk, CudaStream stream) const;
     void stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;

@@ -57,8 +57,8 @@ void Gpu::submit(Lane& lane, const Transfer& transfer, const CopyList& list) con
     }
 }
 
-// Straight between extents and planes: page by page in lists. Small pieces of pages that lie equal steps apart go by one
-// call each, a row a page.
+// Straight between extents and planes. Pieces of pages that lie equal steps apart go by one call each, a row a page: it is
+// short, and whoever launches a model's kernels waits for the same lock. Other pages go one by one, in lists.
 void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const {
     const PageCopies& copies = transfer.copies;
     const int64_t count = end - first;
@@ -73,9 +73,13 @@ void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64
         most = kBatch;
     };
     for (int64_t at = 0; at < count;) {
-        const Stretch stretch = transfer.stretch(&pages[static_cast<size_t>(at)], count - at, planes_.page_blocks);
+        const int64_t together = std::min(count - at, sizes_.rows);
+        const Stretch stretch = transfer.stretch(&pages[static_cast<size_t>(at)], together, planes_.page_blocks);
         at += stretch.count;
-        if (stretch.count >= kLeastRows && copy_rows(lane, transfer, stretch)) continue;
+        if (stretch.count >= kLeastRows) {
+            copy_rows(lane, transfer, stretch);
+            continue;
+        }
         for (int64_t n = 0; n < stretch.count; ++n) {
             for_planes(planes_, copies, [&](int32_t layer, const PlaneRuns& plane) {
                 add_pieces(&list, transfer, stretch.pages[n], layer, plane);
@@ -86,29 +90,24 @@ void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64
     hand_over();
 }
 
-// Queue the copies of a stretch, a row a page; false, and nothing, where its pieces are not small.
-bool Gpu::copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch) const {
+void Gpu::copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch) const {
     const PageCopies& copies = transfer.copies;
     const auto in_extents = static_cast<size_t>(stretch.slots * copies.extents.stride);
     CopyList list;
-    std::vector<CopyRows> all;
     for_planes(planes_, copies, [&](int32_t layer, const PlaneRuns& plane) {
         const auto in_planes = static_cast<size_t>(stretch.blocks * plane.block_stride);
         list.clear();
         add_pieces(&list, transfer, stretch.pages[0], layer, plane);
         for (size_t n = 0; n < list.size(); ++n) {
-            all.push_back({list.to[n],
-                           list.from[n],
-                           list.bytes[n],
-                           copies.load ? in_planes : in_extents,
-                           copies.load ? in_extents : in_planes,
-                           static_cast<size_t>(stretch.count)});
+            const CopyRows rows{list.to[n],
+                                list.from[n],
+                                list.bytes[n],
+                                copies.load ? in_planes : in_extents,
+                                copies.load ? in_extents : in_planes,
+                                static_cast<size_t>(stretch.count)};
+            cuda_.copy(rows, lane.copies);
         }
     });
-    const auto large = [&](const CopyRows& rows) { return rows.bytes >= static_cast<size_t>(sizes_.listed); };
-    if (std::ranges::any_of(all, large)) return false;
-    for (const CopyRows& rows : all) cuda_.copy(rows, lane.copies);
-    return true;
 }
 
 Gpu::Stretch Gpu::Transfer::stretch(const int64_t* pages, int64_t count, int64_t page_blocks) const {

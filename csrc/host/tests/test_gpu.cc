@@ -175,7 +175,7 @@ void check_pool(const Driver& driver, uint64_t seed) {
             const size_t staging = pool.staging(random);
             const auto size = [&] { return static_cast<int64_t>(between(random, 1, 8)) * pool.planes.extent_bytes; };
             ChunkSizes sizes;
-            if (random.below(2) == 0) sizes = {size(), size(), size(), between(random, 1, 200)};
+            if (random.below(2) == 0) sizes = {size(), size(), size(), between(random, 1, 12)};
             gpu.emplace(cuda, pool.planes, pool.kernels(driver, kernels, static_cast<int32_t>(between(random, 1, 8))),
                         sizes, staging);
         }
