@@ -8,6 +8,7 @@
 
 #include <sys/uio.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -21,6 +22,13 @@ enum class Op : uint8_t { kRead, kWrite };
 constexpr uint32_t kMostFragments = 1024;  // IOV_MAX of Linux
 constexpr int64_t kAlignment = 4096;       // what O_DIRECT wants at most, and an extent's own
 
+// Bytes of a piece's memory whose checksum is wanted as soon as they are read, while they lie in the reader's cache.
+struct Look {
+    const uint8_t* memory;
+    size_t bytes;
+    uint64_t* sum;
+};
+
 // A stretch of a file and where its bytes lie in memory: one system call, if nothing goes wrong.
 struct Piece {
     uint64_t tag;            // the caller's, for its answers
@@ -31,6 +39,8 @@ struct Piece {
     Op op;
     // The kernel copies the bytes (page cache, RAM disk): one of its threads does that, not the thread that submits.
     bool copied;
+    const Look* looks = nullptr;  // of what is read; not every disk takes them, nor any disk those of a piece in parts
+    uint32_t n_looks = 0;
 };
 
 // Fragments [first, first + count) of a piece have ended: nothing touches their memory any more.
@@ -39,6 +49,7 @@ struct Ended {
     uint32_t first, count;
     int32_t error;  // an errno, or 0
     int64_t moved;  // bytes. With error 0, less than the fragments have only at a file's end or on a full one
+    bool looked = false;  // the piece's looks were taken; then these are all of its fragments
 };
 
 class Disk {

@@ -105,14 +105,30 @@ bool Executor::Held::woke() {
     return true;
 }
 
+// A part of each page of a job: bytes of the extent, and the layers that lie wholly in it.
+struct Executor::Share {
+    int64_t start, stop;
+    int32_t first, last;
+};
+
 // A job of ours on its way through the disk.
 struct Executor::Flight {
     IoJob job;
-    Runs runs;
-    std::vector<uint32_t> left;   // fragments of each page that have not ended
-    std::vector<int32_t> errors;  // of each page
-    uint32_t open = 0;            // pages that have not ended
+    std::vector<Share> shares;
+    Runs runs;                     // requests are numbered page by page, and by share
+    std::vector<uint32_t> left;    // fragments of each page that have not ended
+    std::vector<int32_t> errors;   // of each page
+    std::vector<Look> looks;       // in the order of fragments
+    std::vector<size_t> looks_at;  // of each run, and their number at the end
+    std::vector<uint64_t> sums;    // (pages, layers)
+    std::vector<int32_t> summed;   // of each page: layers
+    uint32_t open = 0;             // pages that have not ended
     Nanoseconds begin = 0;
+
+    uint32_t page_of(uint32_t fragment) const {
+        return runs.requests[fragment] / static_cast<uint32_t>(shares.size());
+    }
+    const Share& share_of(uint32_t fragment) const { return shares[runs.requests[fragment] % shares.size()]; }
 };
 
 Executor::Executor(const Limits& limits, std::vector<Space> spaces, std::vector<Place> places, int32_t reserve_space,
@@ -383,30 +399,74 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job) const {
     auto flight = std::make_unique<Flight>();
     const Place& files = places_[job.files];
     uint8_t* const memory = places_[job.memory].memory;
-    const int64_t count = static_cast<int64_t>(files.files.size()), bytes = job.stop - job.start;
+    const int64_t count = static_cast<int64_t>(files.files.size());
+    const int64_t total = (job.stop - job.start) * static_cast<int64_t>(job.pages.size());
+    const int64_t limit = run_bytes(total, static_cast<int>(disk_->depth()));
+    flight->shares = shares(job, limit);
     std::vector<Request> requests;
-    requests.reserve(job.pages.size());
+    requests.reserve(job.pages.size() * flight->shares.size());
     for (const Transfer& page : job.pages) {
         const int64_t number = page.slot / files.stretch, within = page.slot % files.stretch;
-        const int64_t offset = (number / count * files.stretch + within) * limits_.extent_bytes + job.start;
-        requests.push_back({files.files[number % count], offset, reinterpret_cast<uint64_t>(memory + page.at), bytes});
+        const int64_t extent = (number / count * files.stretch + within) * limits_.extent_bytes;
+        for (const Share& share : flight->shares) {
+            const auto address = reinterpret_cast<uint64_t>(memory + page.at + (share.start - job.start));
+            requests.push_back({files.files[number % count], extent + share.start, address, share.stop - share.start});
+        }
     }
-    const int64_t total = bytes * static_cast<int64_t>(requests.size());
-    flight->runs = cut_and_merge(requests, run_bytes(total, static_cast<int>(disk_->depth())));
+    flight->runs = cut_and_merge(requests, limit);
     flight->left.assign(job.pages.size(), 0);
     flight->errors.assign(job.pages.size(), 0);
-    for (const uint32_t request : flight->runs.requests) ++flight->left[request];
+    for (uint32_t n = 0; n < flight->runs.requests.size(); ++n) ++flight->left[flight->page_of(n)];
+    if (job.sums) add_looks(*flight, job);
     flight->open = static_cast<uint32_t>(job.pages.size());
     flight->job = std::move(job);
     flight->begin = now();
     return flight;
 }
 
+// One share of the whole, or where checksums are wanted parts of up to `limit` bytes that end with a layer and a sector, as
+// far as there are such. What is larger is cut on, and nobody looks at it then.
+std::vector<Executor::Share> Executor::shares(const IoJob& job, int64_t limit) const {
+    if (!job.sums) return {{job.start, job.stop, job.first, job.last}};
+    std::vector<Share> made{{job.start, job.start, job.first, job.first}};
+    for (int32_t layer = job.first; layer < job.last; ++layer) {
+        const int64_t stop = layer + 1 == job.last ? job.stop : limits_.bounds[layer + 1];
+        if (layer + 1 != job.last && stop % kAlignment != 0) continue;
+        if (stop - made.back().start > limit && made.back().stop != made.back().start) {
+            made.push_back({made.back().stop, made.back().stop, made.back().last, made.back().last});
+        }
+        made.back().stop = stop;
+        made.back().last = layer + 1;
+    }
+    return made;
+}
+
+// A look for each layer of each share that is one fragment.
+void Executor::add_looks(Flight& flight, const IoJob& job) const {
+    const Runs& runs = flight.runs;
+    flight.sums.resize(job.pages.size() * limits_.layers);
+    flight.summed.assign(job.pages.size(), 0);
+    for (const Run& run : runs.runs) {
+        flight.looks_at.push_back(flight.looks.size());
+        for (uint32_t n = run.first; n < run.first + run.count; ++n) {
+            const Share& share = flight.share_of(n);
+            if (static_cast<int64_t>(runs.fragments[n].iov_len) != share.stop - share.start) continue;
+            const auto* const memory = static_cast<const uint8_t*>(runs.fragments[n].iov_base) - share.start;
+            uint64_t* const sums = flight.sums.data() + flight.page_of(n) * static_cast<size_t>(limits_.layers);
+            for (int32_t layer = share.first; layer < share.last; ++layer) {
+                const int64_t at = limits_.bounds[layer], bytes = limits_.bounds[layer + 1] - at;
+                flight.looks.push_back({memory + at, static_cast<size_t>(bytes), sums + layer});
+            }
+        }
+    }
+    flight.looks_at.push_back(flight.looks.size());
+}
+
 void Executor::disk_loop() {
     std::unordered_map<int64_t, std::unique_ptr<Flight>> flights;
     std::vector<Piece> pieces;
     std::vector<Ended> ended;
-    std::vector<IoEnd> ends;
+    std::vector<IoEnd> ends, looked;
     struct Sent {
         Flight* flight;
         uint32_t first, left;  // fragments
@@ -422,10 +482,14 @@ void Executor::disk_loop() {
             held.let_go();
             auto made = flight(std::move(job));
             const Place& files = places_[made->job.files];
-            for (const Run& run : made->runs.runs) {
+            for (size_t n = 0; n < made->runs.runs.size(); ++n) {
+                const Run& run = made->runs.runs[n];
                 runs.emplace(next_tag, Sent{made.get(), run.first, run.count});
                 pieces.push_back({next_tag++, made->runs.fragments.data() + run.first, run.count, run.fd, run.offset,
                                   made->job.write ? Op::kWrite : Op::kRead, files.copied});
+                if (made->looks.empty()) continue;
+                pieces.back().looks = made->looks.data() + made->looks_at[n];
+                pieces.back().n_looks = static_cast<uint32_t>(made->looks_at[n + 1] - made->looks_at[n]);
             }
             flights.emplace(made->job.id, std::move(made));
             held.take_again();
@@ -441,20 +505,30 @@ void Executor::disk_loop() {
             const uint32_t first = sent.first;
             sent.left -= some.count;
             if (sent.left == 0) runs.erase(some.tag);
-            ends.clear();
+            ends.clear(), looked.clear();
             int64_t moved = some.moved;
             for (uint32_t n = 0; n < some.count; ++n) {
                 const uint32_t fragment = first + some.first + n;
-                const uint32_t page = owner->runs.requests[fragment];
+                const uint32_t page = owner->page_of(fragment);
                 const int64_t wanted = static_cast<int64_t>(owner->runs.fragments[fragment].iov_len);
                 int32_t error = some.error;
                 if (error == 0 && moved < wanted) error = kShort;
                 moved -= std::min(moved, wanted);
                 if (owner->errors[page] == 0) owner->errors[page] = error;
-                if (--owner->left[page] == 0) ends.push_back({static_cast<int32_t>(page), owner->errors[page]});
+                if (some.looked) {
+                    const Share& share = owner->share_of(fragment);
+                    if (wanted == share.stop - share.start) owner->summed[page] += share.last - share.first;
+                }
+                if (--owner->left[page] != 0) continue;
+                const bool all = !owner->summed.empty() && owner->summed[page] == limits_.layers;
+                (all ? looked : ends).push_back({static_cast<int32_t>(page), owner->errors[page]});
             }
-            moves_.io_ended(owner->job.id, ends.data(), static_cast<int64_t>(ends.size()));
-            owner->open -= static_cast<uint32_t>(ends.size());
+            const auto end = [&](const std::vector<IoEnd>& pages, const uint64_t* sums) {
+                owner->open -= static_cast<uint32_t>(pages.size());
+                if (!pages.empty()) moves_.io_ended(owner->job.id, pages.data(), static_cast<int64_t>(pages.size()), sums);
+            };
+            end(ends, nullptr);
+            end(looked, owner->sums.data());
             if (owner->open == 0) {
                 const IoJob& done = owner->job;
                 const auto pages = static_cast<int64_t>(done.pages.size());

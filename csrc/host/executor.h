@@ -110,6 +110,7 @@ public:
 
 private:
     struct Flight;
+    struct Share;
     class Held;
 
     template <typename Ready>
@@ -118,6 +119,8 @@ private:
     void disk_loop();
     void copy(const CopyJob& job, std::vector<uint64_t>* found) const;
     std::unique_ptr<Flight> flight(IoJob job) const;
+    std::vector<Share> shares(const IoJob& job, int64_t limit) const;
+    void add_looks(Flight& flight, const IoJob& job) const;
     void keep(const Span& span);  // with the lock held
     void keep_ready();
 

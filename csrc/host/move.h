@@ -96,6 +96,7 @@ struct IoJob {
     int32_t files = 0, memory = 0;
     int32_t first = 0, last = 0;  // layers
     int64_t start = 0, stop = 0;
+    bool sums = false;  // whoever reads a page's bytes may take the checksums of its layers
     std::vector<Transfer> pages;
 };
 

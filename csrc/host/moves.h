@@ -95,8 +95,9 @@ public:
     bool take_io(bool foreign, IoJob* job);
     // Whether I/O that is not foreign waits for other I/O, or for copies, to end.
     bool crowded() const { return crowded_[false]; }
-    // Some pages of a job have ended. Whether all of them have.
-    bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
+    // Some pages of a job have ended. Whether all of them have. `sums`: (pages of the job, layers), of the bytes of those
+    // that have ended; none where nobody took them.
+    bool io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64_t* sums = nullptr);
     // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory.
     bool take_copy(Hands hands, CopyJob* job);
     // A copy is queued where a GPU does what was queued in order. `point`: by which it is known when; later ones are
@@ -133,12 +134,13 @@ private:
     bool next_write(Move& move, bool foreign, IoJob* job);
     bool others_turn(Move& move, int32_t way, int32_t files, bool foreign);
     void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
+    bool looked_at(const Move& move, const Way& way) const;
     bool fits(int64_t bytes, bool foreign);
     int32_t memory(const Way& way) const;
     bool foreign(const Move& move, const Way& way) const;
     void tell(const Move& move, const Way& way, int64_t bytes);
     void tell_all(const Move& move);
-    void landed(Move& move, Reading& reading, int32_t page);
+    void landed(Move& move, Reading& reading, int32_t page, const uint64_t* sums = nullptr);
     void may_be_copied(Move& move, int32_t group, int32_t way);
     bool too_few(const Move& move, int32_t group, int32_t way) const;
     bool next_copy(Move& move, bool foreign, CopyJob* job);
@@ -147,7 +149,7 @@ private:
     void judge(Move& move, int32_t row, Status status);
     void copied(Move& move, int32_t row, int32_t group);
     void end_cell(Move& move, int32_t row, int32_t group);
-    void end_page(Reading& reading, int32_t page, int32_t error);
+    void end_page(Reading& reading, int32_t page, int32_t error, const uint64_t* sums);
     void end_late(Move& move, int32_t row);
     void let_go(Reading& reading);
     void pass_deadline(Move& move);

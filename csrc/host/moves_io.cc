@@ -118,11 +118,18 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
         job->files = way.source;
         job->start = passes ? group.alone_start : group.start;
         job->stop = passes ? group.alone_stop : group.stop;
+        job->sums = looked_at(move, way);
         issue(move, std::move(reading), job);
         return true;
     }
     if (was_open) settle(move);
     return false;
+}
+
+// Whether pages that were read go no further, and only their checksums are wanted: then who reads them may take these.
+bool Moves::looked_at(const Move& move, const Way& way) const {
+    const bool stays = spaces_[way.target].kind != Space::Kind::kPlanes;
+    return stays && move.groups() == 1 && !way.sums.empty() && !foreign(move, way);
 }
 
 // Whether so many bytes may be in flight, too. One job always may; a read not where the room is owed to a write.
@@ -166,6 +173,7 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
         job->files = way.target;
         job->start = 0;
         job->stop = limits_.extent_bytes;
+        job->sums = false;
         issue(move, std::move(reading), job);
         for (int32_t n; (n = move.next_way()) != move.ways();) {  // it waits no more where nothing is left
             if (move.cursors[n].page != move.spec.ways[n].pages) break;
@@ -192,13 +200,14 @@ void Moves::issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job) {
     readings_.emplace(reading->id, std::move(reading));
 }
 
-bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
+bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64_t* sums) {
     const auto found = readings_.find(job);
     if (found == readings_.end()) return false;
     Reading& reading = *found->second;
     Move& move = *reading.move;
     for (int64_t i = 0; i < count; ++i) {
-        if (!reading.over[ends[i].page]) end_page(reading, ends[i].page, ends[i].error);
+        const int32_t page = ends[i].page;
+        if (!reading.over[page]) end_page(reading, page, ends[i].error, sums ? sums + page * limits_.layers : nullptr);
     }
     const bool all = reading.left == 0;
     if (all) {
@@ -212,7 +221,7 @@ bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
     return all;
 }
 
-void Moves::end_page(Reading& reading, int32_t page, int32_t error) {
+void Moves::end_page(Reading& reading, int32_t page, int32_t error, const uint64_t* sums) {
     Move& move = *reading.move;
     const int32_t row = reading.pages[page].row;
     reading.over[page] = true;
@@ -227,7 +236,7 @@ void Moves::end_page(Reading& reading, int32_t page, int32_t error) {
         if (error != 0) move.outcome.errors.emplace_back(row, error);
         --move.todo[0];
     } else if (error == 0) {
-        landed(move, reading, page);
+        landed(move, reading, page, sums);
     } else {
         judge(move, row, error == kShort ? Status::kShortRead : Status::kIoError);
     }
@@ -238,8 +247,9 @@ void Moves::end_late(Move& move, int32_t row) {
     news_.late = true;
 }
 
-// A page's layers are in memory. Where it stays, they may be copied when those before them are there, too.
-void Moves::landed(Move& move, Reading& reading, int32_t page) {
+// A page's layers are in memory. Where it stays, they may be copied when those before them are there, too. With `sums`
+// nothing is left to do but to compare them: see `looked_at`.
+void Moves::landed(Move& move, Reading& reading, int32_t page, const uint64_t* sums) {
     const Transfer& one = reading.pages[page];
     if (!move.pending(one.row)) return;
     move.there[move.cell(one.row, reading.group)] = 1;
@@ -254,7 +264,16 @@ void Moves::landed(Move& move, Reading& reading, int32_t page) {
     }
     const Way& way = move.spec.ways[reading.way];
     const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
-    const int64_t slot = places[one.row - move.first_row[reading.way]], extent = slot * limits_.extent_bytes;
+    const int64_t number = one.row - move.first_row[reading.way];
+    if (sums != nullptr) {
+        move.next[one.row] = move.groups();
+        --move.unread[0];
+        const bool right = std::equal(sums, sums + limits_.layers, way.sums.data() + number * limits_.layers);
+        if (right) copied(move, one.row, 0);
+        else judge(move, one.row, Status::kChecksum);
+        return;
+    }
+    const int64_t slot = places[number], extent = slot * limits_.extent_bytes;
     for (int32_t& next = move.next[one.row]; next < move.groups() && move.there[move.cell(one.row, next)]; ++next) {
         --move.unread[next];
         const int64_t at = extent + move.spec.groups[next].begin;

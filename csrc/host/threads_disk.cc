@@ -16,6 +16,7 @@
 
 #include "quiet.h"
 #include "threads_disk.h"
+#include "xxh3.h"
 
 namespace gdscache {
 
@@ -192,10 +193,19 @@ private:
             const Part part = parts.back();
             parts.pop_back();
             iovec one;
-            advance(piece, part, caller.transfer(piece, next_call(piece, part, one)), ended, parts);
+            const Call call = next_call(piece, part, one);
+            const int64_t answer = caller.transfer(piece, call);
+            const bool whole = answer == call.bytes && part.count == piece.count;
+            advance(piece, part, answer, ended, parts);
+            if (whole) ended.back().looked = look(piece);
             if (!parts.empty() && !ended.empty()) tell(ended, 0);
         }
         tell(ended, 1);
+    }
+
+    static bool look(const Piece& piece) {
+        for (uint32_t n = 0; n < piece.n_looks; n++) *piece.looks[n].sum = xxh3(piece.looks[n].memory, piece.looks[n].bytes);
+        return piece.n_looks != 0;
     }
 
     // Answers of a piece, and whether it is over.

@@ -121,6 +121,8 @@ public:
             CHECK(cell.read == Reading::kNone && row.verdict == Status::kPending);
             CHECK(n == 0 || page.row > job.pages[n - 1].row);
             CHECK(job.files == (book.store ? of.target : of.source));
+            const bool looks = !book.store && !into_planes(of) && groups(book) == 1 && !of.sums.empty();
+            CHECK(job.sums == (looks && !is_foreign(book, of)));
             CHECK(page.slot == (book.store ? of.targets : of.sources)[row.page]);
             for (int32_t before = 0; before < group; before++) {
                 CHECK(row.cells[before].read != Reading::kNone || !part_of(book, row, before));
@@ -164,8 +166,8 @@ public:
         }
     }
 
-    // Whether all pages of the job have ended. It is gone then.
-    bool io_ended(int64_t id, int32_t page, int32_t error) {
+    // Whether all pages of the job have ended. It is gone then. `sums`: of the page, or null.
+    bool io_ended(int64_t id, int32_t page, int32_t error, const uint64_t* sums) {
         Flying& flight = ios.at(id);
         Booked& book = books.at(flight.job.move);
         Row& row = book.rows[flight.job.pages[page].row];
@@ -180,6 +182,11 @@ public:
                 row.error = error;
             } else if (error) {
                 judge(row, error == kShort ? Status::kShortRead : Status::kIoError);
+            } else if (sums && row.verdict == Status::kPending) {
+                const uint64_t* const stored = way(book, row).sums.data() + row.page * world.limits.layers;
+                const bool right = std::equal(sums, sums + world.limits.layers, stored);
+                row.cells[0].copy = right ? Copying::kDone : Copying::kLost;
+                judge(row, right ? Status::kLoaded : Status::kChecksum);
             }
         }
         if (!flight.left.empty()) return false;

@@ -68,6 +68,34 @@ void cut(Open open) {
     CHECK(outcome.statuses[0] == Status::kIoError && outcome.statuses[1] == Status::kLoaded);
 }
 
+// Pages that are read and go no further are checked by whoever reads them, as far as pieces end with layers and with sectors;
+// else by those that copy. A wrong byte of any layer is found either way.
+void looks(Open open) {
+    for (const int64_t scale : {64, 100, 128}) {
+        Rig rig(open(), 1, 6, scale);
+        rig.executor->trace();
+        CHECK(rig.limits.extent_bytes > 5 << 18);
+        Way way = reads(rig, 1 + kLayers);
+        way.target = kCpu;
+        way.targets = way.sources;
+        for (int32_t layer = 0; layer < kLayers; layer++) {
+            const auto [file, offset] = rig.where(kSsd, 1 + layer);
+            const int64_t at = offset + rig.limits.bounds[layer + 1] - 1;
+            uint8_t byte;
+            CHECK(pread(file, &byte, 1, at) == 1);
+            byte ^= 4;
+            CHECK(pwrite(file, &byte, 1, at) == 1);
+        }
+        const int64_t move = rig.begin(Priority::kPrefetch, after(60), {way}, groups_of(rig.limits, {0}));
+        const Outcome outcome = rig.finish(move);
+        CHECK(outcome.statuses[0] == Status::kLoaded);
+        for (int32_t layer = 0; layer < kLayers; layer++) CHECK(outcome.statuses[1 + layer] == Status::kChecksum);
+        const std::vector<Span> spans = rig.executor->take_spans(1000);
+        const auto by_copier = std::ranges::count(spans, Span::Kind::kDigest, &Span::kind);
+        CHECK((by_copier == 0) == (open == threads && scale == 64));  // scale 100: no sector; 128: a layer over 1 MiB
+    }
+}
+
 // Moves that end without any I/O end at once, not when somebody looks around.
 void refusals(Open open) {
     Rig rig(open());
@@ -143,6 +171,7 @@ int main(int argc, char** argv) {
         CHECK(round_trips(rig, 31, count) == 6 || count < 20);
         faults(open);
         cut(open);
+        looks(open);
         refusals(open);
         stops(open);
         for (uint64_t seed = 0; seed < 10; seed++) abandon(open, seed);
