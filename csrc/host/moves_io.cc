@@ -12,6 +12,7 @@ constexpr int64_t kRounds = 4;         // that share the reserve: while one is c
 }  // namespace
 
 bool Moves::take_io(bool foreign, IoJob* job) {
+    *job = IoJob{};
     crowded_[foreign] = owed_ = false;
     const bool writes_wait = std::any_of(open_.begin(), open_.end(), [](const auto& entry) {
         return entry.second->work == Work::kWrite && !entry.second->all_issued();
@@ -113,7 +114,6 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
             }
         }
         cursor.page = page;
-        job->write = false;
         job->memory = passes ? reserve_space_ : way.places.empty() ? way.target : way.through;
         job->files = way.source;
         job->start = passes ? group.alone_start : group.start;
@@ -171,9 +171,7 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
         job->write = true;
         job->memory = way.source;
         job->files = way.target;
-        job->start = 0;
         job->stop = limits_.extent_bytes;
-        job->sums = false;
         issue(move, std::move(reading), job);
         for (int32_t n; (n = move.next_way()) != move.ways();) {  // it waits no more where nothing is left
             if (move.cursors[n].page != move.spec.ways[n].pages) break;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 REQUESTS = 2000 if torch.cuda.is_available() else 40
 ALIKE = 0.995  # of the requests have the same tokens: the sums of a batch are made in another order each time
-WORSE = 0.01  # than without our cache in the same pool, where fewer are alike there, too (latents on a GPU)
-
-
-def alike(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> float:
-    """The share of requests that have the same tokens."""
-    same = [a["tokens"] == b["tokens"] for a, b in zip(found, wanted, strict=True)]
-    return same.count(True) / len(same)
+WORSE = 0.01  # than without our cache in the same pool, where ties may go either way
 
 
 def test_a_trace_at_a_rate_that_preempts(model: Path, tmp_path: Path) -> None:
@@ -31,8 +24,10 @@ def test_a_trace_at_a_rate_that_preempts(model: Path, tmp_path: Path) -> None:
     small = {**many, "num_gpu_blocks_override": 20 * min(64, REQUESTS // 2)}
     steps = [("ask", {"prompts": prompts, "together": True})]
     alone = parts.run(tmp_path, model, steps, llm={**many, "enable_prefix_caching": False}, limit=1200).answers[1]
-    uncached = parts.run(tmp_path, model, steps, llm=small, limit=1200).answers[1]
-    least = min(ALIKE, alike(uncached, alone) - WORSE)
+    least = ALIKE
+    if parts.TIES:
+        uncached = parts.run(tmp_path, model, steps, llm=small, limit=1200).answers[1]
+        least = parts.alike(uncached, alone) - WORSE
     connector = parts.cache(tmp_path / "ssd", cpu={"capacity": "256MiB"}, ssd={"capacity": "2GiB"})
     for _ in range(2):  # the second run finds the first one's pages on the SSD
         ended = parts.run(tmp_path, model, [*steps, ("drain", {}), ("tell", {})], connector, llm=small, limit=1200)
@@ -40,7 +35,7 @@ def test_a_trace_at_a_rate_that_preempts(model: Path, tmp_path: Path) -> None:
         assert [answer["why"] for answer in found] == ["length"] * len(prompts)
         drifts = [parts.first_drift(a, b) for a, b in zip(found, alone, strict=True)]
         assert max(drifts) < parts.DRIFT, sorted(drifts)[-5:]
-        share = alike(found, alone)
+        share = parts.alike(found, alone)
         print(f"{len(prompts)} requests, {share:.2%} the same tokens, {sum(parts.cached(found))} tokens cached, {told}")
         assert share >= least
         assert sum(parts.cached(found)) > 0
