@@ -19,7 +19,7 @@ MAX_DEVICE_INDEX = 127  # torch keeps the index of a device in a signed byte
 
 KEY_BYTES = 32  # of the key of a page, and of the digest of a namespace
 
-BATCH_BYTES = 128 << 20  # of pages that go on to a tier of files at once, at most ...
+BATCH_BYTES = 256 << 20  # of pages that go on to a tier of files at once, at most ...
 LEAST_BATCH = 8  # ... but so many pages always: a batch costs turns at locks, however few it has
 
 

@@ -149,9 +149,10 @@ private:
         std::vector<Again> again;
         std::unique_lock lock(mutex_);
         for (;;) {
-            work_.wait(lock, [this] { return closing_ || !queue_.empty(); });
-            if (queue_.empty()) return;
-            take_next(*caller, pieces);
+            auto next = queue_.end();
+            work_.wait(lock, [&] { return (next = first_free()) != queue_.end() || closing_; });
+            if (next == queue_.end()) return;
+            take_from(*caller, next, pieces);
             lock.unlock();
             if (pieces.size() == 1) {
                 begin(pieces[0], parts);
@@ -174,17 +175,44 @@ private:
                 again.clear();
             }
             lock.lock();
+            end_turns(pieces);
         }
     }
 
-    // The next piece, and behind it this thread's share of those that may go together with it.
-    void take_next(const Caller& caller, std::vector<Piece>& pieces) {
+    // Whether only one thread at a time gets on with pieces like this: while the kernel copies what is written to a file
+    // it holds the file's lock, and others that want it spin.
+    static bool in_turn(const Piece& piece) { return piece.op == Op::kWrite && piece.copied; }
+
+    bool has_turn(const Piece& piece) const {
+        return in_turn(piece) && std::find(writing_.begin(), writing_.end(), piece.fd) != writing_.end();
+    }
+
+    // The first piece that no other thread keeps from its turn.
+    std::deque<Piece>::iterator first_free() {
+        return std::find_if(queue_.begin(), queue_.end(), [this](const Piece& piece) { return !has_turn(piece); });
+    }
+
+    // A piece, and behind it this thread's share of those that may go together with it.
+    void take_from(const Caller& caller, std::deque<Piece>::iterator next, std::vector<Piece>& pieces) {
         pieces.clear();
         const size_t share = 1 + (queue_.size() - 1) / wanted_;
         do {
-            pieces.push_back(queue_.front());
-            queue_.pop_front();
-        } while (!queue_.empty() && pieces.size() < share && caller.small(pieces[0]) && caller.small(queue_.front()));
+            pieces.push_back(*next);
+            next = queue_.erase(next);
+        } while (next != queue_.end() && pieces.size() < share && caller.small(pieces[0]) && caller.small(*next) &&
+                 !has_turn(*next));
+        for (const Piece& piece : pieces) {
+            if (in_turn(piece) && !has_turn(piece)) writing_.push_back(piece.fd);
+        }
+    }
+
+    // Pieces have ended: the next one of each file they wrote to may begin, by this thread or another.
+    void end_turns(const std::vector<Piece>& pieces) {
+        const size_t before = writing_.size();
+        for (const Piece& piece : pieces) {
+            if (in_turn(piece)) std::erase(writing_, piece.fd);
+        }
+        if (writing_.size() != before && !queue_.empty()) work_.notify_one();
     }
 
     // Everything that is left of a piece.
@@ -230,6 +258,7 @@ private:
     std::mutex mutex_;    // guards what follows
     std::condition_variable work_;
     std::deque<Piece> queue_;
+    std::vector<int32_t> writing_;  // files that a thread writes to, where only one can at a time
     std::vector<Ended> ended_;
     size_t over_ = 0;  // pieces of which all has ended, and that were not taken
     bool closing_ = false;

@@ -76,13 +76,13 @@ class LRUShadow:
     def insert(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
         """The tier stores pages that it lacked: (key, parent), the page before each, there or not; b"": none known."""
         n = len(pages)
-        if n > 1 and (self.pages + n > self.room or self._stored + n >= self.room):  # it may change with one of them
-            for page in pages:
-                self.insert((page,))
-            return
-        self._count(n)
+        one_by_one = self.pages + n > self.room or self._stored + n >= self.room  # `room` may change with one of them
+        if not one_by_one:
+            self._count(n)
         owed, left, recent, aside, children = self.owed, self.left, self._recent, self._aside, self._children
         for key, parent in pages:
+            if one_by_one:
+                self._count(1)
             if key in owed:
                 owed.remove(key)
                 self.lost += 1

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from gdscache.tiers.manager import TierManager
 
 # What one gather, and one write batch, takes at once: each costs turns at the locks that a model's thread wants, too.
-_FIRST_ROUND_BYTES, _ROUND_BYTES, _ROUND_PAGES = 32 << 20, 128 << 20, 512
+_FIRST_ROUND_BYTES, _ROUND_BYTES, _ROUND_PAGES = 32 << 20, 256 << 20, 512
 WATERMARKS = (0.25, 0.5)  # of `write_back`: shares of the landing tier's slots that are dirty
 _UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes for which no byte of a page went out
 _NOBODY = Nobody()

@@ -29,7 +29,7 @@ from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Late
 
 _log = logging.getLogger("gdscache.store")
-_FLIGHTS = 4  # batches under way, the one that is committed with them
+_FLIGHTS = 3  # batches under way, the one that is committed with them
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -8,13 +8,17 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <thread>
 
 #include "../disk.h"
 #include "../faulty_disk.h"
+#include "../threads_disk.h"
 #include "check.h"
 
 using namespace gdscache;
@@ -212,6 +216,72 @@ void faults(Open open) {
     close(file);
 }
 
+// Calls under way, by file and by what they do. A call ends when `enough` says so of all that are, or after a while.
+struct Meeting {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::map<std::pair<int32_t, Op>, int> now, most;
+    std::map<int32_t, std::vector<int64_t>> written;  // offsets, in the order in which they began
+};
+
+class MeetingCaller final : public Caller {
+public:
+    MeetingCaller(Meeting& meeting, int wanted) : meeting_(meeting), wanted_(wanted) {}
+
+    int64_t transfer(const Piece& piece, const Call& call) override {
+        std::unique_lock lock(meeting_.mutex);
+        const std::pair key{piece.fd, piece.op};
+        meeting_.most[key] = std::max(meeting_.most[key], ++meeting_.now[key]);
+        if (piece.op == Op::kWrite) meeting_.written[piece.fd].push_back(call.offset);
+        meeting_.changed.notify_all();
+        meeting_.changed.wait_for(lock, std::chrono::milliseconds(100), [&] {
+            int found = 0;
+            for (const auto& [one, count] : meeting_.most) found += count;
+            return found >= wanted_;
+        });
+        --meeting_.now[key];
+        return call.bytes;
+    }
+
+private:
+    Meeting& meeting_;
+    const int wanted_;
+};
+
+// What the kernel copies is written to a file by one thread at a time, in order; reads, other files, and writes that it
+// does not copy have the other threads.
+void turns() {
+    for (const bool copied : {true, false}) {
+        const int files[2] = {temporary({1}), temporary({1})};
+        const int wanted = copied ? 5 : 8;  // at a time, at most: of 3 + 3 writes and of 3 reads by eight threads
+        Meeting meeting;
+        Refusal refusal;
+        const auto disk = open_threads_disk(
+            8, "meeting", [&] { return std::make_unique<MeetingCaller>(meeting, wanted); }, refusal);
+        CHECK(disk != nullptr);
+        uint8_t memory[16];
+        iovec fragment{memory, sizeof memory};
+        std::vector<Piece> pieces;
+        for (uint64_t n = 0; n < 9; n++) {
+            const Op op = n < 6 ? Op::kWrite : Op::kRead;
+            pieces.push_back({n, &fragment, 1, files[n < 6 ? n % 2 : 0], static_cast<int64_t>(n * 16), op, copied});
+        }
+        disk->submit(pieces);
+        std::vector<Ended> ended;
+        while (disk->pending()) CHECK(disk->reap(ended, 10) >= 0);
+        CHECK(ended.size() == 9);
+        const std::map<int32_t, std::vector<int64_t>> in_order{{files[0], {0, 32, 64}}, {files[1], {16, 48, 80}}};
+        int most = 0;
+        for (const auto& [key, count] : meeting.most) most += count;
+        if (copied) {
+            CHECK(meeting.most.at({files[0], Op::kWrite}) == 1 && meeting.most.at({files[1], Op::kWrite}) == 1);
+            CHECK(meeting.written == in_order);
+        }
+        CHECK(most >= wanted);
+        for (const int file : files) close(file);
+    }
+}
+
 std::unique_ptr<Disk> ring(int depth) {
     Refusal refusal;
     return open_ring_disk(2, depth, refusal);
@@ -241,6 +311,7 @@ int main(int argc, char** argv) {
         abandon(open, 9);
         std::printf(" %s", name);
     }
+    turns();
     Random random(23);
     for (int n = 0; n < 300; n++) {  // what was cut is all there, in runs that are neighbours and not too long
         std::vector<Request> requests;
