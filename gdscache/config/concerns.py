@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 
 from gdscache.config import Config
-from gdscache.limits import BATCH_BYTES
+from gdscache.limits import SMALL_BATCH_BYTES
 from gdscache.sizes import format_size
 
 SEGMENTS = 3  # that half of the staging ring is cut into, of a page at least
@@ -54,10 +54,10 @@ def _buffers(config: Config, on_gpu: bool) -> Iterator[str]:
             f"half of host_buffer holds {_pages(bounced)}: pages pass through it one at a time. "
             f"Raise host_buffer to {format_size(2 * max(4 * extent, _BOUNCED_BYTES))}"
         )
-    if below and config.store.queue < min(BATCH_BYTES, 16 * extent):
+    if below and config.store.queue < min(SMALL_BATCH_BYTES, 16 * extent):
         yield (
-            f"store.queue holds {_pages(config.store.queue // extent)}, less than one batch of writes: long "
-            f"prompts are stored in part. Raise it above {format_size(min(BATCH_BYTES, 16 * extent))}"
+            f"store.queue holds {_pages(config.store.queue // extent)}: long "
+            f"prompts are stored in part. Raise it above {format_size(min(SMALL_BATCH_BYTES, 16 * extent))}"
         )
 
 

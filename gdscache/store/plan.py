@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
-from gdscache.limits import LEAST_BATCH
+from gdscache.limits import BATCH_BYTES, BATCH_PAGES, LEAST_BATCH, SMALL_BATCH_BYTES
 from gdscache.pages.keys import Page
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
@@ -39,11 +39,16 @@ if TYPE_CHECKING:
     from gdscache.tiers.base import Tier
     from gdscache.tiers.manager import TierManager
 
-# What one gather, and one write batch, takes at once: each costs turns at the locks that a model's thread wants, too.
-_FIRST_ROUND_BYTES, _ROUND_BYTES, _ROUND_PAGES = 32 << 20, 256 << 20, 512
+_FIRST_ROUND_BYTES = 32 << 20
 WATERMARKS = (0.25, 0.5)  # of `write_back`: shares of the landing tier's slots that are dirty
 _UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes for which no byte of a page went out
 _NOBODY = Nobody()
+
+
+def batch_pages(extent_bytes: int) -> int:
+    """Pages that a writer takes at a time."""
+    most = max(BATCH_PAGES, SMALL_BATCH_BYTES // extent_bytes)
+    return max(LEAST_BATCH, min(BATCH_BYTES // extent_bytes, most))
 
 
 def round_pages(extent_bytes: int) -> Iterator[int]:
@@ -51,7 +56,7 @@ def round_pages(extent_bytes: int) -> Iterator[int]:
 
     The first rounds are small, so that the writer has something to do early; each takes twice as many.
     """
-    most = max(LEAST_BATCH, min(_ROUND_BYTES // extent_bytes, _ROUND_PAGES))
+    most = min(BATCH_PAGES, batch_pages(extent_bytes))
     pages = min(most, max(LEAST_BATCH // 2, _FIRST_ROUND_BYTES // extent_bytes))
     while True:
         yield pages

@@ -18,12 +18,12 @@ import numpy as np
 from gdscache.errors import LockLostError, StorageError
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry
-from gdscache.limits import BATCH_BYTES, LEAST_BATCH
 from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import in_turn, log_failure
+from gdscache.store.plan import batch_pages
 from gdscache.tiers.base import DurableTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Late
@@ -84,7 +84,7 @@ class TierWriter:
         self._manager = manager
         self._tier = tier
         self._executor = executor
-        self.most = max(LEAST_BATCH, BATCH_BYTES // extent_bytes)
+        self.most = batch_pages(extent_bytes)
         self._ready: deque[_Part] = deque()
         self._flying: deque[_WriteBatch] = deque()
         self._starting = False  # a batch, by one of the threads: what one reserves the other must not count on
