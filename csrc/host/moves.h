@@ -136,6 +136,7 @@ private:
     void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
     bool looked_at(const Move& move, const Way& way) const;
     bool fits(int64_t bytes, bool foreign);
+    bool fits_write(int64_t bytes, bool foreign);
     int32_t memory(const Way& way) const;
     bool foreign(const Move& move, const Way& way) const;
     void tell(const Move& move, const Way& way, int64_t bytes);
@@ -163,6 +164,7 @@ private:
     Status refusal_ = Status::kPending;
     int64_t begun_ = 0, next_job_ = 1;
     int64_t flying_ = 0;        // bytes of I/O that is not late
+    int64_t writing_ = 0;       // ... of writes
     int64_t held_slots_ = 0;
     int32_t reads_in_row_ = 0;  // while writes wait
     bool crowded_[2] = {};      // I/O that is not foreign, and that is

@@ -6,7 +6,7 @@ namespace gdscache {
 
 namespace {
 
-constexpr int32_t kReadsPerWrite = 8;  // in a row, while writes wait
+constexpr int32_t kReadsPerWrite = 8;  // in a row, while writes wait and none is in flight
 constexpr int64_t kRounds = 4;         // that share the reserve: while one is copied, the others are read
 
 }  // namespace
@@ -17,7 +17,7 @@ bool Moves::take_io(bool foreign, IoJob* job) {
     const bool writes_wait = std::any_of(open_.begin(), open_.end(), [](const auto& entry) {
         return entry.second->work == Work::kWrite && !entry.second->all_issued();
     });
-    const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite;
+    const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite && writing_ == 0;
     if (write_first && take_write(foreign, job)) return true;
     owed_ = write_first && crowded_[foreign];
     if (take_read(foreign, job)) {
@@ -139,6 +139,14 @@ bool Moves::fits(int64_t bytes, bool foreign) {
     return fits;
 }
 
+// The same for a write. Who reads is waited for, and finds half of the room, unless two writes need more than the rest.
+bool Moves::fits_write(int64_t bytes, bool foreign) {
+    const int64_t job = std::max(foreign ? limits_.foreign_io_bytes : limits_.io_bytes, limits_.extent_bytes);
+    const bool share = writing_ == 0 || writing_ + bytes <= std::max(limits_.flying_bytes / 2, 2 * job);
+    crowded_[foreign] = crowded_[foreign] || !share;
+    return share && fits(bytes, foreign);
+}
+
 // Whether the next I/O of a move is not for who asks: then it may be for those that found nothing before.
 bool Moves::others_turn(Move& move, int32_t way, int32_t files, bool foreign) {
     if (spaces_[files].foreign == foreign) return false;
@@ -159,7 +167,7 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
         const int64_t bytes = foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
         const int64_t most = std::max<int64_t>(1, bytes / limits_.extent_bytes);
         const int64_t end = std::min(way.pages, cursor.page + most);
-        if (!fits((end - cursor.page) * limits_.extent_bytes, foreign)) return false;
+        if (!fits_write((end - cursor.page) * limits_.extent_bytes, foreign)) return false;
         auto reading = std::make_unique<Reading>();
         for (; cursor.page < end; ++cursor.page) {
             const int32_t row = move.first_row[number] + static_cast<int32_t>(cursor.page);
@@ -194,6 +202,7 @@ void Moves::issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job) {
     job->last = reading->write ? limits_.layers : move.spec.groups[reading->group].last;
     job->pages = reading->pages;
     flying_ += reading->part * reading->left;
+    if (reading->write) writing_ += reading->part * reading->left;
     ++move.ios;
     readings_.emplace(reading->id, std::move(reading));
 }
@@ -231,6 +240,7 @@ void Moves::end_page(Reading& reading, int32_t page, int32_t error, const uint64
     flying_ -= reading.part;
     news_.room = true;
     if (reading.write) {
+        writing_ -= reading.part;
         if (error != 0) move.outcome.errors.emplace_back(row, error);
         --move.todo[0];
     } else if (error == 0) {

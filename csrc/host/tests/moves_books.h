@@ -174,6 +174,13 @@ protected:
 
     bool fits(int64_t bytes) const { return flying_ == 0 || flying_ + bytes <= world.limits.flying_bytes; }
 
+    // The same for a write, beside others.
+    bool fits_write(int64_t bytes, bool foreign) const {
+        const int64_t usual = foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes;
+        const int64_t job = std::max(usual, world.limits.extent_bytes);
+        return fits(bytes) && (writing_ == 0 || writing_ + bytes <= std::max(world.limits.flying_bytes / 2, 2 * job));
+    }
+
     // Whether a move's next read could begin now, so far as that is known.
     bool can_read(const Booked& book, bool foreign) const {
         if (!book.load() || book.over || book.broken || book.expired || refusal != Status::kPending) return false;
@@ -212,8 +219,12 @@ protected:
             if (!first) first = &row;
             bytes += extent;
         }
-        return first && world.spaces[way(book, *first).target].foreign == foreign && (!room || fits(bytes));
+        if (!first || world.spaces[way(book, *first).target].foreign != foreign) return false;
+        return !room || fits_write(bytes, foreign);
     }
+
+    // Whether reads have had their turns, and the next is a write's.
+    bool write_due() const { return reads_in_row_ >= 8 && writing_ == 0; }
 
     bool unwritten() const {
         return std::any_of(books.begin(), books.end(), [&](const auto& entry) {
@@ -305,6 +316,7 @@ protected:
     }
 
     int64_t flying_ = 0;        // bytes of I/O that is not late
+    int64_t writing_ = 0;       // ... of writes
     int32_t reads_in_row_ = 0;  // while a write waits
     int32_t reads_beside_ = 0;  // while one of the same kind of files does
 };

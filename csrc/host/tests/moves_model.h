@@ -66,6 +66,7 @@ public:
                 for (const int32_t page : flight.left) {
                     Row& row = book.rows[flight.job.pages[page].row];
                     flying_ -= flight.job.stop - flight.job.start;
+                    if (flight.job.write) writing_ -= flight.job.stop - flight.job.start;
                     row.late++;
                     row.was_late = row.ended = true;
                     if (book.load()) judge(row, Status::kDeadline);
@@ -91,7 +92,7 @@ public:
         const int64_t usual = foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes;
         const bool fills = !book.store && passes(way(book, book.rows.at(job.pages.front().row)));  // slots that it takes
         CHECK(job.pages.size() == 1 || bytes <= (fills ? (usual + extent - 1) / extent * extent : usual));
-        CHECK(flying_ == 0 || flying_ + bytes <= world.limits.flying_bytes);
+        CHECK(job.write ? fits_write(bytes, foreign) : fits(bytes));
         for (const auto& [id, other] : books) {  // whoever goes before it could not go
             if (!(other.key() < book.key())) continue;
             CHECK(book.store ? !can_write(other, foreign, true) : !can_read(other, foreign));
@@ -99,16 +100,20 @@ public:
         const bool write_waits = std::any_of(books.begin(), books.end(), [&](const auto& entry) {
             return can_write(entry.second, foreign, false);
         });
+        const bool write_could = std::any_of(books.begin(), books.end(), [&](const auto& entry) {
+            return can_write(entry.second, foreign, true);
+        });
         const bool read_could = std::any_of(books.begin(), books.end(), [&](const auto& entry) {
             return can_read(entry.second, foreign);
         });
         if (book.store) {
-            CHECK(!read_could || reads_in_row_ >= 8);
+            CHECK(!read_could || write_due());
             reads_in_row_ = reads_beside_ = 0;
         } else {
             CHECK(refusal == Status::kPending && !book.broken);
+            CHECK(!write_due() || !write_could);
             reads_in_row_ = unwritten() ? reads_in_row_ + 1 : 0;
-            reads_beside_ = unwritten() ? reads_beside_ + (write_waits ? 1 : 0) : 0;
+            reads_beside_ = unwritten() ? reads_beside_ + (write_waits && writing_ == 0 ? 1 : 0) : 0;
             CHECK(reads_beside_ <= 8);
         }
         std::set<int64_t> taken;  // of the reserve
@@ -149,6 +154,7 @@ public:
         }
         for (const int64_t slot : taken) CHECK(!world.fence || slot == *taken.begin() || slot % world.fence);
         flying_ += bytes;
+        if (job.write) writing_ += bytes;
         ++book.ios;
         Flying& flight = ios[job.id] = {job, group, {}};
         for (size_t n = 0; n < job.pages.size(); n++) flight.left.insert(static_cast<int32_t>(n));
@@ -161,7 +167,7 @@ public:
             owed = owed || can_write(book, foreign, false);
         }
         for (auto& [id, book] : books) {
-            CHECK((owed && flying_ > 0 && reads_in_row_ >= 8) || !can_read(book, foreign));
+            CHECK((owed && flying_ > 0 && write_due()) || !can_read(book, foreign));
             if (refusal != Status::kPending && book.load() && !book.over) never_read(book, refusal);
         }
     }
@@ -176,6 +182,7 @@ public:
             --row.late;
         } else {
             flying_ -= flight.job.stop - flight.job.start;
+            if (flight.job.write) writing_ -= flight.job.stop - flight.job.start;
             row.cells[flight.group].read = error ? Reading::kFailed : Reading::kThere;
             if (book.store) {
                 row.ended = true;
@@ -347,7 +354,7 @@ public:
 
     // Nothing is under way any more, and nobody has anything to ask.
     void check_rest() {
-        CHECK(flying_ == 0 && ios.empty() && copies.empty() && !moves.has_ended_late());
+        CHECK(flying_ == 0 && writing_ == 0 && ios.empty() && copies.empty() && !moves.has_ended_late());
         CHECK(moves.free_slots() == world.slots && moves.held_slots() == 0);
         for (const auto& [id, book] : books) {
             CHECK(book.over && book.forgotten && !moves.knows(id));
