@@ -50,6 +50,7 @@ public:
     }
 
     int64_t transfer(const Piece& piece, const Call& call) override;
+    bool in_turn(const Piece& piece) const override { return keeps_lock(piece) && !of_gpu(piece.fragments[0]); }
     bool small(const Piece& piece) const override;
     void transfer_all(std::span<const Piece> pieces, const Told& told) override;
 
@@ -61,6 +62,9 @@ private:
         std::vector<uint32_t> left;    // of each piece: entries that have not ended
     };
 
+    bool of_gpu(const iovec& one) const {
+        return files_->memory(reinterpret_cast<uint64_t>(one.iov_base), one.iov_len).has_value();
+    }
     bool enter();
     int64_t move(const Piece& piece, const Stretch& stretch, int64_t offset);
     bool add(Batch& batch, std::span<const Piece> pieces, size_t piece, size_t room) const;
@@ -117,10 +121,7 @@ bool CuFileCaller::small(const Piece& piece) const {
     int64_t bytes = 0;
     for (uint32_t n = 0; n < piece.count; ++n) bytes += static_cast<int64_t>(piece.fragments[n].iov_len);
     if (bytes > batched_) return false;
-    const auto of_gpu = [&](const iovec& one) {
-        return files_->memory(reinterpret_cast<uint64_t>(one.iov_base), one.iov_len).has_value();
-    };
-    return std::all_of(piece.fragments, piece.fragments + piece.count, of_gpu);
+    return std::all_of(piece.fragments, piece.fragments + piece.count, [&](const iovec& one) { return of_gpu(one); });
 }
 
 // A piece's stretches, where there is room for all of them.

@@ -30,6 +30,7 @@ constexpr size_t kRoom = 16;  // pieces a thread: one of 256 KiB takes a thread 
 class SystemCaller final : public Caller {
 public:
     int64_t transfer(const Piece& piece, const Call& call) override { return system_call(piece, call); }
+    bool in_turn(const Piece& piece) const override { return keeps_lock(piece); }
 };
 
 // A part of one of some pieces that is to be tried again.
@@ -147,12 +148,13 @@ private:
         std::vector<Part> parts;
         std::vector<Ended> ended;
         std::vector<Again> again;
+        std::vector<int32_t> turns;
         std::unique_lock lock(mutex_);
         for (;;) {
             auto next = queue_.end();
-            work_.wait(lock, [&] { return (next = first_free()) != queue_.end() || closing_; });
+            work_.wait(lock, [&] { return (next = first_free(*caller)) != queue_.end() || closing_; });
             if (next == queue_.end()) return;
-            take_from(*caller, next, pieces);
+            take_from(*caller, next, pieces, turns);
             lock.unlock();
             if (pieces.size() == 1) {
                 begin(pieces[0], parts);
@@ -175,44 +177,42 @@ private:
                 again.clear();
             }
             lock.lock();
-            end_turns(pieces);
+            end_turns(turns);
         }
     }
 
-    // Whether only one thread at a time gets on with pieces like this: while the kernel copies what is written to a file
-    // it holds the file's lock, and others that want it spin.
-    static bool in_turn(const Piece& piece) { return piece.op == Op::kWrite && piece.copied; }
-
-    bool has_turn(const Piece& piece) const {
-        return in_turn(piece) && std::find(writing_.begin(), writing_.end(), piece.fd) != writing_.end();
+    // Whether a thread has the turn of a piece's file.
+    bool waits(const Caller& caller, const Piece& piece) const {
+        return caller.in_turn(piece) && std::find(turns_.begin(), turns_.end(), piece.fd) != turns_.end();
     }
 
-    // The first piece that no other thread keeps from its turn.
-    std::deque<Piece>::iterator first_free() {
-        return std::find_if(queue_.begin(), queue_.end(), [this](const Piece& piece) { return !has_turn(piece); });
+    // The first piece that need not wait for its turn.
+    std::deque<Piece>::iterator first_free(const Caller& caller) {
+        return std::find_if(queue_.begin(), queue_.end(), [&](const Piece& piece) { return !waits(caller, piece); });
     }
 
-    // A piece, and behind it this thread's share of those that may go together with it.
-    void take_from(const Caller& caller, std::deque<Piece>::iterator next, std::vector<Piece>& pieces) {
+    // A piece, and behind it this thread's share of those that may go together with it. `turns`: of these files.
+    void take_from(const Caller& caller, std::deque<Piece>::iterator next, std::vector<Piece>& pieces,
+                   std::vector<int32_t>& turns) {
         pieces.clear();
         const size_t share = 1 + (queue_.size() - 1) / wanted_;
         do {
             pieces.push_back(*next);
             next = queue_.erase(next);
         } while (next != queue_.end() && pieces.size() < share && caller.small(pieces[0]) && caller.small(*next) &&
-                 !has_turn(*next));
+                 !waits(caller, *next));
         for (const Piece& piece : pieces) {
-            if (in_turn(piece) && !has_turn(piece)) writing_.push_back(piece.fd);
+            if (!caller.in_turn(piece) || std::find(turns.begin(), turns.end(), piece.fd) != turns.end()) continue;
+            turns.push_back(piece.fd);
         }
+        turns_.insert(turns_.end(), turns.begin(), turns.end());
     }
 
-    // Pieces have ended: the next one of each file they wrote to may begin, by this thread or another.
-    void end_turns(const std::vector<Piece>& pieces) {
-        const size_t before = writing_.size();
-        for (const Piece& piece : pieces) {
-            if (in_turn(piece)) std::erase(writing_, piece.fd);
-        }
-        if (writing_.size() != before && !queue_.empty()) work_.notify_one();
+    // Other pieces of these files may begin, by this thread or another.
+    void end_turns(std::vector<int32_t>& turns) {
+        for (const int32_t file : turns) std::erase(turns_, file);
+        if (!turns.empty() && !queue_.empty()) work_.notify_one();
+        turns.clear();
     }
 
     // Everything that is left of a piece.
@@ -258,7 +258,7 @@ private:
     std::mutex mutex_;    // guards what follows
     std::condition_variable work_;
     std::deque<Piece> queue_;
-    std::vector<int32_t> writing_;  // files that a thread writes to, where only one can at a time
+    std::vector<int32_t> turns_;  // files of pieces under way that one thread at a time carries out
     std::vector<Ended> ended_;
     size_t over_ = 0;  // pieces of which all has ended, and that were not taken
     bool closing_ = false;

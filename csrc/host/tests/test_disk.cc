@@ -243,6 +243,8 @@ public:
         return call.bytes;
     }
 
+    bool in_turn(const Piece& piece) const override { return keeps_lock(piece); }
+
 private:
     Meeting& meeting_;
     const int wanted_;
