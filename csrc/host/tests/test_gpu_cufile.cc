@@ -191,6 +191,7 @@ void hangs(const Driver& driver, const FakeCuFile& fake) {
         rig.disk->submit(pieces);
         std::vector<Ended> ended;
         while (rig.disk->pending() > 1) rig.disk->reap(ended, 60);
+        while (fake.waiting() == 0) std::this_thread::yield();  // its thread may be the last to get there
         CHECK(ended.size() == 23 && fake.waiting() == 1);
         CHECK(rig.disk->reap(ended, 0.01) == 0);
         const std::vector<iovec> one{rig.at(9 * kUnit, kUnit, true)};
