@@ -243,10 +243,13 @@ void Moves::pass_deadline(Move& move) {
             if (reading->over[page]) continue;
             const int32_t row = reading->pages[page].row;
             flying_ -= reading->part;
-            if (reading->write) writing_ -= reading->part;
             if (move.late[row]++ == 0) move.outcome.late.push_back(row);
-            if (reading->write) --move.todo[0];
-            else judge(move, row, Status::kDeadline);
+            if (reading->write) {
+                writing_ -= reading->part;
+                --move.todo[0];
+            } else {
+                judge(move, row, Status::kDeadline);
+            }
         }
     }
     if (move.work == Work::kLoad) {

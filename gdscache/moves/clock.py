@@ -15,7 +15,8 @@ from typing import Any
 
 from gdscache.errors import InvalidValueError
 
-READS_PER_WRITE = 8  # as the queue of the transports: with both waiting, so many bytes are read for each one written
+# With both waiting, so many bytes are read for each one written: what writes get of the native library at least.
+READS_PER_WRITE = 8
 
 Process = Generator["Done", None, None]
 

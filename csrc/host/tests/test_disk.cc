@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <thread>
 
 #include "../disk.h"
@@ -216,14 +217,20 @@ void faults(Open open) {
     close(file);
 }
 
-// Calls under way, by file and by what they do. A call ends when `enough` says so of all that are, or after a while.
+// Calls under way, by file and by what they do.
 struct Meeting {
     std::mutex mutex;
     std::condition_variable changed;
     std::map<std::pair<int32_t, Op>, int> now, most;
     std::map<int32_t, std::vector<int64_t>> written;  // offsets, in the order in which they began
+
+    // The most of each kind that were under way at a time.
+    int all() const {
+        return std::accumulate(most.begin(), most.end(), 0, [](int sum, const auto& one) { return sum + one.second; });
+    }
 };
 
+// A call ends when so many as are wanted have met, or after a while.
 class MeetingCaller final : public Caller {
 public:
     MeetingCaller(Meeting& meeting, int wanted) : meeting_(meeting), wanted_(wanted) {}
@@ -234,11 +241,7 @@ public:
         meeting_.most[key] = std::max(meeting_.most[key], ++meeting_.now[key]);
         if (piece.op == Op::kWrite) meeting_.written[piece.fd].push_back(call.offset);
         meeting_.changed.notify_all();
-        meeting_.changed.wait_for(lock, std::chrono::milliseconds(100), [&] {
-            int found = 0;
-            for (const auto& [one, count] : meeting_.most) found += count;
-            return found >= wanted_;
-        });
+        meeting_.changed.wait_for(lock, std::chrono::milliseconds(100), [&] { return meeting_.all() >= wanted_; });
         --meeting_.now[key];
         return call.bytes;
     }
@@ -273,13 +276,11 @@ void turns() {
         while (disk->pending()) CHECK(disk->reap(ended, 10) >= 0);
         CHECK(ended.size() == 9);
         const std::map<int32_t, std::vector<int64_t>> in_order{{files[0], {0, 32, 64}}, {files[1], {16, 48, 80}}};
-        int most = 0;
-        for (const auto& [key, count] : meeting.most) most += count;
         if (copied) {
             CHECK(meeting.most.at({files[0], Op::kWrite}) == 1 && meeting.most.at({files[1], Op::kWrite}) == 1);
             CHECK(meeting.written == in_order);
         }
-        CHECK(most >= wanted);
+        CHECK(meeting.all() >= wanted);
         for (const int file : files) close(file);
     }
 }
