@@ -269,7 +269,7 @@ class Guarded:
 
     def _bet(self) -> None:
         """On the first victims of either order, where they differ and no bet is open on them."""
-        kept = next(self._as_lru(), None)
+        kept = self._shadow.first() if self._recency is None else next(iter(self._recency), None)
         if kept is None or kept in self._wagered:
             return
         for given in islice(self._order, self.LOOKED_AT):

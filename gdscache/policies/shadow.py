@@ -20,7 +20,7 @@ class LRUShadow:
     """
 
     __slots__ = (
-        *("_aside", "_children", "_peak", "_ready", "_recent", "_stored"),
+        *("_aside", "_children", "_coming", "_first", "_peak", "_ready", "_recent", "_stored"),
         *("gained", "left", "lost", "owed", "pages", "room", "seen", "spared", "used"),
     )
 
@@ -34,6 +34,8 @@ class LRUShadow:
         self.owed: set[bytes] = set()
         self.pages = self.room = self._peak = len(self._recent)  # `pages`: of the tier
         self._stored = 0  # in this period
+        self._coming: Iterator[bytes] | None = None  # what LRU would give up next, the first ones taken ...
+        self._first: bytes | None = None  # ... and the last of them, while only the tier gives up pages
         self.lost = 0  # hits that only LRU had
         self.gained = 0  # hits that it had not
         self.seen = 0  # pages that were asked for: used, or stored
@@ -75,6 +77,7 @@ class LRUShadow:
 
     def insert(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
         """The tier stores pages that it lacked: (key, parent), the page before each, there or not; b"": none known."""
+        self._coming = None
         n = len(pages)
         one_by_one = self.pages + n > self.room or self._stored + n >= self.room  # `room` may change with one of them
         if not one_by_one:
@@ -108,6 +111,7 @@ class LRUShadow:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The tier uses pages that it has."""
+        self._coming = None
         recent = self._recent
         self.seen += len(keys)
         self.used += len(keys)
@@ -132,6 +136,7 @@ class LRUShadow:
 
     def drop(self, key: bytes) -> None:
         """A page is gone for another reason: LRU would have it no more either."""
+        self._coming = None
         self.pages -= 1
         if key in self.left:
             del self.left[key]
@@ -141,7 +146,23 @@ class LRUShadow:
 
     def __iter__(self) -> Iterator[bytes]:
         """The pages of the tier, in the order in which LRU has given them up and would."""
-        yield from self.left
+        return chain(self.left, self._would_go())
+
+    def first(self) -> bytes | None:
+        """The first of these. However often it is asked while the tier only gives up pages, each is looked at once."""
+        for key in self.left:
+            return key
+        if self._coming is None:
+            self._coming, self._first = self._would_go(), None
+        while self._first is None or self._first in self.owed:
+            self._first = next(self._coming, None)
+            if self._first is None:
+                break
+        return self._first
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _would_go(self) -> Iterator[bytes]:
         owed, aside, children = self.owed, self._aside, self._children
         gone: dict[bytes, int] = {}  # children of a page that went before
         passed: dict[bytes, bytes] = {}
@@ -167,8 +188,6 @@ class LRUShadow:
                 if parent in aside or parent in passed:
                     ready.append(parent)
         yield from (key for key in chain(aside, passed) if key not in out and key not in owed)
-
-    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _follow(self, key: bytes) -> None:
         """A page is stored behind one that LRU has given up: without it and those before it, it would find nothing."""
