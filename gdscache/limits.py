@@ -19,9 +19,9 @@ MAX_DEVICE_INDEX = 127  # torch keeps the index of a device in a signed byte
 
 KEY_BYTES = 32  # of the key of a page, and of the digest of a namespace
 
-# Pages that go on to a tier of files at once: 256 MiB, but no more than 512 unless these are less than 128 MiB, and 8
+# Pages that go on to a tier of files at once: 512 MiB, but no more than 512 unless these are less than 128 MiB, and 8
 # always. A batch costs a millisecond of Python however few it has, and keeps locks the longer the more it has.
-BATCH_BYTES, BATCH_PAGES, SMALL_BATCH_BYTES, LEAST_BATCH = 256 << 20, 512, 128 << 20, 8
+BATCH_BYTES, BATCH_PAGES, SMALL_BATCH_BYTES, LEAST_BATCH = 512 << 20, 512, 128 << 20, 8
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
-from gdscache.limits import BATCH_BYTES, BATCH_PAGES, LEAST_BATCH, SMALL_BATCH_BYTES
+from gdscache.limits import BATCH_PAGES, LEAST_BATCH
 from gdscache.pages.keys import Page
+from gdscache.store.batch_size import batch_pages
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Nobody, Parcel, Receipt, StoreJob
@@ -43,12 +44,6 @@ _FIRST_ROUND_BYTES = 32 << 20
 WATERMARKS = (0.25, 0.5)  # of `write_back`: shares of the landing tier's slots that are dirty
 _UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes for which no byte of a page went out
 _NOBODY = Nobody()
-
-
-def batch_pages(extent_bytes: int) -> int:
-    """Pages that a writer takes at a time."""
-    most = max(BATCH_PAGES, SMALL_BATCH_BYTES // extent_bytes)
-    return max(LEAST_BATCH, min(BATCH_BYTES // extent_bytes, most))
 
 
 def round_pages(extent_bytes: int) -> Iterator[int]:

@@ -23,7 +23,7 @@ from gdscache.moves.base import failure
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import in_turn, log_failure
-from gdscache.store.plan import batch_pages
+from gdscache.store.batch_size import BatchSize
 from gdscache.tiers.base import DurableTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Late
@@ -62,12 +62,13 @@ _Part = tuple[Outgoing, Sequence[int]]  # pages of a batch that came together: t
 @dataclasses.dataclass(slots=True, eq=False)
 class _WriteBatch:
     """A batch whose bytes are on their way: the pages of its parts, in their order, have `entries` and `sums`, uint64
-    (pages, layers), and are the rows of the move."""
+    (pages, layers), and are the rows of the move. `begun`: when, by the executor's clock."""
 
     parts: Sequence[_Part]
     entries: Sequence[Entry]
     sums: Checksums
     moving: Moving
+    begun: float
 
     def pages(self) -> list[tuple[Outgoing, int]]:
         """Which page of what was handed in each row of the move is."""
@@ -77,14 +78,14 @@ class _WriteBatch:
 class TierWriter:
     """Writes pages to a durable tier in the background.
 
-    Each page that it is given has its end, once, whatever happens here. `most`: pages of a batch.
+    Each page that it is given has its end, once, whatever happens here. `size`: of a batch.
     """
 
     def __init__(self, manager: TierManager, tier: DurableTier, executor: Executor, extent_bytes: int) -> None:
         self._manager = manager
         self._tier = tier
         self._executor = executor
-        self.most = batch_pages(extent_bytes)
+        self.size = BatchSize.of(extent_bytes)
         self._ready: deque[_Part] = deque()
         self._flying: deque[_WriteBatch] = deque()
         self._starting = False  # a batch, by one of the threads: what one reserves the other must not count on
@@ -156,7 +157,7 @@ class TierWriter:
     def _batch(self) -> list[_Part]:
         """The next pages, as many as a batch takes."""
         batch: list[_Part] = []
-        room = self.most
+        room = self.size.pages
         while room and self._ready:
             out, rows = self._ready.popleft()
             batch.append((out, rows[:room]))
@@ -230,14 +231,14 @@ class TierWriter:
             sums.append(self._executor.checksums(space, slots))
             self._tier.expect(moved[begun:], sums[-1])
         move = Move(Priority.DEMOTION, tuple(ways), min(out.seconds for out, _ in parts))
-        return _WriteBatch(
-            parts, moved, sums[0] if len(sums) == 1 else np.concatenate(sums), self._executor.begin(move)
-        )
+        whole, now = sums[0] if len(sums) == 1 else np.concatenate(sums), self._executor.now()
+        return _WriteBatch(parts, moved, whole, self._executor.begin(move), now)
 
     def _ended(self, flight: _WriteBatch) -> Steps[tuple[list[str], StorageError | None]]:
         """Why each page of a flight is not written, "" where it is; those that are late are dropped, and not waited
         for. An error, where I/O failed."""
         end = yield from flight.moving.end()
+        self.size.learn(len(flight.entries), self._executor.now() - flight.begun)
         causes = [""] * len(flight.entries)
         for row in end.errors:
             causes[row] = "io_error"
