@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY, WINNERS = 512, 16
+LONG_STEP = 128  # tokens of a step whose stores begin with it: such a model's steps are all short
 LLM = {
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
@@ -112,6 +113,8 @@ class Run:
         }
         self.connector = orders.get("connector")
         if self.connector is not None:
+            self.connector = {"store_early": True, **self.connector}
+        if self.connector is not None:
             settings["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="GdsCacheConnector",
                 kv_connector_module_path="gdscache.integrations.vllm",
@@ -119,7 +122,23 @@ class Run:
                 kv_load_failure_policy=orders.get("policy", "recompute"),
                 kv_connector_extra_config=self.connector,
             )
+        self.early = 0  # steps whose stores began with them
+        if self.connector is not None:
+            self._shorten_steps()
         self.engine = vllm.LLM(orders["model"], **settings)
+
+    def _shorten_steps(self) -> None:
+        """Steps are long, and their stores leave layer by layer, from fewer tokens on."""
+        from gdscache.integrations.vllm import worker
+
+        still = worker.ComputedLayers.still
+
+        def counted(layers: int, parts: int) -> Any:
+            self.early += 1
+            return still(layers, parts)
+
+        worker._EARLY_TOKENS = LONG_STEP
+        worker.ComputedLayers.still = counted
 
     @property
     def cache(self) -> Any:
@@ -196,6 +215,7 @@ class Run:
             time.sleep(0.1)
         return {
             "leases": len(stats["leases"]),
+            "early": self.early,
             "pages": {name: tier["pages"] for name, tier in stats["tiers"].items()},
             "misses": stats["misses"],
             "hits": stats["hits"],

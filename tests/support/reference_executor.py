@@ -75,7 +75,7 @@ class ReferenceExecutor:
         for way in move.ways:
             for page in range(len(way)):
                 if way.source == PLANES:
-                    self._gather(way, page)
+                    self._gather(move, way, page)
                 elif way.target in self.files:
                     self._write(way, page, row, answer, expired=expired)
                 elif way.source in self.files:
@@ -86,9 +86,11 @@ class ReferenceExecutor:
                 row += 1
         return answer
 
-    def _gather(self, way: Way, page: int) -> None:
+    def _gather(self, move: Move, way: Way, page: int) -> None:
         slot = way.targets[page]
-        for layer, (start, stop) in enumerate(self.layout.layer_bounds):
+        layers = move.groups[0] if move.groups else range(self.layout.n_layers)
+        for layer in layers:
+            start, stop = self.layout.layer_bounds[layer]
             parts = [plane[block] for plane in self.planes[layer] for block in way.sources[page]]
             found = self.memories[way.target][slot, start:stop] = np.concatenate(parts)
             self.sums[way.target][slot, layer] = digest(found)

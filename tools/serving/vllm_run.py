@@ -64,14 +64,14 @@ def transfer(order: dict[str, Any]) -> Any:
     return KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
 
 
-EMPTY = "save_kv_layer"  # does nothing: what it takes is what a clock around a call takes
+EMPTY = "save_kv_layer"  # does nothing in most steps: what it takes is what a clock around a call takes
 
 
 class Steps:
     """Seconds that the connector's calls take of each step, of its scheduler's side and of its worker's.
 
     A step has two calls a layer that do nothing where nothing is loaded, so the clocks would be most of the figure.
-    What they take is left out, by what they take around `EMPTY`. A call within another counts once.
+    What they take is left out, by what they mostly take around `EMPTY`. A call within another counts once.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Steps:
     def _clear(self) -> None:
         self.sides: dict[str, list[list[float]]] = {"scheduler": [[0.0, 0]], "worker": [[0.0, 0]]}  # seconds, and calls
         self.calls: Counter[str] = Counter()  # seconds by the name of the call
-        self.empty = 0  # calls of `EMPTY`
+        self.empty: list[float] = []  # seconds of calls of `EMPTY`
 
     def _timed(self, side: str, name: str, method: Any) -> Any:
         def call(*arguments: Any, **more: Any) -> Any:
@@ -103,7 +103,8 @@ class Steps:
                 step[0] += spent
                 step[1] += 1
                 self.calls[name] += spent  # type: ignore[assignment]
-                self.empty += name == EMPTY
+                if name == EMPTY:
+                    self.empty.append(spent)
                 if name == "build_connector_meta":  # the end of the scheduler's part of a step
                     computes = arguments[1].total_num_scheduled_tokens > 0
                     for found in self.sides.values():
@@ -113,7 +114,7 @@ class Steps:
 
     def told(self) -> dict[str, float]:
         """Of steps that computed something since the last call, in microseconds; means of calls are over all steps."""
-        steps, clock = len(self.sides["worker"]), self.calls[EMPTY] / max(1, self.empty)
+        steps, clock = len(self.sides["worker"]), statistics.median(self.empty or [0.0])
         found = {"steps": float(steps), "clock": clock * 1e6}
         for side, of in self.sides.items():
             seconds = [max(0.0, spent - clock * calls) for spent, calls in of]
