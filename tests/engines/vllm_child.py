@@ -218,7 +218,7 @@ class Run:
             "early": self.early,
             "pages": {name: tier["pages"] for name, tier in stats["tiers"].items()},
             "misses": stats["misses"],
-            "hits": stats["hits"],
+            "hits": stats.get("hits", {}),
             "drops": stats.get("drops", {}),
             "check": list(self.cache.check().problems),
         }

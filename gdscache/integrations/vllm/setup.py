@@ -74,7 +74,8 @@ class Options:
             for name in ("wait_seconds", "pin_seconds")
             if name in given
         }
-        return cls(config=given["config"], **switches, **times)
+        layerwise, store_early = switches.get("layerwise", True), switches.get("store_early", False)
+        return cls(config=given["config"], layerwise=layerwise, store_early=store_early, **times)
 
     def configuration(self, model: Mapping[str, object], weights: Callable[[], str]) -> Config:
         """The engine's, for that model. `weights`: asked for their identity unless the file has `model.weights`."""
