@@ -55,7 +55,7 @@ def transfer(order: dict[str, Any]) -> Any:
             kv_connector_module_path="gdscache.integrations.vllm",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"config": config},
+            kv_connector_extra_config={"config": config, "store_early": order["store_early"]},
         )
     extra: dict[str, Any] = {"cpu_bytes_to_use": order["cpu"]}
     if way == "files":

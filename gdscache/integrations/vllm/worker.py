@@ -60,8 +60,10 @@ class Stores:
     def expect(self, orders: Sequence[StoreOrder]) -> None:
         """A step begins that computes these, and has launched nothing yet: where it is long, hand them over."""
         self.break_off()
+        if not self._layers:
+            return
         blocks = sum(len(order.blocks) for order in orders)
-        if self._layers and blocks * self._engine.layout.page_tokens >= _EARLY_TOKENS:
+        if blocks * self._engine.layout.page_tokens >= _EARLY_TOKENS:
             computed = ComputedLayers.still(self._layers, _PARTS)
             self._hand_over(orders, computed)
             self._computed, self._seen = computed, set()
