@@ -24,24 +24,22 @@ class ComputedLayers:
     `groups[n]` is what a `Move` has as its groups: of a store behind one event, all layers at once.
     """
 
-    def __init__(self, groups: Sequence[range]) -> None:
-        self.groups: tuple[tuple[range, ...], ...] = tuple((some,) for some in groups)
+    def __init__(self, groups: Sequence[tuple[range, ...]], events: Sequence[Event] = ()) -> None:
+        self.groups = groups
         self.changed = threading.Condition()
-        self._events: list[Event] = []
+        self._events = [*events]
         self._broken = False
 
     @classmethod
     def behind(cls, event: Event) -> ComputedLayers:
         """All layers are computed behind an event."""
-        computed = cls(())
-        computed.groups, computed._events = ((),), [event]
-        return computed
+        return cls([()], [event])
 
     @classmethod
     def still(cls, layers: int, parts: int) -> ComputedLayers:
         """None of so many layers is computed yet. They are in `parts` groups, or one each where they are fewer."""
         bounds = [layers * n // min(parts, layers) for n in range(min(parts, layers) + 1)]
-        return cls([range(a, b) for a, b in itertools.pairwise(bounds)])
+        return cls([(range(a, b),) for a, b in itertools.pairwise(bounds)])
 
     @property
     def known(self) -> int:
@@ -79,8 +77,8 @@ class ComputedLayers:
         return self.known > group or self._broken
 
     def check(self, group: int) -> None:
-        """Raise `StepBrokenOffError` where a group that is settled has no event."""
-        if self.known <= group:
+        """Raise `StepBrokenOffError` where a group never will have its event."""
+        if self._broken and self.known <= group:
             raise StepBrokenOffError(
                 f"{len(self.groups) - self.known} of {len(self.groups)} groups of layers were not computed",
                 "see the error that ended the step",

@@ -319,9 +319,8 @@ class Storer:
         computed, first = job.computed, rounds[0]
         while first.fresh and (group := len(first.moving)) < len(computed.groups):
             yield self._executor.changed(computed.changed, functools.partial(computed.settled, group), _COMPUTED_S)
-            if computed.settled(group):  # a wait may end before
-                computed.check(group)
-                self._copy(job, rounds)
+            computed.check(group)
+            self._copy(job, rounds)
 
     def _land(self, job: _Job, copying: list[_Round]) -> Steps[None]:
         """When the pages of the first round are copied and signed, publish them and pass on what the SSD wants."""

@@ -112,9 +112,10 @@ class Run:
             **orders.get("llm", {}),
         }
         self.connector = orders.get("connector")
+        self.early = 0  # steps whose stores began with them
         if self.connector is not None:
             self.connector = {"store_early": True, **self.connector}
-        if self.connector is not None:
+            self._shorten_steps()
             settings["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="GdsCacheConnector",
                 kv_connector_module_path="gdscache.integrations.vllm",
@@ -122,9 +123,6 @@ class Run:
                 kv_load_failure_policy=orders.get("policy", "recompute"),
                 kv_connector_extra_config=self.connector,
             )
-        self.early = 0  # steps whose stores began with them
-        if self.connector is not None:
-            self._shorten_steps()
         self.engine = vllm.LLM(orders["model"], **settings)
 
     def _shorten_steps(self) -> None:

@@ -88,8 +88,7 @@ class ReferenceExecutor:
 
     def _gather(self, move: Move, way: Way, page: int) -> None:
         slot = way.targets[page]
-        layers = move.groups[0] if move.groups else range(self.layout.n_layers)
-        for layer in layers:
+        for layer in self._groups(move)[0]:
             start, stop = self.layout.layer_bounds[layer]
             parts = [plane[block] for plane in self.planes[layer] for block in way.sources[page]]
             found = self.memories[way.target][slot, start:stop] = np.concatenate(parts)
