@@ -44,7 +44,7 @@ const char* unsound(const gdscache_gpu_spec& spec) {
         return "no sound number of layers or blocks";
     }
     if (!some(spec.extent_bytes, (int64_t{1} << 48) - 1) || !some(spec.staging, kMostBytes)) return "no sound sizes";
-    for (const int64_t bytes : {spec.chunk_bytes, spec.look_bytes, spec.last_look_bytes}) {
+    for (const int64_t bytes : {spec.chunk_bytes, spec.look_bytes, spec.last_look_bytes, spec.unbroken_bytes}) {
         if (!some(bytes, kMostBytes)) return "no sound sizes of chunks";
     }
     if (spec.staging / 2 < spec.extent_bytes) return "half of the ring holds no page";
@@ -131,7 +131,7 @@ int32_t gdscache_gpu_open(const char* library, const struct gdscache_gpu_spec* s
                                   spec->processors,             spec->sums != 0,        spec->looks != 0};
         auto made = std::make_unique<gdscache_gpu>(library, reinterpret_cast<void*>(spec->context));
         const Cuda::Entered entered(made->cuda);
-        const ChunkSizes sizes{spec->chunk_bytes, spec->look_bytes, spec->last_look_bytes};
+        const ChunkSizes sizes{spec->chunk_bytes, spec->look_bytes, spec->last_look_bytes, spec->unbroken_bytes};
         made->gpu.emplace(made->cuda, std::move(planes), kernels, sizes, static_cast<size_t>(spec->staging));
         *gpu = made.release();
         return 0;

@@ -12,7 +12,8 @@ struct gdscache_gpu;
 struct gdscache_gpu_spec {
     uint64_t context, bounds, first_plane, planes;
     uint64_t gather, scatter, gather_sums, scatter_sums, table;
-    int64_t blocks, extent_bytes, staging, chunk_bytes, look_bytes, last_look_bytes;  // the last three: see gpu.h
+    int64_t blocks, extent_bytes, staging;
+    int64_t chunk_bytes, look_bytes, last_look_bytes, unbroken_bytes;  // see gpu.h
     int32_t layers, page_blocks, vector, processors, sums, looks;
 };
 

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -24,20 +25,24 @@ using CudaFunction = void*;  // CUfunction
 // that read; or it keeps the time, for `seconds`.
 enum class EventUse { kOrder, kSleep, kTime };
 
-// A list of copies: entry i goes from `from[i]` to `to[i]`.
+// A list of copies: entry i goes from `from[i]` to `to[i]`, `most` bytes at most.
 struct CopyList {
     std::vector<uint64_t> to, from;
     std::vector<size_t> bytes;
+    size_t most = SIZE_MAX;
 
     // `apart`: it is not joined with the entry before, though it may follow that on both sides.
     void add(uint64_t target, uint64_t source, size_t size, bool apart) {
-        if (!apart && !to.empty() && to.back() + bytes.back() == target && from.back() + bytes.back() == source) {
+        const bool follows = !to.empty() && to.back() + bytes.back() == target && from.back() + bytes.back() == source;
+        if (!apart && follows && size <= most - bytes.back()) {
             bytes.back() += size;
             return;
         }
-        to.push_back(target);
-        from.push_back(source);
-        bytes.push_back(size);
+        for (size_t at = 0; at < size; at += bytes.back()) {
+            to.push_back(target + at);
+            from.push_back(source + at);
+            bytes.push_back(std::min(most, size - at));
+        }
     }
     size_t size() const { return to.size(); }
     void clear() { to.clear(), from.clear(), bytes.clear(); }
@@ -97,6 +102,7 @@ public:
     // Between page-locked memory and the GPU's, or within that: one call, whatever the number of rows.
     void copy(const CopyRows& rows, CudaStream stream) const;
     void copy_to_host(void* to, uint64_t from, size_t bytes) const;  // and wait for it
+    void clear(uint64_t word, CudaStream stream) const;              // 4 bytes of the device
     void launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,
                 CudaStream stream) const;
 

@@ -35,9 +35,10 @@ struct PageKernels {
 };
 
 // In bytes: what one kernel moves over the bus (each start and end costs some 30 us of it); what one looks at behind
-// copies (each wait for them costs some 15 us), and behind a load's last ones, when nothing is copied any more.
+// copies (each wait for them costs some 15 us), and behind a load's last ones, when nothing is copied any more; what
+// stores copy before others' copies to the host may pass (each time costs some 10 us).
 struct ChunkSizes {
-    int64_t moved = 512 << 20, looked = 256 << 20, looked_last = 32 << 20;
+    int64_t moved = 512 << 20, looked = 256 << 20, looked_last = 32 << 20, unbroken = 16 << 20;
     int64_t rows = 16;  // pages of one copy, a row each: 32 and more disturb matrix products
 };
 
@@ -136,6 +137,7 @@ private:
     void add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer, const PlaneRuns& plane) const;
     void bring_table(const Chunk& chunk, CudaStream stream) const;
     void stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
+    CopyList list_for(const Transfer& transfer) const;
     void submit(Lane& lane, const Transfer& transfer, const CopyList& list) const;
     void launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
 

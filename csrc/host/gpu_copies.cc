@@ -10,7 +10,7 @@ namespace gdscache {
 
 namespace {
 
-constexpr int64_t kBatch = 256;  // copies of one call: it starts when all are submitted, at some 0.4 us each
+constexpr size_t kBatch = 256;  // copies of one call: it starts when all are submitted, at some 0.4 us each
 constexpr size_t kFirstPieces = 128;  // of a list: the first are on the bus while the next are made out
 constexpr int64_t kLeastRows = 6;  // of one copy: to queue it takes as long as so many of a list
 
@@ -36,7 +36,7 @@ void Gpu::bring_table(const Chunk& chunk, CudaStream stream) const {
 // itself, so small a copy takes as long as a large one.
 void Gpu::stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
     const bool load = transfer.copies.load;
-    CopyList list;
+    CopyList list = list_for(transfer);
     if (load && chunk.table != nullptr) {
         list.add(chunk.segment->table, reinterpret_cast<uint64_t>(chunk.table), static_cast<size_t>(chunk.table_bytes),
                  true);
@@ -50,10 +50,21 @@ void Gpu::stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const 
     submit(lane, transfer, list);
 }
 
+// What others may have to wait for is one entry, at least.
+CopyList Gpu::list_for(const Transfer& transfer) const {
+    CopyList list;
+    if (!transfer.copies.load) list.most = static_cast<size_t>(sizes_.unbroken);
+    return list;
+}
+
 void Gpu::submit(Lane& lane, const Transfer& transfer, const CopyList& list) const {
     const bool pinned = transfer.copies.extents.pinned || transfer.copies.extents.device;
-    for (size_t first = 0; first < list.size(); first += kBatch) {
-        cuda_.copy(list, first, std::min(list.size(), first + static_cast<size_t>(kBatch)), lane.copies, pinned);
+    for (size_t first = 0, last = 0; first < list.size(); first = last) {
+        size_t bytes = 0;
+        const auto fits = [&] { return last - first < kBatch && (last == first || list.bytes[last] <= list.most - bytes); };
+        while (last < list.size() && fits()) bytes += list.bytes[last++];
+        if (!transfer.copies.load) lane.make_way(bytes, list.most);
+        cuda_.copy(list, first, last, lane.copies, pinned);
     }
 }
 
@@ -65,7 +76,7 @@ void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64
     std::vector<int64_t> pages(static_cast<size_t>(count));
     std::iota(pages.begin(), pages.end(), first);
     std::ranges::sort(pages, {}, [&](int64_t page) { return copies.slots[page]; });
-    CopyList list;
+    CopyList list = list_for(transfer);
     size_t most = kFirstPieces;
     const auto hand_over = [&] {
         submit(lane, transfer, list);
@@ -105,6 +116,7 @@ void Gpu::copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch
                                 copies.load ? in_planes : in_extents,
                                 copies.load ? in_extents : in_planes,
                                 static_cast<size_t>(stretch.count)};
+            if (!copies.load) lane.make_way(rows.bytes * rows.rows, static_cast<size_t>(sizes_.unbroken));
             cuda_.copy(rows, lane.copies);
         }
     });

@@ -116,11 +116,17 @@ Lane::Lane(const Cuda& cuda, size_t share, size_t least, size_t table, bool for_
         copies = cuda.open_stream(false);
         kernels = cuda.open_stream(loads);
         joint_ = event();
+        if (!loads) {
+            passing_ = cuda.open_stream(false);
+            copied_ = event(), passed_ = event();
+        }
         const size_t smallest = (least + kAlignment - 1) / kAlignment * kAlignment;
         const size_t count = std::clamp<size_t>(share / smallest, 1, kSegments);
         segment_bytes = std::max(smallest, share / count / kAlignment * kAlignment);
         table_bytes = (table + kAlignment - 1) / kAlignment * kAlignment;
-        memory_ = cuda.allocate(count * (segment_bytes + table_bytes));
+        word_ = count * (segment_bytes + table_bytes);
+        memory_ = cuda.allocate(word_ + kAlignment);
+        word_ += memory_;
         for (size_t n = 0; n < count; ++n) {
             const uint64_t data = memory_ + n * segment_bytes;
             const uint64_t at = memory_ + count * segment_bytes + n * table_bytes;
@@ -140,7 +146,7 @@ CudaEvent Lane::event() {
 }
 
 void Lane::close() {
-    for (const CudaStream stream : {copies, kernels}) {
+    for (const CudaStream stream : {copies, kernels, passing_}) {
         try {
             if (stream != nullptr) cuda_.synchronize(stream);
         } catch (const CudaError&) {  // its context is broken: nothing runs there any more
@@ -148,7 +154,7 @@ void Lane::close() {
     }
     if (memory_ != 0) cuda_.free(memory_);
     for (const CudaEvent some : events_) cuda_.close_event(some);
-    for (const CudaStream stream : {copies, kernels}) {
+    for (const CudaStream stream : {copies, kernels, passing_}) {
         if (stream != nullptr) cuda_.close_stream(stream);
     }
 }
@@ -157,6 +163,18 @@ Segment& Lane::take() {
     Segment& segment = segments_[next_];
     next_ = (next_ + 1) % segments_.size();
     return segment;
+}
+
+void Lane::make_way(size_t bytes, size_t most) {
+    if (unbroken_ > 0 && unbroken_ + bytes > most) {
+        cuda_.record(copied_, copies);
+        cuda_.follow(passing_, copied_);
+        cuda_.clear(word_, passing_);
+        cuda_.record(passed_, passing_);
+        cuda_.follow(copies, passed_);
+        unbroken_ = 0;
+    }
+    unbroken_ += bytes;
 }
 
 int64_t Lane::join() {

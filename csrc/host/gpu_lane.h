@@ -84,6 +84,11 @@ struct Segment {
 // `copies` runs the copy engine, `kernels` the kernels; events keep them in step, segment by segment. One stream of each:
 // every further stream that waits for an event was measured to cost more than it brings.
 //
+// The copy engine works off what one stream has for it before it turns to another, however much that is. So a model that
+// copies the tokens of a step to the host would wait for every store that is queued: 77 ms behind 4 GiB. `make_way` lets
+// it pass: the copies go on behind a write of one word in a third stream. An event alone does not do: the driver sees
+// through it.
+//
 // `share` bytes of GPU memory are the segments' data, of which each has at least `least`, up to whole 4 KiB: the ring is
 // cut into as many as fit, 3 at most (beside large products, 4 smaller ones left checksums at 0.85 of the speed without, 3
 // at 0.97). Tables of `table` bytes a segment come on top. A transfer takes segments in turn: what is queued first goes
@@ -97,6 +102,8 @@ public:
 
     // The next segment. Work in it waits for the segment's events, and sets them.
     Segment& take();
+    // Before `bytes` of a store's copies: others' copies pass first, where `most` bytes went since they last could.
+    void make_way(size_t bytes, size_t most);
     // A point behind everything that was queued in this turn, and before.
     int64_t join();
 
@@ -113,11 +120,13 @@ private:
     CudaEvent event();
 
     const Cuda& cuda_;
-    CudaEvent joint_ = nullptr;
+    CudaEvent joint_ = nullptr, copied_ = nullptr, passed_ = nullptr;
+    CudaStream passing_ = nullptr;  // of stores
+    size_t unbroken_ = 0;           // bytes of copies since others could pass
     std::vector<CudaEvent> events_;
     std::vector<Segment> segments_;
     size_t next_ = 0;
-    uint64_t memory_ = 0;
+    uint64_t memory_ = 0, word_ = 0;
 };
 
 }  // namespace gdscache

@@ -32,7 +32,7 @@ ROUTES: tuple[CopyRoute, ...] = ("staged", "zero_copy", "copy_engine", "device")
 _Spec = struct(
     "_Spec",
     "context:Q bounds:Q first_plane:Q planes:Q gather:Q scatter:Q gather_sums:Q scatter_sums:Q table:Q blocks:q "
-    "extent_bytes:q staging:q moved:q looked:q looked_last:q layers:i page_blocks:i vector:i processors:i sums:i "
+    "extent_bytes:q staging:q moved:q looked:q looked_last:q unbroken:q layers:i page_blocks:i vector:i processors:i sums:i "
     "looks:i",
 )
 _Copies = struct(
@@ -44,11 +44,14 @@ _Copies = struct(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """In bytes: what one kernel moves over the bus; what one looks at behind copies, and behind a load's last ones."""
+    """In bytes: what one kernel moves over the bus; what one looks at behind copies, and behind a load's last ones; what
+    stores copy before others' copies to the host may pass.
+    """
 
     moved: int = 512 << 20
     looked: int = 256 << 20
     looked_last: int = 32 << 20
+    unbroken: int = 16 << 20
 
 
 class StreamPoint:

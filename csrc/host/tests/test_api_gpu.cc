@@ -34,8 +34,8 @@ struct Opening {
         const PageKernels kernels = pool.kernels(driver, Kernels::kLooks, 4);
         spec = {at(driver.context()), at(bounds.data()), at(first_plane.data()), at(rows.data()), at(kernels.gather),
                 at(kernels.scatter), at(kernels.gather_sums), at(kernels.scatter_sums), kernels.table, planes.blocks,
-                planes.extent_bytes, 4 * planes.extent_bytes, 1 << 20, 1 << 20, 1 << 20, planes.layers, planes.page_blocks, kernels.vector,
-                kernels.processors, kernels.sums, kernels.looks};
+                planes.extent_bytes, 4 * planes.extent_bytes, 1 << 20, 1 << 20, 1 << 20, 1 << 20, planes.layers,
+                planes.page_blocks, kernels.vector, kernels.processors, kernels.sums, kernels.looks};
     }
     int32_t open() { return gdscache_gpu_open(path.c_str(), &spec, &gpu); }
 
@@ -84,6 +84,7 @@ void hostile_openings(const Driver& driver, GpuPool& pool) {
     refused([](Opening& one) { one.spec.chunk_bytes = 0; });
     refused([](Opening& one) { one.spec.look_bytes = -1; });
     refused([](Opening& one) { one.spec.last_look_bytes = INT64_MAX; });
+    refused([](Opening& one) { one.spec.unbroken_bytes = 0; });
     refused([](Opening& one) { one.spec.vector = 17; });
     refused([](Opening& one) { one.spec.scatter = 0; });
     refused([](Opening& one) { one.spec.table = 0; });

@@ -30,6 +30,7 @@ REFUSE(cuMemAlloc)
 REFUSE(cuMemFree)
 REFUSE(cuMemcpyDtoH)
 REFUSE(cuMemcpy2DAsync)
+REFUSE(cuMemsetD32Async)
 REFUSE(cuLaunchKernel)
 REFUSE(cuThreadExchangeStreamCaptureMode)
 
