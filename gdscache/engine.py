@@ -42,7 +42,6 @@ from gdscache.runtime.calls import Calls
 from gdscache.runtime.threads import Flag
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.sizes import MAX_SIZE
-from gdscache.store.computed import ComputedLayers
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
@@ -339,24 +338,20 @@ class CacheEngine:
         blocks: Blocks,
         epoch: int,
         salt: str,
-        after: Event | ComputedLayers = None,
+        after: Event = None,
         sources: Lease | None = None,
         retention: Retention = DEFAULT,
     ) -> StoreHandle:
-        """Hand pages to the background; what `store` and `Sequence.commit` end in. `sources` pins the blocks.
-
-        `after`: layers that are still computed, or an event, as `store` takes it.
-        """
+        """Hand pages to the background; what `store` and `Sequence.commit` end in. `sources` pins the blocks."""
         namespace = self.namespace(salt)
         if pages and namespace not in self._described and len(self._described) < _SALTS_KEPT:
             self._described.add(namespace)
             for tier in self.manager.files:
                 tier.describe_namespace(namespace, self.config.model.namespace_fields(salt))
-        if not isinstance(after, ComputedLayers):
-            after = ComputedLayers.behind(given(after, self._parts.planes.device))
+        event = given(after, self._parts.planes.device)
         handle = StoreHandle(len(pages), self._calls)
         storer = self._parts.storer
-        if not storer.store(pages, handle, blocks, epoch, after, sources, retention):
+        if not storer.store(pages, handle, blocks, epoch, event, sources, retention):
             handle.read(None)
         return handle
 

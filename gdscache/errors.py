@@ -259,10 +259,6 @@ class LayerHooksError(IntegrationError):
     """A forward pass did not wait for the layers that were being loaded."""
 
 
-class StepBrokenOffError(IntegrationError):
-    """The step of an engine that was to compute pages of a store ended before it had."""
-
-
 class VerifiedLoadError(IntegrationError):
     """Pages that had been checked did not reach their blocks, and the step that used them cannot be taken back."""
 

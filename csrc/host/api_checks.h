@@ -118,12 +118,10 @@ inline bool sound(const gdscache_way& way, const Executor& executor) {
     return spaces[target == Kind::kFiles ? way.target : way.source].foreign || executor.places()[memory].reached;
 }
 
-// Whether groups have every layer once, in order, and what is read of them lies in an extent and has their bytes. `part`:
-// a group of some layers will do.
-inline bool sound(const gdscache_group* groups, int64_t count, const Limits& limits, bool part) {
-    int32_t layer = part ? groups[0].first : 0;
-    int64_t stop = part ? groups[0].start : 0;
-    if (layer < 0 || stop < 0 || (part && count != 1)) return false;
+// Whether groups have every layer once, in order, and what is read of them lies in an extent and has their bytes.
+inline bool sound(const gdscache_group* groups, int64_t count, const Limits& limits) {
+    int32_t layer = 0;
+    int64_t stop = 0;
     for (int64_t n = 0; n < count; ++n) {
         const gdscache_group& group = groups[n];
         if (group.first != layer || group.last <= group.first || group.last > limits.layers) return false;
@@ -135,7 +133,7 @@ inline bool sound(const gdscache_group* groups, int64_t count, const Limits& lim
         layer = group.last;
         stop = group.stop;
     }
-    return part || layer == limits.layers;
+    return layer == limits.layers;
 }
 
 // Whether each layer has bytes, and all lie in an extent.

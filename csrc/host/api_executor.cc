@@ -62,11 +62,6 @@ bool crosses(const gdscache_way& way, const Executor& executor) {
     return memory >= 0 && spaces[memory].foreign;
 }
 
-// Whether ways, which are alike, lead out of planes.
-bool gathers(const gdscache_way* ways, int64_t n_ways, const Executor& executor) {
-    return n_ways && executor.spaces()[ways[0].source].kind == Kind::kPlanes;
-}
-
 // Whether ways are of a load, or a prefetch.
 bool loads(const gdscache_way* ways, int64_t n_ways, const Executor& executor) {
     const auto& spaces = executor.spaces();
@@ -230,9 +225,7 @@ int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, in
     if (!executor || n_after < 0 || n_after > 1 << 20 || (n_after && !after)) return -EINVAL;
     Executor& of = executor->executor;
     if (n_groups < 1 || !groups || !sound(ways, n_ways, of, executor->gpu)) return -EINVAL;
-    if (priority < 0 || priority >= kPriorities || !sound(groups, n_groups, of.limits(), gathers(ways, n_ways, of))) {
-        return -EINVAL;
-    }
+    if (priority < 0 || priority >= kPriorities || !sound(groups, n_groups, of.limits())) return -EINVAL;
     if (open && !loads(ways, n_ways, of)) return -EINVAL;
     try {
         MoveSpec spec;

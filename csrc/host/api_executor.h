@@ -80,9 +80,8 @@ GDSCACHE_API void gdscache_executor_stop(struct gdscache_executor* executor);
 GDSCACHE_API const char* gdscache_executor_disk(struct gdscache_executor* executor);
 
 // `move`: its number, which is the caller's; -EEXIST where another move has it. `after`: CUevents that copies of a GPU
-// come behind. `groups`: out of planes one, of some layers or all; else they have every layer. `open`: of a load, to which
-// more ways come by `move_extend`; it does not end, and no group of it is ready, before the last of them. -ENOENT for a
-// move that nobody knows, -EINVAL for one that is not open.
+// come behind. `open`: of a load, to which more ways come by `move_extend`; it does not end, and no group of it is ready,
+// before the last of them. -ENOENT for a move that nobody knows, -EINVAL for one that is not open.
 GDSCACHE_API int32_t gdscache_move_begin(struct gdscache_executor* executor, int64_t move, int32_t priority,
                                          int64_t until, const struct gdscache_way* ways, int64_t n_ways,
                                          const struct gdscache_group* groups, int64_t n_groups, const uint64_t* after,

@@ -63,7 +63,7 @@ struct MoveSpec {
     Priority priority = Priority::kLoad;
     Nanoseconds until = 0;
     std::vector<Way> ways;
-    std::vector<Group> groups;  // in their order; they have every layer once. Out of planes: one, of some layers
+    std::vector<Group> groups;  // in their order; they have every layer once
     std::vector<uint64_t> after;  // events that copies of a GPU come behind; they live until the move was forgotten
     bool open = false;            // of a load: more ways follow (Moves::extend)
 };

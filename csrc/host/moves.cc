@@ -39,7 +39,7 @@ void Moves::begin(MoveSpec spec) {
         if (spaces_[ways.front().target].kind == Space::Kind::kFiles) move.work = Work::kWrite;
         if (spaces_[ways.front().source].kind == Space::Kind::kPlanes) move.work = Work::kGather;
     }
-    if (move.work != Work::kLoad) move.spec.groups.resize(1);  // its layers at once
+    if (move.work != Work::kLoad) move.spec.groups.resize(1);  // every layer at once
     const size_t groups = move.groups();
     move.todo.assign(groups, move.spec.open ? 1 : 0);
     move.queued.assign(groups, 0);

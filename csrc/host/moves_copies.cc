@@ -128,7 +128,7 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
         settle(move);
         return false;
     }
-    const int64_t part = std::max<int64_t>(1, group.end - group.begin);
+    const int64_t part = gather ? limits_.extent_bytes : std::max<int64_t>(1, group.end - group.begin);
     const int64_t bytes = foreign ? limits_.foreign_copy_bytes : limits_.copy_bytes;
     const int64_t most = std::max<int64_t>(1, bytes / part);
     if (too_few(move, group_number, way_number)) return false;
@@ -176,8 +176,8 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
     job->large = static_cast<int64_t>(move.rows()) * limits_.extent_bytes > kLarge;
     job->copy = !moves ? Copy::kDigest : gather ? Copy::kGather : Copy::kScatter;
     job->memory = memory(way);
-    job->first = group.first;
-    job->last = group.last;
+    job->first = gather ? 0 : group.first;
+    job->last = gather ? limits_.layers : group.last;
     const bool part_only = job->window_slots != 0;
     job->stride = part_only ? group.bytes(true) : limits_.extent_bytes;
     job->origin = part_only ? group.alone_start : 0;
@@ -211,7 +211,8 @@ void Moves::copy_ended(int64_t job, const uint64_t* found, const char* broken) {
     Move& move = *copying.move;
     const Way& way = move.spec.ways[copying.way];
     const Group& group = move.spec.groups[copying.group];
-    const int32_t layers = group.last - group.first;
+    const int32_t first = copying.gather ? 0 : group.first;
+    const int32_t layers = (copying.gather ? limits_.layers : group.last) - first;
     if (broken && !move.broken) {
         move.broken = news_.io = news_.ended = true;
         move.outcome.why = broken;
@@ -226,9 +227,9 @@ void Moves::copy_ended(int64_t job, const uint64_t* found, const char* broken) {
         if (broken) continue;
         const uint64_t* sums = copying.sums ? found + i * layers : nullptr;
         if (copying.gather) {
-            uint64_t* kept = spaces_[way.target].sums + way.targets[page] * limits_.layers + group.first;
+            uint64_t* kept = spaces_[way.target].sums + way.targets[page] * limits_.layers;
             std::copy(sums, sums + layers, kept);
-        } else if (copying.sums && !std::equal(sums, sums + layers, way.sums.data() + page * limits_.layers + group.first)) {
+        } else if (copying.sums && !std::equal(sums, sums + layers, way.sums.data() + page * limits_.layers + first)) {
             judge(move, row, Status::kChecksum);
             continue;
         }

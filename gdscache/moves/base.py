@@ -86,8 +86,7 @@ class Move:
     """Pages that move together: plain data that can be pickled. A page's row is its place in `ways`, counted through.
 
     `seconds`: how long its I/O may take from its begin; `math.inf` is for ever. A page that takes longer is late.
-    `groups`: the layers that move together, in their order; all at once where there are none. Out of the planes go
-    those of one group alone, and nothing of the other layers. `number`: what a timeline
+    `groups`: the layers that move together, in their order; all at once where there are none. `number`: what a timeline
     knows it by. `open`: a load to which more ways come (`Moving.extend`): it ends, and its layers are there, when the
     last of them has come, and not before.
     """

@@ -32,8 +32,8 @@ ROUTES: tuple[CopyRoute, ...] = ("staged", "zero_copy", "copy_engine", "device")
 _Spec = struct(
     "_Spec",
     "context:Q bounds:Q first_plane:Q planes:Q gather:Q scatter:Q gather_sums:Q scatter_sums:Q table:Q blocks:q "
-    "extent_bytes:q staging:q moved:q looked:q looked_last:q unbroken:q layers:i page_blocks:i vector:i processors:i sums:i "
-    "looks:i",
+    "extent_bytes:q staging:q moved:q looked:q looked_last:q unbroken:q layers:i page_blocks:i vector:i processors:i "
+    "sums:i looks:i",
 )
 _Copies = struct(
     "_Copies",
@@ -44,8 +44,9 @@ _Copies = struct(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """In bytes: what one kernel moves over the bus; what one looks at behind copies, and behind a load's last ones; what
-    stores copy before others' copies to the host may pass.
+    """In bytes: what one kernel moves over the bus; what one looks at behind copies, and behind a load's last ones.
+
+    `unbroken`: what stores copy before others' copies to the host may pass.
     """
 
     moved: int = 512 << 20

@@ -27,7 +27,6 @@ from gdscache.moves.base import failure
 from gdscache.native.tables import take_rows
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import Flag, failure_of, log_failure
-from gdscache.store.computed import ComputedLayers
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel, Receipt, StoreJob
 from gdscache.store.plan import StorePlanner, round_pages
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from gdscache.config import StoreConfig
     from gdscache.cuda.streams import Event, Landed
 
-_COMPUTED_S = 1.0  # how long steps wait for layers at a time
 _LOOK_S = 0.05  # seconds after which whoever waits for stores looks whether it is to go on
 
 
@@ -63,20 +61,17 @@ class _Job:
     plan: StoreJob
     receipt: Reader
     blocks: Int64Array
-    computed: ComputedLayers
+    after: Event
     sources: Lease | None
     given: set[int] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Round:
-    """Pages of a store that have slots. `moving`: what brings their bytes, a move for each group of layers that is
-    computed by now; none where somebody else has brought them. `last`: of the store."""
+    """Pages of a store that have slots; `moving` brings their bytes, where somebody else has not."""
 
     parcels: Sequence[Parcel]
-    fresh: Sequence[Parcel]
-    last: bool
-    moving: list[Moving] = dataclasses.field(default_factory=list)
+    moving: Moving | None
 
 
 class Storer:
@@ -119,14 +114,14 @@ class Storer:
         receipt: Reader,
         blocks: Int64Array,
         epoch: int,
-        computed: ComputedLayers,
+        after: Event,
         sources: Lease | None,
         retention: Retention = DEFAULT,
     ) -> bool:
         """Accept pages for the tiers below; returns at once. The receipt is told what becomes of them.
 
         False where no page is to move: nothing reads the blocks, and the receipt hears no `read`.
-        The pages are of one namespace. `blocks`: int64 (pages, blocks_per_page), read as they are `computed`; `epoch`:
+        The pages are of one namespace. `blocks`: int64 (pages, blocks_per_page), read after the event `after`; `epoch`:
         the namespace's when their bytes were known good; `sources` ends when the blocks were read.
         """
         manager = self._manager
@@ -139,7 +134,7 @@ class Storer:
             wanted = self._planner.accept(pages, receipt, retention)
             if wanted:
                 plan = StoreJob(receipt, wanted, [pages[n] for n in wanted], epoch, retention)
-                job = _Job(plan, receipt, take_rows(blocks, wanted), computed, sources)
+                job = _Job(plan, receipt, take_rows(blocks, wanted), after, sources)
                 self._jobs.add(job)
                 self._lane.start(self._gather(job), functools.partial(self._end, job))
                 return True
@@ -205,25 +200,23 @@ class Storer:
             copying: list[_Round] = []
             error = yield from failure(self._rounds(job, copying))
             while copying:  # whatever broke off: what was begun comes to its end
-                landing = yield from failure(self._land(job, copying))
+                landing = yield from failure(self._land(job, copying.pop(0)))
                 error = error or landing
             if error is not None:
                 raise error
             yield from self._end(job)
 
     def _rounds(self, job: _Job, copying: list[_Round]) -> Steps[None]:
-        """Round after round: while one is copied, or computed, the next finds its slots. The last stay in `copying`."""
+        """Round after round: while one is copied, the next finds its slots. The last ones are left in `copying`."""
         at, pages = 0, job.plan.pages
         rounds = round_pages(self._extent_bytes)
         while at < len(pages):
             start = at
             at, parcels = yield from self._place(job.plan, at, next(rounds), wait=not copying)
             if parcels:
-                copying.append(self._round(parcels, last=at == len(pages)))
-            self._copy(job, copying)
-            enough = len(copying) > 1 and job.computed.whole
-            if enough or (copying and at == start):  # the next needs slots of those before it
-                yield from self._land(job, copying)
+                copying.append(self._copy(job, parcels, last=at == len(pages)))
+            if len(copying) > 1 or (copying and at == start):  # the next needs slots of those before it
+                yield from self._land(job, copying.pop(0))
 
     def _end(self, job: _Job) -> Steps[None]:
         """The blocks are free again when what was queued has read them. Once more behind what was broken off."""
@@ -296,44 +289,25 @@ class Storer:
             with self._manager.lock:
                 self._planner.free(slots)
 
-    def _round(self, parcels: Sequence[Parcel], *, last: bool) -> _Round:
+    def _copy(self, job: _Job, parcels: Sequence[Parcel], *, last: bool) -> _Round:
+        """Begin to copy the pages of a round. `last`: its blocks are free again as soon as they were read."""
         try:
-            return _Round(parcels, [parcel for parcel in parcels if not parcel.copied], last)
+            moving = None
+            if fresh := [parcel for parcel in parcels if not parcel.copied]:
+                moving = self._executor.begin(self._move(job, fresh), (job.after,))
+                if last and moving.lands is not None:
+                    job.receipt.reading(functools.partial(moving.lands, 0))
         except BaseException:
             self._abandon(parcels)
             raise
+        return _Round(parcels, moving)
 
-    def _copy(self, job: _Job, rounds: Sequence[_Round]) -> None:
-        """Begin to copy what is computed of these rounds. The blocks are free again when the last move has read."""
-        for group in range(job.computed.known):
-            for round_ in rounds:
-                if round_.fresh and len(round_.moving) == group:
-                    move, after = self._move(job, round_.fresh, job.computed.groups[group]), job.computed.event(group)
-                    round_.moving.append(moving := self._executor.begin(move, (after,)))
-                    if round_.last and len(round_.moving) == len(job.computed.groups) and moving.lands is not None:
-                        job.receipt.reading(functools.partial(moving.lands, 0))
-
-    def _copy_rest(self, job: _Job, rounds: Sequence[_Round]) -> Steps[None]:
-        """As what is left of the first round is computed, begin to copy it, and the others beside it."""
-        self._copy(job, rounds)
-        computed, first = job.computed, rounds[0]
-        while first.fresh and (group := len(first.moving)) < len(computed.groups):
-            yield self._executor.changed(computed.changed, functools.partial(computed.settled, group), _COMPUTED_S)
-            computed.check(group)
-            self._copy(job, rounds)
-
-    def _land(self, job: _Job, copying: list[_Round]) -> Steps[None]:
-        """When the pages of the first round are copied and signed, publish them and pass on what the SSD wants."""
-        rest = self._copy_rest(job, [*copying])
-        round_ = copying.pop(0)
+    def _land(self, job: _Job, round_: _Round) -> Steps[None]:
+        """When the pages of a round are copied and signed, publish them and pass on what the SSD wants."""
         parcels = round_.parcels
         try:
-            error = yield from failure(rest)
-            for moving in round_.moving:  # each has its end, before the slots are anybody else's
-                broken = yield from failure(moving.end())
-                error = error or broken
-            if error is not None:
-                raise error
+            if round_.moving is not None:
+                yield from round_.moving.end()
         except BaseException:
             self._abandon(parcels)
             raise
@@ -348,13 +322,13 @@ class Storer:
             self._tell_idle()
             self._demote(self._planner.clean())
 
-    def _move(self, job: _Job, fresh: Sequence[Parcel], layers: tuple[range, ...]) -> Move:
-        """Pages out of the planes, into the slots that they have; these layers of them, or all."""
+    def _move(self, job: _Job, fresh: Sequence[Parcel]) -> Move:
+        """Pages out of the planes, into the slots that they have."""
         ways = [
             Way(PLANES, parcel.space, take_rows(job.blocks, parcel.places), np.array(parcel.slots, dtype=np.int64))
             for parcel in fresh
         ]
-        return Move(Priority.STORE, tuple(ways), self._deadline, layers)
+        return Move(Priority.STORE, tuple(ways), self._deadline)
 
     def _abandon(self, parcels: Sequence[Parcel]) -> None:
         """An exception ended a round: undo its reservations."""

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY, WINNERS = 512, 16
-LONG_STEP = 128  # tokens of a step whose stores begin with it: such a model's steps are all short
 LLM = {
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
@@ -112,10 +111,7 @@ class Run:
             **orders.get("llm", {}),
         }
         self.connector = orders.get("connector")
-        self.early = 0  # steps whose stores began with them
         if self.connector is not None:
-            self.connector = {"store_early": True, **self.connector}
-            self._shorten_steps()
             settings["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="GdsCacheConnector",
                 kv_connector_module_path="gdscache.integrations.vllm",
@@ -124,19 +120,6 @@ class Run:
                 kv_connector_extra_config=self.connector,
             )
         self.engine = vllm.LLM(orders["model"], **settings)
-
-    def _shorten_steps(self) -> None:
-        """Steps are long, and their stores leave layer by layer, from fewer tokens on."""
-        from gdscache.integrations.vllm import worker
-
-        still = worker.ComputedLayers.still
-
-        def counted(layers: int, parts: int) -> Any:
-            self.early += 1
-            return still(layers, parts)
-
-        worker._EARLY_TOKENS = LONG_STEP
-        worker.ComputedLayers.still = counted
 
     @property
     def cache(self) -> Any:
@@ -213,10 +196,9 @@ class Run:
             time.sleep(0.1)
         return {
             "leases": len(stats["leases"]),
-            "early": self.early,
             "pages": {name: tier["pages"] for name, tier in stats["tiers"].items()},
             "misses": stats["misses"],
-            "hits": stats.get("hits", {}),
+            "hits": stats["hits"],
             "drops": stats.get("drops", {}),
             "check": list(self.cache.check().problems),
         }

@@ -171,9 +171,7 @@ def cases(draw: st.DrawFn, *, python: bool = False) -> Case:
                 if what == "hang":
                     seconds, hung = HANG_S, True
             made.append(way)
-        groups = draw(_groups(layout.n_layers)) if kind in ("load", "store") else ()
-        if kind == "store" and groups:
-            groups = (draw(st.sampled_from(groups)),)  # these layers alone
+        groups = draw(_groups(layout.n_layers)) if kind == "load" else ()
         begin = draw(st.sampled_from(["", "", "", "cancel", "over"])) if kind != "store" else ""
         seconds = 0.0 if begin == "over" else seconds
         moves.append(Planned(Move(PRIORITIES[kind], tuple(made), seconds, groups), begin))

@@ -75,7 +75,7 @@ class ReferenceExecutor:
         for way in move.ways:
             for page in range(len(way)):
                 if way.source == PLANES:
-                    self._gather(move, way, page)
+                    self._gather(way, page)
                 elif way.target in self.files:
                     self._write(way, page, row, answer, expired=expired)
                 elif way.source in self.files:
@@ -86,10 +86,9 @@ class ReferenceExecutor:
                 row += 1
         return answer
 
-    def _gather(self, move: Move, way: Way, page: int) -> None:
+    def _gather(self, way: Way, page: int) -> None:
         slot = way.targets[page]
-        for layer in self._groups(move)[0]:
-            start, stop = self.layout.layer_bounds[layer]
+        for layer, (start, stop) in enumerate(self.layout.layer_bounds):
             parts = [plane[block] for plane in self.planes[layer] for block in way.sources[page]]
             found = self.memories[way.target][slot, start:stop] = np.concatenate(parts)
             self.sums[way.target][slot, layer] = digest(found)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 
 from gdscache.cuda.streams import Landed
-from gdscache.errors import IOFailedError, StepBrokenOffError
+from gdscache.errors import IOFailedError
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait, Way
 from gdscache.moves.library import NEVER
 from gdscache.moves.moving import NativeMoving
@@ -107,7 +107,6 @@ class SteppedExecutor:
 
     def __init__(self, choose: Callable[[Sequence[Choice]], Choice], machine: SteppedMachine | None = None) -> None:
         self.tags: dict[Place, Hashable] = {}
-        self.layers: dict[Place, list[Hashable]] = {}  # tags, of what is copied by groups of layers
         self.machine = machine
         self._choose = choose
         self._lanes: list[_Lane] = []
@@ -160,14 +159,7 @@ class SteppedExecutor:
     def copy(self, move: Move, row: int) -> None:
         """The bytes of a page of a move are where they go, as they are now."""
         source, target = places(move)[row]
-        if not move.groups:
-            self.tags[target] = self.tags.get(source)
-            return
-        found = self.layers[source]
-        kept = self.layers.setdefault(target, [None] * len(found))
-        for layer in move.groups[0]:
-            kept[layer] = found[layer]
-        self.tags[target] = kept[0] if len(set(kept)) == 1 else "a mixture"
+        self.tags[target] = self.tags.get(source)
 
     def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
         until = self.now() + seconds
@@ -230,12 +222,9 @@ class _Lane:
         self._threads = threads
         self._queue: deque[Steps[None]] = deque()
         self._waits: dict[Steps[None], When | None] = {}  # steps that have a thread
-        self._lost: dict[Steps[None], Callable[[], Steps[None]]] = {}
 
     def start(self, steps: Steps[None], lost: Callable[[], Steps[None]] | None = None) -> None:
         self._queue.append(steps)
-        if lost is not None:
-            self._lost[steps] = lost
 
     def choices(self) -> list[Choice]:
         while self._queue and len(self._waits) < self._threads:
@@ -248,10 +237,6 @@ class _Lane:
             wait = next(steps)
         except StopIteration:
             del self._waits[steps]
-            return
-        except StepBrokenOffError:
-            del self._waits[steps]
-            self._waits[self._lost[steps]()] = None
             return
         assert isinstance(wait, When), "a wait of another executor"
         self._waits[steps] = wait

@@ -109,7 +109,6 @@ class Bench:
             "attention": given.attention or ("FLASH_ATTN" if given.engine == "vllm" else "triton"),
             "gpu": not small,
             "block": given.block,
-            "store_early": given.store_early,
             "kv_cache": 9 * gib,
             "token_bytes": TOKEN_BYTES,
             "cpu": (1 if small else 18) * gib,
@@ -167,7 +166,6 @@ class Bench:
     def report(self) -> dict[str, Any]:
         given = self.given
         about = {"tokens": given.tokens, "repeat": given.repeat, "shape": given.shape, "block": given.block}
-        about |= {"store_early": True} if given.store_early else {}
         versions = {given.engine: _version(given.engine)}
         return {
             "schema": 2,
@@ -294,7 +292,6 @@ def main() -> None:
     parser.add_argument("--ways", help="only these, with commas between")
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--block", type=int, default=64, help="tokens of a page")
-    parser.add_argument("--store-early", action="store_true", help="vLLM: store what long steps compute meanwhile")
     parser.add_argument("--repeat", type=int, default=3, help="prompts a figure is the median of")
     parser.add_argument("--attention", help="the engine's attention backend")
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="llama-3-8b", help="tiny: without a GPU")

@@ -55,7 +55,7 @@ def transfer(order: dict[str, Any]) -> Any:
             kv_connector_module_path="gdscache.integrations.vllm",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"config": config, "store_early": order["store_early"]},
+            kv_connector_extra_config={"config": config},
         )
     extra: dict[str, Any] = {"cpu_bytes_to_use": order["cpu"]}
     if way == "files":
@@ -64,7 +64,7 @@ def transfer(order: dict[str, Any]) -> Any:
     return KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
 
 
-EMPTY = "save_kv_layer"  # does nothing in most steps: what it takes is what a clock around a call takes
+EMPTY = "save_kv_layer"  # does nothing: what it takes is what a clock around a call takes
 
 
 class Steps:

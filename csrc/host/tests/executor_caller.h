@@ -86,23 +86,12 @@ private:
         out.pages = pages_;
         out.sources.assign(blocks_.begin(), blocks_.begin() + pages_ * kPageBlocks);
         out.targets.assign(slots_.begin(), slots_.begin() + pages_);
-        // A gather has no deadline: what it was given is past. It is one move, or one for each of some groups of layers.
+        // A gather has no deadline: what it was given is past.
         const Nanoseconds until = random_.below(2) ? 0 : kForever;
-        std::vector<int32_t> firsts = {0};
-        for (int32_t layer = 1; layer < kLayers; layer++) {
-            if (random_.below(3) == 0) firsts.push_back(layer);
-        }
-        std::vector<int64_t> parts;
-        for (const Group& group : routed(groups_of(rig_.limits, firsts))) {
-            parts.push_back(rig_.begin(Priority::kStore, until, {out}, {group}));
-        }
-        for (const int64_t part : parts) {
-            const Outcome gathered = rig_.finish(part);
-            CHECK(!gathered.broken && gathered.late.empty());
-            CHECK(std::ranges::all_of(gathered.statuses, [](Status one) { return one == Status::kLoaded; }));
-        }
+        const Outcome gathered = rig_.finish(rig_.begin(Priority::kStore, until, {out}, whole));
+        CHECK(!gathered.broken && gathered.late.empty());
         for (int64_t page = 0; page < pages_; page++) {
-            CHECK(in_memory(page, slots_[page]));
+            CHECK(gathered.statuses[page] == Status::kLoaded && in_memory(page, slots_[page]));
             digest(rig_.pool, 0, kLayers, rig_.at(memory_, slots_[page]), sums_of(page).data());
             CHECK(sums_[page] == std::vector<uint64_t>(kept_sums(page), kept_sums(page) + kLayers));
         }

@@ -26,8 +26,7 @@ public:
         book.order = static_cast<int64_t>(books.size());
         book.store = !spec.ways.empty() && world.spaces[spec.ways[0].target].kind == Kind::kFiles;
         book.gather = !spec.ways.empty() && world.spaces[spec.ways[0].source].kind == Kind::kPlanes;
-        if (book.gather) book.spec.groups = {spec.groups.front()};
-        if (book.store) {
+        if (!book.load()) {
             const int64_t extent = world.limits.extent_bytes;
             const Group& asked = spec.groups.front();
             book.spec.groups = {
@@ -220,12 +219,12 @@ public:
             if (other.key() < book.key() && !other.over) all_copied(other, foreign);
             settle_quiet(other, foreign, false);
         }
-        const int32_t group = group_of(book, job.first);
+        const int32_t group = book.gather ? 0 : group_of(book, job.first);
         const Group& layers = book.spec.groups[group];
         CHECK(job.first == layers.first && job.last == layers.last);
         CHECK(job.route == (job.sums ? book.spec.groups[group].summed_route : book.spec.groups[group].route));
         CHECK(job.after == (foreign ? book.spec.after : std::vector<uint64_t>()));
-        const int64_t part = std::max<int64_t>(1, layers.end - layers.begin);
+        const int64_t part = book.gather ? world.limits.extent_bytes : std::max<int64_t>(1, layers.end - layers.begin);
         const int64_t most = foreign ? world.limits.foreign_copy_bytes : world.limits.copy_bytes;
         CHECK(job.pages.size() == 1 || part * static_cast<int64_t>(job.pages.size()) <= most);
         std::vector<int64_t> blocks;
@@ -307,7 +306,7 @@ public:
             for (int32_t layer = 0; right && copy.job.sums && layer < layers; layer++) {
                 const uint64_t sum = found[n * layers + layer];
                 if (book.gather) {
-                    CHECK(world.sums[of.target][of.targets[row.page] * world.limits.layers + copy.job.first + layer] == sum);
+                    CHECK(world.sums[of.target][of.targets[row.page] * world.limits.layers + layer] == sum);
                 } else if (of.sums[row.page * world.limits.layers + copy.job.first + layer] != sum) {
                     judge(row, Status::kChecksum);
                     right = false;

@@ -229,24 +229,6 @@ void hostile_moves(gdscache_executor* executor) {
     refused([](Asking& one) { one.groups[1].start -= 1; });            // read twice
     refused([](Asking& one) { one.groups[1].alone_start += 1; });      // not read at all
     refused([](Asking& one) { one.groups[1].end -= 1; });              // not the layer's
-    // Out of planes: some layers, which are there.
-    const auto out = [](Asking& one) {
-        one.ways[0] = {kPlanes, kCpu, -1, 0, 4, at(one.blocks), at(one.slots), 0, 0};
-        one.n_ways = one.n_groups = 1;
-        one.groups[0] = one.groups[1];
-    };
-    for (const int32_t value : {-1, 2, 7, std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()}) {
-        refused([&](Asking& one) { out(one), one.groups[0].first = value; });
-        refused([&](Asking& one) { out(one), one.groups[0].last = value == 2 ? 3 : value; });
-    }
-    Asking part;
-    out(part);
-    part.move = 77;
-    int64_t point = 0;
-    CHECK(part.begin(executor) == 0 && gdscache_move_wait(executor, 77, -1, INT64_MAX, &point) == 1);
-    refused([&](Asking& one) { out(one), one.groups[0].begin = 0; });
-    refused([&](Asking& one) { out(one), one.groups[0].start = -1; });
-    refused([&](Asking& one) { out(one), one.n_groups = 2; });
     refused([](Asking& one) { one.ways[0].through = kSsd; });
     refused([](Asking& one) { one.ways[0].through = kForeignCpu; });   // where our disk reaches nothing
     refused([](Asking& one) { one.ways[1].places = one.ways[0].places; });

@@ -26,7 +26,6 @@ from gdscache.moves.clock import Clock, Done, MachineModel, Process
 from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPool
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
-from gdscache.store.computed import ComputedLayers
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel, Receipt
@@ -242,7 +241,7 @@ class Hierarchy:
         self.ledger.offered += len(pages)
         epoch = self.manager.clearing.epoch(pages[0].namespace) if pages else 0
         blocks = np.empty((len(pages), 0), dtype=np.int64)
-        self.storer.store(pages, self.ledger, blocks, epoch, ComputedLayers.behind(None), sources)
+        self.storer.store(pages, self.ledger, blocks, epoch, None, sources)
 
     # -- checks ------------------------------------------------------------------------------------------------------
 

@@ -177,9 +177,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._session = session = _SESSIONS.open(self._engine_id, make)
         overlapping = config.scheduler_config.async_scheduling
         self._layers = planes.layers
-        split = getattr(config.parallel_config, "use_ubatching", False)  # then a layer is called once for each part
-        layers = len(planes.tensors) if self._options.store_early and not split else 0
-        self._stores = Stores(session.engine, planes.tensors[0].device, self._counts, layers)
+        self._stores = Stores(session.engine, planes.tensors[0].device, self._counts)
         self._loads = Loads(session.engine, len(planes.tensors), self._counts, overlapping=bool(overlapping))
         self._prefills = Prefills(session.engine, planes.tensors[0].device)
         session.attend(self._stores, lambda: self._loads.under_way)
@@ -192,7 +190,6 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         with self._timed("worker_seconds"):
             self._prefills.begin(self._orders.prefill)
-            self._stores.expect(self._orders.stores)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         with self._timed("worker_seconds"):
@@ -207,9 +204,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._loads.wait(self._layers[layer_name])
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """What a long step stores leaves the GPU by groups of layers."""
-        if self._stores.expecting:
-            self._stores.computed(self._layers[layer_name])
+        """All layers are stored together, when the step has been submitted."""
 
     def wait_for_save(self) -> None:
         with self._timed("worker_seconds"):

@@ -42,15 +42,13 @@ class Options:
 
     `config`: a YAML file, or its sections. `wait_seconds`: how long a request is told "not yet" while its pages come.
     `pin_seconds`: how long fetched pages are kept for a request that waits for its turn. `layerwise`: wait for each
-    layer before its attention (CUDA graphs are piecewise then), or for all layers before the forward. `store_early`:
-    store what a long step computes layer by layer, while it goes on.
+    layer before its attention (CUDA graphs are piecewise then), or for all layers before the forward.
     """
 
     config: str | Mapping[str, Any]
     wait_seconds: float = 2.0
     pin_seconds: float = 120.0
     layerwise: bool = True
-    store_early: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -65,17 +63,14 @@ class Options:
                 "kv_connector_extra_config names no configuration",
                 'write one with `gdscache config init vllm`, and pass {"config": "gdscache.yaml"}',
             )
-        switches = {name: given[name] for name in ("layerwise", "store_early") if name in given}
-        for name, value in switches.items():
-            if not isinstance(value, bool):
-                raise InvalidValueError(f"{name} is {arguments.shown(value)}", "pass true or false")
+        if not isinstance(given.get("layerwise", True), bool):
+            raise InvalidValueError(f"layerwise is {arguments.shown(given['layerwise'])}", "pass true or false")
         times = {
             name: arguments.span(given[name], name, _LONGEST)
             for name in ("wait_seconds", "pin_seconds")
             if name in given
         }
-        layerwise, store_early = switches.get("layerwise", True), switches.get("store_early", False)
-        return cls(config=given["config"], layerwise=layerwise, store_early=store_early, **times)
+        return cls(config=given["config"], layerwise=given.get("layerwise", True), **times)
 
     def configuration(self, model: Mapping[str, object], weights: Callable[[], str]) -> Config:
         """The engine's, for that model. `weights`: asked for their identity unless the file has `model.weights`."""

@@ -21,7 +21,6 @@ from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import log_failure
-from gdscache.store.computed import ComputedLayers
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from gdscache.store.handle import StoreHandle
 
 
-_EARLY_TOKENS = 2048  # of a step that takes longer than its kernels take to be launched, whose stores begin with it
-_PARTS = 8  # groups of layers that these leave the GPU in
 _PAGES, _STEPS = 16, 8  # single pages, as decoding fills them, are handed over by so many, or after so many steps
 
 
@@ -39,16 +36,12 @@ class Stores:
     """What is to be stored, and stores that still read blocks of vLLM's. A thread hands them over to the engine.
 
     To hand pages over takes some 0.1 ms of Python, however few they are. So single pages wait for others: their blocks
-    keep their bytes until somebody is to write to them. What a long step computes is handed over when the step begins
-    (`expect`): its pages find their slots and leave the GPU layer by layer while it goes on.
+    keep their bytes until somebody is to write to them.
     """
 
-    def __init__(self, engine: CacheEngine, device: torch.device, counts: Counter[str], layers: int = 0) -> None:
-        """`device`: of vLLM's blocks. `layers`: how many `computed` tells of in each step; 0: of none."""
+    def __init__(self, engine: CacheEngine, device: torch.device, counts: Counter[str]) -> None:
+        """`device`: of vLLM's blocks."""
         self._engine = engine
-        self._layers = layers
-        self._computed: ComputedLayers | None = None  # by the step that is computed now
-        self._seen: set[int] = set()  # layers of it
         self._device = device
         self._counts = counts
         self._salt = ""
@@ -57,44 +50,11 @@ class Stores:
         self._reading: list[tuple[HandedStore, frozenset[int]]] = []  # with their blocks
         self._thread = StoreThread("gdscache-stores")
 
-    def expect(self, orders: Sequence[StoreOrder]) -> None:
-        """A step begins that computes these, and has launched nothing yet: where it is long, hand them over."""
-        self.break_off()
-        if not self._layers:
-            return
-        blocks = sum(len(order.blocks) for order in orders)
-        if blocks * self._engine.layout.page_tokens >= _EARLY_TOKENS:
-            computed = ComputedLayers.still(self._layers, _PARTS)
-            self._hand_over(orders, computed)
-            self._computed, self._seen = computed, set()
-
-    @property
-    def expecting(self) -> bool:
-        """Whether what the step stores was handed over, so that its layers are to be told as they are computed."""
-        return self._computed is not None
-
-    def computed(self, layer: int) -> None:
-        """What computes this layer in the step has been launched on the current stream; of a step that stores early."""
-        computed = self._computed
-        assert computed is not None, "nothing is expected"
-        self._seen.add(layer)
-        while not computed.whole and self._seen.issuperset(computed.groups[computed.known][0]):
-            computed.add(record(self._device))
-
-    def break_off(self) -> None:
-        """A step that has not come to its end never will: nothing of what it was to compute is stored."""
-        if self._computed is not None:
-            self._computed.break_off()
-            self._computed = None
-
     def begin(self, orders: Sequence[StoreOrder], *, last: bool = False) -> None:
         """Store what the step has computed, all requests at once. Nothing of it waits for a disk.
 
         `last`: a request has ended, and there may be no further step.
         """
-        if self._computed is not None:  # they were handed over
-            self._computed.finish(record(self._device))
-            self._computed, orders = None, ()
         self._waiting += orders
         self._steps += bool(self._waiting)
         many = len(self._waiting) >= _PAGES or any(len(order.blocks) > 1 for order in orders)
@@ -107,18 +67,16 @@ class Stores:
 
     def flush(self) -> None:
         """Hand over what waits. The blocks are read after what the current stream has to do by now."""
-        orders, self._waiting, self._steps = self._waiting, [], 0
-        if orders:
-            self._hand_over(orders, ComputedLayers.behind(record(self._device)))
-
-    def _hand_over(self, orders: Sequence[StoreOrder], after: ComputedLayers) -> None:
         self._forget_read()
+        orders, self._waiting, self._steps = self._waiting, [], 0
+        if not orders:
+            return
         engine, salt, pages, blocks = self._engine, self._salt, list[Page](), list[int]()
         namespace = engine.namespace(salt)
         for order in orders:
             pages += order.hashes.pages(namespace)[order.first : order.first + len(order.blocks)]
             blocks += order.blocks
-        epoch = engine.manager.clearing.epoch(namespace)
+        epoch, after = engine.manager.clearing.epoch(namespace), record(self._device)
 
         def store() -> StoreHandle:
             table = np.array(blocks, np.int64).reshape(-1, 1)
@@ -139,7 +97,6 @@ class Stores:
 
     def close(self) -> None:
         """Hand over what waits, and end the thread. Twice is fine."""
-        self.break_off()
         self.flush()
         self._thread.close()
 

@@ -105,7 +105,6 @@ SECTIONS: dict[str, Any] = {"cpu": {"capacity": "1MiB"}}
         ({"config": SECTIONS, "wait_seconds": -1}, InvalidValueError, "wait_seconds"),
         ({"config": SECTIONS, "pin_seconds": "long"}, InvalidValueError, "pin_seconds"),
         ({"config": SECTIONS, "layerwise": "yes"}, InvalidValueError, "layerwise"),
-        ({"config": SECTIONS, "store_early": 1}, InvalidValueError, "store_early"),
     ],
 )
 def test_options_that_are_wrong(given: dict[str, Any], error: type[GdsCacheError], told: str) -> None:

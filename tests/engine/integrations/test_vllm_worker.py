@@ -26,7 +26,6 @@ from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.session import Sessions, VllmSession
 from gdscache.integrations.vllm.worker import Loads, Stores
 from gdscache.limits import EngineLimits
-from gdscache.moves import Move, Priority
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
 from gdscache.testing.faults import Fault
@@ -105,7 +104,7 @@ def over_tensors(
 def opened(path: Path, cpu: int = 24, transport: str = "posix") -> Iterator[Worker]:
     caches, engine = over_tensors(path, cpu, transport)
     counts: Counter[str] = Counter()
-    with engine, contextlib.closing(Stores(engine, CPU, counts, LAYERS)) as stores:
+    with engine, contextlib.closing(Stores(engine, CPU, counts)) as stores:
         loads = Loads(engine, LAYERS, counts, overlapping=False)
         yield Worker(caches, VllmSession(engine, 60), stores, loads, counts)
 
@@ -139,81 +138,6 @@ def test_pages_go_and_come_back(worker: Worker) -> None:
     assert worker.marks([0, 2, 8, 9, 10]) == [[10, 11, 21, 22, 23]] * LAYERS
     assert worker.marks([1, 3, 7, 11]) == [[101, 103, 107, 111]] * LAYERS
     assert worker.counts["loaded_pages"] == 5
-
-
-@contextlib.contextmanager
-def early(monkeypatch: pytest.MonkeyPatch, worker: Worker) -> Iterator[list[Move]]:
-    """Every step is long. The moves out of the planes that are begun."""
-    executor = worker.session.engine._parts.storer._executor
-    moves: list[Move] = []
-    begin = executor.begin
-
-    def spied(move: Move, *others: Any, **more: Any) -> Any:
-        if move.priority is Priority.STORE:
-            moves.append(move)
-        return begin(move, *others, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("gdscache.integrations.vllm.worker._EARLY_TOKENS", TOKENS)
-        patch.setattr(executor, "begin", spied)
-        yield moves
-
-
-@pytest.mark.parametrize("cpu", [24, 2, 1])  # with room for the rounds of a store, for half of one, for a page
-def test_a_long_step_leaves_layer_by_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpu: int) -> None:
-    blocks = [3, 1, 4, 15, 9]
-    with opened(tmp_path, cpu) as worker, early(monkeypatch, worker) as moves:
-        order = StoreOrder("r", hashes(1), 0, tuple(blocks))
-        worker.stores.expect([order])
-        assert worker.stores.expecting
-        for layer, cache in enumerate(worker.caches.values()):
-            assert all(layer not in some for move in moves for some in move.groups)
-            for place, block in enumerate(blocks):
-                cache[block] = 10 + place
-            worker.stores.computed(layer)
-            until(lambda layer=layer: any(layer in move.groups[0] for move in moves), "its copies begin")
-        worker.stores.begin([order])
-        assert not worker.stores.expecting
-        worker.stores.settle(set(blocks))
-        worker.session.engine.drain(WAIT)
-        assert sum(map(len, moves)) == PAGES * LAYERS
-        worker.fill(list(range(BLOCKS)), 100)
-        assert worker.session.cached(hashes(1)) == PAGES
-        worker.loads.begin([worker.order(1, [5, 6, 7, 8, 10], between=True)])
-        worker.loads.end_step()
-        until(lambda: worker.loads.end_step() or not worker.loads.under_way, "the load ends")
-        assert worker.loads.take_bad() == set()
-        assert worker.marks([5, 6, 7, 8, 10]) == [[10, 11, 12, 13, 14]] * LAYERS
-        assert worker.session.engine.check().ok
-
-
-def test_what_a_step_was_to_compute_is_not_stored_where_it_breaks_off(
-    monkeypatch: pytest.MonkeyPatch, worker: Worker
-) -> None:
-    with early(monkeypatch, worker) as moves:
-        worker.stores.expect([StoreOrder("r", hashes(1), 0, (0, 1, 2, 3, 4))])
-        worker.stores.computed(0)
-        until(lambda: len(moves) >= 1, "copies begin")
-        worker.stores.expect([])  # the next step
-        worker.stores.settle({0, 1, 2, 3, 4})
-        worker.session.engine.drain(WAIT)
-        assert worker.session.cached(hashes(1)) == 0
-        worker.stores.expect([StoreOrder("r", hashes(2), 0, (0, 1, 2, 3, 4))])
-        worker.stores.close()  # in the middle of a step, again
-        worker.session.engine.drain(WAIT)
-        assert worker.session.cached(hashes(2)) == 0
-        stats = worker.session.engine.stats()
-        assert stats["dropped"]["error"] == 2 * PAGES
-
-
-def test_a_short_step_is_stored_when_it_has_been_computed(worker: Worker) -> None:
-    order = StoreOrder("r", hashes(1), 0, (0, 1, 2, 3, 4))
-    worker.stores.expect([order])
-    assert not worker.stores.expecting
-    worker.stores.begin([order])
-    worker.stores.settle(set(order.blocks))
-    worker.session.engine.drain(WAIT)
-    assert worker.session.cached(hashes(1)) == PAGES
 
 
 def test_a_forward_that_does_not_wait_is_found_out(worker: Worker) -> None:

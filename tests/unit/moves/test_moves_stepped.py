@@ -25,7 +25,6 @@ from gdscache.index.free_slots import SlotPool
 from gdscache.moves import PLANES
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
-from gdscache.store.computed import ComputedLayers
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
@@ -86,8 +85,6 @@ class Small:
     far: int | None = None  # pages of a second tier of files
     faults: int = 1
     drain: bool = True
-    layers: int = 0  # that each store has, which are computed one by one behind it; 0: they are computed before
-    computed: tuple[int, ...] = ()  # of them, by store, before its step breaks off; all, where it says nothing
 
 
 class Run(Order):
@@ -95,7 +92,6 @@ class Run(Order):
 
     def __init__(self, small: Small, path: Any, order: Sequence[int], rng: random.Random | None = None) -> None:
         super().__init__(order, rng, small.faults)
-        self.small = small
         config = Config.from_dict(make_config(path, cpu=small.cpu, ssd=small.ssd, store={"write_policy": small.policy}))
         self.executor = executor = SteppedExecutor(self.choose)
         self.cpu = None if small.cpu is None else ModelTier("cpu", small.cpu, 4096, "lru")
@@ -118,55 +114,36 @@ class Run(Order):
         self.receipts: list[Receipt] = []
         self.accepted: set[bytes] = set()  # keys, since the last clear
         self._blocks = 0
-        computed = itertools.chain(small.computed, itertools.repeat(small.layers))
-        self.acts = [act for store in small.stores for act in self._acts(store, next(computed))]
+        self.acts = [self._act(store) for store in small.stores]
         self._drain = small.drain
 
-    def _acts(self, store: tuple[int, int] | None, known: int) -> list[Choice]:
+    def _act(self, store: tuple[int, int] | None) -> Choice:
         if store is None:
-            return [Choice("clear", self._clear)]
-        if not self.small.layers:
-            return [Choice(f"store {store}", lambda: self._store(*store, ComputedLayers.behind(None)))]
-        computed = ComputedLayers.still(self.small.layers, self.small.layers)
-        first: list[int] = []  # block
-
-        def begin() -> None:
-            first.append(self._blocks)
-            self._store(*store, computed)
-
-        def compute(layer: int) -> None:
-            for page, block in zip(prompt(*store), itertools.count(first[0]), strict=False):
-                self.executor.layers[PLANES, block][layer] = page.key
-            computed.add(None)
-
-        layers = [Choice(f"layer {n}", functools.partial(compute, n)) for n in range(known)]
-        ends = [] if known == self.small.layers else [Choice("breaks off", computed.break_off)]
-        return [Choice(f"store {store}", begin), *layers, *ends]
+            return Choice("clear", self._clear)
+        return Choice(f"store {store}", lambda: self._store(*store))
 
     def _clear(self) -> None:
         self.accepted.clear()
         self.manager.clearing.clear()
 
-    def _store(self, seed: int, count: int, computed: ComputedLayers) -> None:
+    def _store(self, seed: int, count: int) -> None:
         pages = prompt(seed, count)
         self.accepted.update(page.key for page in pages)
         first, self._blocks = self._blocks, self._blocks + count
         tags = self.executor.tags
         for i, page in enumerate(pages):
             tags[PLANES, first + i] = page.key
-            self.executor.layers[PLANES, first + i] = ["not computed"] * self.small.layers
 
         def reused() -> None:
             for i in range(count):
                 tags[PLANES, first + i] = "another prompt"
-                self.executor.layers[PLANES, first + i] = ["another prompt"] * self.small.layers
 
         receipt = Receipt(count, reused)
         self.receipts.append(receipt)
         blocks = np.arange(first, first + count, dtype=np.int64).reshape(count, 1)
         epoch = self.manager.clearing.epoch(SPACE)
         try:
-            if not self.storer.store(pages, receipt, blocks, epoch, computed, None):
+            if not self.storer.store(pages, receipt, blocks, epoch, None, None):
                 receipt.read(None)
         except EngineClosedError:
             self.receipts.remove(receipt)
@@ -223,13 +200,6 @@ CASES = {
     "two tiers of files, one too small": Small(cpu=None, ssd=2, spare=2, stores=((1, 2), (2, 2)), far=8),
     "written back to two": Small(cpu=4, ssd=8, spare=2, stores=((1, 3), None), policy="write_back", far=8),
     "written back": Small(cpu=4, ssd=8, spare=2, stores=((1, 3), (2, 3)), policy="write_back"),
-    "layer by layer": Small(cpu=6, ssd=8, spare=2, stores=((1, 2), (2, 3)), layers=2),
-    "layer by layer, cleared": Small(cpu=4, ssd=8, spare=2, stores=((1, 2), None, (1, 2)), layers=2),
-    "layer by layer without room": Small(cpu=1, ssd=8, spare=1, stores=((1, 3), (2, 2)), layers=2),
-    "layer by layer, no CPU tier": Small(cpu=None, ssd=8, spare=2, stores=((1, 3),), layers=3),
-    "a step that breaks off": Small(cpu=4, ssd=8, spare=2, stores=((1, 2), (2, 2)), layers=3, computed=(1, 0)),
-    "a step behind it": Small(cpu=2, ssd=8, spare=0, stores=((1, 2), (2, 2)), layers=2, computed=(1,)),
-    "a step behind it, no CPU tier": Small(cpu=None, ssd=8, spare=1, stores=((1, 3), (2, 2)), layers=2, computed=(1,)),
     "written back, cleared": Small(cpu=4, ssd=8, spare=2, stores=((1, 3), None, (2, 3)), policy="write_back"),
 }
 
