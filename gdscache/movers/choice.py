@@ -23,10 +23,10 @@ Path = Literal["staged", "zero_copy", "copy_engine"]
 Choice = Literal["auto", "staged", "zero_copy", "copy_engine"]
 Direction = Literal["load", "store"]
 
-# A zero-copy kernel loses a quarter of its speed beside a model's kernels and takes SMs from them: prompts of 32k tokens
-# took 4 % longer beside stores. Beside staged copies the other way both came to 0.55 of what they should. So it has to
-# win clearly when alone. Where the copies are small, staging has to win: a busy host hands long lists of them over at
-# two thirds of the speed of the calibration, whose lists are short.
+# A zero-copy kernel loses a quarter of its speed beside a model's kernels and takes SMs from them: prompts of 32k
+# tokens took 4 % longer beside stores. Beside staged copies the other way both came to 0.55 of what they should. So it
+# has to win clearly when alone. Where the copies are small, staging has to win: a busy host hands long lists of them
+# over at two thirds of the speed of the calibration, whose lists are short.
 _ZERO_COPY_MUST_WIN_BY = 1.25
 _STAGING_MUST_WIN_BY = 1.05  # for small pieces
 _SMALL = 64 << 10
