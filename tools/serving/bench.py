@@ -39,7 +39,7 @@ STAGES = {
             ("gdscache", False, "ram", False),
         ],
         [("files", True, "ram", False), ("gdscache", True, "ram", True), ("gdscache", False, "disk", False)],
-        [("gdscache", True, "disk", False)],  # what loads from the disk take is not known yet
+        [("gdscache", True, "disk", True)],  # what loads from the disk take is not known yet
         [("gdscache", True, "disk", False)],
     ],
     "sglang": [
@@ -225,7 +225,7 @@ def traffic_bars(report: dict[str, Any], kind: str) -> list[Bar]:
     bars: list[Bar] = []
     for row in report["rows"]:
         if found := row.get(f"{kind}_requests_per_s"):
-            name = NAMES[row["way"]] + (", after a restart" if row["restarted"] else "")
+            name = NAMES[row["way"]] + (f", after a restart, {DISKS[row['where']]}" if row["restarted"] else "")
             bars.append((name, found if isinstance(found, list) else [found], colour(row)))  # schema 1: one turn
     return bars
 
