@@ -130,7 +130,9 @@ def test_bars_are_medians_of_prompts_and_turns(bench: ModuleType) -> None:
     ]
     assert bench.traffic_bars(found, "shared") == [("no cache", [4.0, 7.5], "0.6")]
     one_turn = report({"way": "linker", "restarted": True, "shared_requests_per_s": 7.25})  # schema 1
-    assert bench.traffic_bars(one_turn, "shared") == [("gdscache's linker, after a restart, RAM disk", [7.25], "tab:green")]
+    assert bench.traffic_bars(one_turn, "shared") == [
+        ("gdscache's linker, after a restart, RAM disk", [7.25], "tab:green")
+    ]
 
     import matplotlib.figure
 
