@@ -52,7 +52,7 @@ class ChunkSizes:
     moved: int = 512 << 20
     looked: int = 256 << 20
     looked_last: int = 32 << 20
-    unbroken: int = 16 << 20
+    unbroken: int = 32 << 20
 
 
 class StreamPoint:
