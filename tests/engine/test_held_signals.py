@@ -211,7 +211,7 @@ def test_the_systems_handlers_and_their_flags_stay_as_they_are() -> None:
 
 
 def test_signals_that_have_no_handler_of_pythons_are_left_alone() -> None:
-    with handlers(SIGTERM=raise_term):
+    with handlers(SIGTERM=raise_term, SIGHUP=signal.SIG_DFL):  # nohup has it ignored
         with held():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
             assert signal.getsignal(TERM) is not raise_term

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from gdscache.engine import CacheEngine
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import Retention
 from gdscache.tiers.base import Tier
@@ -45,3 +46,10 @@ class BareTier(Tier):
 def bare_manager(slots: int, clock: Clock) -> TierManager:
     tiers: list[Any] = [BareTier("cpu", slots), BareTier("ssd", slots)]
     return TierManager(threading.RLock(), tiers, wall_clock=clock, clock=clock)
+
+
+def set_clock(engine: CacheEngine) -> Clock:
+    """What expires in an engine goes by this clock from now on."""
+    clock = Clock()
+    engine.manager.expiry.clock = engine.manager.pins.clock = clock
+    return clock

@@ -293,6 +293,15 @@ def quiet(engine: CacheEngine) -> None:
     until(lambda: all(lease["owner"] != "store" for lease in engine.stats()["leases"]), "leases of stores end")
 
 
+def store_quietly(host: Host, tokens: Sequence[int], start: int = 0, **options: Any) -> None:
+    """Compute and store; nothing of it is under way any more when this returns."""
+    blocks = host.compute(tokens, start)
+    handle = host.engine.store(tokens, blocks, start, **options)
+    handle.release_event.synchronize(WAIT)
+    host.give(blocks)
+    quiet(host.engine)
+
+
 def settle(engine: CacheEngine) -> None:
     """Bring a healthy engine to rest: nothing queued, nothing pinned, each slot accounted for, no tier too large."""
     engine.drain(WAIT)

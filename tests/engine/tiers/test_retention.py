@@ -1,11 +1,10 @@
-"""Priorities, times to live and pins: indexes and managers against models with a virtual clock, then the engine."""
+"""Priorities and times to live: indexes and managers against models with a virtual clock, then the engine."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import sqlite3
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from gdscache import CacheEngine
 from gdscache.commands.inspect import inspect
-from gdscache.errors import InvalidValueError, IOFailedError, PoolFullError
+from gdscache.errors import InvalidValueError, IOFailedError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, PRIORITIES, Expiries, Retention
 from gdscache.index.table import Entry, PageState
@@ -31,8 +30,8 @@ from gdscache.policies import POLICIES, new_policy
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers import expiry as keeping
 from gdscache.tiers.expiry import Expiry
-from tests.support.bare_manager import Clock, bare_manager
-from tests.support.helpers import WAIT, Host, drop_from, fill, prompt, quiet, run, tokens_of
+from tests.support.bare_manager import Clock, bare_manager, set_clock
+from tests.support.helpers import WAIT, Host, drop_from, fill, prompt, quiet, run, store_quietly, tokens_of
 from tests.support.index_machine import IndexMachine, chain, name, put, restore
 from tests.support.policy_models import MODELS, Model
 
@@ -43,12 +42,6 @@ T = TypeVar("T")
 priorities = st.sampled_from(PRIORITIES)
 ends = st.one_of(st.none(), st.integers(0, 12).map(float))
 retentions = st.builds(Retention, priorities, ends)
-
-
-def set_clock(engine: CacheEngine) -> Clock:
-    clock = Clock()
-    engine.manager.expiry.clock = engine.manager.pins.clock = clock
-    return clock
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
@@ -587,14 +580,6 @@ def test_keys_of_expired_pages_are_bounded() -> None:
 # -- the engine ------------------------------------------------------------------------------------------------------
 
 
-def store(host: Host, tokens: Sequence[int], start: int = 0, **options: Any) -> None:
-    blocks = host.compute(tokens, start)
-    handle = host.engine.store(tokens, blocks, start, **options)
-    handle.release_event.synchronize(WAIT)
-    host.give(blocks)
-    quiet(host.engine)
-
-
 def resident(engine: CacheEngine, tier: str) -> dict[bytes, Retention]:
     with engine.manager.lock:
         return {e.key: e.retention for e in engine.manager.tiers[tier].index}
@@ -604,7 +589,7 @@ def test_an_expired_page_is_a_miss_on_every_tier(open_host: OpenHost) -> None:
     host = open_host()
     engine, clock = host.engine, set_clock(host.engine)
     tokens = prompt(1, 4)
-    store(host, tokens, ttl=60)
+    store_quietly(host, tokens, ttl=60)
     clock.now += 59.9
     assert host.load(tokens).tokens == 16
     hit = engine.lookup(tokens)
@@ -617,10 +602,10 @@ def test_an_expired_page_is_a_miss_on_every_tier(open_host: OpenHost) -> None:
     assert stats["misses"]["expired"] == 4
     assert stats["expired"] == {"cpu": 4, "ssd": 4}
     assert stats["lookups"]["pages"] == sum(stats["hits"].values()) + sum(stats["misses"].values())
-    store(host, prompt(2, 12))  # all slots are free again
+    store_quietly(host, prompt(2, 12))  # all slots are free again
     assert tokens_of(engine, prompt(2, 12)) == 48
     assert engine.stats()["tiers"]["ssd"]["evictions"] == 0
-    store(host, tokens)
+    store_quietly(host, tokens)
     assert tokens_of(engine, tokens) == 16
     assert engine.stats()["misses"]["expired"] == 4
 
@@ -640,7 +625,7 @@ def test_a_load_under_way_keeps_its_bytes_when_they_expire(open_host: OpenHost) 
     host = open_host()
     engine, clock = host.engine, set_clock(host.engine)
     tokens = prompt(1, 4)
-    store(host, tokens, ttl=60)
+    store_quietly(host, tokens, ttl=60)
     drop_from(engine, "cpu")
 
     def begin() -> tuple[LayerwiseLoad, list[int], list[bytes]]:
@@ -681,7 +666,7 @@ def test_a_copy_in_the_cpu_tier_ends_with_the_page_of_the_ssd(open_host: OpenHos
     host = open_host()
     engine, clock = host.engine, set_clock(host.engine)
     tokens = prompt(1, 4)
-    store(host, tokens, ttl=60, priority=2)
+    store_quietly(host, tokens, ttl=60, priority=2)
     drop_from(engine, "cpu")
     assert host.load(tokens).tokens == 16
     expected = {page.key: Retention(2, clock.now + 60) for page in engine.pages(tokens)}
@@ -703,7 +688,7 @@ def test_a_store_of_what_is_there_gives_it_the_longer_life(open_host: OpenHost) 
         ({}, Retention(2, None)),
         ({"ttl": 1}, Retention(2, None)),
     ):
-        store(host, tokens, **options)
+        store_quietly(host, tokens, **options)
         for tier in ("cpu", "ssd"):
             assert set(resident(engine, tier).values()) == {wanted}
         assert engine.check().ok
@@ -714,17 +699,17 @@ def test_the_lower_priority_goes_first_on_every_tier(open_host: OpenHost) -> Non
     host = open_host(cpu=6, ssd=6)
     engine = host.engine
     high, low, normal = prompt(1, 2), prompt(2, 2), prompt(3, 2)
-    store(host, high, priority=1)
-    store(host, normal)
-    store(host, low, priority=-1)
+    store_quietly(host, high, priority=1)
+    store_quietly(host, normal)
+    store_quietly(host, low, priority=-1)
     for _ in range(5):
         assert tokens_of(engine, low) == 8
-    store(host, prompt(4, 2))
+    store_quietly(host, prompt(4, 2))
     assert [tokens_of(engine, t) for t in (prompt(4, 2), low)] == [8, 0]
-    store(host, prompt(5, 2))
+    store_quietly(host, prompt(5, 2))
     assert [tokens_of(engine, t) for t in (high, normal, prompt(4, 2))] == [8, 0, 8]
     for i in range(6, 20):
-        store(host, prompt(i, 3))
+        store_quietly(host, prompt(i, 3))
     assert engine.lookup(high).tiers == ("cpu", "cpu")
     drop_from(engine, "cpu")
     assert engine.lookup(high).tiers == ("ssd", "ssd")
@@ -735,10 +720,10 @@ def test_priorities_and_ends_survive_a_restart(open_host: OpenHost) -> None:
     clock = set_clock(host.engine)
     clock.now = float(int(time.time())) - 1000
     over, on, high, plain = prompt(1, 2), prompt(2, 2), prompt(3, 2), prompt(4, 2)
-    store(host, high, priority=2)
-    store(host, over, ttl=900)
-    store(host, on, ttl=5000.0005, priority=1)
-    store(host, plain)
+    store_quietly(host, high, priority=2)
+    store_quietly(host, over, ttl=900)
+    store_quietly(host, on, ttl=5000.0005, priority=1)
+    store_quietly(host, plain)
     host.engine.close()
     kept = inspect(host.engine.config.ssd.path)["retention"]  # type: ignore[union-attr]
     assert kept == {"priorities": {"0": 4, "1": 2, "2": 2}, "expiring_pages": 4, "expired_pages": 2}
@@ -754,7 +739,7 @@ def test_priorities_and_ends_survive_a_restart(open_host: OpenHost) -> None:
     expected |= dict.fromkeys((p.key for p in engine.pages(plain)), DEFAULT)
     assert resident(engine, "ssd") == expected
     for i in range(10, 16):  # under pressure the order holds
-        store(host, prompt(i, 2))
+        store_quietly(host, prompt(i, 2))
     assert [tokens_of(engine, t) for t in (on, high, plain)] == [8, 8, 0]
     later = set_clock(engine)
     later.now = clock.now + 5000
@@ -764,10 +749,10 @@ def test_priorities_and_ends_survive_a_restart(open_host: OpenHost) -> None:
 def test_a_longer_life_survives_a_restart_too(open_host: OpenHost) -> None:
     host = open_host(cpu=None)
     tokens, other = prompt(1, 2), prompt(2, 2)
-    store(host, tokens, ttl=100, priority=-1)
-    store(host, other, ttl=100)
-    store(host, tokens, priority=1)
-    store(host, other)
+    store_quietly(host, tokens, ttl=100, priority=-1)
+    store_quietly(host, other, ttl=100)
+    store_quietly(host, tokens, priority=1)
+    store_quietly(host, other)
     host.engine.close()
     engine = open_host(cpu=None).engine
     assert resident(engine, "ssd") == {p.key: Retention(1) for p in engine.pages(tokens)} | {
@@ -778,16 +763,16 @@ def test_a_longer_life_survives_a_restart_too(open_host: OpenHost) -> None:
 def test_a_commit_that_fails_loses_no_wish(open_host: OpenHost) -> None:
     host = open_host(cpu=None)
     tokens = prompt(1, 2)
-    store(host, tokens, ttl=3600)
-    store(host, tokens, priority=1)  # waits for the next commit
+    store_quietly(host, tokens, ttl=3600)
+    store_quietly(host, tokens, priority=1)  # waits for the next commit
     ssd = host.engine.manager.ssd
     assert ssd is not None
     with mock.patch.object(ssd._catalog, "commit", side_effect=IOFailedError("the disk is full")):
-        store(host, prompt(2, 1))
+        store_quietly(host, prompt(2, 1))
     assert tokens_of(host.engine, prompt(2, 1)) == 0
     for slot in range(12):
         ssd._retained.setdefault(slot, name("gone"))  # as of pages that left their slots while the commit failed
-    store(host, prompt(3, 6), ttl=3600)
+    store_quietly(host, prompt(3, 6), ttl=3600)
     assert host.engine.check().problems == ()
     host.engine.close()
     engine = open_host(cpu=None).engine
@@ -798,7 +783,7 @@ def test_a_commit_that_fails_loses_no_wish(open_host: OpenHost) -> None:
 
 def test_check_finds_a_catalogue_with_another_retention(open_host: OpenHost) -> None:
     host = open_host()
-    store(host, prompt(1, 2), ttl=3600)
+    store_quietly(host, prompt(1, 2), ttl=3600)
     assert host.engine.config.ssd is not None
     with sqlite3.connect(host.engine.config.ssd.path / "catalog.sqlite") as connection:
         connection.execute("UPDATE retention SET priority = 1 WHERE slot = (SELECT min(slot) FROM retention)")
@@ -808,7 +793,7 @@ def test_check_finds_a_catalogue_with_another_retention(open_host: OpenHost) -> 
     assert "retention" in report.problems[0]
     assert report.ok
     host.engine.drain(WAIT)
-    store(host, prompt(2, 1))  # the next commit writes it down
+    store_quietly(host, prompt(2, 1))  # the next commit writes it down
     assert host.engine.check().problems == ()
 
 
@@ -851,174 +836,3 @@ def test_what_a_sequence_shares_may_expire_under_it(open_engine: Open) -> None:
     assert engine.stats()["tiers"]["gpu"]["free_slots"] == 12
     assert run(engine, tokens) == 0
     assert run(engine, tokens) == 12
-
-
-# -- pins ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_pinned_prefix_stays_under_pressure(open_host: OpenHost) -> None:
-    host = open_host(cpu=8, ssd=8)
-    engine, clock = host.engine, set_clock(host.engine)
-    tokens = prompt(1, 3)
-    store(host, tokens, priority=-1)
-    with engine.pin(tokens, 60) as pin:
-        assert pin.tokens == 12
-        (lease,) = engine.stats()["leases"]
-        assert lease == {"owner": "pin", "pages": 6, "seconds_left": 60.0}
-        for i in range(2, 10):
-            store(host, prompt(i, 3))
-        assert engine.lookup(tokens).tiers == ("cpu",) * 3
-        clock.now += 59
-        assert engine.stats()["leases"][0]["seconds_left"] == 1.0
-    assert (pin.tokens, engine.stats()["leases"]) == (0, [])
-    for i in range(2, 10):
-        store(host, prompt(i, 3))
-    assert tokens_of(engine, tokens) == 0
-    pin.release()
-
-
-@pytest.mark.parametrize("what", ["lookup", "load", "store", "prefetch", "stats", "tokens", "pin"])
-def test_a_pin_ends_by_itself_when_its_time_is_up(open_host: OpenHost, what: str) -> None:
-    host = open_host()
-    engine, clock = host.engine, set_clock(host.engine)
-    tokens = prompt(1, 3)
-    store(host, tokens)
-    hit = engine.lookup(tokens)
-    pin = engine.pin(tokens, 60)
-    entry = engine.manager.cpu_index.get(engine.pages(tokens)[0].key)
-    assert entry is not None
-    assert entry.leases == 1
-    clock.now += 60
-    assert entry.leases == 1  # nobody has looked
-    if what == "load":
-        blocks = host.take(3)
-        load = engine.load(hit, blocks)
-        load.result()
-        load.release_event.synchronize(WAIT)
-        host.give(blocks)
-        quiet(engine)
-    else:
-        calls: dict[str, Callable[[], Any]] = {
-            "lookup": lambda: engine.lookup(prompt(2, 1)),
-            "store": lambda: store(host, prompt(2, 1)),
-            "prefetch": lambda: engine.prefetch(prompt(2, 1)).result(WAIT),
-            "stats": engine.stats,
-            "tokens": lambda: pin.tokens,
-            "pin": lambda: engine.pin(prompt(2, 1), 1).release(),
-        }
-        calls[what]()
-    assert entry.leases == 0
-    assert pin.tokens == 0
-
-
-def test_pins_hold_half_of_a_tier_at_most(open_host: OpenHost) -> None:
-    host = open_host(cpu=6, ssd=16)
-    engine = host.engine
-    one, two = prompt(1, 6), prompt(2, 6)
-    store(host, one)
-    first = engine.pin(one, 60)
-    assert first.tokens == 24  # 3 pages in the CPU tier, 6 on the SSD
-    assert engine.stats()["leases"][0]["pages"] == 9
-    store(host, two)
-    second = engine.pin(two, 60)
-    assert second.tokens == 8  # the SSD's other 2 pages
-    again = engine.pin(one, 60)  # what is pinned may be pinned again
-    assert again.tokens == 24
-    first.release()
-    assert engine.pin(two, 60).tokens == 8
-    again.release()
-    assert engine.pin(two, 60).tokens == 24
-    for i in range(3, 9):
-        store(host, prompt(i, 6))  # the other half is enough to go on
-        assert tokens_of(engine, prompt(i, 6)) == 24
-    for lease in list(engine.manager.pins._pins.values()):
-        lease.release()
-
-
-def test_a_pin_of_what_is_not_cached_holds_nothing(open_host: OpenHost) -> None:
-    host = open_host()
-    store(host, prompt(1, 3))
-    engine = host.engine
-    assert engine.pin(prompt(2, 3), 60).tokens == 0
-    assert engine.pin([], 60).tokens == 0
-    assert engine.pin(prompt(1, 3) + prompt(2, 2), 60).tokens == 12
-    assert engine.pin(prompt(1, 3), 60, salt="tenant").tokens == 0
-    for pin in list(engine.manager.pins._pins.values()):
-        pin.release()
-
-
-@pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf, True, "60"])
-def test_a_pin_needs_a_time(open_host: OpenHost, seconds: Any) -> None:
-    engine = open_host().engine
-    with pytest.raises(InvalidValueError, match="seconds is"):
-        engine.pin(prompt(1, 1), seconds)
-    assert engine.stats()["leases"] == []
-
-
-@pytest.mark.parametrize("how", ["clear", "invalidate", "expire"])
-def test_a_pin_protects_from_eviction_only(open_host: OpenHost, how: str) -> None:
-    host = open_host()
-    engine, clock = host.engine, set_clock(host.engine)
-    tokens = prompt(1, 3)
-    store(host, tokens, ttl=30)
-    with engine.pin(tokens, 60) as pin:
-        if how == "expire":
-            clock.now += 30
-        elif how == "clear":
-            assert engine.clear() == {"cpu": 3, "ssd": 3}
-        else:
-            assert engine.invalidate(engine.namespace()) == {"cpu": 3, "ssd": 3}
-        assert tokens_of(engine, tokens) == 0
-        assert pin.tokens == 0
-        assert engine.stats()["tiers"]["cpu"]["free_slots"] == 3
-    assert engine.stats()["tiers"]["cpu"]["free_slots"] == 6
-
-
-def test_a_pool_full_of_pins_is_free_when_their_time_is_up(open_engine: Open) -> None:
-    engine = open_engine(gpu=6)
-    clock = set_clock(engine)
-    run(engine, prompt(1, 3))
-    pin = engine.pin(prompt(1, 3), 60)
-    assert pin.tokens == 12
-    with pytest.raises(PoolFullError):
-        engine.sequence(prompt(2, 4))
-    with engine.sequence(prompt(3, 3)) as seq:
-        with pytest.raises(PoolFullError):
-            seq.append(prompt(4, 1))
-        clock.now += 60
-        seq.append(prompt(4, 1))
-    assert pin.tokens == 0
-
-
-def test_a_pin_of_a_closed_engine_can_be_left(open_host: OpenHost) -> None:
-    host = open_host()
-    store(host, prompt(1, 3))
-    with host.engine.pin(prompt(1, 3), 60) as pin:
-        host.engine.close()
-    assert pin.tokens == 0
-
-
-def test_many_pins_from_many_threads(open_host: OpenHost) -> None:
-    host = open_host(cpu=8, ssd=16)
-    engine = host.engine
-    store(host, prompt(1, 4))
-    errors = []
-
-    def work(seed: int) -> None:
-        try:
-            for i in range(50):
-                with engine.pin(prompt(1, 4), 0.0005 if (i + seed) % 2 else 60) as pin:
-                    assert pin.tokens in (0, 16)
-                    engine.lookup(prompt(1, 4))
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    assert errors == []
-    assert engine.stats()["leases"] == []
-    assert tokens_of(engine, prompt(1, 4)) == 16
