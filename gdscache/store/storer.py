@@ -2,12 +2,11 @@
 
 The planner (store/plan.py) decides what goes where, and when. The steps here move the pages of a store round by round,
 and have them published in the CPU tier; a page that finds no slot there goes through the bounce reserve. What is meant
-for the SSD is handed to the writer. Bytes are the executor's business, threads and time too.
+for the SSD goes by the forwarder (store/forwarder.py). Bytes are the executor's business, threads and time too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -26,11 +25,11 @@ from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
 from gdscache.native.tables import take_rows
 from gdscache.pages.keys import Page
-from gdscache.runtime.threads import Flag, failure_of, log_failure
-from gdscache.store.outlets import Outlet
+from gdscache.runtime.threads import Flag
+from gdscache.store.forwarder import Forwarder
 from gdscache.store.parcel import Parcel, Receipt, StoreJob
 from gdscache.store.plan import StorePlanner, round_pages
-from gdscache.store.writer import Outgoing, TierWriter
+from gdscache.store.writer import TierWriter
 from gdscache.tiers.base import Lease
 from gdscache.tiers.manager import TierManager
 
@@ -95,7 +94,6 @@ class Storer:
         self._planner = planner
         self._executor = executor
         self._spare = spare
-        self._writers = writers
         self._extent_bytes = extent_bytes
         self._queue = config.queue
         self._deadline = deadline
@@ -103,7 +101,7 @@ class Storer:
         self._idle = threading.Condition(manager.lock)
         self._dropping = False
         self._closed = False
-        self._writing = True
+        self._forwarder = Forwarder(planner, writers, spare, self._idle, deadline)
         self._lane = executor.lane(Priority.STORE, _nothing)
 
     # -- accepting ---------------------------------------------------------------------------------------------------
@@ -158,13 +156,13 @@ class Storer:
         until = None if seconds is None else time.monotonic() + seconds
         while self.drain(None if until is None else until - time.monotonic(), stop):
             with self._manager.lock:
-                if not self._demote(self._planner.clean(everything=True)):
+                if not self._forwarder.demote(self._planner.clean(everything=True)):
                     return True
         return False
 
     def offer_earned(self) -> None:
         """Send on what uses of pages have made worth it, and lies in memory. The manager's lock is held."""
-        self._demote(self._planner.earned())
+        self._forwarder.demote(self._planner.earned())
 
     def stats(self) -> dict[str, Any]:
         with self._manager.lock:
@@ -180,16 +178,10 @@ class Storer:
         with self._manager.lock:
             self._closed = True
             self._dropping = not drain
-        for writer in self._writers.values():
-            writer.begin_close(drain=drain)
-        self._lane.close()
-        if drain:
-            self.flush(None)
-        with self._manager.lock:
-            self._writing = False
-        with contextlib.ExitStack() as ends:
-            for writer in self._writers.values():
-                ends.callback(writer.close, drain=drain)
+        with self._forwarder.closing(self._manager.lock, drain=drain):
+            self._lane.close()
+            if drain:
+                self.flush(None)
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
@@ -314,13 +306,13 @@ class Storer:
         with self._manager.lock:
             try:
                 going = [parcel for parcel in parcels if self._planner.publish(parcel)]
-                self._send(going)
+                self._forwarder.send(going)
                 job.given.update(*(parcel.places for parcel in going))
             except BaseException:
                 self._abandon([parcel for parcel in parcels if not job.plan.left.isdisjoint(parcel.places)])
                 raise
-            self._tell_idle()
-            self._demote(self._planner.clean())
+            self._forwarder.tell_idle()
+            self._forwarder.demote(self._planner.clean())
 
     def _move(self, job: _Job, fresh: Sequence[Parcel]) -> Move:
         """Pages out of the planes, into the slots that they have."""
@@ -333,73 +325,7 @@ class Storer:
     def _abandon(self, parcels: Sequence[Parcel]) -> None:
         """An exception ended a round: undo its reservations."""
         with self._manager.lock:
-            for parcel in parcels:
-                self._planner.abandon(parcel)
-                self._give_bounce(parcel, parcel.rows)
-            self._tell_idle()
-
-    # -- on to tiers of files; the manager's lock is held ------------------------------------------------------------
-
-    def _demote(self, parcels: Sequence[Parcel]) -> int:
-        """Send on pages of the landing tier without a store; how many."""
-        if not parcels:
-            return 0
-        try:
-            self._send(parcels)
-        except BaseException:
-            self._abandon(parcels)
-            raise
-        return sum(map(len, parcels))
-
-    def _send(self, parcels: Sequence[Parcel]) -> None:
-        """Hand pages that lie in their slots to the writers. Raises only where none of them has been taken."""
-        taken = False
-        for outlet in self._planner.outlets if parcels else ():
-            some = [parcel for parcel in parcels if outlet in parcel.to]
-            writer = self._writers.get(outlet.tier.name)
-            if writer is None or not self._writing:  # a load that found them worth it while the engine closes
-                self._turn_away(some, outlet, "closed")
-                continue
-            error = failure_of(functools.partial(writer.put, [self._outgoing(parcel, outlet) for parcel in some]))
-            if error is not None and not taken:
-                raise error
-            if error is not None:
-                log_failure(error)
-                self._turn_away(some, outlet, "error")
-            taken = taken or bool(some)
-
-    def _turn_away(self, parcels: Sequence[Parcel], outlet: Outlet, cause: str) -> None:
-        for parcel in parcels:
-            self._written(parcel, outlet, parcel.rows, cause)
-            self._released(parcel, outlet, parcel.rows)
-
-    def _outgoing(self, parcel: Parcel, outlet: Outlet) -> Outgoing:
-        return Outgoing(
-            parcel.pages,
-            parcel.job.epoch,
-            parcel.space,
-            parcel.slots,
-            functools.partial(self._written, parcel, outlet),
-            functools.partial(self._released, parcel, outlet),
-            self._deadline,
-            parcel.job.retention,
-        )
-
-    def _written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
-        self._planner.written(parcel, outlet, rows, cause)
-        self._tell_idle()
-
-    def _released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> None:
-        """An outlet does not read the pages' slots any more."""
-        self._give_bounce(parcel, self._planner.released(parcel, outlet, rows))
-
-    def _give_bounce(self, parcel: Parcel, rows: Sequence[int]) -> None:
-        if parcel.entries is None and self._spare is not None and rows:
-            self._spare.give([parcel.slots[row] for row in rows])
-
-    def _tell_idle(self) -> None:
-        if not self._planner.queued:
-            self._idle.notify_all()
+            self._forwarder.abandon(parcels)
 
 
 def _nothing() -> None:

@@ -124,7 +124,7 @@ class Driven:
 
     def write(self) -> None:
         if self.out:
-            self.tiers.storer._send([self.out.popleft()])
+            self.tiers.storer._forwarder.send([self.out.popleft()])
             self.tiers.clock.run()
 
 

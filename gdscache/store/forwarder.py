@@ -1,0 +1,117 @@
+"""On to tiers of files: the writers get pages that lie in slots of the CPU tier, or of the bounce reserve."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+from gdscache.index.free_slots import SlotPool
+from gdscache.runtime.threads import failure_of, log_failure
+from gdscache.store.outlets import Outlet
+from gdscache.store.parcel import Parcel
+from gdscache.store.plan import StorePlanner
+from gdscache.store.writer import Outgoing, TierWriter
+
+
+class Forwarder:
+    """Hands pages to the writers, and gives back what they held when these are done. The manager's lock is held.
+
+    `writers`: by the names of their tiers; `spare`: slots of the bounce reserve; `idle`: told when nothing is queued.
+    """
+
+    def __init__(
+        self,
+        planner: StorePlanner,
+        writers: Mapping[str, TierWriter],
+        spare: SlotPool | None,
+        idle: threading.Condition,
+        deadline: float,
+    ) -> None:
+        self._planner = planner
+        self._writers = writers
+        self._spare = spare
+        self._idle = idle
+        self._deadline = deadline
+        self._open = True
+
+    @contextlib.contextmanager
+    def closing(self, lock: threading.RLock, *, drain: bool) -> Iterator[None]:
+        """End the writers around the end of what hands pages over. The manager's `lock` is not held here."""
+        for writer in self._writers.values():
+            writer.begin_close(drain=drain)
+        yield
+        with lock:
+            self._open = False
+        with contextlib.ExitStack() as ends:
+            for writer in self._writers.values():
+                ends.callback(writer.close, drain=drain)
+
+    def demote(self, parcels: Sequence[Parcel]) -> int:
+        """Send on pages of the landing tier without a store; how many."""
+        if not parcels:
+            return 0
+        try:
+            self.send(parcels)
+        except BaseException:
+            self.abandon(parcels)
+            raise
+        return sum(map(len, parcels))
+
+    def send(self, parcels: Sequence[Parcel]) -> None:
+        """Hand pages that lie in their slots to the writers. Raises only where none of them has been taken."""
+        taken = False
+        for outlet in self._planner.outlets if parcels else ():
+            some = [parcel for parcel in parcels if outlet in parcel.to]
+            writer = self._writers.get(outlet.tier.name)
+            if writer is None or not self._open:  # a load that found them worth it while the engine closes
+                self._turn_away(some, outlet, "closed")
+                continue
+            error = failure_of(functools.partial(writer.put, [self._outgoing(parcel, outlet) for parcel in some]))
+            if error is not None and not taken:
+                raise error
+            if error is not None:
+                log_failure(error)
+                self._turn_away(some, outlet, "error")
+            taken = taken or bool(some)
+
+    def abandon(self, parcels: Sequence[Parcel]) -> None:
+        """Undo the reservations of pages that no writer has."""
+        for parcel in parcels:
+            self._planner.abandon(parcel)
+            self._give_bounce(parcel, parcel.rows)
+        self.tell_idle()
+
+    def tell_idle(self) -> None:
+        if not self._planner.queued:
+            self._idle.notify_all()
+
+    def _turn_away(self, parcels: Sequence[Parcel], outlet: Outlet, cause: str) -> None:
+        for parcel in parcels:
+            self._written(parcel, outlet, parcel.rows, cause)
+            self._released(parcel, outlet, parcel.rows)
+
+    def _outgoing(self, parcel: Parcel, outlet: Outlet) -> Outgoing:
+        return Outgoing(
+            parcel.pages,
+            parcel.job.epoch,
+            parcel.space,
+            parcel.slots,
+            functools.partial(self._written, parcel, outlet),
+            functools.partial(self._released, parcel, outlet),
+            self._deadline,
+            parcel.job.retention,
+        )
+
+    def _written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
+        self._planner.written(parcel, outlet, rows, cause)
+        self.tell_idle()
+
+    def _released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> None:
+        """An outlet does not read the pages' slots any more."""
+        self._give_bounce(parcel, self._planner.released(parcel, outlet, rows))
+
+    def _give_bounce(self, parcel: Parcel, rows: Sequence[int]) -> None:
+        if parcel.entries is None and self._spare is not None and rows:
+            self._spare.give([parcel.slots[row] for row in rows])
