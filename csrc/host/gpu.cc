@@ -26,10 +26,11 @@ Gpu::Gpu(const Cuda& cuda, GpuPlanes planes, const PageKernels& kernels, const C
       sizes_(sizes),
       buffers_(cuda),
       loads_(cuda, staging / 2, static_cast<size_t>(planes_.extent_bytes),
-             std::max<size_t>({64 << 10, staging / 2 / 3 / 64, static_cast<size_t>(8 * (planes_.page_blocks + 1))}), true),
+             std::max<size_t>({64 << 10, staging / 2 / 3 / 64, static_cast<size_t>(8 * (planes_.page_blocks + 1))}),
+             static_cast<size_t>(sizes_.unbroken), true),
       stores_(cuda, staging / 2, static_cast<size_t>(planes_.extent_bytes),
               std::max<size_t>({64 << 10, staging / 2 / 3 / 64, static_cast<size_t>(8 * (planes_.page_blocks + 1))}),
-              false) {}
+              static_cast<size_t>(sizes_.unbroken), false) {}
 
 void Gpu::leave_captures_alone() const noexcept {
     try {

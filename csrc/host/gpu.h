@@ -137,7 +137,6 @@ private:
     void add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer, const PlaneRuns& plane) const;
     void bring_table(const Chunk& chunk, CudaStream stream) const;
     void stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
-    CopyList list_for(const Transfer& transfer) const;
     void submit(Lane& lane, const Transfer& transfer, const CopyList& list) const;
     void launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
 

@@ -36,7 +36,8 @@ void Gpu::bring_table(const Chunk& chunk, CudaStream stream) const {
 // itself, so small a copy takes as long as a large one.
 void Gpu::stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
     const bool load = transfer.copies.load;
-    CopyList list = list_for(transfer);
+    CopyList list;
+    list.most = lane.unbroken;
     if (load && chunk.table != nullptr) {
         list.add(chunk.segment->table, reinterpret_cast<uint64_t>(chunk.table), static_cast<size_t>(chunk.table_bytes),
                  true);
@@ -50,20 +51,13 @@ void Gpu::stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const 
     submit(lane, transfer, list);
 }
 
-// What others may have to wait for is one entry, at least.
-CopyList Gpu::list_for(const Transfer& transfer) const {
-    CopyList list;
-    if (!transfer.copies.load) list.most = static_cast<size_t>(sizes_.unbroken);
-    return list;
-}
-
 void Gpu::submit(Lane& lane, const Transfer& transfer, const CopyList& list) const {
     const bool pinned = transfer.copies.extents.pinned || transfer.copies.extents.device;
     for (size_t first = 0, last = 0; first < list.size(); first = last) {
         size_t bytes = 0;
         const auto fits = [&] { return last - first < kBatch && (last == first || list.bytes[last] <= list.most - bytes); };
         while (last < list.size() && fits()) bytes += list.bytes[last++];
-        if (!transfer.copies.load) lane.make_way(bytes, list.most);
+        lane.make_way(bytes);
         cuda_.copy(list, first, last, lane.copies, pinned);
     }
 }
@@ -76,7 +70,8 @@ void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64
     std::vector<int64_t> pages(static_cast<size_t>(count));
     std::iota(pages.begin(), pages.end(), first);
     std::ranges::sort(pages, {}, [&](int64_t page) { return copies.slots[page]; });
-    CopyList list = list_for(transfer);
+    CopyList list;
+    list.most = lane.unbroken;
     size_t most = kFirstPieces;
     const auto hand_over = [&] {
         submit(lane, transfer, list);
@@ -116,7 +111,7 @@ void Gpu::copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch
                                 copies.load ? in_planes : in_extents,
                                 copies.load ? in_extents : in_planes,
                                 static_cast<size_t>(stretch.count)};
-            if (!copies.load) lane.make_way(rows.bytes * rows.rows, static_cast<size_t>(sizes_.unbroken));
+            lane.make_way(rows.bytes * rows.rows);
             cuda_.copy(rows, lane.copies);
         }
     });

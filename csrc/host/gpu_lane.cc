@@ -110,8 +110,8 @@ void HostBuffers::give(Buffer buffer) {
 
 // --- lanes
 
-Lane::Lane(const Cuda& cuda, size_t share, size_t least, size_t table, bool for_loads)
-    : loads(for_loads), done(cuda, for_loads ? 0 : 1), read(cuda, for_loads ? 2 : 3), cuda_(cuda) {
+Lane::Lane(const Cuda& cuda, size_t share, size_t least, size_t table, size_t stretch, bool for_loads)
+    : loads(for_loads), unbroken(for_loads ? SIZE_MAX : stretch), done(cuda, for_loads ? 0 : 1), read(cuda, for_loads ? 2 : 3), cuda_(cuda) {
     try {
         copies = cuda.open_stream(false);
         kernels = cuda.open_stream(loads);
@@ -165,16 +165,16 @@ Segment& Lane::take() {
     return segment;
 }
 
-void Lane::make_way(size_t bytes, size_t most) {
-    if (unbroken_ > 0 && unbroken_ + bytes > most) {
+void Lane::make_way(size_t bytes) {
+    if (!loads && gone_ > 0 && gone_ + bytes > unbroken) {
         cuda_.record(copied_, copies);
         cuda_.follow(passing_, copied_);
         cuda_.clear(word_, passing_);
         cuda_.record(passed_, passing_);
         cuda_.follow(copies, passed_);
-        unbroken_ = 0;
+        gone_ = 0;
     }
-    unbroken_ += bytes;
+    gone_ += bytes;
 }
 
 int64_t Lane::join() {

@@ -95,19 +95,21 @@ struct Segment {
 // first. The kernels of loads go before the model's. Whoever queues holds `lock`, and has entered.
 class Lane {
 public:
-    Lane(const Cuda& cuda, size_t share, size_t least, size_t table, bool loads);
+    // `unbroken`: bytes that stores copy before others' copies pass.
+    Lane(const Cuda& cuda, size_t share, size_t least, size_t table, size_t unbroken, bool loads);
     ~Lane();
     Lane(const Lane&) = delete;
     Lane& operator=(const Lane&) = delete;
 
     // The next segment. Work in it waits for the segment's events, and sets them.
     Segment& take();
-    // Before `bytes` of a store's copies: others' copies pass first, where `most` bytes went since they last could.
-    void make_way(size_t bytes, size_t most);
+    // Before `bytes` of copies: others' copies pass first, where `unbroken` bytes went since they last could.
+    void make_way(size_t bytes);
     // A point behind everything that was queued in this turn, and before.
     int64_t join();
 
     const bool loads;
+    const size_t unbroken;  // of loads without end: nobody waits for those
     std::mutex lock;
     CudaStream copies = nullptr, kernels = nullptr;
     size_t segment_bytes = 0, table_bytes = 0;
@@ -122,7 +124,7 @@ private:
     const Cuda& cuda_;
     CudaEvent joint_ = nullptr, copied_ = nullptr, passed_ = nullptr;
     CudaStream passing_ = nullptr;  // of stores
-    size_t unbroken_ = 0;           // bytes of copies since others could pass
+    size_t gone_ = 0;               // bytes of copies since others could pass
     std::vector<CudaEvent> events_;
     std::vector<Segment> segments_;
     size_t next_ = 0;

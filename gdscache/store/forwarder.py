@@ -37,12 +37,12 @@ class Forwarder:
         self._open = True
 
     @contextlib.contextmanager
-    def closing(self, lock: threading.RLock, *, drain: bool) -> Iterator[None]:
-        """End the writers around the end of what hands pages over. The manager's `lock` is not held here."""
+    def closing(self, *, drain: bool) -> Iterator[None]:
+        """End the writers around the end of what hands pages over. The manager's lock is not held here."""
         for writer in self._writers.values():
             writer.begin_close(drain=drain)
         yield
-        with lock:
+        with self._idle:  # the manager's lock
             self._open = False
         with contextlib.ExitStack() as ends:
             for writer in self._writers.values():

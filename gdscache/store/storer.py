@@ -178,7 +178,7 @@ class Storer:
         with self._manager.lock:
             self._closed = True
             self._dropping = not drain
-        with self._forwarder.closing(self._manager.lock, drain=drain):
+        with self._forwarder.closing(drain=drain):
             self._lane.close()
             if drain:
                 self.flush(None)
