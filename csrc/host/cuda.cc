@@ -64,7 +64,6 @@ struct Cuda::Functions {
     int (*copy)(uint64_t, uint64_t, size_t, CudaStream);
     int (*copy_rows)(const Copy2D*, CudaStream);
     int (*copy_to_host)(void*, uint64_t, size_t);
-    int (*set)(uint64_t, unsigned, size_t, CudaStream);
     int (*launch)(CudaFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CudaStream, void**,
                   void**);
     int (*address)(const char*, void**, int, uint64_t, int*);
@@ -104,7 +103,6 @@ Cuda::Cuda(const char* library, void* context) : context_(context) {
     find(&made->copy, "cuMemcpyAsync");
     find(&made->copy_rows, "cuMemcpy2DAsync_v2");
     find(&made->copy_to_host, "cuMemcpyDtoH_v2");
-    find(&made->set, "cuMemsetD32Async");
     find(&made->launch, "cuLaunchKernel");
     find(&made->error_name, "cuGetErrorName");
     find(&made->capture_mode, "cuThreadExchangeStreamCaptureMode");
@@ -241,10 +239,6 @@ void Cuda::copy(const CopyRows& rows, CudaStream stream) const {
 
 void Cuda::copy_to_host(void* to, uint64_t from, size_t bytes) const {
     check("cuMemcpyDtoH", functions_->copy_to_host(to, from, bytes));
-}
-
-void Cuda::clear(uint64_t word, CudaStream stream) const {
-    check("cuMemsetD32Async", functions_->set(word, 0, 1, stream));
 }
 
 void Cuda::launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,

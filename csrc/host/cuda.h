@@ -102,7 +102,6 @@ public:
     // Between page-locked memory and the GPU's, or within that: one call, whatever the number of rows.
     void copy(const CopyRows& rows, CudaStream stream) const;
     void copy_to_host(void* to, uint64_t from, size_t bytes) const;  // and wait for it
-    void clear(uint64_t word, CudaStream stream) const;              // 4 bytes of the device
     void launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,
                 CudaStream stream) const;
 

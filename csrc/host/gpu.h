@@ -36,7 +36,7 @@ struct PageKernels {
 
 // In bytes: what one kernel moves over the bus (each start and end costs some 30 us of it); what one looks at behind
 // copies (each wait for them costs some 15 us), and behind a load's last ones, when nothing is copied any more; what
-// stores copy before others' copies to the host may pass (each time costs some 8 us).
+// goes before others' copies may pass (each time costs some 2 us).
 struct ChunkSizes {
     int64_t moved = 512 << 20, looked = 256 << 20, looked_last = 32 << 20, unbroken = 32 << 20;
     int64_t rows = 16;  // pages of one copy, a row each: 32 and more disturb matrix products

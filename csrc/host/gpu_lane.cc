@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 namespace gdscache {
 
@@ -111,22 +112,17 @@ void HostBuffers::give(Buffer buffer) {
 // --- lanes
 
 Lane::Lane(const Cuda& cuda, size_t share, size_t least, size_t table, size_t stretch, bool for_loads)
-    : loads(for_loads), unbroken(for_loads ? SIZE_MAX : stretch), done(cuda, for_loads ? 0 : 1), read(cuda, for_loads ? 2 : 3), cuda_(cuda) {
+    : loads(for_loads), unbroken(stretch), done(cuda, for_loads ? 0 : 1), read(cuda, for_loads ? 2 : 3), cuda_(cuda) {
     try {
         copies = cuda.open_stream(false);
+        resting_ = cuda.open_stream(false);
         kernels = cuda.open_stream(loads);
-        joint_ = event();
-        if (!loads) {
-            passing_ = cuda.open_stream(false);
-            copied_ = event(), passed_ = event();
-        }
+        joint_ = event(), turned_ = event();
         const size_t smallest = (least + kAlignment - 1) / kAlignment * kAlignment;
         const size_t count = std::clamp<size_t>(share / smallest, 1, kSegments);
         segment_bytes = std::max(smallest, share / count / kAlignment * kAlignment);
         table_bytes = (table + kAlignment - 1) / kAlignment * kAlignment;
-        word_ = count * (segment_bytes + table_bytes);
-        memory_ = cuda.allocate(word_ + kAlignment);
-        word_ += memory_;
+        memory_ = cuda.allocate(count * (segment_bytes + table_bytes));
         for (size_t n = 0; n < count; ++n) {
             const uint64_t data = memory_ + n * segment_bytes;
             const uint64_t at = memory_ + count * segment_bytes + n * table_bytes;
@@ -146,7 +142,7 @@ CudaEvent Lane::event() {
 }
 
 void Lane::close() {
-    for (const CudaStream stream : {copies, kernels, passing_}) {
+    for (const CudaStream stream : {copies, resting_, kernels}) {
         try {
             if (stream != nullptr) cuda_.synchronize(stream);
         } catch (const CudaError&) {  // its context is broken: nothing runs there any more
@@ -154,7 +150,7 @@ void Lane::close() {
     }
     if (memory_ != 0) cuda_.free(memory_);
     for (const CudaEvent some : events_) cuda_.close_event(some);
-    for (const CudaStream stream : {copies, kernels, passing_}) {
+    for (const CudaStream stream : {copies, resting_, kernels}) {
         if (stream != nullptr) cuda_.close_stream(stream);
     }
 }
@@ -166,12 +162,10 @@ Segment& Lane::take() {
 }
 
 void Lane::make_way(size_t bytes) {
-    if (!loads && gone_ > 0 && gone_ + bytes > unbroken) {
-        cuda_.record(copied_, copies);
-        cuda_.follow(passing_, copied_);
-        cuda_.clear(word_, passing_);
-        cuda_.record(passed_, passing_);
-        cuda_.follow(copies, passed_);
+    if (gone_ > 0 && gone_ + bytes > unbroken) {
+        cuda_.record(turned_, copies);
+        std::swap(copies, resting_);
+        cuda_.follow(copies, turned_);
         gone_ = 0;
     }
     gone_ += bytes;

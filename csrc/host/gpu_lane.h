@@ -81,13 +81,12 @@ struct Segment {
     CudaEvent copied, done;
 };
 
-// `copies` runs the copy engine, `kernels` the kernels; events keep them in step, segment by segment. One stream of each:
-// every further stream that waits for an event was measured to cost more than it brings.
+// `copies` runs the copy engine, `kernels` the kernels; events keep them in step, segment by segment.
 //
 // The copy engine works off what one stream has for it before it turns to another, however much that is. So a model that
 // copies the tokens of a step to the host would wait for every store that is queued: 77 ms behind 4 GiB. `make_way` lets
-// it pass: the copies go on behind a write of one word in a third stream. An event alone does not do: the driver sees
-// through it.
+// it pass: two streams copy in turns, each behind all that the other has, and the engine looks at every stream when one of
+// them has to wait. An event between two streams of which one has no copies does not do: the driver sees through it.
 //
 // `share` bytes of GPU memory are the segments' data, of which each has at least `least`, up to whole 4 KiB: the ring is
 // cut into as many as fit, 3 at most (beside large products, 4 smaller ones left checksums at 0.85 of the speed without, 3
@@ -95,7 +94,7 @@ struct Segment {
 // first. The kernels of loads go before the model's. Whoever queues holds `lock`, and has entered.
 class Lane {
 public:
-    // `unbroken`: bytes that stores copy before others' copies pass.
+    // `unbroken`: bytes that it copies before others' copies pass.
     Lane(const Cuda& cuda, size_t share, size_t least, size_t table, size_t unbroken, bool loads);
     ~Lane();
     Lane(const Lane&) = delete;
@@ -109,9 +108,9 @@ public:
     int64_t join();
 
     const bool loads;
-    const size_t unbroken;  // of loads without end: nobody waits for those
+    const size_t unbroken;
     std::mutex lock;
-    CudaStream copies = nullptr, kernels = nullptr;
+    CudaStream copies = nullptr, kernels = nullptr;  // `copies` is another one when it has made way
     size_t segment_bytes = 0, table_bytes = 0;
     int64_t turn = 0;  // of who queues
     Points done;  // of the whole lane
@@ -122,13 +121,13 @@ private:
     CudaEvent event();
 
     const Cuda& cuda_;
-    CudaEvent joint_ = nullptr, copied_ = nullptr, passed_ = nullptr;
-    CudaStream passing_ = nullptr;  // of stores
+    CudaEvent joint_ = nullptr, turned_ = nullptr;
+    CudaStream resting_ = nullptr;  // copies next
     size_t gone_ = 0;               // bytes of copies since others could pass
     std::vector<CudaEvent> events_;
     std::vector<Segment> segments_;
     size_t next_ = 0;
-    uint64_t memory_ = 0, word_ = 0;
+    uint64_t memory_ = 0;
 };
 
 }  // namespace gdscache

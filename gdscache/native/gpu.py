@@ -46,7 +46,7 @@ _Copies = struct(
 class ChunkSizes:
     """In bytes: what one kernel moves over the bus; what one looks at behind copies, and behind a load's last ones.
 
-    `unbroken`: what stores copy before others' copies to the host may pass.
+    `unbroken`: what goes before others' copies the same way may pass.
     """
 
     moved: int = 512 << 20

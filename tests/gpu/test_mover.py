@@ -292,21 +292,25 @@ def record_on_side(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 @pytest.mark.parametrize("path", ["staged", "copy_engine"])
-def test_a_small_copy_to_the_host_passes_the_stores_that_are_queued(rigs: Any, path: str) -> None:
-    """As a model's do, with the tokens of a step. A copy engine would work off 1.3 GiB before it."""
+@pytest.mark.parametrize("way", ["loads", "stores"])
+def test_a_model_s_own_copies_pass_the_pages_that_are_queued(rigs: Any, path: str, way: str) -> None:
+    """The inputs of a step pass loads, its tokens pass stores. A copy engine would work off 1.3 GiB before them."""
     rig = rigs(LARGE, path, 4, staging=8 * LARGE.extent_bytes)
-    rig.fill_planes()
-    tokens, copied = torch.arange(16, device="cuda"), torch.zeros(16, dtype=torch.int64, pin_memory=True)
+    (rig.fill_extents if way == "loads" else rig.fill_planes)()
+    move = rig.mover.scatter if way == "loads" else rig.mover.gather
+    step = torch.arange(1 << 15)  # 256 KiB: what is far smaller goes to the GPU without the copy engine
+    source = step.pin_memory() if way == "loads" else step.cuda()
+    target = torch.zeros_like(step, device="cuda") if way == "loads" else torch.zeros_like(step).pin_memory()
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
-    moves = [rig.mover.gather(rig.extents, rig.slots, rig.blocks) for _ in range(40)]
+    moves = [move(rig.extents, rig.slots, rig.blocks) for _ in range(40)]
     with torch.cuda.stream(side):
-        copied.copy_(tokens, non_blocking=True)
+        target.copy_(source, non_blocking=True)
     record_on_side(side).synchronize()
     assert not moves[-1].event.query()
-    assert copied.tolist() == list(range(16))
+    assert torch.equal(target.cpu(), step)
     moves[-1].synchronize()
-    rig.assert_extents()
+    (rig.assert_planes if way == "loads" else rig.assert_extents)()
 
 
 def test_no_pages_are_no_work(rigs: Any) -> None:

@@ -319,16 +319,6 @@ DRIVER int cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) {
     return 0;
 }
 
-DRIVER int cuMemsetD32Async(uint64_t address, unsigned value, size_t words, void* stream) {
-    CALLED_WITHIN("cuMemsetD32Async");
-    MUST(address & kDeviceBit);
-    memory().mapped(address, 4 * words);
-    stream_at(stream)->push([=] {
-        std::fill_n(reinterpret_cast<uint32_t*>(memory().mapped(address, 4 * words)), words, value);
-    });
-    return 0;
-}
-
 DRIVER int cuLaunchKernel(void* kernel, unsigned grid, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
                           void* stream, void** parameters, void** extra) {
     CALLED_WITHIN("cuLaunchKernel");

@@ -16,7 +16,7 @@ constexpr const char* kFunctions[] = {
     "cuStreamWaitEvent",   "cuEventCreate",               "cuEventRecord",              "cuEventQuery",
     "cuEventSynchronize",  "cuEventElapsedTime",          "cuMemAlloc_v2",              "cuMemHostAlloc",
     "cuMemcpyBatchAsync",  "cuMemcpyAsync",               "cuMemcpy2DAsync_v2",         "cuMemcpyDtoH_v2",
-    "cuMemsetD32Async",    "cuLaunchKernel",
+    "cuLaunchKernel",
 };
 
 struct Shape {

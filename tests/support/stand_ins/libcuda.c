@@ -30,7 +30,6 @@ REFUSE(cuMemAlloc)
 REFUSE(cuMemFree)
 REFUSE(cuMemcpyDtoH)
 REFUSE(cuMemcpy2DAsync)
-REFUSE(cuMemsetD32Async)
 REFUSE(cuLaunchKernel)
 REFUSE(cuThreadExchangeStreamCaptureMode)
 
