@@ -64,9 +64,9 @@ def given(after: object, device: torch.device) -> Event:
     return after
 
 
-def record_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event after the work so far on a stream."""
-    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+def record_on(stream: torch.cuda.Stream, *, sleep: bool = False) -> torch.cuda.Event:
+    """An event after the work so far on a stream. `sleep`: whoever waits for it leaves the processor to others."""
+    event: torch.cuda.Event = torch.cuda.Event(blocking=sleep)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 

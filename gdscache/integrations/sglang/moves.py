@@ -147,7 +147,7 @@ class BlockReader:
         with torch.cuda.stream(self._stream):
             host = torch.empty(firsts.shape, dtype=firsts.dtype, pin_memory=True)
             host.copy_(firsts, non_blocking=True)
-            landed = record_on(self._stream)
+            landed = record_on(self._stream, sleep=True)
 
         def wait(_read: torch.Tensor = firsts) -> list[int]:  # its memory is not another tensor's before it was read
             landed.synchronize()
