@@ -46,13 +46,14 @@ _UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes for which no byte
 _NOBODY = Nobody()
 
 
-def round_pages(extent_bytes: int) -> Iterator[int]:
+def round_pages(extent_bytes: int, *, waiting: bool) -> Iterator[int]:
     """Pages of a store that find slots and are gathered at a time, round after round.
 
-    The first rounds are small, so that the writer has something to do early; each takes twice as many.
+    Each costs half a millisecond of Python. `waiting`: a writer has nothing to do, so the first rounds are small, and
+    each takes twice as many.
     """
     most = min(BATCH_PAGES, batch_pages(extent_bytes))
-    pages = min(most, max(LEAST_BATCH // 2, _FIRST_ROUND_BYTES // extent_bytes))
+    pages = min(most, max(LEAST_BATCH // 2, _FIRST_ROUND_BYTES // extent_bytes)) if waiting else most
     while True:
         yield pages
         pages = min(most, 2 * pages)
@@ -83,6 +84,7 @@ class StorePlanner:
         self._manager = manager
         self._landing = manager.landing
         self._policy = config.write_policy if self.outlets else "never"
+        self._extent_bytes = extent_bytes
         self._limit = config.queue // extent_bytes
         slots = 0 if self._landing is None else self._landing.index.slots
         low, high = WATERMARKS if watermarks is None else watermarks
@@ -171,14 +173,17 @@ class StorePlanner:
 
     # -- placing -----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A store has its turn: its pages are placed next. Whether the SSD is behind is decided here, once a store.
+    def begin(self) -> Iterator[int]:
+        """A store has its turn: how many of its pages are placed next, round after round.
 
-        Else a prompt would be cut by its own pages, in a CPU tier that has been idle.
+        Whether the SSD is behind is decided here, once a store: else a prompt would be cut by its own pages, in a CPU
+        tier that has been idle.
         """
         self.behind = self._falls_behind()
         if self.behind:
             self._give_up()
+        waiting = self._policy == "write_through" and any(not outlet.keys for outlet in self.outlets)
+        return round_pages(self._extent_bytes, waiting=waiting)
 
     def cpu_slots(self, pages: Sequence[Page]) -> list[int]:
         """CPU slots for those of `pages` that the tier lacks, without evicting what comes before them."""

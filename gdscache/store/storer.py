@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -28,7 +28,7 @@ from gdscache.pages.keys import Page
 from gdscache.runtime.threads import Flag
 from gdscache.store.forwarder import Forwarder
 from gdscache.store.parcel import Parcel, Receipt, StoreJob
-from gdscache.store.plan import StorePlanner, round_pages
+from gdscache.store.plan import StorePlanner
 from gdscache.store.writer import TierWriter
 from gdscache.tiers.base import Lease
 from gdscache.tiers.manager import TierManager
@@ -188,9 +188,9 @@ class Storer:
     def _gather(self, job: _Job) -> Steps[None]:
         with self._manager.timeline.span("store", pages=len(job.plan.pages)):
             with self._manager.lock:
-                self._planner.begin()
+                rounds = self._planner.begin()
             copying: list[_Round] = []
-            error = yield from failure(self._rounds(job, copying))
+            error = yield from failure(self._rounds(job, rounds, copying))
             while copying:  # whatever broke off: what was begun comes to its end
                 landing = yield from failure(self._land(job, copying.pop(0)))
                 error = error or landing
@@ -198,10 +198,9 @@ class Storer:
                 raise error
             yield from self._end(job)
 
-    def _rounds(self, job: _Job, copying: list[_Round]) -> Steps[None]:
+    def _rounds(self, job: _Job, rounds: Iterator[int], copying: list[_Round]) -> Steps[None]:
         """Round after round: while one is copied, the next finds its slots. The last ones are left in `copying`."""
         at, pages = 0, job.plan.pages
-        rounds = round_pages(self._extent_bytes)
         while at < len(pages):
             start = at
             at, parcels = yield from self._place(job.plan, at, next(rounds), wait=not copying)

@@ -57,6 +57,8 @@ def test_it_stays_within_its_bounds(batches: list[tuple[int, float]]) -> None:
         assert seconds <= 2.0 or size.pages <= max(2, before, pages // 2)
 
 
-def test_rounds_of_a_store_grow_to_a_batch() -> None:
-    rounds = round_pages(8 * MIB)
+def test_rounds_of_a_store_grow_to_a_batch_where_a_writer_waits() -> None:
+    rounds = round_pages(8 * MIB, waiting=True)
     assert [next(rounds) for _ in range(6)] == [4, 8, 16, 32, 64, 64]
+    rounds = round_pages(8 * MIB, waiting=False)
+    assert [next(rounds) for _ in range(2)] == [64, 64]

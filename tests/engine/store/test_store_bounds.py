@@ -15,6 +15,7 @@ from gdscache.commands.replay.hierarchy import Hierarchy, Ledger
 from gdscache.moves.clock import Clock, MachineModel
 from gdscache.pages.keys import Page
 from gdscache.storage.base import Op
+from gdscache.store import plan
 from gdscache.store.parcel import Parcel, StoreJob
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import SMALL, WAIT, Host, prompt, quiet, settle, until
@@ -423,3 +424,14 @@ def test_clear_while_the_ssd_stalls_leaves_nothing(policy_host: OpenHost) -> Non
     assert (on(host, "cpu", prompt(2, 2)), on(host, "ssd", prompt(1, 3))) == ([], [])
     assert host.engine.stats()["dropped"] == {"cleared": 3}
     settle(host.engine)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back", "never"])
+def test_the_first_rounds_are_small_where_the_writer_has_nothing_to_do(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "round_pages", lambda extent_bytes, waiting: iter([waiting]))
+    tiers = Hierarchy(make(8, 64, store={"write_policy": policy}), MachineModel(), Clock(), limits=SMALL)
+    assert next(tiers.planner.begin()) == (policy == "write_through")
+    tiers.planner.outlets[0].keys.add(b"on its way")
+    assert not next(tiers.planner.begin())
