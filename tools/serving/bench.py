@@ -109,6 +109,7 @@ class Bench:
             "attention": given.attention or ("FLASH_ATTN" if given.engine == "vllm" else "triton"),
             "gpu": not small,
             "block": given.block,
+            "graphs": given.graphs,
             "kv_cache": 9 * gib,
             "token_bytes": TOKEN_BYTES,
             "cpu": (1 if small else 18) * gib,
@@ -165,7 +166,13 @@ class Bench:
 
     def report(self) -> dict[str, Any]:
         given = self.given
-        about = {"tokens": given.tokens, "repeat": given.repeat, "shape": given.shape, "block": given.block}
+        about = {
+            "tokens": given.tokens,
+            "repeat": given.repeat,
+            "shape": given.shape,
+            "block": given.block,
+            "graphs": given.graphs,
+        }
         versions = {given.engine: _version(given.engine)}
         return {
             "schema": 2,
@@ -298,6 +305,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=4, help="engines that are open side by side")
     parser.add_argument("--turns", type=int, default=3, help="loads of traffic of each kind; 0: first tokens only")
     parser.add_argument("--stages", type=int, help="only so many, from the first on; restarts begin with the second")
+    parser.add_argument("--graphs", action="store_true", help="decode by CUDA graphs; if not given, kernel by kernel")
     parser.add_argument("--where", choices=sorted(DISKS), help="only runs with files there, and those without a cache")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)

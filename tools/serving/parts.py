@@ -49,6 +49,7 @@ OF_ALL = {
 }
 WORDS = 4000  # numbers of tokens lie below
 CLIENTS = 64  # requests at a time
+GRAPHS = [1, 2, 4, 8, 16, 24, 32, 48, CLIENTS]  # requests of a step that decodes, for which there is a CUDA graph
 CALLS = "GDSCACHE_SERVING_CALLS"  # the file that `Calls` reads
 SETTLE_S = 4.0  # until what is stored in the background is there
 DOCUMENTS, USES, PART, ANSWER = 48, 3, 2048, 16  # requests that have the first half of their prompt in common

@@ -84,7 +84,9 @@ def main() -> None:
         dtype="bfloat16",
         attention_backend=order["attention"],
         sampling_backend="pytorch",
-        disable_cuda_graph=True,
+        disable_cuda_graph=not order["graphs"],
+        disable_prefill_cuda_graph=True,
+        cuda_graph_bs_decode=parts.GRAPHS,
         page_size=order["block"],
         mem_fraction_static=0.9,  # of what is free; the number of tokens is what bounds it
         max_total_tokens=order["kv_cache"] // order["token_bytes"],

@@ -64,6 +64,8 @@ def transfer(order: dict[str, Any]) -> Any:
     return KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
 
 
+# Piecewise, because loads wait layer by layer; without a compiler, which would take a minute an engine.
+GRAPHS = {"backend": "eager", "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": parts.GRAPHS}
 EMPTY = "save_kv_layer"  # does nothing: what it takes is what a clock around a call takes
 
 
@@ -158,7 +160,8 @@ def main() -> None:
         max_model_len=order["tokens"] + 64,
         max_num_batched_tokens=order["tokens"] + 64,
         max_num_seqs=parts.CLIENTS,
-        enforce_eager=True,
+        enforce_eager=not order["graphs"],
+        compilation_config=GRAPHS if order["graphs"] else None,
         block_size=order["block"],
         **given,
     )
