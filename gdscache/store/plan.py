@@ -49,7 +49,7 @@ _NOBODY = Nobody()
 def round_pages(extent_bytes: int, *, waiting: bool) -> Iterator[int]:
     """Pages of a store that find slots and are gathered at a time, round after round.
 
-    Each costs half a millisecond of Python. `waiting`: a writer has nothing to do, so the first rounds are small, and
+    Each costs 0.3 ms of Python. `waiting`: a writer has nothing to do, so the first rounds are small, and
     each takes twice as many.
     """
     most = min(BATCH_PAGES, batch_pages(extent_bytes))

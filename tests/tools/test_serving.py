@@ -64,6 +64,7 @@ def test_hicache_does_not_wait_for_a_slow_disk(ran: Callable[..., list[dict[str,
         ("storage", "ram"): "wait_complete",
         ("linker", "ram"): None,
         ("storage", "disk"): "best_effort",
+        ("linker", "disk"): None,
     }
     rows = ran("sglang", "--turns", "0", "--policy", "timeout", "--ways", "storage")
     assert {row["policy"] for row in rows if row["way"] == "storage"} == {"timeout"}
@@ -133,6 +134,8 @@ def test_bars_are_medians_of_prompts_and_turns(bench: ModuleType) -> None:
     assert bench.traffic_bars(one_turn, "shared") == [
         ("gdscache's linker, after a restart, RAM disk", [7.25], "tab:green")
     ]
+    on_disk = report({"way": "linker", "where": "disk", "shared_requests_per_s": [7.0]})
+    assert bench.traffic_bars(on_disk, "shared") == [("gdscache's linker, root disk", [7.0], "tab:green")]
 
     import matplotlib.figure
 

@@ -55,7 +55,7 @@ STAGES = {
             ("linker", True, "ram", False),
             ("storage", False, "disk", False),
         ],
-        [("storage", True, "disk", False)],
+        [("storage", True, "disk", False), ("linker", False, "disk", True)],
         [("storage", True, "disk", False)],
     ],
 }
@@ -232,7 +232,8 @@ def traffic_bars(report: dict[str, Any], kind: str) -> list[Bar]:
     bars: list[Bar] = []
     for row in report["rows"]:
         if found := row.get(f"{kind}_requests_per_s"):
-            name = NAMES[row["way"]] + (f", after a restart, {DISKS[row['where']]}" if row["restarted"] else "")
+            name = NAMES[row["way"]] + (", after a restart" if row["restarted"] else "")
+            name += f", {DISKS[row['where']]}" if row["restarted"] or row["where"] == "disk" else ""
             bars.append((name, found if isinstance(found, list) else [found], colour(row)))  # schema 1: one turn
     return bars
 

@@ -95,6 +95,11 @@ def traffic(order: dict[str, Any]) -> Iterator[tuple[str, list[list[int]]]]:
         yield "lone", lone_prompts(order["part"], turn)
 
 
+def warm_up(generate: Callable[[Sequence[list[int]], int], object], order: dict[str, Any]) -> None:
+    """Have the kernels of traffic compiled, by a load of it that nothing is measured of."""
+    generate(shared_prompts(order["part"], -1)[: CLIENTS // 2], ANSWER)
+
+
 def rate(generate: Callable[[Sequence[list[int]], int], object], prompts: list[list[int]], answer: int) -> float:
     """Requests a second, all handed over at once."""
     start = time.perf_counter()

@@ -117,6 +117,7 @@ def main() -> None:
     answers.wait_for_turn()
     parts.first_tokens(ask, forget, answers)
     if order["traffic"]:
+        parts.warm_up(generate, order)
         began = time.time()
         for name, prompts in parts.traffic(order):
             before = calls.told()

@@ -181,6 +181,7 @@ def main() -> None:
     answers.wait_for_turn()
     parts.first_tokens(ask, llm.reset_prefix_cache, answers)
     if order["traffic"]:
+        parts.warm_up(generate, order)
         for name, prompts in parts.traffic(order):
             if steps is not None:
                 steps.told()
