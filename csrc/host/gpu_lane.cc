@@ -164,8 +164,8 @@ Segment& Lane::take() {
 void Lane::make_way(size_t bytes) {
     if (gone_ > 0 && gone_ + bytes > unbroken) {
         cuda_.record(turned_, copies);
+        cuda_.follow(resting_, turned_);
         std::swap(copies, resting_);
-        cuda_.follow(copies, turned_);
         gone_ = 0;
     }
     gone_ += bytes;

@@ -35,8 +35,9 @@ public:
             const Cuda::Entered entered(cuda);
             const int64_t before = driver.living(kEvents) + driver.living(kStreams) + driver.living(kDeviceMemory);
             try {
-                gpu.emplace(cuda, pool_.planes, kernels, ChunkSizes{},
-                            2 * static_cast<size_t>(pool_.planes.extent_bytes));
+                ChunkSizes sizes;
+                sizes.unbroken = pool_.planes.extent_bytes / 3 + 1;
+                gpu.emplace(cuda, pool_.planes, kernels, sizes, 2 * static_cast<size_t>(pool_.planes.extent_bytes));
             } catch (const CudaError&) {
                 CHECK(driver.living(kEvents) + driver.living(kStreams) + driver.living(kDeviceMemory) == before);
                 throw;
