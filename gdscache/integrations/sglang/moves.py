@@ -4,8 +4,7 @@ A load is of pages that were checked and are pinned in the CPU tier, so it canno
 offload is over when its pages have been read: SGLang keeps them from eviction until then.
 
 Which pages they are is known to the GPU first. SGLang's stream may be behind a whole forward pass there, so its
-scheduler never waits for these numbers: the thread of offloads does, and a load does when its forward pass asks for the
-first layer.
+scheduler never waits for these numbers: the thread of offloads does, and a load does when its forward pass is launched.
 """
 
 from __future__ import annotations
@@ -38,6 +37,10 @@ class _Batch:
     waited: set[int] = dataclasses.field(default_factory=set)
     failed: bool = False
 
+    def fail(self, error: GdsCacheError) -> None:
+        self.failed = True
+        log_failure(error)
+
     def release(self) -> None:
         """Let go of the pins."""
         for one in self.queued:
@@ -47,9 +50,9 @@ class _Batch:
 class LayerLoads:
     """Batches of loads under way. It is the `layer_done_counter` that SGLang's pools wait on.
 
-    A batch begins when the forward pass waits for its first layer. SGLang copies a forward pass's inputs to the GPU
-    after it has named the batch, and a copy engine carries copies out in their order: behind loads that begin earlier
-    the inputs wait until all bytes are there.
+    A batch begins when the forward pass that uses it is about to be launched: its first layer comes while what precedes
+    the attention is launched. SGLang has copied the pass's inputs to the GPU by then. Behind loads that begin earlier
+    they would wait, as a copy engine carries copies out in their order.
     """
 
     def __init__(
@@ -73,22 +76,22 @@ class LayerLoads:
         return number
 
     def set_consumer(self, index: int) -> None:
-        """The forward pass that is to be launched uses batch `index`; -1: none."""
+        """The forward pass that is to be launched uses batch `index`, which begins; -1: none. Never raises."""
         self._consumer = index
+        batch = self._batches.get(index)
+        if batch is not None and batch.load is None and not batch.failed:
+            self._begin(batch)
 
     def wait_until(self, threshold: int) -> None:
         """Order the current stream after layer `threshold` of the batch. Never raises: `finish` tells."""
         batch = self._batches.get(self._consumer)
-        if batch is None or batch.failed or threshold in batch.waited:
+        if batch is None or batch.load is None or batch.failed or threshold in batch.waited:
             return
         batch.waited.add(threshold)
         try:
-            if batch.load is None:
-                batch.load = self._begin(batch)
             batch.load.wait(threshold)
         except GdsCacheError as error:
-            batch.failed = True
-            log_failure(error)
+            batch.fail(error)
 
     def finish(self, index: int) -> bool:
         """Wait until nothing of the batch is written any more; whether the forward pass had all its pages."""
@@ -105,7 +108,7 @@ class LayerLoads:
                 log_failure(error)
             finally:
                 load.release_event.synchronize()
-        landed = not batch.failed and good == sum(one.pages for one in batch.queued)
+        landed = bool(batch.waited) and not batch.failed and good == sum(one.pages for one in batch.queued)
         self._counts["failed_loads"] += not landed
         return landed
 
@@ -115,13 +118,14 @@ class LayerLoads:
             self.finish(index)
         self._consumer = -1
 
-    def _begin(self, batch: _Batch) -> LayerwiseLoad:
+    def _begin(self, batch: _Batch) -> None:
         try:
-            load = self._engine.load_many([(one.hit(), one.blocks()) for one in batch.queued], self._slots_free())
+            batch.load = self._engine.load_many([(one.hit(), one.blocks()) for one in batch.queued], self._slots_free())
+            self._counts.update(loads=len(batch.queued), loaded_pages=sum(one.pages for one in batch.queued))
+        except GdsCacheError as error:
+            batch.fail(error)
         finally:
             batch.release()
-        self._counts.update(loads=len(batch.queued), loaded_pages=sum(one.pages for one in batch.queued))
-        return load
 
 
 class BlockReader:

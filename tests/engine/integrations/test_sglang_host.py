@@ -314,15 +314,16 @@ def test_an_offload_is_over_when_its_pages_are_read(linked: Linked) -> None:
 
 
 def test_loads_begin_with_their_forward_pass(linked: Linked) -> None:
-    """What SGLang copies to the GPU before that does not wait behind them."""
+    """What SGLang copies to the GPU before that, its inputs among it, does not wait behind them."""
     linked.offload(KEYS[:2], [0, 1], 10)
     linked.drain()
     for page in (8, 9):
         fill(linked.tensors, page, 200)
     index = linked.begin(KEYS[:2], [8, 9])
-    linked.loads.set_consumer(index)
     assert linked.counts["loads"] == 0
     assert [mark_of(linked.tensors, page) for page in (8, 9)] == [200, 200]
+    linked.loads.set_consumer(index)
+    assert linked.counts["loads"] == 1
     linked.forward(index)
     assert linked.counts["loads"] == 1
     assert linked.loads.finish(index)
