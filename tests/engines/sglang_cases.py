@@ -76,6 +76,21 @@ def _come_back(folder: Path, kind: str) -> None:
 
 
 @case
+def prompts_that_are_one_graph(folder: Path) -> None:
+    """SGLang's runner asks the counter for the last layer, before it replays the whole pass."""
+    found = rig.Rig(folder)
+    found.full_graphs = True
+    long, branch = rig.prompt(1, 62), rig.prompt(2, 50, rig.prompt(1, 30))
+    assert found.serve(long) == (0, 0)
+    found.settle()
+    found.flush()
+    assert found.serve(long) == (0, 60)
+    assert found.serve(branch) == (28, 0)
+    assert found.linker.counts["failed_loads"] == 0
+    found.close()
+
+
+@case
 def random_traffic(folder: Path) -> None:
     """Prompts with common beginnings, flushes and restarts, in a pool and tiers that are too small: no wrong byte."""
     source = random.Random(5)

@@ -30,6 +30,8 @@ SOURCES = [  # whose order of calls the integrations rest on
     "sglang.srt.managers.cache_controller:HiCacheController.reset",
     "sglang.srt.managers.schedule_policy:SchedulePolicy.calc_priority",  # when requests are looked up
     "sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
+    "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation",  # names the batch first
+    "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:PrefillCudaGraphRunner._wait_for_layer_loads",
 ]
 FIELDS = {  # what is read of objects that SGLang hands over
     f"{_CACHE}.hicache_storage:HiCacheStorageConfig": [

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from sglang.srt.server_args import ServerArgs
 
 PAGE, TOKENS, LAYERS = 4, 256, 3
@@ -155,6 +156,7 @@ class Rig:
         )
         self.tree.init_cache_linker(self.linker)
         self.pool.register_layer_transfer_counter(self.linker.layer_done_counter)
+        self.full_graphs = False  # of prompts: one wait in front of them
         self._number = 0
 
     # -- what a scheduler does -----------------------------------------------------------------------------------------
@@ -197,8 +199,12 @@ class Rig:
             until(lambda: self._make_room(fresh), "pages of the device can be evicted")
             new = self.slots.alloc(fresh)
             slots = torch.cat([slots, new])
+        if self.full_graphs:
+            runner = SimpleNamespace(token_to_kv_pool=self.pool)
+            PrefillCudaGraphRunner._wait_for_layer_loads(SimpleNamespace(_is_full_backend=True, model_runner=runner))
         for number, buffer in enumerate(buffers(self.pool)):
-            self.linker.layer_done_counter.wait_until(number % LAYERS)
+            if not self.full_graphs:
+                self.linker.layer_done_counter.wait_until(number % LAYERS)
             for at in range(there + loaded, full):
                 buffer[slots[at]] = self.content(tokens, at, number, value)
             for at in range(there + loaded):

@@ -65,7 +65,7 @@ class LayerLoads:
         self._slots_free = slots_free
         self._batches: dict[int, _Batch] = {}
         self._next = 0
-        self._consumer = -1
+        self.consumer_index = -1  # the batch of the forward pass that is launched
 
     def queue(self, queued: Sequence[QueuedLoad]) -> int:
         """Loads of the next forward pass; the number of their batch, -1 for none."""
@@ -77,19 +77,24 @@ class LayerLoads:
 
     def set_consumer(self, index: int) -> None:
         """The forward pass that is to be launched uses batch `index`, which begins; -1: none. Never raises."""
-        self._consumer = index
+        self.consumer_index = index
         batch = self._batches.get(index)
         if batch is not None and batch.load is None and not batch.failed:
             self._begin(batch)
 
     def wait_until(self, threshold: int) -> None:
-        """Order the current stream after layer `threshold` of the batch. Never raises: `finish` tells."""
-        batch = self._batches.get(self._consumer)
+        """Order the current stream after layer `threshold` of the batch. Never raises: `finish` tells.
+
+        A pass that is one CUDA graph asks for the last layer alone, and waits for all.
+        """
+        batch = self._batches.get(self.consumer_index)
         if batch is None or batch.load is None or batch.failed or threshold in batch.waited:
             return
-        batch.waited.add(threshold)
+        layers = range(0 if not batch.waited and threshold == self.num_layers - 1 else threshold, threshold + 1)
+        batch.waited.update(layers)
         try:
-            batch.load.wait(threshold)
+            for layer in layers:
+                batch.load.wait(layer)
         except GdsCacheError as error:
             batch.fail(error)
 
@@ -116,7 +121,7 @@ class LayerLoads:
         """Wait for all batches, and forget them."""
         for index in list(self._batches):
             self.finish(index)
-        self._consumer = -1
+        self.consumer_index = -1
 
     def _begin(self, batch: _Batch) -> None:
         try:

@@ -330,6 +330,25 @@ def test_loads_begin_with_their_forward_pass(linked: Linked) -> None:
     assert [mark_of(linked.tensors, page) for page in (8, 9)] == [10, 11]
 
 
+def test_a_forward_pass_that_waits_for_the_last_layer_alone_waits_for_all(linked: Linked) -> None:
+    """SGLang's runner does, in front of a pass that is one CUDA graph."""
+    linked.offload(KEYS[:2], [0, 1], 10)
+    linked.drain()
+    index = linked.begin(KEYS[:2], [8, 9])
+    linked.loads.set_consumer(index)
+    assert linked.loads.consumer_index == index
+    waited: list[int] = []
+    load = linked.loads._batches[index].load
+    assert load is not None
+    wait = load.wait
+    load.wait = lambda layer, seconds=None: waited.append(layer) or wait(layer, seconds)  # type: ignore[method-assign]
+    linked.loads.wait_until(2)
+    linked.loads.wait_until(1)
+    assert waited == [0, 1, 2]
+    assert linked.loads.finish(index)
+    assert [mark_of(linked.tensors, page) for page in (8, 9)] == [10, 11]
+
+
 def test_a_forward_pass_that_waits_for_no_layer_had_no_pages(linked: Linked) -> None:
     linked.offload(KEYS[:2], [0, 1], 10)
     linked.drain()
