@@ -325,7 +325,7 @@ class Recorded:
                 self.number = record.next()
 
         class Event:
-            def __init__(self, enable_timing: bool = False) -> None:
+            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
                 self.timing = enable_timing
 
             def wait(self, stream: Any) -> None:
