@@ -330,7 +330,9 @@ def test_loads_begin_with_their_forward_pass(linked: Linked) -> None:
     assert [mark_of(linked.tensors, page) for page in (8, 9)] == [10, 11]
 
 
-def test_a_forward_pass_that_waits_for_the_last_layer_alone_waits_for_all(linked: Linked) -> None:
+def test_a_forward_pass_that_waits_for_the_last_layer_alone_waits_for_all(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGLang's runner does, in front of a pass that is one CUDA graph."""
     linked.offload(KEYS[:2], [0, 1], 10)
     linked.drain()
@@ -341,7 +343,12 @@ def test_a_forward_pass_that_waits_for_the_last_layer_alone_waits_for_all(linked
     load = linked.loads._batches[index].load
     assert load is not None
     wait = load.wait
-    load.wait = lambda layer, seconds=None: waited.append(layer) or wait(layer, seconds)  # type: ignore[method-assign]
+
+    def noted(layer: int) -> None:
+        waited.append(layer)
+        wait(layer)
+
+    monkeypatch.setattr(load, "wait", noted)
     linked.loads.wait_until(2)
     linked.loads.wait_until(1)
     assert waited == [0, 1, 2]
