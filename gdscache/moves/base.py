@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums
+from gdscache.runtime.threads import failure_of
 
 if TYPE_CHECKING:
     import threading
@@ -235,5 +236,6 @@ def failure(steps: Steps[object]) -> Steps[BaseException | None]:
     except GeneratorExit:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever it is, others wait for what comes behind it
+        failure_of(steps.close)  # where it was not they who raised it: else they would end when the error is forgotten
         return error
     return None

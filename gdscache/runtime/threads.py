@@ -67,9 +67,11 @@ def failure_of(work: Callable[[], object]) -> BaseException | None:
 
 def in_turn(*ends: Callable[[], object]) -> None:
     """Each of them, whatever becomes of those before it. Raises what the last one raises that does."""
-    errors = [error for end in ends if (error := failure_of(end)) is not None]
-    if errors:
-        raise errors[-1]
+    error = None
+    for end in ends:
+        error = failure_of(end) or error
+    if error is not None:
+        raise error
 
 
 def log_failure(error: BaseException | None) -> None:

@@ -213,16 +213,16 @@ class Storer:
         """The blocks are free again when what was queued has read them. Once more behind what was broken off."""
         if job not in self._jobs:
             return
+        event = None
         try:
-            event = None
-            try:
-                event = self._executor.reads_queued()
-            finally:
-                job.receipt.read(event)
+            event = self._executor.reads_queued()
+        finally:
+            job.receipt.read(event)
+        try:
             if event is not None and job.sources is not None:
                 yield self._executor.happened(event)
         finally:
-            self._forget(job)
+            self._forget(job)  # only now: what raises above comes here once more
 
     def _forget(self, job: _Job) -> None:
         with self._manager.lock:

@@ -22,7 +22,7 @@ from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
-from gdscache.runtime.threads import in_turn, log_failure
+from gdscache.runtime.threads import log_failure
 from gdscache.store.batch_size import BatchSize
 from gdscache.tiers.base import DurableTier
 from gdscache.tiers.manager import TierManager
@@ -135,11 +135,13 @@ class TierWriter:
             try:
                 yield from self._complete(flight)
             finally:
-                in_turn(
-                    lambda: self._lose(flight),  # nothing, unless that was broken off
-                    lambda: self._forget(flight),
-                    lambda: self._forget(flight),  # once more, where the first is broken off itself
-                )
+                try:
+                    self._lose(flight)  # nothing, unless that was broken off
+                finally:
+                    try:
+                        self._forget(flight)
+                    finally:
+                        self._forget(flight)  # once more, where the first is broken off itself
         return bool(batch) or flight is not None
 
     def _next(self) -> tuple[Sequence[_Part], _WriteBatch | None]:
