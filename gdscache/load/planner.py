@@ -208,6 +208,12 @@ class LoadPlanner:
             plan.under_way[run.tier.name] += len(run.rows)
             self.under_way[run.tier.name] += len(run.rows)
 
+    def waits(self, plan: LoadPlan) -> None:
+        """A plan's blocks are still used: until they are free its pages in memory keep no other load waiting."""
+        with self.manager.lock:
+            for name in [name for name in plan.under_way if self.manager.tiers[name].kind != "files"]:
+                self.under_way[name] -= plan.under_way.pop(name)
+
     def _cover(self, plan: LoadPlan) -> None:
         """Statuses for the pages that have none: 0. Not by numpy, which gives the interpreter's lock up for many."""
         plan.statuses = np.frombuffer(bytearray(plan.statuses.tobytes().ljust(len(plan), b"\0")), np.uint8)

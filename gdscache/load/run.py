@@ -131,9 +131,8 @@ class LoadRun:
                     order.append(part)
                     ways.append(way)
             self._hand_over(ways, order)
-            if plan.whole and self._blocks is not None and self._moving is not None and self._manager.measured:
-                self._busy = self._slowest()
-                self._manager.busy.begin(self._busy, self._start)
+            if self._blocks is not None and self._moving is not None and self._manager.measured:
+                self._time()
 
     def _hand_over(self, ways: Sequence[Way], order: Sequence[Int64Array]) -> None:
         """Begin the move, or let it go on: until the plan is whole it is open."""
@@ -146,6 +145,16 @@ class LoadRun:
                 self._load.carried_by(self._moving, last=True)
         elif ways:
             self._move(ways, order, open_=not self._plan.whole)
+
+    def _time(self) -> None:
+        """Measure the slowest tier. Not where it is memory and the blocks are still used, perhaps by a forward pass that
+        the GPU has not begun: what the pages wait for then is not the tier, and they keep no other load waiting."""
+        waits = any(event is not None and not event.query() for event in self._after)
+        if waits:
+            self._planner.waits(self._plan)
+        if self._plan.whole and not (waits and self._manager.tiers[self._slowest()].kind != "files"):
+            self._busy = self._slowest()
+            self._manager.busy.begin(self._busy, self._start)
 
     def _slowest(self) -> str:
         """The slowest tier that the move has pages of."""

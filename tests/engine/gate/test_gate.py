@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache import CacheEngine, Config
+from gdscache import engine as engine_module
 from gdscache.errors import InvalidValueError
 from gdscache.gate.busy_periods import AT_MOST, BusyPeriods
 from gdscache.gate.costs import Costs, Prices
@@ -573,6 +574,53 @@ def test_loads_of_an_engine_beside_each_other_do_not_look_slow(open_host: Opens)
             host.finish(*load)
         busy.tell()
     assert [(tier, nbytes) for tier, nbytes, _ in seen] == [("ssd", 8 * host.layout.page_bytes)]
+
+
+class Used:
+    """The event after which a load's blocks are free; until then a forward pass uses them."""
+
+    def __init__(self, free: bool) -> None:
+        self.free = free
+
+    def query(self) -> bool:
+        return self.free
+
+
+@pytest.mark.parametrize(
+    ("cpu", "free", "learned"), [(8, True, {"cpu"}), (8, False, set()), (None, True, {"ssd"}), (None, False, {"ssd"})]
+)
+def test_what_the_gpu_is_busy_with_is_not_what_memory_takes(
+    open_host: Opens, monkeypatch: pytest.MonkeyPatch, cpu: int | None, free: bool, learned: set[str]
+) -> None:
+    """Else every hit behind a long forward pass makes the CPU tier look slower, until the gate declines them all."""
+    monkeypatch.setattr(engine_module, "given", lambda after, device: Used(free))
+    host = open_host(cpu=cpu, ssd=16)
+    host.store(prompt(1, 4))
+    quiet(host.engine)
+    assert host.load(prompt(1, 4)).tokens == 16
+    quiet(host.engine)
+    tiers = host.engine.stats()["gate"]["tiers"]
+    assert {name for name, found in tiers.items() if found["observations"]} == learned
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_pages_that_wait_for_their_blocks_are_ahead_of_nobody(
+    open_host: Opens, monkeypatch: pytest.MonkeyPatch, free: bool
+) -> None:
+    monkeypatch.setattr(engine_module, "given", lambda after, device: Used(free))
+    host = open_host(transport=FAULTY, cpu=8, ssd=16)
+    host.store(prompt(1, 4))
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    host.load(prompt(1, 4)[:8])  # two pages are in the CPU tier again
+    planner = host.engine.loader.planner
+    with PLAN.rule(Op.READ, Fault.HANG) as rule:
+        begun = host.begin(prompt(1, 4))
+        until(lambda: rule.met > 0, "it reads")
+        assert (planner.under_way["cpu"], planner.under_way["ssd"]) == (2 if free else 0, 2)
+        rule.release()
+    host.finish(*begun)
+    until(lambda: not any(planner.under_way.values()), "nothing is under way")
 
 
 def test_a_queue_is_part_of_a_hit_s_seconds(open_host: Opens) -> None:
