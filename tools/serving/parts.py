@@ -95,16 +95,19 @@ def traffic(order: dict[str, Any]) -> Iterator[tuple[str, list[list[int]]]]:
         yield "lone", lone_prompts(order["part"], turn)
 
 
-def warm_up(generate: Callable[[Sequence[list[int]], int], object], order: dict[str, Any]) -> None:
+Generate = Callable[[Sequence[list[int]], int], Sequence[int]]  # prompts, tokens to answer: cached tokens of each
+
+
+def warm_up(generate: Generate, order: dict[str, Any]) -> None:
     """Have the kernels of traffic compiled, by a load of it that nothing is measured of."""
     generate(shared_prompts(order["part"], -1)[: CLIENTS // 2], ANSWER)
 
 
-def rate(generate: Callable[[Sequence[list[int]], int], object], prompts: list[list[int]], answer: int) -> float:
-    """Requests a second, all handed over at once."""
+def rate(generate: Generate, prompts: list[list[int]], answer: int) -> tuple[float, float]:
+    """Requests a second, all handed over at once; and the share of the prompts' tokens that were cached, anywhere."""
     start = time.perf_counter()
-    generate(prompts, answer)
-    return len(prompts) / (time.perf_counter() - start)
+    cached = generate(prompts, answer)
+    return len(prompts) / (time.perf_counter() - start), sum(cached) / sum(map(len, prompts))
 
 
 class Answers:

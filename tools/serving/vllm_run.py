@@ -170,13 +170,14 @@ def main() -> None:
     def sampling(tokens: int) -> Any:
         return SamplingParams(max_tokens=tokens, temperature=0.0, detokenize=False, ignore_eos=True)
 
-    def generate(prompts: Sequence[list[int]], tokens: int) -> Any:
-        return llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], sampling(tokens), use_tqdm=False)
+    def generate(prompts: Sequence[list[int]], tokens: int) -> list[int]:
+        asked = [TokensPrompt(prompt_token_ids=p) for p in prompts]
+        return [found.num_cached_tokens or 0 for found in llm.generate(asked, sampling(tokens), use_tqdm=False)]
 
     def ask(prompt: list[int]) -> tuple[float, int]:
         start = time.perf_counter()
-        (found,) = generate([prompt], 1)
-        return (time.perf_counter() - start) * 1e3, found.num_cached_tokens or 0
+        (cached,) = generate([prompt], 1)
+        return (time.perf_counter() - start) * 1e3, cached
 
     answers.wait_for_turn()
     parts.first_tokens(ask, llm.reset_prefix_cache, answers)
@@ -186,9 +187,10 @@ def main() -> None:
             if steps is not None:
                 steps.told()
             before = thread_seconds()
-            found = parts.rate(generate, prompts, parts.ANSWER)
+            found, cached = parts.rate(generate, prompts, parts.ANSWER)
             spent = {thread: s - before.get(thread, 0.0) for thread, s in thread_seconds().items()}
             answers.add(f"{name}_requests_per_s", found)
+            answers.add(f"{name}_cached", cached)
             if steps is not None:
                 answers.add(f"{name}_step_us", steps.told())
                 answers.add(f"{name}_thread_s", {thread: s for thread, s in spent.items() if s > 0.05})
