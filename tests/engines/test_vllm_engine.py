@@ -117,6 +117,25 @@ def test_latents(plain: Answers, tmp_path: Path) -> None:
     at_rest(found[2])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs want a GPU")
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
+def test_cuda_graphs(model: Path, tmp_path: Path, mode: str) -> None:
+    """A prompt of which one token is left to compute is a step that only decodes. With full graphs nothing in its forward
+    pass asks for layers."""
+    graphs = {"backend": "eager", "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8]}
+    llm = {"enforce_eager": False, "compilation_config": graphs}
+    prompts = [*parts.PROMPTS, {"parts": [[4, 20 * BLOCK + 1]]}]
+    alone = parts.run(tmp_path, model, [ask(*prompts)], llm={**llm, "enable_prefix_caching": False}).answers[1]
+    steps = [ask(*prompts), DRAIN, RESET, ask(*prompts), RESET, ask(*prompts, together=True), TELL]
+    run = parts.run(tmp_path, model, steps, parts.cache(tmp_path / "ssd"), llm=llm)
+    assert "Overriding cudagraph_mode" not in run.log
+    first, again, together, told = (run.answers[1:][place] for place in (0, 3, 5, 6))
+    assert parts.cached(again) == [whole(prompt) for prompt in prompts]
+    for answers in (first, again, together):
+        parts.same(answers, alone)
+    at_rest(told)
+
+
 def test_a_pool_so_small_that_requests_are_preempted(model: Path, tmp_path: Path) -> None:
     """Like is compared with like: the same requests, side by side, in the same pool, without a cache."""
     prompts: list[dict[str, Any]] = [{"parts": [[seed, 500]], "most": 250} for seed in (10, 11, 12)]

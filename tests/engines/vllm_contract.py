@@ -26,6 +26,7 @@ FIELDS = {  # what is read of objects that vLLM hands over
         "num_scheduled_tokens",
         "kv_connector_block_state",
     ],
+    "vllm.forward_context:ForwardContext": ["attn_metadata", "cudagraph_runtime_mode"],
     "vllm.v1.core.sched.output:CachedRequestData": ["req_ids", "resumed_req_ids", "new_block_ids"],
     "vllm.v1.kv_cache_interface:KVCacheConfig": ["num_blocks", "kv_cache_groups", "kv_cache_layout", "hash_block_size"],
     "vllm.config:KVTransferConfig": ["engine_id", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config"],

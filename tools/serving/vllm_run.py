@@ -64,8 +64,8 @@ def transfer(order: dict[str, Any]) -> Any:
     return KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
 
 
-# Piecewise, because loads wait layer by layer; without a compiler, which would take a minute an engine.
-GRAPHS = {"backend": "eager", "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": parts.GRAPHS}
+# vLLM's default, one graph for a step that only decodes; without a compiler, which would take a minute an engine.
+GRAPHS = {"backend": "eager", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": parts.GRAPHS}
 EMPTY = "save_kv_layer"  # does nothing: what it takes is what a clock around a call takes
 
 

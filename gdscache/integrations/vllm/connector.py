@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -73,11 +74,6 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
 
     # -- class ---------------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """With `layerwise` each layer is waited for, which a graph of the whole forward would leave out."""
-        return bool(extra_config.get("layerwise", True))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> GdsCacheStats:
@@ -194,7 +190,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         with self._timed("worker_seconds"):
             self._loads.begin(self._orders.loads)
-            if not self._options.layerwise:
+            if not (self._options.layerwise and _asks_by_layers(forward_context)):
                 self._loads.wait_all()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -261,6 +257,13 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 _QUIET = {"steps", "scheduler_seconds", "worker_seconds"}
 _QUIET_STEPS = 256  # steps in which only these were counted go together
+
+
+def _asks_by_layers(forward_context: Any) -> bool:
+    """Whether a forward pass asks for its layers one by one. One CUDA graph of the whole pass, as a step has that only
+    decodes, does not; vLLM's second model runner replays it without metadata in the context."""
+    whole: bool = forward_context.cudagraph_runtime_mode == CUDAGraphMode.FULL
+    return forward_context.attn_metadata is not None and not whole
 
 
 def _has_adapter(request: Any) -> bool:

@@ -42,7 +42,7 @@ class Options:
 
     `config`: a YAML file, or its sections. `wait_seconds`: how long a request is told "not yet" while its pages come.
     `pin_seconds`: how long fetched pages are kept for a request that waits for its turn. `layerwise`: wait for each
-    layer before its attention (CUDA graphs are piecewise then), or for all layers before the forward.
+    layer before its attention, where the forward pass is not one CUDA graph; or for all layers before it.
     """
 
     config: str | Mapping[str, Any]

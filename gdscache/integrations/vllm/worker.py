@@ -167,7 +167,7 @@ class Loads:
                 missed = sorted(set(range(self._layers)) - self._waited)
                 raise LayerHooksError(
                     f"the forward did not wait for {len(missed)} of {self._layers} layers, layer {missed[0]} first",
-                    'set "layerwise": false in kv_connector_extra_config, or cudagraph_mode PIECEWISE',
+                    'set "layerwise": false in kv_connector_extra_config',
                 )
             self._unproven.append((self._now, self._orders))
             self._now, self._orders = None, []
