@@ -38,6 +38,7 @@ from gdscache.pages.keys import Page, PageHashes, PageNames, as_tokens, namespac
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import Blocks
 from gdscache.prefetch.handle import Prefetch
+from gdscache.prefetch.trial import try_files
 from gdscache.runtime.calls import Calls
 from gdscache.runtime.threads import Flag
 from gdscache.sequence import Sequence as TokenSequence
@@ -109,6 +110,8 @@ class CacheEngine:
         self._namespaces: dict[str, bytes] = {}
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
+        if self.gate.mode == "enforcing":
+            try_files(self._parts.manager, self._parts.prefetcher)
 
     @classmethod
     def from_config(

@@ -147,8 +147,8 @@ class LoadRun:
             self._move(ways, order, open_=not self._plan.whole)
 
     def _time(self) -> None:
-        """Measure the slowest tier. Not where it is memory and the blocks are still used, perhaps by a forward pass before
-        which the GPU has others: what the pages wait for then is not the tier, and they keep no other load waiting."""
+        """Measure the slowest tier. Not where it is memory and the blocks are still used, perhaps by a forward pass
+        that the GPU has not begun: what the pages wait for is not the tier. They keep no other load waiting."""
         waits = any(event is not None and not event.query() for event in self._after)
         if waits:
             self._planner.waits(self._plan)

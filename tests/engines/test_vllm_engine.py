@@ -120,8 +120,8 @@ def test_latents(plain: Answers, tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs want a GPU")
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
 def test_cuda_graphs(model: Path, tmp_path: Path, mode: str) -> None:
-    """A prompt of which one token is left to compute is a step that only decodes. With full graphs nothing in its forward
-    pass asks for layers."""
+    """A prompt of which one token is left to compute is a step that only decodes. With full graphs nothing in its pass
+    asks for layers."""
     graphs = {"backend": "eager", "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8]}
     llm = {"enforce_eager": False, "compilation_config": graphs}
     prompts = [*parts.PROMPTS, {"parts": [[4, 20 * BLOCK + 1]]}]
