@@ -184,6 +184,7 @@ class PageIndex(EvictablePages):
         if entry.dropped:
             return
         entry.dropped = True
+        self._orders.sift()  # its uses count only as long as it is there
         del self._entries[entry.key]
         self._dirty.discard(entry.slot)
         freed = self._unlink(entry.key, entry.slot)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     run_state_machine_as_test,
@@ -65,6 +65,7 @@ steps = st.lists(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(steps=steps, kept=st.integers(0, 20))
+@example(steps=[("put", 3), ("touch", [(3, 5)]), ("drop", 3), ("put", 3), ("evict", 1)], kept=1)
 def test_what_counts_later_counts_as_if_it_had_at_once(policy: str, steps: list[tuple[str, Any]], kept: int) -> None:
     chains = [chain(number, 6) for number in range(4)]
     later, at_once = (PageIndex(12, new_policy(policy)) for _ in range(2))
