@@ -45,7 +45,10 @@ def _columns_of_prefills(rows: npt.NDArray[np.float64]) -> list[int]:
 class Costs:
     """What loads and prefills take, learned from each that is reported. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Collection[str] = ()) -> None:
+        """`memory`: tiers that are memory. Until loads from one are measured, which a busy engine's are not, they count
+        as free: a hit is decided by what else it has."""
+        self._memory = frozenset(memory)
         self.tiers: dict[str, Fit] = {}
         self.prefill = Fit(3, _columns_of_prefills)
         self.overlap = 0.0
@@ -118,7 +121,7 @@ class Costs:
 
     def measured(self, tiers: Collection[str]) -> bool:
         """Whether there are enough figures of prefills, and of loads from each of `tiers`, to decide by."""
-        return self.prefill.enough and all(tier == "gpu" or self.knows(tier) for tier in tiers)
+        return self.prefill.enough and all(tier == "gpu" or tier in self._memory or self.knows(tier) for tier in tiers)
 
     def knows(self, tier: str) -> bool:
         """Whether there are enough figures of loads from a tier."""

@@ -27,9 +27,9 @@ class Gate:
     """Decides how many pages of a hit are loaded, and counts that. Thread-safe.
 
     `off`: all. `advisory`: all, and it says how many pay. `enforcing`: those that pay, once prefills and every tier of
-    the hit are measured (`ENOUGH` times each). So that it notices a tier that got faster, at every `EXPLORE_EVERY`th
-    hit of which it would decline something, a part of that is loaded all the same; when that was far faster than
-    expected, so is the next one, until the figures have changed or it proves a stray.
+    files in the hit are measured (`ENOUGH` times each). So that it notices a tier that got faster, at every
+    `EXPLORE_EVERY`th hit of which it would decline something, a part of that is loaded all the same; when that was far
+    faster than expected, so is the next one, until the figures have changed or it proves a stray.
     """
 
     def __init__(self, mode: GateMode, costs: Costs, page_tokens: int, page_bytes: int) -> None:

@@ -10,14 +10,12 @@ import itertools
 import time
 from typing import TYPE_CHECKING
 
-from gdscache.gate.fit import ENOUGH
-
 if TYPE_CHECKING:
     from gdscache.prefetch.prefetcher import Prefetcher
     from gdscache.tiers.base import DurableTier
     from gdscache.tiers.manager import TierManager
 
-TRIAL_BYTES = 64 << 20  # of each of `ENOUGH` prefetches
+TRIAL_BYTES, TRIALS = 64 << 20, 8  # of a prefetch, and so many at most
 TRIAL_S = 0.5  # for all of them: a disk that hangs keeps nobody from opening
 
 
@@ -25,15 +23,17 @@ def try_files(manager: TierManager, prefetcher: Prefetcher) -> None:
     """Measure each tier of files that lookups see, that has pages, and of which nothing is known yet."""
     until = time.monotonic() + TRIAL_S
     for tier in manager.files if manager.landing is not None else ():
-        if tier.served and not manager.costs.knows(tier.name):
+        if tier.served:
             _try(manager, prefetcher, tier, until)
-    manager.busy.tell()
 
 
 def _try(manager: TierManager, prefetcher: Prefetcher, tier: DurableTier, until: float) -> None:
     with manager.lock:
-        each = min(max(1, TRIAL_BYTES // prefetcher.layout.extent_bytes), len(tier.index) // ENOUGH)
-        pages = [entry.page for entry in itertools.islice(tier.index, ENOUGH * each)]
-    for at in range(0, len(pages), max(1, each)):
+        each = max(1, min(TRIAL_BYTES // prefetcher.layout.extent_bytes, len(tier.index) // TRIALS))
+        pages = [entry.page for entry in itertools.islice(tier.index, TRIALS * each)]
+    for at in range(0, len(pages), each):
+        if manager.costs.knows(tier.name):
+            break
         with prefetcher.start(pages[at : at + each], pin=TRIAL_S) as trial:
             trial.wait(max(0.0, until - time.monotonic()))
+        manager.busy.tell()

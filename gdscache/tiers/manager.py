@@ -74,7 +74,7 @@ class TierManager:
         self._on_use = on_use
         self._leases: set[Lease] = set()
         self.clearing = Clearing(lock, self.tiers, self.files)
-        self.costs = Costs()
+        self.costs = Costs([name for name, tier in self.tiers.items() if tier.kind == "memory"])
         self.busy = BusyPeriods(self.costs.observe_load)
         self.expiry = Expiry(self, wall_clock)
         self.pins = Pins(self, clock)

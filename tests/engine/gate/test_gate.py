@@ -576,6 +576,22 @@ def test_loads_of_an_engine_beside_each_other_do_not_look_slow(open_host: Opens)
     assert [(tier, nbytes) for tier, nbytes, _ in seen] == [("ssd", 8 * host.layout.page_bytes)]
 
 
+def test_memory_that_nobody_could_measure_keeps_no_gate_from_deciding(open_host: Opens) -> None:
+    """In a busy engine no load from memory is measured. A disk slower than computing is declined all the same."""
+    host = open_host(cpu=8, ssd=16, load={"gate": "enforcing"})
+    host.store(prompt(1, 4))
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    host.engine.prefetch(prompt(1, 4)[:8]).result(WAIT)  # two pages
+    costs = host.engine.manager.costs
+    for _ in range(ENOUGH):
+        costs.observe_load("ssd", host.layout.page_bytes, 1.0)
+        host.engine.observe_prefill(4, 0, 0.1)
+    assert not costs.knows("cpu")
+    hit = host.engine.lookup(prompt(1, 4))
+    assert (hit.tiers, hit.declined, hit.seconds) == (("cpu", "cpu"), 8, None)
+
+
 class Used:
     """The event after which a load's blocks are free; until then a forward pass uses them."""
 
