@@ -322,6 +322,8 @@ def main() -> None:
         return plot([json.loads(given.drawn.read_text()), *also], given.plot)
     if given.engine is None:
         parser.error("which engine?")
+    if given.engine == "sglang" and given.repeat < 3:
+        parser.error("--repeat 3 at least: SGLang's GPU cache holds two of the prompts")
     if given.where == "disk" and given.disk is None:
         parser.error("--where disk needs --disk FOLDER")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is killed
