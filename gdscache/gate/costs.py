@@ -48,7 +48,7 @@ class Costs:
     def __init__(self, memory: Collection[str] = ()) -> None:
         """`memory`: tiers that are memory. Until loads from one are measured, which a busy engine's are not, they count
         as free: a hit is decided by what else it has."""
-        self._memory = frozenset(memory)
+        self._assumed = frozenset(("gpu", *memory))
         self.tiers: dict[str, Fit] = {}
         self.prefill = Fit(3, _columns_of_prefills)
         self.overlap = 0.0
@@ -121,7 +121,7 @@ class Costs:
 
     def measured(self, tiers: Collection[str]) -> bool:
         """Whether there are enough figures of prefills, and of loads from each of `tiers`, to decide by."""
-        return self.prefill.enough and all(tier == "gpu" or tier in self._memory or self.knows(tier) for tier in tiers)
+        return self.prefill.enough and all(tier in self._assumed or self.knows(tier) for tier in tiers)
 
     def knows(self, tier: str) -> bool:
         """Whether there are enough figures of loads from a tier."""

@@ -152,9 +152,12 @@ class LoadRun:
         waits = any(event is not None and not event.query() for event in self._after)
         if waits:
             self._planner.waits(self._plan)
-        if self._plan.whole and not (waits and self._manager.tiers[self._slowest()].kind != "files"):
-            self._busy = self._slowest()
-            self._manager.busy.begin(self._busy, self._start)
+        if not self._plan.whole:
+            return
+        tier = self._slowest()
+        if not waits or self._manager.tiers[tier].kind == "files":
+            self._busy = tier
+            self._manager.busy.begin(tier, self._start)
 
     def _slowest(self) -> str:
         """The slowest tier that the move has pages of."""

@@ -32,8 +32,9 @@ def _try(manager: TierManager, prefetcher: Prefetcher, tier: DurableTier, until:
         each = max(1, min(TRIAL_BYTES // prefetcher.layout.extent_bytes, len(tier.index) // TRIALS))
         pages = [entry.page for entry in itertools.islice(tier.index, TRIALS * each)]
     for at in range(0, len(pages), each):
-        if manager.costs.knows(tier.name):
+        left = until - time.monotonic()
+        if left <= 0 or manager.costs.knows(tier.name):
             break
         with prefetcher.start(pages[at : at + each], pin=TRIAL_S) as trial:
-            trial.wait(max(0.0, until - time.monotonic()))
+            trial.wait(left)
         manager.busy.tell()
