@@ -205,10 +205,9 @@ def line(row: dict[str, Any]) -> str:
     said = [NAMES[row["way"]], "restarted" if row["restarted"] else "", f"({row['where']})", row["policy"]]
     for name, found in row.get("first", {}).items():
         said.append(f"{name} {statistics.median(found['ms']):.0f} ms {found['cached']}")
-    for name in ("shared_requests_per_s", "lone_requests_per_s"):
-        said += [f"{name} " + " ".join(f"{value:.2f}" for value in row[name])] if name in row else []
-    for name in ("shared_cached", "lone_cached"):
-        said += [f"{name} " + " ".join(f"{value:.1%}" for value in row[name])] if name in row else []
+    for kind in KINDS:
+        for name, form in ((f"{kind}_requests_per_s", ".2f"), (f"{kind}_cached", ".1%")):
+            said += [f"{name} " + " ".join(f"{value:{form}}" for value in row[name])] if name in row else []
     for name in ("shared_step_us", "lone_step_us", "lone_thread_s", "shared_calls_s", "lone_calls_s"):
         for found in row.get(name, [])[-1:]:
             said.append(f"{name}: " + " ".join(f"{key} {value:.4g}" for key, value in found.items()))

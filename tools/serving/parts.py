@@ -103,13 +103,6 @@ def warm_up(generate: Generate, order: dict[str, Any]) -> None:
     generate(shared_prompts(order["part"], -1)[: CLIENTS // 2], ANSWER)
 
 
-def rate(generate: Generate, prompts: list[list[int]], answer: int) -> tuple[float, float]:
-    """Requests a second, all handed over at once; and the share of the prompts' tokens that were cached, anywhere."""
-    start = time.perf_counter()
-    cached = generate(prompts, answer)
-    return len(prompts) / (time.perf_counter() - start), sum(cached) / sum(map(len, prompts))
-
-
 class Answers:
     """What a run says. Written as it comes, so that a run that is killed leaves what it had."""
 
@@ -146,22 +139,32 @@ class Calls:
         return {name: value - (before or {}).get(name, 0.0) for name, value in found.items()}
 
 
-def first_tokens(ask: Callable[[list[int]], tuple[float, int]], forget: Callable[[], None], answers: Answers) -> None:
+def rate(generate: Generate, name: str, prompts: list[list[int]], answers: Answers) -> None:
+    """Requests a second, all handed over at once; and the share of the prompts' tokens that were cached, anywhere."""
+    start = time.perf_counter()
+    cached = generate(prompts, ANSWER)
+    answers.add(f"{name}_requests_per_s", len(prompts) / (time.perf_counter() - start))
+    answers.add(f"{name}_cached", sum(cached) / sum(map(len, prompts)))
+
+
+def first_tokens(generate: Generate, forget: Callable[[], object], answers: Answers) -> None:
     """Milliseconds to the first token, and how many tokens were cached, of `order["repeat"]` prompts each way.
 
-    `ask(prompt)` gives both; `forget()` has the engine's own GPU cache forget what it has.
+    `forget()` has the engine's own GPU cache forget what it has.
     """
     order = answers.order
     found: dict[str, Any] = {}
 
     def turn(name: str, number: int, end: int) -> None:
-        ms, cached = ask(prompt(number, end, order))
+        asked, start = prompt(number, end, order), time.perf_counter()
+        (cached,) = generate([asked], 1)
+        ms = (time.perf_counter() - start) * 1e3
         row = found.setdefault(name, {"ms": [], "cached": []})
         row["ms"].append(ms)
         row["cached"].append(cached)
         answers.say(first=found)
 
-    ask(prompt(98, 98, order))  # kernels are loaded
+    generate([prompt(98, 98, order)], 1)  # kernels are loaded
     if not order["restarted"]:
         for n in range(order["repeat"]):
             turn("recomputed", n, n)

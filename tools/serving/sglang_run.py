@@ -105,23 +105,16 @@ def main() -> None:
         found = engine.generate(input_ids=list(prompts), sampling_params=sampling)
         return [one["meta_info"].get("cached_tokens") or 0 for one in found]
 
-    def ask(prompt: list[int]) -> tuple[float, int]:
-        start = time.perf_counter()
-        (cached,) = generate([prompt], 1)
-        return (time.perf_counter() - start) * 1e3, cached
-
     answers.wait_for_turn()
     # Nothing is flushed: that empties HiCache's host memory too, and torch's, which the next prompt allocates anew.
     # The GPU has room for two prompts, so the third pushes the first one out.
-    parts.first_tokens(ask, lambda: None, answers)
+    parts.first_tokens(generate, lambda: None, answers)
     if order["traffic"]:
         parts.warm_up(generate, order)
         began = time.time()
         for name, prompts in parts.traffic(order):
             before = calls.told()
-            found, cached = parts.rate(generate, prompts, parts.ANSWER)
-            answers.add(f"{name}_requests_per_s", found)
-            answers.add(f"{name}_cached", cached)
+            parts.rate(generate, name, prompts, answers)
             time.sleep(2)
             if spent := calls.told(before):
                 answers.add(f"{name}_calls_s", spent)

@@ -174,23 +174,16 @@ def main() -> None:
         asked = [TokensPrompt(prompt_token_ids=p) for p in prompts]
         return [found.num_cached_tokens or 0 for found in llm.generate(asked, sampling(tokens), use_tqdm=False)]
 
-    def ask(prompt: list[int]) -> tuple[float, int]:
-        start = time.perf_counter()
-        (cached,) = generate([prompt], 1)
-        return (time.perf_counter() - start) * 1e3, cached
-
     answers.wait_for_turn()
-    parts.first_tokens(ask, llm.reset_prefix_cache, answers)
+    parts.first_tokens(generate, llm.reset_prefix_cache, answers)
     if order["traffic"]:
         parts.warm_up(generate, order)
         for name, prompts in parts.traffic(order):
             if steps is not None:
                 steps.told()
             before = thread_seconds()
-            found, cached = parts.rate(generate, prompts, parts.ANSWER)
+            parts.rate(generate, name, prompts, answers)
             spent = {thread: s - before.get(thread, 0.0) for thread, s in thread_seconds().items()}
-            answers.add(f"{name}_requests_per_s", found)
-            answers.add(f"{name}_cached", cached)
             if steps is not None:
                 answers.add(f"{name}_step_us", steps.told())
                 answers.add(f"{name}_thread_s", {thread: s for thread, s in spent.items() if s > 0.05})
