@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "quiet.h"
+#include "strides.h"
 #include "threads_disk.h"
 #include "xxh3.h"
 
@@ -222,10 +223,11 @@ private:
             parts.pop_back();
             iovec one;
             const Call call = next_call(piece, part, one);
-            const int64_t answer = caller.transfer(piece, call);
+            const bool strides = has_strides(piece) && part.count == piece.count && part.resume == 0;
+            const int64_t answer = strides ? read_in_strides(caller, piece) : caller.transfer(piece, call);
             const bool whole = answer == call.bytes && part.count == piece.count;
             advance(piece, part, answer, ended, parts);
-            if (whole) ended.back().looked = look(piece);
+            if (whole) ended.back().looked = strides || look(piece);
             if (!parts.empty() && !ended.empty()) tell(ended, 0);
         }
         tell(ended, 1);

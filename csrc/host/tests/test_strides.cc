@@ -1,0 +1,143 @@
+// Pieces that are read in strides, from a file that moves little at a time, is interrupted, fails somewhere or ends early:
+// who says that the looks were taken has the right checksums, each byte comes to its place, and no call is too large.
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "../strides.h"
+#include "../xxh3.h"
+#include "check.h"
+
+using namespace gdscache;
+using namespace gdscache::test;
+
+namespace {
+
+struct File {
+    std::vector<uint8_t> content;
+    int64_t bad = -1;     // where it answers EIO
+    bool whims = false;   // one call in four is interrupted, is to be tried again, or moves a few sectors
+    std::atomic<int> calls{0};
+    std::atomic<int64_t> largest{0};
+};
+
+class FileCaller final : public Caller {
+public:
+    FileCaller(File& file, uint64_t seed) : file_(file), random_(seed) {}
+
+    int64_t transfer(const Piece& piece, const Call& call) override {
+        CHECK(piece.op == Op::kRead && call.offset % kAlignment == 0 && call.bytes > 0);
+        ++file_.calls;
+        file_.largest = std::max<int64_t>(file_.largest, call.bytes);
+        if (file_.bad >= call.offset && file_.bad < call.offset + call.bytes) return -EIO;
+        int64_t left = std::clamp<int64_t>(static_cast<int64_t>(file_.content.size()) - call.offset, 0, call.bytes);
+        const uint64_t whim = file_.whims ? random_.below(16) : 9;
+        if (whim < 2) return whim ? -EINTR : -EAGAIN;
+        if (whim < 4) left = std::min<int64_t>(left, kAlignment * static_cast<int64_t>(1 + random_.below(20)));
+        const int64_t moved = left;
+        const uint8_t* from = file_.content.data() + call.offset;
+        for (uint32_t n = 0; n < call.count && left; ++n) {
+            const auto some = std::min<size_t>(call.vectors[n].iov_len, static_cast<size_t>(left));
+            std::memcpy(call.vectors[n].iov_base, from, some);
+            from += some, left -= static_cast<int64_t>(some);
+        }
+        return moved;
+    }
+
+private:
+    File& file_;
+    Random random_;
+};
+
+// A piece of up to 24 fragments. Most of them are tiled with looks, which need not end with sectors.
+struct Read {
+    std::vector<std::vector<uint8_t>> memory;
+    std::vector<iovec> fragments;
+    std::vector<Look> looks;
+    std::vector<uint64_t> sums, expected;
+    int64_t offset = 0, bytes = 0;
+};
+
+Read drawn(Random& random, const File& file) {
+    constexpr size_t kSectors[] = {1, 2, 16, 64, 128, 300, 1024};
+    Read made;
+    made.offset = kAlignment * static_cast<int64_t>(random.below(8));
+    std::vector<std::pair<size_t, size_t>> at;  // fragment, and where in it
+    std::vector<size_t> sizes;
+    for (uint64_t n = 1 + random.below(random.below(2) ? 24 : 2); n-- > 0;) {
+        const size_t size = random.pick(kSectors) * kAlignment;
+        made.memory.emplace_back(size, uint8_t{0xEE});
+        made.fragments.push_back({made.memory.back().data(), size});
+        const auto* const begin = file.content.data() + std::min<size_t>(made.offset + made.bytes, file.content.size());
+        const size_t there = static_cast<size_t>(file.content.data() + file.content.size() - begin);
+        for (size_t from = 0, left = random.below(5) ? size : 0; left;) {
+            const size_t some = std::min(left, 1 + random.below(random.below(2) ? size : 3 * kStride));
+            made.looks.push_back({made.memory.back().data() + from, some, nullptr});
+            made.expected.push_back(from + some <= there ? xxh3(begin + from, some) : 0);
+            from += some, left -= some;
+        }
+        made.bytes += static_cast<int64_t>(size);
+    }
+    made.sums.resize(made.looks.size());
+    for (size_t n = 0; n < made.looks.size(); ++n) made.looks[n].sum = &made.sums[n];
+    return made;
+}
+
+void check(File& file, Read& read, bool copied) {
+    Refusal refusal;
+    std::atomic<uint64_t> seed{7};
+    const auto disk =
+        open_threads_disk(2, "file", [&] { return std::make_unique<FileCaller>(file, seed++); }, refusal);
+    CHECK(disk != nullptr);
+    file.calls = 0, file.largest = 0;
+    const auto count = static_cast<uint32_t>(read.fragments.size());
+    const Piece piece{1,      read.fragments.data(), count, 0, read.offset, Op::kRead,
+                      copied, read.looks.data(),     static_cast<uint32_t>(read.looks.size())};
+    disk->submit({&piece, 1});
+    std::vector<Ended> ended;
+    while (disk->pending()) CHECK(disk->reap(ended, 10) >= 0);
+    const int64_t there = static_cast<int64_t>(file.content.size()) - read.offset;
+    const bool fails = file.bad >= read.offset && file.bad < read.offset + read.bytes;
+    const bool quiet = !fails && !file.whims && there >= read.bytes;
+    bool looked = false;
+    int64_t moved = 0;
+    for (const Ended& one : ended) {
+        looked = looked || one.looked;
+        moved += one.moved;
+        CHECK(!one.looked || (one.first == 0 && one.count == count && one.error == 0 && one.moved == read.bytes));
+        CHECK(one.error == 0 || (fails && one.error == EIO));
+        const uint8_t* from = file.content.data() + read.offset;
+        for (uint32_t n = 0; n < one.first; ++n) from += read.fragments[n].iov_len;
+        int64_t left = one.moved;
+        for (uint32_t n = one.first; n < one.first + one.count; ++n) {
+            const auto some = std::min<size_t>(read.fragments[n].iov_len, static_cast<size_t>(left));
+            CHECK(!std::memcmp(read.fragments[n].iov_base, from, some));
+            from += read.fragments[n].iov_len, left -= static_cast<int64_t>(some);
+        }
+    }
+    CHECK(fails || moved == std::min(there, read.bytes));
+    if (looked) CHECK(read.sums == read.expected);
+    if (!quiet) return;
+    CHECK(looked == !read.looks.empty());
+    const int64_t stride = kStride, strides = (read.bytes + stride - 1) / stride;
+    if (looked && copied) CHECK(file.largest <= stride && file.calls == strides);
+    if (!copied) CHECK(file.calls == 1);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    Random random(41);
+    File file;
+    file.content = random.bytes(6 << 20);
+    for (uint64_t n = rounds(argc, argv, 400); n-- > 0;) {
+        Read read = drawn(random, file);
+        file.whims = random.below(2) == 0;
+        file.bad = random.below(3) ? -1 : static_cast<int64_t>(random.below(file.content.size()));
+        check(file, read, random.below(4) != 0);
+    }
+    std::printf(": good\n");
+}
