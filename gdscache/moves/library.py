@@ -391,6 +391,8 @@ class NativeMoves:
         handle, self._handle = self._handle, None
         if handle is not None:
             self._library.executor_close(handle)
+            self._kept.clear()  # who still knows us keeps no tier's memory
+            self._kept_files.clear()
 
     def _open(self) -> int:
         if self._handle is None:

@@ -113,6 +113,18 @@ def test_a_close_waits_for_the_moves_that_are_under_way(path: Path, uring: bool)
     small.close()
 
 
+def test_an_engine_that_is_closed_has_given_its_memory_back(open_host: Callable[..., Host], slab: Path) -> None:
+    """At once, while somebody still has the engine: the next one may need that memory."""
+    host = open_host(cpu=16, bounce=16, ssd=24)
+    bounce = host.engine._parts.bounce
+    assert bounce is not None
+    host.store(prompt(1, 3))
+    buffers = [extents.buffer for extents in (host.engine.manager.cpu.extents, bounce.extents)]  # type: ignore[union-attr]
+    maps = [buffer._map for buffer in buffers]
+    host.engine.close()
+    assert [one.closed for one in maps if one is not None] == [True, True], "something keeps a view of it"
+
+
 @pytest.mark.parametrize("uring", DISKS)
 def test_who_waits_for_a_move_is_told_of_the_stop(path: Path, uring: bool) -> None:
     small = Small(path, uring=uring, faulty=True)
