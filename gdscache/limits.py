@@ -31,7 +31,7 @@ class EngineLimits:
     load_threads: int = 4  # loads that run at once
     prefetch_bytes: int = 128 << 20  # of one chunk of a prefetch, a page at least
     prefetch_first: int = 32 << 20  # of its first one while its tier is not measured; the next has twice as many
-    prefetch_chunks: int = 2  # that move at once; a load may have to wait for them
+    prefetch_chunks: int = 3  # that move at once; a load may have to wait for them
     prefetch_share: float = 0.5  # of the CPU tier's slots, for prefetched pages that no load has used; a page at least
     ssd_reserve: int = 64  # free slots kept ready, so that no eviction waits for a commit; an eighth of them at most
     write_hits: int = 2  # of a page before `write_through_selective` writes it, 255 at most

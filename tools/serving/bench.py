@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 TOKEN_BYTES = 2 * 32 * 8 * 128 * 2  # of Llama-3-8B, in bfloat16
 OPEN_S, MEASURE_S = 400.0, 300.0
 # Of each stage: the way, whether it begins after a restart, where its files are, and whether it serves traffic, too.
+# That pushes the pages of first tokens out of our files, so it comes behind their restart.
 STAGES = {
     "vllm": [
         [
@@ -47,12 +48,12 @@ STAGES = {
             ("none", False, "ram", True),
             ("hicache", False, "ram", True),
             ("storage", False, "ram", False),
-            ("linker", False, "ram", True),
+            ("linker", False, "ram", False),
         ],
         [
             ("hicache", True, "ram", False),
             ("storage", True, "ram", False),
-            ("linker", True, "ram", False),
+            ("linker", True, "ram", True),
             ("storage", False, "disk", False),
         ],
         [("storage", True, "disk", False), ("linker", False, "disk", True)],
@@ -115,7 +116,7 @@ class Bench:
             "cpu": (1 if small else 18) * gib,
             "ssd": f"{1 if small else 22}GiB",
             "host_buffer": "64MiB" if small else "512MiB",
-            "threads": 16 if where == "ram" else 8,  # the default, 8, keeps a disk busy and no RAM disk
+            "threads": given.threads if where == "ram" else 8,  # the default, 8, keeps a disk busy and no RAM disk
         }
 
     def stage(self, ways: list[tuple[str, bool, str, bool]]) -> None:
@@ -134,8 +135,11 @@ class Bench:
             order_file, answers, log = (name.with_suffix(suffix) for suffix in (".order", ".json", ".log"))
             order_file.write_text(json.dumps(order))
             command = [sys.executable, str(HERE / f"{self.given.engine}_run.py"), str(order_file), str(answers)]
+            one = {"CUDA_VISIBLE_DEVICES": str(len(runs) % self.given.gpus)} if self.given.gpus > 1 else {}
             with log.open("w") as out:
-                child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+                child = subprocess.Popen(
+                    command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | one
+                )
             runs.append((order, answers, log, child))
         opened = time.monotonic()
         while time.monotonic() - opened < OPEN_S:
@@ -169,6 +173,7 @@ class Bench:
         about = {
             "tokens": given.tokens,
             "repeat": given.repeat,
+            "threads": given.threads,
             "shape": given.shape,
             "block": given.block,
             "graphs": given.graphs,
@@ -305,6 +310,8 @@ def main() -> None:
     parser.add_argument("--attention", help="the engine's attention backend")
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="llama-3-8b", help="tiny: without a GPU")
     parser.add_argument("--at-once", type=int, default=4, help="engines that are open side by side")
+    parser.add_argument("--gpus", type=int, default=1, help="that they are spread over; one at a time measures")
+    parser.add_argument("--threads", type=int, default=16, help="of gdscache's, for files on the RAM disk")
     parser.add_argument("--turns", type=int, default=3, help="loads of traffic of each kind; 0: first tokens only")
     parser.add_argument("--stages", type=int, help="only so many, from the first on; restarts begin with the second")
     parser.add_argument("--graphs", action="store_true", help="decode by CUDA graphs; if not given, kernel by kernel")

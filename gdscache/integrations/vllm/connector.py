@@ -37,7 +37,7 @@ from gdscache.integrations.vllm.session import Sessions, VllmSession
 from gdscache.integrations.vllm.setup import Options, model_of, refuse_setup, weights_of
 from gdscache.integrations.vllm.worker import Loads, Stores
 
-_REST_S = 0.002  # how long a step that computes nothing waits for pages, rather than to ask again at once
+_REST_S = 0.005  # how long a step that computes nothing waits for pages, rather than to ask again at once
 _SESSIONS = Sessions()
 
 
