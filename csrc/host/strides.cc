@@ -3,13 +3,15 @@
 #include "strides.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <vector>
 
 #include "xxh3.h"
 
 namespace gdscache {
 
-int64_t read_in_strides(Caller& caller, const Piece& piece) {
+int64_t read_and_look(Caller& caller, const Piece& piece) {
+    const size_t most = piece.copied ? kStride : SIZE_MAX;
     const Look *look = piece.looks, *const last = look + piece.n_looks;
     std::vector<iovec> stride;
     int64_t moved = 0;
@@ -18,9 +20,9 @@ int64_t read_in_strides(Caller& caller, const Piece& piece) {
         const iovec* const fragments = piece.fragments + next;
         size_t bytes = 0;
         stride.clear();
-        while (next < piece.count && bytes < kStride) {
+        while (next < piece.count && bytes < most) {
             const iovec& fragment = piece.fragments[next];
-            const size_t some = std::min(fragment.iov_len - within, kStride - bytes);
+            const size_t some = std::min(fragment.iov_len - within, most - bytes);
             stride.push_back({static_cast<uint8_t*>(fragment.iov_base) + within, some});
             bytes += some;
             within += some;

@@ -17,7 +17,6 @@
 #include "quiet.h"
 #include "strides.h"
 #include "threads_disk.h"
-#include "xxh3.h"
 
 namespace gdscache {
 
@@ -223,19 +222,13 @@ private:
             parts.pop_back();
             iovec one;
             const Call call = next_call(piece, part, one);
-            const bool strides = has_strides(piece) && part.count == piece.count && part.resume == 0;
-            const int64_t answer = strides ? read_in_strides(caller, piece) : caller.transfer(piece, call);
-            const bool whole = answer == call.bytes && part.count == piece.count;
+            const bool looks = piece.n_looks != 0 && part.count == piece.count && part.resume == 0;
+            const int64_t answer = looks ? read_and_look(caller, piece) : caller.transfer(piece, call);
             advance(piece, part, answer, ended, parts);
-            if (whole) ended.back().looked = strides || look(piece);
+            if (looks && answer == call.bytes) ended.back().looked = true;
             if (!parts.empty() && !ended.empty()) tell(ended, 0);
         }
         tell(ended, 1);
-    }
-
-    static bool look(const Piece& piece) {
-        for (uint32_t n = 0; n < piece.n_looks; n++) *piece.looks[n].sum = xxh3(piece.looks[n].memory, piece.looks[n].bytes);
-        return piece.n_looks != 0;
     }
 
     // Answers of a piece, and whether it is over.

@@ -1,4 +1,4 @@
-// Pieces that are read in strides, from a file that moves little at a time, is interrupted, fails somewhere or ends early:
+// Pieces that are read and looked at, from a file that moves little at a time, is interrupted, fails somewhere or ends early:
 // who says that the looks were taken has the right checksums, each byte comes to its place, and no call is too large.
 
 #include <algorithm>
@@ -65,8 +65,6 @@ Read drawn(Random& random, const File& file) {
     constexpr size_t kSectors[] = {1, 2, 16, 64, 128, 300, 1024};
     Read made;
     made.offset = kAlignment * static_cast<int64_t>(random.below(8));
-    std::vector<std::pair<size_t, size_t>> at;  // fragment, and where in it
-    std::vector<size_t> sizes;
     for (uint64_t n = 1 + random.below(random.below(2) ? 24 : 2); n-- > 0;) {
         const size_t size = random.pick(kSectors) * kAlignment;
         made.memory.emplace_back(size, uint8_t{0xEE});
@@ -139,5 +137,5 @@ int main(int argc, char** argv) {
         file.bad = random.below(3) ? -1 : static_cast<int64_t>(random.below(file.content.size()));
         check(file, read, random.below(4) != 0);
     }
-    std::printf("good\n");
+    std::printf(" good\n");
 }

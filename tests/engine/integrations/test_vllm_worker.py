@@ -96,7 +96,7 @@ def over_tensors(
             "deadline": 20,
         }
     )
-    limits = EngineLimits(prefetch_bytes=4096)
+    limits = EngineLimits(prefetch_bytes=4096, prefetch_chunks=2)
     return caches, CacheEngine(config, [(tensor,) for tensor in planes.tensors], limits=limits)
 
 

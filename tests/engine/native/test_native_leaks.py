@@ -116,11 +116,11 @@ def test_a_close_waits_for_the_moves_that_are_under_way(path: Path, uring: bool)
 def test_an_engine_that_is_closed_has_given_its_memory_back(open_host: Callable[..., Host], slab: Path) -> None:
     """At once, while somebody still has the engine: the next one may need that memory."""
     host = open_host(cpu=16, bounce=16, ssd=24)
-    bounce = host.engine._parts.bounce
+    cpu, bounce = host.engine.manager.cpu, host.engine._parts.bounce
+    assert cpu is not None
     assert bounce is not None
     host.store(prompt(1, 3))
-    buffers = [extents.buffer for extents in (host.engine.manager.cpu.extents, bounce.extents)]  # type: ignore[union-attr]
-    maps = [buffer._map for buffer in buffers]
+    maps = [extents.buffer._map for extents in (cpu.extents, bounce.extents)]
     host.engine.close()
     assert [one.closed for one in maps if one is not None] == [True, True], "something keeps a view of it"
 
