@@ -24,11 +24,12 @@ def seconds(value: Any, name: str = "seconds") -> float | None:
     return max(0.0, number)
 
 
-def span(value: Any, name: str, most: int) -> float:
-    """A time that something lasts: more than 0 seconds, `most` of them at most. Raises `InvalidValueError`."""
+def span(value: Any, name: str, most: int, least: float = 0.0) -> float:
+    """A time that something lasts: more than `least` seconds, `most` of them at most. Raises `InvalidValueError`."""
     number = _number(value)
-    if number is None or not 0 < number <= most:
-        raise InvalidValueError(f"{name} is {shown(value)}", f"pass a number of seconds, more than 0, at most {most:,}")
+    if number is None or not least < number <= most:
+        hint = f"pass a number of seconds, more than {least:g}, at most {most:,}"
+        raise InvalidValueError(f"{name} is {shown(value)}", hint)
     return number
 
 

@@ -251,6 +251,10 @@ class AdaptersUnsupportedError(IntegrationError):
     """The inference engine serves adapters whose names may come to mean other weights."""
 
 
+class EmbeddingsUnsupportedError(IntegrationError):
+    """The inference engine serves embeddings, whose forward passes do not begin loads."""
+
+
 class InterfaceUnsupportedError(IntegrationError):
     """The inference engine is set to hand pages over in a way that the integration does not serve."""
 

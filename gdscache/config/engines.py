@@ -32,13 +32,14 @@ class Sizes:
 @dataclasses.dataclass(frozen=True)
 class WrittenFor:
     """An inference engine. `room`: its own setting for GPU memory. `option`: what the last argument of `command` is,
-    in JSON. `cpu`: whether the configuration has a CPU tier."""
+    in JSON. `cpu`: whether the configuration has a CPU tier; `gate`: whether the engine says what computing takes."""
 
     name: str
     room: str
     option: str
     command: Callable[[str], list[str]]
     cpu: bool = True
+    gate: bool = False
 
     def text(self, sizes: Sizes, directory: str) -> str:
         """The file, every key that one may want to change with what it is for."""
@@ -49,7 +50,7 @@ class WrittenFor:
             _SSD if self.cpu else _SSD.replace(_OPTIONAL, ""),
             _BUFFER if self.cpu else _HICACHE_BUFFER,
             _STORE if self.cpu else _HICACHE_STORE,
-            _LOAD,
+            _LOAD if self.gate else _LOAD.replace(_GATE, ""),
         ]
         return "\n".join(parts).format(
             name=self.name,
@@ -102,7 +103,7 @@ def _hicache(file: str) -> list[str]:
 
 
 WRITTEN_FOR = {
-    SupportedEngine.VLLM: WrittenFor("vLLM", "--gpu-memory-utilization", "kv_transfer_config", _vllm),
+    SupportedEngine.VLLM: WrittenFor("vLLM", "--gpu-memory-utilization", "kv_transfer_config", _vllm, gate=True),
     SupportedEngine.SGLANG: WrittenFor("SGLang", "--mem-fraction-static", "linker_config", _linker),
     SupportedEngine.HICACHE: WrittenFor("SGLang", "--mem-fraction-static", "storage_config", _hicache, cpu=False),
 }
@@ -162,10 +163,14 @@ store:
   admission: all              # pages that are written: all | second_offer (seen twice) | tinylfu
 """
 
-_LOAD = """\
+_GATE = (
+    "  gate: enforcing             "
+    "# what loads slower than it computes is computed: enforcing | advisory (loaded) | off\n"
+)
+
+_LOAD = f"""\
 load:
   verify: once                # checksums are compared when bytes come from the SSD, and not again for each load
-  gate: enforcing             # what is slower to load than to compute is computed: enforcing | advisory (loaded) | off
-
+{_GATE}
 deadline: 30                  # seconds until a read or a write of the SSD that hangs is given up
 """

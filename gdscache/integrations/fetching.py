@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gdscache.integrations.weights import fresh_salt
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import PageHashes
 from gdscache.prefetch.queue import PrefetchEnd
@@ -22,6 +23,9 @@ from gdscache.prefetch.queue import PrefetchEnd
 if TYPE_CHECKING:
     from gdscache.engine import CacheEngine
     from gdscache.prefetch.handle import Prefetch
+
+
+ENDING_S = 5.0  # pins that end so soon are too old to begin a load from
 
 
 class Fetch(Protocol):
@@ -82,6 +86,8 @@ class PinnedFetch:
 
     def __init__(self, engine: CacheEngine, hashes: PageHashes, pages: int, seconds: float, salt: str = "") -> None:
         """`pages`: how many of the first pages can be of use. Without a CPU tier, none is brought."""
+        self._since = time.monotonic()
+        self._until = self._since + seconds
         self._page_tokens = size = engine.layout.page_tokens
         self._found: Hit = engine.lookup(hashes, salt=salt)
         self._cached = (self._found.tokens + self._found.declined) // size
@@ -97,8 +103,6 @@ class PinnedFetch:
         self._prefetch: Prefetch | None = engine.prefetch(useful, pin=seconds) if begun else None
         self._gate, self._files = engine.gate, {tier.name for tier in engine.manager.files}
         self._slow: list[int] = []  # of the first pages, those that only files had; once that is known
-        self._since = time.monotonic()
-        self._until = self._since + seconds
 
     @property
     def asking(self) -> bool:
@@ -199,6 +203,12 @@ class PinningCache:
     def cached(self, hashes: PageHashes) -> int:
         """How many of the first pages are cached, on any tier. Counts as no use of them."""
         return len(self.engine.manager.peek(self.engine.pages(hashes, self.salt)))
+
+    def renew_salt(self) -> None:
+        """Other weights have come: find no page of before. What had a name of its own is not found again, and goes."""
+        old, self.salt = self.salt, fresh_salt()
+        if old:
+            self.engine.invalidate(self.engine.namespace(old))
 
     def rest(self, seconds: float) -> None:
         """Wait until a load, a store or a prefetch has ended, for so many seconds at most."""

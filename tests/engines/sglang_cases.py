@@ -20,7 +20,7 @@ from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-from gdscache.integrations.sglang.weights import METHODS
+from gdscache.integrations.sglang.setup import WEIGHT_METHODS
 from gdscache.storage.base import Op
 from gdscache.testing.faults import Fault
 from tests.engines import sglang_host_rig as host
@@ -230,7 +230,7 @@ def new_weights_find_nothing(folder: Path) -> None:
 
     found.serve(tokens, plain)
     found.settle()
-    for number, name in enumerate(METHODS):
+    for number, name in enumerate(WEIGHT_METHODS):
         change_weights(name)
         assert not found.linker.offload(_whole(found, tokens)), "the tree has pages of the old weights"
         found.flush()  # as SGLang does behind an update
@@ -245,6 +245,29 @@ def new_weights_find_nothing(folder: Path) -> None:
     again = rig.Rig(folder)
     assert again.serve(tokens, plain) == (0, 60), "the weights of the files"
     again.close()
+
+
+@case
+def weights_in_an_update_that_is_begun_apart(folder: Path) -> None:
+    """SGLang flushes within such an update, and not behind its end: what comes then is kept."""
+    found = rig.Rig(folder)
+    tokens, fresh = rig.prompt(1, 61), functools.partial(_constant, 200.0)
+    found.serve(tokens)
+    found.settle()
+    change_weights("begin_weight_update")
+    change_weights()
+    found.flush()
+    change_weights("end_weight_update")
+    assert found.serve(tokens, fresh) == (0, 0)
+    found.settle()
+    found.flush()
+    assert found.serve(tokens, fresh) == (0, 60)
+    found.settle()
+    found.flush()
+    found.serve(rig.prompt(2, rig.PAGE - 1))  # nothing of it is looked up, and it may grow
+    change_weights()
+    assert not found.linker.offload(_whole(found, tokens)), "SGLang may have pages of the old weights"
+    found.close()
 
 
 def _constant(value: float, at: int) -> float:
@@ -396,6 +419,16 @@ def host_new_weights(folder: Path) -> None:
     assert host.in_thread(lambda: found.prefetch(keys, range(20, 30))) == 10
     for a, b in zip(found.read(range(20, 30)), fresh, strict=True):
         assert torch.equal(a, b)
+    change_weights("begin_weight_update")
+    change_weights()
+    flushed = threading.Event()  # by SGLang, behind that part of the update
+    new = threading.Thread(target=lambda: flushed.wait(60) and outcomes.append(found.backup(keys, range(10))))
+    new.start()
+    change_weights("end_weight_update")
+    flushed.set()
+    new.join(60)
+    assert outcomes == [True, False, True]
+    assert found.storage.batch_exists(keys) == 10
     found.close()
     again = host.HostRig(folder)
     assert again.prefetch(keys, range(20, 30)) == 10

@@ -30,6 +30,8 @@ SOURCES = [  # whose order of calls the integrations rest on
     "sglang.srt.managers.cache_controller:HiCacheController.reset",
     "sglang.srt.managers.schedule_policy:SchedulePolicy.calc_priority",  # when requests are looked up
     "sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
+    "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager",  # when it flushes
+    f"{_CACHE}.memory_pool:ReqToTokenPool",  # whether a request runs
     "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation",  # names the batch first
     "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:PrefillCudaGraphRunner._wait_for_layer_loads",
 ]
@@ -69,6 +71,7 @@ FIELDS = {  # what is read of objects that SGLang hands over
         "enable_lora",
         "lora_paths",
         "enable_memory_saver",
+        "is_embedding",
         "disaggregation_mode",
     ],
 }

@@ -40,12 +40,14 @@ class HostPages:
         self._links = PageLinks()
         self._salt = ""
         self._barred: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have called
         self._patience = 2 * engine.config.deadline
         # As many pages at once as are taken in, whatever else is on its way: what is beyond the queue is dropped.
         self._at_once = max(1, engine.config.store.queue // 2 // engine.layout.extent_bytes)
 
     def exists(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
         """How many of the first pages are stored. `before`: the keys of the pages in front of them, if known."""
+        self._see()
         found = 0
         with self._told():
             found = self.engine.lookup(self._links.named(keys, before), salt=self._salt).tokens // self._page_tokens
@@ -57,6 +59,7 @@ class HostPages:
 
         When it returns nothing writes to the pool any more.
         """
+        self._see()
         good = [False] * len(keys)
         with self._told():
             hit = self.engine.lookup(self._links.named(keys, before), salt=self._salt)
@@ -71,6 +74,7 @@ class HostPages:
 
         When it returns nothing reads the pool any more.
         """
+        self._see()
         kept, salt = list[bool](), self._salt  # first the salt, then the look: see `weights_changed`
         if threading.current_thread() in self._barred:
             self._count(barred=len(keys))
@@ -82,14 +86,23 @@ class HostPages:
         return kept
 
     def clear(self) -> None:
-        """Drop every page of this model."""
+        """Drop every page of this model. Those of weights between the files' and today's have gone already."""
         for salt in {"", self._salt}:
             self.engine.invalidate(self.engine.namespace(salt))
 
-    def weights_changed(self) -> None:
-        """Find no page of the weights of before, and store none. Called before and behind each change."""
-        self._barred = weakref.WeakSet(threading.enumerate())
-        self._salt = fresh_salt()  # behind the threads: whoever has this one, and looks then, finds itself barred
+    def weights_changed(self, *, ends: bool = False) -> None:
+        """Find no page of the weights of before, and store none. Called before and behind each change.
+
+        `ends`: of the end of an update that was begun apart, which SGLang does not flush behind. Its last part was
+        flushed behind, if it was asked to: threads from then on that have not called yet have nothing of before.
+        """
+        with self._lock:
+            old = {*self._barred, *self._seen} if ends else threading.enumerate()
+        self._barred = weakref.WeakSet(old)
+        before, self._salt = self._salt, fresh_salt()  # behind the threads: whoever has it, and looks then, is barred
+        with self._told():
+            if before:  # nobody finds these again
+                self.engine.invalidate(self.engine.namespace(before))
 
     def close(self) -> None:
         """Finish what was accepted, and close the engine. Twice is fine."""
@@ -124,6 +137,10 @@ class HostPages:
 
     def _blocks(self, slots: Sequence[int]) -> npt.NDArray[np.int64]:
         return np.asarray(slots, np.int64) // self._page_tokens
+
+    def _see(self) -> None:
+        with self._lock:
+            self._seen.add(threading.current_thread())
 
     def _count(self, **numbers: int) -> None:
         with self._lock:

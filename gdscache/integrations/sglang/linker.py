@@ -31,13 +31,13 @@ from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.sglang.planes import device_planes
 from gdscache.integrations.sglang.setup import (
     LINKER_OPTIONS,
+    WEIGHT_METHODS,
     LinkerOptions,
     configuration,
     refuse_components,
     refuse_setup,
 )
-from gdscache.integrations.sglang.weights import WeightWatch
-from gdscache.integrations.weights import fresh_salt
+from gdscache.integrations.watching import WeightWatch
 
 
 class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -82,14 +82,13 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._used = self._outdated = False
             self._offloads = Offloads(engine, self.counts)
             undo.callback(self._offloads.close)
-            self._watch = WeightWatch(WeightUpdater, self._weights_changed)
+            self._watch = WeightWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed)
             undo.pop_all()
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The longest prefix that may be loaded, in pages. Ranks would need each shorter one, too; there is one."""
-        self._used = True
         pages = self._table.lookup(rid, _of_kv(transfers).keys or [])
         return [pages] if pages else []
 
@@ -98,6 +97,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return self._table.load(rid, transfer.keys or [], lambda: self._blocks.begin(transfer.device_indices))
 
     def start_layer_wise_loading(self) -> int:
+        """SGLang begins a batch of prompts, with loads or without."""
+        self._used = True
         return self.layer_done_counter.queue(self._table.take())
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -144,9 +145,12 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _weights_changed(self) -> None:
-        """Find no page of before, and store none that SGLang has of the old weights: it flushes first."""
-        self._cache.salt = fresh_salt()
+    def _weights_changed(self, method: str) -> None:
+        """Find no page of before, and store none that SGLang has of the old weights: it flushes first.
+
+        It has none where it has begun no prompt since it was flushed.
+        """
+        self._cache.renew_salt()
         self._table.reset()
         self._outdated = self._outdated or self._used
 

@@ -7,30 +7,32 @@ waits so long for them, and only while no other request runs. A load that is beg
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gdscache.integrations.fetching import Cache, Fetch
+from gdscache.integrations.fetching import ENDING_S, Cache, Fetch
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.pages.keys import PageHashes
 
 LOOK_AGAIN_S = 1.0  # a request that waits is looked up again after this: others may have stored its pages meanwhile
+GONE_S = 10.0  # a request that was looked up, and then not for so long while others were, may have been aborted
 LOOK_S = 0.001  # how long a load waits for pages before it looks whether it may go on waiting
-ENDING_S = 5.0  # pins that end so soon are too old for a load
 SOUGHT_KEPT = 4096  # requests whose pages are held; SGLang does not say of all of them that they have gone
 
 
 @dataclasses.dataclass(slots=True)
 class _Sought:
-    """A request that waits. `keys`: the pages that were looked up; `looked`: when they were."""
+    """A request that waits. `keys`: the pages that were looked up; `looked`: when they were; `asked`: the last time."""
 
     keys: list[str]
     hashes: PageHashes
     fetch: Fetch
     looked: float
+    asked: float
 
     def place(self, keys: Sequence[str]) -> int | None:
         """Where these keys begin among its own; None where they are others."""
@@ -73,9 +75,9 @@ class LoadTable:
         counts: Counter[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wait`: seconds, of all loads of a batch together. `alone`: whether no other request runs. `rest(s)`: wait
-        until something has come, for `s` seconds at most. `seconds(n)`: what bringing so many pages should take, None
-        before that was measured."""
+        """`wait`: seconds, of all loads of a batch together, and of all its lookups. `alone`: whether no other request
+        runs. `rest(s)`: wait until something has come, for `s` seconds at most. `seconds(n)`: what bringing so many
+        pages should take, None before that was measured."""
         self._cache = cache
         self._links = links
         self._wait = wait
@@ -85,7 +87,9 @@ class LoadTable:
         self._clock = clock
         self._sought: OrderedDict[str, _Sought] = OrderedDict()
         self._queued: dict[str, QueuedLoad] = {}
-        self._until: float | None = None  # when the loads of this batch, all together, have waited long enough
+        # When the loads of this batch, all together, have waited long enough, and when its lookups have.
+        self._until: float | None = None
+        self._hear_until: float | None = None
         self.counts: Counter[str] = Counter() if counts is None else counts
 
     def __len__(self) -> int:
@@ -134,7 +138,10 @@ class LoadTable:
             self.counts["late"] += 1
             fetch.release()
             return False
-        self._queued[rid] = QueuedLoad(rid, fetch, first, len(keys), blocks())
+        with contextlib.ExitStack() as undo:
+            undo.callback(fetch.release)
+            self._queued[rid] = QueuedLoad(rid, fetch, first, len(keys), blocks())
+            undo.pop_all()
         return True
 
     def cancel(self, rid: str) -> bool:
@@ -146,7 +153,8 @@ class LoadTable:
 
     def take(self) -> list[QueuedLoad]:
         """The loads that are to begin; they are the caller's."""
-        queued, self._queued, self._until = list(self._queued.values()), {}, None
+        queued, self._queued = list(self._queued.values()), {}
+        self._until = self._hear_until = None
         return queued
 
     def computed(self, keys: Sequence[str]) -> None:
@@ -169,8 +177,12 @@ class LoadTable:
 
     def _hear(self, fetch: Fetch) -> None:
         """Wait for what a tier beyond this machine says, within `wait`, and only while no other request runs."""
-        until = self._clock() + self._wait
-        while fetch.asking and (left := until - self._clock()) > 0 and self._alone():
+        while fetch.asking and self._alone():
+            now = self._clock()
+            if self._hear_until is None:
+                self._hear_until = now + self._wait
+            if (left := self._hear_until - now) <= 0:
+                return
             self._rest(min(left, LOOK_S))
 
     def _seek(self, rid: str, keys: Sequence[str]) -> tuple[_Sought, int]:
@@ -180,13 +192,14 @@ class LoadTable:
         first = None if sought is None else sought.place(keys)
         if sought is not None and first is not None and not self._outdated(sought, now):
             self._sought.move_to_end(rid)
+            sought.asked = now
             return sought, first
         if sought is not None:
             del self._sought[rid]
             sought.fetch.release()
-        self._forget_lapsed()
+        self._forget_gone(now)
         hashes = self._links.named(keys)
-        sought = _Sought(list(keys), hashes, self._cache.fetch(hashes, len(keys)), now)
+        sought = _Sought(list(keys), hashes, self._cache.fetch(hashes, len(keys)), now, now)
         self._sought[rid] = sought
         return sought, 0
 
@@ -199,11 +212,14 @@ class LoadTable:
         sought.looked = now
         return self._cache.cached(sought.hashes) > sought.fetch.cached
 
-    def _forget_lapsed(self) -> None:
-        """SGLang does not say when a request that waits is aborted: who did not ask until the pins ended is gone."""
+    def _forget_gone(self, now: float) -> None:
+        """SGLang does not say when a request that waits is aborted: let go of those that were not looked up lately.
+
+        One that waits after all begins anew, and finds what has come in the CPU tier.
+        """
         while self._sought:
             rid, oldest = next(iter(self._sought.items()))
-            if not oldest.fetch.lapsed() and len(self._sought) < SOUGHT_KEPT:
+            if now < oldest.asked + GONE_S and len(self._sought) < SOUGHT_KEPT:
                 return
             del self._sought[rid]
             oldest.fetch.release()

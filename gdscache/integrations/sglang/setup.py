@@ -19,6 +19,7 @@ from gdscache.errors import (
     CacheGroupsUnsupportedError,
     ConfigError,
     ConnectorRoleError,
+    EmbeddingsUnsupportedError,
     InterfaceUnsupportedError,
     ParallelismUnsupportedError,
     SleepModeUnsupportedError,
@@ -26,10 +27,22 @@ from gdscache.errors import (
     UnknownKeyError,
     WeightsNotFoundError,
 )
+from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.settings import engine_configuration
 from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.weights import model_directory, weights_identity
 
+# Methods of SGLang's `WeightUpdater` that write weights. The last one ends what `begin_weight_update` has begun; what
+# comes in between flushes SGLang's cache if it is asked to.
+WEIGHT_METHODS = (
+    "update_weights_from_disk",
+    "receive_weights_from_distributed",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+)
 LINKER_OPTIONS = "linker_extra_config"
 STORAGE_OPTIONS = "--hicache-storage-backend-extra-config"
 _OWN_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")  # what HiCache leaves in it
@@ -55,8 +68,8 @@ class LinkerOptions:
         config = _config_of(given, [field.name for field in dataclasses.fields(cls)], LINKER_OPTIONS, "sglang")
         none = given.get("ssd_wait", cls.ssd_wait) in (0, 0.0)  # nobody waits
         times = {
-            name: arguments.span(given[name], name, _LONGEST)
-            for name in ("ssd_wait", "pin_seconds")
+            name: arguments.span(given[name], name, _LONGEST, least)
+            for name, least in (("ssd_wait", 0.0), ("pin_seconds", ENDING_S))
             if name in given and not (none and name == "ssd_wait")
         }
         return cls(config=config, **{**({"ssd_wait": 0.0} if none else {}), **times})
@@ -105,6 +118,11 @@ def refuse_setup(server: Any) -> None:
         raise SleepModeUnsupportedError(
             "enable_memory_saver is on: the KV cache's memory would be released while pages are on their way",
             "leave it out",
+        )
+    if getattr(server, "is_embedding", False):
+        raise EmbeddingsUnsupportedError(
+            "is_embedding is on: SGLang begins no load for such a forward pass, and would abort its requests",
+            "leave the cache out of this server",
         )
     mode = getattr(server, "disaggregation_mode", None)
     if mode not in (None, "null"):

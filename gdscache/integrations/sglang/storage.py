@@ -30,8 +30,14 @@ from gdscache.engine import CacheEngine
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.planes import host_planes
-from gdscache.integrations.sglang.setup import STORAGE_OPTIONS, configuration, refuse_setup, storage_config_of
-from gdscache.integrations.sglang.weights import WeightWatch
+from gdscache.integrations.sglang.setup import (
+    STORAGE_OPTIONS,
+    WEIGHT_METHODS,
+    configuration,
+    refuse_setup,
+    storage_config_of,
+)
+from gdscache.integrations.watching import WeightWatch
 
 _SIZES = ("tp_size", "pp_size", "attn_cp_size", "dcp_size")
 
@@ -60,7 +66,9 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         config = configuration(self._config, self._server, planes, sglang.__version__, STORAGE_OPTIONS, cpu=False)
         self.close()
         self._pages = pages = HostPages(CacheEngine(config, planes.tensors))
-        self._watch = WeightWatch(WeightUpdater, pages.weights_changed)
+        self._watch = WeightWatch(
+            WeightUpdater, WEIGHT_METHODS, lambda name: pages.weights_changed(ends=name == WEIGHT_METHODS[-1])
+        )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         if host_pool_name != PoolName.KV:

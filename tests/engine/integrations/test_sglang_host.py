@@ -227,6 +227,45 @@ def test_new_weights_find_nothing_and_the_pool_is_flushed_first(tmp_path: Path) 
     again.close()
 
 
+def test_an_update_that_ends_behind_the_flush_keeps_nobody_from_storing(tmp_path: Path) -> None:
+    """SGLang flushes behind the parts of an update, and not behind its end."""
+    found = HostPages(engine_over(tmp_path, pool(), None))
+
+    def in_thread(*methods: str) -> list[threading.Thread]:
+        """A thread that begins now, and calls later, when its event is set."""
+        threads = []
+        for name in methods:
+            thread = threading.Thread(target=lambda name=name: (go[name].wait(WAIT), store(name)))
+            thread.start()
+            threads.append(thread)
+        return threads
+
+    def store(name: str) -> None:
+        outcome[name] = found.set(KEYS[:2], slots(0, 1))
+
+    outcome: dict[str, list[bool]] = {}
+    go = {name: threading.Event() for name in ("before", "called", "new")}
+    threads = in_thread("before")
+    for _ in range(2):
+        found.weights_changed()  # begins; then a part of it; then SGLang flushes
+    threads += in_thread("called", "new")
+    go["called"].set()
+    threads[1].join(WAIT)
+    for _ in range(2):
+        found.weights_changed(ends=True)
+    assert found.exists(KEYS[:2]) == 0
+    go["before"].set()
+    go["new"].set()
+    for thread in threads:
+        thread.join(WAIT)
+    assert outcome == {"before": [False, False], "called": [True, True], "new": [True, True]}
+    assert found.exists(KEYS[:2]) == 2
+    assert found.set(KEYS[:2], slots(0, 1)) == [False, False], "this thread has called before"
+    found.clear()
+    assert sum(tier["pages"] for tier in found.engine.stats()["tiers"].values()) == 0, "none of any weights is left"
+    found.close()
+
+
 # -- the linker ------------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from gdscache.errors import (
 )
 from gdscache.integrations.sglang.planes import PoolPlanes, device_planes, host_planes
 from gdscache.integrations.sglang.setup import (
+    WEIGHT_METHODS,
     LinkerOptions,
     configuration,
     model_of,
@@ -32,7 +33,7 @@ from gdscache.integrations.sglang.setup import (
     storage_config_of,
     weights_of,
 )
-from gdscache.integrations.sglang.weights import METHODS, WeightWatch
+from gdscache.integrations.watching import WeightWatch
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
 
 PAGE, PAGES, LAYERS = 4, 5, 3
@@ -112,6 +113,7 @@ def host(kind: str, layout: str, **changes: Any) -> Any:
         ({"ep_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
         ({"speculative_algorithm": "EAGLE"}, "SpeculationUnsupportedError", "NGRAM"),
         ({"enable_lora": True}, "AdaptersUnsupportedError", "--enable-lora"),
+        ({"is_embedding": True}, "EmbeddingsUnsupportedError", "leave the cache out"),
         ({"lora_paths": ["a=b"]}, "AdaptersUnsupportedError", "--enable-lora"),
         ({"enable_memory_saver": True}, "SleepModeUnsupportedError", "leave it out"),
         ({"disaggregation_mode": "prefill"}, "ConnectorRoleError", "leave it out"),
@@ -148,6 +150,7 @@ ONLY_SSD: dict[str, Any] = {"ssd": SECTIONS["ssd"]}
         ({"config": SECTIONS, "ssd_wiat": 1}, UnknownKeyError, "ssd_wiat"),
         ({"config": SECTIONS, "ssd_wait": -1}, InvalidValueError, "ssd_wait"),
         ({"config": SECTIONS, "pin_seconds": "long"}, InvalidValueError, "pin_seconds"),
+        ({"config": SECTIONS, "pin_seconds": 5}, InvalidValueError, "more than 5"),
     ],
 )
 def test_options_that_are_wrong(given: dict[str, Any], error: type[GdsCacheError], told: str) -> None:
@@ -309,33 +312,34 @@ def updater() -> type[Any]:
             raise RuntimeError("half of them are written")
         return "done"
 
-    return type("WeightUpdater", (), dict.fromkeys(METHODS, write))
+    return type("WeightUpdater", (), dict.fromkeys(WEIGHT_METHODS, write))
 
 
 def test_each_way_to_write_weights_is_told_before_and_behind() -> None:
     kind = updater()
-    plain = {name: inspect.getattr_static(kind, name) for name in METHODS}
-    told: list[int] = []
+    plain = {name: inspect.getattr_static(kind, name) for name in WEIGHT_METHODS}
+    told: list[tuple[str, int]] = []
     target = SimpleNamespace(written=[])
-    watch = WeightWatch(kind, lambda: told.append(len(target.written)))
-    for number, name in enumerate(METHODS):
+    watch = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append((name, len(target.written))))
+    for number, name in enumerate(WEIGHT_METHODS):
         assert getattr(kind, name)(target) == "done"
-        assert told[-2:] == [number, number + 1]
+        assert told[-2:] == [(name, number), (name, number + 1)]
     with pytest.raises(RuntimeError, match="half"):
         kind.update_weights_from_disk(target, fails=True)
-    assert told[-2:] == [len(METHODS), len(METHODS) + 1]
+    assert [count for _, count in told[-2:]] == [len(WEIGHT_METHODS), len(WEIGHT_METHODS) + 1]
     watch.close()
     watch.close()
     before = len(told)
     kind.update_weights_from_disk(target)
     assert len(told) == before
-    assert {name: inspect.getattr_static(kind, name) for name in METHODS} == plain, "SGLang's are its own again"
+    assert {name: inspect.getattr_static(kind, name) for name in WEIGHT_METHODS} == plain, "SGLang's are its own again"
 
 
 def test_two_listen() -> None:
     kind = updater()
     told: list[str] = []
-    first, second = WeightWatch(kind, lambda: told.append("a")), WeightWatch(kind, lambda: told.append("b"))
+    first = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append("a"))
+    second = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append("b"))
     kind.update_weights_from_ipc(SimpleNamespace(written=[]))
     assert told == ["a", "b", "a", "b"]
     first.close()
@@ -348,5 +352,5 @@ def test_an_updater_that_cannot_be_watched_is_refused() -> None:
     kind = updater()
     del kind.update_weights_from_tensor
     with pytest.raises(WeightUpdatesUnsupportedError, match="update_weights_from_tensor"):
-        WeightWatch(kind, lambda: None)
+        WeightWatch(kind, WEIGHT_METHODS, lambda name: None)
     assert not hasattr(kind.update_weights_from_disk, "_gdscache_listeners")

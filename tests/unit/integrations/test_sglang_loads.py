@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from gdscache import PageHashes
 from gdscache.errors import InvalidValueError
-from gdscache.integrations.sglang.loads import ENDING_S, LOOK_AGAIN_S, LoadTable
+from gdscache.integrations.fetching import ENDING_S
+from gdscache.integrations.sglang.loads import GONE_S, LOOK_AGAIN_S, LoadTable
 from gdscache.integrations.sglang.pages import PageLinks, digest
 
 WAIT, PIN = 0.5, 60.0
@@ -258,6 +259,53 @@ def test_pins_that_end_soon_are_too_old() -> None:
     world.cache.now += PIN
     world.table.lookup("c", KEYS)
     assert [fetch.released for fetch in world.cache.fetches] == [1, 1, 0], "nobody asked for b again"
+
+
+def test_all_lookups_of_a_batch_wait_so_long_together_for_a_tier_beyond() -> None:
+    world = Table()
+    store(world.cache, KEYS)
+    fetch = world.cache.fetch
+
+    def asking(hashes: PageHashes, pages: int) -> FakeFetch:
+        found = fetch(hashes, pages)
+        found.asking = True
+        return found
+
+    world.cache.fetch = asking  # type: ignore[method-assign]
+    for rid in ("a", "b", "c"):
+        world.table.lookup(rid, KEYS)
+    assert world.cache.now == pytest.approx(WAIT)
+    world.table.take()  # a batch begins
+    world.table.lookup("d", KEYS)
+    assert world.cache.now == pytest.approx(2 * WAIT)
+
+
+def test_who_is_not_looked_up_any_more_is_let_go() -> None:
+    """SGLang says nothing where a request that waits is aborted."""
+    world = Table()
+    store(world.cache, KEYS)
+    for rid in ("gone", "waits"):
+        world.table.lookup(rid, KEYS)
+    world.cache.now += GONE_S / 2
+    world.table.lookup("waits", KEYS)
+    world.cache.now += GONE_S / 2 + 0.1
+    world.table.lookup("comes", KEYS)
+    assert [fetch.released for fetch in world.cache.fetches] == [1, 0, 0]
+    assert len(world.table) == 2
+
+
+def test_a_load_that_finds_no_memory_holds_nothing() -> None:
+    world = Table()
+    store(world.cache, KEYS)
+    world.table.lookup("r", KEYS)
+    world.cache.fetches[-1].there = len(KEYS)
+
+    def blocks() -> Any:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        world.table.load("r", KEYS, blocks)
+    assert (world.cache.fetches[-1].released, len(world.table)) == (1, 0)
 
 
 def test_computed_pages_are_let_go() -> None:

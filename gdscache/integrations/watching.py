@@ -1,51 +1,41 @@
-"""When SGLang's weights change while it runs.
+"""When an inference engine's weights change while it runs, and it does not tell its cache.
 
-SGLang tells a cache outside nothing of it: a weight update flushes what SGLang itself keeps, if it is asked to, by the
-same call as any flush. So the methods that write weights are wrapped, for as long as somebody listens. What is cached
-from then on has a salt that is drawn at random: pages of the old weights are not found, and those of the new weights
-are not found after a restart, which begins with the weights of the files again.
+The methods that write weights are wrapped, for as long as somebody listens. What is cached from then on has a salt that
+is drawn at random (`fresh_salt`): pages of the old weights are not found, and those of the new weights are not found
+after a restart, which begins with the weights of the files again.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gdscache.errors import WeightUpdatesUnsupportedError
 
-METHODS = (
-    "update_weights_from_disk",
-    "receive_weights_from_distributed",
-    "load_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-    "begin_weight_update",
-    "end_weight_update",
-)
 _lock = threading.Lock()
 
 
 class WeightWatch:
-    """Calls `changed()` before and behind each method of `updater`, a class, that writes weights; until `close`.
+    """Calls `changed(name)` before and behind each method of `updater`, a class, that writes weights; until `close`.
 
     Raises `WeightUpdatesUnsupportedError` where the class has not all of them: then it cannot be known.
     """
 
-    def __init__(self, updater: type[Any], changed: Callable[[], object], methods: tuple[str, ...] = METHODS) -> None:
+    def __init__(self, updater: type[Any], methods: Sequence[str], changed: Callable[[str], object]) -> None:
         missing = [name for name in methods if not callable(getattr(updater, name, None))]
         if missing:
             raise WeightUpdatesUnsupportedError(
                 f"{updater.__module__}.{updater.__name__} has no {', '.join(missing)}: a change of weights would go "
                 "unnoticed, and pages of the old ones would be served",
-                "use a version of SGLang that was tried: docs/sglang.md",
+                "use a version of the inference engine that was tried: docs/vllm.md, docs/sglang.md",
             )
         self._updater = updater
         self._changed = changed
-        self._methods = methods
+        self._methods = tuple(methods)
         with _lock:
-            for name in methods:
+            for name in self._methods:
                 _listeners(updater, name).append(self)
 
     def close(self) -> None:
@@ -59,9 +49,9 @@ class WeightWatch:
                     if not listening:
                         setattr(self._updater, name, method.__wrapped__)
 
-    def tell(self) -> None:
-        """The weights change, or have changed."""
-        self._changed()
+    def tell(self, name: str) -> None:
+        """The weights change, or have changed, by the method of that name."""
+        self._changed(name)
 
 
 def _listeners(updater: type[Any], name: str) -> list[WeightWatch]:
@@ -75,12 +65,12 @@ def _listeners(updater: type[Any], name: str) -> list[WeightWatch]:
     @functools.wraps(method)
     def told(*args: Any, **kwargs: Any) -> Any:
         for watch in listening:
-            watch.tell()
+            watch.tell(name)
         try:
             return method(*args, **kwargs)
         finally:
             for watch in listening:
-                watch.tell()
+                watch.tell(name)
 
     told._gdscache_listeners = listening  # type: ignore[attr-defined]
     setattr(updater, name, told)
