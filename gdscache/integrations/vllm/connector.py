@@ -11,10 +11,11 @@ in its worker, both in one process here; they share an engine (`vllm_session`). 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,32 +27,43 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from gdscache.engine import CacheEngine
+from gdscache.errors import GdsCacheError
 from gdscache.integrations.vllm.metrics import GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.prefills import Prefills, prefill_of
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
 from gdscache.integrations.vllm.session import Sessions, VllmSession
-from gdscache.integrations.vllm.setup import Options, model_of, refuse_setup, weights_of
+from gdscache.integrations.vllm.setup import WEIGHT_METHODS, Options, model_of, refuse_setup, weights_of
 from gdscache.integrations.vllm.worker import Loads, Stores
+from gdscache.integrations.watching import WeightWatch
 
 _REST_S = 0.005  # how long a step that computes nothing waits for pages, rather than to ask again at once
 _SESSIONS = Sessions()
+_log = logging.getLogger("gdscache")
 
 
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     """What the worker is to move in a step. It stays in the process."""
 
     def __init__(
-        self, loads: list[LoadOrder], stores: list[StoreOrder], prefill: tuple[int, int] | None, *, last: bool
+        self,
+        loads: list[LoadOrder],
+        stores: list[StoreOrder],
+        prefill: tuple[int, int] | None,
+        *,
+        idle: bool,
+        last: bool,
     ) -> None:
-        """`prefill`: what the step's time is about (`prefill_of`). `last`: a request has ended, or nothing is computed;
-        there may be no further step."""
+        """`prefill`: what the step's time is about (`prefill_of`). `idle`: nothing is computed. `last`: that, or a
+        request has ended; there may be no further step."""
         self.loads = loads
         self.stores = stores
         self.prefill = prefill
+        self.idle = idle
         self.last = last
 
 
@@ -68,7 +80,13 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._counts: Counter[str] = Counter()
         self._session: VllmSession | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._session = session = _SESSIONS.join(self._engine_id)
+            session = _SESSIONS.join(self._engine_id)
+            with ExitStack() as undo:
+                undo.callback(_SESSIONS.leave, self._engine_id, session)
+                worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
+                self._watch = WeightWatch(worker, WEIGHT_METHODS, self._weights_written)
+                undo.pop_all()
+            self._session = session
             self._table = RequestTable(
                 session, self._spec.block_size, wait=self._options.wait_seconds, refuses=_has_adapter
             )
@@ -127,15 +145,15 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     fresh.update(blocks[0])
             state = step.kv_connector_block_state
             stores = list(table.stores(step.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0]))
-            last = bool(step.finished_req_ids) or not step.num_scheduled_tokens
-            loads = table.take_loads()
-            orders = StepOrders(loads, stores, None if loads else prefill_of(step), last=last)
+            idle, loads = not step.num_scheduled_tokens, table.take_loads()
+            last = idle or bool(step.finished_req_ids)
+            orders = StepOrders(loads, stores, None if loads else prefill_of(step), idle=idle, last=last)
         deferred, self._counts["steps"] = table.take_deferred(), self._counts["steps"] + 1
         self._counts["deferred"] += deferred
         self._counts["late"] += table.late
         table.late = 0
         self._joined.settle(fresh)
-        if not step.num_scheduled_tokens and not orders.loads and (deferred or self._joined.busy()):
+        if idle and not loads and (deferred or self._joined.busy()):
             self._joined.rest(_REST_S)
         return orders
 
@@ -155,8 +173,20 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         Requests that are under way go on from what they have, so nothing of them is stored.
         """
         self._table.leave_alone()
+        self._table.stale = False
         self._joined.weights_changed()
         return True
+
+    def _weights_written(self, method: str) -> None:
+        """Before and behind a call that writes weights. vLLM's own cache has pages of the old ones until its reset."""
+        if not self._table.stale:
+            _log.warning(
+                "%s: nothing is loaded or stored until reset_prefix_cache(reset_connector=True), since vLLM's own "
+                "prefix cache has pages of the old weights",
+                method,
+            )
+        self.reset_cache()
+        self._table.stale = True
 
     # -- worker --------------------------------------------------------------------------------------------------------
 
@@ -204,8 +234,13 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         with self._timed("worker_seconds"):
-            self._stores.begin(self._orders.stores, last=self._orders.last)
-            self._loads.end_step()
+            orders = self._orders
+            try:
+                good = self._loads.end_step(idle=orders.idle)
+            except GdsCacheError:
+                self._stores.discard()
+                raise
+            self._stores.begin(orders.stores if good else [], last=orders.last, unproven=self._loads.unproven)
             self._prefills.end()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -230,6 +265,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         session, self._session = self._session, None
         if session is not None:
             if self.role is KVConnectorRole.SCHEDULER:
+                self._watch.close()
                 self._table.clear()
             else:
                 self._stores.close()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gdscache.integrations.fetching import Cache, Fetch
+from gdscache.integrations.fetching import ENDING_S, Cache, Fetch
 from gdscache.pages.keys import PageHashes
 
 LOOK_AGAIN_S = 1.0  # a request that waits is looked up again after this
@@ -88,6 +88,7 @@ class RequestTable:
         self._fresh: set[int] = set()
         self._deferred = 0
         self.late = 0  # requests whose pages did not come in time
+        self.stale = False  # vLLM's own cache may have pages of other weights: requests are left alone
 
     def __len__(self) -> int:
         return len(self._known)
@@ -97,7 +98,8 @@ class RequestTable:
     def add(self, request: Any) -> None:
         """A request has arrived: begin to fetch."""
         self.finish(request.request_id)
-        known = self._known[request.request_id] = _Known(request, self._refuses(request) or _skips(request))
+        refused = self.stale or self._refuses(request) or _skips(request)
+        known = self._known[request.request_id] = _Known(request, refused)
         if not known.refused and request.num_tokens > self._page_tokens:
             self._begin(known)
 
@@ -115,7 +117,7 @@ class RequestTable:
         if known.refused or most <= known.local:
             return 0, False
         now = self._clock()
-        if known.fetch is not None and (known.fetch.lapsed() or self._outgrown(known, known.fetch, most, now)):
+        if known.fetch is not None and (known.fetch.lapsed(ENDING_S) or self._outgrown(known, known.fetch, most, now)):
             known.fetch.release()
             known.fetch = None
         fetch = known.fetch or self._begin(known)
@@ -129,9 +131,10 @@ class RequestTable:
                 return None, False
             self.late += not known.late
             known.late = True
-        known.between = fetch.crowded()
-        pages = min(fetch.wanted if known.between else fetch.verified(), most) - known.local
-        return max(0, pages) * size, known.between
+        crowded = fetch.crowded()
+        pages = max(0, min(fetch.wanted if crowded else fetch.verified(), most) - known.local)
+        known.between = crowded and pages > 0
+        return pages * size, known.between
 
     def place(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
         """The request has got `blocks`, all that it has so far, and `tokens` tokens are to be loaded."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from gdscache import arguments
@@ -28,12 +30,15 @@ from gdscache.errors import (
     UnknownKeyError,
     WeightUpdatesUnsupportedError,
 )
+from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.settings import digest_of, engine_configuration
 from gdscache.integrations.vllm.planes import VllmPlanes
 from gdscache.integrations.weights import model_directory, weights_identity
 
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 _LONGEST = 3600  # seconds, of what the options say
+WEIGHT_METHODS = ("reload_weights",)  # of vLLM's workers, which tell no connector that they write weights
+_TILES = frozenset({"amx_tile", "avx512f"})  # of an x86 processor: vLLM packs keys by them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +71,8 @@ class Options:
         if not isinstance(given.get("layerwise", True), bool):
             raise InvalidValueError(f"layerwise is {arguments.shown(given['layerwise'])}", "pass true or false")
         times = {
-            name: arguments.span(given[name], name, _LONGEST)
-            for name in ("wait_seconds", "pin_seconds")
+            name: arguments.span(given[name], name, _LONGEST, least)
+            for name, least in (("wait_seconds", 0.0), ("pin_seconds", ENDING_S))
             if name in given
         }
         return cls(config=given["config"], layerwise=given.get("layerwise", True), **times)
@@ -170,10 +175,19 @@ def model_of(vllm: Any, cache: Any, planes: VllmPlanes, version: str) -> dict[st
         "tensor_parallel": [0, parallel.tensor_parallel_size],
         "hash_algorithm": algorithm,
     }
+    if planes.tensors[0].device.type == "cpu":
+        facts["processor"] = [platform.machine(), *_tiles()]
     if not algorithm.endswith("_cbor"):  # pickle's bytes are of a version of Python
         facts["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
     salt = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return {"name": str(model.model), **planes.model(), "salt": salt}
+
+
+def _tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """What decides how vLLM's attention on a CPU packs keys, as far as the processor has it. Raises `OSError`."""
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return sorted(_TILES.intersection(flags.split()))
 
 
 def weights_of(vllm: Any) -> str:

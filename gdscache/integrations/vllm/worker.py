@@ -2,12 +2,14 @@
 
 Nothing of vLLM is imported. A load within the step is of pages that were checked and are pinned. A load between steps
 may meet a bad page; its blocks are named, and vLLM computes them. A store reads its blocks after the work that the
-current stream has when it is flushed; until it has read them, whoever is to write to them waits (`settle`).
+current stream has when it is flushed; until it has read them, whoever is to write to them waits (`settle`). What a
+step with a load has computed is stored once that load is proven: from a bad page on it would be wrong, under a right
+name.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
@@ -47,26 +49,38 @@ class Stores:
         self._salt = ""
         self._waiting: list[StoreOrder] = []
         self._steps = 0  # since the first of them came
+        self._held: deque[tuple[list[StoreOrder], bool]] = deque()  # of the latest steps, which are not proven; `last`
         self._reading: list[tuple[HandedStore, frozenset[int]]] = []  # with their blocks
         self._thread = StoreThread("gdscache-stores")
 
-    def begin(self, orders: Sequence[StoreOrder], *, last: bool = False) -> None:
+    def begin(self, orders: Sequence[StoreOrder], *, last: bool = False, unproven: int = 0) -> None:
         """Store what the step has computed, all requests at once. Nothing of it waits for a disk.
 
-        `last`: a request has ended, and there may be no further step.
+        `last`: a request has ended, and there may be no further step. `unproven`: so many of the latest steps, this one
+        among them, may have begun on bad pages (`Loads.unproven`).
         """
-        self._waiting += orders
+        self._held.append((list(orders), last))
+        ending = False
+        while len(self._held) > unproven:
+            proven, last = self._held.popleft()
+            self._waiting += proven
+            ending = ending or last
         self._steps += bool(self._waiting)
-        many = len(self._waiting) >= _PAGES or any(len(order.blocks) > 1 for order in orders)
-        if many or last or self._steps >= _STEPS:
+        many = len(self._waiting) >= _PAGES or any(len(order.blocks) > 1 for order in self._waiting)
+        if many or ending or self._steps >= _STEPS:
             self.flush()
 
     def begin_anew(self, salt: str) -> None:
         """Store nothing of what waits; what comes has this salt."""
+        self.discard()
         self._waiting, self._steps, self._salt = [], 0, salt
 
+    def discard(self) -> None:
+        """Store nothing of the steps that are not proven: a load has failed."""
+        self._held.clear()
+
     def flush(self) -> None:
-        """Hand over what waits. The blocks are read after what the current stream has to do by now."""
+        """Hand over what waits and is proven. The blocks are read after what the current stream has to do by now."""
         self._forget_read()
         orders, self._waiting, self._steps = self._waiting, [], 0
         if not orders:
@@ -86,7 +100,9 @@ class Stores:
         self._counts["stored_pages"] += len(pages)
 
     def settle(self, blocks: Set[int]) -> None:
-        """Wait until no store reads one of these blocks."""
+        """Wait until no store reads one of these blocks. What waits for its proof, and lies in them, is not stored."""
+        for step, _ in self._held:
+            step[:] = [order for order in step if blocks.isdisjoint(order.blocks)]
         if self._waiting and not {block for order in self._waiting for block in order.blocks}.isdisjoint(blocks):
             self.flush()
         for store, its in self._reading:
@@ -96,7 +112,7 @@ class Stores:
         self._forget_read()
 
     def close(self) -> None:
-        """Hand over what waits, and end the thread. Twice is fine."""
+        """Hand over what waits and is proven, and end the thread. Twice is fine."""
         self.flush()
         self._thread.close()
 
@@ -116,7 +132,8 @@ class Loads:
         self._now: LayerwiseLoad | None = None
         self._orders: list[LoadOrder] = []
         self._waited: set[int] = set()
-        self._unproven: list[tuple[LayerwiseLoad, list[LoadOrder]]] = []
+        self._step = 0
+        self._unproven: list[tuple[int, LayerwiseLoad, list[LoadOrder]]] = []  # with the step of each, oldest first
         self._between: list[tuple[LayerwiseLoad, LoadOrder]] = []
         self._arrived: set[str] = set()
         self._bad: set[int] = set()
@@ -130,6 +147,11 @@ class Loads:
     def within(self) -> bool:
         """Whether the step that is computed now has a load of its own."""
         return self._now is not None
+
+    @property
+    def unproven(self) -> int:
+        """How many of the latest steps may have begun on bad pages, as far as is known."""
+        return self._step - self._unproven[0][0] if self._unproven else 0
 
     def begin(self, orders: Sequence[LoadOrder]) -> None:
         """Begin the loads of a step; the pages stay where they are until each load has them."""
@@ -156,12 +178,14 @@ class Loads:
         for layer in range(self._layers if self._now is not None else 0):
             self.wait(layer)
 
-    def end_step(self) -> None:
-        """The forward pass has been submitted.
+    def end_step(self, *, idle: bool = False) -> bool:
+        """The forward pass has been submitted. False where vLLM takes the step back: nothing of it is to be stored.
 
-        Raises `LayerHooksError` where it did not wait for a layer. Where the pages of a load were bad after all, their
-        blocks are named, and vLLM takes the step back; it cannot do that where steps overlap (`VerifiedLoadError`).
+        That is where the pages of a load were bad after all; their blocks are named. Where steps overlap, it cannot do
+        that (`VerifiedLoadError`). Raises `LayerHooksError` where the pass did not wait for a layer. `idle`: there was
+        no pass, so the verdicts on earlier loads are waited for.
         """
+        good, step, self._step = True, self._step, self._step + 1
         if self._now is not None:
             if len(self._waited) < self._layers:
                 missed = sorted(set(range(self._layers)) - self._waited)
@@ -169,22 +193,24 @@ class Loads:
                     f"the forward did not wait for {len(missed)} of {self._layers} layers, layer {missed[0]} first",
                     'set "layerwise": false in kv_connector_extra_config',
                 )
-            self._unproven.append((self._now, self._orders))
+            self._unproven.append((step, self._now, self._orders))
             self._now, self._orders = None, []
         left = []
-        for load, orders in self._unproven:
-            if self._overlapping and not load.done():
-                left.append((load, orders))
+        for number, load, orders in self._unproven:
+            if self._overlapping and not (idle or load.done()):
+                left.append((number, load, orders))
                 continue
             bad = _bad_blocks(load, orders)
             if bad and self._overlapping:
                 raise VerifiedLoadError(
                     f"{len(bad)} blocks of {len(orders)} requests were not loaded, and the next step goes on from them",
-                    "see the log for a CUDA error, and restart",
+                    "see the log for a CUDA error, and restart; without one, raise pin_seconds",
                 )
             self._bad |= bad
+            good = good and not bad
         self._unproven = left
         self._poll()
+        return good
 
     def take_arrived(self) -> set[str]:
         """Requests whose load between steps has ended since the last call, well or not."""

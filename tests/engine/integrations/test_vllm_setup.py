@@ -104,6 +104,7 @@ SECTIONS: dict[str, Any] = {"cpu": {"capacity": "1MiB"}}
         ({"config": SECTIONS, "wiat_seconds": 1}, UnknownKeyError, "wiat_seconds"),
         ({"config": SECTIONS, "wait_seconds": -1}, InvalidValueError, "wait_seconds"),
         ({"config": SECTIONS, "pin_seconds": "long"}, InvalidValueError, "pin_seconds"),
+        ({"config": SECTIONS, "pin_seconds": 5}, InvalidValueError, "more than 5"),
         ({"config": SECTIONS, "layerwise": "yes"}, InvalidValueError, "layerwise"),
     ],
 )

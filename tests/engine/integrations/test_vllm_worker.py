@@ -155,7 +155,7 @@ def test_a_load_between_steps_names_its_bad_blocks(worker: Worker) -> None:
     worker.session.engine.clear()
     worker.loads.begin([order])
     worker.loads.end_step()
-    until(lambda: worker.loads.end_step() or not worker.loads.under_way, "the load ends")
+    until(lambda: worker.loads.end_step() and not worker.loads.under_way, "the load ends")
     assert worker.loads.take_arrived() == {"r"}
     assert worker.loads.take_bad() == {5, 6, 7, 8, 9}
     assert worker.loads.take_arrived() == set()
@@ -283,6 +283,95 @@ def test_what_was_checked_and_is_bad_after_all(overlapping: bool) -> None:
     else:
         loads.end_step()
         assert loads.take_bad() == {9}
+
+
+def begun(engine: Any, *, overlapping: bool) -> tuple[Loads, Stores]:
+    return Loads(engine, LAYERS, Counter(), overlapping=overlapping), Stores(engine, CPU, Counter())
+
+
+def end_step(loads: Loads, stores: Stores, orders: list[StoreOrder], *, last: bool = False, idle: bool = False) -> None:
+    """As the connector ends a step."""
+    good = loads.end_step(idle=idle)
+    stores.begin(orders if good else [], last=last, unproven=loads.unproven)
+
+
+def test_a_step_that_is_taken_back_stores_nothing() -> None:
+    """Its later pages were computed from a bad one, and would lie under right names for good."""
+    engine, handles = stub_engine()
+    bad = LoadReport(TOKENS, (PageStatus.CANCELLED,), {}, 0.0)
+    engine.load_many = lambda batch: SimpleNamespace(done=lambda: True, wait=lambda layer: None, results=lambda: [bad])
+    loads, stores = begun(engine, overlapping=False)
+    loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
+    loads.wait_all()
+    end_step(loads, stores, [StoreOrder("r", hashes(1), 1, (9, 10))], last=True)
+    assert loads.take_bad() == {8}
+    end_step(loads, stores, [StoreOrder("r", hashes(1), 0, (8, 9, 10))], last=True)  # computed again
+    until(lambda: left(handles) == [3], "it is handed over")
+    handles[0].read(None)
+    stores.close()
+    assert len(handles) == 1
+
+
+def test_what_a_step_computes_is_stored_when_its_load_is_proven() -> None:
+    """Where steps overlap the verdict comes later, and the next step has begun on what was computed."""
+    engine, handles = stub_engine()
+    good = LoadReport(TOKENS, (PageStatus.LOADED,), {}, 0.0)
+    over: list[bool] = []
+    engine.load_many = lambda batch: SimpleNamespace(
+        done=lambda: bool(over), wait=lambda layer: None, results=lambda: [good]
+    )
+    loads, stores = begun(engine, overlapping=True)
+    end_step(loads, stores, [StoreOrder("a", hashes(1), 0, (0, 1))])  # before the load
+    until(lambda: left(handles) == [2], "it is handed over")
+    loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
+    loads.wait_all()
+    end_step(loads, stores, [StoreOrder("r", hashes(2), 1, (9, 10)), StoreOrder("b", hashes(3), 0, (5,))], last=True)
+    assert loads.unproven == 1
+    end_step(loads, stores, [StoreOrder("r", hashes(2), 3, (11, 12))])
+    assert loads.unproven == 2
+    stores.settle({5})  # its request has gone, and another one writes to its block
+    stores.flush()
+    assert len(handles) == 1
+    end_step(loads, stores, [], idle=True)  # nothing is computed: the verdict is waited for
+    assert loads.unproven == 0
+    until(lambda: left(handles) == [2, 4], "both steps are handed over")
+    over.clear()
+    loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
+    loads.wait_all()
+    end_step(loads, stores, [StoreOrder("r", hashes(4), 0, (3,))], last=True)  # a single page, of one that ends
+    over.append(True)
+    end_step(loads, stores, [])
+    until(lambda: left(handles) == [2, 4, 1], "it waits for no other page")
+    for handle in handles:
+        handle.read(None)
+    stores.close()
+
+
+def test_steps_go_on_while_each_has_a_load() -> None:
+    engine, handles = stub_engine()
+    good = LoadReport(TOKENS, (PageStatus.LOADED,), {}, 0.0)
+    under_way: list[list[bool]] = []
+
+    def load_many(batch: Any) -> Any:
+        mine: list[bool] = []
+        under_way.append(mine)
+        return SimpleNamespace(done=lambda: bool(mine), wait=lambda layer: None, results=lambda: [good])
+
+    engine.load_many = load_many
+    loads, stores = begun(engine, overlapping=True)
+    for step in range(4):
+        loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
+        loads.wait_all()
+        if step:
+            under_way[step - 1].append(True)
+        end_step(loads, stores, [StoreOrder("r", hashes(step), 0, (step, 9))])
+        assert loads.unproven == 1
+    until(lambda: left(handles) == [2, 2, 2], "all but the last step's are handed over")
+    for handle in handles:
+        handle.read(None)
+    stores.discard()
+    stores.close()
+    assert len(handles) == 3
 
 
 def test_a_load_of_which_less_was_begun_than_was_promised() -> None:

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from gdscache import PageHashes
+from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
 from tests.support.vllm_scheduler import SIZE, WAIT, FakeCache, FakeFetch, Scheduler, hashes_of, names_of
 
@@ -167,3 +168,44 @@ def test_a_request_that_waits_finds_what_others_stored_meanwhile() -> None:
     cache.now = 3.0
     assert scheduler.ask(request, 0) == (6, False)  # nothing has come since
     assert [fetch.released for fetch in cache.fetches] == [1, 0]
+
+
+@pytest.mark.parametrize(("left", "fetches"), [(ENDING_S - 0.1, 2), (ENDING_S + 0.1, 1)])
+def test_pins_that_end_soon_are_too_old(left: float, fetches: int) -> None:
+    """The load begins later in the step, and must not meet the end of the pins."""
+    scheduler, cache = table()
+    request = request_of(11)
+    stored(cache, request, 3)
+    scheduler.add(request)
+    landed(cache).left_s = left
+    assert scheduler.ask(request, 0) == ((6, False) if fetches == 1 else (None, False))
+    assert len(cache.fetches) == fetches
+
+
+def test_no_tokens_are_never_between_steps() -> None:
+    """vLLM ends where a load between steps has no tokens. A fetch may end without room while it is looked at."""
+    scheduler, cache = table()
+    request = request_of(11)
+    stored(cache, request, 3)
+    scheduler.add(request)
+    fetch = cache.fetches[-1]
+    fetch.asking = fetch.ended = fetch.no_room = True
+    assert scheduler.ask(request, 6) == (0, False)
+    scheduler.place(request, [0, 1, 2, 3, 4], 0)
+    assert (scheduler.take_loads(), fetch.released) == ([], 1)
+
+
+def test_nothing_is_loaded_or_stored_of_requests_that_come_while_weights_are_stale() -> None:
+    scheduler, cache = table()
+    scheduler.stale = True
+    request = request_of(11)
+    stored(cache, request, 3)
+    scheduler.add(request)
+    assert scheduler.ask(request, 4) == (0, False)
+    scheduler.place(request, [0, 1, 2, 3, 4], 0)
+    assert list(scheduler.stores({"r": 11}, lambda name: [0, 1, 2, 3, 4])) == []
+    scheduler.stale = False
+    again = request_of(11, "again")
+    scheduler.add(again)
+    landed(cache)
+    assert scheduler.ask(again, 0) == (6, False)
