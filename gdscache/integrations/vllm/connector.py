@@ -203,8 +203,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._session = session = _SESSIONS.open(self._engine_id, make)
         overlapping = config.scheduler_config.async_scheduling
         self._layers = planes.layers
-        self._stores = Stores(session.engine, planes.tensors[0].device, self._counts)
         self._loads = Loads(session.engine, len(planes.tensors), self._counts, overlapping=bool(overlapping))
+        self._stores = Stores(session.engine, planes.tensors[0].device, self._counts, self._loads.prove)
         self._prefills = Prefills(session.engine, planes.tensors[0].device)
         session.attend(self._stores, lambda: self._loads.under_way)
 

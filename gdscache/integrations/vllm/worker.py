@@ -10,7 +10,7 @@ name.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,9 +41,16 @@ class Stores:
     keep their bytes until somebody is to write to them.
     """
 
-    def __init__(self, engine: CacheEngine, device: torch.device, counts: Counter[str]) -> None:
-        """`device`: of vLLM's blocks."""
+    def __init__(
+        self,
+        engine: CacheEngine,
+        device: torch.device,
+        counts: Counter[str],
+        prove: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`device`: of vLLM's blocks. `prove()`: wait for the verdicts on all loads so far (`Loads.prove`)."""
         self._engine = engine
+        self._prove = prove
         self._device = device
         self._counts = counts
         self._salt = ""
@@ -60,11 +67,7 @@ class Stores:
         among them, may have begun on bad pages (`Loads.unproven`).
         """
         self._held.append((list(orders), last))
-        ending = False
-        while len(self._held) > unproven:
-            proven, last = self._held.popleft()
-            self._waiting += proven
-            ending = ending or last
+        ending = self._let_go(unproven)
         self._steps += bool(self._waiting)
         many = len(self._waiting) >= _PAGES or any(len(order.blocks) > 1 for order in self._waiting)
         if many or ending or self._steps >= _STEPS:
@@ -100,9 +103,10 @@ class Stores:
         self._counts["stored_pages"] += len(pages)
 
     def settle(self, blocks: Set[int]) -> None:
-        """Wait until no store reads one of these blocks. What waits for its proof, and lies in them, is not stored."""
-        for step, _ in self._held:
-            step[:] = [order for order in step if blocks.isdisjoint(order.blocks)]
+        """Wait until no store reads one of these blocks. Raises what `prove` raises; nothing is stored then that is not
+        proven."""
+        if not all(blocks.isdisjoint(order.blocks) for step, _ in self._held for order in step):
+            self._let_all_go()
         if self._waiting and not {block for order in self._waiting for block in order.blocks}.isdisjoint(blocks):
             self.flush()
         for store, its in self._reading:
@@ -112,9 +116,31 @@ class Stores:
         self._forget_read()
 
     def close(self) -> None:
-        """Hand over what waits and is proven, and end the thread. Twice is fine."""
+        """Hand over what waits, and end the thread. Twice is fine."""
+        try:
+            self._let_all_go()
+        except GdsCacheError as error:
+            log_failure(error)
         self.flush()
         self._thread.close()
+
+    def _let_go(self, unproven: int) -> bool:
+        """Let steps wait for others alone, but so many of the latest ones. Whether a request has ended in them."""
+        ending = False
+        while len(self._held) > unproven:
+            proven, last = self._held.popleft()
+            self._waiting += proven
+            ending = ending or last
+        return ending
+
+    def _let_all_go(self) -> None:
+        if self._held:
+            try:
+                self._prove()
+            except GdsCacheError:
+                self.discard()
+                raise
+            self._let_go(0)
 
     def _forget_read(self) -> None:
         self._reading = [entry for entry in self._reading if not entry[0].done()]
@@ -185,7 +211,7 @@ class Loads:
         that (`VerifiedLoadError`). Raises `LayerHooksError` where the pass did not wait for a layer. `idle`: there was
         no pass, so the verdicts on earlier loads are waited for.
         """
-        good, step, self._step = True, self._step, self._step + 1
+        step, self._step = self._step, self._step + 1
         if self._now is not None:
             if len(self._waited) < self._layers:
                 missed = sorted(set(range(self._layers)) - self._waited)
@@ -195,22 +221,13 @@ class Loads:
                 )
             self._unproven.append((step, self._now, self._orders))
             self._now, self._orders = None, []
-        left = []
-        for number, load, orders in self._unproven:
-            if self._overlapping and not (idle or load.done()):
-                left.append((number, load, orders))
-                continue
-            bad = _bad_blocks(load, orders)
-            if bad and self._overlapping:
-                raise VerifiedLoadError(
-                    f"{len(bad)} blocks of {len(orders)} requests were not loaded, and the next step goes on from them",
-                    "see the log for a CUDA error, and restart; without one, raise pin_seconds",
-                )
-            self._bad |= bad
-            good = good and not bad
-        self._unproven = left
+        good = self._judge(wait=idle or not self._overlapping)
         self._poll()
         return good
+
+    def prove(self) -> bool:
+        """Wait for the verdicts on the loads of all steps that have been submitted, as `end_step` does."""
+        return self._judge(wait=True)
 
     def take_arrived(self) -> set[str]:
         """Requests whose load between steps has ended since the last call, well or not."""
@@ -234,6 +251,24 @@ class Loads:
         self._counts["loads"] += len(orders)
         self._counts["loaded_pages"] += sum(len(order.blocks) for order in orders)
         return load
+
+    def _judge(self, *, wait: bool) -> bool:
+        """Look at the verdicts of loads within steps, of those that have ended if `wait` is not set; all are good."""
+        good, left = True, []
+        for number, load, orders in self._unproven:
+            if not (wait or load.done()):
+                left.append((number, load, orders))
+                continue
+            bad = _bad_blocks(load, orders)
+            if bad and self._overlapping:
+                raise VerifiedLoadError(
+                    f"{len(bad)} blocks of {len(orders)} requests were not loaded, and the next step goes on from them",
+                    "see the log for a CUDA error, and restart; without one, raise pin_seconds",
+                )
+            self._bad |= bad
+            good = good and not bad
+        self._unproven = left
+        return good
 
     def _begin_between(self, order: LoadOrder) -> None:
         try:

@@ -286,7 +286,8 @@ def test_what_was_checked_and_is_bad_after_all(overlapping: bool) -> None:
 
 
 def begun(engine: Any, *, overlapping: bool) -> tuple[Loads, Stores]:
-    return Loads(engine, LAYERS, Counter(), overlapping=overlapping), Stores(engine, CPU, Counter())
+    loads = Loads(engine, LAYERS, Counter(), overlapping=overlapping)
+    return loads, Stores(engine, CPU, Counter(), loads.prove)
 
 
 def end_step(loads: Loads, stores: Stores, orders: list[StoreOrder], *, last: bool = False, idle: bool = False) -> None:
@@ -329,19 +330,19 @@ def test_what_a_step_computes_is_stored_when_its_load_is_proven() -> None:
     assert loads.unproven == 1
     end_step(loads, stores, [StoreOrder("r", hashes(2), 3, (11, 12))])
     assert loads.unproven == 2
-    stores.settle({5})  # its request has gone, and another one writes to its block
+    stores.settle({6, 7})  # nobody waits with these
     stores.flush()
     assert len(handles) == 1
     end_step(loads, stores, [], idle=True)  # nothing is computed: the verdict is waited for
     assert loads.unproven == 0
-    until(lambda: left(handles) == [2, 4], "both steps are handed over")
+    until(lambda: left(handles) == [2, 5], "both steps are handed over")
     over.clear()
     loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
     loads.wait_all()
     end_step(loads, stores, [StoreOrder("r", hashes(4), 0, (3,))], last=True)  # a single page, of one that ends
     over.append(True)
     end_step(loads, stores, [])
-    until(lambda: left(handles) == [2, 4, 1], "it waits for no other page")
+    until(lambda: left(handles) == [2, 5, 1], "it waits for no other page")
     for handle in handles:
         handle.read(None)
     stores.close()
@@ -369,9 +370,33 @@ def test_steps_go_on_while_each_has_a_load() -> None:
     until(lambda: left(handles) == [2, 2, 2], "all but the last step's are handed over")
     for handle in handles:
         handle.read(None)
-    stores.discard()
-    stores.close()
-    assert len(handles) == 3
+    stores.close()  # which waits for the verdict
+    assert len(handles) == 4
+
+
+def test_a_block_of_a_step_that_is_not_proven_is_written_to() -> None:
+    """Its request has gone, and another one has its block: the verdict is waited for, and then the store."""
+    engine, handles = stub_engine()
+    good, bad = (LoadReport(TOKENS, (status,), {}, 0.0) for status in (PageStatus.LOADED, PageStatus.CANCELLED))
+    for report in (good, bad):
+        engine.load_many = lambda batch, report=report: SimpleNamespace(
+            done=lambda: False, wait=lambda layer: None, results=lambda: [report]
+        )
+        loads, stores = begun(engine, overlapping=True)
+        loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
+        loads.wait_all()
+        end_step(loads, stores, [StoreOrder("r", hashes(1), 1, (9, 10))])
+        if report is good:
+            writes = threading.Thread(target=stores.settle, args=({10},))
+            writes.start()
+            until(lambda: left(handles) == [2], "it is handed over")
+            handles[0].read(None)
+            writes.join(WAIT)
+        else:
+            with pytest.raises(VerifiedLoadError):
+                stores.settle({10})
+        stores.close()
+    assert len(handles) == 1
 
 
 def test_a_load_of_which_less_was_begun_than_was_promised() -> None:
