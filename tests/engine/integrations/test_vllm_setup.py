@@ -12,6 +12,7 @@ import torch
 from gdscache import CacheEngine, PageHashes, errors
 from gdscache.config import Config
 from gdscache.errors import CacheLayoutUnsupportedError, ConfigError, GdsCacheError, InvalidValueError, UnknownKeyError
+from gdscache.integrations.vllm import setup as vllm_setup
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
 from gdscache.integrations.vllm.setup import Options, model_of, refuse_setup, weights_of
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
@@ -237,3 +238,18 @@ def test_what_changes_bytes_changes_the_namespace(change: dict[str, Any]) -> Non
     assert namespace(*setup(**change), planes(), "0.32.0") != before
     assert namespace(*setup(), planes(), "0.33.0") != before
     assert namespace(*setup(), planes_of(caches((1, 0, 2, 3)), 8, 16, "LBNHC"), "0.32.0") != before
+
+
+def test_on_a_cpu_the_processor_is_a_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM packs keys into tiles where the processor has AMX, and in columns where it has not."""
+    amx, other = tmp_path / "amx", tmp_path / "other"
+    amx.write_text("processor\t: 0\nflags\t\t: fpu avx512f avx512fp16 amx_tile\n\nflags\t\t: fpu\n")
+    other.write_text("processor\t: 0\nflags\t\t: fpu avx512f\n")
+    assert vllm_setup._tiles(amx) == ["amx_tile", "avx512f"]
+    assert vllm_setup._tiles(other) == ["avx512f"]
+    assert vllm_setup._tiles(Path("/dev/null")) == []
+    salts, tiles = [], vllm_setup._tiles
+    for file in (amx, other):
+        monkeypatch.setattr(vllm_setup, "_tiles", lambda file=file, tiles=tiles: tiles(file))
+        salts.append(model_of(*setup(), planes(), "0.32.0")["salt"])
+    assert salts[0] != salts[1]
