@@ -50,7 +50,7 @@ class StoreOrder:
 @dataclasses.dataclass(slots=True)
 class _Known:
     """A request. `local`: pages that vLLM's own cache has of it; `offered`: pages before it need no store; `since`:
-    when it was told "not yet" for the first time; `looked`: when its pages were looked up."""
+    when it was told "not yet" for the first time, since pages came for it last; `looked`: when they were looked up."""
 
     request: Any
     refused: bool
@@ -131,6 +131,8 @@ class RequestTable:
                 return None, False
             self.late += not known.late
             known.late = True
+        else:
+            known.since = None
         crowded = fetch.crowded()
         pages = max(0, min(fetch.wanted if crowded else fetch.verified(), most) - known.local)
         known.between = crowded and pages > 0
@@ -224,7 +226,7 @@ class RequestTable:
 
     def _begin(self, known: _Known) -> Fetch:
         self._name(known)
-        known.since, known.late, known.looked = None, False, self._clock()
+        known.late, known.looked = False, self._clock()
         fetch = self._cache.fetch(known.hashes, (known.request.num_tokens - 1) // self._page_tokens)
         known.fetch = fetch
         return fetch

@@ -182,6 +182,23 @@ def test_pins_that_end_soon_are_too_old(left: float, fetches: int) -> None:
     assert len(cache.fetches) == fetches
 
 
+def test_pins_that_end_while_nothing_comes_do_not_prolong_the_wait() -> None:
+    scheduler, cache = table()
+    request = request_of(11)
+    stored(cache, request, 3)
+    scheduler.add(request)
+    asked = 0
+    while scheduler.ask(request, 0) == (None, False):
+        cache.fetches[-1].left_s = 0.0
+        cache.now += WAIT / 4
+        asked += 1
+    assert (asked, len(cache.fetches)) == (4, 5)
+    landed(cache)
+    assert scheduler.ask(request, 0) == (6, False)
+    cache.fetches[-1].left_s = 0.0  # it waits for blocks
+    assert scheduler.ask(request, 0) == (None, False), "these come anew, and get their time"
+
+
 def test_no_tokens_are_never_between_steps() -> None:
     """vLLM ends where a load between steps has no tokens. A fetch may end without room while it is looked at."""
     scheduler, cache = table()
