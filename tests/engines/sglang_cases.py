@@ -220,6 +220,24 @@ def who_is_looked_up(folder: Path) -> None:
 
 
 @case
+def salts_apart(folder: Path) -> None:
+    """Requests with another `cache_salt` find nothing, on the device, in the CPU tier or on the SSD."""
+    found, tokens = rig.Rig(folder), rig.prompt(1, 61)
+    salts = (None, "a", "b")
+    for number, found.salt in enumerate(salts):
+        assert found.serve(tokens, functools.partial(_constant, float(number))) == (0, 0)
+        found.settle()
+    for again in (found, None):
+        if again is None:
+            found.close()
+            found = rig.Rig(folder)
+        found.flush()
+        for number, found.salt in enumerate(salts):
+            assert found.serve(tokens, functools.partial(_constant, float(number))) == (0, 60)
+    found.close()
+
+
+@case
 def new_weights_find_nothing(folder: Path) -> None:
     """Whatever way weights are written: no page of before is loaded, from any tier, after a restart neither."""
     found = rig.Rig(folder)

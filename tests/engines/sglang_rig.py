@@ -157,6 +157,7 @@ class Rig:
         self.tree.init_cache_linker(self.linker)
         self.pool.register_layer_transfer_counter(self.linker.layer_done_counter)
         self.full_graphs = False  # of prompts: one wait in front of them
+        self.salt: str | None = None  # `cache_salt` of the requests from now on
         self._number = 0
 
     # -- what a scheduler does -----------------------------------------------------------------------------------------
@@ -167,13 +168,14 @@ class Rig:
             self._number += 1
             rid = f"r{self._number}"
         request = Request(rid)
-        found = self.tree.match_prefix(MatchPrefixParams(key=self.key(tokens), req=request))
+        request.cache_salt = self.salt
+        found = self.tree.match_prefix(MatchPrefixParams(key=self.key(tokens, self.salt), req=request))
         request.last_node = found.last_device_node
         return request, found
 
     @staticmethod
-    def key(tokens: Sequence[int]) -> RadixKey:
-        return RadixKey(token_ids=array("q", tokens), extra_key=None)
+    def key(tokens: Sequence[int], salt: str | None = None) -> RadixKey:
+        return RadixKey(token_ids=array("q", tokens), extra_key=None, cache_salt=salt)
 
     def serve(self, tokens: Sequence[int], value: Callable[[int], float] | None = None) -> tuple[int, int]:
         """A request from its begin to its end: (tokens on the device, tokens loaded). Checks what is loaded.
@@ -211,7 +213,7 @@ class Rig:
                 wanted = torch.full_like(buffer[0], self.content(tokens, at, number, value))
                 assert torch.equal(buffer[slots[at]], wanted), (at, number, "a wrong byte")
         assert self.tree.finish_external_linker_loads([request]) == []
-        self.tree.insert(InsertParams(key=self.key(tokens[:full]), value=slots, prev_prefix_len=there))
+        self.tree.insert(InsertParams(key=self.key(tokens[:full], self.salt), value=slots, prev_prefix_len=there))
         self.tree.dec_lock_ref(request.last_node, lock)
         self.poll()
         return there, loaded

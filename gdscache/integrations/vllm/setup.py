@@ -131,8 +131,8 @@ def _refuse_ranks(parallel: Any) -> None:
 
 def _refuse_groups(cache: Any) -> None:
     groups = cache.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1 or kinds[0] not in _KINDS:
+    kinds = [kind for group in groups for kind in _kinds(group.kv_cache_spec)]
+    if len(groups) != 1 or not set(kinds) <= set(_KINDS):
         raise CacheGroupsUnsupportedError(
             f"the KV cache has {len(groups)} groups, of {', '.join(kinds)}; one of {' or '.join(_KINDS)} is supported",
             "use a model whose every layer attends to all tokens",
@@ -142,6 +142,12 @@ def _refuse_groups(cache: Any) -> None:
         raise CacheGroupsUnsupportedError(
             f"blocks have {block} tokens, and hashes are of {hashed}", "leave --prefix-match-unit out"
         )
+
+
+def _kinds(spec: Any) -> list[str]:
+    """The kinds of a group's layers, by vLLM's names; several where a group has layers of unequal width."""
+    layers = getattr(spec, "kv_cache_specs", None)
+    return sorted({type(one).__name__ for one in ([spec] if layers is None else layers.values())})
 
 
 def _refuse_hashes(cache: Any, environment: Mapping[str, str]) -> None:
@@ -164,7 +170,7 @@ def model_of(vllm: Any, cache: Any, planes: VllmPlanes, version: str) -> dict[st
     facts: dict[str, object] = {
         "vllm": version,
         "layout": str(cache.kv_cache_layout),
-        "kind": type(cache.kv_cache_groups[0].kv_cache_spec).__name__,
+        "kind": " ".join(_kinds(cache.kv_cache_groups[0].kv_cache_spec)),
         "block_size": cache.kv_cache_groups[0].kv_cache_spec.block_size,
         "layers": planes.described,
         "names": sorted(planes.layers),

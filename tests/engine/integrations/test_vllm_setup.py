@@ -58,6 +58,12 @@ def group(kind: type, tokens: int = 16) -> Any:
     return SimpleNamespace(kv_cache_spec=kind(block_size=tokens))
 
 
+def uniform(kind: type, tokens: int = 16) -> Any:
+    """A group of layers of unequal width, the second one of a kind of its own."""
+    layers = {"layer.0": FullAttentionSpec(block_size=tokens), "layer.1": kind(block_size=tokens)}
+    return SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=tokens, kv_cache_specs=layers))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "hint"),
     [
@@ -69,6 +75,7 @@ def group(kind: type, tokens: int = 16) -> Any:
         ({"parallel_config__decode_context_parallel_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
         ({"cache__kv_cache_groups": [group(FullAttentionSpec)] * 2}, "CacheGroupsUnsupportedError", "every layer"),
         ({"cache__kv_cache_groups": [group(MambaSpec)]}, "CacheGroupsUnsupportedError", "every layer"),
+        ({"cache__kv_cache_groups": [uniform(MambaSpec)]}, "CacheGroupsUnsupportedError", "every layer"),
         ({"cache__hash_block_size": 8}, "CacheGroupsUnsupportedError", "--prefix-match-unit"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "HashSeedError", "PYTHONHASHSEED"),
         ({"cache_config__calculate_kv_scales": True}, "DynamicScalesError", "kv_cache_dtype"),
@@ -89,6 +96,7 @@ def test_what_is_not_refused() -> None:
     refuse_setup(*setup(), {})
     refuse_setup(*setup(cache_config__prefix_caching_hash_algo="xxhash"), {"PYTHONHASHSEED": "0"})
     refuse_setup(*setup(cache__kv_cache_groups=[group(MLAAttentionSpec)]), {})
+    refuse_setup(*setup(cache__kv_cache_groups=[uniform(FullAttentionSpec)]), {})
     refuse_setup(*setup(speculative_config=SimpleNamespace(method="ngram")), {})
 
 
@@ -227,6 +235,7 @@ def test_layers_of_different_widths() -> None:
         {"model_config__hf_config": SimpleNamespace(to_dict=lambda: {"layers": 5})},
         {"cache__kv_cache_layout": "BLNHC"},
         {"cache__kv_cache_groups": [group(MLAAttentionSpec)]},
+        {"cache__kv_cache_groups": [uniform(MLAAttentionSpec)]},
     ],
 )
 def test_what_changes_bytes_changes_the_namespace(change: dict[str, Any]) -> None:
