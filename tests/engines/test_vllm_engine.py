@@ -104,9 +104,10 @@ def test_in_a_process_of_its_own(model: Path, plain: Answers, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(parts.KIND == "mla", reason="every test has latents then")
-def test_latents(plain: Answers, tmp_path: Path) -> None:
-    """Pages of a model with multi-head latent attention: the same tokens, after a restart too."""
-    model = parts.made(tmp_path, "mla")
+@pytest.mark.parametrize("kind", ["mla", "uneven"])
+def test_other_models(plain: Answers, tmp_path: Path, kind: str) -> None:
+    """Multi-head latent attention, and layers of unequal width: the same tokens, after a restart too."""
+    model = parts.made(tmp_path, kind)
     alone = parts.run(tmp_path, model, [ask(*parts.PROMPTS)], llm={"enable_prefix_caching": False}).answers[1]
     assert min(parts.drift(a, b) for a, b in zip(alone, plain, strict=True)) > parts.DRIFT, "another model"
     connector = filled(tmp_path, model)

@@ -27,13 +27,14 @@ LLM = {
     "block_size": 32,
     "enforce_eager": True,
     "disable_log_stats": False,
+    "trust_remote_code": True,  # of `uneven` models, written here
     "seed": 0,
 }
 
 
 def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
     """A random model of 4 layers, 6 MB, whose output depends on the prompt: a Llama, or (`mla`) a DeepSeek-V2 without
-    experts, whose pages hold latents.
+    experts, whose pages hold latents, or (`uneven`) a DeciLM, whose layers have 1, 2, 4 and 1 heads of keys.
 
     Plain random weights answer one token to nearly any prompt, or flip with the last bits. Here the attention's values
     weigh more, and only 16 tokens can win, so that the gap to the second is far above what bfloat16 rounds away.
@@ -62,6 +63,8 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
         config.moe_layer_freq = 1  # which SGLang asks for
         model = transformers.DeepseekV2ForCausalLM(config)
     else:
+        if kind == "uneven":
+            shape |= {"num_attention_heads": 4, "num_key_value_heads": 4}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, head_dim=128))
     with torch.no_grad():
         for layer in model.model.layers:
@@ -73,6 +76,43 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
             attention.o_proj.weight *= 4
         model.lm_head.weight[WINNERS:] = 0
     model.to(torch.bfloat16).save_pretrained(folder)
+    if kind == "uneven":
+        _make_uneven(folder)
+
+
+UNEVEN = (1, 2, 4, 1)
+DECILM = """
+from types import SimpleNamespace as Block
+
+from transformers import LlamaConfig
+
+
+class DeciLMConfig(LlamaConfig):
+    model_type = "nemotron-nas"
+
+    @property
+    def block_configs(self):
+        ffn = Block(no_op=False, intermediate_size=self.intermediate_size)
+        groups = [self.num_attention_heads // heads for heads in self.num_key_value_heads_per_layer]
+        return [Block(attention=Block(no_op=False, n_heads_in_group=group), ffn=ffn) for group in groups]
+"""
+
+
+def _make_uneven(folder: Path) -> None:
+    """Leave so many heads of keys and values in each layer of a Llama, and call it what vLLM knows with such layers."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for layer, heads in enumerate(UNEVEN):
+        for name in (f"model.layers.{layer}.self_attn.{which}_proj.weight" for which in "kv"):
+            weights[name] = weights[name][: heads * 128].clone()
+    save_file(weights, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["DeciLMForCausalLM"], "model_type": "nemotron-nas"}
+    config |= {"auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"}}
+    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads_per_layer": UNEVEN}))
+    (folder / "configuration_decilm.py").write_text(DECILM)
 
 
 def tokens_of(prompt: dict[str, Any]) -> list[int]:
