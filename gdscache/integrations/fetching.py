@@ -15,10 +15,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gdscache.errors import GdsCacheError
 from gdscache.integrations.weights import fresh_salt
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import PageHashes
 from gdscache.prefetch.queue import PrefetchEnd
+from gdscache.runtime.threads import log_failure
 
 if TYPE_CHECKING:
     from gdscache.engine import CacheEngine
@@ -207,8 +209,11 @@ class PinningCache:
     def renew_salt(self) -> None:
         """Other weights have come: find no page of before. What had a name of its own is not found again, and goes."""
         old, self.salt = self.salt, fresh_salt()
-        if old:
-            self.engine.invalidate(self.engine.namespace(old))
+        try:
+            if old:
+                self.engine.invalidate(self.engine.namespace(old))
+        except GdsCacheError as error:  # it has another name by now, and is evicted in time
+            log_failure(error)
 
     def rest(self, seconds: float) -> None:
         """Wait until a load, a store or a prefetch has ended, for so many seconds at most."""
