@@ -87,9 +87,7 @@ class LoadTable:
         self._clock = clock
         self._sought: OrderedDict[str, _Sought] = OrderedDict()
         self._queued: dict[str, QueuedLoad] = {}
-        # When the loads of this batch, all together, have waited long enough, and when its lookups have.
-        self._until: float | None = None
-        self._hear_until: float | None = None
+        self._until: dict[str, float] = {}  # when the lookups of this batch, or its loads, have waited long enough
         self.counts: Counter[str] = Counter() if counts is None else counts
 
     def __len__(self) -> int:
@@ -103,7 +101,7 @@ class LoadTable:
             return 0
         sought, first = self._seek(rid, keys)
         fetch = sought.fetch
-        self._hear(fetch)
+        self._wait_while(lambda: fetch.asking, "lookups")  # a tier beyond this machine
         there = max(0, min(fetch.verified() - first, len(keys)))
         coming = max(0, min(fetch.wanted - first, len(keys)))
         if coming <= there or fetch.done():
@@ -126,14 +124,7 @@ class LoadTable:
                 sought.fetch.release()
             return False
         fetch, end = sought.fetch, first + len(keys)
-        while fetch.verified() < end and not fetch.done():
-            now = self._clock()
-            if self._until is None:
-                self._until = now + self._wait
-            left = self._until - now
-            if left <= 0 or not self._alone():
-                break
-            self._rest(min(left, LOOK_S))
+        self._wait_while(lambda: fetch.verified() < end and not fetch.done(), "loads")
         if fetch.verified() < end or fetch.lapsed(ENDING_S):
             self.counts["late"] += 1
             fetch.release()
@@ -153,8 +144,7 @@ class LoadTable:
 
     def take(self) -> list[QueuedLoad]:
         """The loads that are to begin; they are the caller's."""
-        queued, self._queued = list(self._queued.values()), {}
-        self._until = self._hear_until = None
+        queued, self._queued, self._until = list(self._queued.values()), {}, {}
         return queued
 
     def computed(self, keys: Sequence[str]) -> None:
@@ -175,13 +165,12 @@ class LoadTable:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _hear(self, fetch: Fetch) -> None:
-        """Wait for what a tier beyond this machine says, within `wait`, and only while no other request runs."""
-        while fetch.asking and self._alone():
+    def _wait_while(self, on_their_way: Callable[[], bool], who: str) -> None:
+        """Wait within `wait`, all of a batch together that are `who`, and only while no other request runs."""
+        while on_their_way() and self._alone():
             now = self._clock()
-            if self._hear_until is None:
-                self._hear_until = now + self._wait
-            if (left := self._hear_until - now) <= 0:
+            left = self._until.setdefault(who, now + self._wait) - now
+            if left <= 0:
                 return
             self._rest(min(left, LOOK_S))
 

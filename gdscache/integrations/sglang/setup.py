@@ -32,8 +32,9 @@ from gdscache.integrations.settings import engine_configuration
 from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.weights import model_directory, weights_identity
 
-# Methods of SGLang's `WeightUpdater` that write weights. The last one ends what `begin_weight_update` has begun; what
-# comes in between flushes SGLang's cache if it is asked to.
+# Methods of SGLang's `WeightUpdater` that write weights. What comes between a begin and an end flushes its cache if
+# it is asked to; the end does not.
+ENDS_UPDATE = "end_weight_update"
 WEIGHT_METHODS = (
     "update_weights_from_disk",
     "receive_weights_from_distributed",
@@ -41,7 +42,7 @@ WEIGHT_METHODS = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
     "begin_weight_update",
-    "end_weight_update",
+    ENDS_UPDATE,
 )
 LINKER_OPTIONS = "linker_extra_config"
 STORAGE_OPTIONS = "--hicache-storage-backend-extra-config"

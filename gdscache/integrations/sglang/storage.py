@@ -31,6 +31,7 @@ from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedErr
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.planes import host_planes
 from gdscache.integrations.sglang.setup import (
+    ENDS_UPDATE,
     STORAGE_OPTIONS,
     WEIGHT_METHODS,
     configuration,
@@ -67,7 +68,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self.close()
         self._pages = pages = HostPages(CacheEngine(config, planes.tensors))
         self._watch = WeightWatch(
-            WeightUpdater, WEIGHT_METHODS, lambda name: pages.weights_changed(ends=name == WEIGHT_METHODS[-1])
+            WeightUpdater, WEIGHT_METHODS, lambda name: pages.weights_changed(ends=name == ENDS_UPDATE)
         )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:

@@ -31,14 +31,13 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from gdscache.engine import CacheEngine
-from gdscache.errors import GdsCacheError
 from gdscache.integrations.vllm.metrics import GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.prefills import Prefills, prefill_of
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
 from gdscache.integrations.vllm.session import Sessions, VllmSession
 from gdscache.integrations.vllm.setup import WEIGHT_METHODS, Options, model_of, refuse_setup, weights_of
-from gdscache.integrations.vllm.worker import Loads, Stores
+from gdscache.integrations.vllm.worker import Loads, Stores, end_step
 from gdscache.integrations.watching import WeightWatch
 
 _REST_S = 0.005  # how long a step that computes nothing waits for pages, rather than to ask again at once
@@ -172,9 +171,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         Requests that are under way go on from what they have, so nothing of them is stored.
         """
-        self._table.leave_alone()
-        self._table.stale = False
-        self._joined.weights_changed()
+        self._drop_all(stale=False)
         return True
 
     def _weights_written(self, method: str) -> None:
@@ -185,8 +182,11 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "prefix cache has pages of the old weights",
                 method,
             )
-        self.reset_cache()
-        self._table.stale = True
+        self._drop_all(stale=True)
+
+    def _drop_all(self, *, stale: bool) -> None:
+        self._table.leave_alone(stale=stale)
+        self._joined.weights_changed()
 
     # -- worker --------------------------------------------------------------------------------------------------------
 
@@ -235,12 +235,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         with self._timed("worker_seconds"):
             orders = self._orders
-            try:
-                good = self._loads.end_step(idle=orders.idle)
-            except GdsCacheError:
-                self._stores.discard()
-                raise
-            self._stores.begin(orders.stores if good else [], last=orders.last, unproven=self._loads.unproven)
+            end_step(self._loads, self._stores, orders.stores, idle=orders.idle, last=orders.last)
             self._prefills.end()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -170,8 +170,12 @@ class RequestTable:
         if known is not None and known.fetch is not None:
             known.fetch.release()
 
-    def leave_alone(self) -> None:
-        """Neither load nor store anything of the requests that are there: what they have is of other weights."""
+    def leave_alone(self, *, stale: bool = False) -> None:
+        """Neither load nor store anything of the requests that are there: what they have is of other weights.
+
+        `stale`: nor of those that come, until this is called without.
+        """
+        self.stale = stale
         for known in self._known.values():
             if known.fetch is not None:
                 known.fetch.release()

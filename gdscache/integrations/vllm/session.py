@@ -14,7 +14,6 @@ from gdscache.engine import CacheEngine
 from gdscache.errors import SeparateWorkerError
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.vllm.worker import Stores
-from gdscache.integrations.weights import fresh_salt
 
 
 class VllmSession(PinningCache):
@@ -45,9 +44,8 @@ class VllmSession(PinningCache):
         From now on pages have another salt: they are of weights that no file has, as far as anybody knows, so that an
         engine that begins with the files' weights again must not find them.
         """
-        for salt in {"", self.salt}:
-            self.engine.invalidate(self.engine.namespace(salt))
-        self.salt = fresh_salt()
+        self.engine.invalidate(self.engine.namespace(""))
+        self.renew_salt()
         if self._stores is not None:
             self._stores.begin_anew(self.salt)
 

@@ -75,12 +75,8 @@ class Stores:
 
     def begin_anew(self, salt: str) -> None:
         """Store nothing of what waits; what comes has this salt."""
-        self.discard()
-        self._waiting, self._steps, self._salt = [], 0, salt
-
-    def discard(self) -> None:
-        """Store nothing of the steps that are not proven: a load has failed."""
         self._held.clear()
+        self._waiting, self._steps, self._salt = [], 0, salt
 
     def flush(self) -> None:
         """Hand over what waits and is proven. The blocks are read after what the current stream has to do by now."""
@@ -116,11 +112,12 @@ class Stores:
         self._forget_read()
 
     def close(self) -> None:
-        """Hand over what waits, and end the thread. Twice is fine."""
+        """Hand over what waits, but for steps with a bad load, and end the thread. Twice is fine."""
         try:
             self._let_all_go()
         except GdsCacheError as error:
             log_failure(error)
+            self._held.clear()
         self.flush()
         self._thread.close()
 
@@ -135,11 +132,7 @@ class Stores:
 
     def _let_all_go(self) -> None:
         if self._held:
-            try:
-                self._prove()
-            except GdsCacheError:
-                self.discard()
-                raise
+            self._prove()
             self._let_go(0)
 
     def _forget_read(self) -> None:
@@ -290,6 +283,17 @@ class Loads:
         self._arrived.add(order.request_id)
         self._bad |= bad
         self._counts["bad_pages"] += len(bad)
+
+
+def end_step(
+    loads: Loads, stores: Stores, orders: Sequence[StoreOrder], *, idle: bool = False, last: bool = False
+) -> None:
+    """A step has been submitted: store what it has computed as soon as that is known to be right.
+
+    `orders`: what became full in it; `idle`, `last`: of `Loads.end_step`, `Stores.begin`. Raises what the former does.
+    """
+    good = loads.end_step(idle=idle)
+    stores.begin(orders if good else [], last=last, unproven=loads.unproven)
 
 
 def _bad_blocks(load: LayerwiseLoad, orders: Sequence[LoadOrder]) -> set[int]:

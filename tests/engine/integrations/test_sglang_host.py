@@ -231,32 +231,26 @@ def test_an_update_that_ends_behind_the_flush_keeps_nobody_from_storing(tmp_path
     """SGLang flushes behind the parts of an update, and not behind its end."""
     found = HostPages(engine_over(tmp_path, pool(), None))
 
-    def in_thread(*methods: str) -> list[threading.Thread]:
-        """A thread that begins now, and calls later, when its event is set."""
-        threads = []
-        for name in methods:
-            thread = threading.Thread(target=lambda name=name: (go[name].wait(WAIT), store(name)))
-            thread.start()
-            threads.append(thread)
-        return threads
-
     def store(name: str) -> None:
+        go[name].wait(WAIT)
         outcome[name] = found.set(KEYS[:2], slots(0, 1))
 
     outcome: dict[str, list[bool]] = {}
     go = {name: threading.Event() for name in ("before", "called", "new")}
-    threads = in_thread("before")
+    threads = {name: threading.Thread(target=store, args=(name,)) for name in go}
+    threads["before"].start()
     for _ in range(2):
         found.weights_changed()  # begins; then a part of it; then SGLang flushes
-    threads += in_thread("called", "new")
+    threads["called"].start()
+    threads["new"].start()
     go["called"].set()
-    threads[1].join(WAIT)
+    threads["called"].join(WAIT)
     for _ in range(2):
         found.weights_changed(ends=True)
     assert found.exists(KEYS[:2]) == 0
     go["before"].set()
     go["new"].set()
-    for thread in threads:
+    for thread in threads.values():
         thread.join(WAIT)
     assert outcome == {"before": [False, False], "called": [True, True], "new": [True, True]}
     assert found.exists(KEYS[:2]) == 2

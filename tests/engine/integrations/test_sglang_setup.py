@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,9 @@ from gdscache.errors import (
     InvalidValueError,
     UnknownKeyError,
     WeightsNotFoundError,
-    WeightUpdatesUnsupportedError,
 )
 from gdscache.integrations.sglang.planes import PoolPlanes, device_planes, host_planes
 from gdscache.integrations.sglang.setup import (
-    WEIGHT_METHODS,
     LinkerOptions,
     configuration,
     model_of,
@@ -33,7 +30,6 @@ from gdscache.integrations.sglang.setup import (
     storage_config_of,
     weights_of,
 )
-from gdscache.integrations.watching import WeightWatch
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
 
 PAGE, PAGES, LAYERS = 4, 5, 3
@@ -300,57 +296,3 @@ def test_host_pools_that_are_none(pool: Any) -> None:
 
 def test_planes_say_what_they_are() -> None:
     assert isinstance(device_planes(mha(), PAGE), PoolPlanes)
-
-
-# -- weights ---------------------------------------------------------------------------------------------------------
-
-
-def updater() -> type[Any]:
-    def write(self: Any, fails: bool = False) -> str:
-        self.written.append(1)
-        if fails:
-            raise RuntimeError("half of them are written")
-        return "done"
-
-    return type("WeightUpdater", (), dict.fromkeys(WEIGHT_METHODS, write))
-
-
-def test_each_way_to_write_weights_is_told_before_and_behind() -> None:
-    kind = updater()
-    plain = {name: inspect.getattr_static(kind, name) for name in WEIGHT_METHODS}
-    told: list[tuple[str, int]] = []
-    target = SimpleNamespace(written=[])
-    watch = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append((name, len(target.written))))
-    for number, name in enumerate(WEIGHT_METHODS):
-        assert getattr(kind, name)(target) == "done"
-        assert told[-2:] == [(name, number), (name, number + 1)]
-    with pytest.raises(RuntimeError, match="half"):
-        kind.update_weights_from_disk(target, fails=True)
-    assert [count for _, count in told[-2:]] == [len(WEIGHT_METHODS), len(WEIGHT_METHODS) + 1]
-    watch.close()
-    watch.close()
-    before = len(told)
-    kind.update_weights_from_disk(target)
-    assert len(told) == before
-    assert {name: inspect.getattr_static(kind, name) for name in WEIGHT_METHODS} == plain, "SGLang's are its own again"
-
-
-def test_two_listen() -> None:
-    kind = updater()
-    told: list[str] = []
-    first = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append("a"))
-    second = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append("b"))
-    kind.update_weights_from_ipc(SimpleNamespace(written=[]))
-    assert told == ["a", "b", "a", "b"]
-    first.close()
-    kind.update_weights_from_ipc(SimpleNamespace(written=[]))
-    assert told[4:] == ["b", "b"]
-    second.close()
-
-
-def test_an_updater_that_cannot_be_watched_is_refused() -> None:
-    kind = updater()
-    del kind.update_weights_from_tensor
-    with pytest.raises(WeightUpdatesUnsupportedError, match="update_weights_from_tensor"):
-        WeightWatch(kind, WEIGHT_METHODS, lambda name: None)
-    assert not hasattr(kind.update_weights_from_disk, "_gdscache_listeners")

@@ -8,7 +8,7 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.session import Sessions, VllmSession
-from gdscache.integrations.vllm.worker import Loads, Stores
+from gdscache.integrations.vllm.worker import Loads, Stores, end_step
 from gdscache.limits import EngineLimits
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
@@ -116,6 +116,12 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
         yield found
         until(lambda: engine.stats()["leases"] == [], "leases end")
         assert engine.check().ok
+
+
+def stub_load(*statuses: PageStatus, done: Callable[[], bool] = lambda: True) -> Any:
+    """A load with such a report."""
+    report = LoadReport(TOKENS, statuses, {}, 0.0)
+    return SimpleNamespace(done=done, wait=lambda layer: None, results=lambda: [report])
 
 
 def stub_fetch() -> Any:
@@ -270,8 +276,7 @@ def test_single_pages_are_handed_over_together() -> None:
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_what_was_checked_and_is_bad_after_all(overlapping: bool) -> None:
     """vLLM takes the step back, or, where it cannot, ends: nobody goes on from such a step."""
-    report = LoadReport(TOKENS, (PageStatus.LOADED, PageStatus.CANCELLED), {}, 0.0)
-    load = SimpleNamespace(done=lambda: True, wait=lambda layer: None, results=lambda: [report])
+    load = stub_load(PageStatus.LOADED, PageStatus.CANCELLED)
     engine: Any = SimpleNamespace(load_many=lambda batch: load)
     fetch: Any = stub_fetch()
     loads = Loads(engine, LAYERS, Counter(), overlapping=overlapping)
@@ -290,17 +295,10 @@ def begun(engine: Any, *, overlapping: bool) -> tuple[Loads, Stores]:
     return loads, Stores(engine, CPU, Counter(), loads.prove)
 
 
-def end_step(loads: Loads, stores: Stores, orders: list[StoreOrder], *, last: bool = False, idle: bool = False) -> None:
-    """As the connector ends a step."""
-    good = loads.end_step(idle=idle)
-    stores.begin(orders if good else [], last=last, unproven=loads.unproven)
-
-
 def test_a_step_that_is_taken_back_stores_nothing() -> None:
     """Its later pages were computed from a bad one, and would lie under right names for good."""
     engine, handles = stub_engine()
-    bad = LoadReport(TOKENS, (PageStatus.CANCELLED,), {}, 0.0)
-    engine.load_many = lambda batch: SimpleNamespace(done=lambda: True, wait=lambda layer: None, results=lambda: [bad])
+    engine.load_many = lambda batch: stub_load(PageStatus.CANCELLED)
     loads, stores = begun(engine, overlapping=False)
     loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
     loads.wait_all()
@@ -316,17 +314,15 @@ def test_a_step_that_is_taken_back_stores_nothing() -> None:
 def test_what_a_step_computes_is_stored_when_its_load_is_proven() -> None:
     """Where steps overlap the verdict comes later, and the next step has begun on what was computed."""
     engine, handles = stub_engine()
-    good = LoadReport(TOKENS, (PageStatus.LOADED,), {}, 0.0)
     over: list[bool] = []
-    engine.load_many = lambda batch: SimpleNamespace(
-        done=lambda: bool(over), wait=lambda layer: None, results=lambda: [good]
-    )
+    engine.load_many = lambda batch: stub_load(PageStatus.LOADED, done=lambda: bool(over))
     loads, stores = begun(engine, overlapping=True)
     end_step(loads, stores, [StoreOrder("a", hashes(1), 0, (0, 1))])  # before the load
     until(lambda: left(handles) == [2], "it is handed over")
     loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
     loads.wait_all()
-    end_step(loads, stores, [StoreOrder("r", hashes(2), 1, (9, 10)), StoreOrder("b", hashes(3), 0, (5,))], last=True)
+    orders = [StoreOrder("r", hashes(2), 1, (9, 10)), StoreOrder("b", hashes(3), 0, (5,))]
+    end_step(loads, stores, orders, last=True)
     assert loads.unproven == 1
     end_step(loads, stores, [StoreOrder("r", hashes(2), 3, (11, 12))])
     assert loads.unproven == 2
@@ -350,13 +346,12 @@ def test_what_a_step_computes_is_stored_when_its_load_is_proven() -> None:
 
 def test_steps_go_on_while_each_has_a_load() -> None:
     engine, handles = stub_engine()
-    good = LoadReport(TOKENS, (PageStatus.LOADED,), {}, 0.0)
     under_way: list[list[bool]] = []
 
     def load_many(batch: Any) -> Any:
         mine: list[bool] = []
         under_way.append(mine)
-        return SimpleNamespace(done=lambda: bool(mine), wait=lambda layer: None, results=lambda: [good])
+        return stub_load(PageStatus.LOADED, done=lambda: bool(mine))
 
     engine.load_many = load_many
     loads, stores = begun(engine, overlapping=True)
@@ -377,16 +372,13 @@ def test_steps_go_on_while_each_has_a_load() -> None:
 def test_a_block_of_a_step_that_is_not_proven_is_written_to() -> None:
     """Its request has gone, and another one has its block: the verdict is waited for, and then the store."""
     engine, handles = stub_engine()
-    good, bad = (LoadReport(TOKENS, (status,), {}, 0.0) for status in (PageStatus.LOADED, PageStatus.CANCELLED))
-    for report in (good, bad):
-        engine.load_many = lambda batch, report=report: SimpleNamespace(
-            done=lambda: False, wait=lambda layer: None, results=lambda: [report]
-        )
+    for status in (PageStatus.LOADED, PageStatus.CANCELLED):
+        engine.load_many = lambda batch, status=status: stub_load(status, done=lambda: False)
         loads, stores = begun(engine, overlapping=True)
         loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
         loads.wait_all()
         end_step(loads, stores, [StoreOrder("r", hashes(1), 1, (9, 10))])
-        if report is good:
+        if status is PageStatus.LOADED:
             writes = threading.Thread(target=stores.settle, args=({10},))
             writes.start()
             until(lambda: left(handles) == [2], "it is handed over")
@@ -400,8 +392,7 @@ def test_a_block_of_a_step_that_is_not_proven_is_written_to() -> None:
 
 
 def test_a_load_of_which_less_was_begun_than_was_promised() -> None:
-    report = LoadReport(TOKENS, (PageStatus.LOADED,), {}, 0.0)
-    load = SimpleNamespace(done=lambda: True, results=lambda: [report])
+    load = stub_load(PageStatus.LOADED)
     engine: Any = SimpleNamespace(load_many=lambda batch: load)
     fetch: Any = stub_fetch()
     loads = Loads(engine, LAYERS, Counter(), overlapping=True)

@@ -38,6 +38,15 @@ def stored(cache: FakeCache, request: Any, pages: int) -> None:
     cache.stored.update(names_of(PageHashes(request.block_hashes[:pages])))
 
 
+def arrived(pages: int) -> tuple[RequestTable, FakeCache, Any]:
+    """A request of 11 tokens, of which so many pages are stored."""
+    scheduler, cache = table()
+    request = request_of(11)
+    stored(cache, request, pages)
+    scheduler.add(request)
+    return scheduler, cache, request
+
+
 def landed(cache: FakeCache) -> FakeFetch:
     fetch = cache.fetches[-1]
     fetch.there, fetch.ended = fetch.wanted, True
@@ -56,10 +65,7 @@ def test_one_token_is_left_to_compute(tokens: int, found: int) -> None:
 
 
 def test_a_load_goes_behind_what_vllm_has_itself() -> None:
-    scheduler, cache = table()
-    request = request_of(11)
-    stored(cache, request, 4)
-    scheduler.add(request)
+    scheduler, cache, request = arrived(4)
     fetch = landed(cache)
     assert scheduler.ask(request, 4) == (4, False)
     scheduler.place(request, [7, 3, 9, 1, 5], 4)
@@ -72,10 +78,7 @@ def test_a_load_goes_behind_what_vllm_has_itself() -> None:
 
 
 def test_a_request_does_not_wait_for_what_it_computes_sooner() -> None:
-    scheduler, cache = table()
-    request = request_of(11)
-    stored(cache, request, 4)
-    scheduler.add(request)
+    scheduler, cache, request = arrived(4)
     (fetch,) = cache.fetches
     fetch.there = 1
     assert scheduler.ask(request, 0) == (None, False)
@@ -101,10 +104,7 @@ def test_what_ours_has_lost_is_stored_again_from_vllms_own_cache() -> None:
 
 
 def test_a_bad_page_is_stored_again_when_it_was_computed() -> None:
-    scheduler, cache = table()
-    request = request_of(11)
-    stored(cache, request, 4)
-    scheduler.add(request)
+    scheduler, cache, request = arrived(4)
     fetch = cache.fetches[-1]
     fetch.ended = fetch.no_room = True
     assert scheduler.ask(request, 0) == (8, True)
@@ -173,20 +173,14 @@ def test_a_request_that_waits_finds_what_others_stored_meanwhile() -> None:
 @pytest.mark.parametrize(("left", "fetches"), [(ENDING_S - 0.1, 2), (ENDING_S + 0.1, 1)])
 def test_pins_that_end_soon_are_too_old(left: float, fetches: int) -> None:
     """The load begins later in the step, and must not meet the end of the pins."""
-    scheduler, cache = table()
-    request = request_of(11)
-    stored(cache, request, 3)
-    scheduler.add(request)
+    scheduler, cache, request = arrived(3)
     landed(cache).left_s = left
     assert scheduler.ask(request, 0) == ((6, False) if fetches == 1 else (None, False))
     assert len(cache.fetches) == fetches
 
 
 def test_pins_that_end_while_nothing_comes_do_not_prolong_the_wait() -> None:
-    scheduler, cache = table()
-    request = request_of(11)
-    stored(cache, request, 3)
-    scheduler.add(request)
+    scheduler, cache, request = arrived(3)
     asked = 0
     while scheduler.ask(request, 0) == (None, False):
         cache.fetches[-1].left_s = 0.0
@@ -201,10 +195,7 @@ def test_pins_that_end_while_nothing_comes_do_not_prolong_the_wait() -> None:
 
 def test_no_tokens_are_never_between_steps() -> None:
     """vLLM ends where a load between steps has no tokens. A fetch may end without room while it is looked at."""
-    scheduler, cache = table()
-    request = request_of(11)
-    stored(cache, request, 3)
-    scheduler.add(request)
+    scheduler, cache, request = arrived(3)
     fetch = cache.fetches[-1]
     fetch.asking = fetch.ended = fetch.no_room = True
     assert scheduler.ask(request, 6) == (0, False)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gdscache import LoadReport, PageHashes, PageStatus
 from gdscache.errors import VerifiedLoadError
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
-from gdscache.integrations.vllm.worker import Loads, Stores
+from gdscache.integrations.vllm.worker import Loads, Stores, end_step
 from gdscache.store.handle import StoreHandle
 
 CPU = torch.device("cpu")
@@ -98,10 +98,9 @@ class World:
             fetch: Any = SimpleNamespace(checked=lambda first, pages: SimpleNamespace(pages=[0]), release=lambda: None)
             self.loads.begin([LoadOrder("r", fetch, 0, (0,))])
             self.loads.wait_all()
-        good = self.loads.end_step(idle=step.idle)
         blocks = tuple(8 * number + page for page in range(step.pages))
-        orders = [StoreOrder("r", self._hashes(number), 0, blocks)] if blocks and good else []
-        self.stores.begin(orders, last=step.last, unproven=self.loads.unproven)
+        orders = [StoreOrder("r", self._hashes(number), 0, blocks)] if blocks else []
+        end_step(self.loads, self.stores, orders, idle=step.idle, last=step.last)
 
     def _hashes(self, step: int) -> PageHashes:
         names = [hashlib.sha256(bytes([step, page])).digest() for page in range(self.given[step].pages)]
@@ -149,7 +148,6 @@ def test_steps_that_overlap(given: list[Step]) -> None:
             world.run(number)
         except VerifiedLoadError:
             ended = True
-            world.stores.discard()
             break
     world.stores.close()
     assert not ended or bad < len(given)

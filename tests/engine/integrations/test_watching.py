@@ -1,0 +1,64 @@
+"""Whoever watches a class is told before and behind each method that writes weights. SGLang's are the example."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gdscache.errors import WeightUpdatesUnsupportedError
+from gdscache.integrations.sglang.setup import WEIGHT_METHODS
+from gdscache.integrations.watching import WeightWatch
+
+
+def updater() -> type[Any]:
+    def write(self: Any, fails: bool = False) -> str:
+        self.written.append(1)
+        if fails:
+            raise RuntimeError("half of them are written")
+        return "done"
+
+    return type("WeightUpdater", (), dict.fromkeys(WEIGHT_METHODS, write))
+
+
+def test_each_way_to_write_weights_is_told_before_and_behind() -> None:
+    kind = updater()
+    plain = {name: inspect.getattr_static(kind, name) for name in WEIGHT_METHODS}
+    told: list[tuple[str, int]] = []
+    target = SimpleNamespace(written=[])
+    watch = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append((name, len(target.written))))
+    for number, name in enumerate(WEIGHT_METHODS):
+        assert getattr(kind, name)(target) == "done"
+        assert told[-2:] == [(name, number), (name, number + 1)]
+    with pytest.raises(RuntimeError, match="half"):
+        kind.update_weights_from_disk(target, fails=True)
+    assert [count for _, count in told[-2:]] == [len(WEIGHT_METHODS), len(WEIGHT_METHODS) + 1]
+    watch.close()
+    watch.close()
+    before = len(told)
+    kind.update_weights_from_disk(target)
+    assert len(told) == before
+    assert {name: inspect.getattr_static(kind, name) for name in WEIGHT_METHODS} == plain, "SGLang's are its own again"
+
+
+def test_two_listen() -> None:
+    kind = updater()
+    told: list[str] = []
+    first = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append("a"))
+    second = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append("b"))
+    kind.update_weights_from_ipc(SimpleNamespace(written=[]))
+    assert told == ["a", "b", "a", "b"]
+    first.close()
+    kind.update_weights_from_ipc(SimpleNamespace(written=[]))
+    assert told[4:] == ["b", "b"]
+    second.close()
+
+
+def test_an_updater_that_cannot_be_watched_is_refused() -> None:
+    kind = updater()
+    del kind.update_weights_from_tensor
+    with pytest.raises(WeightUpdatesUnsupportedError, match="update_weights_from_tensor"):
+        WeightWatch(kind, WEIGHT_METHODS, lambda name: None)
+    assert not hasattr(kind.update_weights_from_disk, "_gdscache_listeners")
