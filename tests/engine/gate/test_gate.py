@@ -584,6 +584,7 @@ def test_memory_that_nobody_could_measure_keeps_no_gate_from_deciding(open_host:
     drop_from(host.engine, "cpu")
     host.engine.prefetch(prompt(1, 4)[:8]).result(WAIT)  # two pages
     costs = host.engine.manager.costs
+    until(lambda: "ssd" in costs.tiers, "the prefetch is learned from")  # else its speed is learned after what follows
     for _ in range(ENOUGH):
         costs.observe_load("ssd", host.layout.page_bytes, 1.0)
         host.engine.observe_prefill(4, 0, 0.1)
