@@ -62,9 +62,11 @@ class BusyPeriods:
         return bool(self._untold)
 
     def tell(self) -> None:
-        """Report the periods that ended, the first one first: for who is not waited for."""
+        """Report the periods that ended, the first one first: for who is not waited for. All are reported then."""
         while self._untold:
             self._tell()
+        with self._telling:  # another thread may be at the last one
+            pass
 
     def _tell(self) -> None:
         with self._telling:

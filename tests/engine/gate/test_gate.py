@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -534,6 +536,29 @@ def test_periods_that_nobody_asks_for_are_reported_in_time() -> None:
     assert 800 < len(seen) < 1000
     busy.tell()
     assert seen == [("ssd", n + 1, 1.0) for n in range(1000)]
+
+
+def test_what_another_thread_reports_is_reported_when_tell_returns() -> None:
+    begun, let = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def report(tier: str, nbytes: int, seconds: float) -> None:
+        begun.set()
+        assert let.wait(WAIT)
+        seen.append(tier)
+
+    busy = BusyPeriods(report)
+    busy.begin("ssd", 0.0)
+    busy.end("ssd", 5, 1.0)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(busy.tell)
+        assert begun.wait(WAIT)
+        second = threads.submit(busy.tell)
+        early = futures.wait([second], 0.05).done
+        let.set()
+        first.result(WAIT)
+        second.result(WAIT)
+    assert (early, seen) == (set(), ["ssd"])
 
 
 def test_an_engine_learns_behind_its_loads(open_host: Opens) -> None:
