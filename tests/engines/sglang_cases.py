@@ -23,6 +23,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from gdscache.integrations.sglang.setup import WEIGHT_METHODS
 from gdscache.storage.base import Op
 from gdscache.testing.faults import Fault
+from tests.engines import sglang_hicache_rig as hicache
 from tests.engines import sglang_host_rig as host
 from tests.engines import sglang_rig as rig
 from tests.support.faulty import PLAN
@@ -453,6 +454,82 @@ def host_new_weights(folder: Path) -> None:
     for a, b in zip(again.read(range(20, 30)), wanted, strict=True):
         assert torch.equal(a, b), "the weights of the files"
     again.close()
+
+
+@case
+def hicache_waits_for_all(folder: Path) -> None:
+    """Its policy `wait_complete`, with a disk that stops for a while; and again from what it has in memory."""
+    found = hicache.HiCacheRig(folder, "wait_complete", **FAULTY)
+    tokens = rig.prompt(1, 200)
+    wanted, room = found.store(tokens, 1), found.pool.available_size()
+    with PLAN.rule(Op.READ, Fault.HANG, skip=12):
+        request = found.begin("a", tokens)
+        rig.until(lambda: found.poll() or PLAN.held, "a read hangs")
+        assert not found.tree.check_prefetch_progress(request)
+    found.wait(request)
+    _same(found.pages(tokens), wanted)
+    found.poll()
+    assert found.pool.available_size() == room - 200
+    found.tree.reset()
+    assert found.match(tokens).host_hit_length == 0
+    found.wait(found.begin("b", tokens))
+    _same(found.pages(tokens), wanted)
+    found.close()
+
+
+@case
+def hicache_waits_for_some_time(folder: Path) -> None:
+    """Its policy `timeout`: a request goes on with what has come, and what comes later is nobody's."""
+    _goes_on(folder, "timeout")
+
+
+@case
+def hicache_does_not_wait(folder: Path) -> None:
+    """Its policy `best_effort`."""
+    _goes_on(folder, "best_effort")
+
+
+def _goes_on(folder: Path, policy: str) -> None:
+    found = hicache.HiCacheRig(folder, policy, timeout=0.5, **FAULTY)
+    tokens = rig.prompt(1, 200)
+    wanted, room = found.store(tokens, 1), found.pool.available_size()
+    whole = 2 * hicache.BATCH
+    with PLAN.rule(Op.READ, Fault.HANG, skip=whole):
+        request = found.begin("a", tokens)
+        operation = found.tree.ongoing_prefetch[request].operation
+        rig.until(lambda: found.poll() or (PLAN.held and operation.completed_tokens), "the third batch hangs")
+        seconds = found.wait(request)
+        assert seconds < 0.2 if policy == "best_effort" else 0.4 < seconds < 5, seconds
+        _same(found.pages(tokens), wanted[:whole])
+        others = found.pool.alloc(found.pool.available_size())  # the pool's next pages
+        found.pool.kv_buffer[:, others // rig.PAGE] = 7
+    rig.until(lambda: found.poll() or found.pool.available_size(), "pages that did not come are the pool's again")
+    rig.until(lambda: found.poll() or found.pool.available_size() + len(others) + 4 * whole == room, "all of them")
+    assert (found.pool.kv_buffer[:, others // rig.PAGE] == 7).all(), "nothing comes late"
+    _same(found.pages(tokens), wanted[:whole])
+    found.pool.free(others)
+    found.close()
+
+
+@case
+def hicache_and_a_disk_that_hangs(folder: Path) -> None:
+    """Our deadline ends what no timeout of SGLang's ends: with `wait_complete` a request would wait for ever."""
+    found = hicache.HiCacheRig(folder, "wait_complete", deadline=0.5, **FAULTY)
+    tokens = rig.prompt(1, 200)
+    wanted, room = found.store(tokens, 1), found.pool.available_size()
+    with PLAN.rule(Op.READ, Fault.HANG, skip=10):
+        assert found.wait(found.begin("a", tokens)) < 10
+        came = found.pages(tokens)
+        assert len(came) in (8, 9, 10)
+        _same(came, wanted[: len(came)])
+        rig.until(lambda: found.poll() or found.pool.available_size() == room - 4 * len(came), "the rest is free")
+    found.close()
+
+
+def _same(now: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert len(now) == len(wanted), (len(now), len(wanted))
+    for number, (a, b) in enumerate(zip(now, wanted, strict=True)):
+        assert torch.equal(a, b), (number, "a wrong byte")
 
 
 if __name__ == "__main__":
