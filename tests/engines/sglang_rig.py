@@ -1,6 +1,6 @@
 """SGLang's own radix tree, pools and controller on a CPU, with our linker below the tree.
 
-Runs in SGLang's environment; the tests start it (`sglang_cases.py`). Requests are made up: what a scheduler does with
+Runs in SGLang's environment; the tests start it (`sglang_case.py`). Requests are made up: what a scheduler does with
 one is done here call by call, in the scheduler's order.
 """
 

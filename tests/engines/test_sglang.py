@@ -1,6 +1,7 @@
 """Our linker under SGLang's own radix tree, and our storage under its own host pools, on a CPU; and its contract.
 
-Each case is a process in SGLang's environment (`sglang_cases.py`). No kernel and no model runs.
+Each case is a process in SGLang's environment (`sglang_linker_cases.py`, `sglang_storage_cases.py`). No kernel and no
+model runs.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 MISSING = f"no SGLang at {PYTHON}: `make engines` makes that environment, or set GDSCACHE_SGLANG_PYTHON"
 LIMIT_S = 120.0
 WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "sglang_contract.json").read_text())
-CASES = [
-    node.name
-    for node in ast.parse((HERE / "sglang_cases.py").read_text()).body
+FILES = [HERE / "sglang_linker_cases.py", HERE / "sglang_storage_cases.py"]
+CASES = {  # the file of each
+    node.name: file
+    for file in FILES
+    for node in ast.parse(file.read_text()).body
     if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "case" for d in node.decorator_list)
-]
+}
 PAIRED = {"killed", "after_the_kill"}
 
 
@@ -51,7 +54,7 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def run(case: str, folder: Path) -> str:
-    child = start(HERE / "sglang_cases.py", case, folder)
+    child = start(CASES[case], case, folder)
     try:
         output, _ = child.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -62,13 +65,13 @@ def run(case: str, folder: Path) -> str:
     return output
 
 
-@pytest.mark.parametrize("case", sorted(set(CASES) - PAIRED))
+@pytest.mark.parametrize("case", sorted(CASES.keys() - PAIRED))
 def test_case(case: str, tmp_path: Path) -> None:
     run(case, tmp_path)
 
 
 def test_killed_in_the_middle_of_stores(tmp_path: Path) -> None:
-    child = start(HERE / "sglang_cases.py", "killed", tmp_path)
+    child = start(CASES["killed"], "killed", tmp_path)
     assert child.stdout is not None
     for line in child.stdout:
         if line.startswith("begun"):

@@ -1,0 +1,236 @@
+"""Our storage below SGLang's own host pools and below HiCache whole, one case by its name:
+sglang_storage_cases.py CASE FOLDER"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+from gdscache.storage.base import Op
+from gdscache.testing.faults import Fault
+from tests.engines import sglang_hicache_rig as hicache
+from tests.engines import sglang_host_rig as host
+from tests.engines import sglang_rig as rig
+from tests.engines.sglang_case import FAULTY, case, change_weights, run_case
+from tests.support.faulty import PLAN
+
+
+@case
+def host_pools(folder: Path) -> None:
+    """Each pool and layout: bytes come back where they are asked for, after a restart too; a miss ends a prefix."""
+    for kind in ("mha", "mla"):
+        for layout in ("page_first", "page_first_direct"):
+            place = folder / f"{kind}-{layout}"
+            place.mkdir()
+            _host_pool(place, kind, layout)
+
+
+def _host_pool(folder: Path, kind: str, layout: str) -> None:
+    found = host.HostRig(folder, kind, layout)
+    keys = found.keys(rig.prompt(1, 40))
+    wanted = found.fill([7, 3, 9, 1, 30], 1)
+    assert found.backup(keys[:3], [7, 3, 9])
+    assert found.backup(keys[3:5], [1, 30], keys[:3])
+    assert found.storage.batch_exists(keys) == 5
+    assert found.storage.batch_exists(keys[2:]) == 3
+    assert (found.storage.exists(keys[4]), found.storage.exists(keys[5])) == (True, False)
+    assert found.backup(keys[:3], [7, 3, 9]), "what is there already is no failure"
+    found.close()
+    again = host.HostRig(folder, kind, layout)
+    before = again.fill(range(60), 2)
+    assert again.prefetch(keys[:7], [20, 21, 22, 23, 24, 25, 26]) == 5
+    now = again.read(range(60))
+    for page in range(60):
+        right = wanted[page - 20] if 20 <= page < 25 else before[page]
+        assert torch.equal(now[page], right), page
+    result = again.storage.batch_exists_v2(keys)
+    assert (result.kv_hit_pages, result.restorable_prefix_pages) == (5, [1, 2, 3, 4, 5])
+    assert again.storage.batch_exists_v2(keys, [PoolTransfer(name="mamba", keys=keys[:1])]).kv_hit_pages == 0
+    transfer = PoolTransfer(name="kv", keys=keys[1:3], host_indices=again.slots([50, 51]))
+    assert again.storage.batch_get_v2([transfer]) == {"kv": [True, True]}
+    assert torch.equal(again.read([51])[0], wanted[2])
+    transfer = PoolTransfer(name="kv", keys=keys[5:6], host_indices=again.slots([51]))
+    assert again.storage.batch_set_v2([transfer]) == {"kv": [True]}
+    assert again.storage.batch_exists(keys) == 6
+    again.storage.clear()
+    assert again.storage.batch_exists(keys) == 0
+    assert again.prefetch(keys, range(10)) == 0
+    again.close()
+    other = "page_first" if layout == "page_first_direct" else "page_first_direct"
+    apart = host.HostRig(folder, kind, other)
+    assert apart.storage.batch_exists(keys) == 0, "other bytes"
+    apart.close()
+
+
+@case
+def host_faults(folder: Path) -> None:
+    """A page that is bad, a read that hangs, a disk that takes nothing: False, and the pool is left alone."""
+    found = host.HostRig(folder, ssd=FAULTY["ssd"], deadline=0.5)
+    keys = found.keys(rig.prompt(1, 40))
+    wanted = found.fill(range(10), 1)
+    assert found.backup(keys, range(10))
+    before = found.fill(range(20, 30), 2)
+    with PLAN.rule(Op.READ, Fault.FLIP, skip=4, times=1):
+        came = found.prefetch(keys, range(20, 30))
+    assert came < 10, came
+    for page, data in enumerate(found.read(range(20, 20 + came))):
+        assert torch.equal(data, wanted[page])
+    before = found.fill(range(40, 50), 3)
+    with PLAN.rule(Op.READ, Fault.HANG):
+        assert found.prefetch(keys[:2], [40, 41]) == 0
+        before = found.fill(range(40, 50), 4)  # the pool's again
+    for now, was in zip(found.read(range(40, 50)), before, strict=True):
+        assert torch.equal(now, was), "nothing comes late"
+    found.close()
+    more = host.HostRig(folder, ssd=FAULTY["ssd"], deadline=0.5)
+    others = more.keys(rig.prompt(2, 40))
+    with PLAN.rule(Op.WRITE, Fault.ENOSPC):
+        assert not more.backup(others, range(10))
+    assert more.storage.batch_exists(others) == 0
+    more.close()
+
+
+@case
+def host_capacity(folder: Path) -> None:
+    """The directory never has more than it was given, and a prefix keeps its head."""
+    found = host.HostRig(folder, ssd={"capacity": "256KiB"})
+    for seed in range(30):
+        keys = found.keys(rig.prompt(seed, 40))
+        wanted = found.fill(range(10), seed)
+        found.backup(keys, range(10))
+        there = found.storage.batch_exists(keys)
+        assert found.prefetch(keys[:there], range(50, 50 + there)) == there
+        for a, b in zip(found.read(range(50, 50 + there)), wanted, strict=False):
+            assert torch.equal(a, b)
+    assert sum(file.stat().st_size for file in (folder / "ssd").glob("*.slab*")) <= 256 << 10
+    found.close()
+
+
+@case
+def host_new_weights(folder: Path) -> None:
+    """No page of the old weights is found, and none that the pool has from before is stored under the new ones."""
+    found = host.HostRig(folder)
+    keys = found.keys(rig.prompt(1, 40))
+    wanted = found.fill(range(10), 1)
+    go, outcomes = [threading.Event(), threading.Event()], list[Any]()
+
+    def backup_thread() -> None:
+        for event in go:
+            event.wait(60)
+            outcomes.append(found.backup(keys, range(10)))
+
+    old = threading.Thread(target=backup_thread)
+    old.start()
+    go[0].set()
+    rig.until(lambda: outcomes == [True], "stored")
+    change_weights()
+    assert found.storage.batch_exists(keys) == 0
+    go[1].set()
+    old.join(60)
+    assert outcomes == [True, False], "the pool's pages are of the old weights until it is flushed"
+    assert found.storage.batch_exists(keys) == 0
+    fresh = found.fill(range(10), 2)
+    assert host.in_thread(lambda: found.backup(keys, range(10)))
+    assert host.in_thread(lambda: found.prefetch(keys, range(20, 30))) == 10
+    for a, b in zip(found.read(range(20, 30)), fresh, strict=True):
+        assert torch.equal(a, b)
+    change_weights("begin_weight_update")
+    change_weights()
+    flushed = threading.Event()  # by SGLang, behind that part of the update
+    new = threading.Thread(target=lambda: flushed.wait(60) and outcomes.append(found.backup(keys, range(10))))
+    new.start()
+    change_weights("end_weight_update")
+    flushed.set()
+    new.join(60)
+    assert outcomes == [True, False, True]
+    assert found.storage.batch_exists(keys) == 10
+    found.close()
+    again = host.HostRig(folder)
+    assert again.prefetch(keys, range(20, 30)) == 10
+    for a, b in zip(again.read(range(20, 30)), wanted, strict=True):
+        assert torch.equal(a, b), "the weights of the files"
+    again.close()
+
+
+@case
+def hicache_waits_for_all(folder: Path) -> None:
+    """Its policy `wait_complete`, with a disk that stops for a while; and again from what it has in memory."""
+    found = hicache.HiCacheRig(folder, "wait_complete", **FAULTY)
+    tokens = rig.prompt(1, 200)
+    wanted, room = found.store(tokens, 1), found.pool.available_size()
+    with PLAN.rule(Op.READ, Fault.HANG, skip=12):
+        request = found.begin("a", tokens)
+        rig.until(lambda: found.poll() or PLAN.held, "a read hangs")
+        assert not found.tree.check_prefetch_progress(request)
+    found.wait(request)
+    _same(found.pages(tokens), wanted)
+    found.poll()
+    assert found.pool.available_size() == room - 200
+    found.tree.reset()
+    assert found.match(tokens).host_hit_length == 0
+    found.wait(found.begin("b", tokens))
+    _same(found.pages(tokens), wanted)
+    found.close()
+
+
+@case
+def hicache_waits_for_some_time(folder: Path) -> None:
+    """Its policy `timeout`: a request goes on with what has come, and what comes later is nobody's."""
+    _goes_on(folder, "timeout")
+
+
+@case
+def hicache_does_not_wait(folder: Path) -> None:
+    """Its policy `best_effort`."""
+    _goes_on(folder, "best_effort")
+
+
+def _goes_on(folder: Path, policy: str) -> None:
+    found = hicache.HiCacheRig(folder, policy, timeout=0.5, **FAULTY)
+    tokens = rig.prompt(1, 200)
+    wanted, room = found.store(tokens, 1), found.pool.available_size()
+    whole = 2 * hicache.BATCH
+    with PLAN.rule(Op.READ, Fault.HANG, skip=whole):
+        request = found.begin("a", tokens)
+        operation = found.tree.ongoing_prefetch[request].operation
+        rig.until(lambda: found.poll() or (PLAN.held and operation.completed_tokens), "the third batch hangs")
+        seconds = found.wait(request)
+        assert seconds < 0.2 if policy == "best_effort" else 0.4 < seconds < 5, seconds
+        _same(found.pages(tokens), wanted[:whole])
+        others = found.pool.alloc(found.pool.available_size())  # the pool's next pages
+        found.pool.kv_buffer[:, others // rig.PAGE] = 7
+    rig.until(lambda: found.poll() or found.pool.available_size(), "pages that did not come are the pool's again")
+    rig.until(lambda: found.poll() or found.pool.available_size() + len(others) + 4 * whole == room, "all of them")
+    assert (found.pool.kv_buffer[:, others // rig.PAGE] == 7).all(), "nothing comes late"
+    _same(found.pages(tokens), wanted[:whole])
+    found.pool.free(others)
+    found.close()
+
+
+@case
+def hicache_and_a_disk_that_hangs(folder: Path) -> None:
+    """Our deadline ends what no timeout of SGLang's ends: with `wait_complete` a request would wait for ever."""
+    found = hicache.HiCacheRig(folder, "wait_complete", deadline=0.5, **FAULTY)
+    tokens = rig.prompt(1, 200)
+    wanted, room = found.store(tokens, 1), found.pool.available_size()
+    with PLAN.rule(Op.READ, Fault.HANG, skip=10):
+        assert found.wait(found.begin("a", tokens)) < 10
+        came = found.pages(tokens)
+        assert len(came) in (8, 9, 10)
+        _same(came, wanted[: len(came)])
+        rig.until(lambda: found.poll() or found.pool.available_size() == room - 4 * len(came), "the rest is free")
+    found.close()
+
+
+def _same(now: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert len(now) == len(wanted), (len(now), len(wanted))
+    for number, (a, b) in enumerate(zip(now, wanted, strict=True)):
+        assert torch.equal(a, b), (number, "a wrong byte")
+
+
+if __name__ == "__main__":
+    run_case()
