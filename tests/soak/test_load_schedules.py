@@ -20,7 +20,7 @@ from tests.support.helpers import SEED
 from tests.support.load_schedules import Player, groups, play
 
 RANDOM = 300
-CHUNK = 75
+SHORT, CHUNK = 30, 90  # of them, in `make test`, and in a test of the suites
 SOAK = 4_000
 
 
@@ -50,11 +50,12 @@ def random_schedules(seeds: range, directory: Path, device: str = "cpu") -> int:
 
 
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(first, marks=pytest.mark.suite) for first in range(CHUNK, RANDOM, CHUNK))]
+    ("first", "number"),
+    [(0, SHORT), *(pytest.param(first, CHUNK, marks=pytest.mark.suite) for first in range(SHORT, RANDOM, CHUNK))],
 )
-def test_random_schedules(directory: Path, first: int) -> None:
-    met = random_schedules(range(first, first + CHUNK), directory)
-    assert met > CHUNK // 10, "schedules do not meet their points any more"
+def test_random_schedules(directory: Path, first: int, number: int) -> None:
+    met = random_schedules(range(first, first + number), directory)
+    assert met > number // 10, "schedules do not meet their points any more"
 
 
 @pytest.mark.soak

@@ -32,7 +32,7 @@ MODES = [
     "direct",
 ]
 FOREIGN: list[Mode] = ["python", "GPU and python"]
-SHORT_FORM = settings(max_examples=max(40, settings.default.max_examples))
+SHORT_FORM = settings(max_examples=max(20, settings.default.max_examples))
 LONG_FORM = settings(max_examples=max(60, settings.default.max_examples))
 
 

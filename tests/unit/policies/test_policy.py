@@ -133,9 +133,8 @@ class SlowHastyLifetime(SlowLifetime):
 )
 def test_a_policy_is_its_model(new: Callable[[], EvictionPolicy], slow: Callable[..., Model]) -> None:
     machine = type("Machine", (PolicyMachine,), {"new": staticmethod(new), "slow": staticmethod(slow)})
-    run_state_machine_as_test(
-        machine, settings=settings(settings.get_profile("default"), max_examples=60, deadline=None)
-    )
+    examples = max(30, settings.default.max_examples)
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=50))
 
 
 @pytest.mark.suite
