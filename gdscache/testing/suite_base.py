@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import threading
 import time
@@ -41,6 +42,12 @@ def odd_extents(rng: random.Random, total: int, largest: int) -> list[tuple[int,
         at += size
     rng.shuffle(extents)
     return extents
+
+
+@functools.cache
+def random_bytes(seed: int) -> bytes:
+    """`FILE_BYTES` of them. Drawing them takes longer than most tests."""
+    return random.Random(seed).randbytes(FILE_BYTES)
 
 
 class Memory:
@@ -134,7 +141,7 @@ class SuiteBase:
         directory = tmp_path / "files"
         directory.mkdir()
         path = directory / "data"
-        path.write_bytes(random.Random(1).randbytes(FILE_BYTES))
+        path.write_bytes(random_bytes(1))
         return path
 
 

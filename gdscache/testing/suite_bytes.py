@@ -23,6 +23,7 @@ from gdscache.testing.suite_base import (
     close,
     join,
     odd_extents,
+    random_bytes,
     soon,
     transfer,
 )
@@ -101,7 +102,7 @@ class BytesCases(SuiteBase):
             check_equal(target.bytes(), data[base : base + FILE_BYTES // 2])
 
     def test_two_files_and_two_transports(self, make: Make, memory: Remember, data_file: Path) -> None:
-        other, data = data_file.with_name("other"), random.Random(3).randbytes(FILE_BYTES)
+        other, data = data_file.with_name("other"), random_bytes(3)
         other.write_bytes(data)
         first, second = make(2), make(1)
         batches = []
@@ -195,7 +196,7 @@ class BytesCases(SuiteBase):
     def test_read_only_memory_may_be_written_from(self, make: Make, memory: Remember, data_file: Path) -> None:
         transport = make()
         file, source = transport.open(data_file), memory(transport)
-        source.fill(random.Random(5).randbytes(FILE_BYTES))
+        source.fill(random_bytes(5))
         request = IORequest(file, 0, source.host.view.toreadonly())
         assert transport.submit(Op.WRITE, [request]).wait(soon()) == [None]
         check_equal(data_file.read_bytes(), source.bytes())

@@ -27,6 +27,7 @@ from gdscache.testing.suite_base import (
     check_equal,
     close,
     join,
+    random_bytes,
     soon,
 )
 
@@ -132,7 +133,7 @@ class OrderCases(SuiteBase):
     def test_close_ends_what_was_submitted(self, make: Make, memory: Remember, data_file: Path, kind: str) -> None:
         transport = make(2)
         file, source = transport.open(data_file), memory(transport, FILE_BYTES, kind)
-        source.fill(random.Random(7).randbytes(FILE_BYTES))
+        source.fill(random_bytes(7))
         n = 16 * SECTOR
         batch = [IORequest(file, at, source.part(at, n)) for at in range(0, FILE_BYTES, n)]
         submissions = [transport.submit(Op.WRITE, batch) for _ in range(4)]  # more than two threads move at once
@@ -152,7 +153,7 @@ class OrderCases(SuiteBase):
 
     def test_memory_that_the_caller_dropped_is_kept(self, make: Make, data_file: Path) -> None:
         transport = make(1)
-        file, data = transport.open(data_file), random.Random(8).randbytes(FILE_BYTES)
+        file, data = transport.open(data_file), random_bytes(8)
         memory = HostBuffer(FILE_BYTES, "off")
         gone = weakref.ref(memory)
         memory.view[:] = data

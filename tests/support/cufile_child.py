@@ -34,7 +34,7 @@ from tests.support.cufile_parts import (
     StandIns,
 )
 from tests.support.helpers import WAIT, drop_from, make_config, prompt, run, running, until
-from tests.support.transport_parts import FILE_BYTES, SECTOR, odd_extents
+from tests.support.transport_parts import FILE_BYTES, SECTOR, odd_extents, random_bytes
 
 REQUESTS = 24
 BAD = 7  # of the requests of a batch
@@ -71,7 +71,7 @@ def opened(name: str, threads: int = 4) -> Transport:
 
 
 def slab(folder: Path) -> tuple[Path, bytes]:
-    content = random.Random(1).randbytes(FILE_BYTES)
+    content = random_bytes(1)
     path = folder / "slab"
     path.write_bytes(content)
     return path, content
@@ -94,7 +94,7 @@ def bytes_arrive(there: StandIns, name: str, folder: Path) -> None:
     """Without faults all is well, and it was cuFile that did it."""
     path, _ = slab(folder)
     source, target = there.gpu_memory(FILE_BYTES), there.gpu_memory(FILE_BYTES)
-    source.memory[:] = random.Random(2).randbytes(FILE_BYTES)
+    source.memory[:] = random_bytes(2)
     extents = odd_extents(random.Random(3), FILE_BYTES, 300)
     with opened(name) as transport:
         file = transport.open(path)

@@ -16,7 +16,7 @@ from gdscache.storage import Op, native
 from gdscache.storage.base import Switch
 from gdscache.storage.native import NativeTransport
 from gdscache.storage.workers import IORun, QueuedTransport, Result
-from gdscache.testing.suite_base import FILE_BYTES, SECTOR, odd_extents, soon
+from gdscache.testing.suite_base import FILE_BYTES, SECTOR, odd_extents, random_bytes, soon
 
 __all__ = [
     "FILE_BYTES",
@@ -26,6 +26,7 @@ __all__ = [
     "has_libcuda",
     "odd_extents",
     "opened",
+    "random_bytes",
     "refuse_ring",
     "soon",
 ]

@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,13 +17,13 @@ from gdscache.storage import IORequest, Op, Transport, files
 from gdscache.storage.base import Switch
 from gdscache.storage.files import probe_direct_io
 from gdscache.storage.native import NativeTransport
-from tests.support.transport_parts import FILE_BYTES, SECTOR, soon
+from tests.support.transport_parts import FILE_BYTES, SECTOR, random_bytes, soon
 
 
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
     path = tmp_path / "slab"
-    path.write_bytes(random.Random(1).randbytes(FILE_BYTES))
+    path.write_bytes(random_bytes(1))
     return path
 
 

@@ -19,13 +19,13 @@ from gdscache.storage import IORequest, Op, probe
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.native import NativeTransport
 from tests.support.places import SUPPORT
-from tests.support.transport_parts import FILE_BYTES, SECTOR, has_libcuda, odd_extents, soon
+from tests.support.transport_parts import FILE_BYTES, SECTOR, has_libcuda, odd_extents, random_bytes, soon
 
 
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
     path = tmp_path / "slab"
-    path.write_bytes(random.Random(1).randbytes(FILE_BYTES))
+    path.write_bytes(random_bytes(1))
     return path
 
 

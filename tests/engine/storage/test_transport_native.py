@@ -6,7 +6,6 @@ import errno
 import logging
 import mmap
 import os
-import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +30,7 @@ from gdscache.storage.native import DEPTH, DEPTH_SMALL, WRITES, NativeTransport
 from gdscache.storage.run_batch import SMALL, RunBatch
 from tests.support.helpers import until
 from tests.support.native_parts import ERROR, HANG, LATE, SHORT, has_ring
-from tests.support.transport_parts import FILE_BYTES, SECTOR, FailingTransport, opened, soon
+from tests.support.transport_parts import FILE_BYTES, SECTOR, FailingTransport, opened, random_bytes, soon
 
 
 @pytest.fixture(params=["uring", "posix"])
@@ -44,7 +43,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
     path = tmp_path / "slab"
-    path.write_bytes(random.Random(1).randbytes(FILE_BYTES))
+    path.write_bytes(random_bytes(1))
     return path
 
 
@@ -65,7 +64,7 @@ def apart(file: int, buffer: HostBuffer, count: int, nbytes: int = SECTOR) -> li
 def test_the_memory_of_one_request_harms_no_neighbour(name: str, slab: Path, buffer: HostBuffer) -> None:
     """Memory that may be written from by its flags, and that the kernel cannot read."""
     before = slab.read_bytes()
-    buffer.view[:] = random.Random(2).randbytes(FILE_BYTES)
+    buffer.view[:] = random_bytes(2)
     with opened(name, 2) as transport, mmap.mmap(-1, SECTOR, prot=0) as nowhere:
         file = transport.open(slab)
         batch = [IORequest(file, n * SECTOR, buffer.view[n * SECTOR : (n + 1) * SECTOR]) for n in range(32)]

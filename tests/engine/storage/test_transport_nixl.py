@@ -2,7 +2,6 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -30,7 +29,7 @@ from gdscache.storage.nixl import NixlTransport
 from gdscache.storage.workers import READS_PER_WRITE
 from gdscache.testing.suite_order import mappings_of
 from tests.support.posix_transport import PosixTransport
-from tests.support.transport_parts import FILE_BYTES, SECTOR, soon
+from tests.support.transport_parts import FILE_BYTES, SECTOR, random_bytes, soon
 
 installed = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -38,7 +37,7 @@ installed = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason=
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
     path = tmp_path / "slab"
-    path.write_bytes(random.Random(1).randbytes(FILE_BYTES))
+    path.write_bytes(random_bytes(1))
     return path
 
 
@@ -53,7 +52,7 @@ def buffer() -> Iterator[HostBuffer]:
 def test_a_file_that_fails_harms_no_other(slab: Path, buffer: HostBuffer, direct_io: str) -> None:
     other = slab.with_name("other")
     other.write_bytes(bytes(FILE_BYTES))
-    buffer.view[:] = random.Random(8).randbytes(FILE_BYTES)
+    buffer.view[:] = random_bytes(8)
     with NixlTransport(8, direct_io) as transport:
         good, bad = transport.open(slab), transport.open(other)
         read_only = os.open(other, os.O_RDONLY)
