@@ -14,14 +14,10 @@ from typing import Any
 
 import torch
 from sglang.srt.managers import cache_controller
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.pool_host import common
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import CacheRequestHandle, UnifiedRadixCache
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from tests.engines import sglang_host_rig as host
 from tests.engines import sglang_rig as rig
@@ -29,7 +25,7 @@ from tests.engines import sglang_rig as rig
 BATCH = 8  # pages of one call; 128 of SGLang's, which the pool here has not
 
 
-class HiCacheRig:
+class HiCacheRig(host.PoolRig):
     """A tree with a host pool, and our storage below. `policy`: one of HiCache's for a request whose pages come."""
 
     def __init__(self, folder: Path, policy: str, *, timeout: float = 0.3, **changes: Any) -> None:
@@ -50,33 +46,17 @@ class HiCacheRig:
             hicache_storage_backend_extra_config=json.dumps({**host.DYNAMIC, **more, "config": config}),
         )
         rig.runtime_context.get_parallel().override_permanently(tp_rank=0, pp_rank=0)
-        pool = rig.device_pool("mha")
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=ReqToTokenPool(8, rig.TOKENS, "cpu", False),
-            token_to_kv_pool_allocator=PagedTokenToKVPoolAllocator(
-                rig.TOKENS, rig.PAGE, torch.bfloat16, "cpu", pool, False
-            ),
-            page_size=rig.PAGE,
-            tree_components=(ComponentType.FULL,),
-            tree_core_backend="python",
-            tp_cache_group=torch.distributed.group.WORLD,
-        )
+        params = rig.tree_params(rig.device_pool("mha"), tp_cache_group=torch.distributed.group.WORLD)
         self.tree = UnifiedRadixCache(params)
         self.tree.init_hicache(args, params)
-        self.pool: Any = self.tree.cache_controller.storage_host_pool
-        self.storage: Any = self.tree.cache_controller.storage_backend
+        self.pool = self.tree.cache_controller.storage_host_pool
+        self.storage = self.tree.cache_controller.storage_backend
 
     def store(self, tokens: Sequence[int], seed: int) -> list[torch.Tensor]:
         """Random pages of these tokens, in the storage and no longer in the pool; what they hold."""
         slots = self.pool.alloc(len(tokens))
-        source, pages = torch.Generator().manual_seed(seed), []
-        for first in slots[:: rig.PAGE].tolist():
-            data = self.pool.get_data_page(first)
-            self.pool.set_from_flat_data_page(first, torch.randn(data.shape, generator=source).to(data.dtype))
-            pages.append(self.pool.get_data_page(first).clone())
-        keys = get_storage_hash_str(rig.Rig.key(tokens), None, page_size=rig.PAGE)
-        assert all(self.storage.batch_set_v1(keys, slots))
+        pages = self.fill(_pages_of(slots), seed)
+        assert all(self.storage.batch_set_v1(self.keys(tokens), slots))
         self.pool.free(slots)
         self.pool.kv_buffer.zero_()
         return pages
@@ -102,13 +82,19 @@ class HiCacheRig:
 
     def pages(self, tokens: Sequence[int]) -> list[torch.Tensor]:
         """The host pool's pages of a prompt that is the tree's only one."""
-        count, node, slots = self.match(tokens).host_hit_length, self.tree.tree_core.root_node, list[int]()
+        count, node, found = self.match(tokens).host_hit_length, self.tree.tree_core.root_node, list[int]()
         while node.children:
             (node,) = node.children.values()
-            slots += node.component_data[ComponentType.FULL].host_value.tolist()
-        assert len(slots) == count
-        return [self.pool.get_data_page(first).clone() for first in slots[:: rig.PAGE]]
+            found += _pages_of(node.component_data[ComponentType.FULL].host_value)
+        assert len(found) * rig.PAGE == count
+        return self.read(found)
 
     def close(self) -> None:
         self.tree.shutdown()
         self.storage.close()
+
+
+def _pages_of(slots: torch.Tensor) -> list[int]:
+    """The pages of the pool of which these are all tokens."""
+    pages: list[int] = (slots[:: rig.PAGE] // rig.PAGE).tolist()
+    return pages

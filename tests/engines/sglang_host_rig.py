@@ -46,30 +46,11 @@ def host_pool(kind: str, layout: str) -> Any:
     )
 
 
-class HostRig:
-    """A host pool, and our storage below it."""
+class PoolRig:
+    """The pages of a host pool, and our storage below it."""
 
-    def __init__(self, folder: Path, kind: str = "mha", layout: str = "page_first", **changes: Any) -> None:
-        self.args = rig.server_args(folder)
-        self.pool = host_pool(kind, layout)
-        config = rig.sections(folder, cpu=None, **changes)
-        settings = HiCacheStorageConfig(
-            tp_rank=0,
-            tp_size=1,
-            pp_rank=0,
-            pp_size=1,
-            attn_cp_rank=0,
-            attn_cp_size=1,
-            is_mla_model=kind == "mla",
-            enable_storage_metrics=False,
-            is_page_first_layout=layout == "page_first",
-            model_name="model",
-            extra_config={**DYNAMIC, "config": config},
-        )
-        self.storage: Any = StorageBackendFactory.create_backend("dynamic", settings, self.pool)
-        self.storage.register_mem_pool_host(self.pool)
-        self.storage.register_mem_host_pool_v2(self.pool, "kv")
-        self.storage.on_host_pools_registered()
+    pool: Any
+    storage: Any
 
     def keys(self, tokens: Sequence[int], before: str | None = None) -> list[str]:
         """SGLang's names of the full pages."""
@@ -92,6 +73,32 @@ class HostRig:
 
     def read(self, pages: Sequence[int]) -> list[torch.Tensor]:
         return [self.pool.get_data_page(page * rig.PAGE).clone() for page in pages]
+
+
+class HostRig(PoolRig):
+    """A host pool, and our storage below it; HiCache's calls are made here."""
+
+    def __init__(self, folder: Path, kind: str = "mha", layout: str = "page_first", **changes: Any) -> None:
+        self.args = rig.server_args(folder)
+        self.pool = host_pool(kind, layout)
+        config = rig.sections(folder, cpu=None, **changes)
+        settings = HiCacheStorageConfig(
+            tp_rank=0,
+            tp_size=1,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            is_mla_model=kind == "mla",
+            enable_storage_metrics=False,
+            is_page_first_layout=layout == "page_first",
+            model_name="model",
+            extra_config={**DYNAMIC, "config": config},
+        )
+        self.storage = StorageBackendFactory.create_backend("dynamic", settings, self.pool)
+        self.storage.register_mem_pool_host(self.pool)
+        self.storage.register_mem_host_pool_v2(self.pool, "kv")
+        self.storage.on_host_pools_registered()
 
     def backup(self, keys: Sequence[str], pages: Sequence[int], before: Sequence[str] = ()) -> bool:
         """What HiCache's backup thread does with a batch."""

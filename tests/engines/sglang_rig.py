@@ -89,6 +89,19 @@ def device_pool(kind: str) -> Any:
     )
 
 
+def tree_params(pool: Any, **more: Any) -> CacheInitParams:
+    """What a tree over that device pool is made of."""
+    return CacheInitParams(
+        disable=False,
+        req_to_token_pool=ReqToTokenPool(8, TOKENS, "cpu", False),
+        token_to_kv_pool_allocator=PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.bfloat16, "cpu", pool, False),
+        page_size=PAGE,
+        tree_components=(ComponentType.FULL,),
+        tree_core_backend="python",
+        **more,
+    )
+
+
 def buffers(pool: Any) -> list[torch.Tensor]:
     return list(pool.kv_buffer) if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
 
@@ -136,16 +149,8 @@ class Rig:
             unified_cache_external_linker_config=self.linker_config,
         )
         self.pool = device_pool(kind)
-        self.slots = PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.bfloat16, "cpu", self.pool, False)
-        self.rows = ReqToTokenPool(8, TOKENS, "cpu", False)
-        self.params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.rows,
-            token_to_kv_pool_allocator=self.slots,
-            page_size=PAGE,
-            tree_components=(ComponentType.FULL,),
-            tree_core_backend="python",
-        )
+        self.params = tree_params(self.pool)
+        self.slots, self.rows = self.params.token_to_kv_pool_allocator, self.params.req_to_token_pool
         self.tree = UnifiedRadixCache(self.params)
         self.linker: Any = create_unified_cache_linker(
             self.args,

@@ -83,8 +83,7 @@ def host_faults(folder: Path) -> None:
     with PLAN.rule(Op.READ, Fault.HANG):
         assert found.prefetch(keys[:2], [40, 41]) == 0
         before = found.fill(range(40, 50), 4)  # the pool's again
-    for now, was in zip(found.read(range(40, 50)), before, strict=True):
-        assert torch.equal(now, was), "nothing comes late"
+    _same(found.read(range(40, 50)), before)  # nothing comes late
     found.close()
     more = host.HostRig(folder, ssd=FAULTY["ssd"], deadline=0.5)
     others = more.keys(rig.prompt(2, 40))
@@ -136,8 +135,7 @@ def host_new_weights(folder: Path) -> None:
     fresh = found.fill(range(10), 2)
     assert host.in_thread(lambda: found.backup(keys, range(10)))
     assert host.in_thread(lambda: found.prefetch(keys, range(20, 30))) == 10
-    for a, b in zip(found.read(range(20, 30)), fresh, strict=True):
-        assert torch.equal(a, b)
+    _same(found.read(range(20, 30)), fresh)
     change_weights("begin_weight_update")
     change_weights()
     flushed = threading.Event()  # by SGLang, behind that part of the update
@@ -151,14 +149,13 @@ def host_new_weights(folder: Path) -> None:
     found.close()
     again = host.HostRig(folder)
     assert again.prefetch(keys, range(20, 30)) == 10
-    for a, b in zip(again.read(range(20, 30)), wanted, strict=True):
-        assert torch.equal(a, b), "the weights of the files"
+    _same(again.read(range(20, 30)), wanted)  # the weights of the files
     again.close()
 
 
 @case
 def hicache_waits_for_all(folder: Path) -> None:
-    """Its policy `wait_complete`, with a disk that stops for a while; and again from what it has in memory."""
+    """Its policy `wait_complete`, with a disk that stops for a while; and again after a flush."""
     found = hicache.HiCacheRig(folder, "wait_complete", **FAULTY)
     tokens = rig.prompt(1, 200)
     wanted, room = found.store(tokens, 1), found.pool.available_size()
