@@ -1,25 +1,31 @@
-"""The identity of a model's weights, by the files that they lie in. Reads no weights, only what the file system says.
+"""The identity of a model's weights: samples of what the files hold, of every tensor where the format lists them.
 
-Two loads of equal weights should share pages, and other weights must not. A cache of Hugging Face's hub keeps contents
-by their hashes and links names to them, so there the hash counts. Elsewhere it is a file's size and the time of its
-last change.
+Two loads of equal weights share pages, and other weights do not, wherever the files lie and whatever their times are.
+Times say neither: images that are built reproducibly give two versions one time, and a download gives one version two.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gdscache.errors import WeightsNotFoundError
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".index.json")
+SAMPLE = 4096  # bytes that are read of each tensor, and of each stretch of a file without a table of tensors
+STRETCH = 1 << 20  # bytes; at least one sample lies in each
+WHOLE = 256 << 10  # bytes: smaller files are read whole; so much is read at both ends of a file without a table
+_THREADS = 32  # a network disk answers late, and answers many at once
+_HEADER_LIMIT = 100_000_000  # bytes: the format's own limit of a header
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git, and of LFS
 _HINT = "name the directory that has the files of weights, or set model.weights to a text that names them"
 
 
@@ -31,17 +37,23 @@ def fresh_salt() -> str:
 def weights_identity(model: str | os.PathLike[str]) -> str:
     """A text that names the weights in a directory (or the one file), for `model.weights`.
 
-    It holds the names, sizes and times (ns) of all files of weights below the directory (`SUFFIXES`), and the commit
-    where the directory is a snapshot of one. Of a file that is a link into `blobs`, the name of the blob, which is the
-    hash of its content, stands for the time. The directory's own path and the order of its files do not count. Hidden
-    files and directories are left out. Raises `WeightsNotFoundError`.
+    It is a digest of the names and sizes of all files of weights below the directory (`SUFFIXES`), and of samples of
+    their bytes. Of a safetensors file these are the header and `SAMPLE` bytes of every tensor, at a place that follows
+    from the tensor's name. Of other files: the first and last `WHOLE` bytes, and `SAMPLE` bytes of each `STRETCH`, at a
+    place that follows from the stretch's number. Files of up to `WHOLE` bytes are read whole. So two versions are told
+    apart unless all bytes in which they differ lie between the samples. Neither times, links, the path, the directory's
+    name nor the order of its files count: a copy is the same model. Hidden files and directories are left out.
+
+    Raises `WeightsNotFoundError`, also where a file cannot be read or becomes shorter meanwhile.
     """
     root = Path(model)
     try:
         files = [root] if root.is_file() else sorted(_files(root))
-        found = sorted(
-            _described(file, file.name if file == root else file.relative_to(root).as_posix()) for file in files
-        )
+        with ThreadPoolExecutor(_THREADS, "gdscache-weights") as readers:
+            found = sorted(
+                _described(file, file.name if file == root else file.relative_to(root).as_posix(), readers)
+                for file in files
+            )
     except OSError as error:
         raise WeightsNotFoundError(
             f"{error.filename or root}: {error.strerror or error}: the weights cannot be named", _HINT
@@ -49,8 +61,8 @@ def weights_identity(model: str | os.PathLike[str]) -> str:
     if not found:
         what = "is no directory" if not root.is_dir() else f"has no file that ends in {', '.join(SUFFIXES)}"
         raise WeightsNotFoundError(f"{root} {what}", _HINT)
-    text = json.dumps({"commit": _commit(root), "files": found}, sort_keys=True, separators=(",", ":"))
-    return f"files-1:{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}"
+    text = json.dumps(found, separators=(",", ":"))
+    return f"files-2:{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}"
 
 
 def model_directory(
@@ -107,16 +119,65 @@ def _refuse(error: OSError) -> None:
     raise error
 
 
-def _described(file: Path, name: str) -> tuple[str, int, str]:
-    """A file: its name, its size, and the hash of its content or the time of its last change."""
-    status = file.stat()
-    blob = Path(os.path.realpath(file))
-    if file.is_symlink() and blob.parent.name == "blobs" and _HASH.fullmatch(blob.name):
-        return name, status.st_size, blob.name
-    return name, status.st_size, str(status.st_mtime_ns)
+def _described(file: Path, name: str, readers: ThreadPoolExecutor) -> tuple[str, int, str]:
+    """A file: its name, its size, and a digest of the samples of its bytes."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(file))
+        size = status.st_size
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # else each sample brings its neighbours along
+
+        def read(place: tuple[int, int]) -> bytes:
+            data = os.pread(descriptor, place[1], place[0])
+            if len(data) != place[1]:
+                raise OSError(errno.EIO, f"{len(data)} of {place[1]} bytes at {place[0]}", str(file))
+            return data
+
+        digest = hashlib.blake2b(digest_size=32)
+        for data in readers.map(read, _places(descriptor, file, size)):
+            digest.update(data)
+        return name, size, digest.hexdigest()
+    finally:
+        os.close(descriptor)
 
 
-def _commit(root: Path) -> str:
-    """The commit that a directory is a snapshot of, in the layout of the hub's cache; "" elsewhere."""
-    real = Path(os.path.realpath(root))
-    return real.name if real.parent.name == "snapshots" and _COMMIT.fullmatch(real.name) else ""
+def _places(descriptor: int, file: Path, size: int) -> Iterable[tuple[int, int]]:
+    """Where the samples of a file begin, and their bytes, in an order that follows from the file."""
+    if size <= WHOLE:
+        return [(0, size)]
+    if file.name.lower().endswith(".safetensors") and (places := _of_tensors(descriptor, size)) is not None:
+        return places
+    stretches = [(at, min(STRETCH, size - at)) for at in range(WHOLE, size - WHOLE, STRETCH)]
+    inside = [_sample(str(number), at, nbytes) for number, (at, nbytes) in enumerate(stretches)]
+    return [(0, WHOLE), *inside, (size - WHOLE, WHOLE)]
+
+
+def _of_tensors(descriptor: int, size: int) -> list[tuple[int, int]] | None:
+    """Header and tensors of a safetensors file; None where it is not one.
+
+    The format: https://github.com/huggingface/safetensors#format.
+    """
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    first = 8 + length
+    if length > min(_HEADER_LIMIT, size - 8):
+        return None
+    try:
+        tensors = json.loads(os.pread(descriptor, length, 8))
+        spans = {name: tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"}
+        samples = [_sample(name, first + begin, end - begin) for name, (begin, end) in sorted(spans.items())]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    if any(at < first or nbytes < 0 or at + nbytes > size for at, nbytes in samples):
+        return None
+    return [(0, first), *samples]
+
+
+def _sample(name: str, at: int, nbytes: int) -> tuple[int, int]:
+    """The place of one sample among the `nbytes` bytes from `at` on."""
+    room = nbytes - SAMPLE
+    if room <= 0:
+        return at, nbytes
+    drawn = int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    return at + drawn % (room + 1), SAMPLE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gdscache.errors import WeightsNotFoundError
-from gdscache.integrations.weights import model_directory, weights_identity
+from gdscache.integrations.weights import STRETCH, WHOLE, model_directory, weights_identity
 from tests.support.helpers import Host, make_config, prompt, settle
 
 NAMES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
@@ -36,7 +37,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_it_is_this_text_for_ever(model: Path) -> None:
-    assert weights_identity(model) == "files-1:29c1a36d7bfc37e3e7c02735a28f9a309fc3669906fe86049938ef37141f7da8"
+    assert weights_identity(model) == "files-2:c94b1c41aca9f763ece577904eaf349619956dc9258f62222e1ed347b5697d58"
     assert weights_identity(str(model)) == weights_identity(model)
 
 
@@ -77,15 +78,17 @@ def _append(model: Path) -> None:
     os.utime(file, ns=(at, at))
 
 
-def _retouch(model: Path) -> None:
+def _rewrite(model: Path) -> None:
+    """Other bytes, of the same number and time."""
     file = model / NAMES[1]
-    at = file.stat().st_mtime_ns + 1
+    at = file.stat().st_mtime_ns
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
     os.utime(file, ns=(at, at))
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "changed": _append,
-    "retouched, by a nanosecond": _retouch,
+    "rewritten, of one size and time": _rewrite,
     "added": lambda model: (model / "adapter.bin").write_bytes(b"x"),
     "added below": lambda model: make(model / "original", ["consolidated.00.pth"]),
     "renamed": lambda model: (model / NAMES[0]).rename(model / "model.safetensors"),
@@ -129,7 +132,7 @@ def test_one_file_is_a_model_too(tmp_path: Path) -> None:
     make(tmp_path / "b", ["m.gguf"])
     file = tmp_path / "a" / "m.gguf"
     assert weights_identity(file) == weights_identity(tmp_path / "b" / "m.gguf")
-    os.utime(file, ns=(1, 1))
+    file.write_bytes(b"other")
     assert weights_identity(file) != weights_identity(tmp_path / "b" / "m.gguf")
 
 
@@ -158,28 +161,103 @@ def cached(hub: Path, commit: str = COMMIT, blobs: str = "c", at: int = 5) -> Pa
     return snapshot
 
 
-def test_the_hash_of_the_content_counts_and_no_time(tmp_path: Path) -> None:
-    one, two = cached(tmp_path / "one"), cached(tmp_path / "two", at=77)
-    assert weights_identity(one) == weights_identity(two)
-    assert weights_identity(cached(tmp_path / "three", blobs="d")) != weights_identity(one)
+def test_times_links_commits_and_names_of_blobs_do_not_count(tmp_path: Path) -> None:
+    one = cached(tmp_path / "one")
+    before = weights_identity(one)
+    assert weights_identity(cached(tmp_path / "two", at=77)) == before
+    assert weights_identity(cached(tmp_path / "three", OTHER, blobs="d")) == before
     shutil.copytree(one, tmp_path / "plain")
-    assert weights_identity(tmp_path / "plain") != weights_identity(one)
+    assert weights_identity(tmp_path / "plain") == before
 
 
-def test_another_commit_is_another_identity(tmp_path: Path) -> None:
-    assert weights_identity(cached(tmp_path / "one")) != weights_identity(cached(tmp_path / "two", OTHER))
+def test_a_blob_that_was_rewritten_keeps_its_name_and_not_its_identity(tmp_path: Path) -> None:
+    one = cached(tmp_path / "one")
+    before = weights_identity(one)
+    blob = (one / NAMES[0]).resolve()
+    blob.write_bytes(b"SAME SIZE")
+    os.utime(blob, ns=(5, 5))
+    assert weights_identity(one) != before
 
 
-def test_links_that_lead_elsewhere_count_by_their_times(tmp_path: Path, model: Path) -> None:
-    """A directory of links to files that somebody may change in place."""
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    for name in NAMES:
-        (linked / name).symlink_to(model / name)
-    before = weights_identity(linked)
-    assert before == weights_identity(model)
-    _retouch(model)
-    assert weights_identity(linked) != before
+# -- samples ---------------------------------------------------------------------------------------------------------
+
+
+def tensors(file: Path, fill: dict[str, bytes]) -> Path:
+    """A safetensors file of 1 MiB a tensor, each of one byte value, with the time 1."""
+    header = {
+        name: {"dtype": "U8", "shape": [1 << 20], "data_offsets": [number << 20, (number + 1) << 20]}
+        for number, name in enumerate(fill)
+    }
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(value * (1 << 20) for value in fill.values()))
+    os.utime(file, ns=(1, 1))
+    return file
+
+
+@pytest.mark.parametrize("other", ["first", "middle", "last"])
+def test_one_tensor_of_many_differs(tmp_path: Path, other: str) -> None:
+    names = ["first", *(f"layer.{number}" for number in range(20)), "middle", "last"]
+    one = tensors(tmp_path / "model.safetensors", dict.fromkeys(names, b"x"))
+    before = weights_identity(one)
+    assert weights_identity(tensors(one, {**dict.fromkeys(names, b"x"), other: b"y"})) != before
+    assert weights_identity(tensors(one, dict.fromkeys(names, b"x"))) == before
+    assert weights_identity(tensors(one, dict.fromkeys(["First", *names[1:]], b"x"))) != before, "a tensor's name"
+
+
+def test_so_much_of_each_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound that the docs give: a header, and 4 KiB a tensor."""
+    file = tensors(tmp_path / "model.safetensors", dict.fromkeys(map(str, range(50)), b"x"))
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    reads: list[int] = []
+    monkeypatch.setattr(os, "pread", lambda fd, n, at, pread=os.pread: (reads.append(n), pread(fd, n, at))[1])
+    weights_identity(file)
+    assert sorted(reads) == sorted([8, header - 8, header, *[4096] * 50])
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.gguf", "no header.safetensors"])
+def test_a_stretch_of_a_file_without_a_table_differs(tmp_path: Path, name: str) -> None:
+    file, size = tmp_path / name, 5 << 20
+    places = [0, *range(WHOLE, size - WHOLE, STRETCH), size - 1]
+    found = set()
+    for changed in (None, *places):
+        data = bytearray(b"\xff" * size)
+        if changed is not None:
+            end = min(size, changed + STRETCH)
+            data[changed:end] = b"y" * (end - changed)
+        file.write_bytes(data)
+        found.add(weights_identity(file))
+    assert len(found) == 1 + len(places)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{",
+        b'{"a": 1}',
+        b'{"a": {}}',
+        b'{"a": {"data_offsets": [0]}}',
+        b'{"a": {"data_offsets": ["x", "y"]}}',
+        b'{"a": {"data_offsets": [-9, 4]}}',
+        b'{"a": {"data_offsets": [0, 99999999]}}',
+        b'{"a": {"data_offsets": [9, 4]}}',
+        b"[" * 100_000,
+    ],
+    ids=lambda header: header[:40].decode(),
+)
+def test_a_header_that_is_none_is_sampled_as_any_file(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(1 << 20))
+    before = weights_identity(file)
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert weights_identity(file) != before
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tensors(tmp_path / "model.safetensors", {"a": b"x", "b": b"x"})
+    monkeypatch.setattr(os, "pread", lambda fd, n, at, pread=os.pread: pread(fd, n, at)[: n // 2 if n == 4096 else n])
+    with pytest.raises(WeightsNotFoundError, match=r"2048 of 4096 bytes at \d+"):
+        weights_identity(file)
 
 
 def test_a_name_of_the_hub_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +296,12 @@ def test_a_link_that_leads_nowhere(model: Path) -> None:
         weights_identity(model)
 
 
+def test_a_pipe_is_no_file_of_weights(model: Path) -> None:
+    os.mkfifo(model / "model-00003.bin")
+    with pytest.raises(WeightsNotFoundError, match="model-00003"):
+        weights_identity(model)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every directory")
 def test_a_directory_that_may_not_be_read(model: Path) -> None:
     make(model / "sub").chmod(0)
@@ -247,7 +331,7 @@ def test_other_weights_hit_nothing(model: Path, slab: Path) -> None:
     assert [found(), found()] == [0, 16]
     _append(model)
     assert [found(), found()] == [0, 16]
-    _retouch(model)
+    _rewrite(model)
     assert found() == 0
 
 
