@@ -1,0 +1,133 @@
+"""Which fields of an inference engine's configuration make its keys and values what they are.
+
+A table in TOML, beside an adapter, says of every field where it counts:
+
+    [held]          in the namespace
+    [hashed]        in the engine's own hash of a page
+    [refused]       a value that matters is refused at the start
+    [parts]         the field is a configuration object itself, and is walked
+    [[harmless]]    no key and no value depends on it; `why` says why
+
+Below each, a list of fields for every class, by the class's name. **A field that the table does not know is held**: a
+newer engine's new field may cost hits, and never gives another model's answer. Nothing of an engine is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources.abc import Traversable
+from pathlib import PurePath
+from typing import Any
+
+from gdscache.errors import ConfigError
+from gdscache.integrations.settings import digest_of
+
+ENVIRONMENT = "environment"  # the class of environment variables
+_KINDS = ("held", "hashed", "refused", "parts")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+|(?<==)0x[0-9a-fA-F]{6,}")
+_log = logging.getLogger("gdscache")
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldTable:
+    """One engine's table. `kinds`: `Class.field` → `held`, `hashed`, `refused`, `parts` or `harmless`."""
+
+    kinds: Mapping[str, str]
+    reasons: Mapping[str, str]  # of what is harmless
+
+    @classmethod
+    def read(cls, file: Traversable) -> FieldTable:
+        """Raises `ConfigError` where a field stands twice, or a key is none of the table's."""
+        kinds, reasons = dict[str, str](), dict[str, str]()
+        for kind, fields, why in _lines(tomllib.loads(file.read_text(encoding="utf-8"))):
+            for name in (f"{owner}.{field}" for owner, some in fields.items() for field in some):
+                if name in kinds:
+                    raise ConfigError(f"{name} is {kinds[name]}, and {kind}", f"leave one of them in {file.name}")
+                kinds[name] = kind
+                if kind == "harmless":
+                    reasons[name] = why
+        return cls(kinds, reasons)
+
+    def named(self, kind: str) -> list[str]:
+        """The fields of a kind, as `Class.field`."""
+        return sorted(name for name, its in self.kinds.items() if its == kind)
+
+    def facts(self, objects: Iterable[object], environment: Mapping[str, str] | None = None) -> dict[str, object]:
+        """What of these objects belongs in the namespace, by `Class.field`, as plain JSON data.
+
+        `environment`: variables of the engine's that are set. Fields that the table does not know are among the facts;
+        one line in the log names them.
+        """
+        found, unknown = dict[str, object](), list[str]()
+        for name, value in self._walk(objects, environment or {}):
+            kind = self.kinds.get(name)
+            if kind is None:
+                unknown.append(name)
+            if kind in (None, "held"):
+                found[name] = plain(value)
+        if unknown:
+            _log.info(
+                "fields that this version of gdscache does not know are part of the namespace: %s",
+                ", ".join(sorted(unknown)),
+            )
+        return found
+
+    def unknown(self, objects: Iterable[object], environment: Mapping[str, str] | None = None) -> list[str]:
+        """Fields of these objects that the table does not know."""
+        return sorted(name for name, _ in self._walk(objects, environment or {}) if name not in self.kinds)
+
+    def _walk(self, objects: Iterable[object], environment: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+        for one in objects:
+            owner = type(one).__name__
+            for field, value in _fields(one):
+                name = f"{owner}.{field}"
+                if self.kinds.get(name) == "parts":
+                    yield from self._walk([value] if value is not None else [], {})
+                    value = None if value is None else type(value).__name__
+                yield name, value
+        yield from ((f"{ENVIRONMENT}.{name}", value) for name, value in environment.items())
+
+
+def plain(value: Any) -> Any:
+    """A value as plain JSON data that is the same in every process where the value means the same."""
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, (PurePath, bytes)):
+        return value.hex() if isinstance(value, bytes) else str(value)
+    if isinstance(value, Mapping):
+        return {str(plain(key)): plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(one) for one in value), key=repr)
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}.{value.__qualname__}"
+    if callable(to_dict := getattr(value, "to_dict", None)):  # a transformers configuration
+        return f"{type(value).__name__}:{digest_of(plain(to_dict()))}"
+    if dataclasses.is_dataclass(value):
+        return {"": type(value).__name__, **{field: plain(one) for field, one in _fields(value)}}
+    return f"{type(value).__name__}:{_ADDRESS.sub('', str(value))}"
+
+
+def _fields(one: object) -> list[tuple[str, Any]]:
+    """Fields of a dataclass, and what else the object has; names with an underscore in front are its own."""
+    names = [field.name for field in dataclasses.fields(one)] if dataclasses.is_dataclass(one) else []
+    others = [name for name in getattr(one, "__dict__", {}) if name not in names]
+    return [(name, getattr(one, name, None)) for name in [*names, *others] if not name.startswith("_")]
+
+
+def _lines(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, list[str]], str]]:
+    for kind, fields in table.items():
+        if kind == "harmless":
+            yield from ((kind, group["fields"], group["why"]) for group in fields)
+        elif kind in _KINDS:
+            yield kind, fields, ""
+        else:
+            raise ConfigError(f"a table of fields has {kind!r}", f"it may have {', '.join((*_KINDS, 'harmless'))}")
