@@ -120,13 +120,24 @@ def doctor(
 @app.command("inspect")
 def inspect_directory(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a configuration.")],
+    pair: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--compare", metavar="A B", help="Two namespaces, by their first digits: what tells them apart."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the contents of an SSD tier's directory. Changes nothing, and works while an engine uses the directory."""
-    from gdscache.commands.inspect import inspect, tables
+    """Show the contents of an SSD tier's directory. Changes nothing, and works while an engine uses the directory.
+
+    A namespace is what makes pages interchangeable: its lines say what model, weights and settings they are of. Where
+    nothing hits after an upgrade, --compare shows the lines that changed.
+    """
+    from gdscache.commands.inspect import compare, inspect, tables
 
     report = inspect(directory)
-    _show(report, tables.inspect_tables, as_json=as_json)
+    if pair is not None:
+        _show(compare(report, *pair), tables.compare_tables, as_json=as_json)
+    else:
+        _show(report, tables.inspect_tables, as_json=as_json)
 
 
 @app.command("verify")

@@ -18,6 +18,7 @@ from gdscache.config.concerns import concerns
 from gdscache.cuda.host_memory import Pin
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION
+from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.status_page import Figures, StatusWriter
 from gdscache.errors import TierUnavailableError
 from gdscache.events.base import KVEventHub
@@ -169,7 +170,9 @@ def build(
             costs.restore()
             figures = functools.partial(_figures, manager, ssd)
             save = functools.partial(_save, costs, ssd)
-            status = StatusWriter.begin(ssd.path, ssd.catalog_path, figures, save)
+            names = NamespacesFile(ssd.path, config.model.namespace_fields())
+            beside = functools.partial(_describe, names, ssd)
+            status = StatusWriter.begin(ssd.path, ssd.catalog_path, figures, save, beside)
         events = None
         if config.events is not None:
             events = _open_events(config.events, layout.page_tokens)
@@ -212,6 +215,11 @@ def _about(config: Config, device: torch.device) -> dict[str, str]:
 def _save(costs: CostsFile, ssd: SsdTier) -> None:
     if not ssd.lock_lost():  # else the directory may be another engine's
         costs.save()
+
+
+def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
+    if not ssd.lock_lost():
+        names.save(ssd.described)
 
 
 def _figures(manager: TierManager, ssd: SsdTier) -> Figures:

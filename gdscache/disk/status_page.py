@@ -145,13 +145,20 @@ class StatusWriter:
     """Rewrites the status page of an owned directory until `close`. Use `StatusWriter.begin`."""
 
     def __init__(
-        self, path: Path, descriptor: int, catalog: Path, figures: Callable[[], Figures], save: Callable[[], object]
+        self,
+        path: Path,
+        descriptor: int,
+        catalog: Path,
+        figures: Callable[[], Figures],
+        save: Callable[[], object],
+        beside: Callable[[], object],
     ) -> None:
         self._path = path
         self._descriptor = descriptor
         self._files = (catalog, Path(f"{catalog}-wal"))
         self._figures = figures
         self._save = save
+        self._beside = beside
         self._about = (os.getpid(), socket.gethostname(), shlex.join(sys.orig_argv))
         self._opened = time.time()
         self._number = 0
@@ -166,10 +173,12 @@ class StatusWriter:
         catalog: Path,
         figures: Callable[[], Figures],
         save: Callable[[], object] = lambda: None,
+        beside: Callable[[], object] = lambda: None,
     ) -> StatusWriter:
         """Start, and write the first page. `figures` must take no lock. `save` is called every minute, and last, to
-        write what else is to be there after a kill. Raises `NotARegularFileError` (the page is a
-        link, also a hard one, or a directory), `DirectoryNotWritableError`, `ThreadStartError`."""
+        write what else is to be there after a kill; `beside` with every page, to write what else a reader of a
+        directory in use may want. Raises `NotARegularFileError` (the page is a link, also a hard one, or a directory),
+        `DirectoryNotWritableError`, `ThreadStartError`."""
         path = directory / STATUS_NAME
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
@@ -185,7 +194,7 @@ class StatusWriter:
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)
             own_file(path, os.fstat(descriptor))
-            writer = cls(path, descriptor, catalog, figures, save)
+            writer = cls(path, descriptor, catalog, figures, save, beside)
             undo.callback(path.unlink, missing_ok=True)
             start([writer._thread], writer._end.set)
             undo.pop_all()
@@ -228,6 +237,7 @@ class StatusWriter:
             if not self._failed:
                 _log.warning("%s cannot be written: %s", self._path, error.strerror)
             self._failed = True
+        self._beside()
 
 
 def _size(path: Path) -> int:

@@ -6,22 +6,18 @@ read, or is of another model, device or disk, is left out, and what cannot be wr
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gdscache.disk.catalog_file import own_file
+from gdscache.disk import json_file
 from gdscache.errors import StorageError
 from gdscache.gate.costs import Costs, Observations
 
 COSTS_NAME = "costs.json"
 _VERSION = 1
-_MOST_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -30,7 +26,6 @@ class CostsFile:
 
     def __init__(self, directory: Path, costs: Costs, about: Mapping[str, str]) -> None:
         self._path = directory / COSTS_NAME
-        self._new = directory / f"{COSTS_NAME}.new"
         self._costs = costs
         self._about = dict(about)
         self._written: Any = None
@@ -38,8 +33,7 @@ class CostsFile:
 
     def restore(self) -> None:
         """Take the figures of an engine before this one, where they say something about this one's."""
-        with contextlib.suppress(OSError):
-            self._new.unlink()  # what a kill left
+        json_file.forget_torn(self._path)
         found = self._read()
         if found is None:
             return
@@ -59,11 +53,7 @@ class CostsFile:
         content = {"version": _VERSION, "about": self._about, "prefills": prefills, "tiers": tiers}
         try:
             content["disk"] = self._disk()
-            self._new.unlink(missing_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(self._new, flags, 0o600), "w") as file:
-                json.dump(content, file)
-            self._new.replace(self._path)
+            json_file.write(self._path, content)
         except OSError as error:
             if not self._failed:
                 _log.warning("%s cannot be written: %s", self._path, error.strerror)
@@ -73,10 +63,7 @@ class CostsFile:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            with os.fdopen(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)) as file:
-                own_file(self._path, os.fstat(file.fileno()))
-                text = file.read(_MOST_BYTES + 1)
-            found = json.loads(text) if len(text) <= _MOST_BYTES else None
+            found = json_file.read(self._path)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError, StorageError) as error:

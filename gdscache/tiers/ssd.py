@@ -115,7 +115,8 @@ class SsdTier(DurableTier):
         self._touched: dict[int, int] = {}  # slot -> its last use, for the next commit
         self._touches: list[tuple[Sequence[bytes], int]] = []  # ... and uses not in it yet: keys, the first's time
         self._noted = 0  # keys in these
-        self._descriptions: dict[bytes, dict[str, object]] = {}  # of namespaces, for the next commit
+        self.described: dict[bytes, dict[str, object]] = {}  # namespaces that this engine has stored pages of
+        self._descriptions: dict[bytes, dict[str, object]] = {}  # ... for the next commit
         self._retained: dict[int, bytes] = {}  # slot -> key of pages whose retention the next commit writes down
         self._commit_lock = threading.Lock()
         self._lost = ""  # why the directory is not ours alone any more
@@ -348,7 +349,7 @@ class SsdTier(DurableTier):
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
         """Write down what a namespace means, with the next commit: for people who inspect the directory."""
         with self.lock:
-            self._descriptions[digest] = description
+            self.described[digest] = self._descriptions[digest] = description
 
     def _describe(self, descriptions: Mapping[bytes, dict[str, object]]) -> None:
         for digest, description in descriptions.items():

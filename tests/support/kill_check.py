@@ -17,7 +17,7 @@ from tests.support.helpers import MHA, SMALL, WAIT, layout_of, new_planes, read_
 from tests.support.kill_record import DOCUMENTS, PAGE_TOKENS, Name, all_pages, content, name
 
 LAYOUT = layout_of(MHA)
-FILES = {"catalog.sqlite", "catalog.sqlite-wal", "status", "costs.json"}
+FILES = {"catalog.sqlite", "catalog.sqlite-wal", "status", "costs.json", "namespaces.json"}
 
 
 def verify(config: dict[str, Any], allowed: set[Name], required: set[Name]) -> int:

@@ -159,7 +159,7 @@ def test_inspect_beside_an_engine_and_a_store_that_runs(tmp_path: Path) -> None:
         live = report["live"]
         assert (live["pid"], live["state"], live["stopped"]) == (os.getpid(), "running", None)
         assert live["counts"]["stored"] == {"cpu": 3, "ssd": 3}
-        assert [report[name] for name in ("bytes", "retention", "namespaces")] == [None] * 3
+        assert [report[name] for name in ("bytes", "retention")] == [None] * 2
         for seed in range(2, 12):
             run(engine, prompt(seed, 3), f"salt {seed % 3}")
             inspect(path)

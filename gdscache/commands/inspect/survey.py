@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gdscache.commands.inspect.names import made_of
 from gdscache.commands.inspect.owner import Owner, find_owner
 from gdscache.commands.inspect.reading import (
     ATTEMPTS,
@@ -22,14 +23,14 @@ from gdscache.commands.inspect.reading import (
     read_once,
     slab_directories,
 )
-from gdscache.disk import status_page
+from gdscache.disk import namespaces_file, status_page
 from gdscache.disk.catalog_file import CATALOG_NAME, SIDECARS, SUSPECT_NAME, kept_aside
 from gdscache.disk.recovery import Recovered
 from gdscache.disk.slab import slab_name
 from gdscache.disk.status_page import Status
 from gdscache.errors import IOFailedError
 
-SCHEMA = "gdscache.inspect/3"
+SCHEMA = "gdscache.inspect/4"
 _SAID = (
     *("live", "format_version", "created", "extent_bytes", "slots", "pages", "bytes", "free_slots", "unusable_rows"),
     *("retention", "namespaces"),
@@ -42,7 +43,8 @@ def inspect(directory: Path) -> dict[str, Any]:
     """What the catalogue and the slab of `directory` say, as plain data; sizes in bytes.
 
     Takes no lock of the directory and writes nothing. Of a directory in use it says what the owner's status page says
-    (`live`); what that does not have is None then: `bytes`, `unusable_rows`, `retention`, `namespaces`, `created`.
+    (`live`), and which namespaces were described last. What these do not have is None then: `bytes`, `unusable_rows`,
+    `retention`, `created`, and the `pages` and `bytes` of a namespace. `made_of` has a line for each fact of a namespace.
     Raises `NotADirectoryPathError`, `NotARegularFileError`, `CatalogVersionError`, `IOFailedError` (missing, unreadable
     or corrupt files, or files that change all the time).
     """
@@ -81,6 +83,8 @@ def _live(directory: Path, owner: Owner, status: Status | None) -> dict[str, Any
     """What the status page says; the sizes of files, which need no owner."""
     files = [where / slab_name(number) for number, where in enumerate(slab_directories(directory))]
     common = _common(directory, owner, [(file, _size(file)) for file in files])
+    last = reversed(namespaces_file.read(directory).items())
+    common["namespaces"] = [_namespace(digest, fields, None, None) for digest, fields in last]
     if status is None:
         return common
     told = status.figures
@@ -164,7 +168,14 @@ def _namespaces(contents: Contents) -> list[dict[str, Any]]:
     for digest, namespace in contents.names.items():
         number = pages.digests.index(digest) if digest in pages.digests else -1
         mine = pages.namespaces == number
-        told = {"pages": int(mine.sum()), "bytes": int(pages.lengths[mine].sum())}
-        used = int(pages.recency[mine].max()) if told["pages"] else _NEVER
-        found.append((used, {"digest": digest.hex(), "fields": namespace.fields, **told}))
+        used = int(pages.recency[mine].max()) if mine.any() else _NEVER
+        sizes = int(mine.sum()), int(pages.lengths[mine].sum())
+        found.append((used, _namespace(digest, namespace.fields, *sizes)))
     return [told for _, told in sorted(found, key=lambda one: -one[0])]
+
+
+def _namespace(
+    digest: bytes, fields: Mapping[str, Any] | None, pages: int | None, nbytes: int | None
+) -> dict[str, Any]:
+    lines = None if fields is None else made_of(fields)
+    return {"digest": digest.hex(), "fields": fields, "made_of": lines, "pages": pages, "bytes": nbytes}

@@ -9,6 +9,7 @@ from gdscache.commands.console import Table, duration, figure
 from gdscache.sizes import about
 
 NAMESPACES_SHOWN = 40
+MADE_SHOWN = 2
 FINDINGS_SHOWN = 40
 DIGITS = 16
 SHOWN = 14  # characters of a name, so that a row may fit
@@ -20,7 +21,7 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     table = Table()
     table.add_row("directory", _plain(report["path"]))
     table.add_row("owner", _owner(report["owner"]))
-    in_use = report["namespaces"] is None
+    in_use = report["bytes"] is None
     if in_use:
         _add_status(table, report)
     else:
@@ -37,9 +38,8 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     for file in report["set_aside"]:
         table.add_row("set aside", f"{_plain(file['name'])}, {about(file['bytes'])}: was corrupt; may be deleted")
     if in_use:
-        table.add_row("not shown", "namespaces and priorities: they are read when nobody has it open")
-        return [table]
-    return [table, _namespaces(report["namespaces"])]
+        table.add_row("not shown", "priorities, and pages by namespace: they are read when nobody has it open")
+    return [table, _namespaces(report["namespaces"]), *_made_of(report["namespaces"])]
 
 
 def _add_status(table: Table, report: Mapping[str, Any]) -> None:
@@ -111,11 +111,36 @@ def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
     for namespace in namespaces[:NAMESPACES_SHOWN]:
         fields = namespace["fields"] or {"name": "(unknown)"}
         texts = [_short(_plain(fields.get(name, ""))) for name in ("name", "weights", "salt", "request_salt")]
-        size = about(namespace["bytes"])
-        table.add_row(namespace["digest"][:DIGITS], *texts, f"{namespace['pages']:,}", size)
+        sizes = ["", ""] if namespace["pages"] is None else [f"{namespace['pages']:,}", about(namespace["bytes"])]
+        table.add_row(namespace["digest"][:DIGITS], *texts, *sizes)
     if len(namespaces) > NAMESPACES_SHOWN:
         table.caption = f"and {len(namespaces) - NAMESPACES_SHOWN:,} more: --json has all"
     return table
+
+
+def _made_of(namespaces: list[dict[str, Any]]) -> list[Table]:
+    """What the namespaces used last are made of."""
+    known = [namespace for namespace in namespaces if namespace["made_of"] is not None]
+    tables = []
+    for namespace in known[:MADE_SHOWN]:
+        table = Table(f"{namespace['digest'][:DIGITS]} is made of", "line", "value")
+        for name, value in namespace["made_of"].items():
+            table.add_row(_plain(name), _plain(value))
+        tables.append(table)
+    if tables and len(known) > MADE_SHOWN:
+        tables[-1].caption = f"and {len(known) - MADE_SHOWN:,} namespaces more: --json has all, --compare any two"
+    return tables
+
+
+def compare_tables(report: Mapping[str, Any]) -> list[Table]:
+    """The report of `inspect --compare`: lines that differ first, and marked."""
+    table = Table("", "", "line", report["a"][:DIGITS], report["b"][:DIGITS])
+    for line in report["lines"]:
+        texts = ["(no such line)" if line[side] is None else _plain(line[side]) for side in ("a", "b")]
+        table.add_row("differs" if line["differs"] else "", _plain(line["line"]), *texts)
+    differ = sum(line["differs"] for line in report["lines"])
+    table.caption = f"{differ:,} of {len(report['lines']):,} lines differ"
+    return [table]
 
 
 def _owner(owner: Mapping[str, Any]) -> str:

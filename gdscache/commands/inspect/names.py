@@ -1,0 +1,81 @@
+"""What a namespace is made of, a line each, and the lines in which two namespaces differ."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gdscache.errors import InvalidValueError
+
+COMPARE_SCHEMA = "gdscache.compare/1"
+
+
+def made_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The lines of a namespace: name → value. What an adapter put into `salt` as JSON has a line a name."""
+    lines: dict[str, str] = {}
+    for name, value in fields.items():
+        if name == "planes":
+            lines[name] = _planes(value)
+        elif name == "salt" and (facts := _facts(value)) is not None:
+            lines |= {f"salt.{fact}": _text(one) for fact, one in facts.items()}
+        else:
+            lines[name] = _text(value)
+    return dict(sorted(lines.items()))
+
+
+def compare(report: Mapping[str, Any], one: str, other: str) -> dict[str, Any]:
+    """Two namespaces of an `inspect` report, by the first digits of their digests.
+
+    `lines`: each line of either, `differs` first; None where one has no such line. Raises `InvalidValueError` where
+    digits name no namespace, or several, or one that was never described.
+    """
+    a, b = (_named(report["namespaces"] or [], digits, report["path"]) for digits in (one, other))
+    names = sorted({*a["made_of"], *b["made_of"]})
+    lines = [{"line": name, "a": a["made_of"].get(name), "b": b["made_of"].get(name)} for name in names]
+    for line in lines:
+        line["differs"] = line["a"] != line["b"]
+    return {
+        "schema": COMPARE_SCHEMA,
+        "path": report["path"],
+        "a": a["digest"],
+        "b": b["digest"],
+        "lines": sorted(lines, key=lambda line: not line["differs"]),
+    }
+
+
+def _named(namespaces: Sequence[Mapping[str, Any]], digits: str, path: str) -> Mapping[str, Any]:
+    found = [namespace for namespace in namespaces if namespace["digest"].startswith(digits.lower())]
+    if len(found) != 1:
+        there = ", ".join(namespace["digest"][:16] for namespace in namespaces[:8]) or "none"
+        raise InvalidValueError(
+            f"{digits!r} begins {len(found)} of the {len(namespaces)} namespaces of {path}",
+            f"give the first digits of one that `gdscache inspect` shows: {there}",
+        )
+    if found[0]["made_of"] is None:
+        raise InvalidValueError(
+            f"nothing is kept of what {found[0]['digest'][:16]} is made of", "compare one that `inspect` names"
+        )
+    return found[0]
+
+
+def _facts(salt: object) -> dict[str, Any] | None:
+    try:
+        found = json.loads(salt) if isinstance(salt, str) else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _planes(planes: Any) -> str:
+    """Planes of the layers; layers in a row that are equal stand once."""
+    try:
+        layers = [", ".join(f"{name} {list(shape)} {dtype}" for name, shape, dtype in layer) for layer in planes]
+    except (TypeError, ValueError):
+        return _text(planes)
+    return "; ".join(f"{len(list(run))} x ({what})" for what, run in itertools.groupby(layers))
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

@@ -1,0 +1,62 @@
+"""`namespaces.json`: what the namespaces of a directory are made of, for people who look into one that is in use.
+
+The catalogue has the same, and is not read while an engine has it open. A namespace's digest is not in the file: it
+follows from what the namespace is made of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gdscache.disk import json_file
+from gdscache.errors import StorageError
+from gdscache.pages.keys import namespace_digest
+
+NAMES_NAME = "namespaces.json"
+_VERSION = 1
+_KEPT = 32  # namespaces: the last described
+_log = logging.getLogger("gdscache.ssd")
+
+Fields = Mapping[str, object]  # what a namespace is made of
+
+
+class NamespacesFile:
+    """The file of one engine. `own`: what the engine's namespace without a request's salt is made of."""
+
+    def __init__(self, directory: Path, own: Fields) -> None:
+        self._path = directory / NAMES_NAME
+        json_file.forget_torn(self._path)
+        self._own = own
+        self._before = read(directory)
+        self._written = -1
+        self._failed = False
+
+    def save(self, described: dict[bytes, dict[str, object]]) -> None:
+        """Write the engine's own namespace and those `described` so far, where there are new ones. Never raises for
+        what the disk refuses."""
+        if len(described) == self._written:
+            return
+        found: dict[bytes, Fields] = {**self._before, namespace_digest(self._own): self._own, **described.copy()}
+        last = [fields for _, fields in list(found.items())[-_KEPT:]]
+        try:
+            json_file.write(self._path, {"version": _VERSION, "namespaces": last})
+        except OSError as error:
+            if not self._failed:
+                _log.warning("%s cannot be written: %s", self._path, error.strerror)
+            self._failed = True
+        else:
+            self._written = len(described)
+
+
+def read(directory: Path) -> dict[bytes, Fields]:
+    """Digest → what the namespace is made of; empty where the file is missing, or not what this version writes."""
+    try:
+        found: Any = json_file.read(directory / NAMES_NAME)
+        if found["version"] != _VERSION:
+            return {}
+        return {namespace_digest(fields): fields for fields in found["namespaces"] if isinstance(fields, dict)}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, StorageError):
+        return {}
