@@ -44,7 +44,7 @@ def inspect(directory: Path) -> dict[str, Any]:
 
     Takes no lock of the directory and writes nothing. Of a directory in use it says what the owner's status page says
     (`live`), and which namespaces were described last. What these do not have is None then: `bytes`, `unusable_rows`,
-    `retention`, `created`, and the `pages` and `bytes` of a namespace. `made_of` has a line for each fact of a namespace.
+    `retention`, `created`, and the `pages` and `bytes` of a namespace. `made_of` has a line for each of its facts.
     Raises `NotADirectoryPathError`, `NotARegularFileError`, `CatalogVersionError`, `IOFailedError` (missing, unreadable
     or corrupt files, or files that change all the time).
     """
