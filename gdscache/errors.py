@@ -195,6 +195,10 @@ class SequenceStateError(GdsCacheError):
     """A sequence was used after it was left, or published before its pages were complete."""
 
 
+class RopeByLengthError(GeometryError):
+    """A model rotates keys by the length of their sequence, and nothing keeps a request to one side of the limit."""
+
+
 class UnsupportedRequestError(GdsCacheError):
     """A request of a kind that an integration cannot serve from cached prefixes: padding, beams, ragged rows."""
 

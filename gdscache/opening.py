@@ -102,7 +102,8 @@ def build(
     limits: EngineLimits = LIMITS,
 ) -> Parts:
     """Open everything, or raise and leave nothing open."""
-    with contextlib.ExitStack() as undo:
+    # A tensor that is made in the caller's inference mode could not be written to outside of it.
+    with torch.inference_mode(mode=False), contextlib.ExitStack() as undo:
         lock = threading.RLock()
         gpu = None
         if attached is None:

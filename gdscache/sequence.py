@@ -103,7 +103,7 @@ class Sequence:
     @property
     def slots(self) -> torch.Tensor:
         """Slots of all pages, int64 of shape (pages,), on the host."""
-        return torch.tensor(self._held.slots, dtype=torch.int64)
+        return torch.tensor(self._held.slots, dtype=torch.int64, device="cpu")
 
     @property
     def cached_tokens(self) -> int:

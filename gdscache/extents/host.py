@@ -57,6 +57,6 @@ class HostExtents:
 
     def close(self) -> None:
         """Give the memory back; views that others still hold keep it alive until they go."""
-        self.rows = torch.empty((0, self.layout.extent_bytes), dtype=torch.uint8)
+        self.rows = torch.empty((0, self.layout.extent_bytes), dtype=torch.uint8, device="cpu")
         self._view = memoryview(b"")
         self.buffer.close()

@@ -8,8 +8,9 @@ anything is computed, and keeps the ids, for `commit` to compare with.
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,17 +25,21 @@ _CHECKED = {"input_ids", "attention_mask", "position_ids"}
 class Forwards:
     """The forward calls of one cache: `watch` before them, then `allow` for each layer's states, `tokens` at the end.
 
-    `cached`: tokens that the cache begins with. `rows`: of the batch.
+    `cached`: tokens that the cache begins with. `rows`: of the batch. `least`, `most`: tokens that a call may end at.
     """
 
-    def __init__(self, rows: int, cached: int) -> None:
+    def __init__(self, rows: int, cached: int, least: int = 0, most: float = math.inf) -> None:
         self._rows = rows
+        self._least, self._most = least, most
         self._cached = self._end = cached  # tokens that the model has, or was called for
         self._calls: list[tuple[int, torch.Tensor]] = []  # first token, ids (rows, tokens)
         self._handle: Any = None
 
-    def watch(self, model: torch.nn.Module, cache: Cache) -> None:
-        """Look at each call of `model` with `cache` from now on, until `stop`. The hook holds the cache weakly."""
+    def watch(self, model: torch.nn.Module, cache: Cache, let_go: Callable[[Any], bool]) -> None:
+        """Look at each call of `model` with `cache` from now on, until `stop`. The hook holds the cache weakly.
+
+        `let_go(ids)`: drops the prefix where these are the whole prompt again. Assisted generation begins so.
+        """
         signature, mine = inspect.signature(model.forward), weakref.ref(cache)
 
         def look(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -45,6 +50,8 @@ class Forwards:
             own = mine()
             past = 0 if own is None else int(own.get_seq_length())
             if own is not None and given.get("past_key_values") is own:
+                if past and not self._calls and _begins_anew(given) and let_go(given.get("input_ids")):
+                    past = 0
                 self._called(given, past)
 
         self._handle = model.register_forward_pre_hook(look, with_kwargs=True)
@@ -89,10 +96,17 @@ class Forwards:
                     f"the model is called with {name}, as with images or audio, which page names do not hold"
                 )
         end = past + ids.shape[1]
+        if not self._least <= end <= self._most:
+            raise UnsupportedRequestError(
+                f"the model is called up to token {end}, the cache was opened for calls that end at "
+                f"{self._least} to {self._most}",
+                "open(max_length=...) sets the longest; compute a prompt beyond the rope's limit in one call",
+            )
         _check_mask(given.get("attention_mask"), end)
         _check_positions(given.get("position_ids"), past, end)
         self._calls = [(first, call[:, : past - first]) for first, call in self._calls if first < past]
         self._calls.append((past, ids.detach().clone()))
+        self._cached = min(self._cached, past)  # what was cut off a prefix is computed again
         self._end = end
 
 
@@ -112,6 +126,12 @@ def _check_positions(positions: Any, past: int, end: int) -> None:
     expected = torch.arange(past, end, device=positions.device)
     if positions.shape[-1] != end - past or not bool((positions == expected).all()):
         raise _refused(f"the model is called with positions other than {past} ... {end - 1}")
+
+
+def _begins_anew(given: Mapping[str, Any]) -> bool:
+    """Whether the positions of a call begin at 0."""
+    positions = given.get("position_ids")
+    return isinstance(positions, torch.Tensor) and positions.numel() > 0 and not bool(positions[..., 0].any())
 
 
 def _has_tensor(value: Any) -> bool:

@@ -12,20 +12,32 @@ latent in place of the keys and the rope part in place of the values, each with 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import math
 import numbers
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from gdscache import arguments
 from gdscache.engine import CacheEngine
-from gdscache.errors import GeometryError, SequenceStateError, TokensError, UnsupportedRequestError
+from gdscache.errors import (
+    GeometryError,
+    RopeByLengthError,
+    SequenceStateError,
+    TokensError,
+    UnsupportedRequestError,
+)
 from gdscache.integrations.forwards import Forwards
+from gdscache.integrations.ropes import rope_limit
+from gdscache.limits import MAX_COUNT
 from gdscache.pages.keys import as_tokens
 from gdscache.pages.layout import Plane
 from gdscache.sequence import Sequence as TokenSequence
@@ -95,7 +107,11 @@ class PrefixCache:
     one whose keys and values do not follow from the token ids alone is refused before it computes: an attention mask
     that hides tokens, positions of its own, embeddings, images, audio (`UnsupportedRequestError`).
 
-    Thread-safe; the engine stays the caller's to close. Raises `GeometryError` for other layouts.
+    Where the model rotates keys by the length of their sequence (longrope, dynamic), requests are kept to one side of
+    the length at which that changes: see `open`.
+
+    Thread-safe; the engine stays the caller's to close. Raises `GeometryError` for other layouts, and
+    `RopeByLengthError` for a kind of rope that is not known.
     """
 
     def __init__(self, engine: CacheEngine, model: torch.nn.Module) -> None:
@@ -111,8 +127,15 @@ class PrefixCache:
             )
         self.engine = engine
         self.model = model
+        self._rope = None
+        if (config := getattr(model, "config", None)) is not None:
+            self._rope = rope_limit(config.get_text_config(decoder=True))
+        if self._rope is not None and _drops_caches(model):
+            self._rope = self._rope._replace(long=False)
 
-    def open(self, input_ids: Any, *, attention_mask: Any = None, salt: str = "") -> GdsCache:
+    def open(
+        self, input_ids: Any, *, attention_mask: Any = None, salt: str = "", max_length: int | None = None
+    ) -> GdsCache:
         """A cache that holds the longest cached prefix of a prompt, verified; at most all tokens but the last.
 
         `input_ids`: integers of shape (tokens,) or (rows, tokens), a tensor or lists. The rows of a batch start from
@@ -120,17 +143,39 @@ class PrefixCache:
         which token ids do not tell. Give the tokenizer's `attention_mask`, and a padded prompt is refused here rather
         than by the first forward call.
 
-        Raises `UnsupportedRequestError` for pads and for rows of unequal length, `TokensError` for no token ids, and
-        `PoolFullError` when the prompt does not fit into the pool now: run the request without a cache then.
+        `max_length`: the most tokens, prompt and answer, that the model will be called for; a longer call is refused. A
+        model whose rope changes with the length needs it: at most the length at which it changes. With longrope a
+        prompt that is longer than that needs none, and has pages of its own.
+
+        Raises `UnsupportedRequestError` for pads and for rows of unequal length, `TokensError` for no token ids,
+        `RopeByLengthError` where a request may cross the length at which the model's rope changes, and `PoolFullError`
+        when the prompt does not fit into the pool now: run the request without a cache then.
         """
         prompts = _rows(input_ids)
         if attention_mask is not None and _hides(attention_mask):
             raise UnsupportedRequestError("the attention mask hides tokens", "run prompts of unequal length one by one")
+        least, most, salt = self._side(len(prompts[0]), max_length, salt)
         with contextlib.ExitStack() as opened:
             sequences = [opened.enter_context(self.engine.sequence(prompt, salt)) for prompt in prompts]
-            cache = GdsCache(self.engine, sequences, self.model)
+            cache = GdsCache(self.engine, sequences, self.model, least, most)
             opened.pop_all()
         return cache
+
+    def _side(self, tokens: int, max_length: int | None, salt: str) -> tuple[int, float, str]:
+        """The least and most tokens that a call may end at, and the salt of that side of the rope's limit."""
+        most = math.inf if max_length is None else arguments.whole(max_length, "max_length", tokens, MAX_COUNT)
+        rope = self._rope
+        if rope is None:
+            return 0, most, salt
+        if rope.long and tokens > rope.most:
+            return rope.most + 1, most, f"rope long;{salt}"
+        if most <= rope.most:
+            return 0, most, f"rope short;{salt}"
+        raise RopeByLengthError(
+            f"rope_type {rope.kind!r} rotates keys in another way beyond {rope.most} tokens, and a prompt of {tokens} "
+            f"may grow to {'any length' if max_length is None else max_length}",
+            f"open(..., max_length=N) with N of at most {rope.most}, or run the request without the cache",
+        )
 
 
 class GdsCache(DynamicCache):
@@ -139,7 +184,15 @@ class GdsCache(DynamicCache):
     One thread at a time. Holds pages of the engine's pool until it is closed. Made by `PrefixCache.open`.
     """
 
-    def __init__(self, engine: CacheEngine, sequences: Sequence[TokenSequence], model: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        engine: CacheEngine,
+        sequences: Sequence[TokenSequence],
+        model: torch.nn.Module,
+        least: int = 0,
+        most: float = math.inf,
+    ) -> None:
+        """`least`, `most`: tokens that a call of the model may end at."""
         super().__init__()
         self._engine = engine
         self._sequences = tuple(sequences)
@@ -151,9 +204,15 @@ class GdsCache(DynamicCache):
         self.layers = list(self._layers)
         self._done = [sequence.cached_tokens // engine.layout.page_tokens for sequence in self._sequences]
         if self.cached_tokens:
-            self._take_prefix()
-        self._forwards = Forwards(len(self._sequences), self.cached_tokens)
-        self._forwards.watch(model, self)
+            with torch.inference_mode(mode=False), torch.no_grad():  # so that it can be used in any mode
+                self._take_prefix()
+        self._forwards = Forwards(len(self._sequences), self.cached_tokens, least, most)
+        self._forwards.watch(model, self, functools.partial(_let_go, weakref.ref(self)))
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The token ids of the rows, as the cache was opened with them and committed since."""
+        return [sequence.tokens for sequence in self._sequences]
 
     @property
     def sources(self) -> dict[str, int]:
@@ -205,6 +264,11 @@ class GdsCache(DynamicCache):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedRequestError(
+            "a cache holds pages of its engine, so it is neither copied nor pickled", "open another one for the copy"
+        )
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -301,14 +365,34 @@ _IDS = "pass integers of shape (tokens,) or (rows, tokens): the input_ids of wha
 _FIXED_ROWS = ("rows of this cache cannot be reordered, repeated or selected", "use one beam")
 
 
+def _let_go(cache: weakref.ref[GdsCache], ids: Any) -> bool:
+    """Empty the cache where the model computes the whole prompt again. Its slots stay, and it can be committed."""
+    own = cache()
+    if own is None or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return False
+    prompts = own.prompts
+    if len(ids) != len(prompts) or ids[:, : len(prompts[0])].tolist() != prompts:
+        return False
+    own.reset()  # type: ignore[no-untyped-call]
+    own.cached_tokens = 0
+    return True
+
+
 def _hides(mask: Any) -> bool:
     """Whether a mask, a tensor or lists, hides a token."""
     try:
-        return not bool((torch.as_tensor(mask) != 0).all())
+        tensor = mask if isinstance(mask, torch.Tensor) else torch.as_tensor(mask, device="cpu")
+        return not bool((tensor != 0).all())
     except (TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedRequestError(
             f"the attention mask is of type {type(mask).__name__}: {error}", "pass that of the tokenizer, or None"
         ) from None
+
+
+def _drops_caches(model: torch.nn.Module) -> bool:
+    """Whether `generate` may put a cache of its own in the place of a given one: Phi-3's does at the rope's limit."""
+    prepare = getattr(type(model), "prepare_inputs_for_generation", None)
+    return prepare not in (None, GenerationMixin.prepare_inputs_for_generation)
 
 
 def _as_heads(rows: torch.Tensor) -> torch.Tensor:

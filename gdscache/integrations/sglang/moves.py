@@ -154,7 +154,7 @@ class BlockReader:
             return lambda: there
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            host = torch.empty(firsts.shape, dtype=firsts.dtype, pin_memory=True)
+            host = torch.empty(firsts.shape, dtype=firsts.dtype, device="cpu", pin_memory=True)
             host.copy_(firsts, non_blocking=True)
             landed = record_on(self._stream, sleep=True)
 

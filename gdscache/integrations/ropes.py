@@ -1,0 +1,71 @@
+"""Rotary embeddings that rotate a key by more than its position: by the length of the sequence, or what came before.
+
+A prefix that was computed in a short sequence has other keys than the same tokens in a long one. So a cache keeps such
+a model's requests to one side of the length at which its rotation changes. Written against transformers 5.23
+(`modeling_rope_utils.dynamic_rope_update`). Nothing is imported but what is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from gdscache.errors import RopeByLengthError
+
+# Types that rotate a key by its position alone. One that is not known may do anything.
+STEADY = frozenset({"default", "linear", "yarn", "llama3", "proportional", "mrope"})
+
+
+class RopeLimit(NamedTuple):
+    """Up to `most` tokens a sequence's keys are rotated in one way. `long`: in one other way from there on."""
+
+    kind: str
+    most: int
+    long: bool
+
+
+def rope_kinds(parameters: object) -> dict[str, Mapping[str, Any]]:
+    """The types of rope in a model's `rope_parameters` or `rope_scaling`: one, or one for each kind of layer."""
+    return {str(one.get("rope_type") or one.get("type") or "default"): one for one in _each(parameters)}
+
+
+def rope_limit(config: Any) -> RopeLimit | None:
+    """Where the rotation of a transformers model changes with the length; None where it does not.
+
+    `config`: of its text model. Raises `RopeByLengthError` for a type of rope that is not known.
+    """
+    limits = set()
+    for kind, rope in rope_kinds(getattr(config, "rope_parameters", None)).items():
+        if kind in STEADY:
+            continue
+        if kind == "longrope":
+            trained = rope.get("original_max_position_embeddings")
+            limits.add(RopeLimit(kind, int(trained or config.original_max_position_embeddings), long=True))
+        elif "dynamic" in kind:
+            # At `max_position_embeddings` itself, what was served before decides.
+            limits.add(RopeLimit(kind, int(config.max_position_embeddings) - 1, long=False))
+        else:
+            raise RopeByLengthError(
+                f"nothing is known of rope_type {kind!r}: it may rotate keys by the length of their sequence",
+                f"types that are known: {', '.join(sorted({*STEADY, 'longrope', 'dynamic'}))}",
+            )
+    if len(limits) > 1:
+        raise RopeByLengthError(
+            f"kinds of layers change their rope at unequal lengths: {', '.join(map(str, sorted(limits)))}",
+            "run this model without the cache",
+        )
+    return limits.pop() if limits else None
+
+
+def _each(parameters: object) -> Iterator[Mapping[str, Any]]:
+    if not isinstance(parameters, Mapping) or not parameters:
+        return
+    if "rope_type" not in parameters and "type" not in parameters and _nested(parameters):
+        for one in parameters.values():
+            yield from _each(one)
+    else:
+        yield parameters
+
+
+def _nested(parameters: Mapping[str, Any]) -> bool:
+    return all(one is None or isinstance(one, Mapping) for one in parameters.values())
