@@ -83,6 +83,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._offloads = Offloads(engine, self.counts)
             undo.callback(self._offloads.close)
             self._watch = WeightWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed)
+            if self._watch.last():  # another linker's time, in this process
+                self._cache.renew_salt()
             undo.pop_all()
 
     # -- loads ---------------------------------------------------------------------------------------------------------
