@@ -255,6 +255,18 @@ class EmbeddingsUnsupportedError(IntegrationError):
     """The inference engine serves embeddings, whose forward passes do not begin loads."""
 
 
+class RopeByLengthError(IntegrationError):
+    """The model rotates keys by the length of a request, or of what runs beside it: a page fits one of them alone."""
+
+
+class MediaUnsupportedError(IntegrationError):
+    """The inference engine serves images, sounds or videos, which its names of pages do not tell apart for good."""
+
+
+class AttentionUnsupportedError(IntegrationError):
+    """Keys and values of a token depend on tokens behind it, or beside it: a prefix does not name them."""
+
+
 class InterfaceUnsupportedError(IntegrationError):
     """The inference engine is set to hand pages over in a way that the integration does not serve."""
 

@@ -25,18 +25,18 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang.srt.runtime_context import get_context, get_server_args
+from sglang.srt.runtime_context import get_context, get_server_args, process_model_config
 
 from gdscache.engine import CacheEngine
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.planes import host_planes
+from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import (
     ENDS_UPDATE,
     STORAGE_OPTIONS,
     WEIGHT_METHODS,
     configuration,
-    refuse_setup,
     storage_config_of,
 )
 from gdscache.integrations.watching import WeightWatch
@@ -52,6 +52,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         self._server = get_server_args()
         refuse_setup(self._server)
+        refuse_model(process_model_config())
         if wrong := {name: size for name in _SIZES if (size := getattr(storage_config, name, 1)) != 1}:
             raise ParallelismUnsupportedError(
                 ", ".join(f"{name} is {size}" for name, size in wrong.items()),
