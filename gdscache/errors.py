@@ -195,10 +195,6 @@ class SequenceStateError(GdsCacheError):
     """A sequence was used after it was left, or published before its pages were complete."""
 
 
-class RopeByLengthError(GeometryError):
-    """A model rotates keys by the length of their sequence, and nothing keeps a request to one side of the limit."""
-
-
 class UnsupportedRequestError(GdsCacheError):
     """A request of a kind that an integration cannot serve from cached prefixes: padding, beams, ragged rows."""
 
@@ -257,6 +253,19 @@ class AdaptersUnsupportedError(IntegrationError):
 
 class EmbeddingsUnsupportedError(IntegrationError):
     """The inference engine serves embeddings, whose forward passes do not begin loads."""
+
+
+class RopeByLengthError(GeometryError, IntegrationError):
+    """The model rotates keys by the length of a request, or of what runs beside it, and nothing keeps requests to one
+    side of the length at which that changes."""
+
+
+class MediaUnsupportedError(IntegrationError):
+    """The inference engine serves images, sounds or videos, which its names of pages do not tell apart for good."""
+
+
+class AttentionUnsupportedError(IntegrationError):
+    """Keys and values of a token depend on tokens behind it, or beside it: a prefix does not name them."""
 
 
 class InterfaceUnsupportedError(IntegrationError):

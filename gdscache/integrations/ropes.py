@@ -24,9 +24,16 @@ class RopeLimit(NamedTuple):
     long: bool
 
 
-def rope_kinds(parameters: object) -> dict[str, Mapping[str, Any]]:
-    """The types of rope in a model's `rope_parameters` or `rope_scaling`: one, or one for each kind of layer."""
-    return {str(one.get("rope_type") or one.get("type") or "default"): one for one in _each(parameters)}
+def ropes(parameters: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each rope and its type, of a model's `rope_parameters` or `rope_scaling`: there may be one a kind of layer."""
+    if not isinstance(parameters, Mapping) or not parameters:
+        return
+    named = parameters.get("rope_type") or parameters.get("type")
+    if named is None and all(one is None or isinstance(one, Mapping) for one in parameters.values()):
+        for one in parameters.values():
+            yield from ropes(one)
+    else:
+        yield str(named or "default"), parameters
 
 
 def rope_limit(config: Any) -> RopeLimit | None:
@@ -35,7 +42,7 @@ def rope_limit(config: Any) -> RopeLimit | None:
     `config`: of its text model. Raises `RopeByLengthError` for a type of rope that is not known.
     """
     limits = set()
-    for kind, rope in rope_kinds(getattr(config, "rope_parameters", None)).items():
+    for kind, rope in ropes(getattr(config, "rope_parameters", None)):
         if kind in STEADY:
             continue
         if kind == "longrope":
@@ -55,17 +62,3 @@ def rope_limit(config: Any) -> RopeLimit | None:
             "run this model without the cache",
         )
     return limits.pop() if limits else None
-
-
-def _each(parameters: object) -> Iterator[Mapping[str, Any]]:
-    if not isinstance(parameters, Mapping) or not parameters:
-        return
-    if "rope_type" not in parameters and "type" not in parameters and _nested(parameters):
-        for one in parameters.values():
-            yield from _each(one)
-    else:
-        yield parameters
-
-
-def _nested(parameters: Mapping[str, Any]) -> bool:
-    return all(one is None or isinstance(one, Mapping) for one in parameters.values())

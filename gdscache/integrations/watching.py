@@ -1,29 +1,56 @@
 """When an inference engine's weights change while it runs, and it does not tell its cache.
 
-The methods that write weights are wrapped, for as long as somebody listens. What is cached from then on has a salt that
-is drawn at random (`fresh_salt`): pages of the old weights are not found, and those of the new weights are not found
-after a restart, which begins with the weights of the files again.
+The methods that write weights are wrapped, from the first watch on and for the life of the process: a cache that is
+opened later must know what has happened before. What is cached behind a change has a salt that is drawn at random
+(`fresh_salt`): pages of the old weights are not found, and those of the new weights are not found after a restart,
+which begins with the weights of the files again.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from gdscache.errors import WeightUpdatesUnsupportedError
 
+_RECORD = "_gdscache_calls"  # of a wrapped method
 _lock = threading.Lock()
+
+
+class _Calls:
+    """The calls of one method, since it was wrapped."""
+
+    def __init__(self, *, from_start: bool) -> None:
+        self.from_start = from_start  # whether it was wrapped before its first call
+        self.touched = 0  # when the last call began or ended, as of `time.monotonic_ns`; 0: never
+        self.watches: list[WeightWatch] = []
+
+    def told(self, name: str) -> None:
+        self.touched = time.monotonic_ns()
+        for watch in list(self.watches):
+            watch.tell(name)
 
 
 class WeightWatch:
     """Calls `changed(name)` before and behind each method of `updater`, a class, that writes weights; until `close`.
 
+    `from_start`: whether none of the methods can have been called yet; the first watch of a class says it for all that
+    follow.
+
     Raises `WeightUpdatesUnsupportedError` where the class has not all of them: then it cannot be known.
     """
 
-    def __init__(self, updater: type[Any], methods: Sequence[str], changed: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        updater: type[Any],
+        methods: Sequence[str],
+        changed: Callable[[str], object],
+        *,
+        from_start: bool = True,
+    ) -> None:
         missing = [name for name in methods if not callable(getattr(updater, name, None))]
         if missing:
             raise WeightUpdatesUnsupportedError(
@@ -31,47 +58,52 @@ class WeightWatch:
                 "unnoticed, and pages of the old ones would be served",
                 "use a version of the inference engine that was tried: docs/vllm.md, docs/sglang.md",
             )
-        self._updater = updater
         self._changed = changed
-        self._methods = tuple(methods)
         with _lock:
-            for name in self._methods:
-                _listeners(updater, name).append(self)
+            self._calls = {name: _calls_of(updater, name, from_start=from_start) for name in methods}
+            for calls in self._calls.values():
+                calls.watches.append(self)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every call that there was in this process is known."""
+        return all(calls.from_start for calls in self._calls.values())
+
+    def last(self, *names: str) -> int:
+        """When one of these methods (all, if none is named) was called last, as of `time.monotonic_ns`. 0: never.
+
+        Calls of before this watch count, if the class was watched.
+        """
+        return max(calls.touched for name, calls in self._calls.items() if not names or name in names)
 
     def close(self) -> None:
-        """Listen no more; the last who does gives the methods back. Twice is fine."""
+        """Listen no more. Twice is fine."""
         with _lock:
-            for name in self._methods:
-                method: Any = self._updater.__dict__.get(name)
-                listening = getattr(method, "_gdscache_listeners", [])
-                if self in listening:
-                    listening.remove(self)
-                    if not listening:
-                        setattr(self._updater, name, method.__wrapped__)
+            for calls in self._calls.values():
+                if self in calls.watches:
+                    calls.watches.remove(self)
 
     def tell(self, name: str) -> None:
         """The weights change, or have changed, by the method of that name."""
         self._changed(name)
 
 
-def _listeners(updater: type[Any], name: str) -> list[WeightWatch]:
-    """Who listens to a method, which is wrapped for the first of them."""
+def _calls_of(updater: type[Any], name: str, *, from_start: bool) -> _Calls:
+    """The record of a method, which is wrapped the first time."""
     method = getattr(updater, name)
-    found: list[WeightWatch] | None = getattr(method, "_gdscache_listeners", None)
+    found: _Calls | None = getattr(method, _RECORD, None)
     if found is not None:
         return found
-    listening: list[WeightWatch] = []
+    calls = _Calls(from_start=from_start)
 
     @functools.wraps(method)
     def told(*args: Any, **kwargs: Any) -> Any:
-        for watch in listening:
-            watch.tell(name)
+        calls.told(name)
         try:
             return method(*args, **kwargs)
         finally:
-            for watch in listening:
-                watch.tell(name)
+            calls.told(name)
 
-    told._gdscache_listeners = listening  # type: ignore[attr-defined]
+    setattr(told, _RECORD, calls)
     setattr(updater, name, told)
-    return listening
+    return calls

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 FAULTY = {"ssd": {"transport": "tests.support.faulty:FaultyTransport"}}
@@ -30,3 +32,11 @@ def change_weights(name: str = "update_weights_from_tensor") -> None:
     """SGLang's method is called, and fails at once, for there is no model: weights may have changed even so."""
     with contextlib.suppress(Exception):
         getattr(WeightUpdater, name)(SimpleNamespace(), None)
+
+
+def restart() -> None:
+    """SGLang's classes are as in a process that has just begun: nobody has watched them."""
+    for kind in (WeightUpdater, MHATokenToKVPoolHost, MLATokenToKVPoolHost):
+        for name, method in list(vars(kind).items()):
+            if hasattr(method, "_gdscache_calls"):
+                setattr(kind, name, method.__wrapped__)

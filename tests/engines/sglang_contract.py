@@ -27,7 +27,9 @@ SOURCES = [  # whose order of calls the integrations rest on
     f"{_CACHE}.unified_cache.linker_factory:create_unified_cache_linker",
     "sglang.srt.managers.cache_controller:HiCacheController._page_get_zero_copy",
     "sglang.srt.managers.cache_controller:HiCacheController._page_set_zero_copy",
-    "sglang.srt.managers.cache_controller:HiCacheController.reset",
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache._reset_full",  # a flush ends with the host pool's `clear`
+    "sglang.srt.managers.scheduler:Scheduler.attach_hicache_storage_wrapped",  # what is published before, and behind
+    "sglang.srt.managers.scheduler:Scheduler.detach_hicache_storage_wrapped",
     "sglang.srt.managers.schedule_policy:SchedulePolicy.calc_priority",  # when requests are looked up
     "sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
     "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager",  # when it flushes

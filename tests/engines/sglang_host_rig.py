@@ -78,9 +78,20 @@ class PoolRig:
 class HostRig(PoolRig):
     """A host pool, and our storage below it; HiCache's calls are made here."""
 
-    def __init__(self, folder: Path, kind: str = "mha", layout: str = "page_first", **changes: Any) -> None:
-        self.args = rig.server_args(folder)
-        self.pool = host_pool(kind, layout)
+    def __init__(
+        self,
+        folder: Path,
+        kind: str = "mha",
+        layout: str = "page_first",
+        *,
+        pool: Any = None,
+        at_start: bool = True,
+        **changes: Any,
+    ) -> None:
+        """`pool`: an earlier one's, to which a storage is attached again. `at_start`: SGLang was started with one."""
+        given = {"hicache_storage_backend": "dynamic"} if at_start else {}
+        self.args = rig.server_args(folder, enable_hierarchical_cache=True, **given)
+        self.pool = host_pool(kind, layout) if pool is None else pool
         config = rig.sections(folder, cpu=None, **changes)
         settings = HiCacheStorageConfig(
             tp_rank=0,
@@ -112,6 +123,10 @@ class HostRig(PoolRig):
         operation = SimpleNamespace(request_id="r")
         info = HiCacheStorageExtraInfo(prefix_keys=list(before))
         return int(HiCacheController._page_get_zero_copy(controller, operation, list(keys), self.slots(pages), info))
+
+    def flush(self) -> None:
+        """What a flush of SGLang's ends with."""
+        self.pool.clear()
 
     def close(self) -> None:
         self.storage.close()

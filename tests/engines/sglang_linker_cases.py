@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
-from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 from gdscache.integrations.sglang.setup import WEIGHT_METHODS
 from gdscache.storage.base import Op
 from gdscache.testing.faults import Fault
 from tests.engines import sglang_rig as rig
-from tests.engines.sglang_case import FAULTY, case, change_weights, run_case
+from tests.engines.sglang_case import FAULTY, case, change_weights, restart, run_case
 from tests.support.faulty import PLAN
 
 
@@ -233,7 +232,10 @@ def new_weights_find_nothing(folder: Path) -> None:
         assert found.serve(tokens, fresh) == (0, 60), "those of the new weights are kept"
         found.settle()
     found.close()
-    assert not hasattr(WeightUpdater.update_weights_from_disk, "_gdscache_listeners"), "SGLang's methods are its own"
+    late = rig.Rig(folder)
+    assert late.serve(tokens, fresh) == (0, 0), "in the same process: neither those of the files nor those of another"
+    late.close()
+    restart()
     again = rig.Rig(folder)
     assert again.serve(tokens, plain) == (0, 60), "the weights of the files"
     again.close()

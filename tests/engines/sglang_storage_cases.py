@@ -3,9 +3,7 @@ sglang_storage_cases.py CASE FOLDER"""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
@@ -15,7 +13,7 @@ from gdscache.testing.faults import Fault
 from tests.engines import sglang_hicache_rig as hicache
 from tests.engines import sglang_host_rig as host
 from tests.engines import sglang_rig as rig
-from tests.engines.sglang_case import FAULTY, case, change_weights, run_case
+from tests.engines.sglang_case import FAULTY, case, change_weights, restart, run_case
 from tests.support.faulty import PLAN
 
 
@@ -115,42 +113,87 @@ def host_new_weights(folder: Path) -> None:
     found = host.HostRig(folder)
     keys = found.keys(rig.prompt(1, 40))
     wanted = found.fill(range(10), 1)
-    go, outcomes = [threading.Event(), threading.Event()], list[Any]()
-
-    def backup_thread() -> None:
-        for event in go:
-            event.wait(60)
-            outcomes.append(found.backup(keys, range(10)))
-
-    old = threading.Thread(target=backup_thread)
-    old.start()
-    go[0].set()
-    rig.until(lambda: outcomes == [True], "stored")
+    assert found.backup(keys, range(10))
     change_weights()
     assert found.storage.batch_exists(keys) == 0
-    go[1].set()
-    old.join(60)
-    assert outcomes == [True, False], "the pool's pages are of the old weights until it is flushed"
+    assert not host.in_thread(lambda: found.backup(keys, range(10))), "the pool's pages are of the old weights"
     assert found.storage.batch_exists(keys) == 0
+    found.flush()
     fresh = found.fill(range(10), 2)
     assert host.in_thread(lambda: found.backup(keys, range(10)))
     assert host.in_thread(lambda: found.prefetch(keys, range(20, 30))) == 10
     _same(found.read(range(20, 30)), fresh)
     change_weights("begin_weight_update")
     change_weights()
-    flushed = threading.Event()  # by SGLang, behind that part of the update
-    new = threading.Thread(target=lambda: flushed.wait(60) and outcomes.append(found.backup(keys, range(10))))
-    new.start()
+    found.flush()  # by SGLang, behind that part of the update
     change_weights("end_weight_update")
-    flushed.set()
-    new.join(60)
-    assert outcomes == [True, False, True]
+    assert host.in_thread(lambda: found.backup(keys, range(10)))
     assert found.storage.batch_exists(keys) == 10
     found.close()
+    restart()
     again = host.HostRig(folder)
     assert again.prefetch(keys, range(20, 30)) == 10
     _same(again.read(range(20, 30)), wanted)  # the weights of the files
     again.close()
+
+
+@case
+def attached_again_behind_new_weights(folder: Path) -> None:
+    """Each attach makes a new object: it knows what its process has seen, while one was attached and while none was."""
+    tokens, other = rig.prompt(1, 40), rig.prompt(2, 40)
+    found = host.HostRig(folder)
+    keys, new = found.keys(tokens), found.keys(other)
+    found.fill(range(10), 1)
+    assert found.backup(keys, range(10))
+    found.close()
+    pool = found.pool
+    found = host.HostRig(folder, pool=pool)
+    assert found.prefetch(keys, range(10)) == 10, "no weights have changed"
+    found.close()
+    for when in ("attached", "detached"):
+        attached = host.HostRig(folder, pool=pool) if when == "attached" else None
+        change_weights()
+        if attached is not None:
+            attached.close()
+        found = host.HostRig(folder, pool=pool)
+        assert found.prefetch(keys, range(10)) == 0, (when, "old weights")
+        assert not found.backup(new, range(10)), (when, "SGLang may have pages of the old weights")
+        found.flush()
+        assert found.backup(new, range(10)), when
+        assert found.prefetch(new, range(10)) == 10, when
+        found.close()
+        found = host.HostRig(folder, pool=pool)
+        assert found.prefetch(new, range(10)) == 0, (when, "another object does not know their salt")
+        assert found.backup(new, range(10)), "flushed since the change"
+        found.close()
+    restart()
+    found = host.HostRig(folder)
+    assert found.prefetch(new, range(10)) == 0, "pages of the new weights are nobody's"
+    assert found.prefetch(keys, range(10)) == 10, "the weights of the files"
+    found.close()
+
+
+@case
+def attached_to_a_server_that_runs(folder: Path) -> None:
+    """Whether its weights have changed before is not known: nothing is found, and nothing is kept until a flush."""
+    started = host.HostRig(folder)
+    keys = started.keys(rig.prompt(1, 40))
+    started.fill(range(10), 1)
+    assert started.backup(keys, range(10))
+    started.close()
+    restart()
+    pool = host.host_pool("mha", "page_first")
+    for flushed in (False, True):
+        found = host.HostRig(folder, pool=pool, at_start=False)
+        assert found.prefetch(keys, range(10)) == 0, "they may be of other weights"
+        assert found.backup(keys, range(10)) is flushed
+        found.flush()
+        assert found.backup(keys, range(10))
+        found.close()
+    restart()
+    found = host.HostRig(folder)
+    assert found.prefetch(keys, range(10)) == 10
+    found.close()
 
 
 @case

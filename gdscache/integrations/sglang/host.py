@@ -4,15 +4,14 @@ The pool's memory is the engine's planes, so a page is gathered from it and scat
 SGLang copies nothing. HiCache calls from several threads of its own. An exception would end such a thread for good, so
 whatever a page comes to is a bool: False is a miss, or a page that was not kept.
 
-When SGLang's weights have changed, what its pool has is still of the old ones, until it is flushed; and a flush ends
-HiCache's threads and begins new ones. So nothing more is stored for threads of before the change.
+When SGLang's weights have changed, what its pool has is still of the old ones, until it is flushed. So nothing is
+stored between a change and the flush behind it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -39,15 +38,15 @@ class HostPages:
         self._page_tokens = engine.layout.page_tokens
         self._links = PageLinks()
         self._salt = ""
-        self._barred: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        self._seen: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have called
+        self._held = False  # the pool may have pages of weights of before
+        self._used = False  # since the last flush
         self._patience = 2 * engine.config.deadline
         # As many pages at once as are taken in, whatever else is on its way: what is beyond the queue is dropped.
         self._at_once = max(1, engine.config.store.queue // 2 // engine.layout.extent_bytes)
 
     def exists(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
         """How many of the first pages are stored. `before`: the keys of the pages in front of them, if known."""
-        self._see()
+        self._used = True
         found = 0
         with self._told():
             found = self.engine.lookup(self._links.named(keys, before), salt=self._salt).tokens // self._page_tokens
@@ -59,7 +58,7 @@ class HostPages:
 
         When it returns nothing writes to the pool any more.
         """
-        self._see()
+        self._used = True
         good = [False] * len(keys)
         with self._told():
             hit = self.engine.lookup(self._links.named(keys, before), salt=self._salt)
@@ -74,10 +73,10 @@ class HostPages:
 
         When it returns nothing reads the pool any more.
         """
-        self._see()
+        self._used = True
         kept, salt = list[bool](), self._salt  # first the salt, then the look: see `weights_changed`
-        if threading.current_thread() in self._barred:
-            self._count(barred=len(keys))
+        if self._held:
+            self._count(held=len(keys))
             return [False] * len(keys)
         for first in range(0, len(keys), self._at_once):
             part = slice(first, first + self._at_once)
@@ -91,18 +90,20 @@ class HostPages:
             self.engine.invalidate(self.engine.namespace(salt))
 
     def weights_changed(self, *, ends: bool = False) -> None:
-        """Find no page of the weights of before, and store none. Called before and behind each change.
+        """Find no page of the weights of before, and store none until the flush. Called before and behind each change.
 
         `ends`: of the end of an update that was begun apart, which SGLang does not flush behind. Its last part was
-        flushed behind, if it was asked to: threads from then on that have not called yet have nothing of before.
+        flushed behind, if it was asked to: what the pool has from then on is of before only if it was used since.
         """
-        with self._lock:
-            old = {*self._barred, *self._seen} if ends else threading.enumerate()
-        self._barred = weakref.WeakSet(old)
-        before, self._salt = self._salt, fresh_salt()  # behind the threads: whoever has it, and looks then, is barred
+        self._held = self._held or self._used or not ends
+        before, self._salt = self._salt, fresh_salt()  # behind the hold: whoever has it, and looks then, is held
         with self._told():
             if before:  # nobody finds these again
                 self.engine.invalidate(self.engine.namespace(before))
+
+    def flushed(self) -> None:
+        """SGLang's cache is empty: what comes now is of the weights of now."""
+        self._used = self._held = False
 
     def close(self) -> None:
         """Finish what was accepted, and close the engine. Twice is fine."""
@@ -137,10 +138,6 @@ class HostPages:
 
     def _blocks(self, slots: Sequence[int]) -> npt.NDArray[np.int64]:
         return np.asarray(slots, np.int64) // self._page_tokens
-
-    def _see(self) -> None:
-        with self._lock:
-            self._seen.add(threading.current_thread())
 
     def _count(self, **numbers: int) -> None:
         with self._lock:

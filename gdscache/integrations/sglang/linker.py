@@ -21,6 +21,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.runtime_context import process_model_config
 
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine import CacheEngine
@@ -29,13 +30,12 @@ from gdscache.integrations.sglang.loads import LoadTable
 from gdscache.integrations.sglang.moves import BlockReader, LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.sglang.planes import device_planes
+from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import (
     LINKER_OPTIONS,
     WEIGHT_METHODS,
     LinkerOptions,
     configuration,
-    refuse_components,
-    refuse_setup,
 )
 from gdscache.integrations.watching import WeightWatch
 
@@ -53,6 +53,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
         refuse_setup(server_args)
+        refuse_model(process_model_config())
         refuse_components([component.name for component in components])
         options = LinkerOptions.of(extra_config)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
@@ -83,6 +84,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._offloads = Offloads(engine, self.counts)
             undo.callback(self._offloads.close)
             self._watch = WeightWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed)
+            if self._watch.last():  # another linker's time, in this process
+                self._cache.renew_salt()
             undo.pop_all()
 
     # -- loads ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""How SGLang is set up: what the integrations refuse, their options, and what makes the bytes of two servers
-interchangeable.
+"""How SGLang is set up: the integrations' options, and what makes the bytes of two servers interchangeable.
 
 Reads SGLang's `ServerArgs` by its attributes; nothing of SGLang is imported.
 """
@@ -15,15 +14,8 @@ from typing import Any
 from gdscache import arguments
 from gdscache.config import Config
 from gdscache.errors import (
-    AdaptersUnsupportedError,
-    CacheGroupsUnsupportedError,
     ConfigError,
-    ConnectorRoleError,
-    EmbeddingsUnsupportedError,
     InterfaceUnsupportedError,
-    ParallelismUnsupportedError,
-    SleepModeUnsupportedError,
-    SpeculationUnsupportedError,
     UnknownKeyError,
     WeightsNotFoundError,
 )
@@ -48,7 +40,6 @@ LINKER_OPTIONS = "linker_extra_config"
 STORAGE_OPTIONS = "--hicache-storage-backend-extra-config"
 _OWN_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")  # what HiCache leaves in it
 _LONGEST = 3600  # seconds, of what the options say
-_SIZES = ("tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size", "ep_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,46 +88,6 @@ def _config_of(given: Mapping[str, Any], known: Collection[str], name: str, engi
             f'write one with `gdscache config init {engine}`, and pass {{"config": "gdscache.yaml"}}',
         )
     return config
-
-
-def refuse_setup(server: Any) -> None:
-    """Raise the subclass of `IntegrationError` that names what is not supported. `server`: SGLang's `ServerArgs`."""
-    sizes = {name: getattr(server, name, 1) for name in _SIZES}
-    if wrong := {name: size for name, size in sizes.items() if size not in (None, 1)}:
-        raise ParallelismUnsupportedError(
-            ", ".join(f"{name} is {size}" for name, size in wrong.items()),
-            "one rank is supported: run one server a GPU, each with an ssd.path of its own",
-        )
-    if (algorithm := getattr(server, "speculative_algorithm", None)) not in (None, "NGRAM"):
-        raise SpeculationUnsupportedError(
-            f"speculative decoding by {algorithm} has weights of its own", "leave it out, or use NGRAM"
-        )
-    if getattr(server, "enable_lora", None) or getattr(server, "lora_paths", None):
-        raise AdaptersUnsupportedError(
-            "LoRA adapters are served, and a reloaded adapter may keep its name", "leave --enable-lora out"
-        )
-    if getattr(server, "enable_memory_saver", False):
-        raise SleepModeUnsupportedError(
-            "enable_memory_saver is on: the KV cache's memory would be released while pages are on their way",
-            "leave it out",
-        )
-    if getattr(server, "is_embedding", False):
-        raise EmbeddingsUnsupportedError(
-            "is_embedding is on: SGLang begins no load for such a forward pass, and would abort its requests",
-            "leave the cache out of this server",
-        )
-    mode = getattr(server, "disaggregation_mode", None)
-    if mode not in (None, "null"):
-        raise ConnectorRoleError(f"disaggregation_mode is {mode!r}", "this is a cache of one server: leave it out")
-
-
-def refuse_components(names: Collection[str]) -> None:
-    """Raise where the tree has more than full attention. `names`: those of SGLang's `ComponentType`."""
-    if set(names) != {"FULL"}:
-        raise CacheGroupsUnsupportedError(
-            f"the model's cache has {', '.join(sorted(names))}; FULL alone is supported",
-            "use a model whose every layer attends to all tokens",
-        )
 
 
 def configuration(

@@ -10,6 +10,7 @@ docs/sglang.md says what works and what is refused. This class only hands over t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,22 +25,24 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_context, get_server_args, process_model_config
 
 from gdscache.engine import CacheEngine
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.planes import host_planes
+from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import (
     ENDS_UPDATE,
     STORAGE_OPTIONS,
     WEIGHT_METHODS,
     configuration,
-    refuse_setup,
     storage_config_of,
 )
 from gdscache.integrations.watching import WeightWatch
 
+_FLUSH = "clear"  # the host pool's method that a flush ends with; a new pool begins with it, too
+_log = logging.getLogger("gdscache")
 _SIZES = ("tp_size", "pp_size", "attn_cp_size", "dcp_size")
 
 
@@ -49,6 +52,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         self._server = get_server_args()
         refuse_setup(self._server)
+        refuse_model(process_model_config())
         if wrong := {name: size for name in _SIZES if (size := getattr(storage_config, name, 1)) != 1}:
             raise ParallelismUnsupportedError(
                 ", ".join(f"{name} is {size}" for name, size in wrong.items()),
@@ -56,7 +60,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
             )
         self._config = storage_config_of(storage_config.extra_config or {})
         self._pages: HostPages | None = None
-        self._watch: WeightWatch | None = None
+        self._watches: list[WeightWatch] = []
 
     # -- pools ---------------------------------------------------------------------------------------------------------
 
@@ -66,10 +70,33 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         planes = host_planes(mem_pool_host)
         config = configuration(self._config, self._server, planes, sglang.__version__, STORAGE_OPTIONS, cpu=False)
         self.close()
-        self._pages = pages = HostPages(CacheEngine(config, planes.tensors))
-        self._watch = WeightWatch(
-            WeightUpdater, WEIGHT_METHODS, lambda name: pages.weights_changed(ends=name == ENDS_UPDATE)
+        self._pages = HostPages(CacheEngine(config, planes.tensors))
+        self._watch(self._pages, type(mem_pool_host))
+
+    def _watch(self, pages: HostPages, pool: type[Any]) -> None:
+        """From now on for as long as it is open; and what came before it, in this process, counts too."""
+        from_start = get_context().config_leaf("hicache_storage_backend") is not None  # None: attached to a server
+        updates = WeightWatch(
+            WeightUpdater,
+            WEIGHT_METHODS,
+            lambda name: pages.weights_changed(ends=name == ENDS_UPDATE),
+            from_start=from_start,
         )
+        flushes = WeightWatch(pool, [_FLUSH], lambda name: pages.flushed(), from_start=from_start)
+        self._watches = [updates, flushes]
+        if updates.complete and not updates.last():
+            return
+        pages.weights_changed()
+        written = updates.last(*(name for name in WEIGHT_METHODS if name != ENDS_UPDATE))
+        if written < flushes.last():
+            pages.flushed()
+        elif not updates.complete:
+            _log.warning(
+                "the storage was attached while SGLang runs, so it is not known whether the weights are still those of "
+                "the files: no page of before is found, nothing is stored until SGLang's cache is flushed "
+                "(POST /flush_cache), and nothing of it is found after a restart. Start SGLang with "
+                "--hicache-storage-backend to find pages again"
+            )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         if host_pool_name != PoolName.KV:
@@ -154,9 +181,9 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """Finish what was accepted, and give everything back. Twice is fine."""
-        watch, self._watch = self._watch, None
+        watches, self._watches = self._watches, []
         pages, self._pages = self._pages, None
-        if watch is not None:
+        for watch in watches:
             watch.close()
         if pages is not None:
             pages.close()

@@ -214,12 +214,10 @@ def test_new_weights_find_nothing_and_the_pool_is_flushed_first(tmp_path: Path) 
     found.weights_changed()
     assert found.exists(KEYS[:2]) == 0
     assert found.get(KEYS[:2], slots(2, 3)) == [False, False]
-    assert found.set(KEYS[:2], slots(0, 1)) == [False, False], "this thread's pages are of the old weights"
-    outcome: list[list[bool]] = []
-    thread = threading.Thread(target=lambda: outcome.append(found.set(KEYS[:2], slots(0, 1))))
-    thread.start()
-    thread.join(WAIT)
-    assert outcome == [[True, True]]
+    assert found.set(KEYS[:2], slots(0, 1)) == [False, False], "the pool's pages are of the old weights"
+    assert found.counts["held"] == 2
+    found.flushed()
+    assert found.set(KEYS[:2], slots(0, 1)) == [True, True]
     assert found.exists(KEYS[:2]) == 2
     found.close()
     again = HostPages(engine_over(tmp_path, pool(), None))
@@ -230,31 +228,21 @@ def test_new_weights_find_nothing_and_the_pool_is_flushed_first(tmp_path: Path) 
 def test_an_update_that_ends_behind_the_flush_keeps_nobody_from_storing(tmp_path: Path) -> None:
     """SGLang flushes behind the parts of an update, and not behind its end."""
     found = HostPages(engine_over(tmp_path, pool(), None))
-
-    def store(name: str) -> None:
-        go[name].wait(WAIT)
-        outcome[name] = found.set(KEYS[:2], slots(0, 1))
-
-    outcome: dict[str, list[bool]] = {}
-    go = {name: threading.Event() for name in ("before", "called", "new")}
-    threads = {name: threading.Thread(target=store, args=(name,)) for name in go}
-    threads["before"].start()
     for _ in range(2):
-        found.weights_changed()  # begins; then a part of it; then SGLang flushes
-    threads["called"].start()
-    threads["new"].start()
-    go["called"].set()
-    threads["called"].join(WAIT)
+        found.weights_changed()  # begins; then a part of it
+    found.flushed()
     for _ in range(2):
         found.weights_changed(ends=True)
     assert found.exists(KEYS[:2]) == 0
-    go["before"].set()
-    go["new"].set()
-    for thread in threads.values():
-        thread.join(WAIT)
-    assert outcome == {"before": [False, False], "called": [True, True], "new": [True, True]}
+    assert found.set(KEYS[:2], slots(0, 1)) == [True, True]
     assert found.exists(KEYS[:2]) == 2
-    assert found.set(KEYS[:2], slots(0, 1)) == [False, False], "this thread has called before"
+    for _ in range(2):
+        found.weights_changed(ends=True)
+    assert found.set(KEYS[:2], slots(0, 1)) == [False, False], "the pool was used behind the flush"
+    found.flushed()
+    found.weights_changed()
+    found.weights_changed(ends=True)
+    assert found.set(KEYS[:2], slots(0, 1)) == [False, False], "a part of it was not flushed behind"
     found.clear()
     assert sum(tier["pages"] for tier in found.engine.stats()["tiers"].values()) == 0, "none of any weights is left"
     found.close()

@@ -1,4 +1,4 @@
-"""What the SGLang integrations refuse, by name; their options; pools as planes; when weights change."""
+"""The options of the SGLang integrations, and pools as planes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache import CacheEngine, PageHashes, errors
+from gdscache import CacheEngine, PageHashes
 from gdscache.errors import (
-    CacheGroupsUnsupportedError,
     CacheLayoutUnsupportedError,
     ConfigError,
     GdsCacheError,
@@ -25,8 +24,6 @@ from gdscache.integrations.sglang.setup import (
     LinkerOptions,
     configuration,
     model_of,
-    refuse_components,
-    refuse_setup,
     storage_config_of,
     weights_of,
 )
@@ -93,43 +90,6 @@ def host(kind: str, layout: str, **changes: Any) -> Any:
     make = MLATokenToKVPoolHost if kind == "mla" else MHATokenToKVPoolHost
     given = {"kv_buffer": zeros(*shape), "layout": layout, "size": size, "page_size": PAGE, "dtype": torch.bfloat16}
     return make(**{**given, **changes})
-
-
-# -- refused ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "hint"),
-    [
-        ({"tp_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
-        ({"pp_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
-        ({"dp_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
-        ({"attn_cp_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
-        ({"dcp_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
-        ({"ep_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
-        ({"speculative_algorithm": "EAGLE"}, "SpeculationUnsupportedError", "NGRAM"),
-        ({"enable_lora": True}, "AdaptersUnsupportedError", "--enable-lora"),
-        ({"is_embedding": True}, "EmbeddingsUnsupportedError", "leave the cache out"),
-        ({"lora_paths": ["a=b"]}, "AdaptersUnsupportedError", "--enable-lora"),
-        ({"enable_memory_saver": True}, "SleepModeUnsupportedError", "leave it out"),
-        ({"disaggregation_mode": "prefill"}, "ConnectorRoleError", "leave it out"),
-    ],
-)
-def test_what_is_refused(change: dict[str, Any], error: str, hint: str) -> None:
-    with pytest.raises(getattr(errors, error)) as raised:
-        refuse_setup(server(**change))
-    assert hint in raised.value.hint
-    assert isinstance(raised.value, errors.IntegrationError)
-    assert next(iter(change)).split("_")[0] in str(raised.value).lower()
-
-
-def test_what_is_not_refused() -> None:
-    refuse_setup(server())
-    refuse_setup(server(speculative_algorithm="NGRAM", tp_size=1, dcp_size=None))
-    refuse_components(["FULL"])
-    for names in (["FULL", "SWA"], ["FULL", "MAMBA"], ["SWA"], []):
-        with pytest.raises(CacheGroupsUnsupportedError):
-            refuse_components(names)
 
 
 # -- options ---------------------------------------------------------------------------------------------------------

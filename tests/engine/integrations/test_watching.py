@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,6 @@ def updater() -> type[Any]:
 
 def test_each_way_to_write_weights_is_told_before_and_behind() -> None:
     kind = updater()
-    plain = {name: inspect.getattr_static(kind, name) for name in WEIGHT_METHODS}
     told: list[tuple[str, int]] = []
     target = SimpleNamespace(written=[])
     watch = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append((name, len(target.written))))
@@ -40,7 +38,6 @@ def test_each_way_to_write_weights_is_told_before_and_behind() -> None:
     before = len(told)
     kind.update_weights_from_disk(target)
     assert len(told) == before
-    assert {name: inspect.getattr_static(kind, name) for name in WEIGHT_METHODS} == plain, "SGLang's are its own again"
 
 
 def test_two_listen() -> None:
@@ -61,4 +58,27 @@ def test_an_updater_that_cannot_be_watched_is_refused() -> None:
     del kind.update_weights_from_tensor
     with pytest.raises(WeightUpdatesUnsupportedError, match="update_weights_from_tensor"):
         WeightWatch(kind, WEIGHT_METHODS, lambda name: None)
-    assert not hasattr(kind.update_weights_from_disk, "_gdscache_listeners")
+    assert not hasattr(kind.update_weights_from_disk, "__wrapped__")
+
+
+def test_who_comes_later_knows_what_has_happened() -> None:
+    kind = updater()
+    first = WeightWatch(kind, WEIGHT_METHODS, lambda name: None)
+    assert (first.last(), first.complete) == (0, True)
+    first.close()
+    kind.end_weight_update(SimpleNamespace(written=[]))  # while nobody watches
+    later = WeightWatch(kind, WEIGHT_METHODS, lambda name: None, from_start=False)
+    assert later.complete, "the first one was there from the start"
+    assert later.last() == later.last("end_weight_update") > 0
+    assert later.last("begin_weight_update") == 0
+    before = later.last()
+    kind.begin_weight_update(SimpleNamespace(written=[]))
+    assert later.last() == later.last("begin_weight_update") > before
+
+
+def test_who_is_the_first_and_comes_late_knows_that_it_knows_too_little() -> None:
+    kind = updater()
+    for from_start in (False, True):
+        watch = WeightWatch(kind, WEIGHT_METHODS, lambda name: None, from_start=from_start)
+        assert (watch.last(), watch.complete) == (0, False)
+        watch.close()

@@ -131,7 +131,7 @@ class Plain:
         (Plain(), "Plain:<Plain>"),
         (read, "tests.unit.integrations.test_fields.read"),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_plain_values(value: Any, expected: Any) -> None:
     assert plain(value) == expected

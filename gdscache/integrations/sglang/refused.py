@@ -1,0 +1,171 @@
+"""What the SGLang integrations refuse when SGLang starts, each by the name of its setting.
+
+Reads SGLang's `ServerArgs` and `ModelConfig` by their attributes; nothing of SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from gdscache.errors import (
+    AdaptersUnsupportedError,
+    AttentionUnsupportedError,
+    CacheGroupsUnsupportedError,
+    ConnectorRoleError,
+    EmbeddingsUnsupportedError,
+    IntegrationError,
+    MediaUnsupportedError,
+    ParallelismUnsupportedError,
+    RopeByLengthError,
+    SleepModeUnsupportedError,
+    SpeculationUnsupportedError,
+)
+from gdscache.integrations.ropes import ropes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """Fields of `ServerArgs` that have to be one of `fine`, or empty."""
+
+    fields: tuple[str, ...]
+    error: type[IntegrationError]
+    why: str
+    hint: str
+    fine: tuple[Any, ...] = ()
+
+    def wrong(self, server: Any) -> dict[str, Any]:
+        found = {name: getattr(server, name, None) for name in self.fields}
+        return {name: value for name, value in found.items() if value and value not in self.fine}
+
+
+RULES = (
+    _Rule(
+        (
+            "tp_size",
+            "pp_size",
+            "dp_size",
+            "ep_size",
+            "dcp_size",
+            "attn_dp_size",
+            "attn_cp_size",
+            "moe_dp_size",
+            "dwdp_size",
+            "enable_dp_attention",
+        ),
+        ParallelismUnsupportedError,
+        "a model is spread over several ranks",
+        "one rank is supported: run one server a GPU, each with an ssd.path of its own",
+        fine=(1,),
+    ),
+    _Rule(
+        ("speculative_algorithm",),
+        SpeculationUnsupportedError,
+        "speculative decoding with a model has weights of its own",
+        "leave it out, or use NGRAM",
+        fine=("NGRAM",),
+    ),
+    _Rule(
+        ("enable_lora", "lora_paths"),
+        AdaptersUnsupportedError,
+        "a LoRA adapter that is loaded again may keep its name",
+        "leave --enable-lora out",
+    ),
+    _Rule(
+        ("enable_memory_saver",),
+        SleepModeUnsupportedError,
+        "the KV cache's memory would be released while pages are on their way",
+        "leave it out",
+    ),
+    _Rule(
+        ("is_embedding",),
+        EmbeddingsUnsupportedError,
+        "SGLang begins no load for such a forward pass, and would abort its requests",
+        "leave the cache out of this server",
+    ),
+    _Rule(
+        ("disaggregation_mode",),
+        ConnectorRoleError,
+        "this is a cache of one server",
+        "leave it out",
+        fine=("null",),
+    ),
+    _Rule(
+        ("dllm_algorithm",),
+        AttentionUnsupportedError,
+        "tokens of a diffusion model attend to those behind them",
+        "leave the cache out of this server",
+    ),
+    _Rule(
+        ("enable_mis",),
+        AttentionUnsupportedError,
+        "items that are scored beside each other do not see each other, and no page's name says so",
+        "leave --enable-mis out",
+    ),
+)
+_BY_POSITION = ("default", "linear", "llama3", "yarn", "deepseek_yarn", "proportional", "mrope")
+_BY_LENGTH = ("longrope", "dynamic")  # up to the length that the model was trained with there is one side
+_NATIVE = "sglang"  # of `ModelImpl`: SGLang's own code of a model
+
+
+def refuse_setup(server: Any) -> None:
+    """Raise the subclass of `IntegrationError` that names what is not supported. `server`: SGLang's `ServerArgs`."""
+    for rule in RULES:
+        if wrong := rule.wrong(server):
+            raise rule.error(
+                f"{', '.join(f'{name} is {value!r}' for name, value in wrong.items())}: {rule.why}", rule.hint
+            )
+
+
+def refuse_components(names: Collection[str]) -> None:
+    """Raise where the tree has more than full attention. `names`: those of SGLang's `ComponentType`."""
+    if set(names) != {"FULL"}:
+        raise CacheGroupsUnsupportedError(
+            f"the model's cache has {', '.join(sorted(names))}; FULL alone is supported",
+            "use a model whose every layer attends to all tokens",
+        )
+
+
+def refuse_model(model: Any) -> None:
+    """Raise where K and V depend on more than SGLang's name of a page tells. `model`: SGLang's `ModelConfig`.
+
+    A page's name has the tokens up to its end. In the place of an image's tokens it has 62 bits of a digest of what the
+    model sees, or of any number that a request gives in its `mm_hashes`.
+    """
+    if model.is_multimodal or model.is_encoder_decoder:
+        raise MediaUnsupportedError(
+            "the model takes images, sounds or videos: a request may name them itself (mm_hashes), and a page's name "
+            "has no more of them than that",
+            "set --language-model-only for text alone, or leave the cache out of this server",
+        )
+    text = model.hf_text_config
+    for kind, rope in ropes(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)):
+        _refuse_rope(kind, rope, model)
+
+
+def _refuse_rope(kind: str, rope: Mapping[str, Any], model: Any) -> None:
+    """SGLang's longrope takes the long factors for all of a batch when one position in it is beyond the limit. Its
+    dynamic rope goes by the model alone; that of transformers by the longest request that there was.
+    """
+    impl = getattr(model, "_resolved_model_impl", None) or model.model_impl
+    native = str(getattr(impl, "value", impl)) == _NATIVE
+    if kind in _BY_POSITION or (kind == "dynamic" and native):
+        return
+    limit = _limit(rope, model.hf_text_config) if kind in _BY_LENGTH else None
+    if limit is not None and model.context_len <= limit:
+        return
+    raise RopeByLengthError(
+        f"rope_type is {kind!r}: keys are rotated by the length of what is computed together, and requests have up to "
+        f"{model.context_len} tokens",
+        "leave the cache out of this server"
+        if limit is None
+        else f"set --context-length {limit}, which keeps every request to one side"
+        + (", or --model-impl sglang" if kind == "dynamic" else ""),
+    )
+
+
+def _limit(rope: Mapping[str, Any], text: Any) -> int | None:
+    name = "original_max_position_embeddings"
+    found = rope.get(name) or getattr(text, name, None) or getattr(text, "max_position_embeddings", None)
+    return None if found is None else int(found)
