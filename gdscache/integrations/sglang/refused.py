@@ -52,7 +52,6 @@ RULES = (
             "attn_cp_size",
             "moe_dp_size",
             "dwdp_size",
-            "enable_dp_attention",
         ),
         ParallelismUnsupportedError,
         "a model is spread over several ranks",

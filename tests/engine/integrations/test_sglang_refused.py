@@ -37,7 +37,6 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
                 "dwdp_size",
             )
         ),
-        ({"enable_dp_attention": True}, "ParallelismUnsupportedError", "one server a GPU"),
         ({"speculative_algorithm": "EAGLE"}, "SpeculationUnsupportedError", "NGRAM"),
         ({"enable_lora": True}, "AdaptersUnsupportedError", "--enable-lora"),
         ({"is_embedding": True}, "EmbeddingsUnsupportedError", "leave the cache out"),
