@@ -11,6 +11,7 @@ in its worker, both in one process here; they share an engine (`vllm_session`). 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import Counter
@@ -36,7 +37,15 @@ from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.prefills import Prefills, prefill_of
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
 from gdscache.integrations.vllm.session import Sessions, VllmSession
-from gdscache.integrations.vllm.setup import WEIGHT_METHODS, Options, model_of, refuse_setup, weights_of
+from gdscache.integrations.vllm.setup import (
+    WEIGHT_METHODS,
+    Options,
+    leaves_alone,
+    model_of,
+    refuse_media,
+    refuse_setup,
+    weights_of,
+)
 from gdscache.integrations.vllm.worker import Loads, Stores, end_step
 from gdscache.integrations.watching import WeightWatch
 
@@ -74,6 +83,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         refuse_setup(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = Options.of(transfer.kv_connector_extra_config or {})
+        if self._options.media:
+            refuse_media(vllm_config)
         self._engine_id: str = transfer.engine_id
         self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._counts: Counter[str] = Counter()
@@ -87,7 +98,10 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 undo.pop_all()
             self._session = session
             self._table = RequestTable(
-                session, self._spec.block_size, wait=self._options.wait_seconds, refuses=_has_adapter
+                session,
+                self._spec.block_size,
+                wait=self._options.wait_seconds,
+                refuses=functools.partial(leaves_alone, media=self._options.media),
             )
 
     # -- class ---------------------------------------------------------------------------------------------------------
@@ -150,7 +164,9 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         deferred, self._counts["steps"] = table.take_deferred(), self._counts["steps"] + 1
         self._counts["deferred"] += deferred
         self._counts["late"] += table.late
+        self._counts.update({f"alone_{why}": count for why, count in table.alone.items()})
         table.late = 0
+        table.alone.clear()
         self._joined.settle(fresh)
         if idle and not loads and (deferred or self._joined.busy()):
             self._joined.rest(_REST_S)
@@ -295,8 +311,3 @@ def _asks_by_layers(forward_context: Any) -> bool:
     decodes, does not; vLLM's second model runner replays it without metadata in the context."""
     whole: bool = forward_context.cudagraph_runtime_mode == CUDAGraphMode.FULL
     return forward_context.attn_metadata is not None and not whole
-
-
-def _has_adapter(request: Any) -> bool:
-    """An adapter that is loaded anew keeps its name, so its requests are neither loaded nor stored."""
-    return getattr(request, "lora_request", None) is not None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -74,10 +75,10 @@ class RequestTable:
         page_tokens: int,
         *,
         wait: float,
-        refuses: Callable[[Any], bool] = lambda request: False,
+        refuses: Callable[[Any], str] = lambda request: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wait`: seconds that a request may be told "not yet". `refuses`: whether a request is to be left alone."""
+        """`wait`: seconds that a request may be told "not yet". `refuses`: why a request is left alone, or ""."""
         self._cache = cache
         self._page_tokens = page_tokens
         self._wait = wait
@@ -87,6 +88,7 @@ class RequestTable:
         self._loads: list[LoadOrder] = []
         self._fresh: set[int] = set()
         self._deferred = 0
+        self.alone: Counter[str] = Counter()  # requests that are left alone, by cause
         self.late = 0  # requests whose pages did not come in time
         self.stale = False  # vLLM's own cache may have pages of other weights: requests are left alone
 
@@ -98,8 +100,9 @@ class RequestTable:
     def add(self, request: Any) -> None:
         """A request has arrived: begin to fetch."""
         self.finish(request.request_id)
-        refused = self.stale or self._refuses(request) or _skips(request)
-        known = self._known[request.request_id] = _Known(request, refused)
+        why = "weights" if self.stale else self._refuses(request) or ("reads_nothing" if _skips(request) else "")
+        self.alone.update([why] if why else [])
+        known = self._known[request.request_id] = _Known(request, bool(why))
         if not known.refused and request.num_tokens > self._page_tokens:
             self._begin(known)
 

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,20 +25,31 @@ from gdscache.errors import (
     HashSeedError,
     InvalidValueError,
     LoadFailurePolicyError,
+    MediaUnsupportedError,
     ParallelismUnsupportedError,
+    RopeByLengthError,
     SleepModeUnsupportedError,
     SpeculationUnsupportedError,
     UnknownKeyError,
     WeightUpdatesUnsupportedError,
 )
 from gdscache.integrations.fetching import ENDING_S
+from gdscache.integrations.ropes import rope_limit, ropes
 from gdscache.integrations.settings import digest_of, engine_configuration
 from gdscache.integrations.vllm.planes import VllmPlanes
 from gdscache.integrations.weights import model_directory, weights_identity
 
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
+_DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
 _LONGEST = 3600  # seconds, of what the options say
 WEIGHT_METHODS = ("reload_weights",)  # of vLLM's workers, which tell no connector that they write weights
+# Kinds of rope that vLLM's own models rotate a key with by its position, and by what is in the model's configuration.
+_STEADY_ROPES = frozenset(
+    {
+        "default", "linear", "ntk", "dynamic", "yarn", "llama3", "mllama4", "proportional", "deepseek_yarn",
+        "deepseek_llama_scaling", "mrope", "bailing_mrope", "openpangu",
+    }
+)  # fmt: skip
 _TILES = frozenset({"amx_tile", "avx512f"})  # of an x86 processor: vLLM packs keys by them
 
 
@@ -47,13 +59,15 @@ class Options:
 
     `config`: a YAML file, or its sections. `wait_seconds`: how long a request is told "not yet" while its pages come.
     `pin_seconds`: how long fetched pages are kept for a request that waits for its turn. `layerwise`: wait for each
-    layer before its attention, where the forward pass is not one CUDA graph; or for all layers before it.
+    layer before its attention, where the forward pass is not one CUDA graph; or for all layers before it. `media`:
+    requests with images, sounds or videos are cached, too, since no client names media itself (`multi_modal_uuids`).
     """
 
     config: str | Mapping[str, Any]
     wait_seconds: float = 2.0
     pin_seconds: float = 120.0
     layerwise: bool = True
+    media: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -68,14 +82,16 @@ class Options:
                 "kv_connector_extra_config names no configuration",
                 'write one with `gdscache config init vllm`, and pass {"config": "gdscache.yaml"}',
             )
-        if not isinstance(given.get("layerwise", True), bool):
-            raise InvalidValueError(f"layerwise is {arguments.shown(given['layerwise'])}", "pass true or false")
+        switches: dict[str, Any] = {name: given[name] for name in ("layerwise", "media") if name in given}
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise InvalidValueError(f"{name} is {arguments.shown(value)}", "pass true or false")
         times = {
             name: arguments.span(given[name], name, _LONGEST, least)
             for name, least in (("wait_seconds", 0.0), ("pin_seconds", ENDING_S))
             if name in given
         }
-        return cls(config=given["config"], layerwise=given.get("layerwise", True), **times)
+        return cls(**{"config": given["config"], **switches, **times})
 
     def configuration(self, model: Mapping[str, object], weights: Callable[[], str]) -> Config:
         """The engine's, for that model. `weights`: asked for their identity unless the file has `model.weights`."""
@@ -98,6 +114,7 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
     _refuse_ranks(parallel)
     _refuse_groups(cache)
     _refuse_hashes(vllm.cache_config, environment)
+    _refuse_ropes(vllm.model_config)
     if getattr(vllm.cache_config, "calculate_kv_scales", False):
         raise DynamicScalesError(
             "calculate_kv_scales is on: the first request decides what the bytes of all pages mean",
@@ -135,7 +152,8 @@ def _refuse_groups(cache: Any) -> None:
     if len(groups) != 1 or not set(kinds) <= set(_KINDS):
         raise CacheGroupsUnsupportedError(
             f"the KV cache has {len(groups)} groups, of {', '.join(kinds)}; one of {' or '.join(_KINDS)} is supported",
-            "use a model whose every layer attends to all tokens",
+            "use a model whose every layer attends to all tokens; for one with sliding windows beside full attention "
+            "(Gemma 3, gpt-oss) set --disable-hybrid-kv-cache-manager, which keeps all tokens of all layers",
         )
     block, hashed = groups[0].kv_cache_spec.block_size, getattr(cache, "hash_block_size", None)
     if hashed not in (None, block):
@@ -160,6 +178,45 @@ def _refuse_hashes(cache: Any, environment: Mapping[str, str]) -> None:
         )
 
 
+def refuse_media(vllm: Any) -> None:
+    """Raise `MediaUnsupportedError` where vLLM names media by a counter, which a restart begins anew."""
+    media = vllm.model_config.multimodal_config
+    if media is not None and media.mm_processor_cache_gb == 0 and not vllm.cache_config.enable_prefix_caching:
+        raise MediaUnsupportedError(
+            "mm_processor_cache_gb is 0 and prefix caching is off, and media is true: vLLM then names an image by a "
+            "counter",
+            'leave one of them on, or "media" out of kv_connector_extra_config',
+        )
+
+
+def _refuse_ropes(model: Any) -> None:
+    """vLLM may run a model by transformers' code, whose ropes go by the requests that are computed together."""
+    if not model.using_transformers_backend():
+        return
+    limit = rope_limit(model.hf_text_config)
+    if limit is not None and model.max_model_len > limit.most:
+        raise RopeByLengthError(
+            f"rope_type is {limit.kind!r}, and transformers' code of the model rotates keys in another way beyond "
+            f"{limit.most} tokens; max_model_len is {model.max_model_len}",
+            f"set --max-model-len {limit.most}, or --model-impl vllm",
+        )
+
+
+def leaves_alone(request: Any, *, media: bool) -> str:
+    """Why a request is neither loaded nor stored: its name says less than what its keys and values are made of.
+
+    An adapter that is loaded anew keeps its name. A medium is named by a digest of its content, or by its client, whose
+    name may be hashed along with settings and then looks like a digest. `media`: no client names media, so that what
+    looks like a digest is one. "": nothing.
+    """
+    if getattr(request, "lora_request", None) is not None:
+        return "adapter"
+    features = getattr(request, "mm_features", None)
+    if features and not (media and all(_DIGEST.fullmatch(one.identifier) for one in features)):
+        return "media"
+    return ""
+
+
 def model_of(vllm: Any, cache: Any, planes: VllmPlanes, version: str) -> dict[str, object]:
     """The section `model` of the engine's configuration: what a page is, and all that makes its bytes what they are.
 
@@ -181,12 +238,36 @@ def model_of(vllm: Any, cache: Any, planes: VllmPlanes, version: str) -> dict[st
         "tensor_parallel": [0, parallel.tensor_parallel_size],
         "hash_algorithm": algorithm,
     }
+    if ropes_by_length := _ropes_by_length(model):
+        facts["ropes_by_length"] = ropes_by_length
     if planes.tensors[0].device.type == "cpu":
         facts["processor"] = [platform.machine(), *_tiles()]
     if not algorithm.endswith("_cbor"):  # pickle's bytes are of a version of Python
         facts["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
     salt = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return {"name": str(model.model), **planes.model(), "salt": salt}
+
+
+def _ropes_by_length(model: Any) -> list[object]:
+    """Of each rope that goes by the length that vLLM was started for: its kind, and that length or the side it is on.
+
+    Longrope takes the long factors where the length is above that of training. An unknown kind may do anything.
+    """
+    found: list[object] = []
+    for kind, rope in ropes(getattr(model.hf_text_config, "rope_parameters", None)):
+        if kind == "longrope":
+            found.append([kind, _built_length(model) > rope["original_max_position_embeddings"]])
+        elif kind not in _STEADY_ROPES:
+            found.append([kind, _built_length(model)])
+    return found
+
+
+def _built_length(model: Any) -> int:
+    """The `max_model_len` that the model's modules were made with: what was asked for, before memory shortened it."""
+    asked = getattr(model, "original_max_model_len", None)
+    if asked != -1:
+        return int(model.max_model_len)
+    return int(model.get_and_verify_max_len(asked))
 
 
 def _tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:

@@ -33,12 +33,22 @@ class MambaSpec(SimpleNamespace):
 def setup(**changes: Any) -> tuple[Any, Any]:
     """vLLM's configuration objects as far as they are read; `changes` are paths such as `cache_config__cache_dtype`."""
     hf_config = SimpleNamespace(to_dict=lambda: {"layers": 4})
+    text = SimpleNamespace(rope_parameters={"rope_type": "default"}, max_position_embeddings=4096)
     vllm = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto"),
         model_config=SimpleNamespace(
-            enable_sleep_mode=False, model="org/model", dtype="torch.bfloat16", quantization=None, hf_config=hf_config
+            enable_sleep_mode=False,
+            model="org/model",
+            dtype="torch.bfloat16",
+            quantization=None,
+            hf_config=hf_config,
+            hf_text_config=text,
+            max_model_len=2048,
+            original_max_model_len=2048,
+            using_transformers_backend=lambda: False,
+            get_and_verify_max_len=lambda asked: 4096,
         ),
         speculative_config=None,
         weight_transfer_config=None,

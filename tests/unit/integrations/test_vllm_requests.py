@@ -120,7 +120,9 @@ def test_a_bad_page_is_stored_again_when_it_was_computed() -> None:
 
 def test_requests_that_are_left_alone() -> None:
     cache = FakeCache()
-    scheduler = RequestTable(cache, SIZE, wait=WAIT, refuses=lambda request: request.request_id == "adapter")
+    scheduler = RequestTable(
+        cache, SIZE, wait=WAIT, refuses=lambda request: "adapter" * (request.request_id == "adapter")
+    )
     adapter, prompt_logprobs = request_of(9, "adapter"), request_of(9, "logprobs")
     prompt_logprobs.skip_reading_prefix_cache = True
     for request in (adapter, prompt_logprobs):
@@ -134,6 +136,10 @@ def test_requests_that_are_left_alone() -> None:
     assert scheduler.take_fresh() == {1, 2, 3, 4, 5}
     assert len(scheduler) == 0
     assert scheduler.ask(adapter, 0) == (0, False)  # one that was never seen
+    assert scheduler.alone == {"adapter": 1, "reads_nothing": 1}
+    scheduler.leave_alone(stale=True)
+    scheduler.add(request_of(9, "later"))
+    assert scheduler.alone["weights"] == 1
 
 
 def test_after_a_change_of_weights_nothing_is_stored_of_the_requests_that_are_there() -> None:
