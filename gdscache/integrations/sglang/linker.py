@@ -26,6 +26,7 @@ from sglang.srt.runtime_context import process_model_config
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine import CacheEngine
 from gdscache.integrations.fetching import PinningCache
+from gdscache.integrations.sglang.facts import resolved
 from gdscache.integrations.sglang.loads import LoadTable
 from gdscache.integrations.sglang.moves import BlockReader, LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks
@@ -52,13 +53,14 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         extra_config: Mapping[str, Any],
         forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        refuse_setup(server_args)
-        refuse_model(process_model_config())
+        server, model = resolved(server_args), process_model_config()
+        refuse_setup(server)
+        refuse_model(model)
         refuse_components([component.name for component in components])
         options = LinkerOptions.of(extra_config)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         planes = device_planes(pool, params.page_size)
-        config = configuration(options.config, server_args, planes, sglang.__version__, LINKER_OPTIONS, cpu=True)
+        config = configuration(options.config, server, model, planes, sglang.__version__, LINKER_OPTIONS, cpu=True)
         self.pools = {PoolName.KV: pool}
         self.forward_stream = forward_stream
         self.counts: Counter[str] = Counter()

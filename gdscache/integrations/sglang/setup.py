@@ -6,8 +6,8 @@ Reads SGLang's `ServerArgs` by its attributes; nothing of SGLang is imported.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
+import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -21,8 +21,9 @@ from gdscache.errors import (
 )
 from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.settings import engine_configuration
+from gdscache.integrations.sglang.facts import directory_of, facts_of
 from gdscache.integrations.sglang.planes import PoolPlanes
-from gdscache.integrations.weights import model_directory, weights_identity
+from gdscache.integrations.weights import weights_identity
 
 # Methods of SGLang's `WeightUpdater` that write weights. What comes between a begin and an end flushes its cache if
 # it is asked to; the end does not.
@@ -39,6 +40,8 @@ WEIGHT_METHODS = (
 LINKER_OPTIONS = "linker_extra_config"
 STORAGE_OPTIONS = "--hicache-storage-backend-extra-config"
 _OWN_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")  # what HiCache leaves in it
+_ELSEWHERE = ("remote", "remote_instance", "private")  # load formats: the weights come from another server
+_OTHER_WEIGHTS = ("weight_cache_mode", "kt_weight_path")  # settings: a daemon's, or some of them of another path
 _LONGEST = 3600  # seconds, of what the options say
 
 
@@ -91,13 +94,22 @@ def _config_of(given: Mapping[str, Any], known: Collection[str], name: str, engi
 
 
 def configuration(
-    config: str | Mapping[str, Any], server: Any, planes: PoolPlanes, version: str, source: str, *, cpu: bool
+    config: str | Mapping[str, Any],
+    server: Any,
+    model: Any,
+    planes: PoolPlanes,
+    version: str,
+    source: str,
+    *,
+    cpu: bool,
 ) -> Config:
-    """The engine's, over these planes. `version`: SGLang's. `cpu`: whether it is to have a CPU tier, or to have none.
+    """The engine's, over these planes. `server`: SGLang's settings (`resolved`). `model`: its `ModelConfig`.
+    `version`: SGLang's. `cpu`: whether it is to have a CPU tier, or to have none.
 
     Raises `ConfigError` subclasses, and `WeightsNotFoundError` where nothing names the weights.
     """
-    found = engine_configuration(config, model_of(server, planes, version), lambda: weights_of(server), source)
+    described = model_of(server, model, planes, version)
+    found = engine_configuration(config, described, lambda: weights_of(server), source)
     if cpu and found.cpu is None:
         raise ConfigError(
             f"{source} has no section `cpu`: loads begin from pages that were checked in the CPU tier",
@@ -112,47 +124,32 @@ def configuration(
     return found
 
 
-def model_of(server: Any, planes: PoolPlanes, version: str) -> dict[str, object]:
+def model_of(server: Any, model: Any, planes: PoolPlanes, version: str) -> dict[str, object]:
     """The section `model` of the engine's configuration: what a page is, and all that makes its bytes what they are.
 
     But for the weights (`weights_of`).
     """
-    facts: dict[str, object] = {
-        "sglang": version,
-        **planes.described,
-        "model": _model_file(server),
-        "dtype_asked": str(getattr(server, "dtype", None)),
-        "quantization": str(getattr(server, "quantization", None)),
-        "quantization_param_path": str(getattr(server, "quantization_param_path", None)),
-        "kv_cache_dtype": str(getattr(server, "kv_cache_dtype", None)),
-        "overrides": str(getattr(server, "json_model_override_args", None)),
-        "load_format": str(getattr(server, "load_format", None)),
-    }
+    facts = facts_of(server, model, planes, version, os.environ)
     salt = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return {"name": str(server.model_path), **planes.model(), "salt": salt}
-
-
-def _model_file(server: Any) -> str:
-    """A digest of the model's `config.json`, "" where there is none."""
-    try:
-        file = _directory(server) / "config.json"
-        return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-    except (OSError, WeightsNotFoundError):
-        return ""
 
 
 def weights_of(server: Any) -> str:
     """The identity of the weights that SGLang has loaded: of the files that it has read them from.
 
-    Dummy weights are drawn from a fixed seed. Raises `WeightsNotFoundError`.
+    Dummy weights are drawn from a fixed seed. Raises `WeightsNotFoundError`, also where they come from elsewhere.
     """
-    load_format = getattr(server, "load_format", "")
-    if getattr(load_format, "value", load_format) == "dummy":
+    load_format = str(getattr(server.load_format, "value", server.load_format))
+    if load_format == "dummy":
         return "dummy"
-    return weights_identity(_directory(server))
-
-
-def _directory(server: Any) -> Any:
-    return model_directory(
-        str(server.model_path), getattr(server, "revision", None), getattr(server, "download_dir", None)
-    )
+    elsewhere = {"load_format": load_format} if load_format in _ELSEWHERE else {}
+    elsewhere |= {
+        name: value for name in _OTHER_WEIGHTS if (value := getattr(server, name, None)) not in (None, "", "off")
+    }
+    if elsewhere:
+        raise WeightsNotFoundError(
+            f"{', '.join(f'{name} is {value!r}' for name, value in elsewhere.items())}: SGLang has weights that are "
+            "not those of the model's files",
+            "set model.weights in the configuration to a text that names them",
+        )
+    return weights_identity(directory_of(server))

@@ -29,6 +29,7 @@ from sglang.srt.runtime_context import get_context, get_server_args, process_mod
 
 from gdscache.engine import CacheEngine
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
+from gdscache.integrations.sglang.facts import resolved
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.planes import host_planes
 from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
@@ -50,9 +51,9 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
     """See the module. Raises the `GdsCacheError` that names what this setup of SGLang needs and has not got."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        self._server = get_server_args()
+        self._server, self._model = resolved(get_server_args()), process_model_config()
         refuse_setup(self._server)
-        refuse_model(process_model_config())
+        refuse_model(self._model)
         if wrong := {name: size for name in _SIZES if (size := getattr(storage_config, name, 1)) != 1}:
             raise ParallelismUnsupportedError(
                 ", ".join(f"{name} is {size}" for name, size in wrong.items()),
@@ -68,7 +69,9 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """Open the SSD tier over the pool's memory."""
         super().register_mem_pool_host(mem_pool_host)
         planes = host_planes(mem_pool_host)
-        config = configuration(self._config, self._server, planes, sglang.__version__, STORAGE_OPTIONS, cpu=False)
+        config = configuration(
+            self._config, self._server, self._model, planes, sglang.__version__, STORAGE_OPTIONS, cpu=False
+        )
         self.close()
         self._pages = HostPages(CacheEngine(config, planes.tensors))
         self._watch(self._pages, type(mem_pool_host))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,15 +16,12 @@ from gdscache.errors import (
     InterfaceUnsupportedError,
     InvalidValueError,
     UnknownKeyError,
-    WeightsNotFoundError,
 )
 from gdscache.integrations.sglang.planes import PoolPlanes, device_planes, host_planes
 from gdscache.integrations.sglang.setup import (
     LinkerOptions,
     configuration,
-    model_of,
     storage_config_of,
-    weights_of,
 )
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
 
@@ -135,7 +131,8 @@ def test_options_of_the_storage() -> None:
 
 def opened(sections: dict[str, Any], *, cpu: bool, **changes: Any) -> Any:
     planes = device_planes(mha(), PAGE)
-    return configuration(sections, server(load_format="dummy", **changes), planes, "0.5.23", "it", cpu=cpu)
+    given = server(load_format="dummy", **changes)
+    return configuration(sections, given, SimpleNamespace(), planes, "0.5.23", "it", cpu=cpu)
 
 
 def test_tiers_that_each_of_them_needs() -> None:
@@ -154,41 +151,6 @@ def test_a_shared_pool_needs_the_configuration_alone(monkeypatch: pytest.MonkeyP
         report = engine.store(PageHashes([b"a" * 32, b"b" * 32]), [0, 1]).result(60)
         assert report.tiers == (("cpu", "mooncake"),) * 2
     assert len(POOLS["127.0.0.1:1"].objects) == 2
-
-
-# -- the namespace ---------------------------------------------------------------------------------------------------
-
-
-def test_what_makes_bytes_differ_makes_other_namespaces(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    base = server(load_format="dummy", model_path=str(tmp_path))
-    first = model_of(base, device_planes(mha(), PAGE), "0.5.23")
-    assert first == model_of(base, device_planes(mha(), PAGE), "0.5.23")
-    others = [
-        model_of(base, device_planes(mha(), PAGE), "0.5.24"),
-        model_of(base, device_planes(mha(dtype=torch.float16), PAGE), "0.5.23"),
-        model_of(base, host_planes(host("mha", "page_first")), "0.5.23"),
-        model_of(base, host_planes(host("mha", "page_first_direct")), "0.5.23"),
-        *(
-            model_of(server(**{**vars(base), name: "x"}), device_planes(mha(), PAGE), "0.5.23")
-            for name in ("quantization", "kv_cache_dtype", "json_model_override_args", "dtype", "model_path")
-        ),
-    ]
-    (tmp_path / "config.json").write_text('{"rope_theta": 1}')
-    others.append(model_of(base, device_planes(mha(), PAGE), "0.5.23"))
-    told = [str(model) for model in [first, *others]]
-    assert len(set(told)) == len(told)
-
-
-def test_the_weights_are_those_of_the_files(tmp_path: Path) -> None:
-    assert weights_of(server(load_format="dummy")) == "dummy"
-    assert weights_of(server(load_format=SimpleNamespace(value="dummy"))) == "dummy"
-    with pytest.raises(WeightsNotFoundError):
-        weights_of(server(model_path=str(tmp_path)))
-    (tmp_path / "a.safetensors").write_bytes(b"1")
-    first = weights_of(server(model_path=str(tmp_path)))
-    (tmp_path / "a.safetensors").write_bytes(b"22")
-    assert weights_of(server(model_path=str(tmp_path))) != first
 
 
 # -- planes ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,90 @@
+"""What of SGLang makes its keys and values what they are, as plain facts by name; `fields.toml` says which, and why.
+
+Reads SGLang's `ServerArgs` and `ModelConfig` by their attributes; nothing of SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.resources
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from gdscache.errors import WeightsNotFoundError
+from gdscache.integrations.fields import ENVIRONMENT, FieldTable
+from gdscache.integrations.sglang.planes import PoolPlanes
+from gdscache.integrations.weights import model_directory
+
+# Files whose content counts, by the fields of `ServerArgs` that name them.
+FILES = ("quantization_param_path", "decrypted_config_file", "rl_quant_profile", "modelopt_checkpoint_restore_path")
+_PREFIXES = ("SGLANG_", "SGL_")
+
+
+class ServerArgs(SimpleNamespace):
+    """SGLang's settings as it has decided on them; its own class has them as they were given."""
+
+
+def resolved(server: Any) -> Any:
+    """The settings that SGLang runs with. `server`: its `ServerArgs`."""
+    decided = getattr(server, "resolved_dict", None)
+    return ServerArgs(**decided()) if callable(decided) else server
+
+
+@functools.cache
+def table() -> FieldTable:
+    """What is known of SGLang's fields."""
+    return FieldTable.read(importlib.resources.files("gdscache.integrations.sglang") / "fields.toml")
+
+
+def variables(environment: Mapping[str, str], known: FieldTable) -> dict[str, str]:
+    """Those of SGLang's own that are set."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_PREFIXES) or f"{ENVIRONMENT}.{name}" in known.kinds
+    }
+
+
+def facts_of(
+    server: Any, model: Any, planes: PoolPlanes, version: str, environment: Mapping[str, str]
+) -> dict[str, object]:
+    """All that tells one namespace from another but for the weights, by name.
+
+    `server`: see `resolved`. `model`: SGLang's `ModelConfig`. `environment`: the process's.
+    """
+    known = table()
+    return {
+        "sglang": version,
+        **planes.described,
+        "config.json": _content(_model_file(server)),
+        **{f"content of {name}": _content(getattr(server, name, None)) for name in FILES},
+        **known.facts([server, model], variables(environment, known)),
+    }
+
+
+def directory_of(server: Any) -> Path:
+    """Where the model lies. Raises `WeightsNotFoundError`."""
+    found: Path = model_directory(
+        str(server.model_path), getattr(server, "revision", None), getattr(server, "download_dir", None)
+    )
+    return found
+
+
+def _model_file(server: Any) -> Path | None:
+    try:
+        return directory_of(server) / "config.json"
+    except WeightsNotFoundError:
+        return None
+
+
+def _content(file: Any) -> str:
+    """A digest of a file's bytes; of what is no file, its name."""
+    if not file:
+        return ""
+    try:
+        return hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
+    except OSError:
+        return str(file)
