@@ -77,6 +77,14 @@ class FieldTable:
             )
         return found
 
+    def variables(self, environment: Mapping[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:
+        """Of a process's environment what is the engine's: names with these prefixes, and those that the table has."""
+        return {
+            name: value
+            for name, value in environment.items()
+            if name.startswith(prefixes) or f"{ENVIRONMENT}.{name}" in self.kinds
+        }
+
     def unknown(self, objects: Iterable[object], environment: Mapping[str, str] | None = None) -> list[str]:
         """Fields of these objects that the table does not know."""
         return sorted(name for name, _ in self._walk(objects, environment or {}) if name not in self.kinds)

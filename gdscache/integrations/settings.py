@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gdscache.config import Config, load_config
@@ -38,6 +39,16 @@ def digest_of(data: Any) -> str:
     """A digest of plain data; what JSON does not know counts by its text."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def content_of(file: object) -> str:
+    """A digest of a file's bytes, by its name; of what is no file the name itself."""
+    if not file:
+        return ""
+    try:
+        return hashlib.blake2b(Path(str(file)).read_bytes(), digest_size=16).hexdigest()
+    except OSError:
+        return str(file)
 
 
 def planes_section(layers: Sequence[Mapping[str, int]], page_tokens: int) -> dict[str, object]:

@@ -6,7 +6,6 @@ Reads SGLang's `ServerArgs` and `ModelConfig` by their attributes; nothing of SG
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.resources
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from gdscache.errors import WeightsNotFoundError
-from gdscache.integrations.fields import ENVIRONMENT, FieldTable
+from gdscache.integrations.fields import FieldTable
+from gdscache.integrations.settings import content_of
 from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.weights import model_directory
 
@@ -39,15 +39,6 @@ def table() -> FieldTable:
     return FieldTable.read(importlib.resources.files("gdscache.integrations.sglang") / "fields.toml")
 
 
-def variables(environment: Mapping[str, str], known: FieldTable) -> dict[str, str]:
-    """Those of SGLang's own that are set."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(_PREFIXES) or f"{ENVIRONMENT}.{name}" in known.kinds
-    }
-
-
 def facts_of(
     server: Any, model: Any, planes: PoolPlanes, version: str, environment: Mapping[str, str]
 ) -> dict[str, object]:
@@ -59,9 +50,9 @@ def facts_of(
     return {
         "sglang": version,
         **planes.described,
-        "config.json": _content(_model_file(server)),
-        **{f"content of {name}": _content(getattr(server, name, None)) for name in FILES},
-        **known.facts([server, model], variables(environment, known)),
+        "config.json": content_of(_model_file(server)),
+        **{f"content of {name}": content_of(getattr(server, name, None)) for name in FILES},
+        **known.facts([server, model], known.variables(environment, _PREFIXES)),
     }
 
 
@@ -78,13 +69,3 @@ def _model_file(server: Any) -> Path | None:
         return directory_of(server) / "config.json"
     except WeightsNotFoundError:
         return None
-
-
-def _content(file: Any) -> str:
-    """A digest of a file's bytes; of what is no file, its name."""
-    if not file:
-        return ""
-    try:
-        return hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
-    except OSError:
-        return str(file)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from gdscache.engine import CacheEngine
+from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.metrics import GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.prefills import Prefills, prefill_of
@@ -41,10 +43,8 @@ from gdscache.integrations.vllm.setup import (
     WEIGHT_METHODS,
     Options,
     leaves_alone,
-    model_of,
     refuse_media,
     refuse_setup,
-    weights_of,
 )
 from gdscache.integrations.vllm.worker import Loads, Stores, end_step
 from gdscache.integrations.watching import WeightWatch
@@ -211,7 +211,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         planes = planes_of(kv_caches, cache.num_blocks, self._spec.block_size, str(cache.kv_cache_layout))
 
         def make() -> VllmSession:
-            model = model_of(config, cache, planes, vllm.__version__)
+            model = model_of(config, cache, planes, vllm.__version__, os.environ)
             settings = self._options.configuration(model, lambda: weights_of(config))
             engine = CacheEngine(settings, [(tensor,) for tensor in planes.tensors])
             return VllmSession(engine, self._options.pin_seconds)

@@ -1,4 +1,4 @@
-"""How vLLM is set up: what the connector refuses, its options, and what makes the bytes of two servers interchangeable.
+"""How vLLM is set up: the connector's options, what it refuses, and which requests it leaves alone.
 
 Reads vLLM's configuration objects by their attributes; nothing of vLLM is imported.
 """
@@ -6,13 +6,9 @@ Reads vLLM's configuration objects by their attributes; nothing of vLLM is impor
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import platform
 import re
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from gdscache import arguments
@@ -34,23 +30,14 @@ from gdscache.errors import (
     WeightUpdatesUnsupportedError,
 )
 from gdscache.integrations.fetching import ENDING_S
-from gdscache.integrations.ropes import rope_limit, ropes
-from gdscache.integrations.settings import digest_of, engine_configuration
-from gdscache.integrations.vllm.planes import VllmPlanes
-from gdscache.integrations.weights import model_directory, weights_identity
+from gdscache.integrations.ropes import rope_limit
+from gdscache.integrations.settings import engine_configuration
+from gdscache.integrations.vllm.facts import kinds_of
 
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
 _LONGEST = 3600  # seconds, of what the options say
 WEIGHT_METHODS = ("reload_weights",)  # of vLLM's workers, which tell no connector that they write weights
-# Kinds of rope that vLLM's own models rotate a key with by its position, and by what is in the model's configuration.
-_STEADY_ROPES = frozenset(
-    {
-        "default", "linear", "ntk", "dynamic", "yarn", "llama3", "mllama4", "proportional", "deepseek_yarn",
-        "deepseek_llama_scaling", "mrope", "bailing_mrope", "openpangu",
-    }
-)  # fmt: skip
-_TILES = frozenset({"amx_tile", "avx512f"})  # of an x86 processor: vLLM packs keys by them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +135,7 @@ def _refuse_ranks(parallel: Any) -> None:
 
 def _refuse_groups(cache: Any) -> None:
     groups = cache.kv_cache_groups
-    kinds = [kind for group in groups for kind in _kinds(group.kv_cache_spec)]
+    kinds = [kind for group in groups for kind in kinds_of(group.kv_cache_spec)]
     if len(groups) != 1 or not set(kinds) <= set(_KINDS):
         raise CacheGroupsUnsupportedError(
             f"the KV cache has {len(groups)} groups, of {', '.join(kinds)}; one of {' or '.join(_KINDS)} is supported",
@@ -160,12 +147,6 @@ def _refuse_groups(cache: Any) -> None:
         raise CacheGroupsUnsupportedError(
             f"blocks have {block} tokens, and hashes are of {hashed}", "leave --prefix-match-unit out"
         )
-
-
-def _kinds(spec: Any) -> list[str]:
-    """The kinds of a group's layers, by vLLM's names; several where a group has layers of unequal width."""
-    layers = getattr(spec, "kv_cache_specs", None)
-    return sorted({type(one).__name__ for one in ([spec] if layers is None else layers.values())})
 
 
 def _refuse_hashes(cache: Any, environment: Mapping[str, str]) -> None:
@@ -215,76 +196,3 @@ def leaves_alone(request: Any, *, media: bool) -> str:
     if features and not (media and all(_DIGEST.fullmatch(one.identifier) for one in features)):
         return "media"
     return ""
-
-
-def model_of(vllm: Any, cache: Any, planes: VllmPlanes, version: str) -> dict[str, object]:
-    """The section `model` of the engine's configuration: what a page is, and all that makes its bytes what they are.
-
-    But for the weights (`weights_of`). `version`: vLLM's, since what a layout's name means is vLLM's affair.
-    """
-    model, parallel, settings = vllm.model_config, vllm.parallel_config, vllm.cache_config
-    algorithm = settings.prefix_caching_hash_algo
-    facts: dict[str, object] = {
-        "vllm": version,
-        "layout": str(cache.kv_cache_layout),
-        "kind": " ".join(_kinds(cache.kv_cache_groups[0].kv_cache_spec)),
-        "block_size": cache.kv_cache_groups[0].kv_cache_spec.block_size,
-        "layers": planes.described,
-        "names": sorted(planes.layers),
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "kv_cache_dtype": str(settings.cache_dtype),
-        "hf_config": digest_of(model.hf_config.to_dict()),
-        "tensor_parallel": [0, parallel.tensor_parallel_size],
-        "hash_algorithm": algorithm,
-    }
-    if ropes_by_length := _ropes_by_length(model):
-        facts["ropes_by_length"] = ropes_by_length
-    if planes.tensors[0].device.type == "cpu":
-        facts["processor"] = [platform.machine(), *_tiles()]
-    if not algorithm.endswith("_cbor"):  # pickle's bytes are of a version of Python
-        facts["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
-    salt = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-    return {"name": str(model.model), **planes.model(), "salt": salt}
-
-
-def _ropes_by_length(model: Any) -> list[object]:
-    """Of each rope that goes by the length that vLLM was started for: its kind, and that length or the side it is on.
-
-    Longrope takes the long factors where the length is above that of training. An unknown kind may do anything.
-    """
-    found: list[object] = []
-    for kind, rope in ropes(getattr(model.hf_text_config, "rope_parameters", None)):
-        if kind == "longrope":
-            found.append([kind, _built_length(model) > rope["original_max_position_embeddings"]])
-        elif kind not in _STEADY_ROPES:
-            found.append([kind, _built_length(model)])
-    return found
-
-
-def _built_length(model: Any) -> int:
-    """The `max_model_len` that the model's modules were made with: what was asked for, before memory shortened it."""
-    asked = getattr(model, "original_max_model_len", None)
-    if asked != -1:
-        return int(model.max_model_len)
-    return int(model.get_and_verify_max_len(asked))
-
-
-def _tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """What decides how vLLM's attention on a CPU packs keys, as far as the processor has it. Raises `OSError`."""
-    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return sorted(_TILES.intersection(flags.split()))
-
-
-def weights_of(vllm: Any) -> str:
-    """The identity of the weights that vLLM has loaded: of the files that it has read them from.
-
-    vLLM draws dummy weights from a fixed seed, so there the model's configuration says all of them. Raises
-    `WeightsNotFoundError`.
-    """
-    model, load = vllm.model_config, vllm.load_config
-    if load.load_format == "dummy":
-        return "dummy"
-    name = getattr(model, "model_weights", None) or model.model
-    return weights_identity(model_directory(str(name), model.revision, load.download_dir))

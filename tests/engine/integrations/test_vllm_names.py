@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from gdscache.errors import InvalidValueError, MediaUnsupportedError, RopeByLengthError
+from gdscache.integrations.vllm.facts import model_of
 from gdscache.integrations.vllm.planes import planes_of
-from gdscache.integrations.vllm.setup import Options, leaves_alone, model_of, refuse_media, refuse_setup
-from tests.engine.integrations.test_vllm_setup import setup
+from gdscache.integrations.vllm.setup import Options, leaves_alone, refuse_media, refuse_setup
+from tests.support.vllm_setup import setup
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 1024, "short_factor": [], "long_factor": []}
 
@@ -22,9 +23,9 @@ def facts(rope: Any, **lengths: int) -> Any:
     changes = {f"model_config__{name}": value for name, value in lengths.items()}
     vllm, cache = setup(model_config__hf_text_config__rope_parameters=rope, **changes)
     tensors = {"0": torch.zeros(4, 2, 16, 8, dtype=torch.bfloat16)}
-    salt = model_of(vllm, cache, planes_of(tensors, 4, 16, "LBNHC"), "0.33.0")["salt"]
+    salt = model_of(vllm, cache, planes_of(tensors, 4, 16, "LBNHC"), "0.33.0", {})["salt"]
     assert isinstance(salt, str)
-    return json.loads(salt).get("ropes_by_length")
+    return json.loads(salt)["ropes_by_length"]
 
 
 # -- the length that a model was built with ----------------------------------------------------------------------------
@@ -51,8 +52,8 @@ def test_an_unknown_rope_has_the_length_itself() -> None:
 
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "yarn", "llama3", "mrope"])
 def test_other_ropes_are_the_same_for_servers_of_any_length(kind: str) -> None:
-    assert facts({"rope_type": kind}, max_model_len=512) is None
-    assert facts(None) is None
+    assert facts({"rope_type": kind}, max_model_len=512) == []
+    assert facts(None) == []
 
 
 @pytest.mark.parametrize(("kind", "most"), [("longrope", 1024), ("dynamic", 4095)])

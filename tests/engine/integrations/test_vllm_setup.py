@@ -12,66 +12,12 @@ import torch
 from gdscache import CacheEngine, PageHashes, errors
 from gdscache.config import Config
 from gdscache.errors import CacheLayoutUnsupportedError, ConfigError, GdsCacheError, InvalidValueError, UnknownKeyError
-from gdscache.integrations.vllm import setup as vllm_setup
+from gdscache.integrations.vllm import facts as vllm_facts
+from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
-from gdscache.integrations.vllm.setup import Options, model_of, refuse_setup, weights_of
+from gdscache.integrations.vllm.setup import Options, refuse_setup
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
-
-
-class FullAttentionSpec(SimpleNamespace):
-    """By the name of vLLM's."""
-
-
-class MLAAttentionSpec(SimpleNamespace):
-    """By the name of vLLM's."""
-
-
-class MambaSpec(SimpleNamespace):
-    """By the name of vLLM's."""
-
-
-def setup(**changes: Any) -> tuple[Any, Any]:
-    """vLLM's configuration objects as far as they are read; `changes` are paths such as `cache_config__cache_dtype`."""
-    hf_config = SimpleNamespace(to_dict=lambda: {"layers": 4})
-    text = SimpleNamespace(rope_parameters={"rope_type": "default"}, max_position_embeddings=4096)
-    vllm = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
-        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto"),
-        model_config=SimpleNamespace(
-            enable_sleep_mode=False,
-            model="org/model",
-            dtype="torch.bfloat16",
-            quantization=None,
-            hf_config=hf_config,
-            hf_text_config=text,
-            max_model_len=2048,
-            original_max_model_len=2048,
-            using_transformers_backend=lambda: False,
-            get_and_verify_max_len=lambda asked: 4096,
-        ),
-        speculative_config=None,
-        weight_transfer_config=None,
-    )
-    group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(block_size=16))
-    cache = SimpleNamespace(kv_cache_groups=[group], hash_block_size=16, kv_cache_layout="LBNHC")
-    for path, value in changes.items():
-        *names, last = path.split("__")
-        target: Any = {"vllm": vllm, "cache": cache}.get(names[0] if names else "", vllm)
-        for name in names[1:] if names and names[0] in ("vllm", "cache") else names:
-            target = getattr(target, name)
-        setattr(target, last, value)
-    return vllm, cache
-
-
-def group(kind: type, tokens: int = 16) -> Any:
-    return SimpleNamespace(kv_cache_spec=kind(block_size=tokens))
-
-
-def uniform(kind: type, tokens: int = 16) -> Any:
-    """A group of layers of unequal width, the second one of a kind of its own."""
-    layers = {"layer.0": FullAttentionSpec(block_size=tokens), "layer.1": kind(block_size=tokens)}
-    return SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=tokens, kv_cache_specs=layers))
+from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, MLAAttentionSpec, group, setup, uniform
 
 
 @pytest.mark.parametrize(
@@ -134,7 +80,7 @@ def test_options_that_are_wrong(given: dict[str, Any], error: type[GdsCacheError
 
 
 def test_a_configuration_is_a_file_or_its_sections(tmp_path: Path) -> None:
-    model = model_of(*setup(), planes(), "0.32.0")
+    model = model_of(*setup(), planes(), "0.32.0", {})
     file = tmp_path / "gdscache.yaml"
     file.write_text("cpu: {capacity: 1MiB}\n")
     by_file = Options.of({"config": str(file)}).configuration(model, lambda: "w")
@@ -152,7 +98,7 @@ def test_a_shared_pool_needs_the_configuration_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("gdscache.pool.link.PoolLink.reachable", lambda link: True)
     found = planes()
     sections = {**SECTIONS, "ssd": None, "tiers": [pool_entry("127.0.0.1:1")]}
-    config = Options.of({"config": sections}).configuration(model_of(*setup(), found, "0.32.0"), lambda: "w")
+    config = Options.of({"config": sections}).configuration(model_of(*setup(), found, "0.32.0", {}), lambda: "w")
     with CacheEngine.from_config(config, planes=[[plane] for plane in found.tensors]) as engine:
         report = engine.store(PageHashes([b"a" * 32, b"b" * 32]), [0, 1]).result(60)
         assert report.tiers == (("cpu", "mooncake"),) * 2
@@ -199,7 +145,7 @@ def test_a_block_is_one_run_of_bytes(order: tuple[int, ...]) -> None:
         assert bool((cache[5].contiguous().view(torch.uint8) == 7).all())
         assert not bool(cache[4].any())
         assert not bool(cache[6].any())
-    Config.from_dict({"model": model_of(*setup(), found, "0.32.0"), "cpu": {"capacity": "1MiB"}})
+    Config.from_dict({"model": model_of(*setup(), found, "0.32.0", {}), "cpu": {"capacity": "1MiB"}})
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 2, 0, 3)])
@@ -231,32 +177,8 @@ def test_layers_that_share_their_cache_are_one_plane() -> None:
 def test_layers_of_different_widths() -> None:
     given = caches((0, 1, 3, 2), layers=2) | {"wide": torch.zeros(8, 1, 16, 576, dtype=torch.bfloat16)}
     found = planes_of(given, 8, 16, "LBNHC")
-    config = Config.from_dict({"model": model_of(*setup(), found, "0.32.0"), "cpu": {"capacity": "1MiB"}})
+    config = Config.from_dict({"model": model_of(*setup(), found, "0.32.0", {}), "cpu": {"capacity": "1MiB"}})
     assert [layer[0].row_bytes for layer in config.model.layout().layers] == [256, 256, 1152]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"cache_config__cache_dtype": "fp8"},
-        {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
-        {"model_config__dtype": "torch.float16"},
-        {"model_config__quantization": "awq"},
-        {"model_config__hf_config": SimpleNamespace(to_dict=lambda: {"layers": 5})},
-        {"cache__kv_cache_layout": "BLNHC"},
-        {"cache__kv_cache_groups": [group(MLAAttentionSpec)]},
-        {"cache__kv_cache_groups": [uniform(MLAAttentionSpec)]},
-    ],
-)
-def test_what_changes_bytes_changes_the_namespace(change: dict[str, Any]) -> None:
-    def namespace(*facts: Any) -> object:
-        return Config.from_dict({"model": model_of(*facts), "cpu": {"capacity": "1MiB"}}).model.namespace_fields()
-
-    before = namespace(*setup(), planes(), "0.32.0")
-    assert namespace(*setup(), planes(), "0.32.0") == before
-    assert namespace(*setup(**change), planes(), "0.32.0") != before
-    assert namespace(*setup(), planes(), "0.33.0") != before
-    assert namespace(*setup(), planes_of(caches((1, 0, 2, 3)), 8, 16, "LBNHC"), "0.32.0") != before
 
 
 def test_on_a_cpu_the_processor_is_a_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,11 +186,11 @@ def test_on_a_cpu_the_processor_is_a_part_of_it(tmp_path: Path, monkeypatch: pyt
     amx, other = tmp_path / "amx", tmp_path / "other"
     amx.write_text("processor\t: 0\nflags\t\t: fpu avx512f avx512fp16 amx_tile\n\nflags\t\t: fpu\n")
     other.write_text("processor\t: 0\nflags\t\t: fpu avx512f\n")
-    assert vllm_setup._tiles(amx) == ["amx_tile", "avx512f"]
-    assert vllm_setup._tiles(other) == ["avx512f"]
-    assert vllm_setup._tiles(Path("/dev/null")) == []
-    salts, tiles = [], vllm_setup._tiles
+    assert vllm_facts._tiles(amx) == ["amx_tile", "avx512f"]
+    assert vllm_facts._tiles(other) == ["avx512f"]
+    assert vllm_facts._tiles(Path("/dev/null")) == []
+    salts, tiles = [], vllm_facts._tiles
     for file in (amx, other):
-        monkeypatch.setattr(vllm_setup, "_tiles", lambda file=file, tiles=tiles: tiles(file))
-        salts.append(model_of(*setup(), planes(), "0.32.0")["salt"])
+        monkeypatch.setattr(vllm_facts, "_tiles", lambda file=file, tiles=tiles: tiles(file))
+        salts.append(model_of(*setup(), planes(), "0.32.0", {})["salt"])
     assert salts[0] != salts[1]

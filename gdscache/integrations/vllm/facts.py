@@ -1,0 +1,161 @@
+"""What of vLLM makes its keys and values what they are, as plain facts by name; `fields.toml` says which, and why.
+
+Reads vLLM's configuration objects by their attributes; nothing of vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.resources
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gdscache.errors import WeightsNotFoundError
+from gdscache.integrations.fields import FieldTable, plain
+from gdscache.integrations.ropes import ropes
+from gdscache.integrations.settings import content_of
+from gdscache.integrations.vllm.planes import VllmPlanes
+from gdscache.integrations.weights import model_directory, weights_identity
+
+# Kinds of rope that vLLM's own models rotate a key with by its position, and by what is in the model's configuration.
+_STEADY_ROPES = frozenset(
+    {
+        "default", "linear", "ntk", "dynamic", "yarn", "llama3", "mllama4", "proportional", "deepseek_yarn",
+        "deepseek_llama_scaling", "mrope", "bailing_mrope", "openpangu",
+    }
+)  # fmt: skip
+_TILES = frozenset({"amx_tile", "avx512f"})  # of an x86 processor: vLLM packs keys by them
+# Load formats that read the files of the model's directory; others have their weights from elsewhere.
+_FROM_FILES = frozenset(
+    {
+        "auto", "hf", "safetensors", "pt", "npcache", "instanttensor", "fastsafetensors", "runai_streamer",
+        "runai_streamer_sharded", "sharded_state", "mistral", "bitsandbytes", "gguf",
+    }
+)  # fmt: skip
+_PREFIXES = ("VLLM_",)
+
+
+@functools.cache
+def table() -> FieldTable:
+    """What is known of vLLM's fields."""
+    return FieldTable.read(importlib.resources.files("gdscache.integrations.vllm") / "fields.toml")
+
+
+def model_of(
+    vllm: Any, cache: Any, planes: VllmPlanes, version: str, environment: Mapping[str, str]
+) -> dict[str, object]:
+    """The section `model` of the engine's configuration: what a page is, and all that makes its bytes what they are.
+
+    But for the weights (`weights_of`). `vllm`: its `VllmConfig`; `cache`: its `KVCacheConfig`. `version`: vLLM's, since
+    what a layout's name means is vLLM's affair. `environment`: the process's.
+    """
+    salt = json.dumps(facts_of(vllm, cache, planes, version, environment), sort_keys=True, separators=(",", ":"))
+    return {"name": str(vllm.model_config.model), **planes.model(), "salt": salt}
+
+
+def facts_of(
+    vllm: Any, cache: Any, planes: VllmPlanes, version: str, environment: Mapping[str, str]
+) -> dict[str, object]:
+    """All that tells one namespace from another but for the weights, by name; see `model_of`."""
+    model, known = vllm.model_config, table()
+    media, spec = getattr(model, "multimodal_config", None), cache.kv_cache_groups[0].kv_cache_spec
+    facts: dict[str, object] = {
+        "vllm": version,
+        "layout": str(cache.kv_cache_layout),
+        "kind": " ".join(kinds_of(spec)),
+        "block_size": spec.block_size,
+        "layers": planes.described,
+        "names": sorted(planes.layers),
+        "ropes_by_length": _ropes_by_length(model),
+        "quant_config": _quantisation(getattr(vllm, "quant_config", None)),
+        "code": _code(model) if model.trust_remote_code else "",
+        "content of mm_encoder_fp8_scale_path": content_of(getattr(media, "mm_encoder_fp8_scale_path", None)),
+        "accelerator": "rocm" if torch.version.hip else planes.tensors[0].device.type,
+        **known.facts([vllm], known.variables(environment, _PREFIXES)),
+    }
+    if planes.tensors[0].device.type == "cpu":
+        facts["processor"] = [platform.machine(), *_tiles()]
+    if not vllm.cache_config.prefix_caching_hash_algo.endswith("_cbor"):  # pickle's bytes are of a version of Python
+        facts["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return facts
+
+
+def kinds_of(spec: Any) -> list[str]:
+    """The kinds of a group's layers, by vLLM's names; several where a group has layers of unequal width."""
+    layers = getattr(spec, "kv_cache_specs", None)
+    return sorted({type(one).__name__ for one in ([spec] if layers is None else layers.values())})
+
+
+def weights_of(vllm: Any) -> str:
+    """The identity of the weights that vLLM has loaded: of the files that it has read them from.
+
+    vLLM draws dummy weights from a fixed seed, so there the model's configuration says all of them. Raises
+    `WeightsNotFoundError`, also where they come from elsewhere.
+    """
+    load_format = str(vllm.load_config.load_format)
+    if load_format == "dummy":
+        return "dummy"
+    if load_format not in _FROM_FILES:
+        raise WeightsNotFoundError(
+            f"load_format is {load_format!r}: vLLM has weights that are not those of the model's files",
+            "set model.weights in the configuration to a text that names them",
+        )
+    return weights_identity(_directory(vllm.model_config, vllm.load_config.download_dir))
+
+
+def _directory(model: Any, download_dir: str | None = None) -> Path:
+    name = getattr(model, "model_weights", None) or model.model
+    return model_directory(str(name), model.revision, download_dir)
+
+
+def _quantisation(config: Any) -> object:
+    """What a quantisation's configuration says, wherever vLLM has read it."""
+    return None if config is None else [type(config).__name__, plain(getattr(config, "__dict__", {}))]
+
+
+def _code(model: Any) -> str:
+    """A digest of the Python that comes with the model."""
+    try:
+        files = sorted(_directory(model).glob("*.py"))
+    except WeightsNotFoundError:
+        return ""
+    found = hashlib.blake2b(digest_size=16)
+    for file in files:
+        found.update(f"{file.name}:{content_of(file)};".encode())
+    return found.hexdigest()
+
+
+def _ropes_by_length(model: Any) -> list[object]:
+    """Of each rope that goes by the length that vLLM was started for: its kind, and that length or the side it is on.
+
+    Longrope takes the long factors where the length is above that of training. An unknown kind may do anything.
+    """
+    found: list[object] = []
+    for kind, rope in ropes(getattr(model.hf_text_config, "rope_parameters", None)):
+        if kind == "longrope":
+            found.append([kind, _built_length(model) > rope["original_max_position_embeddings"]])
+        elif kind not in _STEADY_ROPES:
+            found.append([kind, _built_length(model)])
+    return found
+
+
+def _built_length(model: Any) -> int:
+    """The `max_model_len` that the model's modules were made with: what was asked for, before memory shortened it."""
+    asked = getattr(model, "original_max_model_len", None)
+    if asked != -1:
+        return int(model.max_model_len)
+    return int(model.get_and_verify_max_len(asked))
+
+
+def _tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """What decides how vLLM's attention on a CPU packs keys, as far as the processor has it. Raises `OSError`."""
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return sorted(_TILES.intersection(flags.split()))
