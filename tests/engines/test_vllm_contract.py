@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tests.engines import vllm_parts as parts
 from tests.engines.vllm_parts import changes
+from tests.support.places import ROOT
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent
@@ -37,3 +39,19 @@ def test_the_installed_vllm_is_the_one_that_this_was_written_for() -> None:
     ]
     found += [f"{name} has no {field}" for name, has in now["fields"].items() for field in has if not has[field]]
     assert not found, f"vLLM {now['version']}, written for {WRITTEN_FOR['version']}:\n" + "\n".join(found)
+
+
+def test_its_fields_are_those_that_the_table_knows() -> None:
+    """A field that is not known is held: it costs hits at most. A line for it in fields.toml mends this."""
+    if not parts.PYTHON.exists():
+        pytest.skip(parts.MISSING)
+    told = subprocess.run(
+        [str(parts.PYTHON), str(HERE / "vllm_contract.py"), "--names"],
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=parts.LIMIT_S,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    found = json.loads(told.stdout[told.stdout.rindex(b"\n{") :])
+    assert (found["unknown"], found["restarted"], found["unseen"]) == ([], [], [])
+    assert len(found["lines"]) > 40
