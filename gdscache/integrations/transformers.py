@@ -36,6 +36,7 @@ from gdscache.errors import (
     UnsupportedRequestError,
 )
 from gdscache.integrations.forwards import Forwards
+from gdscache.integrations.live_model import LiveModel
 from gdscache.integrations.ropes import rope_limit
 from gdscache.limits import MAX_COUNT
 from gdscache.pages.keys import as_tokens
@@ -127,11 +128,23 @@ class PrefixCache:
             )
         self.engine = engine
         self.model = model
+        self._live = LiveModel(model)
         self._rope = None
         if (config := getattr(model, "config", None)) is not None:
             self._rope = rope_limit(config.get_text_config(decoder=True))
         if self._rope is not None and _drops_caches(model):
             self._rope = self._rope._replace(long=False)
+
+    def salt(self, salt: str = "", *, rope: str = "") -> str:
+        """Under which the engine has this model's pages now: for its `lookup`, `prefetch` and `pin`.
+
+        It names the model in memory: class and configuration, some bytes of every tensor, the adapters that are active,
+        transformers' version. So a model that was trained, merged or exchanged finds nothing of before, and the same
+        model finds its pages after a restart. `salt`: the request's own; `rope`: `short` or `long`, the side of the
+        limit of a rope that changes with the length. Waits for the model's device.
+        """
+        facts = {**self._live.identity(), "rope": rope, "salt": salt}
+        return json.dumps(facts, sort_keys=True, separators=(",", ":"))
 
     def open(
         self, input_ids: Any, *, attention_mask: Any = None, salt: str = "", max_length: int | None = None
@@ -154,23 +167,24 @@ class PrefixCache:
         prompts = _rows(input_ids)
         if attention_mask is not None and _hides(attention_mask):
             raise UnsupportedRequestError("the attention mask hides tokens", "run prompts of unequal length one by one")
-        least, most, salt = self._side(len(prompts[0]), max_length, salt)
+        least, most, side = self._side(len(prompts[0]), max_length)
+        salt = self.salt(salt, rope=side)
         with contextlib.ExitStack() as opened:
             sequences = [opened.enter_context(self.engine.sequence(prompt, salt)) for prompt in prompts]
             cache = GdsCache(self.engine, sequences, self.model, least, most)
             opened.pop_all()
         return cache
 
-    def _side(self, tokens: int, max_length: int | None, salt: str) -> tuple[int, float, str]:
-        """The least and most tokens that a call may end at, and the salt of that side of the rope's limit."""
+    def _side(self, tokens: int, max_length: int | None) -> tuple[int, float, str]:
+        """The least and most tokens that a call may end at, and that side of the rope's limit."""
         most = math.inf if max_length is None else arguments.whole(max_length, "max_length", tokens, MAX_COUNT)
         rope = self._rope
         if rope is None:
-            return 0, most, salt
+            return 0, most, ""
         if rope.long and tokens > rope.most:
-            return rope.most + 1, most, f"rope long;{salt}"
+            return rope.most + 1, most, "long"
         if most <= rope.most:
-            return 0, most, f"rope short;{salt}"
+            return 0, most, "short"
         raise RopeByLengthError(
             f"rope_type {rope.kind!r} rotates keys in another way beyond {rope.most} tokens, and a prompt of {tokens} "
             f"may grow to {'any length' if max_length is None else max_length}",

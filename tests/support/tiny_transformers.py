@@ -112,6 +112,11 @@ def serve(engine: CacheEngine, model: PreTrainedModel, ids: torch.Tensor, salt: 
     return {"found": found, "sources": sources, "prefix": prefix, "tokens": sequences, "logits": logits, "pages": whole}
 
 
+def cached(engine: CacheEngine, model: PreTrainedModel, ids: torch.Tensor) -> int:
+    """Tokens of a prompt that the engine has pages of, of this model."""
+    return engine.lookup(ids, salt=PrefixCache(engine, model).salt()).tokens
+
+
 def digest(cache: DynamicCache, n: int) -> str:
     """Names the bytes of the first `n` tokens in all layers."""
     hasher = hashlib.sha256()

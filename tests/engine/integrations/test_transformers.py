@@ -36,7 +36,19 @@ from gdscache.errors import (
 )
 from gdscache.integrations.transformers import GdsCache, PrefixCache, model_section
 from tests.support.places import ROOT
-from tests.support.tiny_transformers import CONFIGS, NEW, PAGE, PROMPT, SMALL, build, generate, options, serve, tokens
+from tests.support.tiny_transformers import (
+    CONFIGS,
+    NEW,
+    PAGE,
+    PROMPT,
+    SMALL,
+    build,
+    cached,
+    generate,
+    options,
+    serve,
+    tokens,
+)
 
 PLANES = {  # per token and layer, K then V, as transformers 5.23 keeps them
     "llama": ((2, 8), (2, 8)),
@@ -231,7 +243,7 @@ def test_one_cache_serves_several_turns(model: PreTrainedModel, tmp_path: Path) 
                 assert torch.equal(said, expected), n
                 cache.commit(said)
                 said = torch.cat([said, tokens(5, seed=n)], 1)
-        assert engine.lookup(said[0]).tokens == (20 + 3 * NEW + 2 * 5 - 1) // PAGE * PAGE
+        assert cached(engine, model, said[0]) == (20 + 3 * NEW + 2 * 5 - 1) // PAGE * PAGE
         expected, _ = generate(model, said, None)
         assert torch.equal(serve(engine, model, said)["tokens"], expected)
 
@@ -282,11 +294,12 @@ def test_models_weights_and_salts_keep_apart(tmp_path: Path) -> None:
         model = build("llama", seed=seed)
         reference = generate(model, ids, None)
         with CacheEngine.from_config(options(model, tmp_path, **names)) as engine:
-            own = engine.lookup(ids[0]).tokens
+            own = cached(engine, model, ids[0])
             check(serve(engine, model, ids), model, reference, min(own, 40), {"ssd": 40} if own else {})
             check(serve(engine, model, ids, "tenant"), model, reference, 0, {})
             assert serve(engine, model, ids, "tenant")["found"] == 40
-            assert engine.invalidate(engine.namespace("tenant"))["ssd"] == 6
+            tenant = PrefixCache(engine, model).salt("tenant")
+            assert engine.invalidate(engine.namespace(tenant))["ssd"] == 6
             assert serve(engine, model, ids)["found"] == 40
     assert own == 40
 
@@ -341,7 +354,7 @@ def test_a_full_pool_says_what_to_change_and_holds_nothing(llama: Any) -> None:
         with pytest.raises(PoolFullError):
             cache.commit(sequences)  # no page is left for the answer
         cache.commit(sequences[:, : 16 * PAGE])
-    assert engine.lookup(sequences[0]).tokens == 16 * PAGE
+    assert cached(engine, model, sequences[0]) == 16 * PAGE
     assert engine.stats()["tiers"]["gpu"]["private_slots"] == 0
 
 
@@ -358,9 +371,9 @@ def test_commit_takes_the_tokens_of_the_cache_and_no_others(llama: Any) -> None:
         for wrong in (ids[:, :-1], tokens(seed=3), torch.cat([ids, ids])):
             with pytest.raises(SequenceStateError):
                 cache.commit(wrong)
-        assert engine.lookup(ids[0]).tokens == 0
+        assert cached(engine, model, ids[0]) == 0
         cache.commit(ids)
-    assert engine.lookup(ids[0]).tokens == 40
+    assert cached(engine, model, ids[0]) == 40
     with pytest.raises(SequenceStateError):
         cache.commit(ids)
     cache.close()

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from gdscache import CacheEngine
 from gdscache.errors import GdsCacheError, SequenceStateError, UnsupportedRequestError
 from gdscache.integrations.transformers import PrefixCache
-from tests.support.tiny_transformers import NEW, build, generate, options, serve, tokens
+from tests.support.tiny_transformers import NEW, build, cached, generate, options, serve, tokens
 
 Mode = Callable[[], AbstractContextManager[Any]]
 
@@ -187,4 +187,4 @@ def test_another_prompt_behind_a_cut_is_not(model: PreTrainedModel, engine: Cach
             with pytest.raises(SequenceStateError):
                 cache.commit(ids)
     assert issubclass(SequenceStateError, GdsCacheError)
-    assert engine.lookup(tokens(seed=5)[0]).tokens == 0
+    assert cached(engine, model, tokens(seed=5)[0]) == 0

@@ -1,0 +1,158 @@
+"""The identity of a module in memory: what of its configuration, its weights and its adapters makes keys and values.
+
+Files do not say it: weights are merged, trained, quantised and exchanged in place. So some bytes of every parameter
+are looked at, and of every buffer that is saved. Other buffers follow from the configuration, and those of ropes change
+with the requests.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.resources
+import logging
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+import transformers
+
+from gdscache.integrations.fields import FieldTable, plain
+from gdscache.integrations.settings import digest_of
+from gdscache.integrations.weights import fresh_salt
+
+SAMPLE, PROBE = 4096, 256  # bytes of a tensor: that name it, and that are looked at for each request
+_log = logging.getLogger("gdscache")
+
+
+class TextConfig(SimpleNamespace):
+    """A text model's configuration of any family, by the name that the table has."""
+
+
+@functools.cache
+def table() -> FieldTable:
+    """What is known of the fields of transformers' configurations."""
+    return FieldTable.read(importlib.resources.files("gdscache.integrations") / "transformers_fields.toml")
+
+
+def facts_of(model: torch.nn.Module) -> dict[str, object]:
+    """What tells one model from another but for its tensors, by name."""
+    facts: dict[str, object] = {"class": plain(type(model)), "transformers": transformers.__version__}
+    config = getattr(model, "config", None)
+    if config is not None:
+        text = config.get_text_config(decoder=True).to_dict()
+        whole = config.to_dict().get("quantization_config")
+        facts |= table().facts([TextConfig(**{"quantization_config": plain(whole), **text})])
+    return facts
+
+
+class LiveModel:
+    """A module whose identity is asked for before each request. Thread-safe."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._facts = facts_of(model)
+        self._lock = threading.Lock()
+        self._stamp: object = None
+        self._probes: list[torch.Tensor] = []
+        self._probed = b""
+        self._name: dict[str, object] = {}
+
+    def identity(self) -> dict[str, object]:
+        """The model's facts by name, with a digest of its tensors, as plain data.
+
+        Looks at which tensors there are and how often each was written to in place, which adapters are active, and at
+        `PROBE` bytes of each tensor, since a write through `.data` is not counted. Where something differs, `SAMPLE`
+        bytes of each tensor name the weights anew. Waits for the device.
+        """
+        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+            stamp = _stamp(self._model)
+            if stamp != self._stamp:
+                self._probes = [_bytes(name, tensor, PROBE) for name, tensor in _tensors(self._model)]
+            probed = _read(self._probes)
+            if stamp != self._stamp or probed != self._probed:
+                self._name = self._named()
+                self._stamp, self._probed = stamp, probed
+        return self._name
+
+    def _named(self) -> dict[str, object]:
+        tensors = list(_tensors(self._model))
+        shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors]
+        hidden = [name for name, tensor in tensors if not _has_bytes(tensor)]
+        if hidden:
+            _log.warning(
+                "%d tensors have no bytes to look at (%s): nothing of this model is found after a restart",
+                len(hidden),
+                ", ".join(hidden[:3]),
+            )
+        samples = hashlib.blake2b(_read([_bytes(name, tensor, SAMPLE) for name, tensor in tensors]), digest_size=32)
+        return {
+            **self._facts,
+            "tensors": digest_of(shapes),
+            "weights": fresh_salt() if hidden else samples.hexdigest(),
+            "adapters": plain(list(_adapters(self._model))),
+        }
+
+
+def _stamp(model: torch.nn.Module) -> list[object]:
+    """Equal where no tensor was exchanged, or written to in place, and no adapter switched; cheap to take."""
+    found: list[object] = []
+    for module in model.modules():
+        tensors: list[torch.Tensor | None] = list(module._parameters.values())
+        if module._buffers:
+            volatile = module._non_persistent_buffers_set
+            tensors += [one for name, one in module._buffers.items() if name not in volatile]
+        found += [(id(one), one.data_ptr(), one._version) for one in tensors if one is not None]
+        if "_disable_adapters" in module.__dict__:
+            found.append(_switched(module))
+    return found
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers that are saved, each tensor once, by name."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        volatile = module._non_persistent_buffers_set
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None and name not in volatile and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield f"{prefix}.{name}", tensor
+
+
+def _adapters(model: torch.nn.Module) -> Iterator[object]:
+    """What is switched on of each layer that has adapters of PEFT's."""
+    for prefix, module in model.named_modules():
+        if "_disable_adapters" in module.__dict__:
+            yield [prefix, *_switched(module)]
+
+
+def _switched(module: torch.nn.Module) -> list[object]:
+    names = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+    return [plain(module.__dict__.get(name)) for name in names]
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "meta" and not hasattr(tensor, "__tensor_flatten__")
+
+
+def _bytes(name: str, tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """`most` bytes of a tensor's memory, at a place that follows from its name; a view where its memory is one run."""
+    if not _has_bytes(tensor) or not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    flat = tensor.detach()
+    flat = flat.reshape(-1) if flat.is_contiguous() else flat.as_strided((flat.numel(),), (1,), flat.storage_offset())
+    size = flat.element_size()
+    count = max(1, min(len(flat), most // size))
+    drawn = int.from_bytes(hashlib.blake2b(f"{most}:{name}".encode(), digest_size=8).digest(), "little")
+    at = drawn % (len(flat) - count + 1)
+    return flat[at : at + count].view(torch.uint8)
+
+
+def _read(pieces: list[torch.Tensor]) -> bytes:
+    """The bytes of all pieces, with one copy from each device."""
+    devices: dict[torch.device, list[torch.Tensor]] = {}
+    for piece in pieces:
+        devices.setdefault(piece.device, []).append(piece)
+    return b"".join(torch.cat(some).cpu().numpy().tobytes() for some in devices.values())

@@ -1,0 +1,219 @@
+"""Which pages a transformers model finds: those of the same model as it is in memory now, and no others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from gdscache import CacheEngine
+from gdscache.integrations import live_model
+from gdscache.integrations.live_model import LiveModel
+from gdscache.integrations.transformers import PrefixCache
+from tests.support.tiny_transformers import build, cached, options, serve, tokens
+
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma", "deepseek_v2", "deepseek_v3")
+Change = Callable[[PreTrainedModel], object]
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return build("llama")
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel, tmp_path: Path) -> Iterator[CacheEngine]:
+    with CacheEngine.from_config(options(model, tmp_path)) as engine:
+        serve(engine, model, tokens())
+        yield engine
+
+
+def test_the_same_model_is_found_after_a_restart(tmp_path: Path) -> None:
+    for expected in (0, 40):
+        model = build("llama")
+        with CacheEngine.from_config(options(model, tmp_path)) as engine:
+            assert serve(engine, model, tokens())["found"] == expected
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def weight(model: PreTrainedModel) -> torch.nn.Parameter:
+    found: torch.nn.Parameter = model.model.layers[1].self_attn.k_proj.weight
+    return found
+
+
+@torch.no_grad()
+def _in_place(model: PreTrainedModel) -> None:
+    weight(model).mul_(2)
+
+
+def _by_data(model: PreTrainedModel) -> None:
+    weight(model).data.mul_(2)  # not counted by torch as a change
+
+
+def _by_numpy(model: PreTrainedModel) -> None:
+    weight(model).detach().numpy()[:] = 0.5
+
+
+def _replaced(model: PreTrainedModel) -> None:
+    model.model.layers[1].self_attn.k_proj.weight = torch.nn.Parameter(weight(model).detach() * 2)
+
+
+def _trained(model: PreTrainedModel) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+
+
+def _adapter(model: PreTrainedModel) -> None:
+    """As PEFT puts a layer of its own around one of the model's, and switches it."""
+    model.model.layers[0].mlp._disable_adapters = False
+
+
+CHANGES: dict[str, Change] = {
+    "in place": _in_place,
+    "through .data": _by_data,
+    "through numpy": _by_numpy,
+    "replaced": _replaced,
+    "trained": _trained,
+    "loaded": lambda model: model.load_state_dict(build("llama", seed=8).state_dict()),
+    "one module more": lambda model: model.model.add_module("more", torch.nn.Linear(2, 2)),
+    "another type": lambda model: model.to(torch.float64),
+    "a buffer": lambda model: model.model.register_buffer("scale", torch.ones(3)),
+    "an adapter": _adapter,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changed_in_memory_finds_nothing(model: PreTrainedModel, engine: CacheEngine, change: str) -> None:
+    prefixes = PrefixCache(engine, model)
+    before = prefixes.salt()
+    assert prefixes.salt() == before
+    CHANGES[change](model)
+    assert prefixes.salt() != before, "noticed by a cache that was made before"
+    assert cached(engine, model, tokens()[0]) == 0
+
+
+def test_an_adapter_that_is_switched_off_is_another_model(model: PreTrainedModel, engine: CacheEngine) -> None:
+    layer, prefixes, salts = model.model.layers[0].mlp, PrefixCache(engine, model), set()
+    for state in (
+        {"_disable_adapters": False, "_active_adapter": ["a"]},
+        {"_disable_adapters": True, "_active_adapter": ["a"]},
+        {"_disable_adapters": False, "_active_adapter": ["b"]},
+        {"_disable_adapters": False, "_active_adapter": ["b"], "merged_adapters": ["a"]},
+        {"_disable_adapters": False, "_active_adapter": ["b"], "scaling": {"b": 2.0}},
+    ):
+        layer.__dict__.update(state)
+        salts.add(prefixes.salt())
+    assert len(salts) == 5
+
+
+def test_what_changes_back_is_found_again(model: PreTrainedModel, engine: CacheEngine) -> None:
+    kept = weight(model).detach().clone()
+    _in_place(model)
+    assert cached(engine, model, tokens()[0]) == 0
+    with torch.no_grad():
+        weight(model).copy_(kept)
+    assert cached(engine, model, tokens()[0]) == 40
+
+
+def test_ropes_that_are_recomputed_are_no_change(model: PreTrainedModel, engine: CacheEngine) -> None:
+    """Longrope writes its frequencies anew for each call; buffers that are not saved do not count."""
+    prefixes = PrefixCache(engine, model)
+    before = prefixes.salt()
+    model.model.rotary_emb.inv_freq.mul_(1)
+    assert prefixes.salt() == before
+
+
+def test_tensors_without_bytes_are_never_found_again(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        model.model.layers[0].mlp.more = torch.nn.Linear(2, 2)
+    one, other = LiveModel(model), LiveModel(model)
+    assert one.identity()["weights"] == one.identity()["weights"]
+    assert one.identity()["weights"] != other.identity()["weights"]
+    assert "2 tensors have no bytes to look at" in caplog.text
+
+
+# -- facts -------------------------------------------------------------------------------------------------------------
+
+
+def facts(**changes: Any) -> dict[str, object]:
+    config = SimpleNamespace(to_dict=lambda: {**dict.fromkeys(fields("held", "harmless"), "x"), **changes})
+    config.get_text_config = lambda decoder: config
+    module = torch.nn.Module()
+    module.config = config  # type: ignore[assignment]
+    return live_model.facts_of(module)
+
+
+def fields(*kinds: str) -> list[str]:
+    return [name.split(".")[1] for name, kind in live_model.table().kinds.items() if kind in kinds]
+
+
+@pytest.mark.parametrize("field", fields("held"))
+def test_another_value_of_a_line_is_another_model(field: str) -> None:
+    before, after = facts(), facts(**{field: "another"})
+    assert {name for name in before if before[name] != after[name]} == {f"TextConfig.{field}"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("field", fields("held"))
+def test_a_line_that_is_taken_out_is_missed(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = live_model.facts_of
+
+    def some(module: torch.nn.Module) -> dict[str, object]:
+        return {name: value for name, value in kept(module).items() if name != f"TextConfig.{field}"}
+
+    monkeypatch.setattr(live_model, "facts_of", some)
+    with pytest.raises(AssertionError):
+        test_another_value_of_a_line_is_another_model(field)
+
+
+def test_what_is_harmless_is_no_fact() -> None:
+    assert facts(**dict.fromkeys(fields("harmless"), "another")) == facts()
+    assert facts(new=1)["TextConfig.new"] == 1, "what nobody knows is held"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_a_family_is_known(family: str) -> None:
+    config = CONFIG_MAPPING[family]().to_dict()
+    assert live_model.table().unknown([live_model.TextConfig(**config)]) == []
+
+
+HELD = {"hidden_act": "relu", "rms_norm_eps": 0.5, "attention_bias": True, "max_position_embeddings": 100}
+
+
+@pytest.mark.parametrize("field", HELD)
+def test_another_configuration_finds_nothing(model: PreTrainedModel, engine: CacheEngine, field: str) -> None:
+    before = cached(engine, model, tokens()[0])
+    setattr(model.config, field, HELD[field])
+    assert (before, cached(engine, model, tokens()[0])) == (40, 0)
+
+
+def test_another_version_and_another_class_find_nothing(
+    model: PreTrainedModel, engine: CacheEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cached(engine, model, tokens()[0]) == 40
+    model.__class__ = type("Other", (type(model),), {})
+    assert cached(engine, model, tokens()[0]) == 0
+    model.__class__ = type(model).__mro__[1]
+    assert cached(engine, model, tokens()[0]) == 40
+    monkeypatch.setattr(live_model.transformers, "__version__", "9")
+    assert cached(engine, model, tokens()[0]) == 0
+
+
+def test_salts_and_sides_are_lines_of_their_own(model: PreTrainedModel, engine: CacheEngine) -> None:
+    prefixes = PrefixCache(engine, model)
+    plain, tenant, long = (
+        json.loads(text) for text in (prefixes.salt(), prefixes.salt("t"), prefixes.salt(rope="long"))
+    )
+    assert (tenant.pop("salt"), long.pop("rope")) == ("t", "long")
+    assert (plain.pop("salt"), plain.pop("rope")) == ("", "")
+    assert {**plain, "rope": ""} == tenant
+    assert {**plain, "salt": ""} == long
