@@ -13,13 +13,13 @@ COMPARE_SCHEMA = "gdscache.compare/1"
 
 
 def made_of(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The lines of a namespace: name → value. What an adapter put into `salt` as JSON has a line a name."""
+    """The lines of a namespace: name → value. What an adapter put into a salt as JSON has a line a name."""
     lines: dict[str, str] = {}
     for name, value in fields.items():
         if name == "planes":
             lines[name] = _planes(value)
-        elif name == "salt" and (facts := _facts(value)) is not None:
-            lines |= {f"salt.{fact}": _text(one) for fact, one in facts.items()}
+        elif name in ("salt", "request_salt") and (facts := _facts(value)) is not None:
+            lines |= {f"{name}.{fact}": _text(one) for fact, one in facts.items()}
         else:
             lines[name] = _text(value)
     return dict(sorted(lines.items()))
