@@ -10,9 +10,15 @@ import hashlib
 import inspect
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.environ import EnvField, Envs
+from sglang.srt.runtime_context import process_model_config
+
+from gdscache.integrations.sglang.facts import resolved, table
+from tests.engines.sglang_rig import server_args
 from tests.engines.vllm_contract import found, members
 
 _CACHE = "sglang.srt.mem_cache"
@@ -53,34 +59,21 @@ FIELDS = {  # what is read of objects that SGLang hands over
         "req_to_token_pool",
         "token_to_kv_pool_allocator",
     ],
-    "sglang.srt.server_args:ServerArgs": [
-        "model_path",
-        "revision",
-        "download_dir",
-        "load_format",
-        "dtype",
-        "quantization",
-        "quantization_param_path",
-        "kv_cache_dtype",
-        "json_model_override_args",
-        "tp_size",
-        "pp_size",
-        "dp_size",
-        "attn_cp_size",
-        "dcp_size",
-        "ep_size",
-        "speculative_algorithm",
-        "enable_lora",
-        "lora_paths",
-        "enable_memory_saver",
-        "is_embedding",
-        "disaggregation_mode",
-    ],
+    "sglang.srt.server_args:ServerArgs": ["resolved_dict"],  # its fields are in our table, see `_unknown`
 }
 
 
 def _fields(kind: type) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(dir(kind))
+
+
+def _unknown() -> list[str]:
+    """Fields of SGLang's settings and models, and variables, that our table does not know."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = server_args(Path(folder))
+        found = [resolved(args), process_model_config()]
+        registered = {name: "1" for name, value in vars(Envs).items() if isinstance(value, EnvField)}
+        return table().unknown(found, registered)
 
 
 def _source(name: str) -> str:
@@ -101,6 +94,7 @@ def contract() -> dict[str, Any]:
         "classes": {name: members(found(name)) for name in CLASSES},
         "sources": {name: _source(name) for name in SOURCES},
         "fields": fields,
+        "unknown": _unknown(),
     }
 
 

@@ -86,11 +86,14 @@ class HostRig(PoolRig):
         *,
         pool: Any = None,
         at_start: bool = True,
+        server: dict[str, Any] | None = None,
         **changes: Any,
     ) -> None:
-        """`pool`: an earlier one's, to which a storage is attached again. `at_start`: SGLang was started with one."""
+        """`pool`: an earlier one's, to which a storage is attached again. `at_start`: SGLang was started with one.
+        `server`: more of SGLang's settings.
+        """
         given = {"hicache_storage_backend": "dynamic"} if at_start else {}
-        self.args = rig.server_args(folder, enable_hierarchical_cache=True, **given)
+        self.args = rig.server_args(folder, enable_hierarchical_cache=True, **given, **(server or {}))
         self.pool = host_pool(kind, layout) if pool is None else pool
         config = rig.sections(folder, cpu=None, **changes)
         settings = HiCacheStorageConfig(

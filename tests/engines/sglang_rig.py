@@ -41,12 +41,15 @@ MODEL = {
 LINKER = {"linker": "GdsCacheLinker", "linker_module_path": "gdscache.integrations.sglang.linker"}
 
 
-def server_args(folder: Path, **changes: Any) -> Any:
-    """SGLang's arguments for a small model in that folder, published as those of this process."""
-    model = folder / "model"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(MODEL))
-    given = {"model_path": str(model), "load_format": "dummy", "device": "cpu", "page_size": PAGE, **changes}
+def server_args(folder: Path, model: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """SGLang's arguments for a small model in that folder, published as those of this process.
+
+    `model`: what its `config.json` has beside `MODEL`.
+    """
+    place = folder / "model"
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_text(json.dumps({**MODEL, **(model or {})}))
+    given = {"model_path": str(place), "load_format": "dummy", "device": "cpu", "page_size": PAGE, **changes}
     args = ServerArgs(**given)
     runtime_context.publish(args, role="scheduler")
     return args

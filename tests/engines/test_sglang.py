@@ -1,6 +1,6 @@
 """Our linker under SGLang's own radix tree, and our storage under its own host pools, on a CPU; and its contract.
 
-Each case is a process in SGLang's environment (`sglang_linker_cases.py`, `sglang_storage_cases.py`). No kernel and no
+Each case is a process in SGLang's environment (`sglang_*_cases.py`). No kernel and no
 model runs.
 """
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 MISSING = f"no SGLang at {PYTHON}: `make engines` makes that environment, or set GDSCACHE_SGLANG_PYTHON"
 LIMIT_S = 120.0
 WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "sglang_contract.json").read_text())
-FILES = [HERE / "sglang_linker_cases.py", HERE / "sglang_storage_cases.py"]
+FILES = [HERE / f"sglang_{name}_cases.py" for name in ("linker", "storage", "namespace")]
 CASES = {  # the file of each
     node.name: file
     for file in FILES
@@ -100,5 +100,6 @@ def test_the_installed_sglang_is_the_one_that_this_was_written_for() -> None:
         for name, was in WRITTEN_FOR["sources"].items()
         if now["sources"][name] != was
     ]
+    found += [f"fields.toml does not know {name}" for name in now["unknown"]]
     found += [f"{name} has no {field}" for name, has in now["fields"].items() for field in has if not has[field]]
     assert not found, f"SGLang {now['version']}, written for {WRITTEN_FOR['version']}:\n" + "\n".join(found)
