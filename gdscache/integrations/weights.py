@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +27,10 @@ STRETCH = 1 << 20  # bytes; at least one sample lies in each
 WHOLE = 256 << 10  # bytes: smaller files are read whole; so much is read at both ends of a file without a table
 _THREADS = 32  # a network disk answers late, and answers many at once
 _HEADER_LIMIT = 100_000_000  # bytes: the format's own limit of a header
+_CLOCK_S = 0.05  # of what the system says of a process's start, and of a file's change
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git, and of LFS
+_log = logging.getLogger("gdscache")
 _HINT = "name the directory that has the files of weights, or set model.weights to a text that names them"
 
 
@@ -63,6 +68,39 @@ def weights_identity(model: str | os.PathLike[str]) -> str:
         raise WeightsNotFoundError(f"{root} {what}", _HINT)
     text = json.dumps(found, separators=(",", ":"))
     return f"files-2:{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}"
+
+
+def weights_read(model: str | os.PathLike[str]) -> str:
+    """The identity of the weights that this process has read there: `weights_identity`, taken behind the reading.
+
+    Where a file has changed since the process started, nobody knows which version was read. Then this process alone has
+    the name that is returned, and a WARNING says so. Files of the hub's cache may have come since: they are named by
+    their content, and downloaded by the process itself. Raises `WeightsNotFoundError`.
+    """
+    found = weights_identity(model)  # looks at the files, and refuses what cannot be
+    root, started = Path(model), _started()
+    changed = [file for file in ([root] if root.is_file() else _files(root)) if _changed(file, started)]
+    if not changed:
+        return found
+    _log.warning(
+        "%s changed while this process ran: which weights it has is not known. Nothing that it stores is found after a "
+        "restart, and it finds nothing of before. Start it again, or set model.weights to a text that names them",
+        ", ".join(map(str, changed[:3])),
+    )
+    return fresh_salt()
+
+
+def _changed(file: Path, since: float) -> bool:
+    blob = Path(os.path.realpath(file))
+    if blob.parent.name == "blobs" and _HASH.fullmatch(blob.name):
+        return False
+    return blob.stat().st_ctime > since + _CLOCK_S
+
+
+def _started() -> float:
+    """When this process started, in seconds since the epoch, by the clock of today; as exact as `_CLOCK_S`."""
+    ticks = int(Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def model_directory(

@@ -23,7 +23,7 @@ from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.settings import engine_configuration
 from gdscache.integrations.sglang.facts import directory_of, facts_of
 from gdscache.integrations.sglang.planes import PoolPlanes
-from gdscache.integrations.weights import weights_identity
+from gdscache.integrations.weights import weights_read
 
 # Methods of SGLang's `WeightUpdater` that write weights. What comes between a begin and an end flushes its cache if
 # it is asked to; the end does not.
@@ -152,4 +152,4 @@ def weights_of(server: Any) -> str:
             "not those of the model's files",
             "set model.weights in the configuration to a text that names them",
         )
-    return weights_identity(directory_of(server))
+    return weights_read(directory_of(server))

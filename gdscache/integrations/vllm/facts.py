@@ -22,7 +22,7 @@ from gdscache.integrations.fields import FieldTable, plain
 from gdscache.integrations.ropes import ropes
 from gdscache.integrations.settings import content_of
 from gdscache.integrations.vllm.planes import VllmPlanes
-from gdscache.integrations.weights import model_directory, weights_identity
+from gdscache.integrations.weights import model_directory, weights_read
 
 # Kinds of rope that vLLM's own models rotate a key with by its position, and by what is in the model's configuration.
 _STEADY_ROPES = frozenset(
@@ -107,7 +107,7 @@ def weights_of(vllm: Any) -> str:
             f"load_format is {load_format!r}: vLLM has weights that are not those of the model's files",
             "set model.weights in the configuration to a text that names them",
         )
-    return weights_identity(_directory(vllm.model_config, vllm.load_config.download_dir))
+    return weights_read(_directory(vllm.model_config, vllm.load_config.download_dir))
 
 
 def _directory(model: Any, download_dir: str | None = None) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from gdscache import CacheEngine
 from gdscache.config import Config
 from gdscache.errors import IntegrationError, WeightsNotFoundError
+from gdscache.integrations import weights
 from gdscache.integrations.sglang import facts
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.refused import RULES, refuse_model, refuse_setup
@@ -150,7 +152,9 @@ def test_the_refused_lines_are_those_that_are_refused() -> None:
             refuse_model(SimpleNamespace(**{**fine, name: True}))
 
 
-def test_the_weights_are_those_of_the_files(tmp_path: Path) -> None:
+def test_the_weights_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_started", time.time)  # so that what is written here is no change behind the reading
+
     def server(**changes: Any) -> Any:
         return SimpleNamespace(**{"load_format": "auto", "model_path": str(tmp_path), **changes})
 
@@ -160,6 +164,7 @@ def test_the_weights_are_those_of_the_files(tmp_path: Path) -> None:
         weights_of(server())
     (tmp_path / "a.safetensors").write_bytes(b"1")
     first = weights_of(server(weight_cache_mode="off", kt_weight_path=None))
+    assert weights_of(server()) == first
     (tmp_path / "a.safetensors").write_bytes(b"22")
     assert weights_of(server()) != first
     elsewhere = {"load_format": "remote_instance", "weight_cache_mode": "client", "kt_weight_path": "/w"}

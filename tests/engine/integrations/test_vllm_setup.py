@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from gdscache import CacheEngine, PageHashes, errors
 from gdscache.config import Config
 from gdscache.errors import CacheLayoutUnsupportedError, ConfigError, GdsCacheError, InvalidValueError, UnknownKeyError
+from gdscache.integrations import weights
 from gdscache.integrations.vllm import facts as vllm_facts
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
@@ -105,7 +107,8 @@ def test_a_shared_pool_needs_the_configuration_alone(monkeypatch: pytest.MonkeyP
     assert len(POOLS["127.0.0.1:1"].objects) == 2
 
 
-def test_weights_are_known_by_their_files(tmp_path: Path) -> None:
+def test_weights_are_known_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_started", time.time)  # so that what is written here is no change behind the reading
     vllm, _ = setup(model_config__model=str(tmp_path), model_config__revision=None)
     vllm.load_config = SimpleNamespace(load_format="auto", download_dir=None)
     with pytest.raises(errors.WeightsNotFoundError):
@@ -113,6 +116,7 @@ def test_weights_are_known_by_their_files(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"1")
     before = weights_of(vllm)
+    assert weights_of(vllm) == before
     file.write_bytes(b"22")
     assert weights_of(vllm) != before
     vllm.load_config.load_format = "dummy"

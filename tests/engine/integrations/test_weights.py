@@ -7,13 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gdscache.errors import WeightsNotFoundError
-from gdscache.integrations.weights import STRETCH, WHOLE, model_directory, weights_identity
+from gdscache.integrations import weights
+from gdscache.integrations.weights import STRETCH, WHOLE, model_directory, weights_identity, weights_read
 from tests.support.helpers import Host, make_config, prompt, settle
 
 NAMES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
@@ -310,6 +312,42 @@ def test_a_directory_that_may_not_be_read(model: Path) -> None:
             weights_identity(model)
     finally:
         (model / "sub").chmod(0o700)
+
+
+# -- read by this process ----------------------------------------------------------------------------------------------
+
+
+def test_files_that_changed_since_the_process_started_have_a_name_of_its_own(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether they were read before or behind the change nobody knows."""
+    monkeypatch.setattr(weights, "_started", lambda: time.time() + 60)
+    assert weights_read(model) == weights_identity(model)
+    assert not caplog.records
+    monkeypatch.setattr(weights, "_started", lambda: time.time() - 60)
+    first, second = weights_read(model), weights_read(model)
+    assert len({first, second, weights_identity(model)}) == 3
+    assert NAMES[0] in caplog.text
+    assert "model.weights" in caplog.text
+
+
+def test_times_that_are_set_back_hide_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(tmp_path / "model", at=1)
+    monkeypatch.setattr(weights, "_started", lambda: time.time() - 60)
+    assert weights_read(model) != weights_identity(model)
+
+
+def test_what_the_process_has_downloaded_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_started", lambda: time.time() - 60)
+    snapshot = cached(tmp_path)
+    assert weights_read(snapshot) == weights_identity(snapshot)
+
+
+def test_a_process_knows_when_it_started() -> None:
+    code = "import time; from gdscache.integrations import weights; print(weights._started(), time.time())"
+    before = time.time()
+    said = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    assert before - 0.05 <= float(said[0]) <= float(said[1])
 
 
 # -- in an engine ----------------------------------------------------------------------------------------------------
