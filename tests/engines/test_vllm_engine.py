@@ -118,6 +118,23 @@ def test_other_models(plain: Answers, tmp_path: Path, kind: str) -> None:
     at_rest(found[2])
 
 
+@pytest.mark.skipif(parts.KIND == "mla", reason="every test has latents then")
+def test_windows_as_one_group_of_full_attention(tmp_path: Path) -> None:
+    """What the refusal's hint says of Gemma 3: without its hybrid manager vLLM keeps all tokens of all layers."""
+    model, connector = parts.made(tmp_path, "windows"), parts.cache(tmp_path / "ssd")
+    ended = parts.run(tmp_path, model, [], connector, fails=True)
+    assert ended.status != 0
+    assert "CacheGroupsUnsupportedError" in ended.log
+    assert "--disable-hybrid-kv-cache-manager" in ended.log
+    llm = {"disable_hybrid_kv_cache_manager": True}
+    alone = parts.run(tmp_path, model, [ask(*parts.PROMPTS)], llm={**llm, "enable_prefix_caching": False}).answers[1]
+    parts.run(tmp_path, model, [ask(*parts.PROMPTS), DRAIN], connector, llm=llm)
+    found = parts.run(tmp_path, model, [ask(*parts.PROMPTS), DRAIN, TELL], connector, llm=llm).answers[1:]
+    assert parts.cached(found[0]) == [whole(prompt) for prompt in parts.PROMPTS]
+    parts.same(found[0], alone)
+    at_rest(found[2])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs want a GPU")
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
 def test_cuda_graphs(model: Path, tmp_path: Path, mode: str) -> None:

@@ -34,7 +34,8 @@ LLM = {
 
 def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
     """A random model of 4 layers, 6 MB, whose output depends on the prompt: a Llama, or (`mla`) a DeepSeek-V2 without
-    experts, whose pages hold latents, or (`uneven`) a DeciLM, whose layers have 1, 2, 4 and 1 heads of keys.
+    experts, whose pages hold latents, or (`uneven`) a DeciLM, whose layers have 1, 2, 4 and 1 heads of keys, or
+    (`windows`) a Gemma 3, of whose layers all but the last attend to 256 tokens.
 
     Plain random weights answer one token to nearly any prompt, or flip with the last bits. Here the attention's values
     weigh more, and only 16 tokens can win, so that the gap to the second is far above what bfloat16 rounds away.
@@ -62,6 +63,10 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
         config = transformers.DeepseekV2Config(**shape, **latent, v_head_dim=128, first_k_dense_replace=4)
         config.moe_layer_freq = 1  # which SGLang asks for
         model = transformers.DeepseekV2ForCausalLM(config)
+    elif kind == "windows":
+        layers = ["sliding_attention"] * 3 + ["full_attention"]
+        windows = {"sliding_window": 256, "layer_types": layers, "query_pre_attn_scalar": 128}
+        model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**shape, **windows, head_dim=128))
     else:
         if kind == "uneven":
             shape |= {"num_attention_heads": 4, "num_key_value_heads": 4}
