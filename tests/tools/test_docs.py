@@ -27,6 +27,7 @@ BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "bash", "sh", "yaml", "sql", "text"}
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"`((?:gdscache|csrc|docs|examples|configs|tools)/[\w./*{},-]*|\w+/\w+\.py)`")
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 NAMED_MODULE = re.compile(r"`(gdscache(?:\.\w+)+)(?![\w/.])")
 
 
@@ -181,6 +182,8 @@ def test_files_and_modules_that_are_named_exist(page: Path) -> None:
         for one in expanded(name):
             places = (ROOT.glob(one.rstrip("/")), (ROOT / "gdscache").glob(one))  # the second for a short name
             assert one.endswith(".so") or any(map(list, places)), name
+    for name, test in NAMED_TEST.findall(text):
+        assert f"def {test}(" in (ROOT / name).read_text(encoding="utf-8"), f"{name} has no {test}"
     for name in set(NAMED_MODULE.findall(text)) - loggers():
         assert is_module(name), name
 
