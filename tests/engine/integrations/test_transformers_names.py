@@ -23,8 +23,8 @@ Change = Callable[[PreTrainedModel], object]
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
-    return build("llama")
+def model(device: str) -> PreTrainedModel:
+    return build("llama", device)
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ def engine(model: PreTrainedModel, tmp_path: Path) -> Iterator[CacheEngine]:
         yield engine
 
 
-def test_the_same_model_is_found_after_a_restart(tmp_path: Path) -> None:
+def test_the_same_model_is_found_after_a_restart(tmp_path: Path, device: str) -> None:
     for expected in (0, 40):
-        model = build("llama")
+        model = build("llama", device)
         with CacheEngine.from_config(options(model, tmp_path)) as engine:
             assert serve(engine, model, tokens())["found"] == expected
 
@@ -58,8 +58,11 @@ def _by_data(model: PreTrainedModel) -> None:
     weight(model).data.mul_(2)  # not counted by torch as a change
 
 
-def _by_numpy(model: PreTrainedModel) -> None:
-    weight(model).detach().numpy()[:] = 0.5
+def _by_another(model: PreTrainedModel) -> None:
+    if model.device.type == "cpu":
+        weight(model).detach().numpy()[:] = 0.5
+    else:
+        torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight(model).detach()))[:] = 0.5
 
 
 def _replaced(model: PreTrainedModel) -> None:
@@ -68,7 +71,8 @@ def _replaced(model: PreTrainedModel) -> None:
 
 def _trained(model: PreTrainedModel) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(tokens(), labels=tokens()).loss.backward()
+    ids = tokens().to(model.device)
+    model(ids, labels=ids).loss.backward()
     optimizer.step()
 
 
@@ -80,13 +84,13 @@ def _adapter(model: PreTrainedModel) -> None:
 CHANGES: dict[str, Change] = {
     "in place": _in_place,
     "through .data": _by_data,
-    "through numpy": _by_numpy,
+    "by another library": _by_another,
     "replaced": _replaced,
     "trained": _trained,
     "loaded": lambda model: model.load_state_dict(build("llama", seed=8).state_dict()),
-    "one module more": lambda model: model.model.add_module("more", torch.nn.Linear(2, 2)),
+    "one module more": lambda model: model.model.add_module("more", torch.nn.Linear(2, 2, device=model.device)),
     "another type": lambda model: model.to(torch.float64),
-    "a buffer": lambda model: model.model.register_buffer("scale", torch.ones(3)),
+    "a buffer": lambda model: model.model.register_buffer("scale", torch.ones(3, device=model.device)),
     "an adapter": _adapter,
 }
 
