@@ -18,7 +18,19 @@ from transformers import Cache
 
 from gdscache.errors import SequenceStateError, UnsupportedRequestError
 
-_HARMLESS = {"labels", "logits_to_keep", "num_logits_to_keep", "cache_position", "past_key_values"}
+_HARMLESS = {
+    "cache_position",
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "num_logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "return_dict",
+    "use_cache",
+}
 _CHECKED = {"input_ids", "attention_mask", "position_ids"}
 
 
@@ -35,10 +47,11 @@ class Forwards:
         self._calls: list[tuple[int, torch.Tensor]] = []  # first token, ids (rows, tokens)
         self._handle: Any = None
 
-    def watch(self, model: torch.nn.Module, cache: Cache, let_go: Callable[[Any], bool]) -> None:
+    def watch(self, model: torch.nn.Module, cache: Cache, let_go: Callable[[Any, bool], bool]) -> None:
         """Look at each call of `model` with `cache` from now on, until `stop`. The hook holds the cache weakly.
 
-        `let_go(ids)`: drops the prefix where these are the whole prompt again. Assisted generation begins so.
+        `let_go(ids, sure)`: drops the prefix where these are the whole prompt again, as assisted generation begins.
+        `sure`: the call's positions or mask say that it begins at token 0.
         """
         signature, mine = inspect.signature(model.forward), weakref.ref(cache)
 
@@ -50,9 +63,11 @@ class Forwards:
             own = mine()
             past = 0 if own is None else int(own.get_seq_length())
             if own is not None and given.get("past_key_values") is own:
-                if past and not self._calls and _begins_anew(given) and let_go(given.get("input_ids")):
+                anew = _begins_anew(given) if past and not self._calls else False
+                if anew is not False and let_go(given.get("input_ids"), anew is True):
                     past = 0
-                self._called(given, past)
+                told = {n: v for n, v in given.items() if n in _CHECKED or not _is_default(signature, n, v)}
+                self._called(told, past)
 
         self._handle = model.register_forward_pre_hook(look, with_kwargs=True)
 
@@ -91,10 +106,9 @@ class Forwards:
                 "open the cache with the rows that the model sees; use one beam and one returned sequence",
             )
         for name, value in given.items():
-            if name not in _HARMLESS | _CHECKED and _has_tensor(value):
-                raise _refused(
-                    f"the model is called with {name}, as with images or audio, which page names do not hold"
-                )
+            if name not in _HARMLESS | _CHECKED:
+                what = ", as with images or audio" if _has_tensor(value) else f" of type {type(value).__name__}"
+                raise _refused(f"the model is called with {name}{what}, which page names do not hold")
         end = past + ids.shape[1]
         if not self._least <= end <= self._most:
             raise UnsupportedRequestError(
@@ -128,10 +142,28 @@ def _check_positions(positions: Any, past: int, end: int) -> None:
         raise _refused(f"the model is called with positions other than {past} ... {end - 1}")
 
 
-def _begins_anew(given: Mapping[str, Any]) -> bool:
-    """Whether the positions of a call begin at 0."""
-    positions = given.get("position_ids")
-    return isinstance(positions, torch.Tensor) and positions.numel() > 0 and not bool(positions[..., 0].any())
+def _begins_anew(given: Mapping[str, Any]) -> bool | None:
+    """Whether a call begins at token 0, by its positions, or else its mask. None: it has neither."""
+    positions, mask, ids = (given.get(name) for name in ("position_ids", "attention_mask", "input_ids"))
+    if isinstance(positions, torch.Tensor) and positions.numel():
+        return not bool(positions[..., 0].any())
+    if isinstance(mask, torch.Tensor) and isinstance(ids, torch.Tensor):
+        return mask.dim() == 2 and mask.shape[-1] == ids.shape[-1]
+    return None
+
+
+def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
+    """Whether an argument is what it is anyway."""
+    if _is_nothing(value):
+        return True
+    default = signature.parameters[name].default if name in signature.parameters else None
+    return isinstance(value, (bool, int, float, str)) and type(value) is type(default) and value == default
+
+
+def _is_nothing(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_nothing, value.values()))
+    return value is None or (isinstance(value, (list, tuple)) and all(map(_is_nothing, value)))
 
 
 def _has_tensor(value: Any) -> bool:

@@ -379,14 +379,19 @@ _IDS = "pass integers of shape (tokens,) or (rows, tokens): the input_ids of wha
 _FIXED_ROWS = ("rows of this cache cannot be reordered, repeated or selected", "use one beam")
 
 
-def _let_go(cache: weakref.ref[GdsCache], ids: Any) -> bool:
+def _let_go(cache: weakref.ref[GdsCache], ids: Any, sure: bool) -> bool:
     """Empty the cache where the model computes the whole prompt again. Its slots stay, and it can be committed."""
     own = cache()
     if own is None or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return False
-    prompts = own.prompts
-    if len(ids) != len(prompts) or ids[:, : len(prompts[0])].tolist() != prompts:
+    prompts, behind = own.prompts, own.cached_tokens
+    if len(ids) != len(prompts) or (given := ids[:, : len(prompts[0])].tolist()) != prompts:
         return False
+    if not sure and all(row[: len(row) - behind] == row[behind:] for row in given):
+        raise UnsupportedRequestError(
+            "the model is called with tokens that are the prompt, and that continue it too: it repeats itself",
+            "call the model with position_ids, or with an attention mask",
+        )
     own.reset()  # type: ignore[no-untyped-call]
     own.cached_tokens = 0
     return True

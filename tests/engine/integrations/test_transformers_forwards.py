@@ -152,6 +152,9 @@ CALLS: dict[str, tuple[Callable[[PreTrainedModel, torch.Tensor], dict[str, Any]]
     ),
     "an image": (image_tokens, "pixel_values"),
     "images in a list": (lambda _, i: {"input_ids": i, "images": [torch.zeros(3, 8, 8)]}, "images"),
+    "attention to later tokens": (lambda _, i: {"input_ids": i, "is_causal": False}, "is_causal of type bool"),
+    "an adapter a row": (lambda _, i: {"input_ids": i, "adapter_names": ["a"]}, "adapter_names of type list"),
+    "what nobody knows": (lambda _, i: {"input_ids": i, "new": 1}, "new of type int"),
     "types of tokens": (lambda _, i: {"input_ids": i, "token_type_ids": torch.ones_like(i)}, "token_type_ids"),
 }
 
@@ -259,6 +262,14 @@ def test_what_is_no_token_ids_is_refused_by_its_type(model: PreTrainedModel, eng
         for ids in wrong:
             with pytest.raises(TokensError):
                 cache.commit(ids)
+
+
+def test_arguments_that_say_nothing_are_taken(model: PreTrainedModel, engine: CacheEngine) -> None:
+    more = {"output_hidden_states": True, "return_dict": True, "images": None, "parts": {"image": None}, "new": []}
+    with PrefixCache(engine, model).open(tokens()) as cache:
+        model(tokens(), past_key_values=cache, logits_to_keep=1, **more)
+        cache.commit(tokens())
+    assert cached(engine, model, tokens()[0]) == 40
 
 
 # -- a model that sees images ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, BloomConfig, PreTrainedModel
 
 from gdscache import CacheEngine
 from gdscache.errors import GdsCacheError, SequenceStateError, UnsupportedRequestError
@@ -131,6 +131,41 @@ def test_assisted_generation_ends_alike_cold_and_warm(model: PreTrainedModel, en
             cache.commit(out)
         engine.drain(20)
     assert serve(engine, model, tokens())["found"] == 40, "and what it computed is cached"
+
+
+def test_a_model_without_positions_gets_the_whole_prompt_again(tmp_path: Path) -> None:
+    """Bloom's positions are those of the tensors that it is given, and `generate` gives no mask of ones."""
+    torch.manual_seed(3)
+    shape = {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
+    bloom = AutoModelForCausalLM.from_config(
+        BloomConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None), dtype=torch.float32
+    ).eval()
+    expected, _ = generate(bloom, tokens(), None)
+    with CacheEngine.from_config(options(bloom, tmp_path)) as engine:
+        for found in (0, 40):
+            assert serve(engine, bloom, tokens())["found"] == found
+        with PrefixCache(engine, bloom).open(tokens()) as cache:
+            out = bloom.generate(
+                tokens(), past_key_values=cache, max_new_tokens=NEW, do_sample=False, prompt_lookup_num_tokens=3
+            )
+            assert (cache.cached_tokens, torch.equal(out, expected)) == (0, True)
+            cache.commit(out)
+
+
+def test_tokens_that_begin_the_prompt_or_continue_it_are_refused(model: PreTrainedModel, engine: CacheEngine) -> None:
+    same = torch.full((1, 45), 7)
+    serve(engine, model, same)
+    more = torch.full((1, 50), 7)
+    expected = model(torch.cat([same[:, :40], more], 1)).logits[:, 40:]
+    with PrefixCache(engine, model).open(same) as cache:
+        assert cache.cached_tokens == 40
+        with pytest.raises(UnsupportedRequestError, match="it repeats itself") as caught:
+            model(more, past_key_values=cache)
+        assert "position_ids" in caught.value.hint
+        with torch.no_grad():
+            mask = torch.ones(1, 90)
+            got = model(more, past_key_values=cache, attention_mask=mask).logits
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_positions_that_begin_at_0_before_other_tokens_are_refused(model: PreTrainedModel, engine: CacheEngine) -> None:
