@@ -137,6 +137,10 @@ def models_that_are_refused(folder: Path) -> None:
     assert refusal(folder, text) is RopeByLengthError
     assert refusal(folder, text, context_length=1024) is None
     assert refusal(folder, text, context_length=1025) is RopeByLengthError
+    del rope["original_max_position_embeddings"]
+    beside = {**text, "original_max_position_embeddings": 1024}  # transformers writes 4096 into the rope
+    assert refusal(folder, beside) is RopeByLengthError
+    assert refusal(folder, beside, context_length=1024) is None
     assert refusal(folder, {"max_position_embeddings": 4096}) is None
     vision = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "text_config": dict(rig.MODEL)}
     assert refusal(folder, vision) is MediaUnsupportedError

@@ -75,7 +75,7 @@ def test_the_wheel_is_complete_and_fits_every_python_of_one_architecture(wheel: 
     expected = {
         str(file.relative_to(ROOT))
         for file in (ROOT / "gdscache").rglob("*")
-        if file.is_file() and file.suffix in {".py", ".typed"}
+        if file.is_file() and file.suffix in {".py", ".toml", ".typed"}
     }
     for folder in ("configs", "csrc"):
         expected |= {f"gdscache/{file.relative_to(ROOT)}" for file in (ROOT / folder).iterdir() if file.is_file()}

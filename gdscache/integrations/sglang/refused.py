@@ -165,6 +165,10 @@ def _refuse_rope(kind: str, rope: Mapping[str, Any], model: Any) -> None:
 
 
 def _limit(rope: Mapping[str, Any], text: Any) -> int | None:
+    """The shortest length that may be the limit: transformers writes one into the rope where the model's file has it
+    beside the rope, and SGLang takes one or the other by the model's code.
+    """
     name = "original_max_position_embeddings"
-    found = rope.get(name) or getattr(text, name, None) or getattr(text, "max_position_embeddings", None)
-    return None if found is None else int(found)
+    known = [found for found in (rope.get(name), getattr(text, name, None)) if found is not None]
+    known = known or [found for found in (getattr(text, "max_position_embeddings", None),) if found is not None]
+    return min(map(int, known), default=None)

@@ -121,11 +121,20 @@ def test_longrope_is_refused_unless_every_request_is_on_one_side(rope: dict[str,
     refuse_model(model(rope, LIMIT))
 
 
-def test_the_rope_says_its_limit_itself() -> None:
-    rope = {**LONG, "original_max_position_embeddings": 100}
-    refuse_model(model(rope, 100))
+@pytest.mark.parametrize("told", [100, 32 * LIMIT])
+def test_of_two_limits_the_shorter_one_counts(told: int) -> None:
+    """One is the rope's, and one is beside it."""
+    rope, limit = {**LONG, "original_max_position_embeddings": told}, min(told, LIMIT)
+    refuse_model(model(rope, limit))
+    with pytest.raises(RopeByLengthError, match=f"{limit + 1} tokens"):
+        refuse_model(model(rope, limit + 1))
+
+
+def test_a_rope_without_a_limit_has_that_of_the_model() -> None:
+    text = {"rope_parameters": LONG, "max_position_embeddings": 100}
+    refuse_model(model(tokens=100, hf_text_config=SimpleNamespace(**text)))
     with pytest.raises(RopeByLengthError, match="101"):
-        refuse_model(model(rope, 101))
+        refuse_model(model(tokens=101, hf_text_config=SimpleNamespace(**text)))
 
 
 def test_dynamic_rope_goes_by_the_length_in_code_of_transformers_alone() -> None:
