@@ -19,7 +19,7 @@ from tests.support.faulty import PLAN
 from tests.support.helpers import SEED
 from tests.support.load_schedules import Player, groups, play
 
-RANDOM = 300
+RANDOM = 120
 SHORT, CHUNK = 30, 90  # of them, in `make test`, and in a test of the suites
 SOAK = 4_000
 
