@@ -37,6 +37,7 @@ WHEELS = {f"manylinux_{GLIBC.replace('.', '_')}_{machine}": machine for machine 
 
 _COMPILE = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 _LINK = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,-s")
+_WRAP = ("-Wl,--wrap=malloc", "-Wl,--wrap=free")  # see memory.cc
 _PROBE = "#include <atomic>\n#include <span>\nint f(std::span<const int> s) { return std::atomic<int>(s[0]); }\n"
 
 
@@ -95,7 +96,9 @@ def build(library: Path, machine: str | None = None) -> None:
                 pass
         linked, names = Path(work, NAME), Path(work, "names")
         names.write_text("{ global: gdscache_*; local: *; };\n", encoding="ascii")
-        _run([*command, *_LINK, *_static(command), f"-Wl,--version-script={names}", *objects, "-o", str(linked)])
+        _run(
+            [*command, *_LINK, *_WRAP, *_static(command), f"-Wl,--version-script={names}", *objects, "-o", str(linked)]
+        )
         if machine is not None:
             _check_glibc(linked)
         library.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@
 #include "cufile_handle.h"
 #include "disk.h"
 #include "faulty_disk.h"
+#include "memory.h"
 
 using namespace gdscache;
 
@@ -113,6 +114,7 @@ int32_t gdscache_disk_submit(struct gdscache_disk* disk, const int64_t* pieces, 
                                     row[1] ? Op::kWrite : Op::kRead, row[6] != 0});
         }
         disk->used = true;
+        const MustNotFail reserve;  // what has begun cannot be taken back
         disk->disk->submit(disk->pieces);
         return 0;
     });
@@ -121,6 +123,7 @@ int32_t gdscache_disk_submit(struct gdscache_disk* disk, const int64_t* pieces, 
 int64_t gdscache_disk_reap(struct gdscache_disk* disk, int64_t* ended, int64_t room, double seconds) {
     if (!disk || room < 1 || !ended || !(seconds == seconds)) return -EINVAL;
     return guarded([&]() -> int64_t {
+        const MustNotFail reserve;
         if (disk->ended.empty()) {
             const int count = disk->disk->reap(disk->ended, seconds);
             if (count < 0) return count;

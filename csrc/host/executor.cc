@@ -114,6 +114,7 @@ Executor::~Executor() {
 
 bool Executor::begin(MoveSpec spec) {
     const Held held(*this);
+    const MayFail may_fail;
     if (moves_.knows(spec.id)) return false;
     moves_.begin(std::move(spec));
     return true;
@@ -121,6 +122,7 @@ bool Executor::begin(MoveSpec spec) {
 
 bool Executor::extend(int64_t move, std::vector<Way> ways, bool last) {
     const Held held(*this);
+    const MayFail may_fail;
     if (!moves_.knows(move)) return false;
     int64_t rows = moves_.rows(move);
     for (const Way& way : ways) rows += way.pages;

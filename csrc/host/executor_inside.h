@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "executor.h"
+#include "memory.h"
 
 namespace gdscache {
 
@@ -38,6 +39,7 @@ private:
     Call call();
     void wake(const Call& call);
 
+    const MustNotFail reserve_;  // else what changes halfway stays so
     Executor& executor_;
     const bool disk_;
     std::unique_lock<std::mutex> lock_;

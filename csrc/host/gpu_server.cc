@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "memory.h"
 #include "quiet.h"
 
 namespace gdscache {
@@ -79,6 +80,7 @@ PageCopies GpuServer::copies(const CopyJob& job, std::vector<int64_t>* slots) co
 }
 
 void GpuServer::queue(Hands hands, Direction& direction) {
+    const MustNotFail reserve;
     std::vector<int64_t> slots;
     gpu_.leave_captures_alone();
     while (true) {
@@ -106,6 +108,7 @@ void GpuServer::queue(Hands hands, Direction& direction) {
 }
 
 void GpuServer::end(Direction& direction) {
+    const MustNotFail reserve;
     std::vector<uint64_t> sums;
     gpu_.leave_captures_alone();
     while (true) {

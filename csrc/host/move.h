@@ -16,6 +16,7 @@ enum class Status : uint8_t {
     kChecksum,
     kShortRead,
     kIoError,
+    kGone,
     kDeadline,
     kSwitchedOff,
     kLockLost,

@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "memory.h"
 #include "moves_inside.h"
 
 namespace gdscache {
@@ -48,6 +49,7 @@ void Moves::begin(MoveSpec spec) {
     move.announced.assign(groups, false);
     move.unread.assign(groups, 0);
     add(move, std::move(ways));
+    const MustNotFail reserve;
     moves_.emplace(move.id, std::move(owned));
     open_.emplace(move.order, &move);
     settle(move);
@@ -58,6 +60,7 @@ bool Moves::extend(int64_t id, std::vector<Way> ways, bool last) {
     if (!move.spec.open) return false;
     const int32_t before = move.ways();
     add(move, std::move(ways));
+    const MustNotFail reserve;
     for (int32_t way = before; move.cancelled && way < move.ways(); ++way) call_off(move, way);
     if (move.expired) {
         IoJob none;

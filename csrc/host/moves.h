@@ -20,8 +20,10 @@
 
 namespace gdscache {
 
-// What became of one page of an I/O job: 0, `kShort`, or a positive errno.
+// What became of one page of an I/O job: 0, one of these, or a positive errno.
 constexpr int32_t kShort = -1;
+constexpr int32_t kGone = -2;   // the page is not where its files keep it
+constexpr int32_t kWrong = -3;  // what came is not what was stored
 
 struct IoEnd {
     int32_t page;  // its place in the job

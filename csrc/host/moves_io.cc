@@ -9,6 +9,15 @@ namespace {
 constexpr int32_t kReadsPerWrite = 8;  // in a row, while writes wait and none is in flight
 constexpr int64_t kRounds = 4;         // that share the reserve: while one is copied, the others are read
 
+Status verdict_on(int32_t error) {
+    switch (error) {
+        case kShort: return Status::kShortRead;
+        case kGone: return Status::kGone;
+        case kWrong: return Status::kChecksum;
+        default: return Status::kIoError;
+    }
+}
+
 }  // namespace
 
 bool Moves::take_io(bool foreign, IoJob* job) {
@@ -246,7 +255,7 @@ void Moves::end_page(Reading& reading, int32_t page, int32_t error, const uint64
     } else if (error == 0) {
         landed(move, reading, page, sums);
     } else {
-        judge(move, row, error == kShort ? Status::kShortRead : Status::kIoError);
+        judge(move, row, verdict_on(error));
     }
 }
 

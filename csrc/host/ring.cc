@@ -159,6 +159,14 @@ void Ring::put(Code code, int fd, int64_t offset, const void* address, uint32_t 
     queued_++;
 }
 
+const uint64_t* Ring::take_back() {
+    if (!queued_) return nullptr;
+    queued_--;
+    const uint32_t tail = *submit_tail_ - 1;
+    release(submit_tail_, tail);
+    return &static_cast<const Entry*>(entries_)[tail & submit_mask_].data;
+}
+
 int Ring::enter(unsigned wait, double seconds) {
     Timespec until{};
     Patience patience{};

@@ -46,6 +46,9 @@ public:
 
     bool has_queued() const { return queued_ != 0; }
 
+    // Take back the request that was queued last, unless the kernel has it. Its `data`, or null.
+    const uint64_t* take_back();
+
 private:
     Ring() = default;
 

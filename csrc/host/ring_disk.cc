@@ -1,5 +1,6 @@
 // The disk by io_uring. See disk.h and ring.h.
 
+#include <fcntl.h>
 #include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
@@ -20,11 +21,16 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kWake = ~uint64_t{0};
 constexpr int kMostDepth = 16384;
+constexpr int kTries = 16;  // of a call that fails as it should not: the kernel may be short of memory
+constexpr timespec kPause{0, 200'000};
+constexpr auto kOpenAgain = std::chrono::milliseconds(100);
+constexpr double kLook = 0.001;  // seconds between looks at what a ring that failed still does
+constexpr auto kLastWait = std::chrono::seconds(5);
 
 class RingDisk final : public Disk {
 public:
-    RingDisk(std::unique_ptr<Ring> ring, int event, int depth)
-        : ring_(std::move(ring)), event_(event), flights_(static_cast<size_t>(depth)) {
+    RingDisk(std::unique_ptr<Ring> ring, int event, int workers, int depth)
+        : ring_(std::move(ring)), event_(event), workers_(workers), flights_(static_cast<size_t>(depth)) {
         free_.reserve(flights_.size());
         for (size_t n = flights_.size(); n-- > 0;) free_.push_back(static_cast<uint32_t>(n));
     }
@@ -43,7 +49,7 @@ public:
     size_t pending() const override { return pending_; }
     size_t depth() const override { return flights_.size(); }
     size_t room() const override { return 2 * flights_.size(); }
-    const char* name() const override { return "ring"; }
+    const char* name() const override { return error_ ? "ring (failed)" : "ring"; }
 
 private:
     struct Flight {
@@ -58,18 +64,31 @@ private:
         uint32_t number;
     };
 
+    // A ring that failed, while the kernel still has something of it.
+    struct Old {
+        std::unique_ptr<Ring> ring;
+        size_t flights;
+    };
+
     void listen();
     void fill();
     void begin_one(const Waiting& next);
     void take(std::vector<Ended>& ended);
+    size_t take(Ring& ring, bool old, std::vector<Ended>& ended);
     void answered(uint32_t number, std::vector<Ended>& ended, size_t from);
+    void failed(int error);
+    bool open_again();
     void give_up(std::vector<Ended>& ended);
+    int enter(unsigned wait, double seconds);
 
-    std::unique_ptr<Ring> ring_;
+    std::unique_ptr<Ring> ring_;  // null: it failed, and no other can be had
+    std::vector<Old> old_;
     int event_;
+    const int workers_;
     uint64_t signal_ = 0;  // what the read of `event_` writes to
     bool listening_ = false, woken_ = false;
-    int broken_ = 0;
+    std::atomic<int> error_{0};  // why there is no ring
+    Clock::time_point next_try_{};
     std::vector<Flight> flights_;
     std::vector<uint32_t> free_;  // of `flights_`
     std::deque<Waiting> queue_, again_;
@@ -82,26 +101,20 @@ private:
 
 RingDisk::~RingDisk() {
     // What the kernel has may write to memory until it has ended, so it is waited for; what waits here is dropped.
-    queue_.clear();
-    again_.clear();
     std::vector<Ended> ended;
-    while (!broken_ && free_.size() < flights_.size()) {
-        reap(ended, -1);
-        ended.clear();
+    const Clock::time_point until = Clock::now() + kLastWait;
+    while (free_.size() < flights_.size() && (old_.empty() || Clock::now() < until)) {
         queue_.clear();
+        again_.clear();
+        if (reap(ended, old_.empty() ? -1 : kLook) < 0) nanosleep(&kPause, nullptr);
+        ended.clear();
     }
-    if (broken_) {
-        // It cannot be asked any more whether it is at rest: the ring stays, so that nothing of it is used again.
-        (void)ring_.release();
-        return;
-    }
-    if (listening_) {
+    // One that does not say that it is at rest stays, so that nothing of it is used again.
+    for (Old& old : old_) (void)old.ring.release();
+    while (ring_ && listening_) {
         wake();
-        while (listening_) {
-            const int answer = ring_->enter(1, -1);
-            if (answer < 0 && answer != -EINTR && answer != -EAGAIN && answer != -EBUSY) break;
-            take(ended);
-        }
+        if (enter(1, -1) < 0) break;
+        take(*ring_, false, ended);
     }
     close(event_);
 }
@@ -114,8 +127,8 @@ void RingDisk::listen() {
 void RingDisk::submit(std::span<const Piece> pieces) {
     for (const Piece& piece : pieces) {
         pending_++;
-        if (broken_ || !is_sound(piece)) {
-            refused_.push_back({piece.tag, 0, piece.count, broken_ ? broken_ : EINVAL, 0});
+        if (!is_sound(piece)) {
+            refused_.push_back({piece.tag, 0, piece.count, EINVAL, 0});
             continue;
         }
         uint32_t number = static_cast<uint32_t>(left_.size());
@@ -131,13 +144,12 @@ void RingDisk::submit(std::span<const Piece> pieces) {
         for (const Part& part : parts_) queue_.push_back({piece, part, number});
     }
     fill();
-    if (ring_->has_queued()) ring_->enter(0, 0);  // what it answers, the next `reap` sees too
+    if (ring_ && ring_->has_queued()) ring_->enter(0, 0);  // what it answers, the next `reap` sees too
 }
 
 // Begin what waits while there is room: first what was begun before.
 void RingDisk::fill() {
-    if (broken_) return;
-    while (!free_.empty() && (!again_.empty() || !queue_.empty())) {
+    while (ring_ && !free_.empty() && (!again_.empty() || !queue_.empty())) {
         std::deque<Waiting>& from = again_.empty() ? queue_ : again_;
         begin_one(from.front());
         from.pop_front();
@@ -164,14 +176,23 @@ void RingDisk::begin_one(const Waiting& next) {
 
 // Take all completions that there are.
 void RingDisk::take(std::vector<Ended>& ended) {
-    while (const Completion* const completion = ring_->front()) {
+    if (ring_) take(*ring_, false, ended);
+    for (Old& old : old_) old.flights -= take(*old.ring, true, ended);
+    std::erase_if(old_, [](const Old& old) { return old.flights == 0; });
+}
+
+// How many were flights.
+size_t RingDisk::take(Ring& ring, bool old, std::vector<Ended>& ended) {
+    size_t flights = 0;
+    while (const Completion* const completion = ring.front()) {
         const Completion got = *completion;
-        ring_->pop();
+        ring.pop();
         if (got.data == kWake) {
-            listening_ = false;
+            if (!old) listening_ = false;
             woken_ = true;
             continue;
         }
+        flights++;
         const Flight flight = flights_[got.data];
         free_.push_back(static_cast<uint32_t>(got.data));
         const size_t from = ended.size();
@@ -180,6 +201,7 @@ void RingDisk::take(std::vector<Ended>& ended) {
         for (const Part& part : parts_) again_.push_back({flight.piece, part, flight.number});
         answered(flight.number, ended, from);
     }
+    return flights;
 }
 
 void RingDisk::answered(uint32_t number, std::vector<Ended>& ended, size_t from) {
@@ -189,15 +211,63 @@ void RingDisk::answered(uint32_t number, std::vector<Ended>& ended, size_t from)
     pending_--;
 }
 
-// The ring does not work any more: what the kernel does not have has failed.
+// The ring does not work any more. What the kernel does not have is begun again, by another ring.
+void RingDisk::failed(int error) {
+    size_t flights = flights_.size() - free_.size();
+    for (const Old& old : old_) flights -= old.flights;
+    while (const uint64_t* const data = ring_->take_back()) {
+        if (*data == kWake) continue;
+        const Flight& flight = flights_[*data];
+        again_.push_front({flight.piece, flight.part, flight.number});
+        free_.push_back(static_cast<uint32_t>(*data));
+        flights--;
+    }
+    old_.push_back({std::move(ring_), flights});
+    listening_ = false;
+    woken_ = true;  // perhaps, and nobody would hear of it
+    error_ = error;
+    next_try_ = {};
+}
+
+// Another ring, if it can be had by now.
+bool RingDisk::open_again() {
+    if (ring_) return true;
+    const Clock::time_point now = Clock::now();
+    if (now < next_try_) return false;
+    next_try_ = now + kOpenAgain;
+    const int event = eventfd(0, EFD_CLOEXEC);  // the old ring reads the other one
+    Refusal refusal;
+    if (event >= 0) ring_ = Ring::open(static_cast<unsigned>(flights_.size()) + 1, static_cast<unsigned>(workers_), refusal);
+    if (ring_ && dup3(event, event_, O_CLOEXEC) < 0) ring_.reset();
+    if (event >= 0) close(event);
+    if (ring_) error_ = 0;
+    return ring_ != nullptr;
+}
+
+// Nothing can be begun: what waits has failed.
 void RingDisk::give_up(std::vector<Ended>& ended) {
     for (std::deque<Waiting>* const from : {&again_, &queue_}) {
         for (const Waiting& next : *from) {
             const size_t at = ended.size();
-            ended.push_back({next.piece.tag, next.part.first, next.part.count, broken_, 0});
+            ended.push_back({next.piece.tag, next.part.first, next.part.count, error_, 0});
             answered(next.number, ended, at);
         }
         from->clear();
+    }
+}
+
+// Hand over and wait. An error that the kernel should not answer may be gone soon; then only is it the ring's.
+int RingDisk::enter(unsigned wait, double seconds) {
+    for (int tries = 0;; tries++) {
+        const int answer = ring_->enter(wait, seconds);
+        if (answer == -EAGAIN && !ring_->front()) {
+            nanosleep(&kPause, nullptr);  // the kernel is short of memory
+            return 0;
+        }
+        if (answer >= 0 || answer == -ETIME || answer == -EINTR || answer == -EBUSY || answer == -EAGAIN) return 0;
+        if (tries == kTries) return answer;
+        nanosleep(&kPause, nullptr);
+        if (ring_->front()) return 0;
     }
 }
 
@@ -208,11 +278,12 @@ int RingDisk::reap(std::vector<Ended>& ended, double seconds) {
         pending_ -= refused_.size();
         ended.insert(ended.end(), refused_.begin(), refused_.end());
         refused_.clear();
-        if (broken_) {
-            if (ended.size() == before) return -broken_;
-            return static_cast<int>(ended.size() - before);
-        }
         take(ended);
+        if (!open_again()) {
+            give_up(ended);
+            if (ended.size() == before) return -error_;
+            break;
+        }
         fill();
         if (!listening_) listen();
         double left = seconds;
@@ -221,13 +292,9 @@ int RingDisk::reap(std::vector<Ended>& ended, double seconds) {
         }
         const bool over = ended.size() > before || woken_ || left == 0;
         if (!over || ring_->has_queued()) {
-            const int answer = ring_->enter(over ? 0 : 1, left);
-            if (answer == -EAGAIN && !ring_->front()) {
-                const timespec pause{0, 200000};  // the kernel is short of memory
-                nanosleep(&pause, nullptr);
-            } else if (answer < 0 && answer != -ETIME && answer != -EINTR && answer != -EBUSY && answer != -EAGAIN) {
-                broken_ = -answer;
-                give_up(ended);
+            const double wait = old_.empty() || (left >= 0 && left < kLook) ? left : kLook;
+            if (const int answer = enter(over ? 0 : 1, wait); answer < 0) {
+                failed(-answer);
                 continue;
             }
         }
@@ -252,7 +319,7 @@ std::unique_ptr<Disk> open_ring_disk(int workers, int depth, Refusal& refusal) {
         refusal = {errno, "eventfd cannot be had"};
         return nullptr;
     }
-    return std::make_unique<RingDisk>(std::move(ring), event, depth);
+    return std::make_unique<RingDisk>(std::move(ring), event, workers, depth);
 }
 
 }  // namespace gdscache

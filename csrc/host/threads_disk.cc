@@ -14,6 +14,7 @@
 #include <system_error>
 #include <thread>
 
+#include "memory.h"
 #include "quiet.h"
 #include "strides.h"
 #include "threads_disk.h"
@@ -143,6 +144,7 @@ private:
 
     void serve() {
         give_way();
+        const MustNotFail reserve;
         const std::unique_ptr<Caller> caller = make_();
         std::vector<Piece> pieces;
         std::vector<Part> parts;

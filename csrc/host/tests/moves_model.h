@@ -188,7 +188,10 @@ public:
                 row.ended = true;
                 row.error = error;
             } else if (error) {
-                judge(row, error == kShort ? Status::kShortRead : Status::kIoError);
+                judge(row, error == kShort   ? Status::kShortRead
+                           : error == kGone  ? Status::kGone
+                           : error == kWrong ? Status::kChecksum
+                                             : Status::kIoError);
             } else if (sums && row.verdict == Status::kPending) {
                 const uint64_t* const stored = way(book, row).sums.data() + row.page * world.limits.layers;
                 const bool right = std::equal(sums, sums + world.limits.layers, stored);

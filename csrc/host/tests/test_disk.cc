@@ -2,7 +2,9 @@
 // disks at once. With a count of rounds it is the fuzz of `make sanitize`.
 
 #include <fcntl.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <string>
 #include <thread>
 
 #include "../disk.h"
@@ -290,6 +293,87 @@ std::unique_ptr<Disk> ring(int depth) {
     return open_ring_disk(2, depth, refusal);
 }
 
+// The descriptors of this process's rings.
+std::vector<int> rings() {
+    std::vector<int> found;
+    for (int fd = 0; fd < 1024; fd++) {
+        char target[64] = "";
+        if (readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), target, sizeof target - 1) < 0) continue;
+        if (std::string(target) == "anon_inode:[io_uring]") found.push_back(fd);
+    }
+    return found;
+}
+
+// A ring that fails for good is replaced by another one, and nothing that was submitted is lost; where there is no other,
+// it is an error of each piece, until there is one.
+void ring_that_fails() {
+    const std::vector<uint8_t> content(1 << 20, 0x5A);
+    const int file = temporary(content), nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
+    const auto disk = ring(4);
+    std::vector<std::vector<uint8_t>> memory(64, std::vector<uint8_t>(4096));
+    std::vector<iovec> fragments;
+    for (auto& one : memory) fragments.push_back({one.data(), one.size()});
+    const auto read = [&](int wanted) {
+        std::vector<Piece> pieces;
+        for (uint64_t n = 0; n < 64; n++) {
+            std::fill(memory[n].begin(), memory[n].end(), uint8_t{0});
+            pieces.push_back({n, &fragments[n], 1, file, static_cast<int64_t>(n) * 4096, Op::kRead, n % 2 == 0});
+        }
+        disk->submit(pieces);
+        std::vector<Ended> ended;
+        while (disk->pending()) disk->reap(ended, 1);
+        CHECK(ended.size() == 64);
+        for (const Ended& one : ended) {
+            CHECK((one.error != 0) == (wanted != 0) && (one.error || memory[one.tag][0] == 0x5A));
+        }
+    };
+    read(0);
+    for (int n = 0; n < 3; n++) {
+        for (const int fd : rings()) CHECK(dup2(nothing, fd) == fd);
+        read(0);
+        std::thread other([&] { disk->wake(); });  // is heard by the new ring
+        std::vector<Ended> none;
+        CHECK(disk->reap(none, 20) == 0 && none.empty());
+        other.join();
+    }
+    // What the kernel has of a ring that failed ends all the same.
+    const int late = eventfd(0, EFD_CLOEXEC);
+    uint64_t got = 0;
+    const iovec where{&got, sizeof got};
+    const Piece hanging{99, &where, 1, late, 0, Op::kRead, false};
+    disk->submit({&hanging, 1});
+    std::vector<Ended> ended;
+    CHECK(disk->reap(ended, 0.01) == 0);
+    for (const int fd : rings()) CHECK(dup2(nothing, fd) == fd);
+    const auto some = [&] {
+        std::vector<Piece> pieces;
+        for (uint64_t n = 0; n < 8; n++) pieces.push_back({n, &fragments[n], 1, file, 0, Op::kRead, false});
+        disk->submit(pieces);
+        while (disk->pending() > 1) disk->reap(ended, 1);
+        CHECK(ended.size() == 8);
+        ended.clear();
+    };
+    some();
+    some();
+    CHECK(write(late, &fragments[0].iov_len, sizeof(uint64_t)) == sizeof(uint64_t));
+    CHECK(disk->reap(ended, 20) == 1 && ended[0].tag == 99 && !ended[0].error && got == 4096 && disk->pending() == 0);
+    close(late);
+    rlimit limit;
+    CHECK(!getrlimit(RLIMIT_NOFILE, &limit));
+    const rlimit none{3, limit.rlim_max};
+    for (const int fd : rings()) CHECK(dup2(nothing, fd) == fd);
+    CHECK(!setrlimit(RLIMIT_NOFILE, &none));
+    std::this_thread::sleep_for(std::chrono::milliseconds(150));
+    read(EMFILE);
+    CHECK(std::string(disk->name()) == "ring (failed)");
+    CHECK(!setrlimit(RLIMIT_NOFILE, &limit));
+    std::this_thread::sleep_for(std::chrono::milliseconds(150));
+    read(0);
+    CHECK(std::string(disk->name()) == "ring");
+    close(nothing);
+    close(file);
+}
+
 std::unique_ptr<Disk> threads(int depth) {
     Refusal refusal;
     return open_threads_disk(std::min(depth, 6), refusal);
@@ -312,6 +396,7 @@ int main(int argc, char** argv) {
         odd(open);
         faults(open);
         abandon(open, 9);
+        if (open == ring) ring_that_fails();
         std::printf(" %s", name);
     }
     turns();
