@@ -108,7 +108,7 @@ class EvictablePages(PageTable):
         entry = self._entries.get(key)
         if entry is None or entry.state is not VERIFIED or entry.slot not in self._dirty:
             return None
-        return entry.page
+        return self._page_at(key, entry.slot)
 
     # -- who goes, and who stays --------------------------------------------------------------------------------------
 

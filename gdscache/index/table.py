@@ -209,14 +209,26 @@ class PageTable:
         retentions: Sequence[Retention],
         leases: int = 0,
     ) -> list[Entry]:
-        """`insert` each page into its slot, as far as there are slots, with so many leases."""
+        """`insert` each page into its slot, as far as there are slots, with so many leases.
+
+        A page that would follow itself, by way of pages that are here, begins a prefix instead: whoever goes from page
+        to page comes to an end.
+        """
         self._orders.sift()
         entries, children, orphans = self._entries, self._children, self._orphans
         parents, namespaces = self._parents, self._namespaces
         inserted: list[Entry] = []
         last, last_slot = None, 0
+        end, rooted = cast(bytes | None, None), False  # where the way up from `last` ends, once somebody asked
         for page, slot, retention in zip(pages, slots, retentions, strict=False):
             key, parent, namespace = page
+            if parent != last:
+                end = None
+            if parent == key or (orphans and key in orphans and parent != namespace):
+                end = key if parent == key else self._end_above(parent) if end is None else end
+                if end == key:
+                    end, parent, rooted = namespace, namespace, True
+                    page = Page(key, parent, namespace)  # noqa: PLW2901 - as it is from here on
             entry = entries[key] = Entry(page, slot, state, retention, leases)
             inserted.append(entry)
             parents[slot] = parent
@@ -229,8 +241,15 @@ class PageTable:
                 else:
                     children[above] += 1
             last, last_slot = key, slot
-        self._orders.add(pages[: len(inserted)], retentions[: len(inserted)])
+        added = [entry.page for entry in inserted] if rooted else pages[: len(inserted)]
+        self._orders.add(added, retentions[: len(inserted)])
         return inserted
+
+    def _end_above(self, key: bytes) -> bytes:
+        """The first page that is not here on the way up from `key`, or the namespace."""
+        while (slot := self.slot(key)) is not None:
+            key = self._parent_at(slot)
+        return key
 
     def restore(
         self,
@@ -307,8 +326,9 @@ class PageTable:
         return self._restored_parents[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] if parent is None else parent
 
     def _parent(self, key: bytes) -> bytes:
+        """By its row, which leads to no circle; whoever asked for the page may have named it otherwise."""
         entry = self._entries.get(key)
-        return self._parent_at(self._resting[key]) if entry is None else entry.parent
+        return self._parent_at(self._resting[key] if entry is None else entry.slot)
 
     # -- all of them anew ---------------------------------------------------------------------------------------------
 

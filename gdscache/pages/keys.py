@@ -237,6 +237,11 @@ class PageHashes:
                     f"a hash is there twice among {len(self._hashes) + len(more)}",
                     "chain them: each hash is to name its page and all before it",
                 )
+            if self._parent is not None and (self._parent in more or self._parent in self._distinct):
+                raise InvalidValueError(
+                    f"the parent is one of the {len(self._hashes) + len(more)} pages that follow it",
+                    "pass the digest of the page before the first one",
+                )
             self._distinct.update(more)
             self._hashes += more
             self._tokens = length

@@ -283,3 +283,45 @@ def _act(host: Host, engine: CacheEngine, action: str, given_tokens: Any, start:
 def test_naming_needs_no_torch() -> None:
     code = "from gdscache import PageHashes; import sys; PageHashes([b'x' * 32]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- digests that are no chain -------------------------------------------------------------------------------------------
+
+
+def digest(n: int) -> bytes:
+    return hashlib.sha256(bytes([n])).digest()
+
+
+@pytest.mark.parametrize("parent", [1, 2, 3])
+def test_a_parent_among_its_own_pages_is_refused(parent: int) -> None:
+    with pytest.raises(InvalidValueError, match="one of the 3 pages that follow it") as caught:
+        PageHashes([digest(n) for n in (1, 2, 3)], parent=digest(parent))
+    assert "before the first one" in caught.value.hint
+
+
+def test_a_parent_that_comes_to_follow_itself_is_refused() -> None:
+    hashes = PageHashes([digest(1)], parent=digest(2))
+    with pytest.raises(InvalidValueError, match="one of the 2 pages"):
+        hashes.extend([digest(2)])
+    assert len(hashes) == 1
+    hashes.extend([digest(3)])
+
+
+@pytest.mark.parametrize(
+    "options", [{"cpu": None}, {"cpu": 4}, {"cpu": 4, "store": {"write_policy": "write_back"}}], ids=str
+)
+@pytest.mark.timeout(60)
+def test_circles_over_several_calls_keep_nobody_waiting(open_host: OpenHost, options: dict[str, Any]) -> None:
+    host = open_host(ssd=12, **options)
+    for hashes, parent in ([[1], 2], [[2], 1], [[3], 5], [[4], 3], [[5], 4]):
+        host.store(PageHashes([digest(n) for n in hashes], parent=digest(parent)))
+        quiet(host.engine)
+    for seed in range(8):  # others need the room
+        host.store(PageHashes([digest(100 + 10 * seed + n) for n in range(3)]))
+        quiet(host.engine)
+    assert host.load(PageHashes([digest(170 + n) for n in range(3)])).tokens == 12
+    settle(host.engine)
+    assert host.engine.check().problems == ()
+    host.engine.close()
+    host = open_host(ssd=12, **options)
+    assert not host.engine.manager.ssd.lost  # type: ignore[union-attr]

@@ -403,3 +403,70 @@ def test_a_run_of_pages_is_pinned_up_to_the_first_that_is_not_visible(kinds: lis
 def test_an_index_is_its_model(policy: str) -> None:
     machine = type("Machine", (IndexMachine,), {"policy_name": policy})
     run_state_machine_as_test(machine, settings=settings(deadline=None))
+
+
+# -- pages that follow themselves --------------------------------------------------------------------------------------
+
+
+@given(
+    steps=st.lists(
+        st.one_of(
+            st.tuples(
+                st.just("put"), st.lists(st.tuples(st.integers(0, 7), st.integers(-1, 7)), min_size=1, max_size=5)
+            ),
+            st.tuples(st.just("drop"), st.integers(0, 7)),
+            st.tuples(st.just("evict"), st.integers(1, 4)),
+            st.tuples(st.just("touch"), st.lists(st.integers(0, 7), max_size=4)),
+        ),
+        max_size=30,
+    )
+)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.timeout(60)
+def test_pages_in_a_circle_are_pages_like_others(policy: str, steps: list[tuple[str, Any]]) -> None:
+    """Digests of a caller's may follow each other in any way: every call ends, and eviction finds them all."""
+    index = PageIndex(8, new_policy(policy))
+    keys = [bytes([n]) * 32 for n in range(8)]
+    held: list[Entry] = []
+    for what, arguments in steps:
+        if what == "put":
+            pages = {n: Page(keys[n], NAMESPACE if p < 0 else keys[p], NAMESPACE) for n, p in arguments}
+            fresh = [page for page in pages.values() if page.key not in index]
+            slots = index.allocate_some(len(fresh), pages=fresh)
+            entries = index.insert_all(fresh, slots, PageState.PENDING, [DEFAULT] * len(slots), leases=1)
+            index.commit_all(entries)
+            for entry in entries:
+                index.mark_dirty(entry)
+            for page in pages.values():  # in use, by the names that the caller gives them
+                if (entry := index.pin(page)) is not None:
+                    held.append(entry)
+            assert len(index.coldest_dirty(8)) <= 8
+            assert index.family(pages.values()) <= {*keys, NAMESPACE}
+            index.release_all(held)
+            index.release_all(entries)
+            held.clear()
+        elif what == "drop":
+            if (found := index.find(keys[arguments])) is not None:
+                index.drop(found)
+        elif what == "evict":
+            for found in list(index):
+                index.mark_clean(found)
+            index.evict(arguments)
+        else:
+            index.touch([keys[n] for n in arguments])
+        assert index.check() == []
+        for page in index:
+            assert walk(index, page.key) <= 8
+    for found in list(index):
+        index.mark_clean(found)
+    assert index.evict(8) == 8 - index.free_slots or len(index) == 0
+    assert len(index) == 0
+
+
+def walk(index: PageIndex, key: bytes) -> int:
+    """Pages from one up to the first that is not there."""
+    steps = 0
+    while key in index and steps < 100:
+        key = index._parent(key)
+        steps += 1
+    return steps
