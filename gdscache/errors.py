@@ -102,6 +102,14 @@ class IOFailedError(StorageError):
         self.errno = errno
 
 
+class PageGoneError(StorageError):
+    """A page is not where its tier keeps it: a shared pool has removed the object, say. Its tier forgets the page."""
+
+
+class PageBytesError(StorageError):
+    """What came in place of a page is not what was stored. Its tier forgets the page."""
+
+
 class LockLostError(IOFailedError):
     """The directory is not the engine's alone any more: a lock, or a file that it locks, lost its name."""
 

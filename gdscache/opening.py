@@ -236,7 +236,7 @@ def _figures(manager: TierManager, ssd: SsdTier) -> Figures:
         free_slots=index.free_slots,
         evictions=index.evictions,
         late_requests=quarantine.requests,
-        state="stopped" if stopped else "switched_off" if quarantine.off else "running",
+        state="stopped" if stopped else "switched_off" if quarantine.refuses(ssd.name) else "running",
         stopped=stopped,
         counts=dict(manager.counts),
     )

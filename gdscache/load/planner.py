@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from gdscache.prefetch.queue import PrefetchedPages
     from gdscache.tiers.manager import TierManager
 
-_BAD = (PageStatus.CHECKSUM, PageStatus.SHORT_READ, PageStatus.IO_ERROR)
+_BAD = (PageStatus.CHECKSUM, PageStatus.GONE)  # what the page itself is; the tier forgets it
+_FAILED = (PageStatus.IO_ERROR, PageStatus.SHORT_READ)
 
 
 class LoadPlanner:
@@ -171,7 +172,7 @@ class LoadPlanner:
         """Lease those of `pages[start:stop]`, from the first on, that a tier has and that quarantine does not hide."""
         index, quarantine = tier.index, self.manager.quarantine
         entries = index.pin_run(pages, start, stop)
-        if quarantine.requests or quarantine.off:
+        if quarantine.hiding:
             hidden = self.manager.hidden
             seen = next((i for i, entry in enumerate(entries) if hidden(tier.name, entry.slot)), len(entries))
             for entry in entries[seen:]:
@@ -300,7 +301,8 @@ class LoadPlanner:
     # -- the end of pages ----------------------------------------------------------------------------------------------
 
     def finish(self, plan: LoadPlan, rows: Int64Array, status: PageStatus) -> None:
-        """A verdict on pages: publish what they got in the landing tier, or drop it; drop what is bad everywhere."""
+        """A verdict on pages: publish what they got in the landing tier, or drop it; drop what is bad everywhere. What
+        could not be read stays where it is, unless `FailedReads` gives it up."""
         if not len(rows):
             return
         manager, some = self.manager, rows.tolist()
@@ -319,6 +321,12 @@ class LoadPlanner:
             if status in _BAD:
                 for row in some:
                     plan.tier_of(row).index.drop(plan.sources[row])
+            if status in _FAILED:
+                for tier, of_tier in self._of_files(plan, some):
+                    manager.quarantine.failed_reads.failed(tier, [plan.sources[row] for row in of_tier])
+            elif manager.quarantine.failed_reads.watching and (good or status is PageStatus.CHECKSUM):
+                for tier, of_tier in self._of_files(plan, some):
+                    manager.quarantine.failed_reads.read(tier, [plan.pages[row].key for row in of_tier])
             if status is not PageStatus.LOADED:
                 manager.counts["misses", status.value] += len(rows)
             else:
@@ -328,6 +336,13 @@ class LoadPlanner:
                 for name, pages in plan.by_tier(which).items():
                     manager.counts["loaded", name] += pages
             self.filled.notify_all()
+
+    def _of_files(self, plan: LoadPlan, rows: Sequence[int]) -> Iterator[tuple[Tier, list[int]]]:
+        """Those of the rows that are read from tiers of files, by tier."""
+        for tier in self.manager.files:
+            of_tier = [row for row in rows if plan.tier_of(row) is tier]
+            if of_tier:
+                yield tier, of_tier
 
     def landed(self, plan: LoadPlan, row: int) -> PageStatus:
         """Whether a page of another plan is in the landing tier by now: `PENDING` until that is known."""

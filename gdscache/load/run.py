@@ -171,6 +171,10 @@ class LoadRun:
         if not isinstance(tier, DurableTier):
             return [(numbers, self._out_of_memory(tier, numbers, slots))]
         tables = numbers, slots, tier.checksums(entries)
+        if not tier.at_hand(entries):  # nobody could say whether their bytes are right
+            there = [n for n, entry in enumerate(entries) if tier.at_hand((entry,))]
+            self._planner.finish(self._plan, np.delete(numbers, there), PageStatus.IO_ERROR)
+            tables, rows = _taken(tables, there), [rows[n] for n in there]
         targets = [*map(self._plan.targets.__getitem__, rows)]
         places = [target.slot for target in targets if target is not None]
         found = []

@@ -40,8 +40,9 @@ class PageStatus(enum.Enum):
     CHECKSUM = "checksum"  # the bytes are not what was stored
     SHORT_READ = "short_read"
     IO_ERROR = "io_error"
+    GONE = "gone"  # it is not where its tier keeps it
     DEADLINE = "deadline"
-    SWITCHED_OFF = "switched_off"  # the SSD tier is: too much of its I/O hangs
+    SWITCHED_OFF = "switched_off"  # the SSD tier is: too much of its I/O hangs, or fails
     LOCK_LOST = "lock_lost"  # the SSD tier has stopped: its directory is not ours alone any more
     CANCELLED = "cancelled"
     ABORTED = "aborted"  # the load itself broke off; see its exception

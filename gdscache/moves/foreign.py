@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdscache.arrays import Int64Array
-from gdscache.errors import NativeCallError, ShortIOError
+from gdscache.errors import NativeCallError, PageBytesError, PageGoneError, ShortIOError
 from gdscache.extents.base import Extents
-from gdscache.moves.library import NEVER, SHORT, IoJob, NativeMoves
+from gdscache.moves.library import GONE, NEVER, SHORT, WRONG, IoJob, NativeMoves
 from gdscache.moves.machine import CheckedIO, Machine, PagesIO
 from gdscache.native.tables import put_rows, take_rows
 from gdscache.runtime.threads import failure_of, log_failure
@@ -25,6 +25,7 @@ from gdscache.storage.base import Op
 if TYPE_CHECKING:
     pass
 
+_CODES = {ShortIOError: SHORT, PageGoneError: GONE, PageBytesError: WRONG}
 About = Callable[[int, range], dict[str, Any]]
 
 
@@ -98,8 +99,9 @@ class _Lying:
 
 def _code(error: BaseException) -> int:
     """What the library is told of an error of I/O."""
-    if isinstance(error, ShortIOError):
-        return SHORT
+    for kind, code in _CODES.items():
+        if isinstance(error, kind):
+            return code
     return getattr(error, "errno", None) or errno.EIO
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NEVER = (1 << 63) - 1  # nanoseconds: later than any deadline
 PAGE = np.dtype([("row", "<i4"), ("_", "<i4"), ("slot", "<i8"), ("at", "<i8")])  # of a job
 SCATTER, GATHER, DIGEST = range(3)  # kinds of copies
-SHORT = -1  # in place of an errno
+SHORT, GONE, WRONG = -1, -2, -3  # in place of an errno
 SPAN = np.dtype(  # what a thread of the library did, and when: nanoseconds of CLOCK_MONOTONIC
     [(name, "<i4") for name in ("kind", "first", "last", "_")]
     + [(name, "<i8") for name in ("move", "pages", "bytes", "begin", "end")]

@@ -21,7 +21,7 @@ import xxhash
 
 from gdscache.arrays import Int64Array
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.errors import IOFailedError, StorageError
+from gdscache.errors import IOFailedError, PageBytesError, PageGoneError, StorageError
 from gdscache.kernels.host import layer_sums
 from gdscache.limits import KEY_BYTES
 from gdscache.native.tables import take_rows
@@ -29,7 +29,7 @@ from gdscache.pages.checksum import Checksums, unbound
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.pool.calls import Lines
-from gdscache.pool.client import CODES, DONE, NO_MASTER, NO_SPACE, Client
+from gdscache.pool.client import CODES, DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, Client
 from gdscache.runtime.threads import Workers
 from gdscache.storage.base import Op, address_of
 
@@ -219,6 +219,10 @@ class PoolFiles:
             objects.append([(places[row], extent), (self._trailers.address + at, TRAILER_BYTES)])
         names, rows, pause = [self._name_of(page) for page in pages], list(range(len(slots))), FULL_S
         until = time.monotonic() + FULL_LONGEST_S
+        codes = client.exist(names)  # a put of what exists is done at once, and changes nothing
+        self._lines.answered(codes)
+        end([row for row, code in zip(rows, codes, strict=True) if code == 1], None, "existed")
+        rows = [row for row, code in zip(rows, codes, strict=True) if code != 1]
         while rows:
             codes = client.put([names[row] for row in rows], [objects[row] for row in rows])
             self._lines.answered(codes)
@@ -242,13 +246,19 @@ class PoolFiles:
         objects = [[(place, extent), (base + row * TRAILER_BYTES, TRAILER_BYTES)] for row, place in enumerate(places)]
         codes = client.get([self._name_of(self._page(slot)) for slot in slots], objects)
         self._lines.answered(codes)
-        came = []
+        if len(codes) != len(slots):
+            raise _failed(f"{len(codes)} answers came for {len(slots)} objects", "see the package of the pool's client")
+        came, misfits = [], []
         for row, code in enumerate(codes):
-            if code == extent + TRAILER_BYTES:
+            if code == MISFIT:
+                misfits.append(row)
+            elif code == extent + TRAILER_BYTES:
                 at = self._gets + row * TRAILER_BYTES
                 came.append((row, bytes(self._trailers.view[at : at + TRAILER_BYTES])))
             else:
                 end([row], _error(code), "not_got")
+        if misfits:
+            self._spoiled([slots[row] for row in misfits], misfits, end)
         return came
 
     def _check(
@@ -259,8 +269,7 @@ class PoolFiles:
         sums: Checksums,
         end: _End,
     ) -> None:
-        """Compare what came with its trailers. What is not what it should be is removed: it would stay in the place of
-        good pages, since the pool keeps the first that it was given of a name."""
+        """Compare what came with its trailers."""
         layout, good, bad = self._layout, list[int](), list[int]()
         found = layer_sums([places[row] for row, _ in came], layout.layer_bounds)
         for (row, raw), of_bytes in zip(came, found, strict=True):
@@ -271,9 +280,14 @@ class PoolFiles:
             sums[row] = of_bytes
         end(good, None, "got")  # together: each end wakes threads that the next check would wait for
         if bad:
-            names = [self._name_of(self._page(slots[row])) for row in bad]
-            end(bad, _failed("a page is not what was stored", "see who writes to the pool", errno.EBADMSG), "spoiled")
-            self._lines.begin("asks", lambda client: self._lines.answered(client.remove(names)))
+            self._spoiled([slots[row] for row in bad], bad, end)
+
+    def _spoiled(self, slots: list[int], rows: Sequence[int], end: _End) -> None:
+        """Objects that are not the pages in these slots go, so that the pages can be put."""
+        names = [self._name_of(self._page(slot)) for slot in slots]
+        error = PageBytesError("the shared pool: a page is not what was stored", "see who writes to the pool")
+        end(rows, error, "spoiled")
+        self._lines.begin("asks", lambda client: self._lines.answered(client.remove(names)))
 
     def _page(self, slot: int) -> Page:
         page = self.pages[slot]
@@ -284,7 +298,9 @@ class PoolFiles:
 _End = Callable[[Sequence[int], StorageError | None, str], None]
 
 
-def _error(code: int) -> IOFailedError:
+def _error(code: int) -> StorageError:
+    if code == GONE:
+        return PageGoneError(f"the shared pool: {CODES[code]}", "see how the pool evicts")
     return _failed(CODES.get(code, f"code {code}"), "see the master's log", _ERRNO.get(code, errno.EIO))
 
 

@@ -173,7 +173,7 @@ class TierWriter:
         try:
             self._manager.watch()
             quarantine = self._manager.quarantine
-            off, cause = quarantine.off, quarantine.cause
+            off, cause = quarantine.refuses(self._tier.name), quarantine.cause
             try:
                 pages = [] if self._dropping or off else [out.pages[row] for out, rows in batch for row in rows]
                 entries.update((entry.key, entry) for entry in self._tier.reserve(pages, self._retentions(batch)))

@@ -124,7 +124,8 @@ class DurableTier(Tier):
 
     @abc.abstractmethod
     def checksums(self, entries: Sequence[Entry]) -> Checksums | None:
-        """What the bytes of leased pages have to give, uint64 of shape (pages, layers); zeros where that is unknown.
+        """What the bytes of leased pages have to give, uint64 of shape (pages, layers); zeros where nothing is right.
+        What it could not find out for now is not `at_hand` behind it: these pages are not read, and stay.
 
         None: that comes with the bytes, and `io` compares them itself (`CheckedIO`). For tiers that are not `served`.
         """

@@ -79,7 +79,7 @@ class TierManager:
         self.expiry = Expiry(self, wall_clock)
         self.pins = Pins(self, clock)
         self.measured = measured
-        self.quarantine = Quarantine(lock) if quarantine is None else quarantine
+        self.quarantine = Quarantine(lock, clock) if quarantine is None else quarantine
         self.timeline = timeline
         self._clock = clock
         self._watched, self._watching = -math.inf, False  # the last look at whose the directories are, and the next
@@ -131,12 +131,13 @@ class TierManager:
         seen = self._first_hidden(found, pages, start)
         hidden = len(found) - seen
         if hidden:
-            self.counts["misses", self.quarantine.cause if self.quarantine.off else "quarantined"] += hidden
+            off = self.quarantine.refuses(found[seen])
+            self.counts["misses", self.quarantine.cause if off else "quarantined"] += hidden
         return found[:seen], hidden
 
     def _first_hidden(self, found: Sequence[str], pages: Sequence[Page], start: int) -> int:
         """How many of the pages found come before one that quarantine hides."""
-        if self.quarantine.requests or self.quarantine.off:
+        if self.quarantine.hiding:
             for i, name in enumerate(found):
                 slot = self.tiers[name].index.slot(pages[start + i].key)
                 if slot is not None and self.hidden(name, slot):
@@ -196,8 +197,7 @@ class TierManager:
 
     def hidden(self, tier: str, slot: int) -> bool:
         """Whether quarantine hides the page in a slot of a tier."""
-        watched = self.quarantine.requests or self.quarantine.off
-        return bool(watched) and self.tiers[tier].kind == "files" and self.quarantine.hides(tier, slot)
+        return self.quarantine.hiding and self.tiers[tier].kind == "files" and self.quarantine.hides(tier, slot)
 
     # -- what is kept how long ------------------------------------------------------------------------------------
 

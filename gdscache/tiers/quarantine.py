@@ -12,9 +12,12 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
+
+from gdscache.tiers.failed_reads import FailedReads
 
 _log = logging.getLogger("gdscache.ssd")
 _OFF_ABOVE, _ON_BELOW = 4, 8  # parts of a pool: off above a quarter, on again at an eighth or less
@@ -47,10 +50,12 @@ class Unended(Protocol):
 class Quarantine:
     """The late requests of one engine. Thread-safe; `lock` is the manager's.
 
-    `off` is whether the SSD tier is switched off; `stopped` why it is for good, "" where it is not.
+    `off` is whether the SSD tier is switched off since its I/O hangs; `stopped` why it is for good, "" where it is not.
+    `failed_reads` may switch single tiers off.
     """
 
-    def __init__(self, lock: threading.RLock) -> None:
+    def __init__(self, lock: threading.RLock, clock: Callable[[], float] = time.monotonic) -> None:
+        self.failed_reads = FailedReads(clock, self._tell)
         self.off = False
         self.stopped = ""
         self._lock = lock
@@ -134,7 +139,16 @@ class Quarantine:
 
     def hides(self, tier: str, slot: int) -> bool:
         """Whether a page of a tier of files misses for now: a late read is at it, or these tiers are switched off."""
-        return self.off or (tier, slot) in self._reading
+        return self.off or (tier, slot) in self._reading or self.failed_reads.off(tier)
+
+    def refuses(self, tier: str) -> bool:
+        """Whether nothing is written to a tier of files for now."""
+        return self.off or self.failed_reads.off(tier)
+
+    @property
+    def hiding(self) -> bool:
+        """Whether `hides` may say so of any page."""
+        return self.off or self.failed_reads.any_off or bool(self.requests)
 
     @property
     def requests(self) -> int:
@@ -168,6 +182,7 @@ class Quarantine:
                 "late_reads": self._late["read"],
                 "late_writes": self._late["write"],
                 **self._counts,
+                **self.failed_reads.describe(),
                 "held_slots": {name: self._held(name) for name in self._slots},
             }
 

@@ -176,8 +176,6 @@ class SsdTier(DurableTier):
         if not self._all_known(rows):
             self._learn_checksums([slot for slot in slots if not self._known[slot]])
         sums = take_unbound(self._checksums, rows, [e.key for e in entries])
-        if not self._all_known(rows):
-            sums[[n for n, slot in enumerate(slots) if not self._known[slot]]] = 0
         wanted, found = [e.page.namespace for e in entries], self.index.namespaces_at(slots)
         if wanted != found:
             sums[[i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if a != b]] = 0
@@ -315,14 +313,18 @@ class SsdTier(DurableTier):
             return
         try:
             found, sums = self._catalog.checksum_rows(slots, self.layout.n_layers)
-        except IOFailedError as error:  # no checksum, no hit: these pages fail their check and are dropped
+        except IOFailedError as error:  # they stay unknown: whoever wants these pages misses them
             _log.warning("%s: checksums of %d pages cannot be read: %s", self.path, len(slots), error)
             return
         with self.lock:
             known = np.frombuffer(self._known, dtype=np.bool_)
-            new = ~known[found]  # what was written meanwhile is newer
+            asked = np.array(
+                [slot for slot in slots if not known[slot]], np.int64
+            )  # what was written meanwhile is newer
+            self._checksums[asked] = 0  # of a row that has none: no bytes match
+            new = ~known[found]
             self._checksums[found[new]] = sums[new]
-            known[found[new]] = True
+            known[asked] = True
 
     def _doom(self, slot: int) -> None:
         self._touched_slots().pop(slot, None)

@@ -1,4 +1,5 @@
-"""Bad luck: every fault is a miss of its own cause, the good prefix stays, the bad page goes, the rest is unharmed."""
+"""Bad luck: every fault is a miss of its own cause, the good prefix stays, the rest is unharmed. A page whose bytes are bad
+goes; one that could not be read stays."""
 
 from __future__ import annotations
 
@@ -95,8 +96,9 @@ def test_a_sequence_names_the_bad_page_and_keeps_what_is_before_it(
         assert (caught.value.page, caught.value.cause) == (3, status.value)
         assert "recompute" in caught.value.hint
         assert seq.cached_tokens == 20
-    assert engine.lookup(tokens).tiers == ("gpu",) * 3
-    assert run(engine, tokens) == 12
+    stays = status is not PageStatus.CHECKSUM
+    assert engine.lookup(tokens).tiers == (("gpu", "gpu", "gpu", "ssd", "cpu") if stays else ("gpu",) * 3)
+    assert run(engine, tokens) == (20 if stays else 12)
     assert run(engine, tokens) == 20
 
 
@@ -138,7 +140,7 @@ def test_two_requests_of_a_batch_fail_apart(open_host: OpenHost) -> None:
 def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
     open_host: OpenHost, device: str, fault: Fault, status: PageStatus, cpu: int | None
 ) -> None:
-    """Neighbours come as one request; when it fails its pages are tried one by one, and only the bad one is lost."""
+    """Neighbours come as one request; when it fails its pages are tried one by one, and only the bad one is a miss."""
     host = open_host(device=device, transport="tests.support.faulty:FaultyMerging", cpu=cpu, bounce=40)
     tokens = prompt(1, 5)
     host.store(tokens)
@@ -159,8 +161,9 @@ def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
     assert report.pages == (LOADED, LOADED, LOADED, status, LOADED)
     assert report.tokens == 12
     assert misses(host.engine) == {status.value: 1}
-    assert tokens_of(host.engine, tokens) == 12
-    assert host.load(tokens).tokens == 12
+    left = 12 if fault is Fault.FLIP else 20
+    assert tokens_of(host.engine, tokens) == left
+    assert host.load(tokens).tokens == left
 
 
 # -- memory and files ------------------------------------------------------------------------------------------------
@@ -243,8 +246,9 @@ def test_a_slab_truncated_while_it_is_open(open_host: OpenHost, slab: Path, cpu:
     lost = [i for i, slot in enumerate(slots) if slot >= cut]
     assert [i for i, status in enumerate(report.pages) if status is PageStatus.SHORT_READ] == lost
     assert misses(host.engine) == {"short_read": len(lost)}
-    assert tokens_of(host.engine, tokens) == 4 * lost[0]
+    assert tokens_of(host.engine, tokens) == 20, "the file may come back whole"
     assert "slab-0.bin has" in host.engine.check(fix=True).problems[0]  # and it has its size again
+    assert tokens_of(host.engine, tokens) == 4 * lost[0]
     settle(host.engine)
     host.engine.close()
     host = open_host(cpu=cpu)

@@ -1,0 +1,119 @@
+"""Reads that failed: pages that are given up for it, and tiers that are not asked for a while.
+
+An error of a read says more of the way to a page than of the page: a device that resets, a path that fails over. So the
+page stays, and is a miss. It is given up when a read of it fails again, half a minute after the first one, while reads
+of others succeed. Where nothing but errors comes from a tier for some seconds, the tier is switched off, and every
+second tried again: the next load's first read decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gdscache.index.table import Entry
+    from gdscache.tiers.base import Tier
+
+_log = logging.getLogger("gdscache.tiers")
+AGAIN_S = 30.0  # from the first failed read of a page to the one that it is given up for
+OFF_S, OFF_PAGES = 5.0, 8  # nothing but errors for so long, of so many pages at least: the tier is switched off
+TRY_S = 1.0  # until it is tried again; errors of several pages in a row for so long are the tier's fault
+_MOST_PAGES = 1 << 16  # that are known to have failed
+
+
+@dataclasses.dataclass(slots=True)
+class _Errors:
+    """Of one tier, in seconds of the clock."""
+
+    pages: dict[bytes, float] = dataclasses.field(default_factory=dict)  # key -> its first failed read
+    good: float = -1.0  # the last read that succeeded, among those that are watched
+    since: float | None = None  # the first of the errors in a row,
+    last: float = 0.0  # and the last
+    in_row: set[bytes] = dataclasses.field(default_factory=set)  # pages of these, `OFF_PAGES` at most
+    until: float | None = None  # switched off until then
+
+
+class FailedReads:
+    """What reads of the tiers of files say of their pages and of the tiers. The manager's lock guards it.
+
+    `watching`: whether `read` wants to be told of reads that succeeded. `any_off`: whether `off` may say so of a tier.
+    `on_switch` is called when a tier is switched off or on; it must be quick. `clock` is in seconds.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, on_switch: Callable[[], None] = lambda: None
+    ) -> None:
+        self.watching = self.any_off = False
+        self.clock = clock
+        self._on_switch = on_switch
+        self._tiers: dict[str, _Errors] = {}
+        self._counts = {"error_switch_offs": 0, "given_up": 0}
+
+    def failed(self, tier: Tier, entries: Iterable[Entry]) -> None:
+        """Reads of these pages failed: drop those that are to be given up."""
+        now, errors = self.clock(), self._tiers.setdefault(tier.name, _Errors())
+        self.watching = True
+        errors.since, errors.last = now if errors.since is None else errors.since, now
+        for entry in entries:
+            first = errors.pages.setdefault(entry.key, now)
+            if len(errors.in_row) < OFF_PAGES:
+                errors.in_row.add(entry.key)
+            if now - first >= AGAIN_S and errors.good > first and now - errors.since < TRY_S:
+                del errors.pages[entry.key]
+                self._counts["given_up"] += 1
+                _log.warning("%s: page %s is given up: reads of it fail", tier.name, entry.key.hex()[:16])
+                tier.index.drop(entry)
+        while len(errors.pages) > _MOST_PAGES:
+            del errors.pages[next(iter(errors.pages))]
+        if len(errors.in_row) == OFF_PAGES and now - errors.since >= OFF_S and tier.served:
+            first_time, errors.until = errors.until is None, now + TRY_S
+            if first_time:
+                self.any_off = True
+                self._counts["error_switch_offs"] += 1
+                self._on_switch()
+                _log.warning(
+                    "the %s tier is switched off: for %.0f s no read of it succeeded. Its pages stay, and miss; nothing "
+                    "is written to it. Every %g s it is tried again. See the system log for the device",
+                    tier.name,
+                    now - errors.since,
+                    TRY_S,
+                )
+
+    def read(self, tier: Tier, keys: Iterable[bytes]) -> None:
+        """The bytes of these pages came."""
+        errors = self._tiers.get(tier.name)
+        if errors is None:
+            return
+        errors.good = now = self.clock()
+        for key in keys:
+            errors.pages.pop(key, None)
+        if errors.since is not None:
+            if errors.last - errors.since >= TRY_S and len(errors.in_row) > 1:  # of the tier, and of no page
+                errors.pages = {key: first for key, first in errors.pages.items() if first < errors.since}
+            errors.since = None
+            errors.in_row.clear()
+            if errors.until is not None:
+                errors.until = None
+                self.any_off = any(one.until is not None for one in self._tiers.values())
+                self._on_switch()
+                _log.warning("the %s tier is switched on again: reads of it succeed", tier.name)
+        if not errors.pages:
+            del self._tiers[tier.name]
+            self.watching = bool(self._tiers)
+
+    def off(self, tier: str) -> bool:
+        """Whether a tier is switched off now."""
+        errors = self._tiers.get(tier) if self.any_off else None
+        return errors is not None and errors.until is not None and self.clock() < errors.until
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data for `stats()`: pages whose last read failed, what was given up, tiers that are switched off."""
+        return {
+            "failing_pages": sum(len(errors.pages) for errors in self._tiers.values()),
+            "switched_off_by_errors": [name for name, errors in self._tiers.items() if errors.until is not None],
+            **self._counts,
+        }

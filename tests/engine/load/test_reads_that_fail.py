@@ -1,0 +1,166 @@
+"""Reads that fail for a while: every page is a miss of its own, and all that was committed is left when it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gdscache import CacheEngine, PageStatus
+from gdscache.disk.catalog import Catalog
+from gdscache.errors import IOFailedError
+from gdscache.storage.base import Op
+from gdscache.tiers.failed_reads import AGAIN_S, OFF_PAGES, OFF_S, TRY_S
+from tests.support.faulty import PLAN, Fault
+from tests.support.helpers import Host, drop_from, prompt, quiet, settle, tokens_of
+from tests.support.pages import FAULTY, misses, offset_of
+
+OpenHost = Callable[..., Host]
+PAGES, DOCUMENTS = 6, 4
+LOADED, FAILED = PageStatus.LOADED, PageStatus.IO_ERROR
+
+
+@pytest.fixture(autouse=True)
+def _no_faults_left() -> Any:
+    PLAN.reset()
+    yield
+    PLAN.reset()
+
+
+@contextlib.contextmanager
+def failing(what: str, monkeypatch: pytest.MonkeyPatch, fault: Fault = Fault.EIO) -> Iterator[None]:
+    """Reads of the slab fail, those of checksums in the catalogue, or both."""
+
+    def refuse(*_: Any) -> Any:
+        raise IOFailedError("the catalogue cannot be read", "", 5)
+
+    with monkeypatch.context() as patch, contextlib.ExitStack() as rules:
+        if what != "catalogue":
+            rules.enter_context(PLAN.rule(Op.READ, fault))
+        if what != "slab":
+            patch.setattr(Catalog, "checksum_rows", refuse)
+        yield
+
+
+def stored(open_host: OpenHost, **options: Any) -> tuple[Host, list[list[int]]]:
+    """A host over pages of the SSD that no process has read yet."""
+    documents = [prompt(seed, PAGES) for seed in range(DOCUMENTS)]
+    options = {"ssd": 64, "transport": FAULTY, **options}
+    first = open_host(**options)
+    for tokens in documents:
+        first.store(tokens)
+        quiet(first.engine)
+    first.engine.close()
+    return open_host(**options), documents
+
+
+def clock(engine: CacheEngine) -> list[float]:
+    """The time of what failed reads say, for the test to move."""
+    now = [0.0]
+    engine.manager.quarantine.failed_reads.clock = lambda: now[0]
+    return now
+
+
+@pytest.mark.parametrize(
+    ("what", "fault", "transport"),
+    [
+        ("catalogue", Fault.EIO, FAULTY),
+        *itertools.product(
+            ["slab", "both"],
+            [Fault.EIO, Fault.SHORT],
+            [FAULTY, "tests.support.faulty:FaultyMerging", "tests.support.faulty:FaultyUring"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("cpu", [None, 8])
+def test_all_that_was_committed_is_left(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None, what: str, fault: Fault, transport: str
+) -> None:
+    host, documents = stored(open_host, cpu=cpu, transport=transport)
+    pages = host.engine.stats()["tiers"]["ssd"]["pages"]
+    with failing(what, monkeypatch, fault):
+        for tokens in documents * 2:
+            status = PageStatus.SHORT_READ if what == "slab" and fault is Fault.SHORT else FAILED
+            assert host.load(tokens).pages == (status,) * PAGES
+            if cpu:
+                assert host.engine.prefetch(tokens).result(10).tokens == 0
+            host.store(tokens)  # what was computed in their place
+    quiet(host.engine)
+    assert not host.engine.stats()["leases"]
+    for _ in range(2):
+        drop_from(host.engine, *(["cpu"] if cpu else []))
+        assert host.engine.stats()["tiers"]["ssd"]["pages"] == pages
+        assert [host.load(tokens).tokens for tokens in documents] == [4 * PAGES] * DOCUMENTS
+        settle(host.engine)
+        host.engine.close()
+        host = open_host(cpu=cpu, ssd=64, transport=transport)
+
+
+def test_a_page_that_fails_again_while_others_are_read_is_given_up(
+    open_host: OpenHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, (tokens, other, *_) = stored(open_host, cpu=None)
+    now = clock(host.engine)
+    bad = offset_of(host.engine, tokens, 2)
+    with PLAN.rule(Op.READ, Fault.EIO, lambda offset: offset == bad), caplog.at_level(logging.WARNING, "gdscache"):
+        for seconds in (0.0, AGAIN_S / 2, AGAIN_S - 1):
+            now[0] = seconds
+            assert host.load(tokens).pages == (LOADED, LOADED, FAILED, LOADED, LOADED, LOADED)
+        now[0] = AGAIN_S + 1
+        assert host.load(other).tokens == 4 * PAGES
+        assert host.load(tokens).tokens == 8
+    assert tokens_of(host.engine, tokens) == 8
+    assert host.engine.stats()["tiers"]["ssd"]["quarantine"]["given_up"] == 1
+    assert [record.message for record in caplog.records if "given up" in record.message]
+    host.store(tokens)
+    quiet(host.engine)
+    assert host.load(tokens).tokens == 4 * PAGES
+
+
+def test_a_tier_that_only_fails_is_switched_off_and_on_again(
+    open_host: OpenHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, documents = stored(open_host, cpu=None)
+    now = clock(host.engine)
+    new = prompt(99, PAGES)
+    with PLAN.rule(Op.READ, Fault.EIO), caplog.at_level(logging.WARNING, "gdscache"):
+        for tokens in documents:
+            host.load(tokens)
+        now[0] = OFF_S
+        assert host.load(documents[0]).pages == (FAILED,) * PAGES
+        assert host.engine.lookup(documents[0]).tokens == 0
+        assert misses(host.engine)["switched_off"] == PAGES
+        assert host.engine.stats()["tiers"]["ssd"]["quarantine"]["switched_off_by_errors"] == ["ssd"]
+        report = host.store(new).result(10)
+        assert set(report.dropped.values()) == {"switched_off"}
+        now[0] += TRY_S
+        assert host.load(documents[0]).pages == (FAILED,) * PAGES, "tried again"
+        assert host.engine.lookup(documents[0]).tokens == 0
+    assert [r.levelname for r in caplog.records if "is switched off" in r.message] == ["WARNING"]
+    now[0] += TRY_S
+    with caplog.at_level(logging.WARNING, "gdscache"):
+        assert [host.load(tokens).tokens for tokens in documents] == [4 * PAGES] * DOCUMENTS
+    assert [r.levelname for r in caplog.records if "is switched on again" in r.message] == ["WARNING"]
+    quarantine = host.engine.stats()["tiers"]["ssd"]["quarantine"]
+    assert (quarantine["switched_off_by_errors"], quarantine["error_switch_offs"], quarantine["given_up"]) == ([], 1, 0)
+    host.store(new)
+    quiet(host.engine)
+    assert host.load(new).tokens == 4 * PAGES
+    assert DOCUMENTS * PAGES >= OFF_PAGES
+
+
+def test_checksums_that_are_not_there_are_no_error_of_the_way(open_host: OpenHost) -> None:
+    """A row without checksums matches no bytes: its page is bad, and goes."""
+    host, (tokens, *_) = stored(open_host, cpu=None)
+    ssd = host.engine.manager.ssd
+    assert ssd is not None
+    slot = ssd.index.slot(host.engine.pages(tokens)[1].key)
+    assert slot is not None
+    with ssd._catalog._transaction() as writer:
+        writer.execute("DELETE FROM checksums WHERE slot = ?", (slot,))
+    assert host.load(tokens).pages[1] is PageStatus.CHECKSUM
+    assert tokens_of(host.engine, tokens) == 4
