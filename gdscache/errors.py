@@ -90,6 +90,10 @@ class TierUnavailableError(StorageError):
     """A tier that the configuration names by its class cannot be had."""
 
 
+class TierAnswerError(StorageError):
+    """A tier of the user's own, or the client of a pool, answers what no such thing can answer."""
+
+
 class ShortIOError(StorageError):
     """Fewer bytes were moved than asked for."""
 
@@ -282,6 +286,10 @@ class InterfaceUnsupportedError(IntegrationError):
 
 class LayerHooksError(IntegrationError):
     """A forward pass did not wait for the layers that were being loaded."""
+
+
+class LoadOrderError(IntegrationError):
+    """An order to load names pages that were not brought and checked for its request."""
 
 
 class VerifiedLoadError(IntegrationError):

@@ -228,7 +228,7 @@ class PageTable:
                 end = key if parent == key else self._end_above(parent) if end is None else end
                 if end == key:
                     end, parent, rooted = namespace, namespace, True
-                    page = Page(key, parent, namespace)  # noqa: PLW2901 - as it is from here on
+                    page = Page(key, parent, namespace)
             entry = entries[key] = Entry(page, slot, state, retention, leases)
             inserted.append(entry)
             parents[slot] = parent

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gdscache.errors import GdsCacheError
+from gdscache.errors import GdsCacheError, LoadOrderError
 from gdscache.integrations.weights import fresh_salt
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import PageHashes
@@ -170,8 +170,12 @@ class PinnedFetch:
         return Counter(max(self._found.tiers, tiers, key=len)[first : first + pages])
 
     def checked(self, first: int, pages: int) -> Hit:
-        """Pages that `verified` counts, for a load that cannot fail."""
-        assert self._prefetch is not None, "nothing was verified"
+        """Pages that `verified` counts, for a load that cannot fail. Raises `LoadOrderError` for others."""
+        if self._prefetch is None or first < 0 or first + pages > self.verified():
+            raise LoadOrderError(
+                f"pages {first} to {first + pages} are to be loaded without a check, of {self.verified()} that had one",
+                "load what the connector's own scheduler orders",
+            )
         hit = self._prefetch.hit(first * self._page_tokens)
         return _part(hit, first, 0, pages, self._page_tokens)
 

@@ -23,7 +23,7 @@ from gdscache.native.library import integers
 from gdscache.native.tables import take_rows
 from gdscache.pages.layout import GroupSizes, PageLayout, copy_groups, read_groups
 from gdscache.runtime.threads import in_turn
-from gdscache.tiers.base import DurableTier, Tier
+from gdscache.tiers.base import DurableTier, Tier, checked_sums
 from gdscache.tiers.quarantine import Late
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class LoadRun:
         slots = integers([entry.slot for entry in entries])
         if not isinstance(tier, DurableTier):
             return [(numbers, self._out_of_memory(tier, numbers, slots))]
-        tables = numbers, slots, tier.checksums(entries)
+        tables = numbers, slots, checked_sums(tier, entries, self._layout.n_layers)
         if not tier.at_hand(entries):  # nobody could say whether their bytes are right
             there = [n for n, entry in enumerate(entries) if tier.at_hand((entry,))]
             self._planner.finish(self._plan, np.delete(numbers, there), PageStatus.IO_ERROR)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdscache.arrays import Int64Array
-from gdscache.errors import NativeCallError, PageBytesError, PageGoneError, ShortIOError
+from gdscache.errors import NativeCallError, PageBytesError, PageGoneError, ShortIOError, TierAnswerError
 from gdscache.extents.base import Extents
 from gdscache.moves.library import GONE, NEVER, SHORT, WRONG, IoJob, NativeMoves
 from gdscache.moves.machine import CheckedIO, Machine, PagesIO
@@ -67,7 +67,8 @@ class ForeignFiles:
     def _end_io(self) -> None:
         while (told := self._progress.get()) is not None:
             job, io = told
-            for pages, error in io.take():
+            for told_pages, error in io.take():
+                pages = _asked_for(job, told_pages)
                 if error is None and not job.write and isinstance(io, CheckedIO):
                     self._keep_sums(job, pages, io)
                 self._moves.io_ended(job.number, pages, 0 if error is None else _code(error))
@@ -95,6 +96,19 @@ class _Lying:
 
     def where(self, slots: Int64Array, byte: int) -> Int64Array:
         return slots * self._extent_bytes + byte if self._extent_bytes else self._at[slots] + byte
+
+
+def _asked_for(job: IoJob, pages: Sequence[int]) -> Sequence[int]:
+    """Those of the pages that the job has. The others are an error of the tier's, which the log has."""
+    known = [page for page in pages if isinstance(page, (int, np.integer)) and 0 <= page < len(job.pages)]
+    if len(known) < len(pages):
+        error = TierAnswerError(
+            f"the {job.files} tier says that pages {[p for p in pages if p not in known][:8]} have ended, of a job of "
+            f"{len(job.pages)}",
+            "end each page of a transfer once, by its place in it",
+        )
+        log_failure(error)
+    return pages if len(known) == len(pages) else known
 
 
 def _code(error: BaseException) -> int:

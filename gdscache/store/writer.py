@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from gdscache.errors import LockLostError, StorageError
+from gdscache.errors import LockLostError, StorageError, TierAnswerError
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry
 from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way
@@ -295,7 +295,11 @@ class TierWriter:
                 entries, sums = flight.entries, flight.sums
                 if len(rows) < len(entries):
                     entries, sums = [entries[row] for row in rows], sums[list(rows)]
-                visible = self._tier.commit(entries, sums)
+                visible = [*self._tier.commit(entries, sums)]
+            if len(visible) != len(rows):
+                raise TierAnswerError(
+                    f"the {self._tier.name} tier commits {len(visible)} of {len(rows)} pages", "say True or False of each"
+                )
             return ["" if there else "cleared" for there in visible]
         except StorageError as error:
             _log.warning("the %s tier commits no pages: %s", self._tier.name, error)

@@ -23,6 +23,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from gdscache.errors import TierAnswerError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import Retention
 from gdscache.index.table import Entry
@@ -156,6 +159,20 @@ class DurableTier(Tier):
         `writing`: writes hang.
         """
         return self.close
+
+
+def checked_sums(tier: DurableTier, entries: Sequence[Entry], layers: int) -> Checksums | None:
+    """`tier.checksums(entries)`, in one piece. Raises `TierAnswerError` where it is not an array of that shape."""
+    sums = tier.checksums(entries)
+    if sums is None:
+        return None
+    shape, dtype = getattr(sums, "shape", None), getattr(sums, "dtype", type(sums).__name__)
+    if shape != (len(entries), layers) or dtype != np.uint64:
+        raise TierAnswerError(
+            f"checksums of {len(entries)} pages of the {tier.name} tier are {dtype} of shape {shape}",
+            f"return uint64 of shape (pages, {layers})",
+        )
+    return np.ascontiguousarray(sums)
 
 
 class Lease:

@@ -76,8 +76,8 @@ class FailedReads:
                 self._counts["error_switch_offs"] += 1
                 self._on_switch()
                 _log.warning(
-                    "the %s tier is switched off: for %.0f s no read of it succeeded. Its pages stay, and miss; nothing "
-                    "is written to it. Every %g s it is tried again. See the system log for the device",
+                    "the %s tier is switched off: for %.0f s no read of it succeeded. Its pages stay, and miss, and "
+                    "nothing is written to it. Every %g s it is tried again. See the system log for the device",
                     tier.name,
                     now - errors.since,
                     TRY_S,
@@ -88,7 +88,7 @@ class FailedReads:
         errors = self._tiers.get(tier.name)
         if errors is None:
             return
-        errors.good = now = self.clock()
+        errors.good = self.clock()
         for key in keys:
             errors.pages.pop(key, None)
         if errors.since is not None:

@@ -1,5 +1,6 @@
-"""Bad luck: every fault is a miss of its own cause, the good prefix stays, the rest is unharmed. A page whose bytes are bad
-goes; one that could not be read stays."""
+"""Bad luck: every fault is a miss of its own cause, the good prefix stays, the rest is unharmed.
+
+A page whose bytes are bad goes; one that could not be read stays."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def test_naming_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# -- digests that are no chain -------------------------------------------------------------------------------------------
+# -- digests that are no chain ---------------------------------------------------------------------------------------
 
 
 def digest(n: int) -> bytes:

@@ -261,7 +261,7 @@ void hostile_calls(gdscache_executor* executor) {
             CHECK(gdscache_take_late(of, 0, nullptr, value) < 0 && gdscache_take_spans(of, nullptr, value) < 0);
             if (value != INT32_MAX) CHECK(gdscache_take_late(of, 0, &n, std::min<int64_t>(value, 0)) < 0);
         }
-        for (const int32_t status : {-1, 1, 10, INT32_MAX, INT32_MIN}) CHECK(gdscache_refuse(of, status) == -EINVAL);
+        for (const int32_t status : {-1, 1, 11, INT32_MAX, INT32_MIN}) CHECK(gdscache_refuse(of, status) == -EINVAL);
         CHECK(gdscache_take_io(of, 0, nullptr) < 0 && gdscache_take_copy(of, 0, nullptr) < 0);
     }
     CHECK(gdscache_trace(nullptr) < 0 && gdscache_expire(nullptr, 0) < 0 && gdscache_held_slots(nullptr) < 0);

@@ -233,7 +233,7 @@ private:
         const bool all = coin(2);
         for (int32_t page = 0; page < pages; page++) {
             if (!all && coin(2)) continue;
-            const int32_t error = calm || !coin(6) ? 0 : coin(2) ? -1 - draw(3) : 5;
+            const int32_t error = calm || !coin(6) ? 0 : coin(2) ? -1 - static_cast<int32_t>(random_.below(3)) : 5;
             ends.push_back({page, error});
             if (coin(20)) ends.push_back({page, 28});  // a page that is told again is as it was
         }

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from gdscache import CacheEngine, Config, PageStatus
-from gdscache.errors import ConfigError, TierUnavailableError
+from gdscache.errors import ConfigError, TierAnswerError, TierUnavailableError
 from gdscache.testing.faults import Fault
-from tests.support.dict_tier import DictTier
+from tests.support.dict_tier import DictIO, DictTier
 from tests.support.helpers import MHA, Host, drop_from, layout_of, make_config, prompt, quiet, settle
 
 OpenHost = Callable[..., Host]
@@ -193,3 +194,77 @@ def test_a_class_that_is_none_is_refused(tmp_path: Any, broken: dict[str, Any], 
 def test_an_entry_that_is_none_is_refused(tmp_path: Any, broken: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="tiers"):
         Config.from_dict(make_config(tmp_path, tiers=[broken]))
+
+
+# -- a tier that answers what no tier can --------------------------------------------------------------------------------
+
+
+def spread(sums: Any) -> Any:
+    """The same numbers, with others between them in memory."""
+    return np.repeat(sums, 2, axis=1)[:, ::2]
+
+
+ANSWERS: dict[str, Callable[[Any], Any]] = {
+    "a list": lambda sums: sums.tolist(),
+    "nothing but a number": lambda sums: 7,
+    "signed": lambda sums: sums.astype(np.int64),
+    "a page less": lambda sums: sums[1:],
+    "a layer more": lambda sums: np.pad(sums, ((0, 0), (0, 1))),
+    "flat": lambda sums: sums.ravel(),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_checksums_that_are_none_break_the_load_off(
+    host: Host, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    tokens = stored(host)
+    only(host, "dict")
+    tier = tier_of(host)
+    right = tier.checksums
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "checksums", lambda entries: ANSWERS[answer](right(entries)))
+        hit = host.engine.lookup(tokens)
+        blocks = host.take(len(hit.pages))
+        with pytest.raises(TierAnswerError, match="checksums of 4 pages of the dict tier") as caught:
+            host.engine.load(hit, blocks).result(10)
+        assert "uint64" in caught.value.hint
+        host.give(blocks)
+    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    settle(host.engine)
+
+
+def test_checksums_may_lie_apart(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = stored(host)
+    only(host, "dict")
+    right = tier_of(host).checksums
+    monkeypatch.setattr(tier_of(host), "checksums", lambda entries: spread(right(entries)))
+    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    settle(host.engine)
+
+
+@pytest.mark.parametrize("wrong", [[99], [-1], ["0"], [None, 4]])
+def test_ends_of_pages_that_nobody_asked_for_are_told_and_harm_nobody(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: list[Any]
+) -> None:
+    tokens = stored(host)
+    only(host, "dict")
+    right = DictIO.take
+    monkeypatch.setattr(DictIO, "take", lambda io: [(wrong, None), *((wrong + [*some], e) for some, e in right(io))])
+    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    assert any(isinstance(record.exc_info[1], TierAnswerError) for record in caplog.records if record.exc_info)
+    assert host.engine.stats()["leases"] == []
+    settle(host.engine)
+
+
+def test_a_commit_that_says_less_than_it_was_asked_for_commits_nothing(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = tier_of(host)
+    monkeypatch.setattr(tier, "commit", lambda entries, sums: [True])
+    report = host.store(prompt(1, PAGES)).result(10)
+    assert all("dict" not in tiers for tiers in report.tiers)
+    quiet(host.engine)
+    assert host.engine.stats()["leases"] == []
+    assert len(tier.index) == 0
+    settle(host.engine)

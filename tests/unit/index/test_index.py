@@ -427,7 +427,6 @@ def test_pages_in_a_circle_are_pages_like_others(policy: str, steps: list[tuple[
     """Digests of a caller's may follow each other in any way: every call ends, and eviction finds them all."""
     index = PageIndex(8, new_policy(policy))
     keys = [bytes([n]) * 32 for n in range(8)]
-    held: list[Entry] = []
     for what, arguments in steps:
         if what == "put":
             pages = {n: Page(keys[n], NAMESPACE if p < 0 else keys[p], NAMESPACE) for n, p in arguments}
@@ -437,14 +436,11 @@ def test_pages_in_a_circle_are_pages_like_others(policy: str, steps: list[tuple[
             index.commit_all(entries)
             for entry in entries:
                 index.mark_dirty(entry)
-            for page in pages.values():  # in use, by the names that the caller gives them
-                if (entry := index.pin(page)) is not None:
-                    held.append(entry)
+            held = [entry for page in pages.values() if (entry := index.pin(page)) is not None]  # as the caller says
             assert len(index.coldest_dirty(8)) <= 8
             assert index.family(pages.values()) <= {*keys, NAMESPACE}
             index.release_all(held)
             index.release_all(entries)
-            held.clear()
         elif what == "drop":
             if (found := index.find(keys[arguments])) is not None:
                 index.drop(found)
