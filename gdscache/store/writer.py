@@ -298,7 +298,8 @@ class TierWriter:
                 visible = [*self._tier.commit(entries, sums)]
             if len(visible) != len(rows):
                 raise TierAnswerError(
-                    f"the {self._tier.name} tier commits {len(visible)} of {len(rows)} pages", "say True or False of each"
+                    f"the {self._tier.name} tier commits {len(visible)} of {len(rows)} pages",
+                    "say True or False of each",
                 )
             return ["" if there else "cleared" for there in visible]
         except StorageError as error:

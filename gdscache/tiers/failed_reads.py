@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gdscache.index.table import Entry
     from gdscache.tiers.base import Tier
 
-_log = logging.getLogger("gdscache.tiers")
+_log = logging.getLogger("gdscache.ssd")
 AGAIN_S = 30.0  # from the first failed read of a page to the one that it is given up for
 OFF_S, OFF_PAGES = 5.0, 8  # nothing but errors for so long, of so many pages at least: the tier is switched off
 TRY_S = 1.0  # until it is tried again; errors of several pages in a row for so long are the tier's fault

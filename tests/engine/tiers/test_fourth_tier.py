@@ -196,7 +196,7 @@ def test_an_entry_that_is_none_is_refused(tmp_path: Any, broken: dict[str, Any])
         Config.from_dict(make_config(tmp_path, tiers=[broken]))
 
 
-# -- a tier that answers what no tier can --------------------------------------------------------------------------------
+# -- a tier that answers what no tier can ------------------------------------------------------------------------------
 
 
 def spread(sums: Any) -> Any:
@@ -215,9 +215,7 @@ ANSWERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_checksums_that_are_none_break_the_load_off(
-    host: Host, monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
+def test_checksums_that_are_none_break_the_load_off(host: Host, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     tokens = stored(host)
     only(host, "dict")
     tier = tier_of(host)
@@ -250,7 +248,7 @@ def test_ends_of_pages_that_nobody_asked_for_are_told_and_harm_nobody(
     tokens = stored(host)
     only(host, "dict")
     right = DictIO.take
-    monkeypatch.setattr(DictIO, "take", lambda io: [(wrong, None), *((wrong + [*some], e) for some, e in right(io))])
+    monkeypatch.setattr(DictIO, "take", lambda io: [(wrong, None), *(([*wrong, *some], e) for some, e in right(io))])
     assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
     assert any(isinstance(record.exc_info[1], TierAnswerError) for record in caplog.records if record.exc_info)
     assert host.engine.stats()["leases"] == []
