@@ -5,14 +5,31 @@ All classes derive from `GdsCacheError`, survive pickling (they cross processes)
 
 from __future__ import annotations
 
+_LONGEST = 4000  # characters of a message, or of a hint
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """A text without what a terminal would obey; `lines`: but for the ends of lines."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or (lines and c == "\n") else ascii(c)[1:-1] for c in text)
+
+
+def _told(text: str) -> str:
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} [... {len(text) - _LONGEST:,} characters ...] {text[-_LONGEST // 2 :]}"
+    return printable(text, lines=True)
+
 
 class GdsCacheError(Exception):
-    """Base of all errors. `message` says what happened, with the values; `hint` says what to change."""
+    """Base of all errors. `message` says what happened, with the values; `hint` says what to change.
+
+    What comes from outside is in them: both are cut to 4,000 characters, and control characters are written out.
+    """
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message, hint)
-        self.message = message
-        self.hint = hint
+        self.message, self.hint = _told(message), _told(hint)
+        super().__init__(self.message, self.hint)
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message

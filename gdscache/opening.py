@@ -9,7 +9,8 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,7 +18,7 @@ from gdscache.config import Config, EventsConfig
 from gdscache.config.concerns import concerns
 from gdscache.cuda.host_memory import Pin
 from gdscache.cuda.streams import resolve_device
-from gdscache.disk.catalog_file import FORMAT_VERSION
+from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.status_page import Figures, StatusWriter
 from gdscache.errors import TierUnavailableError
@@ -50,6 +51,7 @@ from gdscache.tiers.base import DurableTier, Tier
 from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.cpu import CpuTier
 from gdscache.tiers.custom import open_tier
+from gdscache.tiers.expiry import steady_clock
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Quarantine
@@ -58,6 +60,7 @@ from gdscache.tracing import OFF, Timeline
 
 _log = logging.getLogger("gdscache")
 _config_log = logging.getLogger("gdscache.config")
+_BEHIND_S = 60.0  # a clock that is so much behind is worth a line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +119,20 @@ def build(
         if config.cpu is not None:
             cpu = CpuTier(layout, config.cpu.capacity, _pin(planes.device), config.eviction)
             undo.callback(cpu.close)
-        ssd = None
+        ssd, clock = None, _clock(config)
         if config.ssd is not None:
             choose = functools.partial(ssd_route.choose, layout, planes.device, config.ssd, keep=cpu is not None)
             device, kept = str(planes.device), limits.ssd_reserve
-            ssd = SsdTier(layout, config.ssd, device, lock, choose, eviction=config.eviction, reserve=kept)
+            ssd = SsdTier(
+                layout,
+                config.ssd,
+                device,
+                lock,
+                choose,
+                eviction=config.eviction,
+                reserve=kept,
+                wall_clock=clock,
+            )
             undo.callback(ssd.close)
         further = [open_tier(tier, layout, lock) for tier in config.tiers]
         for tier in further:
@@ -142,6 +154,7 @@ def build(
             quarantine=quarantine,
             timeline=timeline,
             calls=calls,
+            wall_clock=clock,
             on_use=earned.used,
         )
         mover = open_mover(planes, config.gpu, timeline)
@@ -185,6 +198,19 @@ def build(
         _config_log.warning("%s", concern)
     _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)
     return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, executor, status, events)
+
+
+def _clock(config: Config) -> Callable[[], float]:
+    """What times to live go by: not before the directory was last written, whatever the system's clock says."""
+    now = time.time()
+    written = now if config.ssd is None else last_written(config.ssd.path)
+    if written > now + _BEHIND_S:
+        _log.warning(
+            "%s was last written %.0f s after the time that the system's clock says: times to live go on from there",
+            config.ssd.path if config.ssd else "",
+            written - now,
+        )
+    return steady_clock(max(now, written))
 
 
 def _outlets(config: Config, extent: int, files: Sequence[DurableTier], offers: int) -> list[Outlet]:

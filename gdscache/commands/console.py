@@ -25,7 +25,7 @@ from typing import Any
 
 import typer
 
-from gdscache.errors import InvalidValueError, MissingPackageError
+from gdscache.errors import InvalidValueError, MissingPackageError, printable
 from gdscache.runtime.user_cache import write_whole
 from gdscache.sizes import significant
 
@@ -55,7 +55,7 @@ class Table:
 
     def add_row(self, *cells: str, color: str = "") -> None:
         """A row, which may end before the last column. `color` is that of its first cell on a terminal."""
-        self._rows.append(cells)
+        self._rows.append(tuple(map(printable, cells)))
         self._colors.append(color)
 
     def lines(self, width: int | None = None) -> list[str]:
@@ -82,7 +82,7 @@ def show(*parts: Table | str) -> None:
     width = None
     if sys.stdout.isatty():
         width = max(_LONG_WORD, os.get_terminal_size(sys.stdout.fileno()).columns or 80)
-    shown = [part.lines(width) if isinstance(part, Table) else _wrap(part, width) for part in parts]
+    shown = [p.lines(width) if isinstance(p, Table) else _wrap(printable(p, lines=True), width) for p in parts]
     text = "\n\n".join("\n".join(lines) for lines in shown if lines)
     print(text)  # `typer.echo` would write UTF-8 whatever the stream's encoding is
 

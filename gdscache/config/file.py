@@ -11,6 +11,7 @@ import yaml
 from gdscache.errors import ConfigFileError
 
 MAX_BYTES = 1 << 20  # of a configuration; the endless ones are devices and pipes
+MAX_KEYS = 10_000  # with those that `<<` merges in, which may double with each line
 _BOOL = "tag:yaml.org,2002:bool"
 
 
@@ -21,6 +22,15 @@ class _YamlLoader(yaml.SafeLoader):
         first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    keys = 0  # that it has come to
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        self.keys += len(node.value)
+        if self.keys > MAX_KEYS:
+            problem = f"there are more than {MAX_KEYS:,} keys, with those that `<<` merges in"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Checked here, before `<<` is merged in: a key may well override a merged one.

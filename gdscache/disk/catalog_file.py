@@ -137,6 +137,15 @@ def close(connection: sqlite3.Connection) -> None:
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(connection))
 
 
+def last_written(directory: Path) -> float:
+    """When a catalogue there was last written, in seconds since the epoch; 0 where there is none."""
+    times = [0.0]
+    for name in (CATALOG_NAME, f"{CATALOG_NAME}-wal"):
+        with contextlib.suppress(OSError):
+            times.append((directory / name).stat().st_mtime)
+    return max(times)
+
+
 def bound_log(writer: sqlite3.Connection, path: Path) -> None:
     """Fold the log in and cut it, where it is too large. Nobody may read by another connection meanwhile."""
     try:

@@ -15,8 +15,10 @@ import shlex
 import socket
 import stat
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from gdscache.disk.catalog_file import CATALOG_NAME
 from gdscache.disk.catalog_image import LOG_SUFFIX
@@ -37,6 +39,10 @@ DIRECTORY_MODE = 0o700
 FOREIGN_WRITE = stat.S_IWGRP | stat.S_IWOTH
 COMMAND_LIMIT = 500  # characters of the owner's command line that are kept
 LOCK_LIMIT = 8192  # bytes of a lock file that are read
+WANTED_NAME = "wanted"  # locked by an engine that waits for a verification to give way
+VERIFICATION_S = 10.0  # that it waits at most
+NAME_S = 0.5  # until an owner has said its name
+_AGAIN_S = 0.01
 
 
 class CacheDirectory:
@@ -50,7 +56,8 @@ class CacheDirectory:
     def open(cls, path: Path, *, sweep: bool = True) -> CacheDirectory:
         """Make the directory if it is missing (mode 0700) and take ownership of it.
 
-        An existing directory keeps its mode. `sweep` removes what the probe of a killed owner left.
+        An existing directory keeps its mode. `sweep`: for an engine, which removes what the probe of a killed owner
+        left, and waits some seconds for a verification to give way.
 
         Raises `NotADirectoryPathError`, `DirectoryNotWritableError`, `DirectoryInUseError` (another process, or another
         engine of this one), `DirectoryPermissionsError` (others may write there), `NotARegularFileError` (the lock is a
@@ -64,14 +71,14 @@ class CacheDirectory:
                 _refuse_foreign_writers(path)
             except OSError as error:
                 raise _refusal(path, error) from error
-            lock = _lock(path, LOCK_NAME, create=True)
+            lock = _lock(path, LOCK_NAME, create=True, patient=sweep)
             watch.locks.append(lock)
             undo.callback(watch.close)
             if sweep:
                 _sweep(path)
             try:
                 os.ftruncate(lock.descriptor, 0)
-                os.pwrite(lock.descriptor, _describe_owner(), 0)
+                os.pwrite(lock.descriptor, _describe_owner("engine" if sweep else "verification"), 0)
             except OSError as error:
                 raise _refusal(path, error) from error
             undo.pop_all()
@@ -85,7 +92,7 @@ class CacheDirectory:
         """Lock slab file `number` too, if it is there. Raises `DirectoryInUseError`, `NotARegularFileError`, ..."""
         path = self.path / slab_name(number)
         if all(lock.path != path for lock in self._watch.locks) and os.path.lexists(path):
-            self._watch.locks.append(_lock(self.path, path.name, create=False))
+            self._watch.locks.append(_lock(self.path, path.name, create=False, patient=False))
 
     def watch_catalog(self) -> None:
         """The catalogue and its log must keep their names from now on. Raises `DirectoryNotWritableError`."""
@@ -185,13 +192,25 @@ def _refuse_foreign_writers(path: Path) -> None:
         )
 
 
-def _lock(directory: Path, name: str, *, create: bool) -> FileLock:
-    """Take a lock in a directory. Raises what `CacheDirectory.open` does."""
-    path = directory / name
+def _lock(directory: Path, name: str, *, create: bool, patient: bool) -> FileLock:
+    """Take a lock in a directory. `patient`: a verification is asked to give way. Raises what `CacheDirectory.open`
+    does."""
+    path, began = directory / name, time.monotonic()
     try:
-        return FileLock.open(path, create=create)
-    except BlockingIOError as error:
-        raise DirectoryInUseError(*_owner_message(directory, name)) from error
+        with contextlib.ExitStack() as asking:
+            asked = False
+            while True:
+                try:
+                    return FileLock.open(path, create=create)
+                except BlockingIOError as error:
+                    what = _owner(directory).get("what", "") if patient else "engine"
+                    most = {"verification": VERIFICATION_S, "": NAME_S}.get(what, 0.0)
+                    if time.monotonic() - began >= most:
+                        raise DirectoryInUseError(*_owner_message(directory, name)) from error
+                    if what == "verification" and not asked:
+                        asked = True
+                        asking.enter_context(_asked_for(directory))
+                time.sleep(_AGAIN_S)
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise DirectoryNotWritableError(
@@ -200,8 +219,37 @@ def _lock(directory: Path, name: str, *, create: bool) -> FileLock:
         raise _refusal(directory, error) from error
 
 
-def _describe_owner() -> bytes:
+@contextlib.contextmanager
+def _asked_for(directory: Path) -> Iterator[None]:
+    """Whoever verifies the directory gives way meanwhile."""
+    try:
+        lock = FileLock.open(directory / WANTED_NAME, create=True)
+    except (OSError, StorageError):  # another engine asks already; or it goes without
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.path.unlink(missing_ok=True)
+        lock.close()
+
+
+def wanted(directory: Path) -> bool:
+    """Whether an engine waits for a verification to give way."""
+    try:
+        lock = FileLock.open(directory / WANTED_NAME, create=False)
+    except BlockingIOError:
+        return True
+    except (OSError, StorageError):
+        return False
+    lock.path.unlink(missing_ok=True)  # of one that was killed
+    lock.close()
+    return False
+
+
+def _describe_owner(what: str) -> bytes:
     owner = {
+        "what": what,
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -215,16 +263,27 @@ def _owner_message(path: Path, name: str) -> tuple[str, str]:
     hint = "give each engine its own ssd.path ($VARS are replaced), or end the other one"
     if name != LOCK_NAME:
         return f"{path} is in use by a process that has lost {path / LOCK_NAME}: it still holds {path / name}", hint
+    owner = _owner(path)
     try:
-        owner = json.loads(_content(path / name))
         pid, host = int(owner["pid"]), str(owner["host"])
         started, command = str(owner["started"]), str(owner["command"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return f"{path} is in use by a process that has not said its name yet", hint
+    if owner.get("what") == "verification":
+        hint = "gdscache verify reads it: wait for its end, or end it"
     if host == socket.gethostname() and not os.path.exists(f"/proc/{pid}"):
         hint = f"process {pid} has ended, but a process it forked still holds the lock; end that one"
     who = "this process" if pid == os.getpid() else f"process {pid}"
     return f"{path} is in use by {who} (pid {pid} on {host}, since {started}): {command}", hint
+
+
+def _owner(path: Path) -> dict[str, Any]:
+    """What the lock file says of its holder; nothing where that is nothing yet."""
+    try:
+        owner = json.loads(_content(path / LOCK_NAME))
+    except (OSError, ValueError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
 
 
 def _content(path: Path) -> bytes:

@@ -1,12 +1,13 @@
 """Retentions that end, over all tiers. The manager's lock is held in every call.
 
 There is no thread of its own: what has ended is found by the next lookup, plan or store. Time comes from a clock that
-the manager was given.
+the manager was given: a steady one, since somebody may set the system's while an engine is open.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 
 PIECE = 1024  # expired pages of a tier that one call drops, besides those that it is about
 EXPIRED_KEPT = 1 << 16  # keys of expired pages, to tell their misses from others
+
+
+def steady_clock(now: float) -> Callable[[], float]:
+    """Seconds since the epoch, by a clock that begins at `now` and that nobody sets. It goes on while the machine
+    sleeps."""
+    since = now - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return lambda: since + time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Expiry:

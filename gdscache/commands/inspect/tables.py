@@ -19,7 +19,7 @@ LATE_S = 5.0  # seconds after which a status page that is not rewritten is worth
 def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     """The report of `inspect`."""
     table = Table()
-    table.add_row("directory", _plain(report["path"]))
+    table.add_row("directory", str(report["path"]))
     table.add_row("owner", _owner(report["owner"]))
     in_use = report["bytes"] is None
     if in_use:
@@ -29,14 +29,14 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     for file in report["files"]:
         table.add_row(file["name"], _size(file["bytes"]))
     for stripe in report["stripes"][1:]:
-        table.add_row(stripe["name"], f"{_size(stripe['bytes'])} in {_plain(stripe['path'])}")
+        table.add_row(stripe["name"], f"{_size(stripe['bytes'])} in {stripe['path']!s}")
     if report["unusable_rows"]:
         causes = ", ".join(f"{count:,} {cause}" for cause, count in report["unusable_rows"].items())
         table.add_row("unusable rows", f"{causes}: the next engine deletes them")
     if report["suspect"]:
         table.add_row("suspect", "the catalogue was found corrupt in use: the next engine looks at it again")
     for file in report["set_aside"]:
-        table.add_row("set aside", f"{_plain(file['name'])}, {about(file['bytes'])}: was corrupt; may be deleted")
+        table.add_row("set aside", f"{file['name']!s}, {about(file['bytes'])}: was corrupt; may be deleted")
     if in_use:
         table.add_row("not shown", "priorities, and pages by namespace: they are read when nobody has it open")
     return [table, _namespaces(report["namespaces"]), *_made_of(report["namespaces"])]
@@ -51,9 +51,9 @@ def _add_status(table: Table, report: Mapping[str, Any]) -> None:
     said = f"{live['state']}, page {live['number']:,}, written {live['age_seconds']:.1f} s ago"
     late = live["age_seconds"] > LATE_S
     table.add_row("status", f"{said}: its owner, or the device, hangs" if late else said)
-    table.add_row("written by", f"process {live['pid']} on {_plain(live['host'])}: {_plain(live['command'])}")
+    table.add_row("written by", f"process {live['pid']} on {live['host']!s}: {live['command']!s}")
     if live["stopped"]:
-        table.add_row("stopped", _plain(live["stopped"]))
+        table.add_row("stopped", str(live["stopped"]))
     table.add_row("format version", str(report["format_version"]))
     table.add_row("extent", _size(report["extent_bytes"]))
     table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
@@ -68,9 +68,7 @@ def _add_status(table: Table, report: Mapping[str, Any]) -> None:
 
 def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
     """Of a directory that nobody uses: what its catalogue says."""
-    table.add_row(
-        "format version", f"{report['format_version']}, made {_plain(report['created'] or 'at unknown time')}"
-    )
+    table.add_row("format version", f"{report['format_version']}, made {report['created'] or 'at unknown time'!s}")
     table.add_row("extent", _size(report["extent_bytes"]))
     table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
     table.add_row("pages", f"{report['pages']:,}, {about(report['bytes'])} without padding")
@@ -88,7 +86,7 @@ def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
 def verify_tables(report: Mapping[str, Any]) -> list[Table]:
     """The report of `verify`."""
     table = Table()
-    table.add_row("directory", _plain(report["path"]))
+    table.add_row("directory", str(report["path"]))
     table.add_row("pages", f"{report['pages']:,}")
     for name in ("good", "bad", "unchecked"):
         table.add_row(name, f"{report[f'{name}_pages']:,}")
@@ -110,7 +108,7 @@ def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
     table = Table("", "namespace", "model", "weights", "salt", "request salt", "pages", "bytes")
     for namespace in namespaces[:NAMESPACES_SHOWN]:
         fields = namespace["fields"] or {"name": "(unknown)"}
-        texts = [_short(_plain(fields.get(name, ""))) for name in ("name", "weights", "salt", "request_salt")]
+        texts = [_short(str(fields.get(name, ""))) for name in ("name", "weights", "salt", "request_salt")]
         sizes = ["", ""] if namespace["pages"] is None else [f"{namespace['pages']:,}", about(namespace["bytes"])]
         table.add_row(namespace["digest"][:DIGITS], *texts, *sizes)
     if len(namespaces) > NAMESPACES_SHOWN:
@@ -125,7 +123,7 @@ def _made_of(namespaces: list[dict[str, Any]]) -> list[Table]:
     for namespace in known[:MADE_SHOWN]:
         table = Table(f"{namespace['digest'][:DIGITS]} is made of", "line", "value")
         for name, value in namespace["made_of"].items():
-            table.add_row(_plain(name), _plain(value))
+            table.add_row(str(name), str(value))
         tables.append(table)
     if tables and len(known) > MADE_SHOWN:
         tables[-1].caption = f"and {len(known) - MADE_SHOWN:,} namespaces more: --json has all, --compare any two"
@@ -136,8 +134,8 @@ def compare_tables(report: Mapping[str, Any]) -> list[Table]:
     """The report of `inspect --compare`: lines that differ first, and marked."""
     table = Table("", "", "line", report["a"][:DIGITS], report["b"][:DIGITS])
     for line in report["lines"]:
-        texts = ["(no such line)" if line[side] is None else _plain(line[side]) for side in ("a", "b")]
-        table.add_row("differs" if line["differs"] else "", _plain(line["line"]), *texts)
+        texts = ["(no such line)" if line[side] is None else str(line[side]) for side in ("a", "b")]
+        table.add_row("differs" if line["differs"] else "", str(line["line"]), *texts)
     differ = sum(line["differs"] for line in report["lines"])
     table.caption = f"{differ:,} of {len(report['lines']):,} lines differ"
     return [table]
@@ -145,11 +143,11 @@ def compare_tables(report: Mapping[str, Any]) -> list[Table]:
 
 def _owner(owner: Mapping[str, Any]) -> str:
     if owner["state"] == "unknown":
-        host = f" (last opened on {_plain(owner['host'])})" if owner["host"] else ""
+        host = f" (last opened on {owner['host']!s})" if owner["host"] else ""
         return f"unknown: the locks of its host cannot be seen from here{host}"
     if owner["state"] == "free":
         return "free: nobody has it open"
-    since = f", since {_plain(owner['started'])}: {_plain(owner['command'])}" if owner["started"] else ""
+    since = f", since {owner['started']!s}: {owner['command']!s}" if owner["started"] else ""
     return f"in use by process {owner['pid']}{since}"
 
 
@@ -160,8 +158,3 @@ def _short(text: str) -> str:
 def _size(nbytes: int) -> str:
     exact, text = f"{nbytes:,} bytes", about(nbytes)
     return exact if text.endswith("bytes") else f"{text} ({exact})"
-
-
-def _plain(value: object) -> str:
-    """A text from the directory without what a terminal would obey."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))

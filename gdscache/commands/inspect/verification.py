@@ -27,7 +27,7 @@ from gdscache.commands.inspect.reading import (
 )
 from gdscache.disk.catalog import WHOLE_SUMS
 from gdscache.disk.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
-from gdscache.disk.directory import CacheDirectories
+from gdscache.disk.directory import CacheDirectories, wanted
 from gdscache.disk.namespaces import NAMED
 from gdscache.disk.recovery import WHOLE_ROW
 from gdscache.errors import DirectoryInUseError, IOFailedError
@@ -40,6 +40,7 @@ THREADS = 4
 REFRESH = 0.1  # seconds between two reports of progress
 KEY_DIGITS = 16  # of a key, as hexadecimal, that name a page
 UNCHECKED = "no_description"
+_LATER = "verify it when that engine is closed"
 
 Progress = Callable[[int, int, str], None]
 
@@ -62,13 +63,13 @@ class Finding:
 def verify(directory: Path, progress: Progress = lambda done, total, text: None) -> dict[str, Any]:
     """Read every committed page of `directory` and check it; a report as plain data. Changes only the lock file.
 
-    Owns the directory meanwhile. `progress(done, total, text)` counts pages. Raises `DirectoryInUseError` and what
+    Owns the directory meanwhile, and gives way to an engine that wants it (`DirectoryInUseError`). `progress(done, total, text)` counts pages. Raises `DirectoryInUseError` and what
     `inspect` raises. A page that cannot be read is a finding, not an error.
     """
     directory = existing(directory)
     with _own(slab_directories(directory)), open_catalog(directory) as connection:
         contents = read_contents(directory, connection)
-        check = _Check(contents, connection)
+        check = _Check(directory, contents, connection)
         begun = time.perf_counter()
         findings = check.run(progress)
         seconds = time.perf_counter() - begun
@@ -92,6 +93,8 @@ def verify(directory: Path, progress: Progress = lambda done, total, text: None)
 
 
 def _own(directories: Sequence[Path]) -> CacheDirectories:
+    if wanted(directories[0]):
+        raise DirectoryInUseError(f"an engine waits for {directories[0]}", _LATER)
     try:
         with contextlib.ExitStack() as undo:
             owned = undo.enter_context(CacheDirectories.open(directories, sweep=False))
@@ -101,8 +104,8 @@ def _own(directories: Sequence[Path]) -> CacheDirectories:
     except DirectoryInUseError as error:
         raise DirectoryInUseError(
             error.message,
-            "verify it when that engine is closed; while it runs, gdscache inspect shows its status, and its check() "
-            "holds its index against its files",
+            f"{_LATER}; while it runs, gdscache inspect shows its status, and its check() holds its index against its "
+            "files",
         ) from error
 
 
@@ -117,8 +120,9 @@ def _name(connection: sqlite3.Connection, slot: int) -> tuple[str, str]:
 class _Check:
     """The reading threads of one verification, which take pieces in the order of the slab."""
 
-    def __init__(self, contents: Contents, connection: sqlite3.Connection) -> None:
+    def __init__(self, directory: Path, contents: Contents, connection: sqlite3.Connection) -> None:
         self.bytes_read = 0
+        self._directory = directory
         self._contents = contents
         self._connection = connection
         self._extent = contents.slab.extent_bytes
@@ -152,6 +156,12 @@ class _Check:
                         ended, waiting = wait(waiting, REFRESH, FIRST_EXCEPTION)
                         for worker in ended:
                             worker.result()
+                        if waiting and wanted(self._directory):
+                            raise DirectoryInUseError(
+                                f"an engine wants {self._directory}: of {total:,} pages {self._done:,} were verified, and "
+                                f"{len(self._findings):,} are not good",
+                                _LATER,
+                            )
                 finally:
                     self._stop = True
         progress(total, total, "pages")
