@@ -246,11 +246,15 @@ def _allocate(path: Path, fd: int, total: int) -> None:
 
 
 def _flush_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        hint = "raise ulimit -n" if error.errno in (errno.EMFILE, errno.ENFILE) else "see the system log for the device"
+        raise IOFailedError(f"{directory} cannot be flushed: {error.strerror}", hint, error.errno) from error
 
 
 def _restore(path: Path, fd: int, created: bool, before: int) -> None:

@@ -275,12 +275,14 @@ class PageHashes:
                     before = keyed.copy()
                     before.update(self._parent)
                     parent = before.digest()
-                for given in self._hashes[len(known) :]:
+
+                def key_of(given: bytes) -> bytes:
                     page = keyed.copy()
                     page.update(given)
-                    key = page.digest()
-                    known.append(Page(key, parent, namespace))
-                    parent = key
+                    return page.digest()
+
+                keys = list(map(key_of, self._hashes[len(known) :]))
+                known += map(Page, keys, itertools.chain((parent,), keys), itertools.repeat(namespace))
             return known[:]
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from gdscache.errors import ForkedProcessError
+from gdscache.errors import ForkedProcessError, IOFailedError
 from gdscache.native.signals import signals
 from gdscache.runtime.threads import Flag, failure_of, log_failure, start
 
@@ -164,11 +164,17 @@ class Calls:
             taken_back.over.wait(_TAKEN_BACK_S)
 
     def fileno(self) -> int:
-        """A descriptor that is readable when a handle's work has ended since it was read."""
+        """A descriptor that is readable when a handle's work has ended since it was read. Raises `IOFailedError` where
+        the process may open no more."""
         self.check()
         with self._bell_lock:
             if self._bell < 0:
-                self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                try:
+                    self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                except OSError as error:
+                    raise IOFailedError(
+                        f"no descriptor for fileno(): {error.strerror}", "raise ulimit -n", error.errno
+                    ) from error
             return self._bell
 
     def ended(self) -> None:

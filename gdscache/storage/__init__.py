@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdscache.errors import DeviceError, TransportUnavailableError
+from gdscache.errors import DeviceError, IOFailedError, TransportUnavailableError
 from gdscache.runtime.named_class import named_class
 from gdscache.storage.base import IORequest, Op, Submission, Switch, Transport
 from gdscache.storage.files import IN_MEMORY, mount_of
@@ -83,7 +83,7 @@ def _without_gds(directory: Path, threads: int, direct_io: Switch, reason: str) 
         return NativeTransport(threads, direct_io, uring=False), why
     try:
         return NativeTransport(threads, direct_io, uring=True), f"{reason}; io_uring reads what it should"
-    except TransportUnavailableError as error:
+    except (TransportUnavailableError, IOFailedError) as error:  # refused, or no memory or descriptor for a ring
         return NativeTransport(threads, direct_io, uring=False), f"{reason}; no io_uring: {error.message}"
 
 

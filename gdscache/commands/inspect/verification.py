@@ -63,7 +63,8 @@ class Finding:
 def verify(directory: Path, progress: Progress = lambda done, total, text: None) -> dict[str, Any]:
     """Read every committed page of `directory` and check it; a report as plain data. Changes only the lock file.
 
-    Owns the directory meanwhile, and gives way to an engine that wants it (`DirectoryInUseError`). `progress(done, total, text)` counts pages. Raises `DirectoryInUseError` and what
+    Owns the directory meanwhile, and gives way to an engine that wants it: `DirectoryInUseError`, as where an engine
+    has it. `progress(done, total, text)` counts pages. Raises that, and what
     `inspect` raises. A page that cannot be read is a finding, not an error.
     """
     directory = existing(directory)
@@ -158,8 +159,8 @@ class _Check:
                             worker.result()
                         if waiting and wanted(self._directory):
                             raise DirectoryInUseError(
-                                f"an engine wants {self._directory}: of {total:,} pages {self._done:,} were verified, and "
-                                f"{len(self._findings):,} are not good",
+                                f"an engine wants {self._directory}: {self._done:,} of {total:,} pages were verified, "
+                                f"{len(self._findings):,} of them are not good",
                                 _LATER,
                             )
                 finally:

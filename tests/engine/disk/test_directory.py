@@ -10,11 +10,14 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from gdscache.commands.inspect.verification import _own
 from gdscache.disk import directory, locks
 from gdscache.disk.directory import CacheDirectory
 from gdscache.errors import (
@@ -82,7 +85,8 @@ def test_the_lock_says_who_owns_it(tmp_path: Path) -> None:
     with CacheDirectory.open(tmp_path) as owned:
         owner = json.loads((owned.path / "lock").read_text())
     assert owner["pid"] == os.getpid()
-    assert set(owner) == {"pid", "host", "started", "command"}
+    assert set(owner) == {"what", "pid", "host", "started", "command"}
+    assert owner["what"] == "engine"
     assert len(owner["command"]) <= directory.COMMAND_LIMIT
 
 
@@ -126,6 +130,59 @@ def test_stale_content_is_no_obstacle_and_a_refusal_survives_it(tmp_path: Path, 
         (tmp_path / "lock").write_bytes(content)
         with pytest.raises(DirectoryInUseError, match="has not said its name"):
             CacheDirectory.open(tmp_path)
+
+
+def test_a_verification_gives_way_to_an_engine(tmp_path: Path) -> None:
+    verifying = CacheDirectory.open(tmp_path, sweep=False)
+
+    def give_way() -> None:
+        while not directory.wanted(tmp_path):
+            time.sleep(0.001)
+        verifying.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        over = pool.submit(give_way)
+        with CacheDirectory.open(tmp_path):
+            over.result(10)
+            assert not (tmp_path / directory.WANTED_NAME).exists()
+            assert not directory.wanted(tmp_path)
+
+
+def test_a_verification_that_does_not_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "VERIFICATION_S", 0.1)
+    with CacheDirectory.open(tmp_path, sweep=False):
+        with pytest.raises(DirectoryInUseError) as caught:
+            CacheDirectory.open(tmp_path)
+        assert "gdscache verify" in caught.value.hint
+        assert not (tmp_path / directory.WANTED_NAME).exists()
+
+
+def test_an_engine_that_waits_keeps_verifications_out(tmp_path: Path) -> None:
+    CacheDirectory.open(tmp_path).close()
+    with directory._asked_for(tmp_path):
+        with directory._asked_for(tmp_path):  # another one waits, too
+            assert directory.wanted(tmp_path)
+        assert directory.wanted(tmp_path)
+        with pytest.raises(DirectoryInUseError, match="an engine waits") as caught:
+            _own([tmp_path])
+        assert caught.value.hint
+    assert not directory.wanted(tmp_path)
+
+
+def test_who_was_killed_while_it_waited_keeps_nobody_out(tmp_path: Path) -> None:
+    (tmp_path / directory.WANTED_NAME).touch()
+    assert not directory.wanted(tmp_path)
+    assert not (tmp_path / directory.WANTED_NAME).exists()
+
+
+def test_the_command_line_of_an_owner_is_printable(tmp_path: Path) -> None:
+    with CacheDirectory.open(tmp_path):
+        owner = json.loads((tmp_path / "lock").read_text()) | {"command": "evil \x1b]0;title\x07\r"}
+        (tmp_path / "lock").write_text(json.dumps(owner))
+        with pytest.raises(DirectoryInUseError) as caught:
+            CacheDirectory.open(tmp_path)
+    assert str(caught.value).replace("\n", "").isprintable()
+    assert "evil" in caught.value.message
 
 
 def test_close_twice_and_reopen(tmp_path: Path) -> None:

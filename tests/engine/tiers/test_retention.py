@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import sqlite3
 import time
@@ -31,7 +32,7 @@ from gdscache.store.handle import StoreHandle
 from gdscache.tiers import expiry as keeping
 from gdscache.tiers.expiry import Expiry
 from tests.support.bare_manager import Clock, bare_manager, set_clock
-from tests.support.helpers import WAIT, Host, drop_from, fill, prompt, quiet, run, store_quietly, tokens_of
+from tests.support.helpers import WAIT, Host, drop_from, fill, prompt, quiet, run, settle, store_quietly, tokens_of
 from tests.support.index_machine import IndexMachine, chain, name, put, restore
 from tests.support.policy_models import MODELS, Model
 
@@ -836,3 +837,48 @@ def test_what_a_sequence_shares_may_expire_under_it(open_engine: Open) -> None:
     assert engine.stats()["tiers"]["gpu"]["free_slots"] == 12
     assert run(engine, tokens) == 0
     assert run(engine, tokens) == 12
+
+
+# -- a clock that somebody sets ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jump", [-86_400.0, -1_740_000_000.0, 3600.0, 2_000_000_000.0])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_time_to_live_holds_however_the_clock_is_set(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, jump: float, restart: bool
+) -> None:
+    """Within a process by a clock that nobody sets; over a restart not before the directory was last written."""
+    host, real = open_host(cpu=None, ssd=24), time.time
+    for seed, ttl in ((1, None), (2, 0.3), (3, 7 * 86_400.0)):
+        tokens = prompt(seed, 2)
+        blocks = host.compute(tokens)
+        host.engine.store(tokens, blocks, ttl=ttl).result(WAIT)
+    if restart:
+        host.engine.close()
+    monkeypatch.setattr(time, "time", lambda: real() + jump)
+    if restart:
+        host = open_host(cpu=None, ssd=24)
+    assert tokens_of(host.engine, prompt(1, 2)) == 8
+    tokens = prompt(4, 2)
+    host.engine.store(tokens, host.compute(tokens), ttl=0.3).result(WAIT)
+    time.sleep(0.5)
+    assert [tokens_of(host.engine, prompt(seed, 2)) for seed in (1, 2, 4)] == [8, 0, 0]
+    if jump < 0 or not restart:
+        assert tokens_of(host.engine, prompt(3, 2)) == 8
+    settle(host.engine)
+    host.engine.close()
+    monkeypatch.setattr(time, "time", real)
+    assert tokens_of(open_host(cpu=None, ssd=24).engine, prompt(1, 2)) == 8
+
+
+def test_a_clock_that_is_behind_the_directory_is_said(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, real = open_host(cpu=None), time.time
+    host.store(prompt(1, 2))
+    quiet(host.engine)
+    host.engine.close()
+    monkeypatch.setattr(time, "time", lambda: real() - 3600)
+    with caplog.at_level(logging.WARNING, "gdscache"):
+        open_host(cpu=None)
+    assert any("was last written 3" in record.message for record in caplog.records)
