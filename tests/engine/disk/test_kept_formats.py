@@ -1,0 +1,76 @@
+"""Directories of format 5, as the code of 2026-11-27 left them: every later version opens them, and finds all pages.
+
+Each archive holds the directory `a` of 3 pages of prompt 1, 3 of prompt 2 with the salt "tenant", and one of prompts 3
+(of priority 2), 4 and 5 (of priority -1), the last two with times to live beyond the year 2080. A page is its key,
+repeated. `killed` was not closed: rows are in the log alone. `striped` lies over `a` and `b`.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gdscache.commands.inspect import inspect
+from gdscache.commands.inspect.verification import verify
+from gdscache.disk.catalog_file import FORMAT_VERSION
+from tests.support.helpers import Host, prompt, quiet, settle
+
+OpenHost = Callable[..., Host]
+KEPT = sorted((Path(__file__).parents[2] / "formats" / str(FORMAT_VERSION)).glob("*.tar.xz"))
+PAGES = {(1, ""): 3, (2, "tenant"): 3, (3, ""): 1, (4, ""): 1, (5, ""): 1}
+
+
+def options(place: Path, name: str) -> dict[str, Any]:
+    if name != "striped":
+        return {"path": place / "a", "ssd": 12, "cpu": None}
+    return {"path": place / "a", "ssd": 520, "cpu": None, "ssd_options": {"stripes": [str(place / "b")]}}
+
+
+def unpacked(archive: Path, place: Path) -> str:
+    with tarfile.open(archive) as tar:
+        tar.extractall(place, filter="data")
+    return archive.name.split(".")[0]
+
+
+def test_there_are_some() -> None:
+    assert [archive.name.split(".")[0] for archive in KEPT] == ["closed", "killed", "striped"]
+
+
+@pytest.mark.parametrize("archive", KEPT, ids=lambda archive: archive.name.split(".")[0])
+def test_all_pages_are_found_and_more_are_stored(archive: Path, open_host: OpenHost, tmp_path: Path) -> None:
+    name = unpacked(archive, tmp_path)
+    for again in range(2):
+        host = open_host(**options(tmp_path, name))
+        host.data = lambda key: np.resize(np.frombuffer(key, np.uint8), host.layout.page_bytes)  # noqa: B023
+        ssd = host.engine.manager.ssd
+        assert ssd is not None
+        assert not ssd.lost
+        for (seed, salt), pages in PAGES.items():
+            assert host.load(prompt(seed, pages), salt=salt).tokens == 4 * pages  # compares the bytes
+        kept = {seed: ssd.index.retention(host.engine.pages(prompt(seed, 1))[0].key) for seed in (1, 3, 4, 5)}
+        assert {seed: (k.priority, k.expires is not None) for seed, k in kept.items() if k is not None} == {
+            1: (0, False),
+            3: (2, False),
+            4: (0, True),
+            5: (-1, True),
+        }
+        more = prompt(10 + again, 1)
+        host.store(more)
+        quiet(host.engine)
+        assert host.load(more).tokens == 4
+        assert host.engine.check().problems == ()
+        settle(host.engine)
+        host.engine.close()
+
+
+@pytest.mark.parametrize("archive", KEPT[:2], ids=lambda archive: archive.name.split(".")[0])
+def test_it_is_inspected_and_verified(archive: Path, tmp_path: Path) -> None:
+    unpacked(archive, tmp_path)
+    assert inspect(tmp_path / "a")["pages"] == sum(PAGES.values())
+    report = verify(tmp_path / "a")
+    assert (report["pages"], report["good_pages"]) == (sum(PAGES.values()), sum(PAGES.values()))

@@ -1,0 +1,67 @@
+"""The native library's n-th allocation finds no memory, once, a hundred times or from then on: an error or a miss, and
+no crash, no hang, no wrong byte; behind it everything works."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.helpers import SEED
+from tests.support.places import ROOT, SUPPORT
+
+SECONDS = 500
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C compiler to build memory_shim.c with")
+    path = tmp_path_factory.mktemp("shim") / "memory_shim.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-o", path, SUPPORT / "memory_shim.c", "-ldl"]
+    subprocess.run(command, check=True)
+    return path
+
+
+def attempts(shim: Path, work: Path, transport: str, pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    command = [sys.executable, SUPPORT / "memory_child.py", shim, work, transport, *(f"{a},{b}" for a, b in pairs)]
+    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(pairs)
+    return found
+
+
+def spread(total: int, number: int) -> list[int]:
+    return sorted({1 + k * total // number for k in range(number)})
+
+
+@pytest.mark.parametrize(
+    ("transport", "number"),
+    [
+        pytest.param("uring", 12, marks=pytest.mark.suite),
+        pytest.param("posix", 12, marks=pytest.mark.suite),
+        pytest.param("uring", 400, marks=pytest.mark.soak),
+        pytest.param("posix", 400, marks=pytest.mark.soak),
+    ],
+)
+def test_an_allocation_that_fails_is_an_error_or_a_miss(
+    shim: Path, tmp_path: Path, transport: str, number: int
+) -> None:
+    (whole,) = attempts(shim, tmp_path, transport, [(0, 0)])
+    assert (whole["failed"], whole["wrong"]) == (0, [])
+    assert whole["seen"] > 100, "the shim does not reach the library"
+    pairs = [(first, count) for first in spread(whole["seen"], number) for count in (1, 100)]
+    random.Random(SEED).shuffle(pairs)
+    for at in range(0, len(pairs), 40):
+        for one in attempts(shim, tmp_path, transport, pairs[at : at + 40]):
+            assert not one["wrong"], one

@@ -1,0 +1,115 @@
+"""Uses an engine while allocations of the native library fail, under memory_shim.c. Prints one JSON object a line.
+
+Started by test_no_memory.py: the shim, a directory, a transport, and pairs of the first allocation that fails
+and how many. Each is tried in a process of its own, which may crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gdscache.errors import GdsCacheError
+from gdscache.native import library
+from tests.support.helpers import Host, make_config, prompt
+
+PAGES = 4
+LONGEST_S = 30.0
+
+
+def span_of_the_library() -> tuple[int, int]:
+    """Where its code lies in this process."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "libgdscache_host" in line]
+    ends = [[int(word, 16) for word in fields[0].split("-")] for fields in lines]
+    return min(low for low, _ in ends), max(high for _, high in ends)
+
+
+def use(work: Path, transport: str) -> list[str]:
+    """What went wrong that must not: errors of nobody's, waits without end, lost pages."""
+    wrong, host = list[str](), None
+
+    def tried(what: str, call: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        try:
+            return call()
+        except (GdsCacheError, MemoryError):
+            return None
+        except BaseException as error:  # noqa: BLE001 - it is what the test looks for
+            wrong.append(f"{what}: {error!r}"[:200])
+            return None
+        finally:
+            if time.monotonic() - began > LONGEST_S / 2:
+                wrong.append(f"{what} took {time.monotonic() - began:.0f} s")
+
+    host = tried("open", lambda: Host(make_config(work, cpu=6, ssd=16, transport=transport, deadline=3), 32))
+    if host is None:
+        return wrong
+    for seed in range(2):
+        tokens = prompt(seed, PAGES)
+        tried("store", lambda tokens=tokens: host.store(tokens).result(10))
+        tried("load", lambda tokens=tokens: host.load(tokens))  # compares the bytes
+        tried("prefetch", lambda tokens=tokens: host.engine.prefetch(tokens).result(10))
+    tried("check", lambda: host.engine.check())
+    tried("close", host.engine.close)
+    return wrong
+
+
+def attempt(shim: Any, work: Path, transport: str, first: int, count: int) -> None:
+    """Behind a fork."""
+    low, high = span_of_the_library()
+    ctypes.c_void_p.in_dll(shim, "shim_low").value = low
+    ctypes.c_void_p.in_dll(shim, "shim_high").value = high
+    for name, value in (("count", count), ("seen", 0), ("failed", 0), ("first", first)):
+        ctypes.c_long.in_dll(shim, f"shim_{name}").value = value
+    wrong = use(work, transport)
+    ctypes.c_long.in_dll(shim, "shim_first").value = 0
+    seen, failed = (ctypes.c_long.in_dll(shim, f"shim_{name}").value for name in ("seen", "failed"))
+    host = Host(make_config(work, cpu=6, ssd=16), 32)  # the fault is over
+    for seed in range(2):
+        host.load(prompt(seed, PAGES))
+        host.store(prompt(10 + seed, PAGES)).result(10)
+        host.engine.drain(10)
+        if host.load(prompt(10 + seed, PAGES)).tokens != 4 * PAGES:
+            wrong.append("what is stored behind the fault is not found")
+    wrong += host.engine.check().problems
+    host.engine.close()
+    print(json.dumps({"first": first, "count": count, "seen": seen, "failed": failed, "wrong": wrong}), flush=True)
+
+
+def main() -> None:
+    path, place, transport, *pairs = sys.argv[1:]
+    logging.disable(logging.CRITICAL)
+    shim = ctypes.CDLL(path)
+    library.library()
+    for number, pair in enumerate(pairs):
+        first, count = map(int, pair.split(","))
+        work = Path(place, str(number))
+        child = os.fork()
+        if child == 0:
+            try:
+                attempt(shim, work, transport, first, count)
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
+        until = time.monotonic() + 3 * LONGEST_S
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
+            time.sleep(0.005)
+        if ended == (0, 0):
+            os.kill(child, 9)
+            ended = os.waitpid(child, 0)
+        status = os.waitstatus_to_exitcode(ended[1])
+        if status:
+            print(json.dumps({"first": first, "count": count, "wrong": [f"it ended with {status}"]}), flush=True)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
