@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.disk.catalog import Catalog
-from gdscache.errors import IOFailedError
+from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.storage.base import Op
 from gdscache.tiers.failed_reads import AGAIN_S, OFF_PAGES, OFF_S, TRY_S
 from tests.support.faulty import PLAN, Fault
@@ -164,3 +165,41 @@ def test_checksums_that_are_not_there_are_no_error_of_the_way(open_host: OpenHos
         writer.execute("DELETE FROM checksums WHERE slot = ?", (slot,))
     assert host.load(tokens).pages[1] is PageStatus.CHECKSUM
     assert tokens_of(host.engine, tokens) == 4
+
+
+# -- a ring that fails -------------------------------------------------------------------------------------------------
+
+
+def break_rings() -> int:
+    """What this process has of io_uring fails from now on, as where somebody closed its descriptors; how many there are."""
+    broken = 0
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[io_uring]":
+                os.dup2(nothing, int(name), inheritable=False)
+                broken += 1
+    os.close(nothing)
+    return broken
+
+
+@pytest.mark.parametrize("cpu", [None, 8])
+def test_a_ring_that_fails_costs_no_page(open_host: OpenHost, cpu: int | None) -> None:
+    try:
+        host = open_host(cpu=cpu, ssd=64, transport="uring")
+    except TransportUnavailableError as error:
+        pytest.skip(f"no io_uring: {error.message}")
+    for seed in range(3):
+        host.store(prompt(seed, PAGES))
+        quiet(host.engine)
+        drop_from(host.engine, *(["cpu"] if cpu else []))
+        assert break_rings() > 0, "there is no ring"
+        assert [host.load(prompt(n, PAGES)).tokens for n in range(seed + 1)] == [4 * PAGES] * (seed + 1)
+        assert break_rings() > 0
+        host.store(prompt(10 + seed, PAGES))
+        quiet(host.engine)
+        assert host.load(prompt(10 + seed, PAGES)).tokens == 4 * PAGES
+    assert not {"io_error", "short_read"} & misses(host.engine).keys()
+    settle(host.engine)
+    host.engine.close()
+    assert open_host(cpu=cpu, ssd=64).engine.stats()["tiers"]["ssd"]["pages"] == 6 * PAGES
