@@ -171,7 +171,7 @@ def test_checksums_that_are_not_there_are_no_error_of_the_way(open_host: OpenHos
 
 
 def break_rings() -> int:
-    """What this process has of io_uring fails from now on, as where somebody closed its descriptors; how many there are."""
+    """This process's rings fail from now on, as where somebody closed their descriptors; how many there are."""
     broken = 0
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
