@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.places import ROOT, SUPPORT
+from tests.support.shims import shim
 
 
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C compiler to build lock_shim.c with")
-    path = tmp_path_factory.mktemp("shim") / "lock_shim.so"
-    source = SUPPORT / "lock_shim.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-o", path, source, "-ldl"], check=True)
-    return path
+@pytest.fixture(scope="module", name="shim")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shim("lock_shim", tmp_path_factory.mktemp("shim"))
 
 
 @pytest.mark.parametrize("loads", ["at once", "in parts"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,19 +15,14 @@ import pytest
 
 from tests.support.helpers import SEED
 from tests.support.places import ROOT, SUPPORT
+from tests.support.shims import shim
 
 SECONDS = 500
 
 
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C compiler to build memory_shim.c with")
-    path = tmp_path_factory.mktemp("shim") / "memory_shim.so"
-    command = [compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-o", path, SUPPORT / "memory_shim.c", "-ldl"]
-    subprocess.run(command, check=True)
-    return path
+@pytest.fixture(scope="module", name="shim")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shim("memory_shim", tmp_path_factory.mktemp("shim"))
 
 
 def attempts(shim: Path, work: Path, transport: str, pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:

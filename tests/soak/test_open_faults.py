@@ -19,20 +19,14 @@ import pytest
 from tests.support.helpers import Host
 from tests.support.io_child import PAGES, PROMPTS, config
 from tests.support.places import ROOT, SUPPORT
+from tests.support.shims import shim
 
 EIO, ENOMEM, ENXIO, ENOSPC = 5, 12, 6, 28
 
 
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C compiler to build io_shim.c with")
-    path = tmp_path_factory.mktemp("shim") / "io_shim.so"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-o", path, SUPPORT / "io_shim.c", "-ldl"], check=True
-    )
-    return path
+@pytest.fixture(scope="module", name="shim")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shim("io_shim", tmp_path_factory.mktemp("shim"))
 
 
 @pytest.fixture(scope="module")
