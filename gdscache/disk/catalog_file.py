@@ -137,6 +137,19 @@ def close(connection: sqlite3.Connection) -> None:
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(connection))
 
 
+def lacking_room(directory: Path, slots: int, layers: int) -> int:
+    """Bytes that the file system lacks for a catalogue of so many pages, and its log; 0 where it has them. A row takes
+    some 100 bytes and 8 a layer; half as much again is lost between rows that come and go."""
+    wanted = slots * (128 + 8 * layers) * 3 // 2 + WAL_BYTES
+    with contextlib.suppress(OSError):
+        wanted -= (directory / CATALOG_NAME).stat().st_size
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return 0
+    return max(0, wanted - found.f_bavail * found.f_frsize)
+
+
 def last_written(directory: Path) -> float:
     """When a catalogue there was last written, in seconds since the epoch; 0 where there is none."""
     times = [0.0]

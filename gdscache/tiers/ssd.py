@@ -24,6 +24,7 @@ import numpy.typing as npt
 from gdscache.config import SsdConfig
 from gdscache.disk import stripes
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
+from gdscache.disk.catalog_file import lacking_room
 from gdscache.disk.directory import CacheDirectories
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
@@ -99,6 +100,7 @@ class SsdTier(DurableTier):
             undo.callback(self._catalog.close)
             self._slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
             self._directory.hold_slabs()  # those that were made just now
+            self._say_room(slots)
             self._directory.watch_catalog()
             self.io = SlabIO(self._slab, transport)
             undo.callback(self.io.close)
@@ -121,6 +123,17 @@ class SsdTier(DurableTier):
         self._commit_lock = threading.Lock()
         self._lost = ""  # why the directory is not ours alone any more
         self._closed = False
+
+    def _say_room(self, slots: int) -> None:
+        """The slab has its room; the catalogue grows with its pages."""
+        lacking = lacking_room(self.path, slots, self.layout.n_layers)
+        if lacking:
+            _log.warning(
+                "%s: the catalogue may need %d bytes more than are free there. Free them, or lower ssd.capacity. Where "
+                "it finds no room, pages are not stored (io_error), and none is lost",
+                self.path,
+                lacking,
+            )
 
     def _recover(self, slots: int, eviction: str, now: float) -> None:
         found = self._catalog.recover(min(slots, self._slab.valid_slots), now)

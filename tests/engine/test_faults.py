@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from gdscache import CacheEngine, PageStatus
+from gdscache.disk import catalog_file
 from gdscache.errors import IOFailedError, LoadFailedError, StorageError
 from gdscache.storage.base import Op
 from gdscache.testing.faults import ExtentPart
@@ -367,6 +368,24 @@ def test_a_catalogue_that_breaks_in_use_is_a_miss(open_host: OpenHost, slab: Pat
     with contextlib.suppress(StorageError):  # close() may say that the last deletions were not written
         host.engine.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("gdscache")]
+
+
+@pytest.mark.parametrize(("free", "said"), [(1 << 20, True), (1 << 40, False)])
+def test_room_for_the_catalogue_is_looked_for(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int, said: bool
+) -> None:
+    right = os.statvfs
+
+    def found(path: Any) -> Any:
+        return os.statvfs_result([*right(path)[:1], 1, *right(path)[2:4], free, *right(path)[5:]])  # units of a byte
+
+    monkeypatch.setattr(catalog_file.os, "statvfs", found)
+    with caplog.at_level(logging.WARNING, "gdscache"):
+        host = open_host()
+    assert any("the catalogue may need" in record.message for record in caplog.records) == said
+    host.store(prompt(1, 3))
+    quiet(host.engine)
+    assert host.load(prompt(1, 3)).tokens == 12
 
 
 def test_a_catalogue_that_takes_no_more_costs_stores_only(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
