@@ -56,7 +56,7 @@ class FailedReads:
     def failed(self, tier: Tier, entries: Iterable[Entry]) -> None:
         """Reads of these pages failed: drop those that are to be given up."""
         now, errors = self.clock(), self._tiers.setdefault(tier.name, _Errors())
-        self.watching = True
+        self.watching, given_up = True, list[bytes]()
         errors.since, errors.last = now if errors.since is None else errors.since, now
         for entry in entries:
             first = errors.pages.setdefault(entry.key, now)
@@ -64,9 +64,16 @@ class FailedReads:
                 errors.in_row.add(entry.key)
             if now - first >= AGAIN_S and errors.good > first and now - errors.since < TRY_S:
                 del errors.pages[entry.key]
-                self._counts["given_up"] += 1
-                _log.warning("%s: page %s is given up: reads of it fail", tier.name, entry.key.hex()[:16])
+                given_up.append(entry.key)
                 tier.index.drop(entry)
+        if given_up:
+            self._counts["given_up"] += len(given_up)
+            _log.warning(
+                "%s: %d pages are given up, %s first: reads of them fail",
+                tier.name,
+                len(given_up),
+                given_up[0].hex()[:16],
+            )
         while len(errors.pages) > _MOST_PAGES:
             del errors.pages[next(iter(errors.pages))]
         if len(errors.in_row) == OFF_PAGES and now - errors.since >= OFF_S and tier.served:
