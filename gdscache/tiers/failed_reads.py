@@ -57,7 +57,10 @@ class FailedReads:
         """Reads of these pages failed: drop those that are to be given up."""
         now, errors = self.clock(), self._tiers.setdefault(tier.name, _Errors())
         self.watching, given_up = True, list[bytes]()
-        errors.since, errors.last = now if errors.since is None else errors.since, now
+        if errors.since is None or (errors.until is None and now - errors.last > OFF_S):  # nobody asked meanwhile
+            errors.since = now
+            errors.in_row.clear()
+        errors.last = now
         for entry in entries:
             first = errors.pages.setdefault(entry.key, now)
             if len(errors.in_row) < OFF_PAGES:

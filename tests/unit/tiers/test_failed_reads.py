@@ -155,6 +155,13 @@ def test_a_tier_that_only_fails_is_switched_off_and_tried_each_second(world: Wor
     assert not world.reads.watching
 
 
+def test_a_time_in_which_nobody_reads_is_no_time_of_errors(world: World) -> None:
+    world.fail(*range(OFF_PAGES))
+    world.now += 3600
+    world.fail(1)
+    assert not world.off
+
+
 def test_a_few_pages_switch_nothing_off(world: World) -> None:
     for _ in range(100):
         world.fail(*range(OFF_PAGES - 1))
