@@ -29,6 +29,7 @@ from gdscache.tiers.quarantine import Late
 if TYPE_CHECKING:
     from gdscache.config import LoadConfig
     from gdscache.cuda.streams import Event
+    from gdscache.index.table import Entry
     from gdscache.pages.checksum import Checksums
 
 GROUP_SIZES = GroupSizes()  # layers that are read at a time
@@ -166,15 +167,15 @@ class LoadRun:
 
     def _ways(self, tier: Tier, rows: list[int]) -> list[tuple[Int64Array, Way]]:
         """Pages of a tier: those in memory; those that get a place in the landing tier, and those that get none."""
-        entries, numbers = [*map(self._plan.sources.__getitem__, rows)], integers(rows)
+        if isinstance(tier, DurableTier) and not tier.at_hand(self._entries(rows)):
+            rows = self._learned(tier, rows)
+            if not rows:
+                return []
+        entries, numbers = self._entries(rows), integers(rows)
         slots = integers([entry.slot for entry in entries])
         if not isinstance(tier, DurableTier):
             return [(numbers, self._out_of_memory(tier, numbers, slots))]
         tables = numbers, slots, checked_sums(tier, entries, self._layout.n_layers)
-        if not tier.at_hand(entries):  # nobody could say whether their bytes are right
-            there = [n for n, entry in enumerate(entries) if tier.at_hand((entry,))]
-            self._planner.finish(self._plan, np.delete(numbers, there), PageStatus.IO_ERROR)
-            tables, rows = _taken(tables, there), [rows[n] for n in there]
         targets = [*map(self._plan.targets.__getitem__, rows)]
         places = [target.slot for target in targets if target is not None]
         found = []
@@ -187,6 +188,19 @@ class LoadRun:
             part, of_part, sums = _taken(tables, [n for n, target in enumerate(targets) if target is None])
             found.append((part, self._read(tier, of_part, part, sums)))
         return found
+
+    def _entries(self, rows: list[int]) -> list[Entry]:
+        return [*map(self._plan.sources.__getitem__, rows)]
+
+    def _learned(self, tier: DurableTier, rows: list[int]) -> list[int]:
+        """Those of the rows whose checksums are at hand, now that the tier was told to read them; of the others nobody
+        could say whether their bytes are right. Asked before the checksums are taken: another load may read them
+        meanwhile."""
+        tier.learn(self._entries(rows))
+        there = [row for row in rows if tier.at_hand((self._plan.sources[row],))]
+        unread = sorted({*rows} - {*there})
+        self._planner.finish(self._plan, integers(unread), PageStatus.IO_ERROR)
+        return there
 
     def _out_of_memory(self, tier: Tier, rows: Int64Array, slots: Int64Array) -> Way:
         assert self._blocks is not None, "a prefetch of a page that is in memory"

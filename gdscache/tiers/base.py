@@ -128,10 +128,13 @@ class DurableTier(Tier):
     @abc.abstractmethod
     def checksums(self, entries: Sequence[Entry]) -> Checksums | None:
         """What the bytes of leased pages have to give, uint64 of shape (pages, layers); zeros where nothing is right.
-        What it could not find out for now is not `at_hand` behind it: these pages are not read, and stay.
+        What is not `at_hand` behind `learn` could not be found out for now: these pages are not read, and stay.
 
         None: that comes with the bytes, and `io` compares them itself (`CheckedIO`). For tiers that are not `served`.
         """
+
+    def learn(self, entries: Sequence[Entry]) -> None:
+        """Read what `checksums` of these needs I/O for. Takes time, and may fail: then they are not `at_hand`."""
 
     def at_hand(self, entries: Sequence[Entry]) -> bool:
         """Whether `checksums` of these needs no I/O."""

@@ -184,10 +184,9 @@ class SsdTier(DurableTier):
         It follows from the key that is asked for: what is stored for another page, or by another owner, matches no
         bytes. A page whose row says another namespace has zeros: to drop that namespace, or its own, would not find it.
         """
+        self.learn(entries)
         slots = [e.slot for e in entries]
         rows = integers(slots)
-        if not self._all_known(rows):
-            self._learn_checksums([slot for slot in slots if not self._known[slot]])
         sums = take_unbound(self._checksums, rows, [e.key for e in entries])
         wanted, found = [e.page.namespace for e in entries], self.index.namespaces_at(slots)
         if wanted != found:
@@ -313,6 +312,10 @@ class SsdTier(DurableTier):
             except IOFailedError as error:
                 _log.warning("%s: deletions wait for a later commit: %s", self.path, error)
 
+    def learn(self, entries: Sequence[Entry]) -> None:
+        if not self.at_hand(entries):
+            self._learn_checksums([entry.slot for entry in entries if not self._known[entry.slot]])
+
     def at_hand(self, entries: Sequence[Entry]) -> bool:
         return self._all_known(integers([entry.slot for entry in entries]))
 
@@ -331,9 +334,8 @@ class SsdTier(DurableTier):
             return
         with self.lock:
             known = np.frombuffer(self._known, dtype=np.bool_)
-            asked = np.array(
-                [slot for slot in slots if not known[slot]], np.int64
-            )  # what was written meanwhile is newer
+            # What was written meanwhile is newer.
+            asked = np.array([slot for slot in slots if not known[slot]], np.int64)
             self._checksums[asked] = 0  # of a row that has none: no bytes match
             new = ~known[found]
             self._checksums[found[new]] = sums[new]

@@ -14,7 +14,9 @@ import pytest
 from gdscache import CacheEngine, PageStatus
 from gdscache.disk.catalog import Catalog
 from gdscache.errors import IOFailedError, TransportUnavailableError
+from gdscache.native import tables
 from gdscache.storage.base import Op
+from gdscache.tiers import ssd as ssd_tier
 from gdscache.tiers.failed_reads import AGAIN_S, OFF_PAGES, OFF_S, TRY_S
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import Host, drop_from, prompt, quiet, settle, tokens_of
@@ -165,6 +167,30 @@ def test_checksums_that_are_not_there_are_no_error_of_the_way(open_host: OpenHos
         writer.execute("DELETE FROM checksums WHERE slot = ?", (slot,))
     assert host.load(tokens).pages[1] is PageStatus.CHECKSUM
     assert tokens_of(host.engine, tokens) == 4
+
+
+def test_checksums_that_another_load_reads_meanwhile_judge_no_page(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, (tokens, *_) = stored(open_host, cpu=None)
+    ssd = host.engine.manager.ssd
+    assert ssd is not None
+    take = tables.take_unbound
+
+    def meanwhile(sums: Any, rows: Any, keys: Any) -> Any:
+        taken = take(sums, rows, keys)
+        ssd._learn_checksums(rows.tolist())  # reads of the catalogue succeed again
+        return taken
+
+    def refuse_once(*_: Any) -> Any:
+        patch.undo()
+        patch.setattr(ssd_tier, "take_unbound", meanwhile)
+        raise IOFailedError("the catalogue cannot be read", "", 5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "checksum_rows", refuse_once)
+        assert set(host.load(tokens).pages) == {FAILED}
+    assert host.load(tokens).tokens == 4 * PAGES
 
 
 # -- a ring that fails -------------------------------------------------------------------------------------------------
