@@ -9,7 +9,10 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Sequence
+
+END = b"\0the child has ended"
 
 
 def on_terminal(arguments: Sequence[str], columns: int = 80) -> tuple[int, str]:
@@ -20,17 +23,25 @@ def on_terminal(arguments: Sequence[str], columns: int = 80) -> tuple[int, str]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     child = subprocess.Popen([sys.executable, *arguments], stdout=theirs, stderr=subprocess.DEVNULL)
-    os.close(theirs)
+
+    def end() -> None:
+        child.wait()
+        os.write(theirs, END)
+
+    # A terminal whose last writer closes it may lose what nobody has read yet, so this end stays open, and a mark
+    # behind the child's output says that all of it has come.
+    ender = threading.Thread(target=end)
+    ender.start()
     written = b""
     try:
-        while chunk := os.read(ours, 1 << 16):
-            written += chunk
-    except OSError:  # Linux says EIO at the end of a terminal
-        pass
+        while not written.endswith(END):
+            written += os.read(ours, 1 << 16)
     finally:
+        child.kill()  # where the reading was interrupted
+        ender.join()
+        os.close(theirs)
         os.close(ours)
-        status = child.wait(60)
-    return status, _without_colors(written.decode().replace("\r\n", "\n"))
+    return child.wait(), _without_colors(written.removesuffix(END).decode().replace("\r\n", "\n"))
 
 
 def _without_colors(text: str) -> str:
