@@ -133,7 +133,8 @@ def inspect_directory(
     """
     from gdscache.commands.inspect import compare, inspect, tables
 
-    report = inspect(directory)
+    with progress_bar() as progress:
+        report = inspect(directory, progress)
     if pair is not None:
         _show(compare(report, *pair), tables.compare_tables, as_json=as_json)
     else:

@@ -7,6 +7,7 @@ deletion of its row is committed. So a kill at any instant leaves rows that are 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import json
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from gdscache.disk import catalog_file
 from gdscache.disk.catalog_file import CorruptCatalogError
 from gdscache.disk.namespaces import descriptions, prune
-from gdscache.disk.recovery import LAST_MILLISECOND, Recovered, delete_pages, scan
+from gdscache.disk.recovery import LAST_MILLISECOND, Recovered, clean, delete_pages, scan
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, SlotRangeError
 from gdscache.pages.checksum import MOST_SUMS
 
@@ -110,12 +111,13 @@ class Catalog:
             try:
                 with catalog_file.sqlite_errors(self.path, "read"):
                     with self._transaction() as writer:
-                        recovered = scan(writer, slots, self._extent_bytes, self._set_aside, now)
+                        recovered = scan(writer, slots, self._extent_bytes, now)
+                        clean(writer, recovered, slots)
                     self._namespace_ids = {}
-                    return recovered
+                    return dataclasses.replace(recovered, set_aside=self._set_aside)
             except CorruptCatalogError as error:
                 self._close_connections()
-                self._rebuild(error, lambda copy: scan(copy, slots, self._extent_bytes, None, now))
+                self._rebuild(error, lambda copy: scan(copy, slots, self._extent_bytes, now))
                 return Recovered(set_aside=self._set_aside)
 
     def commit(
@@ -213,7 +215,7 @@ class Catalog:
             rows = list(descriptions(self._connection(self._reader)))
         try:
             return {digest: json.loads(text or b"{}") for _, digest, text in rows}
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise IOFailedError(f"{self.path}: a namespace's description is damaged: {error}") from error
 
     def count(self) -> int:

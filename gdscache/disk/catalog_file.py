@@ -71,6 +71,8 @@ def sqlite_errors(path: Path, what: str) -> Iterator[None]:
         yield
     except MemoryError as error:  # as which the module raises SQLITE_NOMEM
         raise IOFailedError(f"{path} cannot be {what}: out of memory", "free memory", errno.ENOMEM) from error
+    except UnicodeDecodeError as error:  # the name of a column, or SQLite's message that quotes one
+        raise CorruptCatalogError(f"{path} is corrupt: {error}") from error
     except sqlite3.Error as error:
         # No code: the error is the module's own, about text that does not decode.
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
@@ -169,19 +171,17 @@ def bound_log(writer: sqlite3.Connection, path: Path) -> None:
 
 
 def is_corrupt(path: Path, judge: Callable[[sqlite3.Connection], object]) -> bool:
-    """Whether a catalogue that SQLite calls corrupt is: its bytes, each read without an error, are judged in memory.
+    """Whether a catalogue that SQLite calls corrupt is: its bytes, each read without an error, are judged in a copy.
 
-    `judge` is given a connection to that copy, and raises what SQLite does or `CorruptCatalogError`. Takes twice the
-    catalogue's size in memory. Raises `IOFailedError` where a byte cannot be read or memory is short.
+    `judge` is given a connection that reads that copy, and raises what SQLite does or `CorruptCatalogError`. Raises
+    `IOFailedError` where a byte cannot be read, the copy cannot be written or memory is short.
     """
-    with _os_errors(path, "read"), sqlite_errors(path, "read"):
-        image = catalog_image.read_image(path)
-    if (
-        len(image) >= 20 and image[18:20] != b"\1\1"
-    ):  # of a version from the future, which SQLite reads and never writes
-        return True
     try:
-        with sqlite_errors(path, "read"), contextlib.closing(catalog_image.open_image(image)) as connection:
+        with (
+            _os_errors(path, "read"),
+            sqlite_errors(path, "read"),
+            catalog_image.open_copy(path) as connection,
+        ):
             verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if verdict == "ok":
                 judge(connection)
@@ -253,7 +253,8 @@ def _nobody_else(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # none: see `sqlite_errors`
+        if code & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise
         raise DirectoryInUseError(
             f"{path} is open in another program",

@@ -1,114 +1,196 @@
-"""A catalogue as its files have it, in memory: the database with what its log has committed, read without SQLite.
+"""A catalogue as its files have it, in a file of our own: the database with what its log has committed.
 
 SQLite tells of a read that failed as it tells of damage (a result code of the one, EIO, becomes that of the other), and
-makes files to read a log. Here every byte is read once, an error of the device is an error, and nothing is written. The
-log's format is that of https://www.sqlite.org/fileformat2.html#the_write_ahead_log
+makes files to read a log. Here every byte is read once, an error of the device is an error, nothing is written beside
+the catalogue, and no more of it is in memory than a few MiB. The log's format is that of
+https://www.sqlite.org/fileformat2.html#the_write_ahead_log
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import struct
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.errors import IOFailedError
+
 PIECE = 1 << 20  # bytes of a read
 LOG_SUFFIX = "-wal"
 _HEADER, _FRAME = 32, 24  # bytes before the first frame, and before each page
 _MAGIC, _VERSION = 0x377F0682, 3007000
-_FRAMES_AT_ONCE = 1024
 _WORDS = 1 << 32
+_VERSIONS = 18  # where a database says which versions may write and read it: 1 without a log, 2 with one
 
 Words = npt.NDArray[np.uint32]
+Progress = Callable[[int, int, str], object]
 
 
-def read_image(path: Path) -> bytearray:
-    """The database at `path` as its last commit left it. Raises `OSError` where a byte cannot be read."""
-    image = _read(path)
+@contextlib.contextmanager
+def open_copy(path: Path, progress: Progress = lambda done, total, text: None) -> Iterator[sqlite3.Connection]:
+    """A connection that reads a copy of the database at `path` as its last commit left it; from several threads in
+    turn.
+
+    The copy is a file in the directory for temporary files (`TMPDIR`), and has no name: it goes with the process.
+    `progress(done, total, text)` counts bytes. Raises `OSError` where a byte cannot be read, `IOFailedError` where the
+    copy cannot be written, `sqlite3.DatabaseError` where the database is of a version that SQLite would only read.
+    """
+    with contextlib.ExitStack() as undo:
+        with _room("made"):
+            copy, name = tempfile.mkstemp(prefix="gdscache-", suffix=".sqlite")
+        undo.callback(os.close, copy)
+        try:  # SQLite opens by a name, and reads nothing until it is asked
+            uri = f"{Path(name).absolute().as_uri()}?mode=ro"
+            opened = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+        finally:
+            os.unlink(name)
+        undo.enter_context(contextlib.closing(opened))
+        copy_database(path, copy, progress)
+        if os.pread(copy, 2, _VERSIONS) not in (b"\1\1", b""):
+            raise sqlite3.DatabaseError("it is of a version from the future, which SQLite reads and never writes")
+        yield opened
+
+
+def copy_database(path: Path, copy: int, progress: Progress = lambda done, total, text: None) -> None:
+    """Write the database at `path` and its log's commits to the empty file `copy`. Raises as `open_copy`."""
+    with _reading(path) as database:
+        total, done = os.fstat(database).st_size, 0
+        while piece := os.pread(database, PIECE, done):
+            _write(copy, piece, done)
+            done += len(piece)
+            progress(done, max(total, done), "bytes of the catalogue")
     try:
-        log = _read(Path(f"{path}{LOG_SUFFIX}"))
+        with _reading(Path(f"{path}{LOG_SUFFIX}")) as log:
+            _apply(copy, log)
     except FileNotFoundError:
-        log = bytearray()
-    _apply(image, log)
-    if image[18:20] == b"\2\2":
-        image[18:20] = b"\1\1"  # a database in memory has no log
-    return image
+        pass
+    if os.pread(copy, 2, _VERSIONS) == b"\2\2":
+        _write(copy, b"\1\1", _VERSIONS)
 
 
-def open_image(image: bytearray) -> sqlite3.Connection:
-    """A connection to a copy of an image; nothing that it does reaches a file. From several threads in turn."""
-    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    if image:
-        connection.deserialize(image)
-    return connection
+@contextlib.contextmanager
+def _room(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise IOFailedError(
+            f"a copy of the catalogue cannot be {what} in the directory for temporary files: {error.strerror}",
+            "set TMPDIR to a directory with as much room as the catalogue and its log take",
+            error.errno,
+        ) from error
 
 
-def _read(path: Path) -> bytearray:
-    content = bytearray()
+def _write(copy: int, data: bytes | memoryview, offset: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        with _room("written"):
+            count = os.pwrite(copy, rest, offset)
+        rest, offset = rest[count:], offset + count
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[int]:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        while piece := os.pread(fd, PIECE, len(content)):
-            content += piece
+        yield fd
     finally:
         os.close(fd)
-    return content
 
 
-def _apply(image: bytearray, log: bytearray) -> None:
-    """Put the pages of all whole transactions of a log into the image; what follows the last one does not count."""
-    if len(log) < _HEADER:
+def _apply(copy: int, log: int) -> None:
+    """Put the pages of all whole transactions of a log into the copy; what follows the last one does not count."""
+    header = os.pread(log, _HEADER, 0)
+    if len(header) < _HEADER:
         return
-    magic, version, size, _, *salts = struct.unpack_from(">6I", log)
+    magic, version, size, _, *salts = struct.unpack_from(">6I", header)
     if magic & ~1 != _MAGIC or version != _VERSION or size not in [1 << n for n in range(9, 17)]:
         return
     order = ">u4" if magic & 1 else "<u4"
-    state = _checksum(np.frombuffer(log, order, 6).reshape(1, 6).astype(np.uint32), (0, 0))[0]
-    if state != struct.unpack_from(">2I", log, 24):
+    state = _checksum(np.frombuffer(header, order, 6).reshape(1, 6).astype(np.uint32), _weights(6), (0, 0))[0]
+    if state != struct.unpack_from(">2I", header, 24):
         return
-    frames = (len(log) - _HEADER) // (_FRAME + size)
-    table = np.frombuffer(log, np.uint8, frames * (_FRAME + size), _HEADER).reshape(frames, _FRAME + size)
-    heads = np.ascontiguousarray(table[:, :_FRAME]).view(">u4").tolist()
-    whole, pages = 0, 0  # frames up to the last commit, and the pages of the database then
-    for first in range(0, frames, _FRAMES_AT_ONCE):
-        some = table[first : first + _FRAMES_AT_ONCE]
-        summed = np.ascontiguousarray(np.hstack((some[:, :8], some[:, _FRAME:]))).view(order).astype(np.uint32)
-        for at, after in enumerate(_checksum(summed, state), first):
-            number, commit, salt, pepper, *sums = heads[at]
+    whole, pages = _committed(log, size, order, salts, state)
+    if not whole:
+        return
+    for first, frames in _frames(log, size):
+        for at, head in enumerate(_heads(frames[: whole - first])):
+            if head[0] <= pages:
+                _write(copy, frames[at, _FRAME:].data, (head[0] - 1) * size)
+        if first + len(frames) >= whole:
+            break
+    with _room("written"):
+        os.ftruncate(copy, pages * size)
+
+
+def _committed(log: int, size: int, order: str, salts: list[int], state: tuple[int, int]) -> tuple[int, int]:
+    """Frames up to the last commit, and the pages that the database has then."""
+    whole = pages = 0
+    weights = _weights((8 + size) // 4)
+    for first, frames in _frames(log, size):
+        summed = np.ascontiguousarray(np.hstack((frames[:, :8], frames[:, _FRAME:]))).view(order).astype(np.uint32)
+        for at, (head, after) in enumerate(zip(_heads(frames), _checksum(summed, weights, state), strict=True), first):
+            number, commit, salt, pepper, *sums = head
             if [salt, pepper] != salts or after != tuple(sums) or not number:
-                frames = 0
-                break
+                return whole, pages
             state = after
             if commit:
                 whole, pages = at + 1, commit
-        if not frames:
-            break
-    if whole:
-        image.extend(bytes(max(0, pages * size - len(image))))
-        for at in range(whole):
-            number = heads[at][0]
-            if number <= pages:
-                image[(number - 1) * size : number * size] = table[at, _FRAME:].tobytes()
-        del image[pages * size :]
+    return whole, pages
 
 
-def _checksum(rows: Words, state: tuple[int, int]) -> list[tuple[int, int]]:
-    """SQLite's running checksum after each row, beginning with `state`.
+def _frames(log: int, size: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+    """The number of a whole frame, and the bytes of some from there on, uint8 of shape (frames, header and page)."""
+    step = _FRAME + size
+    most = max(1, PIECE // step)
+    first = 0
+    while True:
+        data = bytearray()
+        while len(data) < most * step:
+            piece = os.pread(log, most * step - len(data), _HEADER + first * step + len(data))
+            if not piece:
+                break
+            data += piece
+        count = len(data) // step
+        if count:
+            yield first, np.frombuffer(data, np.uint8, count * step).reshape(count, step)
+        if count < most:
+            return
+        first += count
+
+
+def _heads(frames: npt.NDArray[np.uint8]) -> list[list[int]]:
+    """Of each frame: page, pages of the database after a commit or 0, two salts, two checksums."""
+    heads: list[list[int]] = np.ascontiguousarray(frames[:, :_FRAME]).view(">u4").tolist()
+    return heads
+
+
+def _weights(words: int) -> Words:
+    """What each word of a row counts for in SQLite's running checksum: uint32 of shape (words, 2).
 
     A pair of words (x, y) takes it from (a, b) to (a + b + x, a + 2 b + x + y): a matrix, whose powers weigh the words
-    of a row, so that only the step from row to row is left to Python.
+    of a row, so that only the step from row to row is left to Python. The last two rows are how (a, b) counts.
     """
-    pairs = rows.shape[1] // 2
-    weights = np.empty((2 * pairs, 2), np.uint32)
+    weights = np.empty((words + 2, 2), np.uint32)
     a, b, d = 1, 0, 1  # the power of the matrix [[1, 1], [1, 2]], which is symmetric: [[a, b], [b, d]]
-    for pair in reversed(range(pairs)):
+    for pair in reversed(range(words // 2)):
         weights[2 * pair] = (a + b) % _WORDS, (b + d) % _WORDS
         weights[2 * pair + 1] = b, d
         a, b, d = (a + b) % _WORDS, (b + d) % _WORDS, (b + 2 * d) % _WORDS
+    weights[words:] = (a, b), (b, d)
+    return weights
+
+
+def _checksum(rows: Words, weights: Words, state: tuple[int, int]) -> list[tuple[int, int]]:
+    """SQLite's running checksum after each row, beginning with `state`."""
+    (a, b), (_, d) = weights[-2:].tolist()
     told = []
-    for x, y in (rows @ weights).tolist():
+    for x, y in (rows @ weights[:-2]).tolist():
         state = (a * state[0] + b * state[1] + x) % _WORDS, (b * state[0] + d * state[1] + y) % _WORDS
         told.append(state)
     return told

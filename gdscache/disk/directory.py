@@ -53,10 +53,10 @@ class CacheDirectory:
         self._watch = watch
 
     @classmethod
-    def open(cls, path: Path, *, sweep: bool = True) -> CacheDirectory:
+    def open(cls, path: Path, *, engine: bool = True) -> CacheDirectory:
         """Make the directory if it is missing (mode 0700) and take ownership of it.
 
-        An existing directory keeps its mode. `sweep`: for an engine, which removes what the probe of a killed owner
+        An existing directory keeps its mode. `engine`: for an engine, which removes what the probe of a killed owner
         left, and waits some seconds for a verification to give way.
 
         Raises `NotADirectoryPathError`, `DirectoryNotWritableError`, `DirectoryInUseError` (another process, or another
@@ -71,14 +71,14 @@ class CacheDirectory:
                 _refuse_foreign_writers(path)
             except OSError as error:
                 raise _refusal(path, error) from error
-            lock = _lock(path, LOCK_NAME, create=True, patient=sweep)
+            lock = _lock(path, LOCK_NAME, create=True, patient=engine)
             watch.locks.append(lock)
             undo.callback(watch.close)
-            if sweep:
+            if engine:
                 _sweep(path)
             try:
                 os.ftruncate(lock.descriptor, 0)
-                os.pwrite(lock.descriptor, _describe_owner("engine" if sweep else "verification"), 0)
+                os.pwrite(lock.descriptor, _describe_owner("engine" if engine else "verification"), 0)
             except OSError as error:
                 raise _refusal(path, error) from error
             undo.pop_all()
@@ -124,10 +124,10 @@ class CacheDirectories:
         self._owned = tuple(owned)
 
     @classmethod
-    def open(cls, paths: Sequence[Path], *, sweep: bool = True) -> CacheDirectories:
+    def open(cls, paths: Sequence[Path], *, engine: bool = True) -> CacheDirectories:
         """Take ownership of all of `paths`, or of none. Raises what `CacheDirectory.open` does."""
         with contextlib.ExitStack() as undo:
-            owned = [undo.enter_context(CacheDirectory.open(path, sweep=sweep)) for path in paths]
+            owned = [undo.enter_context(CacheDirectory.open(path, engine=engine)) for path in paths]
             undo.pop_all()
         return cls(owned)
 
@@ -203,7 +203,7 @@ def _lock(directory: Path, name: str, *, create: bool, patient: bool) -> FileLoc
                 try:
                     return FileLock.open(path, create=create)
                 except BlockingIOError as error:
-                    what = _owner(directory).get("what", "") if patient else "engine"
+                    what = str(_owner(directory).get("what", "")) if patient else "engine"
                     most = {"verification": VERIFICATION_S, "": NAME_S}.get(what, 0.0)
                     if time.monotonic() - began >= most:
                         raise DirectoryInUseError(*_owner_message(directory, name)) from error
@@ -267,7 +267,7 @@ def _owner_message(path: Path, name: str) -> tuple[str, str]:
     try:
         pid, host = int(owner["pid"]), str(owner["host"])
         started, command = str(owner["started"]), str(owner["command"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return f"{path} is in use by a process that has not said its name yet", hint
     if owner.get("what") == "verification":
         hint = "gdscache verify reads it: wait for its end, or end it"
@@ -281,7 +281,7 @@ def _owner(path: Path) -> dict[str, Any]:
     """What the lock file says of its holder; nothing where that is nothing yet."""
     try:
         owner = json.loads(_content(path / LOCK_NAME))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}
 

@@ -1,4 +1,4 @@
-"""Reading the whole catalogue at open: a million rows in about a second, and rows that are not whole removed."""
+"""Reading the whole catalogue at open, a million rows in about a second; then rows that are no pages are removed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ from gdscache.pages.columns import find
 
 SCAN_SLOTS = 1 << 15  # slots a query: a few MiB of keys at a time
 LAST_MILLISECOND = 1 << 53  # since the epoch; a later end than that is none
+
+OUTSIDE = (
+    "slot < 0 OR slot >= ?"  # the slab, of so many slotsMANY = 1 << 14  # unusable rows, that are worth a table anew
+)
 
 WHOLE_ROW = (
     f"typeof(key) = 'blob' AND length(key) = {KEY_BYTES} AND typeof(parent) = 'blob' AND length(parent) = {KEY_BYTES} "
@@ -60,10 +64,11 @@ NO_KEYS: Keys = np.empty(0, f"V{KEY_BYTES}")
 class Recovered:
     """What the catalogue knew at open: columns of equal length, and `order`, the rows from the least recent one on.
 
-    `keys` and `parents` are of dtype V32, the others int64; `namespaces` are positions in `digests`. `causes` has the
-    slots of the rows that were deleted: `slot` (outside the slab), `row` (a value of the wrong type or size),
-    `length`, `namespace` (unknown), `expired`, `duplicate` (a key once more; its most recent row stays), `parent` (the
-    page would follow itself, at once or by way of others). `set_aside` is where a corrupt catalogue was moved to.
+    `keys` and `parents` are of dtype V32, the others int64; `namespaces` are positions in `digests`, whose ids in the
+    catalogue are `ids`. `causes` has the slots of the rows that are none of these pages': `slot` (outside the slab),
+    `row` (a value of the wrong type or size), `length`, `namespace` (unknown), `expired`, `duplicate` (a key once more;
+    its most recent row stays), `parent` (the page would follow itself, at once or by way of others). `set_aside` is
+    where a corrupt catalogue was moved to.
 
     `above` is the position of the page that each one follows; -1 where that is not there.
     `retained` are the positions of pages with a retention of their own, in columns with `priorities` (int64) and
@@ -74,6 +79,7 @@ class Recovered:
     keys: Keys = dataclasses.field(default_factory=NO_KEYS.copy)
     parents: Keys = dataclasses.field(default_factory=NO_KEYS.copy)
     digests: list[bytes] = dataclasses.field(default_factory=list)
+    ids: list[int] = dataclasses.field(default_factory=list)
     namespaces: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
     lengths: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
     recency: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
@@ -128,55 +134,46 @@ class _Retentions:
         return order[at[there]], there
 
 
-def scan(
-    writer: sqlite3.Connection, slots: int, extent_bytes: int, set_aside: Path | None, now: float = -math.inf
-) -> Recovered:
-    """All whole rows of slots below `slots` that have not expired by `now`; the others are deleted, in the transaction
-    that the caller has begun."""
+def scan(connection: sqlite3.Connection, slots: int, extent_bytes: int, now: float = -math.inf) -> Recovered:
+    """All whole rows of slots below `slots` that have not expired by `now`, and why the others are none. Only reads."""
     causes: dict[int, str] = {}
-
-    def drop(cause: str, some: Iterable[int]) -> None:
-        found = [int(slot) for slot in some]
-        delete_pages(writer, found)
-        causes.update(dict.fromkeys(found, cause))
-
-    drop("slot", _outside(writer, slots))
-    columns = _read(writer, slots)
-    if len(columns.slots) != writer.execute("SELECT count(*) FROM pages").fetchone()[0]:
-        drop("row", [slot for (slot,) in writer.execute(f"SELECT slot FROM pages WHERE NOT ({WHOLE_ROW})")])
-    names = namespaces_by_id(writer, np.unique(columns.namespaces).tolist())
-    retentions = _retentions(writer)
-    for cause, some in (("row", retentions.broken), ("expired", retentions.slots[retentions.expires <= now].tolist())):
-        if some:
-            gone = np.isin(columns.slots, some)
-            drop(cause, columns.slots[gone].tolist())
-            columns = columns.take(~gone)
+    outside = [slot for (slot,) in connection.execute(f"SELECT slot FROM pages WHERE {OUTSIDE}", (slots,))]
+    causes.update(dict.fromkeys(outside, "slot"))
+    columns = _read(connection, slots)
+    if len(columns.slots) + len(outside) != connection.execute("SELECT count(*) FROM pages").fetchone()[0]:
+        broken = f"SELECT slot FROM pages WHERE NOT ({OUTSIDE}) AND NOT ({WHOLE_ROW})"
+        causes.update((slot, "row") for (slot,) in connection.execute(broken, (slots,)))
+    names = namespaces_by_id(connection, np.unique(columns.namespaces).tolist())
+    retentions = _retentions(connection, slots)
     bad_length = (columns.lengths < 1) | (columns.lengths > extent_bytes)
-    bad_name = ~bad_length & ~np.isin(columns.namespaces, list(names))
-    if bad_length.any() or bad_name.any():
-        drop("length", columns.slots[bad_length].tolist())
-        drop("namespace", columns.slots[bad_name].tolist())
-        columns = columns.take(~(bad_length | bad_name))
+    for cause, bad in (
+        ("row", np.isin(columns.slots, retentions.broken)),
+        ("expired", np.isin(columns.slots, retentions.slots[retentions.expires <= now])),
+        ("length", bad_length),
+        ("namespace", ~np.isin(columns.namespaces, list(names))),
+    ):
+        for slot in columns.slots[bad].tolist():
+            causes.setdefault(slot, cause)
+    if causes:
+        columns = columns.take(~np.isin(columns.slots, list(causes)))
     repeated = _repeated(columns)
     if len(repeated):
-        drop("duplicate", columns.slots[repeated].tolist())
+        causes.update(dict.fromkeys(columns.slots[repeated].tolist(), "duplicate"))
         columns = columns.take(np.delete(np.arange(len(columns.slots)), repeated))
     above = find(columns.keys, columns.parents)
     circle = circular(above)
     if len(circle):
-        drop("parent", columns.slots[circle].tolist())
+        causes.update(dict.fromkeys(columns.slots[circle].tolist(), "parent"))
         columns = columns.take(np.delete(np.arange(len(columns.slots)), circle))
         above = find(columns.keys, columns.parents)
     retained, there = retentions.positions(columns.slots)
-    if not there.all():  # of pages that are gone
-        writer.execute("DELETE FROM retention WHERE slot NOT IN (SELECT slot FROM pages)")
     used, namespaces = np.unique(columns.namespaces, return_inverse=True)
-    tidy(writer, set(used.tolist()))
     return Recovered(
         slots=columns.slots,
         keys=columns.keys,
         parents=columns.parents,
         digests=[names[name] for name in used.tolist()],
+        ids=used.tolist(),
         namespaces=namespaces,
         lengths=columns.lengths,
         recency=columns.recency,
@@ -186,8 +183,17 @@ def scan(
         priorities=retentions.priorities[there],
         expires=retentions.expires[there],
         causes=causes,
-        set_aside=set_aside,
     )
+
+
+def clean(writer: sqlite3.Connection, found: Recovered, slots: int) -> None:
+    """Delete what `scan` found no page for, in the transaction that the caller has begun."""
+    for table in ("retention", "checksums"):
+        writer.execute(f"DELETE FROM {table} WHERE {OUTSIDE}", (slots,))
+    delete_pages(writer, found.causes)
+    if writer.execute("SELECT count(*) FROM retention").fetchone()[0] != len(found.retained):  # some of no page
+        writer.execute("DELETE FROM retention WHERE slot NOT IN (SELECT slot FROM pages)")
+    tidy(writer, set(found.ids))
 
 
 def delete_pages(writer: sqlite3.Connection, slots: Iterable[int]) -> None:
@@ -202,31 +208,25 @@ def delete_pages(writer: sqlite3.Connection, slots: Iterable[int]) -> None:
         writer.executemany(f"DELETE FROM {table} WHERE slot BETWEEN ? AND ?", runs)
 
 
-def _outside(writer: sqlite3.Connection, slots: int) -> list[int]:
-    """Slots of pages outside the slab; of other tables, what lies there is deleted."""
-    for table in ("retention", "checksums"):
-        writer.execute(f"DELETE FROM {table} WHERE slot < 0 OR slot >= ?", (slots,))
-    return [slot for (slot,) in writer.execute("SELECT slot FROM pages WHERE slot < 0 OR slot >= ?", (slots,))]
-
-
-def _retentions(writer: sqlite3.Connection) -> _Retentions:
-    broken = [slot for (slot,) in writer.execute(f"SELECT slot FROM retention WHERE NOT ({WHOLE_RETENTION})")]
-    select = f"SELECT slot, priority, expires FROM retention WHERE {WHOLE_RETENTION} ORDER BY slot"
-    slots, priorities, expires = list(zip(*writer.execute(select), strict=True)) or ((), (), ())
+def _retentions(connection: sqlite3.Connection, slots: int) -> _Retentions:
+    inside = f"NOT ({OUTSIDE})"
+    broken = f"SELECT slot FROM retention WHERE {inside} AND NOT ({WHOLE_RETENTION})"
+    select = f"SELECT slot, priority, expires FROM retention WHERE {inside} AND {WHOLE_RETENTION} ORDER BY slot"
+    found, priorities, expires = list(zip(*connection.execute(select, (slots,)), strict=True)) or ((), (), ())
     return _Retentions(
-        np.array(slots, np.int64),
+        np.array(found, np.int64),
         np.array(priorities, np.int64),
         np.array([math.inf if at is None else at / 1000 for at in expires], np.float64),
-        broken,
+        [slot for (slot,) in connection.execute(broken, (slots,))],
     )
 
 
-def _read(writer: sqlite3.Connection, slots: int) -> _Columns:
+def _read(connection: sqlite3.Connection, slots: int) -> _Columns:
     keys, parents = [], []
     numbers: list[list[Int64Array]] = [[], [], [], []]
-    end = min(slots, (writer.execute("SELECT max(slot) FROM pages").fetchone()[0] or 0) + 1)
+    end = min(slots, (connection.execute("SELECT max(slot) FROM pages").fetchone()[0] or 0) + 1)
     for first in range(0, end, SCAN_SLOTS):
-        key, parent, *some = _read_some(writer, first, min(first + SCAN_SLOTS, end))
+        key, parent, *some = _read_some(connection, first, min(first + SCAN_SLOTS, end))
         if key is not None:
             keys.append(key)
             parents.append(parent)
@@ -241,21 +241,21 @@ def _read(writer: sqlite3.Connection, slots: int) -> _Columns:
     return columns
 
 
-def _read_some(writer: sqlite3.Connection, first: int, end: int) -> tuple[Any, ...]:
+def _read_some(connection: sqlite3.Connection, first: int, end: int) -> tuple[Any, ...]:
     """Keys and parents, joined, then slots, recency, namespaces and lengths; of the whole rows in `first ... end-1`."""
-    guess = writer.execute(FIRST, (first, end)).fetchone()
+    guess = connection.execute(FIRST, (first, end)).fetchone()
     if guess is None:
         return None, None, *[NO_INTEGERS] * 4
     try:
-        key, parent, slots, recency, count = writer.execute(UNIFORM, (first, end, *guess)).fetchone()
+        key, parent, slots, recency, count = connection.execute(UNIFORM, (first, end, *guess)).fetchone()
     except sqlite3.DataError as error:
         if error.sqlite_errorcode != sqlite3.SQLITE_TOOBIG:
             raise
         count = -1
-    if count == writer.execute(COUNT, (first, end)).fetchone()[0]:
+    if count == connection.execute(COUNT, (first, end)).fetchone()[0]:
         namespaces, lengths = (np.full(count, value, np.int64) for value in guess)
         return key, parent, _integers(slots, count), _integers(recency, count), namespaces, lengths
-    key, parent, slots, recency, count, namespaces, lengths = writer.execute(SCAN, (first, end)).fetchone()
+    key, parent, slots, recency, count, namespaces, lengths = connection.execute(SCAN, (first, end)).fetchone()
     return key, parent, *(_integers(text, count) for text in (slots, recency, namespaces, lengths))
 
 

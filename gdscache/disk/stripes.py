@@ -95,8 +95,10 @@ def read(directory: Path) -> Stripe | None:
         stripe = Stripe(str(data["set"]), int(data["number"]), tuple(map(str, data["directories"])))
         if not 0 <= stripe.number < len(stripe.directories):
             raise ValueError(stripe.number)
+        if any(b"\0" in os.fsencode(name) for name in stripe.directories):
+            raise ValueError("a directory has a name that there cannot be")
         return stripe
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise StripeError(
             f"{path} is damaged: {error}", f"start empty: rm -r {directory} and the other directories of ssd.stripes"
         ) from error

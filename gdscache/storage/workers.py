@@ -129,8 +129,9 @@ class WorkerTransport(Transport):
         self._paths[file] = str(path)
 
     def sync_file(self, file: int) -> None:
-        """For subclasses whose handles are file descriptors: what `flush` does."""
-        self.check_open()
+        """For subclasses whose handles are file descriptors: what `flush` does. The threads may have ended."""
+        if self._released:
+            raise EngineClosedError(f"the {self.name} transport was closed", "flush before close")
         path = self._path(file)
         try:
             os.fdatasync(file)

@@ -1,7 +1,8 @@
 """The catalogue and the slab of a cache directory, read without changing a byte there.
 
-A catalogue and its log are read into memory, where the engine's own recovery says which rows it would keep. When either
-changes meanwhile, the reader begins again. Of a directory that is in use nothing is read: see `status_page`.
+A catalogue and its log are copied to a temporary file, and the engine's own recovery says which of its rows it would
+keep. When either changes meanwhile, the reader begins again. Of a directory that is in use nothing is read: see
+`status_page`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from gdscache.arrays import Int64Array
 from gdscache.disk import catalog_file, catalog_image, stripes
 from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
+from gdscache.disk.catalog_image import Progress
 from gdscache.disk.namespaces import descriptions
 from gdscache.disk.recovery import Recovered, scan
 from gdscache.disk.slab import Slab, first_missing, slab_name, stretch_slots
@@ -117,14 +119,14 @@ def os_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_once(directory: Path, *, last: bool = True) -> Contents | None:
+def read_once(directory: Path, progress: Progress, *, last: bool = True) -> Contents | None:
     """What a directory has that nobody uses; None where it changed meanwhile, or is damaged and may be changing.
 
-    `last`: what is damaged is an error.
+    `last`: what is damaged is an error. `progress`: `open_catalog`.
     """
     before = _version(directory)
     try:
-        with open_catalog(directory) as connection:
+        with open_catalog(directory, progress) as connection:
             contents = read_contents(directory, connection)
     except GdsCacheError:
         if last or _version(directory) == before:
@@ -160,25 +162,24 @@ def has_log(directory: Path) -> bool:
 
 
 @contextlib.contextmanager
-def open_catalog(directory: Path) -> Iterator[sqlite3.Connection]:
-    """A copy in memory of the checked catalogue, with all tables of this version; from several threads in turn.
+def open_catalog(directory: Path, progress: Progress) -> Iterator[sqlite3.Connection]:
+    """A reader of a copy of the checked catalogue, with all tables of this version; from several threads in turn.
 
-    Raises `CatalogVersionError`, `NotARegularFileError`, `IOFailedError` (a corrupt catalogue too).
+    `progress(done, total, text)` counts its bytes. Raises `CatalogVersionError`, `NotARegularFileError`,
+    `IOFailedError` (a corrupt catalogue too).
     """
     path = directory / CATALOG_NAME
     size = regular_file(path).st_size
-    with _readable(path), os_errors(path):
-        connection = catalog_image.open_image(catalog_image.read_image(path))
-        with contextlib.closing(connection):
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, catalog_file.VALUE_BYTES)
-            for pragma in ("trusted_schema = OFF", "cell_size_check = ON"):
-                connection.execute(f"PRAGMA {pragma}")
-            if size <= catalog_file.QUICK_CHECK_BYTES:
-                verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-                if verdict != "ok":
-                    raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
-            catalog_file.check(connection, path, _extent_bytes(connection) or 0)
-            yield connection
+    with _readable(path), os_errors(path), catalog_image.open_copy(path, progress) as connection:
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, catalog_file.VALUE_BYTES)
+        for pragma in ("trusted_schema = OFF", "cell_size_check = ON"):
+            connection.execute(f"PRAGMA {pragma}")
+        if size <= catalog_file.QUICK_CHECK_BYTES:
+            verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if verdict != "ok":
+                raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
+        catalog_file.check(connection, path, _extent_bytes(connection) or 0)
+        yield connection
 
 
 @contextlib.contextmanager
@@ -214,9 +215,7 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
         files = tuple(where / slab_name(number) for number, where in enumerate(slab_directories(directory)))
         sizes = tuple(regular_file(file).st_size for file in files)
         whole = min(first_missing(i, len(files), extent, size // extent) for i, size in enumerate(sizes))
-        connection.execute("BEGIN")
-        pages = scan(connection, whole, extent, None)
-        connection.execute("ROLLBACK")  # for what is to be said of the others
+        pages = scan(connection, whole, extent)
     return Contents(
         version=meta["format_version"],
         created=str(created[0]) if created else None,

@@ -25,6 +25,7 @@ from gdscache.commands.inspect.reading import (
 )
 from gdscache.disk import namespaces_file, status_page
 from gdscache.disk.catalog_file import CATALOG_NAME, SIDECARS, SUSPECT_NAME, kept_aside
+from gdscache.disk.catalog_image import Progress
 from gdscache.disk.recovery import Recovered
 from gdscache.disk.slab import slab_name
 from gdscache.disk.status_page import Status
@@ -39,12 +40,13 @@ _NEVER = -(1 << 63)  # below any use
 LOG_NAME = f"{CATALOG_NAME}-wal"  # what a running or killed engine committed and has not folded in
 
 
-def inspect(directory: Path) -> dict[str, Any]:
+def inspect(directory: Path, progress: Progress = lambda done, total, text: None) -> dict[str, Any]:
     """What the catalogue and the slab of `directory` say, as plain data; sizes in bytes.
 
     Takes no lock of the directory and writes nothing. Of a directory in use it says what the owner's status page says
     (`live`), and which namespaces were described last. What these do not have is None then: `bytes`, `unusable_rows`,
     `retention`, `created`, and the `pages` and `bytes` of a namespace. `made_of` has a line for each of its facts.
+    `progress(done, total, text)` counts the catalogue's bytes.
     Raises `NotADirectoryPathError`, `NotARegularFileError`, `CatalogVersionError`, `IOFailedError` (missing, unreadable
     or corrupt files, or files that change all the time).
     """
@@ -54,7 +56,7 @@ def inspect(directory: Path) -> dict[str, Any]:
         fresh = status is not None and status.age < status_page.FRESH_S
         if owner.state == "in use" or (owner.state == "unknown" and fresh):
             return _live(directory, owner, status)
-        contents = read_once(directory, last=attempt == ATTEMPTS - 1)
+        contents = read_once(directory, progress, last=attempt == ATTEMPTS - 1)
         if contents is not None:
             return _still(directory, owner, contents)
         time.sleep(PAUSE)

@@ -9,7 +9,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from gdscache.commands.inspect.reading import (
 )
 from gdscache.disk.catalog import WHOLE_SUMS
 from gdscache.disk.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
+from gdscache.disk.catalog_image import Progress
 from gdscache.disk.directory import CacheDirectories, wanted
 from gdscache.disk.namespaces import NAMED
 from gdscache.disk.recovery import WHOLE_ROW
@@ -41,8 +42,6 @@ REFRESH = 0.1  # seconds between two reports of progress
 KEY_DIGITS = 16  # of a key, as hexadecimal, that name a page
 UNCHECKED = "no_description"
 _LATER = "verify it when that engine is closed"
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,11 +63,17 @@ def verify(directory: Path, progress: Progress = lambda done, total, text: None)
     """Read every committed page of `directory` and check it; a report as plain data. Changes only the lock file.
 
     Owns the directory meanwhile, and gives way to an engine that wants it: `DirectoryInUseError`, as where an engine
-    has it. `progress(done, total, text)` counts pages. Raises that, and what
+    has it. `progress(done, total, text)` counts the catalogue's bytes, then pages. Raises that, and what
     `inspect` raises. A page that cannot be read is a finding, not an error.
     """
     directory = existing(directory)
-    with _own(slab_directories(directory)), open_catalog(directory) as connection:
+
+    def copied(done: int, total: int, text: str) -> None:
+        progress(done, total, text)
+        if wanted(directory):
+            raise DirectoryInUseError(f"an engine wants {directory}: no page was verified", _LATER)
+
+    with _own(slab_directories(directory)), open_catalog(directory, copied) as connection:
         contents = read_contents(directory, connection)
         check = _Check(directory, contents, connection)
         begun = time.perf_counter()
@@ -98,7 +103,7 @@ def _own(directories: Sequence[Path]) -> CacheDirectories:
         raise DirectoryInUseError(f"an engine waits for {directories[0]}", _LATER)
     try:
         with contextlib.ExitStack() as undo:
-            owned = undo.enter_context(CacheDirectories.open(directories, sweep=False))
+            owned = undo.enter_context(CacheDirectories.open(directories, engine=False))
             owned.hold_slabs()  # an engine that has lost its lock still has these
             undo.pop_all()
             return owned

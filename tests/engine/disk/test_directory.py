@@ -133,7 +133,7 @@ def test_stale_content_is_no_obstacle_and_a_refusal_survives_it(tmp_path: Path, 
 
 
 def test_a_verification_gives_way_to_an_engine(tmp_path: Path) -> None:
-    verifying = CacheDirectory.open(tmp_path, sweep=False)
+    verifying = CacheDirectory.open(tmp_path, engine=False)
 
     def give_way() -> None:
         while not directory.wanted(tmp_path):
@@ -150,7 +150,7 @@ def test_a_verification_gives_way_to_an_engine(tmp_path: Path) -> None:
 
 def test_a_verification_that_does_not_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "VERIFICATION_S", 0.1)
-    with CacheDirectory.open(tmp_path, sweep=False):
+    with CacheDirectory.open(tmp_path, engine=False):
         with pytest.raises(DirectoryInUseError) as caught:
             CacheDirectory.open(tmp_path)
         assert "gdscache verify" in caught.value.hint
