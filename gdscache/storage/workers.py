@@ -129,9 +129,9 @@ class WorkerTransport(Transport):
         self._paths[file] = str(path)
 
     def sync_file(self, file: int) -> None:
-        """For subclasses whose handles are file descriptors: what `flush` does. The threads may have ended."""
-        if self._released:
-            raise EngineClosedError(f"the {self.name} transport was closed", "flush before close")
+        """For subclasses whose handles are file descriptors: what `flush` does, also when the threads have ended."""
+        if file not in self._paths:
+            self.check_open()
         path = self._path(file)
         try:
             os.fdatasync(file)

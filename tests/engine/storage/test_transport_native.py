@@ -7,7 +7,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from gdscache.native.disk import Disk
 from gdscache.storage import IORequest, Op, native
 from gdscache.storage.native import DEPTH, DEPTH_SMALL, WRITES, NativeTransport
 from gdscache.storage.run_batch import SMALL, RunBatch
-from tests.support.helpers import until
+from tests.support.helpers import WAIT, Host, prompt, until
 from tests.support.native_parts import ERROR, HANG, LATE, SHORT, has_ring
 from tests.support.transport_parts import FILE_BYTES, SECTOR, FailingTransport, opened, random_bytes, soon
 
@@ -288,3 +288,22 @@ def test_what_an_executor_needs_of_it(name: str, slab: Path, caplog: pytest.LogC
         assert (transport.threads, transport.uring, transport.name) == (3, name == "uring", name)
         assert os.path.samestat(os.fstat(file), slab.stat())
         assert transport.describe()["threads"] == 3
+
+
+def test_it_flushes_files_whose_bytes_somebody_else_moves(name: str, slab: Path) -> None:
+    with opened(name, 1, "auto") as transport:
+        file = transport.open(slab)
+        transport.hand_over()
+        transport.flush(file)
+    with pytest.raises(EngineClosedError, match="was closed"):
+        transport.flush(file)
+
+
+@pytest.mark.parametrize("cpu", [None, 8])
+def test_pages_survive_a_loss_of_power_with_it(
+    name: str, open_host: Callable[..., Host], tmp_path: Path, cpu: int | None
+) -> None:
+    host = open_host(tmp_path / "cache", cpu=cpu, transport=name, ssd_options={"durability": "power"})
+    report = host.store(prompt(1, 4)).result(WAIT)
+    assert not report.dropped
+    assert all("ssd" in tiers for tiers in report.tiers)
