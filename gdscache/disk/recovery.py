@@ -22,10 +22,7 @@ from gdscache.pages.columns import find
 SCAN_SLOTS = 1 << 15  # slots a query: a few MiB of keys at a time
 LAST_MILLISECOND = 1 << 53  # since the epoch; a later end than that is none
 
-OUTSIDE = (
-    "slot < 0 OR slot >= ?"  # the slab, of so many slotsMANY = 1 << 14  # unusable rows, that are worth a table anew
-)
-
+OUTSIDE = "slot < 0 OR slot >= ?"  # the slab, of so many slots
 WHOLE_ROW = (
     f"typeof(key) = 'blob' AND length(key) = {KEY_BYTES} AND typeof(parent) = 'blob' AND length(parent) = {KEY_BYTES} "
     "AND typeof(namespace) = 'integer' AND typeof(length) = 'integer' AND typeof(recency) = 'integer'"

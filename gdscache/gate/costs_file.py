@@ -7,7 +7,6 @@ read, or is of another model, device or disk, is left out, and what cannot be wr
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,11 @@ from typing import Any
 from gdscache.disk import json_file
 from gdscache.errors import StorageError
 from gdscache.gate.costs import Costs, Observations
+from gdscache.limits import MAX_SECONDS
 
 COSTS_NAME = "costs.json"
 _VERSION = 1
+_MOST, _SHORTEST_S = 1 << 50, 1e-9  # bytes or tokens, and seconds, that anybody measures
 _log = logging.getLogger(__name__)
 
 
@@ -80,12 +81,14 @@ class CostsFile:
 
 
 def _observations(found: object, columns: int) -> Observations:
-    """Those that can be: lists of features above 0 or 0, the first of them above, and of seconds above 0."""
+    """Those that can be: features as `Costs` makes them, tokens or bytes first and 1 last, and seconds."""
     rows: Observations = []
     for row in found[-64:] if isinstance(found, list) else ():
         if not (isinstance(row, list) and len(row) == 2 and isinstance(row[0], list) and len(row[0]) == columns):
             continue
         numbers = [*row[0], row[1]]
-        if all(type(x) in (int, float) and 0 <= x < 1e30 and math.isfinite(x) for x in numbers) and numbers[0] * row[1]:
+        if not all(type(x) in (int, float) and 0 <= x < 1e30 for x in numbers):
+            continue
+        if 1 <= numbers[0] <= _MOST and row[0][-1] == 1 and _SHORTEST_S <= row[1] <= MAX_SECONDS:
             rows.append((tuple(map(float, row[0])), float(row[1])))
     return rows

@@ -47,7 +47,11 @@ def nonnegative(rows: Float64Array, values: Float64Array, weights: Float64Array)
 
 
 def _solve(square: Float64Array, right: Float64Array) -> Float64Array:
-    return np.asarray(np.linalg.solve(square, right), dtype=np.float64)
+    try:
+        found = np.linalg.solve(square, right)
+    except np.linalg.LinAlgError:  # of figures too far apart for their sums
+        found = np.linalg.lstsq(square, right)[0]
+    return np.asarray(found, dtype=np.float64)
 
 
 def least_absolute(rows: Float64Array, values: Float64Array, near: Float64Array | None = None) -> Float64Array:

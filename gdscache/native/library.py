@@ -7,6 +7,7 @@ move that takes milliseconds. In return one wheel an architecture serves every P
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 from collections.abc import Callable
@@ -176,7 +177,8 @@ def library() -> Library:
 def checked(answer: int, what: str) -> int:
     """The answer of a call, where it is none of refusal. Raises `NativeCallError`, with `errno`."""
     if answer < 0:
-        raise NativeCallError(f"{what}: {os.strerror(-answer)}", "the arguments make no sense together", -answer)
+        hint = "free memory" if -answer == errno.ENOMEM else "the arguments make no sense together"
+        raise NativeCallError(f"{what}: {os.strerror(-answer)}", hint, -answer)
     return answer
 
 

@@ -250,6 +250,8 @@ def test_the_owner_is_found_without_taking_the_lock(cache: Path, monkeypatch: py
     assert find_owner(cache, catalog_open=True).state == "unknown"  # a container's, whose locks are not shown
     assert find_owner(cache, catalog_open=False).state == "free"
     assert find_owner(cache, catalog_open=False, locks=cache / "none").state == "unknown"
+    (cache / LOCK_NAME).write_text(json.dumps(lock | {"pid": float("inf")}))  # which is no process's number
+    assert find_owner(cache, catalog_open=False).state == "free"
     (cache / LOCK_NAME).unlink()
     assert find_owner(cache, catalog_open=False).state == "free"
     (cache / LOCK_NAME).mkdir()

@@ -84,5 +84,5 @@ def _named(content: bytes) -> dict[str, Any]:
     try:
         owner = json.loads(content)
         return {"pid": int(owner["pid"]), **{name: str(owner[name]) for name in ("host", "started", "command")}}
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return {}

@@ -1,0 +1,81 @@
+"""What an engine reads from its directory may be any bytes: refused by name, left out or set aside, and never a fault.
+
+Guided by coverage: by atheris where that can be had (Linux on x86-64), elsewhere by a loop of our own, which the tests'
+names say then. The message of a failure names the file with the input, which is tried again by
+
+    PYTHONPATH=. python tests/support/fuzz_child.py TARGET FILE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.fuzz import HAS_ATHERIS, Fuzzer
+from tests.support.helpers import SEED
+
+TARGETS = (
+    *("costs", "costs_figures", "namespaces", "stripe", "lock", "status", "trailer"),
+    *("catalogue", "catalogue_log", "catalogue_rows", "directory"),
+)
+GUIDE = "atheris" if HAS_ATHERIS else "own_loop"
+SHORT_S, LONG_S, PLANTED_S = 1, 60, 30
+each = pytest.mark.parametrize("target", [pytest.param(target, id=f"{target}-{GUIDE}") for target in TARGETS])
+
+
+@pytest.fixture(scope="module")
+def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzer]:
+    with Fuzzer(tmp_path_factory.mktemp("failing"), own=not HAS_ATHERIS) as fuzzer:
+        assert fuzzer.guided == HAS_ATHERIS
+        yield fuzzer
+
+
+@pytest.fixture(scope="module")
+def own_loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzer]:
+    with Fuzzer(tmp_path_factory.mktemp("failing"), own=True) as fuzzer:
+        assert not fuzzer.guided
+        yield fuzzer
+
+
+def attempt(fuzzer: Fuzzer, target: str, seconds: int, record_property: Any) -> None:
+    found = fuzzer.fuzz(target, seconds, 1 + SEED % (2**31 - 1))  # libFuzzer takes 0 for none
+    summary = f"{target}: {found.runs:,} inputs in {seconds} s, coverage {found.coverage}, {found.corpus} kept"
+    record_property("fuzz", summary)
+    print(summary)
+    inputs = "".join(f"\n{path}: {path.read_bytes()[:500]!r}" for path in found.failing)
+    assert not found.failing, f"an input does what none may:{inputs}\n{found.log}"
+    assert found.status == 0, found.log
+    assert found.runs, found.log
+    assert found.coverage > 5, f"nothing of a reader was reached\n{found.log}"
+
+
+@pytest.mark.suite
+@each
+def test_some_bytes(fuzzer: Fuzzer, target: str, record_property: Any) -> None:
+    attempt(fuzzer, target, SHORT_S, record_property)
+
+
+@pytest.mark.soak
+@each
+def test_many_bytes(fuzzer: Fuzzer, target: str, record_property: Any) -> None:
+    attempt(fuzzer, target, LONG_S, record_property)
+
+
+@pytest.mark.suite
+@pytest.mark.parametrize("guide", ["own_loop", "atheris"])
+@pytest.mark.parametrize(
+    ("target", "begins"), [("planted", b"\x67\x07\xfe"), ("planted_memory", b"m"), ("planted_hang", b"h")]
+)
+def test_what_is_planted_is_found(request: pytest.FixtureRequest, target: str, begins: bytes, guide: str) -> None:
+    """A reader with a fault behind three bytes in a row; one that takes memory; one that hangs."""
+    if guide == "atheris" and not HAS_ATHERIS:
+        pytest.skip("no atheris for this Python or machine: targets are fuzzed by a loop of our own")
+    fuzzer: Fuzzer = request.getfixturevalue("fuzzer" if guide == "atheris" else "own_loop")
+    found = fuzzer.fuzz(target, PLANTED_S, 1)
+    assert found.status != 0
+    (failing,) = found.failing
+    assert failing.read_bytes().startswith(begins)
+    wanted = {"planted": "error: planted", "planted_memory": "of memory more than before"}.get(target, "")
+    assert wanted in found.log

@@ -1,0 +1,600 @@
+"""What is fuzzed: every format that an engine reads from its directory, and a page of a shared pool with its trailer.
+
+A target is given bytes, makes what a reader would find out of them, and lets the reader of the engine have it. Anything
+may come of that but what `BreachError` names, or an exception that is none of the engine's own.
+
+Bytes that are most often refused by a checksum or by SQLite before they reach the reader are given as edits of a whole
+file (`Source.edits`), and some of them with checksums that are right again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import logging
+import os
+import shutil
+import sqlite3
+import struct
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import xxhash
+
+from gdscache.commands.inspect.owner import find_owner
+from gdscache.disk import catalog_file, directory, json_file, namespaces_file, status_page, stripes
+from gdscache.disk.catalog import Catalog, PageRecord, Recovered
+from gdscache.disk.directory import CacheDirectory
+from gdscache.errors import GdsCacheError
+from gdscache.gate.costs import Costs, Prices
+from gdscache.gate.costs_file import COSTS_NAME, CostsFile
+from gdscache.index.index import PageIndex
+from gdscache.pages.checksum import bound, layer_checksums
+from gdscache.pages.keys import Page, namespace_digest
+from gdscache.policies import new_policy
+from gdscache.pool.io import TRAILER_BYTES, PoolFiles, trailer
+from gdscache.tiers.ssd import _retentions
+from tests.support.disk_parts import opened, served, store
+from tests.support.fuzz_base import BreachError, Seeds, Target, require
+from tests.support.helpers import MHA, layout_of
+
+NOW = 1_800_000_000.0
+SLOTS, EXTENT, LAYERS = 24, 8192, 3
+ABOUT = {"model": "tiny", "device": "cpu"}
+FIELDS: dict[str, object] = {"model": "tiny", "salt": '{"adapter": "a"}', "planes": [{"name": "k", "shape": [4, 32]}]}
+LARGE = 17 << 20  # more than SQLite may read
+
+
+class Source:
+    """Bytes from the front of an input; zeros behind its end."""
+
+    def __init__(self, data: bytes) -> None:
+        self.rest = data
+
+    def take(self, count: int) -> bytes:
+        taken, self.rest = self.rest[:count], self.rest[count:]
+        return taken.ljust(count, b"\0")
+
+    def number(self, size: int = 1) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def some(self) -> bytes:
+        """So many bytes as the next one says, or those there are."""
+        count = self.number()
+        taken, self.rest = self.rest[:count], self.rest[count:]
+        return taken
+
+    def edits(self, whole: bytes, places: Sequence[int]) -> bytes:
+        """A file with some of its bytes overwritten, from one of `places` on each, and perhaps cut or lengthened."""
+        image = bytearray(whole)
+        cut = self.number()
+        while self.rest:
+            at = int(places[self.number(2) % len(places)])
+            new = self.take(1 + self.number() % 8)
+            image[at : at + len(new)] = new
+        if cut < 64:
+            del image[len(image) * (64 - cut) // 64 if cut else len(image) :]
+        elif cut > 250:
+            image += bytes(255 - cut) * 512
+        return bytes(image)
+
+
+class _Strict(logging.Handler):
+    """What is logged can be written down."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record.getMessage().encode()
+
+
+def strict_logs() -> None:
+    """Log nowhere, but make the text of every message."""
+    logger = logging.getLogger("gdscache")
+    logger.propagate = False
+    logger.handlers = [_Strict()]
+
+
+# JSON
+
+
+def _costs(data: bytes, folder: Path) -> None:
+    (folder / COSTS_NAME).write_bytes(data)
+    costs = Costs()
+    CostsFile(folder, costs, ABOUT).restore()
+    json.dumps(costs.describe(), allow_nan=False)
+    for tier in ("cpu", "ssd"):
+        costs.observe_load(tier, 1 << 20, 1e-3)
+    for tokens in (512, 1024):
+        costs.observe_prefill(tokens, 0, 0.1)
+    priced = [tier for tier in ("cpu", "ssd") if costs.load_price(tier)]
+    prices = Prices(costs, priced, 0, 64, 16, EXTENT, {})
+    require(0 <= prices.best() <= len(priced), "so many pages there are not")
+    CostsFile(folder, costs, ABOUT).save()
+    json.dumps(json_file.read(folder / COSTS_NAME), allow_nan=False)
+
+
+def _costs_seeds(folder: Path) -> Seeds:
+    found = []
+    for loads in (1, 6):
+        costs = Costs()
+        for n in range(1, loads + 1):
+            costs.observe_load("ssd", n << 20, 1e-4 * n)
+            costs.observe_prefill(100 * n, 10 * n, 1e-2 * n)
+        CostsFile(folder, costs, ABOUT).save()
+        found.append((folder / COSTS_NAME).read_bytes())
+    return found + _hostile(found[-1], b"0.0001")
+
+
+# Of a few, most figures are such as can be measured; of the rest, none.
+FIGURES = (1, 1.0, 4096, 1e-3, 1e6, 0.1, 7, 1e-9, 1 << 50, 1e9, 123.4, 1e15, 0, 1e29, 1e-300, 5e-324, -1)
+
+
+def _figures(data: bytes, folder: Path) -> None:
+    """Observations as the file has them, whose figures nobody measured."""
+    source = Source(data)
+
+    def rows(columns: int) -> list[object]:
+        found: list[object] = []
+        for _ in range(source.number() % 24):
+            figures = [FIGURES[source.number() % len(FIGURES)] for _ in range(columns + 1)]
+            if source.number() % 8:
+                figures[columns - 1] = 1
+            found.append([figures[:-1], figures[-1]])
+        return found
+
+    tiers = {"ssd": rows(2), "cpu": rows(2)}
+    told = {"version": 1, "about": ABOUT, "prefills": rows(3), "tiers": tiers, "disk": folder.stat().st_dev}
+    _costs(json.dumps(told).encode(), folder)
+
+
+def _figures_seeds(folder: Path) -> Seeds:
+    return [bytes([5, *(n * step % 17 for n in range(60))]) for step in (1, 3, 5, 7)]
+
+
+def _names(data: bytes, folder: Path) -> None:
+    path = folder / namespaces_file.NAMES_NAME
+    path.write_bytes(data)
+    for digest, fields in namespaces_file.read(folder).items():
+        require(namespace_digest(fields) == digest, "a namespace under another's digest")
+    namespaces_file.NamespacesFile(folder, FIELDS).save({})
+    require(namespace_digest(FIELDS) in namespaces_file.read(folder), "the engine's own namespace is not there")
+
+
+def _names_seeds(folder: Path) -> Seeds:
+    more: dict[bytes, dict[str, object]] = {
+        namespace_digest(fields): fields for fields in ({**FIELDS, "request_salt": str(n)} for n in range(3))
+    }
+    namespaces_file.NamespacesFile(folder, FIELDS).save(more)
+    whole = (folder / namespaces_file.NAMES_NAME).read_bytes()
+    return [whole, *_hostile(whole, b'"tiny"')]
+
+
+def _stripe(data: bytes, folder: Path) -> None:
+    (folder / catalog_file.STRIPE_NAME).write_bytes(data)
+    with contextlib.suppress(GdsCacheError):
+        found = stripes.read(folder)
+        require(found is not None and found.directories, "an identity is there")
+        for name in found.directories if found else ():
+            with contextlib.suppress(OSError):
+                os.stat(name)
+    others = [folder, folder / "b"]
+    others[1].mkdir()
+    for directories in (others[:1], others):
+        with contextlib.suppress(GdsCacheError):
+            stripes.claim(directories)
+            names = tuple(map(str, directories))
+            told = [stripes.read(where) for where in directories]
+            require(all(one is None or one.directories == names for one in told), "claimed under other names")
+
+
+def _stripe_seeds(folder: Path) -> Seeds:
+    found = []
+    for number, names in ((0, (str(folder), str(folder / "b"))), (1, ("/a", "/b"))):
+        stripes.write(folder, stripes.Stripe("ab" * 16, number, names))
+        found.append((folder / catalog_file.STRIPE_NAME).read_bytes())
+    return found + _hostile(found[0], b'"number": 0', b'"number": ')
+
+
+def _lock(data: bytes, folder: Path) -> None:
+    path = folder / directory.LOCK_NAME
+    path.write_bytes(data)
+    with (
+        mock.patch.multiple(directory, VERIFICATION_S=0.0, NAME_S=0.0, _AGAIN_S=0.0),
+        path.open("rb") as held,
+    ):
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for engine in (True, False):
+            with contextlib.suppress(GdsCacheError):
+                CacheDirectory.open(folder, engine=engine).close()
+                raise BreachError("a directory in use was given away")
+        find_owner(folder, catalog_open=True)
+
+
+def _lock_seeds(folder: Path) -> Seeds:
+    found = []
+    for engine in (True, False):
+        with CacheDirectory.open(folder, engine=engine):
+            found.append((folder / directory.LOCK_NAME).read_bytes())
+    pid = b'"pid": %d' % os.getpid()
+    return [*(seed[-400:] if len(seed) > 4000 else seed for seed in found), *_hostile(found[0], pid, b'"pid": ')]
+
+
+JSON = (
+    b"Infinity",
+    b"-Infinity",
+    b"NaN",
+    b"null",
+    b"true",
+    b"1e400",
+    b"1e-400",
+    b"[[",
+    b"{}",
+    b'""',
+    b"\\ud800",
+    b"-0",
+    b"[],",
+)
+
+
+def _hostile(whole: bytes, what: bytes, before: bytes = b"") -> Seeds:
+    """What JSON allows and few expect, alone and in place of a value."""
+    values = (b"Infinity", b"NaN", b"-1", b"1e400", b"[]", b"{}", b"null", b'"\\u0000\\ud800"', b"[" * 4000, b"9" * 400)
+    return [*values, *(whole.replace(what, before + value, 1) for value in values)]
+
+
+# The status page
+
+
+def _status(data: bytes, folder: Path) -> None:
+    source = Source(data)
+    sealed, whole = source.number() & 1, _status_page()
+    head = status_page._HEAD.size
+    page = source.edits(whole, range(1024))
+    if sealed and len(page) > head:
+        page = page[:8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(page[head:])) + page[head:]
+    (folder / status_page.STATUS_NAME).write_bytes(page)
+    with mock.patch.object(status_page, "_PAUSE", 0.0):
+        found = status_page.read(folder)
+    if found is None:
+        return
+    require(len(page) >= status_page.PAGE_BYTES, "a page that is cut")
+    require(sealed or page[: status_page.PAGE_BYTES] == whole, "a page with another checksum")
+    require(found.figures.state in status_page.STATES, "a state that there is not")
+    json.dumps([found.pid, found.host, found.command, found.opened, found.written, found.age, found.figures.stopped])
+
+
+@functools.cache
+def _status_page() -> bytes:
+    counts = {name: n for n, name in enumerate(status_page.COUNTS)}
+    figures = status_page.Figures(5, 1, EXTENT, 100, 60, 40, 7, 0, "switched_off", "the disk failed", counts)
+    return status_page.pack(status_page.Status(123, "host", "python serve.py", NOW, NOW + 60, 60, 1 << 20, 0, figures))
+
+
+def _status_seeds(folder: Path) -> Seeds:
+    edit = struct.pack("<H", 20) + b"\x07" + b"\xff" * 8
+    return [b"\0\x80", b"\1\x80", b"\1\x80" + edit, b"\0\x80" + edit, b"\1\x20"]
+
+
+# A page of a shared pool
+
+
+@functools.cache
+def _object() -> tuple[Page, bytes, bytes, np.ndarray]:
+    """Page, extent, trailer, and what its bytes give."""
+    layout = layout_of(MHA)
+    page = Page(b"k" * 32, b"p" * 32, b"n" * 32)
+    extent = np.random.default_rng(1).bytes(layout.page_bytes).ljust(layout.extent_bytes, b"\0")
+    sums = layer_checksums(memoryview(extent), layout.layer_bounds)
+    return page, extent, trailer(page, layout.page_bytes, bound(sums[None], [page.key])[0]), sums
+
+
+def _trailer(data: bytes, folder: Path) -> None:
+    """A page is good only where it is what was put, whoever wrote a checksum over the trailer."""
+    source, layout = Source(data), layout_of(MHA)
+    page, extent, tail, _ = _object()
+    sealed = source.number() & 1
+    places = [*range(len(extent), len(extent) + 256), *range(0, len(extent), 64)]
+    found = source.edits(extent + tail, places).ljust(len(extent) + TRAILER_BYTES, b"\0")
+    body, raw = bytearray(found[: len(extent)]), found[len(extent) :][:TRAILER_BYTES]
+    if sealed:  # own hash: behind magic, two numbers, key and namespace
+        head = raw[:80] + bytes(8) + raw[88 : 88 + 8 * LAYERS]
+        raw = raw[:80] + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)) + raw[88:]
+    memory = np.frombuffer(body, np.uint8)
+    verdicts: list[bool] = []
+    files = types.SimpleNamespace(_layout=layout, _page=lambda slot: page)
+    files._spoiled = lambda slots, rows, end: end(rows, GdsCacheError("spoiled"), "spoiled")
+    sums = np.zeros((1, layout.n_layers), np.uint64)
+
+    def end(rows: Sequence[int], error: Exception | None, cause: str) -> None:
+        verdicts.extend([error is None] * len(rows))
+
+    PoolFiles._check(files, [0], [memory.ctypes.data], [(0, raw)], sums, end)  # type: ignore[arg-type]
+    require(len(verdicts) == 1, "a page has one verdict")
+    if verdicts[0]:
+        require(body[: layout.page_bytes] == extent[: layout.page_bytes], "other bytes are called good")
+        require(raw == tail, "a trailer that does not match is called good")
+
+
+def _trailer_seeds(folder: Path) -> Seeds:
+    heads = [struct.pack("<H", at) + b"\x07" + bytes(8) for at in (0, 8, 12, 16, 48, 80, 88, 300)]
+    return [b"\0\x80", b"\1\x80", *(bytes([sealed, 0x80]) + head for head in heads for sealed in (0, 1)), b"\1\x20"]
+
+
+# The catalogue
+
+
+@functools.cache
+def _bases(root: Path) -> tuple[tuple[bytes, bytes], ...]:
+    """Catalogues and their logs, made by the engine's own: closed, killed with a log, and of a single row."""
+    found = []
+    for name, pages in (("closed", 20), ("killed", 20), ("single", 1)):
+        where = root / name
+        where.mkdir(parents=True)
+        with Catalog.open(where, extent_bytes=EXTENT, durability="process") as catalog:
+            catalog.commit([_record(slot) for slot in range(pages)], [], {0: 99}, {1: (2, NOW + 60), 2: (-1, NOW - 60)})
+            catalog.describe_namespace(b"n" * 32, FIELDS)
+            image, log = (where / catalog_file.CATALOG_NAME), (where / f"{catalog_file.CATALOG_NAME}-wal")
+            if name == "killed":
+                found.append((image.read_bytes(), _sealed(log.read_bytes(), b"saltsalt")))
+        if name != "killed":
+            found.append((image.read_bytes(), b""))
+    return tuple(found)
+
+
+def _record(slot: int, key: bytes = b"") -> PageRecord:
+    sums = np.arange(LAYERS, dtype=np.uint64) + np.uint64(slot)
+    parent = _key(slot - 1) if slot % 4 else b"n" * 32
+    return PageRecord(slot, key or _key(slot), parent, b"n" * 32, EXTENT - slot % 2, slot, sums)
+
+
+def _key(slot: int) -> bytes:
+    return bytes([slot % 256]) * 32
+
+
+def _sealed(log: bytes, salts: bytes = b"") -> bytes:
+    """A log whose salts and checksums are right again, as https://www.sqlite.org/fileformat2.html has them."""
+    if len(log) < 32:
+        return log
+    salts = salts or log[16:24]
+    size = int.from_bytes(log[8:12], "big")
+    order = ">" if log[3] & 1 else "<"
+    a = b = 0
+
+    def summed(data: bytes) -> bytes:
+        nonlocal a, b
+        words = struct.unpack(f"{order}{len(data) // 4}I", data)
+        for x, y in zip(words[::2], words[1::2], strict=True):
+            a = (a + x + b) & 0xFFFFFFFF
+            b = (b + y + a) & 0xFFFFFFFF
+        return struct.pack(">II", a, b)
+
+    head = log[:16] + salts
+    out = [head, summed(head)]
+    if size in [1 << n for n in range(9, 17)]:
+        for at in range(32, len(log) - 24 - size + 1, 24 + size):
+            page = log[at + 24 : at + 24 + size]
+            out += [log[at : at + 8], salts, summed(log[at : at + 8] + page), page]
+    return b"".join(out)
+
+
+def _full(image: bytes) -> Sequence[int]:
+    """Where a file has anything, and a little behind: most of a page of SQLite is empty."""
+    there = np.flatnonzero(np.frombuffer(image, np.uint8))
+    heads = np.arange(0, len(image), 4096)[:, None] + np.arange(16)
+    places = np.unique(np.concatenate((there, there + 1, np.arange(min(100, len(image))), *heads)))
+    return [place for place in places.tolist() if place < len(image)]
+
+
+@functools.cache
+def _places(root: Path) -> list[tuple[Sequence[int], Sequence[int]]]:
+    return [(_full(image), _full(log) if log else [0]) for image, log in _bases(root)]
+
+
+def _image(data: bytes, folder: Path) -> None:
+    source, root = Source(data), folder.parent / "bases"
+    which = source.number() % 3
+    (image, log), (places, _) = _bases(root)[which], _places(root)[which]
+    used(folder, source.edits(image, places), log)
+
+
+def _log(data: bytes, folder: Path) -> None:
+    source, root = Source(data), folder.parent / "bases"
+    sealed, (image, log), (_, places) = source.number() & 1, _bases(root)[1], _places(root)[1]
+    edited = source.edits(log, places)
+    used(folder, image, _sealed(edited) if sealed else edited)
+
+
+def _edit_seeds(folder: Path) -> Seeds:
+    edits = [struct.pack("<H", at) + b"\x03" + new for at in (16, 40, 60, 700) for new in (b"\0\0\0\1", b"\xff" * 4)]
+    starts = [bytes([which, cut]) for which in (0, 1, 2) for cut in (0x80, 0x20)]
+    no_text = bytes.fromhex("020080ffffffffffffff80100003ffffffffff")  # in SQLite's own message
+    return [*starts, no_text, *(start + edit for start in (starts[0], starts[2]) for edit in edits)]
+
+
+COLUMNS = [
+    *(("pages", name) for name in ("slot", "key", "parent", "namespace", "length", "recency")),
+    *(("checksums", name) for name in ("slot", "sums")),
+    *(("retention", name) for name in ("slot", "priority", "expires")),
+    *(("namespaces", name) for name in ("id", "digest", "description")),
+    ("meta", "value"),
+]
+VALUES = ("NULL", "byte", "int", "real", "text", "blob", "key", "zeros", "large", "deep")
+LAST = b"\xff" * 7 + b"\x7f"  # the largest integer, and no number
+
+
+def _rows(data: bytes, folder: Path) -> None:
+    """A catalogue that SQLite finds nothing wrong with, whose rows say anything."""
+    source, root = Source(data), folder.parent / "bases"
+    path = folder / catalog_file.CATALOG_NAME
+    path.write_bytes(_bases(root)[0][0])
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as rows:
+        rows.execute("PRAGMA synchronous = OFF")
+        rows.execute("BEGIN")
+        for _ in range(40):
+            if not source.rest:
+                break
+            what = source.number()
+            table, column = COLUMNS[what % len(COLUMNS)]
+            row, (expression, value) = source.number(), _value(source)
+            where = {"meta": "name"}.get(table, "rowid")
+            names = ("format_version", "extent_bytes", "head_groups", "striped", "created")
+            which: object = names[row % len(names)] if table == "meta" else row % (SLOTS + 1)
+            with contextlib.suppress(sqlite3.IntegrityError, sqlite3.DataError, sqlite3.OperationalError):
+                if what & 0x80:
+                    rows.execute(f"INSERT OR IGNORE INTO {table}({column}) VALUES ({expression})", value)
+                else:
+                    rows.execute(
+                        f"UPDATE OR IGNORE {table} SET {column} = {expression} WHERE {where} = ?", (*value, which)
+                    )
+        rows.execute("COMMIT")
+    used(folder, None, b"")
+
+
+def _value(source: Source) -> tuple[str, tuple[object, ...]]:
+    kind = VALUES[source.number() % len(VALUES)]
+    match kind:
+        case "NULL":
+            return "NULL", ()
+        case "byte":
+            return "?", (source.number() - 2,)
+        case "int":
+            return "?", (int.from_bytes(source.take(8), "little", signed=True),)
+        case "real":
+            return "?", (struct.unpack("<d", source.take(8))[0],)
+        case "text":
+            return "CAST(? AS TEXT)", (source.some(),)
+        case "blob":
+            return "?", (source.some(),)
+        case "key":
+            return "?", (_key(source.number()),)
+        case "zeros":
+            return "zeroblob(?)", (source.number(2),)
+        case "deep":
+            return "CAST(replace(hex(zeroblob(2000)), '0', '[') AS TEXT)", ()
+    return "zeroblob(?)", (LARGE if source.number() == 255 else 1 << 16,)
+
+
+def _row_seeds(folder: Path) -> Seeds:
+    """Of each column, a value of each kind, each in a row of its own."""
+    ends = {"NULL": b"", "byte": b"\0", "text": b"\x04[[\\u", "blob": b"\x04\0\xff\0\xff", "key": b"\3", "deep": b""}
+    kinds = [kind for kind in VALUES if kind != "large"]
+    seeds = [b""]
+    for number in range(len(COLUMNS)):
+        values = [bytes([number, at, VALUES.index(kind)]) + ends.get(kind, LAST) for at, kind in enumerate(kinds)]
+        seeds.append(b"".join(values))
+    return seeds
+
+
+def used(folder: Path, image: bytes | None, log: bytes) -> None:
+    """What an open does with a catalogue, and an engine after it; and all of that once more."""
+    if image is not None:
+        (folder / catalog_file.CATALOG_NAME).write_bytes(image)
+    if log:
+        (folder / f"{catalog_file.CATALOG_NAME}-wal").write_bytes(log)
+    kept: set[bytes] = set()
+    for again in (False, True):
+        try:
+            catalog = Catalog.open(folder, extent_bytes=EXTENT, durability="process")
+        except GdsCacheError:
+            require(not again, "what was opened and closed does not open again")
+            return
+        with catalog:
+            try:
+                found = catalog.recover(SLOTS, NOW)
+            except GdsCacheError:
+                require(not again, "what was recovered is not recovered again")
+                return
+            able(found)
+            if again:
+                require(kept <= {key.tobytes() for key in found.keys}, "pages are lost at a second open")
+                require(not found.dropped, f"rows are dropped at a second open: {dict(found.dropped)}")
+            new = next((slot for slot in range(SLOTS) if slot not in found.slots), None)
+            try:
+                for sums in catalog.checksums(range(SLOTS)):
+                    require(sums is None or sums.dtype == np.uint64, "no checksums")
+                catalog.checksum_rows(range(0, SLOTS, 2), LAYERS)
+                catalog.retentions()
+                with contextlib.suppress(GdsCacheError):
+                    catalog.namespaces()
+                if new is not None:
+                    catalog.commit([_record(new, b"%032d" % new)], [], {0: 7}, {new: (1, NOW + 99)})
+                kept = set(catalog.rows().values())
+            except GdsCacheError:
+                return
+            require(len(kept) == len(found) + (new is not None), "rows that are no pages stay")
+
+
+def able(found: Recovered) -> None:
+    """What the SSD tier takes from a catalogue can be."""
+    count = len(found)
+    columns = (found.keys, found.parents, found.namespaces, found.lengths, found.recency, found.above, found.order)
+    require({len(column) for column in columns} <= {count}, "columns of several lengths")
+    require(len(np.unique(found.slots)) == count, "a slot twice")
+    require(not count or (found.slots.min() >= 0 and found.slots.max() < SLOTS), "a slot outside the slab")
+    require(not count or (found.lengths.min() >= 1 and found.lengths.max() <= EXTENT), "a length of no page")
+    require(len(set(found.keys.tolist())) == count, "a key twice")
+    require(sorted(found.order.tolist()) == list(range(count)), "an order of other rows")
+    require(not count or found.namespaces.max() < len(found.digests), "a namespace without a digest")
+    require(all(len(digest) == 32 for digest in found.digests), "a digest of another size")
+    index = PageIndex(SLOTS, new_policy("lifetime"), forget=lambda *_: None, recycle=lambda *_: None)
+    names = (found.keys, found.parents, found.digests, found.namespaces, found.slots, found.order)
+    index.restore(*names, _retentions(found), found.above)
+    require(index.free_slots == SLOTS - count, "slots that are neither free nor taken")
+
+
+# A whole directory
+
+
+@functools.cache
+def _filled(root: Path) -> tuple[Path, bytes, Sequence[int]]:
+    path = root / "cache"
+    with opened(path, SLOTS) as host:
+        store(host, range(5))
+    image = (path / catalog_file.CATALOG_NAME).read_bytes()
+    return path, image, _full(image)
+
+
+def _engine(data: bytes, folder: Path) -> None:
+    """Whatever the files say, an engine serves the bytes that were stored, or none, and stores new ones."""
+    source = Source(data)
+    path, image, places = _filled(folder.parent / "filled")
+    shutil.copytree(path, folder, dirs_exist_ok=True)
+    slab = bytearray((folder / "slab-0.bin").read_bytes())
+    for _ in range(source.number() % 8):
+        at = source.number(3) % len(slab)
+        slab[at : at + 4] = source.take(4)
+    (folder / "slab-0.bin").write_bytes(slab)
+    (folder / catalog_file.CATALOG_NAME).write_bytes(source.edits(image, places))
+    for name in (COSTS_NAME, namespaces_file.NAMES_NAME, status_page.STATUS_NAME, directory.LOCK_NAME):
+        if source.number() & 1:
+            (folder / name).write_bytes(source.some())
+    with contextlib.suppress(GdsCacheError), opened(folder, SLOTS) as host:
+        served(host, range(5))  # fails where other bytes are called good
+        store(host, [9])
+        served(host, [9])
+
+
+def _engine_seeds(folder: Path) -> Seeds:
+    return [
+        b"\0\x80",
+        *(b"\2" + struct.pack("<I", at)[:3] + b"\xff" * 4 + bytes(7) + b"\x80" for at in (0, 9000, 40000)),
+    ]
+
+
+TARGETS = {
+    "costs": Target(_costs, _costs_seeds, words=JSON),
+    "costs_figures": Target(_figures, _figures_seeds, 512),
+    "namespaces": Target(_names, _names_seeds, words=JSON),
+    "stripe": Target(_stripe, _stripe_seeds, words=JSON),
+    "lock": Target(_lock, _lock_seeds, words=JSON),
+    "status": Target(_status, _status_seeds, 512),
+    "trailer": Target(_trailer, _trailer_seeds, 512),
+    "catalogue": Target(_image, _edit_seeds, 256, 10),
+    "catalogue_log": Target(_log, _edit_seeds, 256, 10),
+    "catalogue_rows": Target(_rows, _row_seeds, 512, 10),
+    "directory": Target(_engine, _engine_seeds, 256, 30),
+}
