@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from gdscache.tiers.failed_reads import AGAIN_S, OFF_PAGES, OFF_S, TRY_S
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import Host, drop_from, prompt, quiet, settle, tokens_of
 from tests.support.pages import FAULTY, misses, offset_of
+from tests.support.rings import break_rings
 
 OpenHost = Callable[..., Host]
 PAGES, DOCUMENTS = 6, 4
@@ -194,19 +194,6 @@ def test_checksums_that_another_load_reads_meanwhile_judge_no_page(
 
 
 # -- a ring that fails -------------------------------------------------------------------------------------------------
-
-
-def break_rings() -> int:
-    """This process's rings fail from now on, as where somebody closed their descriptors; how many there are."""
-    broken = 0
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[io_uring]":
-                os.dup2(nothing, int(name), inheritable=False)
-                broken += 1
-    os.close(nothing)
-    return broken
 
 
 @pytest.mark.parametrize("cpu", [None, 8])
