@@ -52,9 +52,9 @@ def attempt(fuzzer: Fuzzer, target: str, seconds: int, record_property: Any) -> 
 
 
 @pytest.mark.suite
-@each
+@pytest.mark.parametrize("target", [f"{target}-{GUIDE}" for target in ("stripe", "catalogue_rows", "directory")])
 def test_some_bytes(fuzzer: Fuzzer, target: str, record_property: Any) -> None:
-    attempt(fuzzer, target, SHORT_S, record_property)
+    attempt(fuzzer, target.removesuffix(f"-{GUIDE}"), SHORT_S, record_property)
 
 
 @pytest.mark.soak
@@ -63,10 +63,14 @@ def test_many_bytes(fuzzer: Fuzzer, target: str, record_property: Any) -> None:
     attempt(fuzzer, target, LONG_S, record_property)
 
 
-@pytest.mark.suite
 @pytest.mark.parametrize("guide", ["own_loop", "atheris"])
 @pytest.mark.parametrize(
-    ("target", "begins"), [("planted", b"\x67\x07\xfe"), ("planted_memory", b"m"), ("planted_hang", b"h")]
+    ("target", "begins"),
+    [
+        pytest.param("planted", b"\x67\x07\xfe", marks=pytest.mark.suite),
+        pytest.param("planted_memory", b"m", marks=pytest.mark.soak),
+        pytest.param("planted_hang", b"h", marks=pytest.mark.soak),
+    ],
 )
 def test_what_is_planted_is_found(request: pytest.FixtureRequest, target: str, begins: bytes, guide: str) -> None:
     """A reader with a fault behind three bytes in a row; one that takes memory; one that hangs."""
