@@ -758,3 +758,14 @@ def test_many_threads_while_io_hangs_now_and_then(open_host: OpenHost, cpu: int 
         host.store(tokens)
         quiet(host.engine)
         assert host.load(tokens).tokens == len(tokens)
+
+
+def test_a_tier_that_has_stopped_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    keeper = Quarantine(threading.RLock())
+    told: list[bool] = []
+    keeper.on_switch(lambda: told.append(keeper.off))
+    with caplog.at_level(logging.ERROR, "gdscache"):
+        for why in ("the first cause", "another"):
+            keeper.stop(why)
+    assert (keeper.stopped, told) == ("the first cause", [True])
+    assert ["the first cause" in record.getMessage() for record in caplog.records] == [True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import threading
@@ -137,3 +138,31 @@ def test_an_index_in_shared_memory_of_an_older_engine_is_swept(host: Host, tmp_p
     assert not (path / "catalog.sqlite-shm").exists()
     assert again.engine.check().ok
     again.engine.close()
+
+
+def test_a_write_that_hangs_keeps_its_descriptor_and_holds_up_no_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file stays the write's: another one with its number would get the write's bytes."""
+    host = Host(make_config(tmp_path / "cache", cpu=8, ssd=12))
+    monkeypatch.setattr(status_page, "_CLOSE_S", 0.1)
+    begun, over, written_to = threading.Event(), threading.Event(), list[int]()
+    genuine = os.pwrite
+
+    def hang(descriptor: int, data: bytes, offset: int) -> int:
+        if threading.current_thread() is threading.main_thread() or not os.readlink(
+            f"/proc/self/fd/{descriptor}"
+        ).endswith("status"):
+            return genuine(descriptor, data, offset)
+        written_to.append(descriptor)
+        begun.set()
+        over.wait(WAIT)
+        return genuine(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", hang)
+    assert begun.wait(WAIT)
+    with caplog.at_level(logging.ERROR, "gdscache"):
+        host.engine.close()
+    assert "a write of the status page hangs" in caplog.text
+    assert os.readlink(f"/proc/self/fd/{written_to[0]}").endswith("status"), "another file may have its number"
+    over.set()

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
-from gdscache.index.table import Entry, PageState
+from gdscache.index.table import PENDING, Entry, PageState
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
 from tests.support.index_machine import NAMESPACE, IndexMachine, chain, name, put, restore, retentions, state
@@ -466,3 +466,35 @@ def walk(index: PageIndex, key: bytes) -> int:
         key = index._parent(key)
         steps += 1
     return steps
+
+
+class Noted:
+    """What a watcher is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, list[bytes]]] = []
+
+    def stored(self, pages: Sequence[Page]) -> None:
+        self.told.append(("stored", [page.key for page in pages]))
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        self.told.append(("removed", list(keys)))
+
+    def cleared(self) -> None:
+        self.told.append(("cleared", []))
+
+
+def test_a_watcher_is_told_of_what_becomes_visible_and_not_before() -> None:
+    index, noted, (first, second) = PageIndex(4), Noted(), chain(1, 2)
+    index.watch(noted)
+    slots = index.allocate(2)
+    assert slots is not None
+    written, dropped = (index.insert(page, at, PENDING) for page, at in zip((first, second), slots, strict=True))
+    assert noted.told == []
+    assert index.commit(written)
+    assert noted.told == [("stored", [first.key])]
+    index.drop(dropped)
+    assert not index.commit(dropped)
+    assert noted.told == [("stored", [first.key])], "a page that never came was stored or removed"
+    index.drop(written)
+    assert noted.told[1:] == [("removed", [first.key])]
