@@ -69,9 +69,12 @@ class ForeignFiles:
             job, io = told
             for told_pages, error in io.take():
                 pages = _asked_for(job, told_pages)
+                failure: BaseException | None = error
                 if error is None and not job.write and isinstance(io, CheckedIO):
-                    self._keep_sums(job, pages, io)
-                self._moves.io_ended(job.number, pages, 0 if error is None else _code(error))
+                    failure = failure_of(functools.partial(self._keep_sums, job, pages, io))
+                    if failure is not None:  # its pages have ended all the same
+                        log_failure(failure)
+                self._moves.io_ended(job.number, pages, 0 if failure is None else _code(failure))
             del told, job, io
 
     def _keep_sums(self, job: IoJob, pages: Sequence[int], io: CheckedIO) -> None:

@@ -5,6 +5,7 @@ A request for sixteen pages costs about as much as one for a page, in Python and
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from gdscache.arrays import Int64Array
-from gdscache.errors import DeadlineError, StorageError
+from gdscache.errors import DeadlineError, IOFailedError, StorageError
+from gdscache.runtime.threads import failure_of, log_failure
 from gdscache.storage.base import IORequest, Submission
 
+_REFUSED = "see the traceback in the log"
 _SLOW = "the device is slow or hangs; what is left keeps its memory until it ends"
 
 
@@ -81,15 +84,23 @@ class PageIO:
             else:
                 yield pages, error
         if self._failed and self._second is None and not self._first.pending:
-            self._again = self._failed
-            self._second = self._submit([self._single(page) for page in self._again])
-            self._second.on_end(lambda number: self._told())
+            self._again, self._failed = self._failed, []
+            refusal = failure_of(self._try_again)
+            if refusal is not None:  # whoever waits for these pages must hear of it
+                log_failure(refusal)
+                refused, self._again = self._again, []
+                number = getattr(refusal, "errno", None) or errno.EIO
+                yield refused, IOFailedError(f"the transport takes no pages again: {refusal}", _REFUSED, number)
         if self._second is not None:
             good, bad, self._seen[1] = self._second.since(self._seen[1])
             for number in good:
                 yield [self._again[number]], None
             for number, error in bad:
                 yield [self._again[number]], error
+
+    def _try_again(self) -> None:
+        self._second = self._submit([self._single(page) for page in self._again])
+        self._second.on_end(lambda number: self._told())
 
     def _run(self, number: int) -> range:
         """The pages of a request."""

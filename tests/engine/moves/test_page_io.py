@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.errors import DeadlineError, IOFailedError, ShortIOError
+from gdscache.errors import DeadlineError, IOFailedError, NativeCallError, ShortIOError
 from gdscache.moves.page_io import PageIO, stretches
 from gdscache.storage.base import FileRange, IORequest, Op, Submission
 
@@ -135,3 +136,23 @@ def test_no_pages_end_at_once() -> None:
     assert device.io.wait(time.monotonic()) == []
     none = np.empty(0, dtype=np.int64)
     assert [len(ends) for ends in stretches(none, none, 4, 4)] == [0, 0]
+
+
+def test_pages_that_are_not_taken_again_end_with_that_error() -> None:
+    """Whatever the transport raises: nobody waits for pages that nothing will ever answer for."""
+    device = Device([(0, 3), (3, 2)])
+    [(_, first)] = device.submissions
+
+    def refuse(requests: Sequence[IORequest]) -> Submission:
+        raise NativeCallError("no room for requests", "free memory", errno.ENOMEM)
+
+    device.io._submit = refuse
+    first.finish([(0, 0, ERROR), (1, 2, None)])
+    ended = {page: error for pages, error in device.io.take() for page in pages}
+    assert [type(ended[page]) for page in range(5)] == [IOFailedError] * 3 + [type(None)] * 2
+    assert ended[0] is not None
+    assert ended[0].errno == errno.ENOMEM
+    assert list(device.io.take()) == []
+    free: list[int] = []
+    device.io.on_end(free.append)
+    assert sorted(free) == list(range(5))
