@@ -142,15 +142,14 @@ def scan(connection: sqlite3.Connection, slots: int, extent_bytes: int, now: flo
         causes.update((slot, "row") for (slot,) in connection.execute(broken, (slots,)))
     names = namespaces_by_id(connection, np.unique(columns.namespaces).tolist())
     retentions = _retentions(connection, slots)
+    for cause, some in (("row", retentions.broken), ("expired", retentions.slots[retentions.expires <= now].tolist())):
+        if some:
+            causes.update((slot, cause) for slot in columns.slots[np.isin(columns.slots, some)].tolist())
     bad_length = (columns.lengths < 1) | (columns.lengths > extent_bytes)
-    for cause, bad in (
-        ("row", np.isin(columns.slots, retentions.broken)),
-        ("expired", np.isin(columns.slots, retentions.slots[retentions.expires <= now])),
-        ("length", bad_length),
-        ("namespace", ~np.isin(columns.namespaces, list(names))),
-    ):
-        for slot in columns.slots[bad].tolist():
-            causes.setdefault(slot, cause)
+    bad_name = ~np.isin(columns.namespaces, list(names))
+    for cause, bad in (("length", bad_length), ("namespace", bad_name)):
+        if bad.any():
+            causes |= {slot: cause for slot in columns.slots[bad].tolist() if slot not in causes}
     if causes:
         columns = columns.take(~np.isin(columns.slots, list(causes)))
     repeated = _repeated(columns)
