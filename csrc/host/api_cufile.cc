@@ -9,6 +9,7 @@
 
 #include "bare_cufile.h"
 #include "cufile_handle.h"
+#include "memory.h"
 
 using namespace gdscache;
 
@@ -17,6 +18,7 @@ namespace {
 thread_local std::string why, text;
 
 int32_t refused(const char* cause, int32_t error) {
+    const MustNotFail reserve;  // also called where memory has run out
     why = cause;
     return -error;
 }
@@ -38,6 +40,7 @@ int32_t guarded(Work work) {
 const char* gdscache_cufile_why() { return why.c_str(); }
 
 const char* gdscache_cufile_text(int32_t error) {
+    const MustNotFail reserve;
     text = cufile_text(error);
     return text.c_str();
 }

@@ -12,6 +12,7 @@
 
 #include "api_checks.h"
 #include "gpu_handle.h"
+#include "memory.h"
 
 using namespace gdscache;
 
@@ -20,6 +21,7 @@ namespace {
 thread_local std::string why;
 
 int32_t refused(const char* cause, int32_t error) {
+    const MustNotFail reserve;  // also called where memory has run out
     why = cause;
     return -error;
 }

@@ -769,3 +769,14 @@ def test_a_tier_that_has_stopped_says_why_once(caplog: pytest.LogCaptureFixture)
             keeper.stop(why)
     assert (keeper.stopped, told) == ("the first cause", [True])
     assert ["the first cause" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_tier_that_has_stopped_is_not_switched_on_by_i_o_that_ends() -> None:
+    keeper = Quarantine(threading.RLock())
+    keeper.add_pool("cpu", 16)
+    submission, requests, given = a_batch(5)
+    keeper.hold(submission, requests)
+    keeper.stop("another process has the lock")
+    submission.finish([(i, 1, None) for i in range(5)])
+    assert len(given) == 5
+    assert keeper.off

@@ -59,3 +59,35 @@ def test_an_allocation_that_fails_is_an_error_or_a_miss(
     for at in range(0, len(pairs), 40):
         for one in attempts(shim, tmp_path, transport, pairs[at : at + 40]):
             assert not one["wrong"], one
+
+
+WORDS = """
+import ctypes, sys
+from gdscache.native.library import library
+from tests.support.memory_child import span_of_the_library
+of = library()
+shim = ctypes.CDLL(sys.argv[1])
+for name, value in zip(("low", "high"), span_of_the_library()):
+    ctypes.c_void_p.in_dll(shim, f"shim_{name}").value = value
+ctypes.c_long.in_dll(shim, "shim_count").value = 1 << 40
+ctypes.c_long.in_dll(shim, "shim_first").value = ctypes.c_long.in_dll(shim, "shim_seen").value + 1
+print(of.cufile_text(5015).decode(), of.cufile_text(1).decode(), sep="\\n")
+print(of.cufile_open(None, 0, None, None, 0, None), of.cufile_why().decode())
+print(of.gpu_open(None, None, None), of.gpu_why().decode())
+assert ctypes.c_long.in_dll(shim, "shim_failed").value
+"""
+
+
+@pytest.mark.suite
+def test_what_is_said_of_an_error_finds_memory(shim: Path) -> None:
+    """Texts that are longer than a string keeps in itself, where the system has none left."""
+    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", WORDS, shim], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    other, of_the_system, *refused = done.stdout.splitlines()
+    assert "5015" in other
+    assert "another CUDA context" in other
+    assert of_the_system == os.strerror(1)
+    assert all("an address is null" in line for line in refused), refused

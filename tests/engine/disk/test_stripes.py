@@ -125,11 +125,18 @@ def of_the_future(paths: list[Path]) -> None:
     (paths[1] / "stripe.json").write_text(json.dumps(data | {"format": 2}))
 
 
+def name_nothing(paths: list[Path]) -> None:
+    """A directory's name that no file system has."""
+    data = json.loads((paths[1] / "stripe.json").read_text())
+    data["directories"][1] += "\0"
+    (paths[1] / "stripe.json").write_text(json.dumps(data))
+
+
 def lose_the_name(paths: list[Path]) -> None:
     (paths[0] / "stripe.json").unlink()
 
 
-@pytest.mark.parametrize("change", [lose, empty, swap, damage, of_the_future, lose_the_name])
+@pytest.mark.parametrize("change", [lose, empty, swap, damage, of_the_future, name_nothing, lose_the_name])
 def test_directories_that_are_not_what_they_were_are_refused_and_left(
     open_host: OpenHost, paths: list[Path], change: Callable[[list[Path]], None]
 ) -> None:
