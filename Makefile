@@ -8,6 +8,7 @@
 #   SGLANG=...       the same for SGLang: one that has what tools/requirements_sglang.txt lists, and torch
 #   MOONCAKE=...     make scale with this Python of yours, which has Mooncake, pyzmq, msgpack and gdscache's dependencies
 #   KINDS=...        make sanitize with some of: plain thread address aarch64
+#   COUNT=N          make mutants with so many
 #   SEED=N           make soak with that seed again; a fresh one is drawn, and printed, where none is given
 #
 # Without a GPU on Linux, PyPI's torch still brings its CUDA libraries (some GB). That is accepted: it is the build that
@@ -37,7 +38,7 @@ CHECK_PYTHON := -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) els
 	"error: gdscache needs Python 3.11 or newer, and %s is %s: use make PY=..." % (sys.executable, sys.version.split()[0]))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test suites soak engines engines-smoke scale scale-smoke mooncake-env sanitize lint resolve wheels bench install clean
+.PHONY: help demo test suites soak mutants engines engines-smoke scale scale-smoke mooncake-env sanitize lint resolve wheels bench install clean
 
 help:
 	@echo "make demo     the demo: a model's prefix cache through GPU, CPU and SSD, and a restart"
@@ -48,6 +49,7 @@ help:
 	@echo "              below them, in environments of their own ($(VLLM) and $(SGLANG_VENV), some GB each)"
 	@echo "make scale    a real pool of processes on loopback, which are killed, in an environment of its own ($(MOONCAKE_VENV))"
 	@echo "make sanitize the tests in C++: with the thread, address and undefined behaviour sanitizers, and for aarch64"
+	@echo "make mutants  which checks of disk, tiers, index and moves no test would miss (COUNT=200 SEED=1; an hour)"
 	@echo "make lint     ruff and mypy            make wheels   sdist, and wheels of both architectures; one is tried"
 	@echo "make bench    what the tiers give      make resolve  whether the engines' pins resolve with ours"
 	@echo "make clean    removes .venv and all that was built"
@@ -66,6 +68,10 @@ soak: $(VENV)/.installed $(NATIVE)
 	@echo "== the seed of this run: make soak SEED=$(SEED)"
 	GDSCACHE_EXAMPLES=soak GDSCACHE_SEED=$(SEED) $(PYTEST) -n $(WORKERS) -m "soak or hypothesis" \
 		--durations=15 --timeout=0 --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
+
+mutants: $(VENV)/.installed $(NATIVE)
+	$(PIP) pytest-cov
+	$(BIN)/python tools/mutants.py --seed $(or $(SEED),1) --count $(or $(COUNT),200)
 
 # Each test runs vLLM in processes of its own, with that interpreter; one after the other, since two cores are what one takes.
 engines: $(VENV)/.installed $(NATIVE) $(ENGINES) $(SGLANG)

@@ -154,6 +154,7 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
         "sanitize",
         "lint",
         "soak",
+        "mutants",
         "scale",
         "scale-smoke",
         "resolve",
