@@ -8,8 +8,8 @@
 3. Each mutant is a copy of the tree with one of them taken out. Its tests run from the fastest on, until one fails or
    `--seconds` of them have run. Of C++ the line's tests are not known: the tests in C++ and of `tests/unit/moves` run.
 
-A mutant that no test notices is listed with its check; a test that hangs notices, too. `make mutants` installs pytest-cov,
-which this needs beside what the tests do.
+A mutant that no test notices is listed with its check; a test that hangs notices, too. Needs pytest-cov, which `make
+mutants` installs.
 """
 
 from __future__ import annotations
