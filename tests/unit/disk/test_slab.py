@@ -262,3 +262,28 @@ def test_a_directory_without_a_share_is_refused(tmp_path: Path) -> None:
         Slab.open(first, MANY, 8, others)
     assert str(9 * MANY) in caught.value.hint
     assert Slab.open(first, MANY, 9, others).slots == 9
+
+
+def test_what_became_of_the_files_is_told_and_a_file_that_was_cut_is_lengthened(tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    slab = Slab.open(directories[0], EXTENT, 5000, directories[1:])
+    first, second = slab.files
+    assert slab.check() == ([], {})
+    whole = second.stat().st_size
+    os.truncate(second, whole - 1)
+    problems, short = slab.check()
+    assert [str(second) in problem and "bytes of" in problem for problem in problems] == [True]
+    assert short == {1: whole // EXTENT - 1}
+    slab.lengthen()
+    assert slab.check() == ([], {})
+    copy = first.with_name("copy")
+    shutil.copy(first, copy)
+    copy.replace(first)
+    os.truncate(first, EXTENT)
+    assert [("replaced" in problem, str(first) in problem) for problem in slab.check()[0]] == [(True, True)]
+    slab.lengthen()
+    assert first.stat().st_size == EXTENT, "another's file was written to"
+    first.unlink()
+    assert [("is gone" in problem, str(first) in problem) for problem in slab.check()[0]] == [(True, True)]
