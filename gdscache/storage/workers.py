@@ -130,7 +130,7 @@ class WorkerTransport(Transport):
 
     def sync_file(self, file: int) -> None:
         """For subclasses whose handles are file descriptors: what `flush` does, also when the threads have ended."""
-        if file not in self._paths:
+        if self._released or file not in self._paths:
             self.check_open()
         path = self._path(file)
         try:
