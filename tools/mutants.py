@@ -38,7 +38,6 @@ CPP_SHARE = 5  # one of so many mutants is in C++
 CPP_TESTS = ("tests/unit/moves",)
 DURATIONS = "GDSCACHE_DURATIONS"  # the file in which `pytest_runtest_logreport` writes them
 NOT_LONG = "not suite and not soak and not engines and not scale and not gpu"
-COPIED = ("gdscache", "csrc", "tests", "tools", "docs", "examples", "README.md", "Makefile", "pyproject.toml")
 MOST_TESTS = 400
 
 
@@ -140,7 +139,6 @@ def in_cpp(path: Path) -> Iterator[Mutant]:
 
 def look(known: Path, jobs: int, tests: list[str]) -> None:
     """Which tests enter which lines, and how long they take."""
-    covered = [f"--cov={root}" for root in PYTHON]
     command = [
         sys.executable,
         "-m",
@@ -150,20 +148,16 @@ def look(known: Path, jobs: int, tests: list[str]) -> None:
         "mutants",
         "-n",
         str(jobs),
-        "--dist",
-        "loadfile",
-        "-m",
-        NOT_LONG,
-        *covered,
+        "--dist=loadfile",
+        "--timeout=200",
     ]
+    command += ["-m", NOT_LONG, "--cov-context=test", "--cov-report=", *(f"--cov={root}" for root in PYTHON)]
     environment = _environment(ROOT) | {
         "COVERAGE_FILE": str(known / "coverage"),
         DURATIONS: str(known / "durations"),
         "COVERAGE_CORE": "ctrace",  # the only one that knows contexts
     }
-    subprocess.run(
-        [*command, "--cov-context=test", "--cov-report=", "--timeout=200", *tests], cwd=ROOT, env=environment
-    )
+    subprocess.run([*command, *tests], cwd=ROOT, env=environment)
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -181,7 +175,7 @@ class Tests:
 
         self._seconds = seconds
         self._took: dict[str, float] = dict(map(json.loads, (known / "durations").read_text().splitlines()))
-        self._data = sqlite3.connect(known / "coverage", check_same_thread=False)
+        self._data = sqlite3.connect(known / "coverage")
         register_sqlite_functions(self._data)
 
     def of(self, mutant: Mutant) -> list[str]:
@@ -209,12 +203,7 @@ def judge(mutant: Mutant, tests: list[str], made: str) -> str:
         return "unrun (no test enters its line)"
     with tempfile.TemporaryDirectory(dir=made) as directory:
         tree = Path(directory) / "tree"
-        tree.mkdir()
-        for name in COPIED:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(ROOT / name, tree / name)
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist"))
         source = (tree / mutant.path).read_bytes()
         (tree / mutant.path).write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
         environment = _environment(tree) | {"TMPDIR": directory}

@@ -51,13 +51,13 @@ def open_copy(path: Path, progress: Progress = lambda done, total, text: None) -
         finally:
             os.unlink(name)
         undo.enter_context(contextlib.closing(opened))
-        copy_database(path, copy, progress)
+        _copy(path, copy, progress)
         if os.pread(copy, 2, _VERSIONS) not in (b"\1\1", b""):
             raise sqlite3.DatabaseError("it is of a version from the future, which SQLite reads and never writes")
         yield opened
 
 
-def copy_database(path: Path, copy: int, progress: Progress = lambda done, total, text: None) -> None:
+def _copy(path: Path, copy: int, progress: Progress) -> None:
     """Write the database at `path` and its log's commits to the empty file `copy`. Raises as `open_copy`."""
     with _reading(path) as database:
         total, done = os.fstat(database).st_size, 0

@@ -64,11 +64,10 @@ def test_an_allocation_that_fails_is_an_error_or_a_miss(
 WORDS = """
 import ctypes, sys
 from gdscache.native.library import library
-from tests.support.memory_child import span_of_the_library
+from tests.support.memory_child import aim
 of = library()
 shim = ctypes.CDLL(sys.argv[1])
-for name, value in zip(("low", "high"), span_of_the_library()):
-    ctypes.c_void_p.in_dll(shim, f"shim_{name}").value = value
+aim(shim)
 ctypes.c_long.in_dll(shim, "shim_count").value = 1 << 40
 ctypes.c_long.in_dll(shim, "shim_first").value = ctypes.c_long.in_dll(shim, "shim_seen").value + 1
 print(of.cufile_text(5015).decode(), of.cufile_text(1).decode(), sep="\\n")

@@ -40,7 +40,7 @@ from gdscache.tiers.failed_reads import OFF_S, TRY_S
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import Host, drop_from, expected, flip_file, make_config, prompt, read_page, settle
 from tests.support.io_child import Shim
-from tests.support.memory_child import span_of_the_library
+from tests.support.memory_child import aim
 from tests.support.rings import break_rings
 
 LONGEST_S = 120.0  # of one call: what takes longer hangs, and ends the process
@@ -143,9 +143,7 @@ class Faults:
         self._shim = shim
         self._memory = memory
         self._counts = counts
-        low, high = span_of_the_library()
-        ctypes.c_void_p.in_dll(memory, "shim_low").value = low
-        ctypes.c_void_p.in_dll(memory, "shim_high").value = high
+        aim(memory)
         self._ticks: list[Callable[[], None]] = []
 
     def tick(self) -> None:

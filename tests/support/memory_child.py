@@ -25,11 +25,12 @@ PAGES = 4
 LONGEST_S = 30.0
 
 
-def span_of_the_library() -> tuple[int, int]:
-    """Where its code lies in this process."""
+def aim(shim: Any) -> None:
+    """Tell the shim where the library's code lies in this process: its allocations are those that fail."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "libgdscache_host" in line]
     ends = [[int(word, 16) for word in fields[0].split("-")] for fields in lines]
-    return min(low for low, _ in ends), max(high for _, high in ends)
+    ctypes.c_void_p.in_dll(shim, "shim_low").value = min(low for low, _ in ends)
+    ctypes.c_void_p.in_dll(shim, "shim_high").value = max(high for _, high in ends)
 
 
 def use(work: Path, transport: str) -> list[str]:
@@ -64,9 +65,7 @@ def use(work: Path, transport: str) -> list[str]:
 
 def attempt(shim: Any, work: Path, transport: str, first: int, count: int) -> None:
     """Behind a fork."""
-    low, high = span_of_the_library()
-    ctypes.c_void_p.in_dll(shim, "shim_low").value = low
-    ctypes.c_void_p.in_dll(shim, "shim_high").value = high
+    aim(shim)
     for name, value in (("count", count), ("seen", 0), ("failed", 0), ("first", first)):
         ctypes.c_long.in_dll(shim, f"shim_{name}").value = value
     wrong = use(work, transport)
