@@ -18,7 +18,7 @@ from gdscache.limits import EngineLimits
 from gdscache.storage import cufile_library, probe
 from tests.support.faces import Attached, Face, Pool
 from tests.support.faulty import PLAN
-from tests.support.helpers import SMALL, Host, make_config, settle
+from tests.support.helpers import SMALL, Host, close_kept, make_config, settle
 
 # Tests run beside each other, and threads of torch that have no core to themselves spin. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -89,7 +89,7 @@ def slab(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_engine(slab: Path) -> Iterator[Callable[..., CacheEngine]]:
-    """`open_engine(**make_config arguments)`: an engine with its own pool, at rest and whole at the end."""
+    """`open_engine(**make_config arguments)`: an engine with its own pool, at rest, whole and kept at the end."""
     opened: list[CacheEngine] = []
 
     def opens(path: Path | None = None, limits: EngineLimits = SMALL, **options: Any) -> CacheEngine:
@@ -148,6 +148,7 @@ def _closing(opened: list[CacheEngine], opens: Callable[..., Any]) -> Iterator[A
         for engine in opened:
             if not engine._closed:
                 settle(engine)
+                close_kept(engine)
     finally:
         for engine in opened:
             engine.close()

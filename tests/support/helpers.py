@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -321,6 +322,16 @@ def settle(engine: CacheEngine) -> None:
         assert bounce.stores.free_slots == bounce.stores.slots, "bounce slots of stores are lost"
     if "gpu" in stats["tiers"]:
         assert stats["tiers"]["gpu"]["private_slots"] == 0
+
+
+def close_kept(engine: CacheEngine) -> None:
+    """Close it. What it had on its SSD is there behind a restart: each page has its row and its checksums."""
+    ssd = engine._parts.manager.ssd
+    engine.close()
+    if ssd is not None:
+        with contextlib.closing(sqlite3.connect(f"file:{ssd.path / 'catalog.sqlite'}?mode=ro", uri=True)) as catalogue:
+            rows = catalogue.execute("SELECT key, slot FROM pages JOIN checksums USING (slot)").fetchall()
+        assert dict(rows) == {entry.key: entry.slot for entry in ssd.index}, "the index and the catalogue differ"
 
 
 def reserve_used(engine: CacheEngine) -> int:
