@@ -119,6 +119,7 @@ def test_deadlines_are_kept_and_what_is_late_is_harmless(open_face: OpenFace) ->
     until(lambda: face.found(tokens) == 16, "the late reads end")  # late is not bad: the pages stay
     assert face.engine.check().problems == ()
     face.engine.close()
+    assert open_face(cpu=3).get(tokens).tokens == 16
 
 
 @pytest.mark.parametrize("reopened", [False, True])
@@ -193,6 +194,8 @@ def test_a_disk_that_takes_nothing_costs_only_the_ssd_tier(open_face: OpenFace) 
     assert face.engine.stats()["tiers"]["ssd"]["pages"] == 0
     face.put(tokens)  # again: the CPU tier has them, the SSD gets them now
     assert face.engine.stats()["tiers"]["ssd"]["pages"] == 4
+    face.engine.close()
+    assert open_face().get(tokens).tokens == 16
 
 
 def test_the_cpu_tier_serves_while_the_ssd_is_written(open_face: OpenFace) -> None:

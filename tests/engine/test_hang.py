@@ -198,6 +198,7 @@ def test_who_waits_for_another_loads_hung_read_has_its_deadline_too(open_host: O
         for load, blocks, keys in begun:
             host.finish(load, blocks, keys)
     ended(host.engine)
+    assert host.load(tokens).tokens == 12
 
 
 def test_cleared_pages_whose_reads_hang_come_back_once(open_host: OpenHost) -> None:
@@ -340,6 +341,9 @@ def test_the_writer_goes_on_with_the_next_batch(open_host: OpenHost) -> None:
         assert dropped == ["deadline"]
         assert sum(tiers == ("cpu", "ssd") for report in reports for tiers in report.tiers) == 12 - len(dropped)
     ended(host.engine)
+    drop_from(host.engine, "cpu")
+    left = {index for index, report in enumerate(reports) if not report.dropped}
+    assert all(host.load(prompt(seed, 2)).tokens == 8 for seed in left)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])

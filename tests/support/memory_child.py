@@ -33,9 +33,10 @@ def aim(shim: Any) -> None:
     ctypes.c_void_p.in_dll(shim, "shim_high").value = max(high for _, high in ends)
 
 
-def use(work: Path, transport: str) -> list[str]:
-    """What went wrong that must not: errors of nobody's, waits without end, lost pages."""
-    wrong, host = list[str](), None
+def use(work: Path, transport: str) -> tuple[list[str], dict[int, int]]:
+    """What went wrong that must not: errors of nobody's, waits without end. And how many pages of each prompt the SSD
+    has for certain."""
+    wrong, kept, host = list[str](), dict[int, int](), None
 
     def tried(what: str, call: Callable[[], Any]) -> Any:
         began = time.monotonic()
@@ -52,15 +53,17 @@ def use(work: Path, transport: str) -> list[str]:
 
     host = tried("open", lambda: Host(make_config(work, cpu=6, ssd=16, transport=transport, deadline=3), 32))
     if host is None:
-        return wrong
+        return wrong, kept
     for seed in range(2):
         tokens = prompt(seed, PAGES)
-        tried("store", lambda tokens=tokens: host.store(tokens).result(10))
+        report = tried("store", lambda tokens=tokens: host.store(tokens).result(10))
+        there = ["ssd" in tiers for tiers in (report.tiers if report else ())]
+        kept[seed] = [*there, False].index(False)
         tried("load", lambda tokens=tokens: host.load(tokens))  # compares the bytes
         tried("prefetch", lambda tokens=tokens: host.engine.prefetch(tokens).result(10))
     tried("check", lambda: host.engine.check())
     tried("close", host.engine.close)
-    return wrong
+    return wrong, kept
 
 
 def attempt(shim: Any, work: Path, transport: str, first: int, count: int) -> None:
@@ -68,12 +71,13 @@ def attempt(shim: Any, work: Path, transport: str, first: int, count: int) -> No
     aim(shim)
     for name, value in (("count", count), ("seen", 0), ("failed", 0), ("first", first)):
         ctypes.c_long.in_dll(shim, f"shim_{name}").value = value
-    wrong = use(work, transport)
+    wrong, kept = use(work, transport)
     ctypes.c_long.in_dll(shim, "shim_first").value = 0
     seen, failed = (ctypes.c_long.in_dll(shim, f"shim_{name}").value for name in ("seen", "failed"))
     host = Host(make_config(work, cpu=6, ssd=16), 32)  # the fault is over
     for seed in range(2):
-        host.load(prompt(seed, PAGES))
+        if host.load(prompt(seed, PAGES)).tokens < 4 * kept.get(seed, 0):
+            wrong.append("what was stored is lost")
         host.store(prompt(10 + seed, PAGES)).result(10)
         host.engine.drain(10)
         if host.load(prompt(10 + seed, PAGES)).tokens != 4 * PAGES:

@@ -25,7 +25,7 @@ from gdscache.limits import EngineLimits
 from gdscache.policies.admission import ADMISSIONS
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import SMALL, WAIT, fill, holds, prompt, settle
+from tests.support.helpers import SMALL, WAIT, close_kept, fill, holds, prompt, settle
 
 FAULTS = [(Op.READ, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP)]
 FAULTS += [(Op.WRITE, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP, Fault.LOST, Fault.TORN)]
@@ -93,9 +93,10 @@ def soak(pipe: Connection, config: dict[str, Any], seconds: float, rounds: int, 
         if round_ % 3 == 2:
             count(engine, done, misses)
             engine.close(drain=rng.random() < 0.5)
+            close_kept(engine)
             engine = CacheEngine.from_config(varied(config, rng), limits=other_limits(rng))
     count(engine, done, misses)
-    engine.close()
+    close_kept(engine)
     pipe.send(sample(threads=before.threads))
     pipe.send((done, misses))
 
