@@ -244,9 +244,7 @@ def _read_some(connection: sqlite3.Connection, first: int, end: int) -> tuple[An
         return None, None, *[NO_INTEGERS] * 4
     try:
         key, parent, slots, recency, count = connection.execute(UNIFORM, (first, end, *guess)).fetchone()
-    except sqlite3.DataError as error:
-        if error.sqlite_errorcode != sqlite3.SQLITE_TOOBIG:
-            raise
+    except sqlite3.DataError:  # a value is larger than SQLite may read
         count = -1
     if count == connection.execute(COUNT, (first, end)).fetchone()[0]:
         namespaces, lengths = (np.full(count, value, np.int64) for value in guess)

@@ -202,6 +202,18 @@ def test_the_fast_reading_takes_no_row_that_is_not_whole(rows_: list[tuple[objec
             assert set(found.slots.tolist()) <= {slot for (slot,) in whole}
 
 
+def test_two_rows_of_one_slot_are_damage() -> None:
+    """A table that is whole has none; of one that is not, SQLite gives what it finds."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute("CREATE TABLE pages(slot, key, parent, namespace, length, recency)")
+        insert = "INSERT INTO pages VALUES (?, randomblob(32), randomblob(32), 1, 5, 0)"
+        connection.executemany(insert, [(2,), (1,)])
+        assert sorted(catalog_recovery._read(connection, 8).slots.tolist()) == [1, 2]
+        connection.execute(insert, (2,))
+        with pytest.raises(catalog_file.CorruptCatalogError, match="two rows"):
+            catalog_recovery._read(connection, 8)
+
+
 def test_an_empty_catalogue_recovers_to_nothing(tmp_path: Path) -> None:
     with open_catalog(tmp_path) as catalog:
         assert len(catalog.recover(100)) == 0

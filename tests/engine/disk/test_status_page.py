@@ -17,6 +17,7 @@ from gdscache import cli
 from gdscache.commands.inspect import inspect, tables
 from gdscache.disk import status_page
 from gdscache.disk.catalog_file import FORMAT_VERSION
+from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
 from tests.support.helpers import WAIT, Host, make_config, prompt, quiet, until
 
 
@@ -76,6 +77,19 @@ def test_it_is_private_and_goes_with_its_owner(host: Host, tmp_path: Path) -> No
     host.engine.close()
     assert not status.exists()
     assert not [thread for thread in threading.enumerate() if thread.name == "gdscache-status"]
+
+
+@pytest.mark.parametrize("what", ["link", "directory", "nowhere"])
+def test_only_a_regular_file_will_do(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "cache"
+    if what != "nowhere":
+        path.mkdir()
+    if what == "link":
+        (path / "status").symlink_to(tmp_path / "away")
+    if what == "directory":
+        (path / "status").mkdir()
+    with pytest.raises(DirectoryNotWritableError if what == "nowhere" else NotARegularFileError):
+        status_page.StatusWriter.begin(path, path / "catalog.sqlite", lambda: None)  # type: ignore[arg-type,return-value]
 
 
 def test_an_engine_that_hangs_can_be_looked_at(host: Host, tmp_path: Path) -> None:

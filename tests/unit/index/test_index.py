@@ -498,3 +498,22 @@ def test_a_watcher_is_told_of_what_becomes_visible_and_not_before() -> None:
     assert noted.told == [("stored", [first.key])], "a page that never came was stored or removed"
     index.drop(written)
     assert noted.told[1:] == [("removed", [first.key])]
+
+
+def test_a_page_whose_followers_were_miscounted_is_a_tail_again_when_the_index_is_mended() -> None:
+    index = PageIndex(6, new_policy("lfu"))
+    cold, warm = chain(1, 2), chain(2, 3)
+    put(index, cold)
+    put(index, warm)
+    index.touch([page.key for page in (cold[0], *warm[::-1], cold[1])])
+    assert index.evict(1) == 1
+    assert kept(index, warm) == [0, 1], "the coldest page has one behind it, and is passed over"
+    entry = index.get(cold[1].key)
+    assert entry is not None
+    index._children[entry.slot - 1] += 1
+    index.drop(entry)
+    assert index.check() == ["pages that follow others are miscounted"]
+    index.mend()
+    assert index.check() == []
+    assert index.evict(1) == 1
+    assert (kept(index, cold), kept(index, warm)) == ([], [0, 1]), "it is the coldest tail"
