@@ -58,7 +58,7 @@ class Slab:
         """
         directories = (directory, *stripes)
         stretch = stretch_slots(extent_bytes)
-        if slots < 1 or extent_bytes < 1 or slots <= len(stripes) * stretch:
+        if extent_bytes < 1 or slots <= len(stripes) * stretch:
             least = max(extent_bytes, 1) * (len(stripes) * stretch + 1)
             raise CapacityError(
                 f"a slab of {slots} extents of {extent_bytes} bytes holds nothing"
@@ -174,8 +174,6 @@ def _share(number: int, count: int, stretch: int, slots: int) -> int:
 
 def first_missing(number: int, count: int, extent_bytes: int, held: int) -> int:
     """The first slot that file `number` of `count` lacks, when it has `held` extents."""
-    if count == 1:
-        return held
     stretch = stretch_slots(extent_bytes)
     rounds, rest = divmod(held, stretch)
     return (rounds * count + number) * stretch + rest

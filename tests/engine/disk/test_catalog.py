@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import logging
 import math
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -398,6 +400,22 @@ def test_another_extent_size_is_refused_with_both_figures(tmp_path: Path) -> Non
     assert f"rm -r {tmp_path}" in caught.value.hint
     with open_catalog(tmp_path) as catalog:
         assert catalog.count() == 2
+
+
+class WithoutLog(sqlite3.Connection):
+    """As on a file system where SQLite cannot have one."""
+
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        return super().execute(sql.replace("journal_mode = WAL", "journal_mode = DELETE"), *values)
+
+
+def test_where_there_can_be_no_log_is_no_place_for_a_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_catalog(tmp_path).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog_file.sqlite3, "connect", functools.partial(sqlite3.connect, factory=WithoutLog))
+        with pytest.raises(IOFailedError, match="cannot use a WAL here"):
+            open_catalog(tmp_path)
+    open_catalog(tmp_path).close()
 
 
 def test_an_unknown_durability_is_refused(tmp_path: Path) -> None:

@@ -498,3 +498,30 @@ def test_nothing_older_than_the_last_clear_is_ever_served(open_engine: OpenEngin
     engine.clear()
     assert rows(engine) == set()
     assert engine.check().problems == ()
+
+
+def test_a_slot_that_comes_back_while_its_row_is_deleted_is_free_when_that_is_done(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = open_host(cpu=None)
+    host.store(prompt(1, 3))
+    quiet(host.engine)
+    ssd, manager = host.engine.manager.ssd, host.engine.manager
+    assert ssd is not None
+    entries = [entry for page in host.engine.pages(prompt(1, 3)) if (entry := ssd.index.get(page.key))]
+    commit, free = ssd._catalog.commit, list[int]()
+
+    def released(*args: Any) -> None:
+        with manager.lock:
+            ssd.index.release_all(entries)
+            free.append(ssd.index.free_slots)
+        commit(*args)
+
+    with manager.lock:
+        for entry in entries:
+            ssd.index.lease(entry)
+            ssd.index.drop(entry)
+    with monkeypatch.context() as patch:
+        patch.setattr(ssd._catalog, "commit", released)
+        ssd.commit_waiting()
+    assert (free, ssd.index.free_slots) == ([9], 12)

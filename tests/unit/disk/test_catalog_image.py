@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sqlite3
+import struct
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,41 @@ def by_sqlite(path: Path) -> list[tuple[int, bytes]] | None:
 def by_us(path: Path) -> list[tuple[int, bytes]] | None:
     with catalog_image.open_copy(path) as connection:
         return rows(connection) if connection.execute("SELECT 1 FROM sqlite_master").fetchall() else None
+
+
+def signed(log: bytes, magic: int, size: int) -> bytes:
+    """A log anew, with this magic number and page size in its header, and checksums that fit both."""
+    order = ">" if magic & 1 else "<"
+
+    def add(raw: bytes, sums: tuple[int, int]) -> tuple[int, int]:
+        one, other = sums
+        for first, second in struct.iter_unpack(f"{order}II", raw):
+            one = (one + first + other) % (1 << 32)
+            other = (other + second + one) % (1 << 32)
+        return one, other
+
+    salts, frame = log[16:24], 24 + int.from_bytes(log[8:12], "big")
+    head = struct.pack(">I", magic) + log[4:8] + struct.pack(">I", size) + log[12:24]
+    sums = add(head, (0, 0))
+    parts = [head, struct.pack(">II", *sums)]
+    for at in range(32, len(log), frame):
+        if log[at + 8 : at + 16] != salts:
+            break
+        sums = add(log[at + 24 : at + frame], add(log[at : at + 8], sums))
+        parts += [log[at : at + 16], struct.pack(">II", *sums), log[at + 24 : at + frame]]
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(("magic", "size"), [(0x377F0682, 512), (0x377F0683, 512), (0x377F0683, 500)])
+def test_a_log_of_either_byte_order_is_read_and_one_of_no_page_size_is_none(
+    tmp_path: Path, magic: int, size: int
+) -> None:
+    copy = written(tmp_path, 512, random.Random(3))
+    log = Path(f"{copy}-wal")
+    with_log = by_us(copy)
+    log.write_bytes(signed(log.read_bytes(), magic, size))
+    assert by_us(copy) == by_sqlite(copy)
+    assert (by_us(copy) == with_log) == (size == 512)
 
 
 @pytest.mark.parametrize("page_bytes", [512, 4096, 65536])

@@ -141,6 +141,17 @@ def test_check_sees_what_is_wrong(damage: str) -> None:
     assert slots.check()
 
 
+def test_check_sees_runs_that_touch() -> None:
+    slots = FreeSlots(10)
+    slots.take(10)
+    for start in (0, 5):
+        slots._runs[start] = 5
+        slots._ends[start + 5] = start
+        slots._file(start, 5)
+    slots._count = 10
+    assert slots.check() == ["free runs touch each other"]
+
+
 def test_a_run_that_is_lost_ends_a_call_with_fewer_slots_and_not_never() -> None:
     slots = FreeSlots(10)
     slots.take(2)
