@@ -75,12 +75,13 @@ def signed(log: bytes, magic: int, size: int) -> bytes:
     for at in range(32, len(log), frame):
         if log[at + 8 : at + 16] != salts:
             break
-        sums = add(log[at + 24 : at + frame], add(log[at : at + 8], sums))
-        parts += [log[at : at + 16], struct.pack(">II", *sums), log[at + 24 : at + frame]]
+        page = log[at + 24 : at + 24 + size]
+        sums = add(page, add(log[at : at + 8], sums))
+        parts += [log[at : at + 16], struct.pack(">II", *sums), page]
     return b"".join(parts)
 
 
-@pytest.mark.parametrize(("magic", "size"), [(0x377F0682, 512), (0x377F0683, 512), (0x377F0683, 500)])
+@pytest.mark.parametrize(("magic", "size"), [(0x377F0682, 512), (0x377F0683, 512), (0x377F0683, 504)])
 def test_a_log_of_either_byte_order_is_read_and_one_of_no_page_size_is_none(
     tmp_path: Path, magic: int, size: int
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 
 from gdscache.index.index import PageIndex
-from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.retention import DEFAULT, Expiries, Retention
 from gdscache.index.table import PENDING, Entry, PageState
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
@@ -500,14 +500,18 @@ def test_a_watcher_is_told_of_what_becomes_visible_and_not_before() -> None:
     assert noted.told[1:] == [("removed", [first.key])]
 
 
-def test_a_page_whose_followers_were_miscounted_is_a_tail_again_when_the_index_is_mended() -> None:
+@pytest.mark.parametrize("priority", [0, 1])
+def test_a_page_whose_followers_were_miscounted_is_a_tail_again_when_the_index_is_mended(priority: int) -> None:
     index = PageIndex(6, new_policy("lfu"))
     cold, warm = chain(1, 2), chain(2, 3)
     put(index, cold)
     put(index, warm)
+    for page in (*cold, *warm):
+        index.retain(page.key, Retention(priority))
     index.touch([page.key for page in (cold[0], *warm[::-1], cold[1])])
     assert index.evict(1) == 1
     assert kept(index, warm) == [0, 1], "the coldest page has one behind it, and is passed over"
+    assert index._orders.is_deferred(cold[0].key)
     entry = index.get(cold[1].key)
     assert entry is not None
     index._children[entry.slot - 1] += 1
@@ -517,3 +521,23 @@ def test_a_page_whose_followers_were_miscounted_is_a_tail_again_when_the_index_i
     assert index.check() == []
     assert index.evict(1) == 1
     assert (kept(index, cold), kept(index, warm)) == ([], [0, 1]), "it is the coldest tail"
+
+
+def test_slots_of_forgotten_pages_are_free_where_nobody_else_wants_them() -> None:
+    forgotten: list[int] = []
+    index = PageIndex(4, forget=forgotten.append)
+    restore(index, chain(1, 3))
+    index.retire(index.detach().slots)
+    assert (sorted(forgotten), index.free_slots) == ([0, 1, 2], 4)
+
+
+def test_times_that_nobody_expires_at_are_forgotten() -> None:
+    expiries = Expiries()
+    for at in range(1000):
+        expiries.add(b"key", float(at))
+        expiries.add(b"kept", 5000.0)
+        expiries.remove(b"key", float(at))
+        expiries.add(b"late", 9000.0 - at)
+        expiries.remove(b"late", 9000.0 - at)
+    assert len(expiries._times) < 30
+    assert expiries.take(6000.0, 9) == [b"kept"]

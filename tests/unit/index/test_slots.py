@@ -134,6 +134,17 @@ def test_all_that_there_is_comes_in_order_but_for_what_goes_on_behind_a_slot() -
         assert slots.check() == []
 
 
+@pytest.mark.parametrize("order", [(0, 3), (3, 0)])
+def test_what_comes_back_later_is_joined_with_what_lies_beside_it(order: tuple[int, int]) -> None:
+    slots = FreeSlots(10)
+    slots.take(10)
+    for first in order:
+        slots.give_all(range(first, first + 3))
+        slots.runs()
+    assert slots.runs() == [(0, 6)]
+    assert slots.check() == []
+
+
 @pytest.mark.parametrize("damage", ["_count", "_mask"])
 def test_check_sees_what_is_wrong(damage: str) -> None:
     slots = FreeSlots(10)
