@@ -249,6 +249,7 @@ def test_a_slab_truncated_while_it_is_open(open_host: OpenHost, slab: Path, cpu:
     lost = [i for i, slot in enumerate(slots) if slot >= cut]
     assert [i for i, status in enumerate(report.pages) if status is PageStatus.SHORT_READ] == lost
     assert misses(host.engine) == {"short_read": len(lost)}
+    assert not host.engine.check().ok
     assert tokens_of(host.engine, tokens) == 20, "the file may come back whole"
     assert "slab-0.bin has" in host.engine.check(fix=True).problems[0]  # and it has its size again
     assert tokens_of(host.engine, tokens) == 4 * lost[0]

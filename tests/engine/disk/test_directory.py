@@ -344,9 +344,9 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_another_directory_is_noticed_whose_time_is_that_of_ours(tmp_path: Path) -> None:
     """A look costs one `os.stat` while the time of change stays."""
     path, old = tmp_path / "cache", time.time() - 3600
-    for directory in (path, tmp_path / "other"):
-        directory.mkdir()
-        os.utime(directory, (old, old))
+    for one in (path, tmp_path / "other"):
+        one.mkdir()
+        os.utime(one, (old, old))
     watch = locks.DirectoryWatch(path)
     assert watch.lost(thorough=False) == watch.lost(thorough=False) == ""
     path.rename(tmp_path / "elsewhere")
