@@ -142,6 +142,30 @@ def test_a_commit_is_all_or_nothing(tmp_path: Path) -> None:
         assert rows(catalog.recover(8)) == {0: row(page(0)), 1: row(page(1)), 7: row(page(7, namespace=other))}
 
 
+def test_a_retention_alone_is_a_commit(tmp_path: Path) -> None:
+    with open_catalog(tmp_path) as catalog:
+        catalog.commit([page(1), page(2)], [], {})
+        catalog.commit((), (), {}, {2: (1, 5.0)})
+        assert catalog.retentions() == {2: (1, 5.0)}
+
+
+def test_a_forked_child_that_closes_it_takes_nothing_away(tmp_path: Path) -> None:
+    with open_catalog(tmp_path) as catalog:
+        catalog.commit([page(1)], [], {})
+        log = catalog.path.with_name("catalog.sqlite-wal")
+        size = log.stat().st_size
+        if (child := os.fork()) == 0:
+            try:
+                catalog.close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert log.stat().st_size == size > 0
+        catalog.commit([page(2)], [], {})
+    with open_catalog(tmp_path) as catalog:
+        assert len(catalog.recover(9)) == 2
+
+
 def test_checksums_of_many_slots_in_any_order(tmp_path: Path) -> None:
     wide = PageRecord(900, name(900), NAMESPACE, NAMESPACE, 1, 1, np.arange(61, dtype=np.uint64))
     with open_catalog(tmp_path) as catalog:

@@ -112,6 +112,12 @@ def test_a_page_that_is_not_whole_or_not_ours_is_none(host: Host, tmp_path: Path
         assert status_page.unpack(page[:at] + bytes([page[at] ^ 1]) + page[at + 1 :]) is None
     for size in (0, 1, 15, 16, 4095, 4097):
         assert status_page.unpack(page.ljust(4097, b"\0")[:size]) is None
+    for at, value in (
+        (16, status_page.PAGE_FORMAT + 1),
+        (56, len(status_page.STATES)),
+    ):  # of another version, and whole
+        rest = page[16:at] + value.to_bytes(4, "little") + page[at + 4 :]
+        assert status_page.unpack(page[:8] + xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest) is None
 
 
 @pytest.mark.parametrize("what", ["nothing", "garbage", "directory"])

@@ -541,3 +541,28 @@ def test_times_that_nobody_expires_at_are_forgotten() -> None:
         expiries.remove(b"late", 9000.0 - at)
     assert len(expiries._times) < 30
     assert expiries.take(6000.0, 9) == [b"kept"]
+
+
+def test_what_is_passed_over_and_leased_then_stays_when_its_last_tail_goes() -> None:
+    index = PageIndex(6, new_policy("lfu"))
+    cold, warm = chain(1, 2), chain(2, 3)
+    put(index, cold)
+    put(index, warm)
+    index.touch([page.key for page in (cold[0], *warm[::-1], cold[1])])
+    index.evict(1)
+    assert index._orders.is_deferred(cold[0].key)
+    entry = index.get(cold[0].key)
+    assert entry is not None
+    index.lease(entry)
+    assert index.evict(4) == 3
+    assert (kept(index, cold), kept(index, warm)) == ([0], [])
+    index.release(entry)
+    assert index.evict(4) == 1
+
+
+def test_a_page_that_has_a_retention_already_is_not_given_it_again() -> None:
+    index, wish = PageIndex(2), Retention(1, 5000.0)
+    (page,) = chain(1, 1)
+    put(index, [page])
+    assert [index.retain(page.key, wish) for _ in range(2)] == [True, False]
+    assert not index.retain(b"x" * 32, wish)
