@@ -344,6 +344,22 @@ def test_checksums_that_are_gone_or_of_another_page(open_host: OpenHost, slab: P
     assert tokens_of(host.engine, tokens) == 4
 
 
+def test_check_mends_a_row_that_names_no_page_and_a_page_without_row(open_host: OpenHost) -> None:
+    host = open_host(cpu=None)
+    tokens = prompt(1, 3)
+    host.store(tokens)
+    quiet(host.engine)
+    ssd = host.engine.manager.ssd
+    assert ssd is not None
+    with ssd._catalog._transaction() as writer:
+        writer.execute("UPDATE pages SET slot = 11 WHERE slot = ?", (slot_of(host.engine, tokens, 2),))
+    assert len(host.engine.check().problems) == 2
+    assert tokens_of(host.engine, tokens) == 12
+    assert host.engine.check(fix=True).fixed
+    assert host.engine.check().problems == ()
+    assert host.load(tokens).tokens == 8
+
+
 @pytest.mark.parametrize("cpu", [None, 2, 6])
 def test_a_catalogue_that_breaks_in_use_is_a_miss(open_host: OpenHost, slab: Path, cpu: int | None) -> None:
     """Checksums are read when pages are; where they cannot be, no page can be verified, and no load may raise."""
